@@ -12,6 +12,7 @@ import os
 import pickle
 import secrets
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -22,27 +23,36 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_hybrid.compat import parallel_state
+from megatron_hybrid.meetings import (
+    BEGIN_SECONDS,
+    Member,
+    RankError,
+    first_difference,
+    meet,
+    own_member,
+)
+from megatron_hybrid.rank_calls import DIGEST_BYTES, Call, CallLog, describe_difference
 
 T = TypeVar("T")
 CONNECT_SECONDS = 60.0
-"""Time for all ranks to connect."""
+"""Time for all ranks to connect, once they have met."""
+MAKING = "making an engine"
+"""The call of an engine's constructor, for messages."""
 HANDSHAKE_SECONDS = 5.0
 """Time for a process that has connected to show that it belongs to the job."""
-_FAILED, _KIND_BYTES = b"failed  ", 8
+_FAILED, _DIFFER, _KIND_BYTES = b"failed  ", b"differ  ", 8
+_HEAD_BYTES = _KIND_BYTES + DIGEST_BYTES
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 8, socket.TCP_KEEPINTVL: 4, socket.TCP_KEEPCNT: 2}
 """Seconds without a word, seconds between two questions, questions: then a machine is gone."""
-
-
-class RankError(RuntimeError):
-    """Another rank failed where this one did not; all ranks know of it. The message has that rank's
-    error."""
 
 
 class Ranks:
     """Messages between the ranks of one model. All ranks make the same calls in the same order.
 
     In an exchange every rank gives a message to the first one and gets its answer. A rank whose own
-    work has failed gives the error in place of what the others expect; then all of them raise.
+    work has failed gives the error in place of what the others expect; then all of them raise. Each
+    message begins with a digest of the calls that its rank has made: if these differ, all raise,
+    too, with the first difference.
 
     Args:
         rank: of this process, from 0.
@@ -50,6 +60,7 @@ class Ranks:
         connections: to the other ranks, in their order; on another rank than the first: to the
             first one.
         watched: more of them, for the failures of ranks, by rank.
+        members: the processes, in order.
     """
 
     def __init__(
@@ -58,12 +69,20 @@ class Ranks:
         size: int = 1,
         connections: Sequence[Connection] = (),
         watched: dict[int, Connection] | None = None,
+        members: Sequence[Member] = (),
     ):
         self.rank, self.size = rank, size
+        self.members = list(members) or [Member(i, socket.gethostname(), 0) for i in range(size)]
         self.connections = connections
         self.watched = watched or {}
         self.sent_bytes = 0
         """Bytes that this rank has sent."""
+        self.calls = CallLog()
+        self.call = "nothing"
+        """The call that this rank is in, for messages."""
+        self.on_difference: Callable[[str], None] = lambda text: None
+        """Is called on all ranks when they have made different calls, after which no exchange can
+        be relied on."""
         self._depth = 0  # of `together`
         self._told: Exception | None = None  # inside of it: the last own error that all ranks know
         _open.add(self)
@@ -126,7 +145,7 @@ class Ranks:
             raise
         except Exception as error:
             if error is not self._told:
-                self._tell(f"{what} failed on rank {self.rank}: {type(error).__name__}: {error}")
+                self.tell(what, error)
                 self._told = error
             raise
         finally:
@@ -136,32 +155,60 @@ class Ranks:
         if self.size > 1:
             self._exchange(b"together", b"", b"".join)
 
-    def _tell(self, text: str) -> None:
-        """Give an error to the exchange in which the other ranks are, or will be."""
+    def tell(self, what: str, error: Exception) -> None:
+        """Give an error of this rank to the exchange in which the other ranks are, or will be.
+        There they raise it, unless all of them give one."""
         if self.size > 1:
+            text = f"{what} failed on {self.members[self.rank]}: {type(error).__name__}: {error}"
             with suppress(RankError):
-                self._exchange(_FAILED, text.encode(), b"".join)
+                self._exchange(_FAILED, text.encode(errors="replace"), b"".join)
 
     def _exchange(
         self, kind: bytes, message: bytes, merge: Callable[[list[bytes]], bytes]
     ) -> bytes:
         """Give a message and get the answer. merge: makes it of all messages, on the first rank."""
-        own = kind + message
+        own = kind + self.calls.digest + message
         if not self.is_first:
             self._send_all(own)
             answer = self.connections[0].recv_bytes()
         else:
             given = [own, *(connection.recv_bytes() for connection in self.connections)]
-            answer = next((each for each in given if each.startswith(_FAILED)), None)
-            if answer is None and (kinds := {each[:_KIND_BYTES] for each in given}) != {kind}:
-                names = ", ".join(sorted(each.decode().strip() for each in kinds))
-                answer = _FAILED + f"the ranks made different calls ({names})".encode()
-            if answer is None:
-                answer = kind + merge([each[_KIND_BYTES:] for each in given])
+            answer = self._answer(given, merge)
             self._send_all(answer)
+        if answer.startswith(_DIFFER):
+            self._raise_difference(kind, message)
+        self.calls.agreed()
         if answer.startswith(_FAILED):
             raise RankError(answer[_KIND_BYTES:].decode())
         return answer[_KIND_BYTES:]
+
+    @staticmethod
+    def _answer(given: list[bytes], merge: Callable[[list[bytes]], bytes]) -> bytes:
+        failed = next((each for each in given if each.startswith(_FAILED)), None)
+        kinds = {each[:_KIND_BYTES] for each in given} - {_FAILED}
+        if len(kinds) > 1 or len({each[_KIND_BYTES:_HEAD_BYTES] for each in given}) > 1:
+            return _DIFFER
+        if failed is not None:
+            return _FAILED + failed[_HEAD_BYTES:]
+        return b"".join([*kinds, merge([each[_HEAD_BYTES:] for each in given])])
+
+    def _raise_difference(self, kind: bytes, message: bytes) -> None:
+        """Find the first call in which the ranks differ. kind, message: given by this rank."""
+        last: Call = (self.call, {"exchange": kind.decode().strip()})
+        if has_failed := kind == _FAILED:
+            last = message.decode(), {}
+        own = has_failed, [*self.calls.recent, last]
+        if self.is_first:
+            said = [own, *(pickle.loads(each.recv_bytes()) for each in self.connections)]
+            text = next((calls[-1][0] for has_failed, calls in said if has_failed), None)
+            if text is None:
+                text = describe_difference(list(zip(self.members, (calls for _, calls in said))))
+            self._send_all(pickle.dumps(text))
+        else:
+            self._send_all(pickle.dumps(own))
+            text = pickle.loads(self.connections[0].recv_bytes())
+        self.on_difference(text)
+        raise RankError(text)
 
     def send(self, value: object) -> None:
         """Send a picklable value from the first rank to all others, outside of an exchange."""
@@ -176,17 +223,19 @@ class Ranks:
             connection.send_bytes(message)
             self.sent_bytes += len(message)
 
-    def require_equal(self, named: dict[str, object], where: str) -> None:
+    def require_equal(self, named: dict[str, object]) -> None:
         """Raise ValueError on all ranks if two have different values under a name.
 
         named: picklable values, of which a rank may lack some.
         """
-        ranks = self.gather(named)
-        for name in dict.fromkeys(name for each in ranks for name in each):
-            values = {rank: each[name] for rank, each in enumerate(ranks) if name in each}
-            if any(value != next(iter(values.values())) for value in values.values()):
-                listed = ", ".join(f"rank {rank} has {value!r}" for rank, value in values.items())
-                raise ValueError(f"{name} {where} differs between ranks: {listed}; make it equal")
+        difference = first_difference(list(zip(self.members, self.gather(named))))
+        if difference is not None:
+            raise ValueError(difference)
+
+    def wake(self) -> None:
+        """End the wait of another thread of this rank for an exchange: it raises EOFError."""
+        for connection in self.connections:
+            _end(connection)
 
     def close(self) -> None:
         """Leave the other ranks. What they wait for from this one raises EOFError."""
@@ -196,9 +245,13 @@ class Ranks:
 
 def _shut(connection: Connection) -> None:
     """End a connection, also where a forked process still has it."""
+    _end(connection)
+    connection.close()
+
+
+def _end(connection: Connection) -> None:
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ends:
         ends.shutdown(socket.SHUT_RDWR)
-    connection.close()
 
 
 _open: WeakSet[Ranks] = WeakSet()
@@ -215,21 +268,24 @@ os.register_at_fork(after_in_child=_forget_in_fork)
 ONE_RANK = Ranks()
 
 
-def ranks_of(groups: object) -> Ranks:
+def ranks_of(groups: object, seconds: float = BEGIN_SECONDS) -> Ranks:
     """Connect the ranks of a model. Call it on all of them.
 
     They are joined by tensor-, pipeline- and expert-parallel groups: also ranks that hold the same
     dense layers and different experts run one engine.
 
-    groups: megatron-core's ProcessGroupCollection of the model.
+    Args:
+        groups: megatron-core's ProcessGroupCollection of the model.
+        seconds: time for all of them to call it.
 
     Raises:
+        RankError: one of them does not, or cannot.
         OSError: they do not reach each other.
     """
     joined = [getattr(groups, name, None) for name in ("ep", "expt_tp", "tp", "pp")]
     joined = [group for group in joined if group is not None and group.size() > 1]
     # Twice, since a group may reach the members of another one.
-    return _connected(joined * 2) if joined else ONE_RANK
+    return _connected(joined * 2, seconds) if joined else ONE_RANK
 
 
 def replica_of(groups: object) -> tuple[int, int]:
@@ -253,29 +309,29 @@ def is_one_machine() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "1")
 
 
-def _connected(groups: Sequence[dist.ProcessGroup]) -> Ranks:
-    """Connect the ranks that gathers over these groups, one after the other, reach."""
+def _connected(groups: Sequence[dist.ProcessGroup], seconds: float) -> Ranks:
+    """Connect the ranks that meetings of these groups, one after the other, reach."""
     host = "127.0.0.1" if is_one_machine() else ""
     server = socket.create_server((host, 0), backlog=128)
     with server:
         server.settimeout(CONNECT_SECONDS)
         port = server.getsockname()[1]
-        own = socket.gethostname(), _own_address(), port, secrets.token_bytes(32)
+        own = own_member(), _own_address(), port, secrets.token_bytes(32)
         known = {dist.get_rank(): own}
         for group in groups:
-            reached: list = [None] * group.size()
-            dist.all_gather_object(reached, known, group=group)
-            known = {rank: value for each in reached for rank, value in each.items()}
-        members = sorted(known)
-        rank = members.index(dist.get_rank())
+            met = meet(MAKING, known, dist.get_process_group_ranks(group), seconds)
+            known = {rank: value for _, each in met for rank, value in each.items()}
+        numbers = sorted(known)
+        members = [known[number][0] for number in numbers]
+        rank = numbers.index(dist.get_rank())
         if rank == 0:
             control, watched = _accept(server, own[-1], len(members) - 1)
             connections = [control[other] for other in sorted(control)]
-            return Ranks(0, len(members), connections, watched)
-        machine, address, port, secret = known[members[0]]
-        reach = ("127.0.0.1" if machine == own[0] else address), port
+            return Ranks(0, len(members), connections, watched, members)
+        first, address, port, secret = known[numbers[0]]
+        reach = ("127.0.0.1" if first.host == own[0].host else address), port
         control, watched = (_connect(reach, secret, rank, kind) for kind in ("control", "watch"))
-        return Ranks(rank, len(members), [control], {0: watched})
+        return Ranks(rank, len(members), [control], {0: watched}, members)
 
 
 def _connect(address: tuple, secret: bytes, rank: int, kind: str) -> Connection:
@@ -337,23 +393,23 @@ def _own_address() -> str:
 def fail_together(error: type[Exception], whole_job: bool = False) -> Iterator[None]:
     """Local work that succeeds on all ranks of a model or on none, such as reading files. Before
     there is a model, or with whole_job, all ranks of the job take part. No collective may run
-    inside.
+    inside. The log says when a rank waits for others.
 
     Raises:
         error: on a rank whose work succeeded; the message is that of the first rank that failed,
             which raises its own exception.
     """
+    call = sys._getframe(2).f_code.co_name  # behind contextlib's frame
     own: Exception | None = None
     try:
         yield
     except Exception as raised:
         own = raised
     groups = _groups(whole_job)
-    failure = f"rank {dist.get_rank()}: {own}" if groups and own is not None else None
+    failure = f"{own_member()}: {own}" if groups and own is not None else None
     for group in groups:
-        failures: list[str | None] = [None] * group.size()
-        dist.all_gather_object(failures, failure, group=group)
-        failure = next(filter(None, failures), None)
+        met = meet(f"in {call}()", failure, dist.get_process_group_ranks(group))
+        failure = next(filter(None, (each for _, each in met)), None)
     if own is not None:
         raise own
     if failure is not None:

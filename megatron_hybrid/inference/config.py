@@ -86,6 +86,12 @@ class InferenceConfig:
     """Debugging: compare the decisions and computed tokens of all ranks of the model at every
     step."""
 
+    rank_timeout: float | None = None
+    """Seconds after which another rank of the model ends the job on all: that does not come to make
+    its engine, or does not move in a step, or for ten times as long in a call that loads, saves or
+    moves memory. A rank that computes moves; one in the caller's own code may take any time. None:
+    30 to come, 120 in a step."""
+
     def __post_init__(self) -> None:
         if self.prefix_caching not in PREFIX_CACHING_MODES:
             raise ValueError(
@@ -129,6 +135,11 @@ class InferenceConfig:
             raise ValueError(
                 f"host_cache_bytes and cache_dir need prefix_caching='restore', it is "
                 f"{self.prefix_caching!r}: where every token is computed nothing is fetched."
+            )
+        timeout = self.rank_timeout
+        if timeout is not None and not (is_number(timeout) and timeout > 0):
+            raise ValueError(
+                f"rank_timeout is {timeout!r}; it must be a number of seconds above 0, or None."
             )
         if not is_int(self.random_seed):
             raise ValueError(f"random_seed is {self.random_seed!r}; it must be a whole number.")

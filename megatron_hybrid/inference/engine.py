@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_hybrid import errors
 from megatron_hybrid.cache.explain import Explanation
@@ -44,8 +44,14 @@ from megatron_hybrid.inference.meter import ActivityLog, Meter
 from megatron_hybrid.inference.metrics import Stats, prometheus_text, requests_text
 from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.output import OutputProcessor
-from megatron_hybrid.inference.rank_checks import check_equal_decisions, what_must_be_equal
+from megatron_hybrid.inference.rank_checks import (
+    check_equal_decisions,
+    check_equal_weights,
+    refuse_fsdp,
+    what_must_be_equal,
+)
 from megatron_hybrid.inference.rank_control import RankControl, on_all_ranks
+from megatron_hybrid.inference.rank_watch import STEP_SECONDS
 from megatron_hybrid.inference.request import (
     GenerationResult,
     Request,
@@ -58,8 +64,6 @@ from megatron_hybrid.inference.request_builder import (
     RequestSpec,
     TextTokenizer,
     check_salt,
-    is_chat,
-    spread,
 )
 from megatron_hybrid.inference.request_view import EndedRequests, RequestView, view_request
 from megatron_hybrid.inference.sampling_params import SamplingParams
@@ -69,15 +73,15 @@ from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.weight_loading import Pairs, WeightLoader
 from megatron_hybrid.inference.weight_watch import WeightWatch
 from megatron_hybrid.interrupts import interrupts_wait
+from megatron_hybrid.meetings import BEGIN_SECONDS, coming
 from megatron_hybrid.models.flops import token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
 from megatron_hybrid.offload.disk_store import DiskStore, real_path
 from megatron_hybrid.offload.offload import Offload, check_capacities, disk_tier
 from megatron_hybrid.offload.page_mover import PageMover
 from megatron_hybrid.processes import HomeProcess
-from megatron_hybrid.ranks import ranks_of, replica_of
+from megatron_hybrid.ranks import MAKING, ranks_of, replica_of
 from megatron_hybrid.text.guide import Guide
-from megatron_hybrid.validation import is_int
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +93,29 @@ class CacheSaved:
     states: int
     kv_blocks: int
     num_bytes: int
+
+
+def _checked(
+    given: nn.Module | Sequence[nn.Module],
+    tokenizer: TextTokenizer | None,
+    config: InferenceConfig,
+) -> HybridModel:
+    """Check an engine's arguments, and return the bare model."""
+    if not isinstance(config, InferenceConfig):
+        raise TypeError(f"config must be an InferenceConfig, got {type(config).__name__}")
+    model = unwrap(given)
+    if not isinstance(model, HybridModel):
+        raise TypeError(
+            f"model must be one of build_hybrid_model, load_pretrained, load_megatron or "
+            f"from_megatron, bare or wrapped, got {type(given).__name__}"
+        )
+    refuse_fsdp(given, model)
+    if tokenizer is not None and not callable(getattr(tokenizer, "detokenize", None)):
+        raise TypeError(
+            f"tokenizer must be that of load_pretrained or one like it, with tokenize() and "
+            f"detokenize(), or None; got {type(tokenizer).__name__}"
+        )
+    return model
 
 
 class DynamicInferenceEngine:
@@ -120,27 +147,20 @@ class DynamicInferenceEngine:
         tokenizer: TextTokenizer | None = None,
         config: InferenceConfig | None = None,
     ) -> None:
-        if config is None:
-            config = InferenceConfig()
-        if not isinstance(config, InferenceConfig):
-            raise TypeError(f"config must be an InferenceConfig, got {type(config).__name__}")
-        given, model = model, unwrap(model)
-        if not isinstance(model, HybridModel):
-            raise TypeError(
-                f"model must be one of build_hybrid_model, load_pretrained, load_megatron or "
-                f"from_megatron, bare or wrapped, got {type(given).__name__}"
-            )
-        if tokenizer is not None and not callable(getattr(tokenizer, "detokenize", None)):
-            raise TypeError(
-                f"tokenizer must be that of load_pretrained or one like it, with tokenize() and "
-                f"detokenize(), or None; got {type(tokenizer).__name__}"
-            )
-        self.ranks = ranks_of(model.pg_collection)
-        self.replica = replica_of(model.pg_collection)
-        """Number of this data-parallel replica of the model, and how many there are."""
         with ExitStack() as undo:
-            undo.callback(self.ranks.close)
-            self._build(model, tokenizer, config, undo)
+            with coming(MAKING):
+                if config is None:
+                    config = InferenceConfig()
+                model = _checked(model, tokenizer, config)
+                seconds = config.rank_timeout or BEGIN_SECONDS
+                self.ranks = ranks = ranks_of(model.pg_collection, seconds)
+            self.replica = replica_of(model.pg_collection)
+            """Number of this data-parallel replica of the model, and how many there are."""
+            is_on_cpu = next(model.parameters()).device.type == "cpu"
+            self._control = RankControl(ranks, config.rank_timeout or STEP_SECONDS, is_on_cpu)
+            undo.callback(self._control.close)
+            with self._control.inside(MAKING), ranks.together(MAKING):
+                self._build(model, tokenizer, config, undo)
             undo.pop_all()
         self._weights = WeightWatch(model)
         self._changed: dict[Request, None] = {}  # with new tokens and no output yet
@@ -166,7 +186,8 @@ class DynamicInferenceEngine:
     ) -> None:
         """Agree with the other ranks on sizes, and make the parts. undo: closes what they open."""
         stage = model.pg_collection.pp.rank()
-        self.ranks.require_equal(what_must_be_equal(config, model.config, stage), "of the engine")
+        self.ranks.require_equal(what_must_be_equal(config, model, stage))
+        check_equal_weights(self.ranks, model)
         self.model = model.eval()
         parameter = next(model.parameters())
         dtype = config.kv_cache_dtype or parameter.dtype
@@ -245,16 +266,15 @@ class DynamicInferenceEngine:
         check_capacities(
             spec, config.host_cache_bytes, config.disk_cache_bytes if has_disk else None
         )
-        with self.ranks.together("making the engine"):
-            self.context = new_context(num_pages)
-            self.memory = self.context.memory
-            self.cache = PrefixCache(spec, num_pages, config.prefix_caching)
-            self._lock, self._home = threading.RLock(), HomeProcess()
-            self._fingerprint: dict[str, str] | None = None
-            disk = None
-            if config.cache_dir is not None:
-                disk = self._open_disk(config.cache_dir)
-                undo.callback(disk.close)  # else the folder stays locked
+        self.context = new_context(num_pages)
+        self.memory = self.context.memory
+        self.cache = PrefixCache(spec, num_pages, config.prefix_caching)
+        self._lock, self._home = threading.RLock(), HomeProcess()
+        self._fingerprint: dict[str, str] | None = None
+        disk = None
+        if config.cache_dir is not None:
+            disk = self._open_disk(config.cache_dir)
+            undo.callback(disk.close)  # else the folder stays locked
         self.offload = Offload(
             self.cache,
             PageMover(self.memory.pool),
@@ -283,7 +303,6 @@ class DynamicInferenceEngine:
             config, self.cache, tokenizer, model.config.vocab_size
         )
         self.output = OutputProcessor(tokenizer)
-        self._control = RankControl(self.ranks)
         if self.ranks.is_first:
             logger.info(
                 "the pool of %.2f GiB on %s holds %d tokens, or %d states",
@@ -336,9 +355,10 @@ class DynamicInferenceEngine:
             RuntimeError: the engine is closed.
         """
         self._refuse_closed("add_request")
-        samples = self.request_builder.build(
-            prompt, params, salt, cache_breakpoints, n, priority, guide, tenant
-        )
+        with self._control.checked("add_request()"):
+            samples = self.request_builder.build(
+                prompt, params, salt, cache_breakpoints, n, priority, guide, tenant
+            )
         if growing_text:
             for request in samples:
                 self.output.write_text_of(request)
@@ -346,8 +366,11 @@ class DynamicInferenceEngine:
         return samples[0]
 
     def _add(self, samples: list[Request]) -> None:
-        if self._control.leads:
-            self._control.queue("_add_told", RequestSpec.of(samples))
+        if self.ranks.size > 1:
+            spec = RequestSpec.of(samples)
+            if self._control.leads:
+                self._control.queue("_add_told", spec)
+            self._control.note("add_request()", spec.values())
         self.scheduler.add(samples[0])
 
     # Steps -------------------------------------------------------------------------------------
@@ -383,15 +406,17 @@ class DynamicInferenceEngine:
         self._refuse_inside_step("step")
         self._failed = None
         self._refuse_suspended("step")
-        if self.model.training:
-            raise RuntimeError(
-                "the model is in training mode, in which answers and what is cached of them would "
-                "be noisy: call model.eval(), or update_weights() after a training step"
-            )
+        with self._control.checked("step()"):
+            if self.model.training:
+                raise RuntimeError(
+                    "the model is in training mode, in which answers and what is cached of them "
+                    "would be noisy: call model.eval(), or update_weights() after a training step"
+                )
         began, num_steps = time.perf_counter(), self.num_steps
         if self.ranks.is_first and self._activity.is_due(began):
             self._activity.write(self.stats(), began)
-        with interrupts_wait(), self._control.inside():
+        with interrupts_wait(), self._control.inside("step()"):
+            self._control.note("step()")
             self._is_stepping = True
             try:
                 self._check_decisions()  # those of calls since the last step
@@ -614,7 +639,8 @@ class DynamicInferenceEngine:
 
     def _load(self, pairs: Pairs) -> None:
         is_led = self._control.leads or self._control.follows
-        with self._control.inside(), self.ranks.together("load_weights()"):
+        self._control.note("load_weights()")
+        with self._control.inside("load_weights()"), self.ranks.together("load_weights()"):
             loader, failure = WeightLoader(self.model, self.ranks), None
             try:
                 with self.ranks.together("load_weights()"):
@@ -691,35 +717,12 @@ class DynamicInferenceEngine:
         Raises:
             TypeError, ValueError: as `add_request`; the message names the prompt.
         """
-        if isinstance(prompts, Tensor):
-            prompts = prompts.tolist()
-        is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
-        if not (is_array or isinstance(prompts, Sequence)):
-            raise TypeError(
-                f"prompts is one prompt or a sequence of prompts, got {type(prompts).__name__}"
-            )
-        if isinstance(prompts, str) or is_chat(prompts) or (len(prompts) and is_int(prompts[0])):
-            prompts = [prompts]
-        if isinstance(cache_breakpoints, Iterator):  # the first prompt would exhaust it
-            cache_breakpoints = tuple(cache_breakpoints)
-        count = len(prompts)
-        per_prompt = zip(
-            prompts,
-            spread(params, count, "params", lambda p: p is None or isinstance(p, SamplingParams)),
-            spread(salt, count, "salt", lambda s: isinstance(s, str)),
-            spread(
-                cache_breakpoints,
-                count,
-                "cache_breakpoints",
-                lambda b: not isinstance(b, Sequence) or not any(hasattr(p, "__len__") for p in b),
-            ),
-            spread(n, count, "n", is_int),
-            spread(priority, count, "priority", is_int),
-            spread(guide, count, "guide", lambda g: g is None or isinstance(g, Guide)),
-        )
         self._refuse_inside_step("generate")
         self._refuse_suspended("generate")
-        groups = self.request_builder.build_all(per_prompt)
+        with self._control.checked("generate()"):
+            groups = self.request_builder.build_all(
+                prompts, params, guide, salt, cache_breakpoints, n, priority
+            )
         requests = [request for group in groups for request in group]
         try:
             for group in groups:
@@ -764,9 +767,10 @@ class DynamicInferenceEngine:
             RuntimeError: the engine is closed.
         """
         self._refuse_closed("stream")
-        (request,) = self.request_builder.build(
-            prompt, params, salt, cache_breakpoints, 1, priority, guide
-        )
+        with self._control.checked("stream()"):
+            (request,) = self.request_builder.build(
+                prompt, params, salt, cache_breakpoints, 1, priority, guide
+            )
         self.output.write_text_of(request)
         request.unread = deque()
         self._add([request])
@@ -787,8 +791,12 @@ class DynamicInferenceEngine:
         """Cancel a request; where other ranks follow, with the next step or call."""
         if self._control.leads:
             self._abandoned.append(request)
+        elif self._control.has_failed:
+            for sample_ in reversed(request.samples):
+                self._cancel_sample(sample_)
         else:
-            with self._control.inside():
+            with self._control.inside("cancel()"):
+                self._control.note("cancel()", {"request_id": request.request_id})
                 self._cancel(request)
 
     def _cancel_abandoned(self) -> None:
@@ -949,6 +957,7 @@ class DynamicInferenceEngine:
             RuntimeError: a step of this engine is running. In all cases the engine is not
                 suspended, and but for "drop" nothing has changed.
         """
+        self._control.note("suspend()", {"keep_cache": keep_cache})
         if keep_cache not in ("drop", "host", "disk"):
             raise ValueError(f"keep_cache is {keep_cache!r}; use 'drop', 'host' or 'disk'")
         self._refuse_inside_step("suspend")

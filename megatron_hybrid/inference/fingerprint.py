@@ -68,12 +68,13 @@ def weights_hash(model) -> str:
         if not isinstance(tensor, Tensor):
             continue  # Transformer Engine's bookkeeping
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
-        digest.update(str(_mixed_sum(tensor)).encode())
+        digest.update(str(hash_of(tensor)).encode())
     return digest.hexdigest()
 
 
 @torch.no_grad()
-def _mixed_sum(tensor: Tensor) -> int:
+def hash_of(tensor: Tensor) -> int:
+    """Hash the bits of a tensor, below 2^64."""
     flat = tensor.detach().contiguous().flatten()
     if not flat.numel():
         return 0

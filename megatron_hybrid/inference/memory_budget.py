@@ -179,7 +179,7 @@ def pool_pages(
     for rank, (_, memories) in enumerate(everyone):
         for index, memory in enumerate(memories):
             asked = [pool, *memory.parts] if index == 0 else memory.parts
-            whose = f" for rank {rank}" if ranks.size > 1 else ""
+            whose = f" for {ranks.members[rank]}" if ranks.size > 1 else ""
             _refuse_too_much(asked, memory.share(sharing), memory.name, whose)
     return num_pages
 

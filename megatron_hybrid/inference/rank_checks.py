@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from zlib import crc32
 
 import torch
+from torch import Tensor, nn
 
+from megatron_hybrid.checkpoints.checkpoint import own_tensors
 from megatron_hybrid.compat import MEGATRON_CORE_VERSION
 from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.fingerprint import hash_of
 from megatron_hybrid.inference.scheduler import Scheduler
 from megatron_hybrid.inference.step_plan import StepPlan
-from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.sharding.gathering import num_experts_of
+from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
+from megatron_hybrid.models.sharding.tensor_sharding import cut_of
 from megatron_hybrid.ranks import RankError, Ranks
 from megatron_hybrid.version import __version__
 
-_OF_EACH_RANK = ("cache_bytes", "cache_dir")
-"""Fields of InferenceConfig that may differ: ranks use what the smallest one has."""
+_OF_EACH_RANK = ("cache_bytes", "cache_dir", "rank_timeout")
+"""Fields of InferenceConfig that may differ: ranks use what the smallest one has, and whichever
+waits too long ends all."""
+_COMPARED = 1 << 20
+"""Elements of each piece of the weights that are compared."""
+_FSDP = ("FSDPModule", "FullyShardedDataParallel", "MegatronFSDP")
+"""Classes of torch and of megatron-core, or their bases."""
 _OF_ALL_STAGES = ("hidden_size", "vocab_size", "params_dtype")
 
 
 def what_must_be_equal(
-    config: InferenceConfig, model: HybridConfig, stage: int
+    config: InferenceConfig, model: HybridModel, stage: int
 ) -> dict[str, object]:
     """Versions and settings on which decisions depend, by name. Of the architecture all stages of a
     pipeline have some in common; the ranks of one stage all of it."""
@@ -35,12 +48,65 @@ def what_must_be_equal(
             named[f"InferenceConfig.{field.name}"] = str(getattr(config, field.name))
     named["whether InferenceConfig.cache_bytes is None"] = config.cache_bytes is None
     named["the use of InferenceConfig.cache_dir"] = config.cache_dir is not None
-    for name, value in model.to_dict().items():
+    named[f"the LoRA adapters of stage {stage}"] = repr(getattr(model, "lora_fields", None))
+    if (seed := model.untouched_seed) is not None:  # pieces of one draw
+        named[f"the seed of the random weights of stage {stage}"] = seed
+    for name, value in model.config.to_dict().items():
         if name in _OF_ALL_STAGES:
             named[f"HybridConfig.{name}"] = value
         else:  # a stage that megatron-core built does not tell the sizes of layers that it lacks
             named[f"HybridConfig.{name} of stage {stage}"] = str(value)
     return named
+
+
+def check_equal_weights(ranks: Ranks, model: HybridModel) -> None:
+    """Compare the pieces of weights that several ranks hold: at most a million elements of each.
+
+    Raises:
+        ValueError: on all ranks; it names the first tensor that differs.
+    """
+    if ranks.size == 1:
+        return
+    pieces = dict(_pieces(model))
+    holders = Counter(name for held in ranks.gather(list(pieces)) for name in held)
+    ranks.require_equal(
+        {
+            f"the hash of {name}": f"{hash_of(piece.flatten()[:_COMPARED]):016x}"
+            for name, piece in pieces.items()
+            if holders[name] > 1
+        }
+    )
+
+
+def _pieces(model: HybridModel) -> Iterator[tuple[str, Tensor]]:
+    """The pieces of whole tensors that this rank holds, by names that say which they are."""
+    tp = model.pg_collection.tp.rank()
+    experts = ExpertGroups.of(model.pg_collection)
+    for name, tensor in own_tensors(model).items():
+        rank = tp
+        if num_experts_of(tensor) is not None:
+            name, rank = f"{name} of experts {experts.part}", experts.tp.rank()
+        if (cut := cut_of(tensor)) is None:
+            yield name, tensor.detach()
+            continue
+        parts = tensor.detach().split(cut.local_sections, cut.dim)
+        for (start, stop), part in zip(cut.ranges(rank), parts, strict=True):
+            yield f"{name}, rows {start} to {stop} of dimension {cut.dim}", part
+
+
+def refuse_fsdp(given: nn.Module | Sequence[nn.Module], model: HybridModel) -> None:
+    """Raise ValueError for a model whose parameters are spread over data-parallel ranks: every
+    step would gather them, from ranks that serve other requests. given: it, as it is wrapped."""
+    outer = given[0] if isinstance(given, Sequence) else given
+    classes = {kind.__name__ for module in outer.modules() for kind in type(module).__mro__}
+    is_spread = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+    if is_spread or not classes.isdisjoint(_FSDP):
+        raise ValueError(
+            "the model is wrapped by FSDP, which spreads its parameters over data-parallel ranks: "
+            "build a second model of the same config for the engine, and send it the whole tensors "
+            "after each update, with engine.load_weights((name, parameter.full_tensor()) for name, "
+            "parameter in model.named_parameters()) on all ranks (docs/rollouts.md)"
+        )
 
 
 def check_equal_decisions(ranks: Ranks, step: int, scheduler: Scheduler, plan: StepPlan) -> None:
@@ -60,8 +126,8 @@ def check_equal_decisions(ranks: Ranks, step: int, scheduler: Scheduler, plan: S
                 if own != their:
                     raise RankError(
                         f"step {step}: the ranks decided differently or compute different tokens, "
-                        f"first in {name}: rank 0 has {own}; rank {other} has {their}. They must "
-                        "be given the same requests in the same order."
+                        f"first in {name}: {ranks.members[0]} has {own}; {ranks.members[other]} "
+                        f"has {their}. They must be given the same requests in the same order."
                     )
 
 

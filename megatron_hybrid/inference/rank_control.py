@@ -6,12 +6,12 @@ rank leads: it alone makes calls, and tells them to the others, which follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-from megatron_hybrid.inference.rank_watch import RankWatch
+from megatron_hybrid.inference.rank_watch import RankFailedError, RankWatch
 from megatron_hybrid.interrupts import interrupts_wait
 from megatron_hybrid.ranks import RankError, Ranks
 
@@ -26,11 +26,12 @@ class RankControl:
 
     Args:
         ranks: of the engine; make and close it on all of them.
+        seconds, on_cpu: as for `RankWatch`.
     """
 
-    def __init__(self, ranks: Ranks):
+    def __init__(self, ranks: Ranks, seconds: float, on_cpu: bool):
         self._ranks = ranks
-        self._watch = RankWatch(ranks) if ranks.size > 1 else None
+        self._watch = RankWatch(ranks, seconds, on_cpu) if ranks.size > 1 else None
         self._queued: list[tuple] | None = None  # calls that the others do not know yet
         self.follows = False
         self.told_change = False
@@ -51,9 +52,37 @@ class RankControl:
         """Bytes sent to other ranks, the model's own collectives left out."""
         return self._ranks.sent_bytes
 
-    def inside(self) -> AbstractContextManager[None]:
+    def inside(self, call: str | None = None) -> AbstractContextManager[None]:
         """Context of a call that needs the other ranks; see `RankWatch.inside`."""
-        return self._watch.inside() if self._watch else nullcontext()
+        return self._watch.inside(call) if self._watch else nullcontext()
+
+    @property
+    def _all_call(self) -> bool:
+        """Whether all ranks make the calls of this engine."""
+        return self._watch is not None and not (self.leads or self.follows)
+
+    def note(self, name: str, values: Mapping[str, object] | None = None) -> None:
+        """Note a call that all ranks make, unless one leads. values: that must be equal, by name;
+        see `CallLog.note`."""
+        if self._all_call:
+            self._ranks.calls.note(name, values or {})
+
+    @contextmanager
+    def checked(self, call: str) -> Iterator[None]:
+        """Context of the check of a call's arguments, which all ranks make, unless one leads: if it
+        raises on this rank alone, the others learn why. call: its name."""
+        try:
+            yield
+        except Exception as error:
+            if self._all_call and not self.has_failed:
+                # Ctrl-C must not leave an exchange that the others are in.
+                with (
+                    suppress(RankFailedError, OSError, EOFError),
+                    interrupts_wait(),
+                    self.inside(call),
+                ):
+                    self._ranks.tell(call, error)
+            raise
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed, and they have not."""
@@ -77,7 +106,8 @@ class RankControl:
             yield
             return
         with self._watch.inside():
-            self._start("lead", state, has_work)
+            with self.inside("lead()"):
+                self._start("lead", state, has_work)
             self._queued = []
             try:
                 yield
@@ -90,7 +120,8 @@ class RankControl:
     def calls(self, state: object, has_work: bool) -> Iterator[tuple[str, tuple, dict]]:
         """The first rank's calls, until it ends `lead`. Arguments as for `lead`."""
         with self.inside():
-            self._start("follow", state, has_work)
+            with self.inside("follow()"):
+                self._start("follow", state, has_work)
             self.follows = True
             try:
                 while True:
@@ -134,10 +165,12 @@ def on_all_ranks(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
         if self.ranks.size == 1:
             return method(self, *args, **kwargs)
         # Ctrl-C on one rank must not leave an exchange that the others are in.
-        with interrupts_wait(), self._control.inside():
+        name = f"{method.__name__}()"
+        with interrupts_wait(), self._control.inside(name):
+            self._control.note(name)
             if self._control.leads:
                 self._tell(method.__name__, *args, **kwargs)
-            with self.ranks.together(f"{method.__name__}()"):
+            with self.ranks.together(name):
                 return method(self, *args, **kwargs)
 
     call.is_on_all_ranks = True

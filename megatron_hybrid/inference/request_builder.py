@@ -1,7 +1,7 @@
 """RequestBuilder: checks a caller's arguments, all of them before anything changes."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import islice
 from typing import Any, Protocol
@@ -85,6 +85,13 @@ class RequestSpec:
             first.tenant,
         )
 
+    def values(self) -> dict[str, object]:
+        """What all ranks must have in common of it, by name."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        params = given.pop("params")
+        given |= {f"params.{f.name}": getattr(params, f.name) for f in fields(params)}
+        return given | {"stop_ids": sorted(self.stop_ids)}
+
 
 class RequestBuilder:
     """Turns a caller's arguments into requests, or into one clear error.
@@ -114,14 +121,50 @@ class RequestBuilder:
         self._model_defaults = model_defaults(getattr(tokenizer, "generation_config", {}))
         self.next_id = 0
 
-    def build_all(self, prompts: Iterable[tuple]) -> list[list[Request]]:
-        """Build the requests of several prompts from arguments of `build`; all or none.
+    def build_all(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        guide: Guide | Sequence[Guide | None] | None,
+        salt: str | Sequence[str],
+        cache_breakpoints: Sequence[int] | Sequence[Sequence[int]],
+        n: int | Sequence[int],
+        priority: int | Sequence[int],
+    ) -> list[list[Request]]:
+        """Build the requests of several prompts; all or none. Arguments as for
+        `DynamicInferenceEngine.generate`.
 
         Raises:
             TypeError, ValueError: as `build`; the message names the prompt.
         """
+        if isinstance(prompts, Tensor):
+            prompts = prompts.tolist()
+        is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
+        if not (is_array or isinstance(prompts, Sequence)):
+            raise TypeError(
+                f"prompts is one prompt or a sequence of prompts, got {type(prompts).__name__}"
+            )
+        if isinstance(prompts, str) or is_chat(prompts) or (len(prompts) and is_int(prompts[0])):
+            prompts = [prompts]
+        if isinstance(cache_breakpoints, Iterator):  # the first prompt would exhaust it
+            cache_breakpoints = tuple(cache_breakpoints)
+        count = len(prompts)
+        per_prompt = zip(
+            prompts,
+            spread(params, count, "params", lambda p: p is None or isinstance(p, SamplingParams)),
+            spread(salt, count, "salt", lambda s: isinstance(s, str)),
+            spread(
+                cache_breakpoints,
+                count,
+                "cache_breakpoints",
+                lambda b: not isinstance(b, Sequence) or not any(hasattr(p, "__len__") for p in b),
+            ),
+            spread(n, count, "n", is_int),
+            spread(priority, count, "priority", is_int),
+            spread(guide, count, "guide", lambda g: g is None or isinstance(g, Guide)),
+        )
         first_id, groups = self.next_id, []
-        for index, arguments in enumerate(prompts):
+        for index, arguments in enumerate(per_prompt):
             try:
                 groups.append(self.build(*arguments))
             except (TypeError, ValueError) as error:

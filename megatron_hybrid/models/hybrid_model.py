@@ -172,6 +172,7 @@ class HybridModel(_LanguageModule):
         self.num_weight_changes = 0
         """Number of calls that change weights: `train()`, `load_state_dict`."""
         self.register_load_state_dict_post_hook(lambda model, keys: model._note_weight_change())
+        self._drawn: tuple[int, list[int]] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HybridModel:
         """See torch, where `bfloat16`, `half` and `to` come by here. What a model of 16-bit
@@ -197,6 +198,21 @@ class HybridModel(_LanguageModule):
         if mode:
             self._note_weight_change()
         return super().train(mode)
+
+    def note_draw(self, seed: int) -> None:
+        """The weights were drawn by torch's generator with this seed."""
+        self._drawn = seed, self._versions()
+
+    @property
+    def untouched_seed(self) -> int | None:
+        """The seed that the weights were drawn with, of which ranks hold pieces; None: they were
+        written since, or come from elsewhere."""
+        if self._drawn is None or self._drawn[1] != self._versions():
+            return None
+        return self._drawn[0]
+
+    def _versions(self) -> list[int]:
+        return [p._version for p in self.parameters() if not p.is_inference()]
 
     def _note_weight_change(self) -> None:
         self.num_weight_changes += 1
@@ -611,7 +627,9 @@ def build_hybrid_model(
         device = torch.device("cuda", torch.cuda.current_device())
         if not get_cuda_rng_tracker().is_initialized():
             model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
-    return HybridModel(config, groups, pre_process, post_process).to(device)
+    model = HybridModel(config, groups, pre_process, post_process).to(device)
+    model.note_draw(torch.initial_seed())
+    return model
 
 
 def _respell_parameters(model: HybridModel, state_dict: dict, *_: Any) -> None:

@@ -6,12 +6,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
+import numpy as np
 import pytest
 
 from megatron_hybrid import ranks as module
 from megatron_hybrid.ranks import ONE_RANK, RankError, Ranks
 
 SIZE = 3
+HOST = socket.gethostname()
 
 
 @pytest.fixture
@@ -99,24 +101,86 @@ def test_an_error_that_was_told_may_be_raised_again_later(ranks):
 
 def test_different_calls_are_named(ranks):
     given = on_all(ranks, lambda own: own.gather(1) if own.rank == 2 else own.maximum([1]))
-    assert [str(error) for error in given] == [
-        "the ranks made different calls (gather, maximum)"
-    ] * SIZE
+    for error in given:
+        assert "exchange 'maximum', rank 2 on" in str(error) and "exchange 'gather'" in str(error)
 
 
 def test_the_first_difference_is_named_on_all(ranks):
     def work(own):
-        own.require_equal({"a size": 4, "a name": own.rank == 1}, "of the test")
+        own.require_equal({"a size": 4, "a name": own.rank == 1})
 
     for error in on_all(ranks, work):
         assert isinstance(error, ValueError)
-        assert "a name of the test differs between ranks: rank 0 has False, rank 1 has True" in str(
-            error
-        )
-    assert (
-        on_all(ranks, lambda own: own.require_equal({f"of {own.rank}": own.rank}, ""))
-        == [None] * SIZE
-    )
+        said = f"a name differs between ranks: rank 0 on {HOST} has False, rank 1 on {HOST} has Tru"
+        assert str(error).startswith(said)
+    alone = on_all(ranks, lambda own: own.require_equal({f"of {own.rank}": own.rank}))
+    assert alone == [None] * SIZE
+
+
+DIFFERENCES = {
+    # What rank 1 notes where all others note ("add", 3 tokens, seed 5), ("step"); what is said.
+    "another token": (
+        [("add", {"tokens": np.array([1, 9, 3]), "seed": 5}), ("step", {})],
+        "add with 2 at position 1 of tokens, {} has called add with 9 at position 1 of tokens",
+    ),
+    "another length": (
+        [("add", {"tokens": np.array([1]), "seed": 5}), ("step", {})],
+        "add with 3 tokens, {} has called add with 1 tokens",
+    ),
+    "another seed": (
+        [("add", {"tokens": np.array([1, 2, 3]), "seed": 6}), ("step", {})],
+        "add with seed 5, {} has called add with seed 6",
+    ),
+    "a call left out": ([("step", {})], "add of 3 tokens, {} has called step"),
+    "a call too many": (
+        [("add", {"tokens": np.array([1, 2, 3]), "seed": 5}), ("cancel", {}), ("step", {})],
+        "step, {} has called cancel",
+    ),
+    "nothing": ([], "add of 3 tokens, {} has called nothing"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_ranks_that_have_made_different_calls_are_told_both(ranks, name):
+    noted, said = DIFFERENCES[name]
+    told = []
+
+    def work(own):
+        own.on_difference = told.append
+        usual = [("add", {"tokens": np.array([1, 2, 3]), "seed": 5}), ("step", {})]
+        for _ in range(2):
+            for call in usual:
+                own.calls.note(*call)
+            own.maximum([1])
+        for call in noted if own.rank == 1 else usual:
+            own.calls.note(*call)
+        return own.maximum([1])
+
+    texts = {str(error) for error in on_all(ranks, work)}
+    (text,) = texts
+    assert f"rank 0 on {HOST} has called {said.format(f'rank 1 on {HOST}')}" in text
+    assert told == [text] * SIZE
+
+
+def test_an_error_that_all_ranks_give_is_no_failure(ranks):
+    """Of one rank alone it is, for all, also before their next call."""
+
+    def refuse(own):
+        own.tell("add", ValueError("too long"))
+        return own.rank
+
+    assert on_all(ranks, refuse) == [0, 1, 2]
+
+    def refuse_on_one(own):
+        if own.rank == 1:
+            own.tell("add", OSError("no vocabulary"))
+            raise OSError("no vocabulary")
+        own.calls.note("add", {})
+        own.maximum([1])
+
+    given = on_all(ranks, refuse_on_one)
+    assert [type(error) for error in given] == [RankError, OSError, RankError]
+    assert str(given[2]) == f"add failed on rank 1 on {HOST}: OSError: no vocabulary"
 
 
 def test_a_rank_that_leaves_ends_the_wait_of_the_others(ranks):

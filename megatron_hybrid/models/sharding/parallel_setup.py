@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_hybrid.meetings import announce, first_difference, meet
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.unsupported import CONTEXT_PARALLEL
 from megatron_hybrid.ranks import is_one_machine
@@ -32,6 +33,7 @@ def process_groups(
     """
     if given is None:
         initialize_distributed()
+        announce()
         if not parallel_state.model_parallel_is_initialized():
             _initialize_model_parallel(config)
         given = ProcessGroupCollection.use_mpu_process_groups()
@@ -170,6 +172,10 @@ def _initialize_model_parallel(config: HybridConfig) -> None:
             "expert_tensor_parallel_size",
         )
     }
+    # Groups of other sizes on another rank would wait for each other in core.
+    met = meet("setting up the process groups of a model", sizes, range(dist.get_world_size()))
+    if (difference := first_difference(met)) is not None:
+        raise ValueError(difference)
     tp, pp, ep, expert_tp = sizes.values()
     # core carves the ranks of the experts out of those of each pipeline stage.
     needed = pp * math.lcm(tp, ep * expert_tp)

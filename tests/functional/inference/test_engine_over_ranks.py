@@ -242,7 +242,9 @@ def test_ranks_with_different_memory_decide_alike(by_rank):
     available, size = (4096 - 512 * (len(by_rank) - 1)) << 20, len(by_rank)
     assert 0.2 * available < pages * by_rank[0]["page_bytes"] * size < 0.25 * available
     share = (100 << 20) // size
-    assert re.match(rf"cpu has {share} bytes .* for rank 1, and the engine asks for \d+ ", message)
+    assert re.match(
+        rf"cpu has {share} bytes .* for rank 1 on \S+, and the engine asks for \d+ ", message
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,23 +2,30 @@
 
 import errno
 import os
+import re
 import shutil
 import signal
+import socket
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import asked, matrix_rows
 from megatron.core import parallel_state
 from rank_processes import join_ranks, rank_context, run_ranks
 from reference import greedy, is_greedy, random_tokens, tiny_model
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.inference import rank_watch
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.memory import CacheMemory
+from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.scheduler import RestoreFailedError
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.ranks import RankError
@@ -251,6 +258,9 @@ def run_rank(rank, folder):
         keys = ("checkpoints", "pages_free", "host_states", "disk_states", "disk_kv_blocks")
         given[name] = answers, [stats[key] for key in keys], str(engine.cache.digest())
         engine.close()
+    for case in (*DIFFERENCES, *ON_ONE):
+        given[case.__name__] = told_of(case, model, rank)
+        dist.barrier()  # else the next engine of one rank could meet this one of the other
     torch.save(given, f"{folder}/cases.{rank}.pt")
     dist.destroy_process_group()
 
@@ -280,6 +290,163 @@ def test_invariant_7_ranks_stay_alike_where_one_fails(by_rank, name):
         assert [skipped for _, skipped, _ in answers] == SKIPPED[name]
 
 
+# Ranks that differ ------------------------------------------------------------------------------
+
+
+def another_prompt(make, rank):
+    make().generate([PROMPTS[rank]], greedy(5))
+
+
+def another_seed(make, rank):
+    params = SamplingParams(temperature=0.8, seed=rank, num_tokens_to_generate=5)
+    make().generate([PROMPTS[0]], params)
+
+
+def another_seed_of_the_engine(make, rank):
+    make(random_seed=rank)
+
+
+def a_prompt_left_out(make, rank):
+    make().generate(PROMPTS[: 2 - rank], greedy(5))
+
+
+def an_update_on_one_rank(make, rank):
+    engine = make()
+    if rank == 1:
+        engine.update_weights()
+    engine.generate([PROMPTS[0]], greedy(5))
+
+
+def a_suspension_on_one_rank(make, rank):
+    engine = make()
+    if rank == 1:
+        engine.suspend()
+    engine.generate([PROMPTS[0]], greedy(5))
+
+
+def another_suspension(make, rank):
+    make().suspend(("drop", "host")[rank])
+
+
+def one_rank_follows(make, rank):
+    engine = make()
+    if rank == 1:
+        engine.follow()
+    engine.generate([PROMPTS[0]], greedy(5))
+
+
+def an_error_on_one_rank(make, rank):
+    engine = make()
+    engine.generate([PROMPTS[0]], greedy(5))
+    answers = {"return_value": PROMPTS[1]} if rank == 0 else {"side_effect": NO_MEMORY}
+    engine.request_builder.tokenizer = SimpleNamespace(tokenize=mock.Mock(**answers))
+    engine.generate(["a text"], greedy(5))
+
+
+def training_mode_on_one_rank(make, rank):
+    engine = make()
+    if rank == 1:
+        engine.model.train()
+    try:
+        engine.generate([PROMPTS[0]], greedy(5))
+    finally:
+        engine.model.eval()
+
+
+def no_config_on_one_rank(make, rank):
+    make(**{"config": {}} if rank == 1 else {})
+
+
+def another_config(make, rank):
+    make(max_tokens=64 * (1 + rank))
+
+
+def other_weights(make, rank):
+    usual = make().model.decoder.final_norm.weight.data.clone()
+    try:
+        make(weights=usual + rank)
+    finally:
+        make(weights=usual)
+
+
+def another_draw(make, rank):
+    make(drawn_with=rank)
+
+
+def no_room_on_one_rank(make, rank):
+    with failing(CacheMemory, "__init__", NO_MEMORY, on=rank == 1):
+        make()
+
+
+DIFFERENCES = {
+    # What both ranks are told, with {} for "rank 0 on the host" and "rank 1 on the host".
+    another_prompt: r"{} has called add_request\(\) with \d+ at position 0 of tokens, {} has",
+    another_seed: r"{} has called add_request\(\) with seed 0, {} .* with seed 1",
+    another_seed_of_the_engine: r"InferenceConfig.random_seed .*: {} has '0', {} has '1'",
+    a_prompt_left_out: r"{} has called add_request\(\) of 90 tokens, {} has called step\(\)",
+    an_update_on_one_rank: r"{} has called add_request\(\) .*, {} has called update_weights\(\)",
+    a_suspension_on_one_rank: r"{} has called add_request\(\) .*, {} has called suspend\(\)",
+    another_suspension: r"{} .* suspend\(\) with keep_cache 'drop', {} .* keep_cache 'host'",
+    one_rank_follows: r"{} has called add_request\(\) .*, {} has called follow\(\)",
+    another_config: r"InferenceConfig.max_tokens differs .*: {} has '64', {} has '128'",
+    other_weights: r"the hash of decoder.final_norm.weight differs .*: {} has .*, {} has ",
+    another_draw: r"the seed of the random weights of stage 0 .*: {} has 0, {} has 1",
+}
+ON_ONE = {
+    # The type of rank 1's own error, and what rank 0 is told, with {} for "rank 1 on the host".
+    an_error_on_one_rank: (MemoryError, "generate() failed on {}: MemoryError: there is no"),
+    training_mode_on_one_rank: (RuntimeError, "step() failed on {}: RuntimeError: the model is in"),
+    no_config_on_one_rank: (TypeError, "making an engine failed on {}: TypeError: config must be"),
+    no_room_on_one_rank: (MemoryError, "making an engine failed on {}: MemoryError: there is no"),
+}
+
+
+def told_of(case, model, rank):
+    """Type and text of the error that a rank gets, and the seconds until it has it."""
+    made = []
+
+    def make(config=None, weights=None, drawn_with=None, **fields):
+        served = model
+        if drawn_with is not None:
+            torch.manual_seed(drawn_with)
+            served = build_hybrid_model(model.config).eval()
+        if weights is not None:
+            served.decoder.final_norm.weight.data.copy_(weights)
+        if config is not None:
+            return DynamicInferenceEngine(served, None, config)
+        made.append(make_engine(served, verify_ranks=False, **fields))
+        return made[0]
+
+    began, found = time.monotonic(), ("nothing", "", 0.0)
+    try:
+        case(make, rank)
+    except Exception as error:
+        found = type(error).__name__, str(error), time.monotonic() - began
+    for engine in made:
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("case", DIFFERENCES, ids=lambda case: case.__name__)
+def test_ranks_that_differ_are_told_whose_values(by_rank, case):
+    names = [f"rank {rank} on {socket.gethostname()}" for rank in range(RANKS)]
+    for found in by_rank:
+        kind, text, seconds = found[case.__name__]
+        assert kind in ("RankError", "RankFailedError", "ValueError")
+        assert re.search(DIFFERENCES[case].format(*names), text), text
+        assert seconds < LIMIT_SECONDS
+
+
+@pytest.mark.parametrize("case", ON_ONE, ids=lambda case: case.__name__)
+def test_a_rank_that_raises_keeps_its_error_and_the_others_are_told(by_rank, case):
+    own, said = ON_ONE[case]
+    told, raised = (found[case.__name__] for found in by_rank)
+    assert raised[0] == own.__name__
+    assert told[0] in ("RankError", "RankFailedError")
+    assert said.format(f"rank 1 on {socket.gethostname()}") in told[1]
+    assert max(told[2], raised[2]) < LIMIT_SECONDS
+
+
 # Failures that end the job ----------------------------------------------------------------------
 
 
@@ -296,6 +463,14 @@ def decides_otherwise(engine):
     engine.cache.reserve_checkpoint = mock.Mock(side_effect=NO_MEMORY)
 
 
+def is_frozen(*_):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def is_stuck(*_):
+    time.sleep(2 * LIMIT_SECONDS)
+
+
 ENDS = {
     # Name: (rank that fails, how, whether its process lives on, whether the first rank is idle)
     "a following rank raises": (1, raises, False, False),
@@ -305,17 +480,31 @@ ENDS = {
     "a following rank decides otherwise": (1, decides_otherwise, False, False),
     "the leading rank raises": (0, raises, False, False),
     "the leading rank dies": (0, dies, False, False),
+    "a following rank is frozen": (1, is_frozen, False, False),
+    "a following rank is stuck": (1, is_stuck, False, False),
+    "the leading rank is frozen": (0, is_frozen, False, False),
+    "the leading rank is stuck": (0, is_stuck, False, False),
 }
+ROWS = matrix_rows(
+    ENDS,
+    "a following rank raises and stays",
+    "a following rank dies while nothing runs",
+    "a following rank decides otherwise",
+    "the leading rank dies",
+    "a following rank is frozen",
+    "the leading rank is stuck",
+)
 
 
 def run_to_the_end(rank, folder, name):
     os.dup2(os.open(f"{folder}/{name}.{rank}.log", os.O_CREAT | os.O_WRONLY), 2)
     failing_rank, fail, stays, idle = ENDS[name]
+    rank_watch.SILENCE_SECONDS, timeout = 5.0, 3.0 if fail is is_stuck else None
     model = start(rank, folder, name)
     if rank == failing_rank == 1 and not idle and fail is not decides_otherwise:
         steps = iter(range(100))
         model.register_forward_pre_hook(lambda *_: fail() if next(steps) == 7 else None)
-    engine = make_engine(model)
+    engine = make_engine(model, rank_timeout=timeout)
     if rank == 0:
         with engine.lead():
             ask(engine, PROMPTS[0])
@@ -337,7 +526,7 @@ def run_to_the_end(rank, folder, name):
 
 
 @pytest.fixture(scope="module")
-def ended(folder):
+def ended(request, folder):
     """By name: exit codes and what the ranks wrote to stderr; all have ended in time."""
     context = rank_context()
     jobs = {
@@ -345,7 +534,7 @@ def ended(folder):
             context.Process(target=run_to_the_end, args=(rank, str(folder), name))
             for rank in range(RANKS)
         ]
-        for name in ENDS
+        for name in asked(request, "name", ENDS)
     }
     found = {}
     for processes in jobs.values():
@@ -368,13 +557,12 @@ def ended(folder):
     return found
 
 
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("name", ROWS)
 def test_a_failed_rank_ends_the_job_on_all_ranks(ended, name):
     failing_rank, fail, _, _ = ENDS[name]
     in_time, codes, logs = ended[name]
     assert in_time
     assert codes[1 - failing_rank] == 1
-    message = f"rank {failing_rank} has "
-    assert message in logs[1 - failing_rank]
+    assert f"rank {failing_rank} on {socket.gethostname()} " in logs[1 - failing_rank]
     if fail is raises:
         assert "a part of the machine is on fire" in logs[1 - failing_rank]

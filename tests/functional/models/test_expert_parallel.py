@@ -353,4 +353,4 @@ def test_what_one_rank_cannot_do_is_an_error_on_all(outcome):
             assert text in message
             assert kind is (ValueError if name == "world size" else CheckpointError)
             if failing is not None:
-                assert message.startswith(f"rank {failing}: ") == (rank != failing)
+                assert message.startswith(f"rank {failing} on ") == (rank != failing)

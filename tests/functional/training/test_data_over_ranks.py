@@ -61,5 +61,5 @@ def test_two_ranks_read_what_one_reads_and_fail_together(folder, tmp_path):
         by_rank = [row for rows, _, _ in found for each in rows[own] for row in each]
         assert sorted(by_rank) == sorted(expected)
     assert [size for _, size, _ in found] == [len(valid)] * 2
-    assert "missing.idx does not exist" in found[1][2] and "rank 1: " in found[0][2]
+    assert "missing.idx does not exist" in found[1][2] and "rank 1 on " in found[0][2]
     assert list((folder / "cache").glob("*shuffle_index.npy"))

@@ -1,0 +1,234 @@
+"""Meetings: exchanges between processes of a job that may fail to come.
+
+A collective waits without a word for a rank that never calls it. A meeting is held over the store
+of torch.distributed: it says whom it waits for, ends in time, and tells the error of a rank that
+cannot come.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+LINE_SECONDS = 10.0
+"""Longest wait for another rank without a line in the log."""
+REPEAT_SECONDS = 60.0
+"""Time between further lines about the same wait."""
+BEGIN_SECONDS = 30.0
+"""Time for other ranks to begin to make an engine."""
+COLLECTIVE_SECONDS = 1800.0
+"""Time for other ranks where a load may lie before: gloo's own limit."""
+_ANSWER_SECONDS = 5.0
+_PREFIX = "megatron_hybrid"
+
+
+class RankError(RuntimeError):
+    """Another rank failed or called something else where this one did not; all ranks know of it.
+    The message names that rank, its host, and the error or the difference."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of a job."""
+
+    rank: int
+    """Of the whole job."""
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+def own_member() -> Member:
+    """This process."""
+    return Member(dist.get_rank() if _is_job() else 0, socket.gethostname(), os.getpid())
+
+
+def meet(
+    what: str, value: T, ranks: Sequence[int], seconds: float = COLLECTIVE_SECONDS
+) -> list[tuple[Member, T]]:
+    """The picklable values of some ranks of the job, in their order. All of them call it, in the
+    same order of meetings. The first one collects; it logs whom it waits for.
+
+    Args:
+        what: the call, for messages; the same on all ranks.
+        ranks: of the job, in rising order, this one among them.
+        seconds: time for all to come.
+
+    Raises:
+        RankError: on all that have come: a rank does not come, or it comes for something else, or
+            it has told that it cannot come (`coming`).
+    """
+    if len(ranks) == 1:
+        return [(own_member(), value)]
+    return _Meeting(what, ranks).hold(value, seconds)
+
+
+def announce() -> None:
+    """Tell the job where this process runs, for messages about it."""
+    if _is_job():
+        own = own_member()
+        _store().set(_host_key(own.rank), pickle.dumps(own))
+
+
+@contextmanager
+def coming(what: str) -> Iterator[None]:
+    """Context of a call that has meetings: if this rank raises before or between them, the others
+    raise RankError there."""
+    if not _is_job():
+        yield
+        return
+    store, own = _store(), own_member()
+    announce()
+    key, number = _failure_key(own.rank), store.add(f"{_PREFIX}/attempts/{own.rank}", 1)
+    before = _attempt.set(number)
+    with suppress(RuntimeError):  # there is none
+        store.delete_key(key)
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, RankError):
+            text = f"{what} failed on {own}: {type(error).__name__}: {error}"
+            store.set(key, pickle.dumps((number, text)))
+        raise
+    finally:
+        _attempt.reset(before)
+
+
+_attempt: ContextVar[int] = ContextVar("attempt", default=0)
+"""Number of the `coming` that this process is in; 0: of none. All ranks count alike."""
+
+
+class _Meeting:
+    def __init__(self, what: str, ranks: Sequence[int]):
+        self._what, self._ranks = what, list(ranks)
+        self._store, self._own = _store(), own_member()
+        where = f"{_PREFIX}/{'.'.join(map(str, self._ranks))}"
+        self._where = ""
+        # One that the others have ended without this rank is not the next one.
+        while not self._where or self._store.check([self._key("ended")]):
+            number = self._store.add(f"{where}/count/{self._own.rank}", 1)
+            self._where = f"{where}/{number}"
+        # Whoever came to the last meeting had left the one before.
+        for name in (self._own.rank, "answer"):
+            with suppress(RuntimeError):
+                self._store.delete_key(f"{where}/{number - 2}/{name}")
+
+    def _key(self, name: int | str) -> str:
+        return f"{self._where}/{name}"
+
+    def hold(self, value: T, seconds: float) -> list[tuple[Member, T]]:
+        own = pickle.dumps((self._own, self._what, value))
+        self._store.set(self._key(self._own.rank), own)
+        first = self._ranks[0]
+        try:
+            if self._own.rank == first:
+                answer = self._collect(seconds)
+                self._store.set(self._key("answer"), pickle.dumps(answer))
+            else:
+                self._await([first], seconds)
+                self._await(["answer"], seconds + _ANSWER_SECONDS)
+                answer = pickle.loads(self._store.get(self._key("answer")))
+        except RankError as error:
+            self._store.set(self._key("ended"), pickle.dumps(error))
+            raise
+        return answer
+
+    def _collect(self, seconds: float) -> list:
+        self._await(self._ranks, seconds)
+        came = [pickle.loads(self._store.get(self._key(rank))) for rank in self._ranks]
+        for member, what, _ in came:
+            if what != self._what:
+                raise RankError(
+                    f"the ranks have made different calls: {self._own} is {self._what}, {member} "
+                    f"is {what}; call the same on all ranks of a model"
+                )
+        return [(member, value) for member, _, value in came]
+
+    def _await(self, keys: Sequence[int | str], seconds: float) -> None:
+        """Wait for entries of the meeting. Those of ranks that are missing are named."""
+        began = time.monotonic()
+        line, pause = LINE_SECONDS, 0.001
+        missing = list(keys)
+        while True:
+            if self._store.check([self._key("ended")]):
+                raise pickle.loads(self._store.get(self._key("ended")))
+            missing = [key for key in missing if not self._store.check([self._key(key)])]
+            if not missing:
+                return
+            ranks = [key for key in missing if isinstance(key, int)]
+            for rank in ranks:
+                if (failure := self._failure_of(rank)) is not None:
+                    raise RankError(failure)
+            waited = time.monotonic() - began
+            names = ", ".join(map(_name_of, ranks)) or _name_of(self._ranks[0])
+            if waited >= seconds:
+                raise RankError(
+                    f"{self._own} is {self._what}, and {names} did not come to it within "
+                    f"{seconds:.0f} s: make this call on all ranks of the model, at about the same "
+                    "time, for example behind torch.distributed.barrier()"
+                )
+            if waited >= line:
+                line += REPEAT_SECONDS
+                if ranks:  # those that wait for the answer leave it to the one that collects
+                    logger.warning(
+                        "%s has waited for %s for %.0f s: %s", self._own, names, waited, self._what
+                    )
+            time.sleep(pause)
+            pause = min(0.05, 2 * pause)
+
+    def _failure_of(self, rank: int) -> str | None:
+        """Why a rank does not come; None: nothing is known."""
+        key = _failure_key(rank)
+        if not _attempt.get() or not self._store.check([key]):
+            return None
+        attempt, text = pickle.loads(self._store.get(key))
+        return text if attempt == _attempt.get() else None
+
+
+def first_difference(named: Sequence[tuple[Member, Mapping[str, object]]]) -> str | None:
+    """The first name under which two processes have different values, and the values; None: there
+    is none. A process may lack some names."""
+    for name in dict.fromkeys(name for _, each in named for name in each):
+        values = [(member, each[name]) for member, each in named if name in each]
+        if any(value != values[0][1] for _, value in values):
+            listed = ", ".join(f"{member} has {value!r}" for member, value in values)
+            return f"{name} differs between ranks: {listed}; make it equal"
+    return None
+
+
+def _is_job() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _host_key(rank: int) -> str:
+    return f"{_PREFIX}/hosts/{rank}"
+
+
+def _failure_key(rank: int) -> str:
+    return f"{_PREFIX}/failures/{rank}"
+
+
+def _name_of(rank: int) -> str:
+    """A rank of the job with its host, if it has told it."""
+    store = _store()
+    if store.check([_host_key(rank)]):
+        return str(pickle.loads(store.get(_host_key(rank))))
+    return f"rank {rank}"

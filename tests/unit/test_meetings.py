@@ -1,0 +1,95 @@
+"""Meetings of ranks, here threads with one store."""
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from megatron_hybrid import meetings
+from megatron_hybrid.meetings import Member, RankError, coming, meet
+
+SIZE = 3
+RANKS = range(SIZE)
+
+
+@pytest.fixture(autouse=True)
+def job(monkeypatch):
+    store, own = dist.HashStore(), threading.local()
+    monkeypatch.setattr(meetings, "_store", lambda: store)
+    monkeypatch.setattr(meetings, "_is_job", lambda: True)
+    monkeypatch.setattr(meetings, "own_member", lambda: Member(own.rank, f"host{own.rank}", 0))
+    return own
+
+
+def on_ranks(job, work, ranks=RANKS):
+    """What `work(rank)` returns or raises on each."""
+
+    def run(rank):
+        job.rank = rank
+        meetings.announce()
+        try:
+            return work(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        return list(pool.map(run, ranks, timeout=60))
+
+
+def test_all_values_reach_all_ranks_in_order_again_and_again(job):
+    def work(rank):
+        return [[v for _, v in meet("a call", (rank, i), RANKS)] for i in range(4)]
+
+    assert on_ranks(job, work) == [[[(rank, i) for rank in RANKS] for i in range(4)]] * SIZE
+
+
+@pytest.mark.parametrize("missing", RANKS)
+def test_a_rank_that_does_not_come_is_named_on_all_others(job, missing, monkeypatch, caplog):
+    monkeypatch.setattr(meetings, "LINE_SECONDS", 0.05)
+    monkeypatch.setattr(meetings, "_ANSWER_SECONDS", 0.2)
+
+    def work(rank):
+        return None if rank == missing else meet("a call", rank, RANKS, 0.15)
+
+    with caplog.at_level(logging.WARNING):
+        given = on_ranks(job, work)
+    for rank in set(RANKS) - {missing}:
+        assert isinstance(given[rank], RankError)
+        assert f"rank {missing} on host{missing} did not come" in str(given[rank])
+    assert f"has waited for rank {missing} on host{missing} for 0 s: a call" in caplog.text
+
+
+def test_ranks_that_come_for_different_calls_are_told_both(job):
+    given = on_ranks(job, lambda rank: meet(("a load", "an engine")[rank == 2], rank, RANKS))
+    assert len({str(error) for error in given}) == 1
+    assert "rank 0 on host0 is a load, rank 2 on host2 is an engine" in str(given[0])
+
+
+@pytest.mark.parametrize("failing", RANKS)
+def test_the_error_of_a_rank_that_cannot_come_is_told_once(job, failing):
+    """It keeps its own; the next attempt of all is a new one."""
+
+    def work(rank, fails):
+        with coming("a call"):
+            if rank == failing and fails:
+                raise TypeError("no config")
+            return len(meet("a call", rank, RANKS, 30.0))
+
+    given = on_ranks(job, lambda rank: work(rank, True))
+    assert on_ranks(job, lambda rank: work(rank, False)) == [SIZE] * SIZE
+    assert [type(error) is TypeError for error in given] == [rank == failing for rank in RANKS]
+    for rank in set(RANKS) - {failing}:
+        said = f"a call failed on rank {failing} on host{failing}: TypeError: no config"
+        assert str(given[rank]) == said
+
+
+def test_an_error_on_all_ranks_leaves_nothing_behind(job):
+    def work(rank):
+        with pytest.raises(TypeError), coming("a call"):
+            raise TypeError("no config")
+        with coming("a call"):
+            return len(meet("a call", rank, RANKS, 30.0))
+
+    assert on_ranks(job, work) == [SIZE] * SIZE
