@@ -41,10 +41,10 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the defaults of options to the help, except None, False and empty lists."""
+    """Adds the defaults of options to the help, except None, False and what is empty."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, []) or action.default == math.inf:
+        if action.default in (None, False, [], "") or action.default == math.inf:
             return action.help
         return super()._get_help_string(action)
 
