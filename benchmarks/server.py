@@ -5,6 +5,7 @@ is compared with runs, too, by turns.
 """
 
 import asyncio
+import gzip
 import json
 import signal
 import statistics
@@ -23,8 +24,10 @@ REQUESTS, ROUNDS = 100, 9
 STREAMS, TOKENS = (1, 16, 64), 50
 CLIENTS, ANSWERS, ANSWER_TOKENS = 64, 256, 16
 RATE_TOKENS, RATE_ROUNDS = 200, 15
-PER_REQUEST, PER_TOKEN, THROUGHPUT, RATE = 1e-3, 100e-6, 0.9, 0.85
-"""Goals: seconds, seconds, requests/s in those of the engine, and tokens/s in those of it."""
+PAGE_PIECES, PAGE_TOKENS, PAGE_ROUNDS = 10_000, 2000, 5
+PER_REQUEST, PER_TOKEN, THROUGHPUT, RATE, PAGE_RATE = 1e-3, 100e-6, 0.9, 0.85, 0.97
+"""Goals: seconds, seconds, requests/s in those of the engine, and tokens/s in those of it and in
+those without a page."""
 USAGE = {"include_usage": True}
 KEPT_SECONDS = 2
 """An idle connection; the server closes it after 5 s."""
@@ -41,7 +44,9 @@ def run() -> Iterator[Row]:
             runner.run(engine.close())
         yield from gaps(runner, client)
     with server("tiny") as process, asyncio.Runner() as runner:
-        yield from rates(runner, Client(process.port))
+        client = Client(process.port)
+        yield from rates(runner, client)
+        yield from beside_a_page(runner, client)
     yield from ends()
 
 
@@ -113,6 +118,7 @@ class Client:
         """The body of an answer. body: None gets."""
         data = b"" if body is None else json.dumps(body).encode()
         head = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: localhost\r\n"
+        head += "Accept-Encoding: gzip\r\n" if path.startswith("/cache/tree") else ""
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         reader, writer = await self._connection()
         writer.write(head.encode() + data)
@@ -250,6 +256,62 @@ def rates(runner: asyncio.Runner, client: Client) -> Iterator[Row]:
         f"{median_ratio(alone, over):.2f} ({rate[0]:.0f} / {rate[1]:.0f})",
         f">= {RATE}",
     )
+
+
+def beside_a_page(runner: asyncio.Runner, client: Client) -> Iterator[Row]:
+    """Tokens/s of one stream while a page shows a tree of many pieces, in those of one alone."""
+    runner.run(grow_tree(client))
+
+    async def streamed(is_open: bool) -> None:
+        page = asyncio.ensure_future(Page(client).run() if is_open else asyncio.sleep(0))
+        await client.stream_text(PAGE_TOKENS)
+        page.cancel()
+
+    shown, alone = paired(
+        lambda: seconds(lambda: runner.run(streamed(True))),
+        lambda: seconds(lambda: runner.run(streamed(False))),
+        PAGE_ROUNDS,
+    )
+    yield Row(
+        f"tokens/s of one stream beside a page with {PAGE_PIECES:,} pieces, in those without",
+        f"{median_ratio(alone, shown):.3f}",
+        f">= {PAGE_RATE}",
+    )
+
+
+async def grow_tree(client: Client) -> None:
+    """Prompts that part from each other at as many places."""
+    few = 256  # of one request
+    for start in range(0, PAGE_PIECES, few):
+        prompts = [
+            [5, 6, *divmod(number, 100), *range(7, 27)] for number in range(start, start + few)
+        ]
+        await client.ask("/v1/completions", {"prompt": prompts, "max_tokens": 0})
+
+
+class Page:
+    """Asks as `serving/page/main.js` does."""
+
+    def __init__(self, client: Client):
+        self._client = client
+        self._version = ""
+
+    async def run(self) -> None:
+        await asyncio.gather(
+            self._again(0.7, self._client.ask, "/requests"),
+            self._again(2, self._ask_tree),
+            self._again(5, self._client.ask, "/cache/history?seconds=3600"),
+        )
+
+    async def _ask_tree(self) -> None:
+        told = await self._client.ask(f"/cache/tree?since={self._version}")
+        told = gzip.decompress(told) if told[:2] == b"\x1f\x8b" else told  # small ones are not
+        self._version = json.loads(told)["version"]
+
+    async def _again(self, pause: float, ask: Callable[..., Awaitable], *path: str) -> None:
+        while True:
+            await ask(*path)
+            await asyncio.sleep(pause)
 
 
 def gaps(runner: asyncio.Runner, client: Client) -> Iterator[Row]:

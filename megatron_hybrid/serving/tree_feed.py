@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable
-from heapq import nsmallest
 from typing import Any
 
 from megatron_hybrid.cache.index.journal import Journal, Version
@@ -36,8 +36,10 @@ class TreeFeed:
         self._edges: dict[int, EdgeView] = {}
         self._texts: dict[int, str] = {}
         self._changed: set[int] = set()
+        # Numbers of edges and their last uses, the oldest first: those shown, and the others.
+        self._recent: OrderedDict[int, int] = OrderedDict()
+        self._hidden: OrderedDict[int, int] = OrderedDict()
         self._shown: Journal[int] = Journal()
-        self._shows_all = True
         self._lock = asyncio.Lock()
 
     async def columns(self, since: str | None) -> dict[str, Any]:
@@ -55,17 +57,15 @@ class TreeFeed:
     # In the thread
 
     def _take(self, changes: TreeChanges) -> None:
+        known = (self._edges, self._texts, self._recent, self._hidden)
         if changes.is_whole:
-            self._edges.clear()
-            self._texts.clear()
-            self._changed.clear()
-            self._shown.clear()
+            for each in (*known, self._changed, self._shown):
+                each.clear()
         for number in changes.removed:
-            if self._edges.pop(number, None) is not None:
-                self._texts.pop(number, None)
-                self._changed.discard(number)
-                if number in self._shown:
-                    self._shown.remove(number, number)
+            for each in known:
+                each.pop(number, None)
+            self._changed.discard(number)
+            self._hide(number)
         for edge in changes.edges:
             self._edges[edge.number] = edge
             self._changed.add(edge.number)
@@ -100,19 +100,34 @@ class TreeFeed:
 
     def _choose(self) -> None:
         """Take note of what is shown, and has changed, or has come in place of others."""
-        shown, changed = self._edges.keys(), self._changed
-        if len(self._edges) > MAX_EDGES or not self._shows_all:
-            # Parents are used whenever their children are: none lacks its own.
-            last = nsmallest(MAX_EDGES, self._edges.values(), key=lambda e: (-e.last_use, e.start))
-            shown = {edge.number for edge in last}
-            known = set(self._shown)
-            for number in known - shown:
-                self._shown.remove(number, number)
-            changed = (changed & shown) | (shown - known)
-            self._shows_all = len(self._edges) <= MAX_EDGES
-        for number in sorted(changed):
+        recent, hidden = self._recent, self._hidden
+        # What was used since the last time was used later than all else; parents whenever their
+        # children were.
+        changed = [self._edges[number] for number in self._changed]
+        for edge in sorted(changed, key=lambda edge: (edge.last_use, -edge.start)):
+            last_use = recent.get(edge.number, hidden.get(edge.number))
+            if last_use != edge.last_use:
+                hidden.pop(edge.number, None)
+                recent[edge.number] = edge.last_use
+                recent.move_to_end(edge.number)
+        told = self._changed & recent.keys()
+        while len(recent) > MAX_EDGES:
+            number, last_use = recent.popitem(last=False)
+            hidden[number] = last_use
+            told.discard(number)
+            self._hide(number)
+        while len(recent) < MAX_EDGES and hidden:
+            number, last_use = hidden.popitem()
+            recent[number] = last_use
+            recent.move_to_end(number, last=False)
+            told.add(number)
+        for number in sorted(told):
             self._shown.note(number)
         self._changed.clear()
+
+    def _hide(self, number: int) -> None:
+        if number in self._shown:
+            self._shown.remove(number, number)
 
     def _version(self, text: str | None) -> Version | None:
         """The version of an earlier answer; None: it is none of ours, or too old."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
@@ -35,9 +34,6 @@ class Journal(Generic[T]):
     def __len__(self) -> int:
         """Number of items that there are."""
         return len(self._changed)
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._changed)
 
     def __contains__(self, item: T) -> bool:
         return item in self._changed

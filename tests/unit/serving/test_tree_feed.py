@@ -60,16 +60,18 @@ def follow(most_edges: int, monkeypatch) -> list[Client]:
     async def run() -> None:
         engine = SimpleNamespace(cache_changes=changes)
         feed = TreeFeed(engine, lambda *tokens: "".join(map(str, tokens)), num_tokens=3)
-        for turn in range(120):
+        for turn in range(80):
             simulator.run(prompt_of(random))
             if turn % 9 == 0:
                 cache.evict(int(random.integers(30)))
-            if turn in (50, 80):
+            if turn in (30, 55):
                 cache.clear()
             whole = Client()
             whole.take(await feed.columns("no version of ours"))
             expected = cache.view(max_edges=1 << 20)
             assert len(whole.edges) == min(most_edges, expected.num_edges)
+            uses = [row[4] for row in whole.edges.values()]
+            assert sorted(uses) == sorted(expected.last_uses)[-len(uses) :]  # those used last
             if expected.num_edges <= most_edges:
                 assert whole.edges.keys() == set(expected.numbers)
                 states = [state for row in whole.edges.values() for state in row[-1]]
