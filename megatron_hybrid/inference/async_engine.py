@@ -357,6 +357,14 @@ class AsyncEngine:
     update_weights = _in_thread(DynamicInferenceEngine.update_weights)
     check_integrity = _in_thread(DynamicInferenceEngine.check_integrity)
 
+    def check_prompt(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Check that a prompt can be served, in any thread.
+
+        Raises:
+            TypeError, ValueError: as `generate`, for its tokens.
+        """
+        self._engine.request_builder.check_prompt(prompt, params)
+
     def guide_pool(self, *, seconds: float = 30.0, num_processes: int = 1) -> GuidePool:
         """A pool for guides of strangers, see `GuidePool`; close it.
 

@@ -14,12 +14,11 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from megatron_hybrid.inference.async_engine import AsyncStream
 from megatron_hybrid.inference.metrics import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.answers import Answer
-from megatron_hybrid.serving.body import check_json
+from megatron_hybrid.serving.body import BodyRoute, check_json
 from megatron_hybrid.serving.door import Door
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import (
@@ -40,14 +39,13 @@ from megatron_hybrid.serving.rendering import (
     chat_prompt,
     completion_prompts,
     guide_of,
-    guide_param,
     has_thoughts,
     sampling_params,
     thinking_budget,
     truncated,
 )
 from megatron_hybrid.serving.responses import CHAT_NAMES, ResponseAnswer, ResponseFields
-from megatron_hybrid.serving.service import Service, Ticket, until_gone
+from megatron_hybrid.serving.service import PromptStreams, Service, Ticket, until_gone
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.version import __version__
 
@@ -72,6 +70,7 @@ def create_app(service: Service) -> FastAPI:
         docs_url=None,  # which loads scripts from elsewhere
         redoc_url=None,
     )
+    app.router.route_class = BodyRoute
     app.add_middleware(Door, service=service)
     if config.cors_origins:  # outside of the door: what browsers ask before a request has no key
         app.add_middleware(
@@ -185,11 +184,10 @@ async def _answer(
         ticket = state.ticket = undo.enter_context(admitted)
         ticket.names = fields.caller_names
         prepared = await in_texts_thread(partial(_prepared, service, fields))
-        prompts, params, guide, thoughts = prepared
-        if guide is not None:
-            param = await in_texts_thread(partial(guide_param, fields))
-            work = service.compiled(ticket, guide, param)
-            guide = await until_gone(request.receive, work)
+        prompts, params, wish, thoughts = prepared
+        guide = None
+        if wish is not None:
+            guide = await until_gone(request.receive, service.compiled(ticket, *wish))
         options = {
             "salt": service.salt_of(state.key, fields.cache_salt),
             "cache_breakpoints": fields.cache_breakpoints or (),
@@ -204,8 +202,7 @@ async def _answer(
             results = await until_gone(request.receive, work)
             return await json_response(lambda: answer.whole(results), ticket.num_tokens)
         streams = service.streams(prompts, params, **options)
-        for stream in streams:
-            undo.push_async_callback(stream.aclose)
+        undo.push_async_callback(streams.aclose)
         # What fails before the first token has a status of HTTP.
         await until_gone(request.receive, service.begun(ticket, streams))
         return _EventStream(_events(service, ticket, answer, streams), undo.pop_all())
@@ -232,9 +229,9 @@ class _EventStream(StreamingResponse):
 
 def _prepared(
     service: Service, fields: GenerationFields
-) -> tuple[list[Prompt], SamplingParams, Guide | None, tuple[bool, bool]]:
-    """What the engine is asked, and whether the answer may have reasoning, and begins inside of
-    it."""
+) -> tuple[list[Prompt], SamplingParams, tuple[Guide, str] | None, tuple[bool, bool]]:
+    """What the engine is asked, a guide with the field that asks for it, and whether the answer may
+    have reasoning, and begins inside of it."""
     check_limits(fields)
     prompts, guide = _prompts(service, fields), guide_of(fields)
     if (most := fields.truncate_prompt_tokens) is not None:
@@ -254,6 +251,8 @@ def _prepared(
     if isinstance(fields, ChatFields) and fields.thinking_token_budget not in (None, -1):
         budget = thinking_budget(tokenizer, fields.thinking_token_budget, *thoughts)
         params.thinking_budget = budget if guide is None else None
+    if fields.stream:
+        service.check_late(prompts, params, fields.caller_names)
     return prompts, params, guide, thoughts
 
 
@@ -286,7 +285,7 @@ async def _events(
     service: Service,
     ticket: Ticket,
     answer: Answer | ResponseAnswer,
-    streams: list[AsyncStream],
+    streams: PromptStreams,
 ) -> AsyncIterator[bytes]:
     """The server-sent events of a stream. An error after the first is an event, too."""
     try:

@@ -178,8 +178,8 @@ def truncated(prompt: Prompt, num_tokens: int, side: str) -> Prompt:
     return RenderedChat(tokens, [start for start in starts if 0 < start <= len(tokens)])
 
 
-def guide_of(fields: GenerationFields) -> Guide | None:
-    """What the answer may look like.
+def guide_of(fields: GenerationFields) -> tuple[Guide, str] | None:
+    """What the answer may look like, and the field that asks for it.
 
     Raises:
         ApiError: a schema or a regex that cannot be kept to, or several wishes at a time.
@@ -190,15 +190,10 @@ def guide_of(fields: GenerationFields) -> Guide | None:
         raise ApiError(400, f"{names} both say what the answer looks like: give one", wishes[1][0])
     for name, make in wishes:
         try:
-            return make()
+            return make(), name
         except (TypeError, ValueError) as error:
             raise ApiError(400, f"{name}: {error}", name) from error
     return None
-
-
-def guide_param(fields: GenerationFields) -> str | None:
-    """The field that asks for a guide."""
-    return next((name for name, _ in _wishes(fields)), None)
 
 
 def _wishes(fields: GenerationFields) -> Iterator[tuple[str, Callable[[], Guide]]]:

@@ -7,11 +7,20 @@ import hashlib
 import hmac
 import logging
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any, TypeVar
 
 from megatron_hybrid.cache.report import PrefixReport
@@ -113,6 +122,37 @@ class Ticket:
         )
         times = [s.time_to_first_token for s in samples if s.time_to_first_token is not None]
         self.first_token_seconds = min(times, default=None)
+
+
+class PromptStreams(Iterable[AsyncStream]):
+    """Streams of the prompts of one request, in their order. A further prompt enters the engine
+    when the first of those inside is read.
+
+    Args:
+        calls: each makes a stream.
+        most: streams at a time.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[], AsyncStream]], most: int):
+        self._inside = deque(call() for call in calls[:most])
+        self._calls = iter(calls[most:])
+
+    def __iter__(self) -> Iterator[AsyncStream]:
+        while self._inside:
+            yield self._inside[0]
+            self._inside.popleft()
+            self._inside.extend(call() for call in islice(self._calls, 1))
+
+    async def begun(self) -> None:
+        """See `Service.begun`."""
+        for stream in self._inside:
+            await stream.queued()
+        await self._inside[0].begun()
+
+    async def aclose(self) -> None:
+        """End all."""
+        for stream in self._inside:
+            await stream.aclose()
 
 
 class Service:
@@ -276,7 +316,7 @@ class Service:
         """Compiles guides."""
         return self.engine.guide_pool(seconds=self.config.guide_seconds)
 
-    async def compiled(self, ticket: Ticket, guide: Guide, param: str | None) -> Guide:
+    async def compiled(self, ticket: Ticket, guide: Guide, param: str) -> Guide:
         """A guide with its grammar. What cancels this ends the compilation.
 
         Raises:
@@ -296,9 +336,8 @@ class Service:
         Raises:
             ApiError: a prompt cannot be served, took too long, or was aborted.
         """
-        calls = self._each(partial(partial, self.engine.generate), prompts, params, options)
-        # The engine gets no more than it looks at: each one takes its thread's time.
-        few = asyncio.Semaphore(2 * self.engine_config.max_requests)
+        calls = self._each(self.engine.generate, prompts, params, options)
+        few = asyncio.Semaphore(self._most_at_once)
 
         async def answer(
             call: Callable[[], Coroutine[Any, Any, GenerationResult]],
@@ -319,11 +358,34 @@ class Service:
         ticket.count_all(results)
         return results
 
+    @property
+    def _most_at_once(self) -> int:
+        """Prompts of one request in the engine. It gets no more than it looks at: each one takes
+        its thread's time."""
+        return 2 * self.engine_config.max_requests
+
     def streams(
         self, prompts: Sequence[Prompt], params: SamplingParams, **options: Any
-    ) -> list[AsyncStream]:
+    ) -> PromptStreams:
         """Streams of the answers to some prompts."""
-        return self._each(self.engine.stream, prompts, params, options)
+        calls = self._each(self.engine.stream, prompts, params, options)
+        return PromptStreams(calls, self._most_at_once)
+
+    def check_late(
+        self, prompts: Sequence[Prompt], params: SamplingParams, names: Mapping[str, str]
+    ) -> None:
+        """Check prompts that a stream gives to the engine when it has begun, for a thread.
+
+        names: `GenerationFields.caller_names`.
+
+        Raises:
+            ApiError: one cannot be served.
+        """
+        try:
+            for prompt in prompts[self._most_at_once :]:
+                self.engine.check_prompt(prompt, params)
+        except (TypeError, ValueError) as error:
+            raise refusal_of(error, names) from error
 
     def _each(
         self,
@@ -331,24 +393,22 @@ class Service:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         options: dict[str, Any],
-    ) -> list[T]:
+    ) -> list[Callable[[], T]]:
         # The others wait as long as they have to: a request that has begun is not given up.
         limits = [self.config.queue_seconds, *[None] * (len(prompts) - 1)]
         return [
-            method(prompt, params, queue_seconds=limit, **options)
+            partial(method, prompt, params, queue_seconds=limit, **options)
             for prompt, limit in zip(prompts, limits)
         ]
 
-    async def begun(self, ticket: Ticket, streams: Sequence[AsyncStream]) -> None:
-        """Wait until the engine has taken all streams, and the first one has an output.
+    async def begun(self, ticket: Ticket, streams: PromptStreams) -> None:
+        """Wait until the engine has taken the first streams, and the first one has an output.
 
         Raises:
             ApiError: as `generate_all`.
         """
         async with self._limited(ticket):
-            for stream in streams:
-                await stream.queued()
-            await streams[0].begun()
+            await streams.begun()
 
     async def outputs(
         self, ticket: Ticket, stream: AsyncStream

@@ -10,7 +10,7 @@ from http_server import demo_service, running_server
 
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.serving import app as routes
-from megatron_hybrid.serving import json_response
+from megatron_hybrid.serving import body, json_response
 from megatron_hybrid.serving.answers import Answer
 from megatron_hybrid.serving.fields import ChatFields
 from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
@@ -21,6 +21,7 @@ TAKE_LONG = [
     *((Tokenizer, name) for name in ("tokenize", "detokenize", "chat_prompt")),
     *((routes, name) for name in ("_prepared", "guide_of")),
     (json_response, "encode_json"),
+    (body, "read_json"),
     (Answer, "whole"),
     (ResponseAnswer, "whole"),
     (ResponseFields, "to_chat"),
@@ -67,6 +68,7 @@ def requests():
     yield "/tokenize", CHAT
     yield "/detokenize", {"tokens": [300, 301]}
     yield "/v1/completions/render", {"prompt": "Once"}
+    yield "/v1/completions/render", {"prompt": [300] * 20_000}
     yield "/v1/chat/completions/render", CHAT
     yield "/cache/explain", {"prompt": "Once"}
 

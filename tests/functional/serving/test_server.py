@@ -22,7 +22,7 @@ from megatron_hybrid.cli import main
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving import slow_clients
 from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.service import Ticket
+from megatron_hybrid.serving.service import PromptStreams, Ticket
 from megatron_hybrid.text import guide_pool
 
 LONG = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
@@ -361,9 +361,21 @@ def test_a_request_that_waits_too_long_in_the_queue_is_told_to_come_again(stream
 
 def test_a_stream_of_several_prompts_begins_with_the_first():
     with running_server({"max_requests": 1}, queue_seconds=0.0) as server:
-        body = {"prompt": ["Once", "And then"], "max_tokens": 3, "ignore_eos": True}
+        body = {"prompt": ["Once", "And then"] * 3, "max_tokens": 3, "ignore_eos": True}
         text = call(server, "/v1/completions", {**body, "stream": True}).text
-        assert text.count('"finish_reason": "length"') == 2 and "error" not in text
+        assert text.count('"finish_reason": "length"') == 6 and "error" not in text
+        # Also what only enters the engine later is refused before the answer begins.
+        late = {**body, "prompt": [[5, 6], [7], [8], [5] * 2000], "stream": True}
+        refused = call(server, "/v1/completions", late)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_prompts_of_a_stream_enter_the_engine_as_it_gets_to_them():
+    made = []
+    calls = [lambda number=number: made.append(number) or number for number in range(5)]
+    seen = [(number, len(made)) for number in PromptStreams(calls, 2)]
+    assert seen == [(0, 2), (1, 3), (2, 4), (3, 5), (4, 5)]
 
 
 def test_the_time_of_a_request_is_that_of_all_its_prompts():
@@ -372,10 +384,11 @@ def test_the_time_of_a_request_is_that_of_all_its_prompts():
         params = SamplingParams(num_tokens_to_generate=3)
         streams = service.streams(["Once", "And then"], params)
         await service.begun(ticket, streams)
-        assert [outputs async for outputs in service.outputs(ticket, streams[0])]
+        first, second = streams
+        assert [outputs async for outputs in service.outputs(ticket, first)]
         ticket.began -= 2000
         with pytest.raises(ApiError, match="more than 1000"):
-            [outputs async for outputs in service.outputs(ticket, streams[1])]
+            [outputs async for outputs in service.outputs(ticket, second)]
 
     service = demo_service(request_seconds=1000.0)
     asyncio.run(late(service))
