@@ -38,7 +38,7 @@ GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
 .PHONY: demo tour demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-attacks \
-        unit functional test-matrix soak test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
+        unit functional test-matrix soak soak-ranks test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
 
 help:
 	@echo "make demo          the demo: three cache modes side by side"
@@ -56,6 +56,8 @@ help:
 	@echo "make soak          200 clients of a server, five minutes; Ctrl-C in 3,000"
 	@echo "                   engines; 100,000 steps with failing allocations, under"
 	@echo "                   an hour; 20,000 random guides of each kind, 1,000 caches"
+	@echo "make soak-ranks    one rank of three is killed, stopped, stuck or raises; half"
+	@echo "                   an hour"
 	@echo "make test-newest   all tests on the newest releases, in .venv-newest"
 	@echo "make test-wheel    the demo from a built wheel in an empty environment"
 	@echo "make models-table  the adapters' tests; writes the table of docs/models.md"
@@ -158,6 +160,10 @@ soak: $(VENV)/.installed-test
 	$(BIN)/python tests/helpers/interrupted.py
 	$(BIN)/python tests/helpers/memory_fuzz.py
 	GUIDE_EXAMPLES=20000 CACHE_EXAMPLES=1000 $(BIN)/python -m pytest tests/unit/text/test_guide_fuzz.py tests/unit/cache/test_prefix_cache_machine.py
+
+# The time until all ranks have ended, for each fault at each moment.
+soak-ranks: $(VENV)/.installed-test
+	$(BIN)/python tests/helpers/rank_faults.py
 
 test-newest:
 	rm -rf .venv-newest

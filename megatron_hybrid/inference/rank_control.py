@@ -112,9 +112,10 @@ class RankControl:
             try:
                 yield
             finally:
-                self.queue(_END)
-                with suppress(OSError):  # they are gone
-                    self.send()
+                if not self.has_failed:  # else another rank may wait for an answer of this one
+                    self.queue(_END)
+                    with suppress(OSError):  # they are gone
+                        self.send()
                 self._queued = None
 
     def calls(self, state: object, has_work: bool) -> Iterator[tuple[str, tuple, dict]]:

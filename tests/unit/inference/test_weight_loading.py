@@ -5,7 +5,10 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_hybrid.checkpoints.checkpoint import adapter_of, config_of, own_tensors
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
@@ -28,6 +31,26 @@ LLAMA = {
 }
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_model_of_fsdp_is_refused_and_a_second_one_takes_its_weights():
+    """Whatever was served before, the wrapped one can be trained."""
+    model, served = fresh_model(seed=1, pattern="M*-"), fresh_model(seed=2, pattern="M*-")
+    with tiny_engine(fresh_model(seed=1, pattern="M*-")) as engine:
+        expected = engine.generate([PROMPT], greedy(5))[0].generated_tokens
+    fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    wrapped = fsdp.FullyShardedDataParallel(fresh_model(), device_id=torch.device("cpu"))
+    for refused in (model, [model], wrapped):
+        with pytest.raises(ValueError, match=r"wrapped by FSDP.*full_tensor"):
+            tiny_engine(refused)
+    with tiny_engine(served) as engine:
+        engine.generate([PROMPT], greedy(5))
+        engine.load_weights((name, p.full_tensor()) for name, p in model.named_parameters())
+        assert engine.generate([PROMPT], greedy(5))[0].generated_tokens == expected
+    model.train()
+    model(torch.tensor([PROMPT])).square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def fresh_model(seed=0, pattern=PATTERN, **fields):
