@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -47,6 +49,8 @@ class Member:
     """Of the whole job."""
     host: str
     pid: int
+    namespace: str = ""
+    """Of the process id; processes with equal ones see each other."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}"
@@ -54,7 +58,29 @@ class Member:
 
 def own_member() -> Member:
     """This process."""
-    return Member(dist.get_rank() if _is_job() else 0, socket.gethostname(), os.getpid())
+    rank = dist.get_rank() if _is_job() else 0
+    return Member(rank, socket.gethostname(), os.getpid(), _namespace())
+
+
+@cache
+def _namespace() -> str:
+    """Of this process and its forks; empty where there is no /proc."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+def has_ended(member: Member) -> bool:
+    """Whether a process is known to have ended; of one elsewhere nothing is known."""
+    own = own_member()
+    if not own.namespace or (own.host, own.namespace) != (member.host, member.namespace):
+        return False
+    try:
+        return Path(f"/proc/{member.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
 
 
 def meet(
@@ -115,6 +141,7 @@ _attempt: ContextVar[int] = ContextVar("attempt", default=0)
 class _Meeting:
     def __init__(self, what: str, ranks: Sequence[int]):
         self._what, self._ranks = what, list(ranks)
+        announce()
         self._store, self._own = _store(), own_member()
         where = f"{_PREFIX}/{'.'.join(map(str, self._ranks))}"
         self._where = ""
@@ -145,6 +172,11 @@ class _Meeting:
         except RankError as error:
             self._store.set(self._key("ended"), pickle.dumps(error))
             raise
+        except dist.DistError as error:
+            raise RankError(
+                f"{self._own} is {self._what}, and the job's store, which rank 0 or the launcher "
+                f"has, is gone: {error}"
+            ) from error
         return answer
 
     def _collect(self, seconds: float) -> list:
@@ -173,6 +205,11 @@ class _Meeting:
             for rank in ranks:
                 if (failure := self._failure_of(rank)) is not None:
                     raise RankError(failure)
+                if (member := _member(rank)) is not None and has_ended(member):
+                    raise RankError(
+                        f"{member} (process {member.pid}) has ended, for which {self._own} waits: "
+                        f"{self._what}"
+                    )
             waited = time.monotonic() - began
             names = ", ".join(map(_name_of, ranks)) or _name_of(self._ranks[0])
             if waited >= seconds:
@@ -228,7 +265,12 @@ def _failure_key(rank: int) -> str:
 
 def _name_of(rank: int) -> str:
     """A rank of the job with its host, if it has told it."""
+    return str(_member(rank) or f"rank {rank}")
+
+
+def _member(rank: int) -> Member | None:
+    """A rank of the job, if it has told where it is."""
     store = _store()
-    if store.check([_host_key(rank)]):
-        return str(pickle.loads(store.get(_host_key(rank))))
-    return f"rank {rank}"
+    if not store.check([_host_key(rank)]):
+        return None
+    return pickle.loads(store.get(_host_key(rank)))

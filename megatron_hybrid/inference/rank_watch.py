@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -127,7 +126,8 @@ class _Watch:
             "process is stopped, or its machine is gone",
             source=None,
         )
-        if member.pid and member.host == socket.gethostname():
+        own = self._ranks.members[self._ranks.rank]
+        if member.namespace and (own.host, own.namespace) == (member.host, member.namespace):
             with suppress(OSError):  # so that it finds that the others have ended
                 os.kill(member.pid, signal.SIGCONT)
 

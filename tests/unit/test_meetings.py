@@ -1,6 +1,7 @@
 """Meetings of ranks, here threads with one store."""
 
 import logging
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -59,6 +60,20 @@ def test_a_rank_that_does_not_come_is_named_on_all_others(job, missing, monkeypa
         assert isinstance(given[rank], RankError)
         assert f"rank {missing} on host{missing} did not come" in str(given[rank])
     assert f"has waited for rank {missing} on host{missing} for 0 s: a call" in caplog.text
+
+
+def test_a_rank_whose_process_has_ended_is_not_waited_for(job, monkeypatch):
+    gone = os.fork()
+    if not gone:
+        os._exit(0)
+    namespace, pids = meetings._namespace(), {0: os.getpid(), 1: os.getpid(), 2: gone}
+    monkeypatch.setattr(
+        meetings, "own_member", lambda: Member(job.rank, "here", pids[job.rank], namespace)
+    )
+    given = on_ranks(job, lambda rank: rank == 2 or meet("a call", rank, RANKS, 60.0))
+    os.waitpid(gone, 0)  # a zombie until now
+    said = f"rank 2 on here (process {gone}) has ended, for which rank 0 on here waits: a call"
+    assert [str(error) for error in given[:2]] == [said] * 2
 
 
 def test_ranks_that_come_for_different_calls_are_told_both(job):

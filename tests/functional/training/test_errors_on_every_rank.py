@@ -186,7 +186,7 @@ def messages(outcomes, name):
         status, text = found[name]
         lines = [line for line in text.splitlines() if not line.startswith("step ")]
         assert status == 2 and len(lines) == 1, text
-        texts.append(re.sub(r"^megatron-hybrid: (rank \d: )?", "", lines[0]))
+        texts.append(re.sub(r"^megatron-hybrid: (rank \d on \S+: )?", "", lines[0]))
     return texts
 
 
