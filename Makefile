@@ -38,7 +38,7 @@ GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
 .PHONY: demo tour demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-attacks \
-        unit functional test-matrix soak soak-ranks test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
+        unit functional test-matrix soak soak-ranks soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
 
 help:
 	@echo "make demo          the demo: three cache modes side by side"
@@ -58,6 +58,8 @@ help:
 	@echo "                   an hour; 20,000 random guides of each kind, 1,000 caches"
 	@echo "make soak-ranks    one rank of three is killed, stopped, stuck or raises; half"
 	@echo "                   an hour"
+	@echo "make soak-training 30 kills of a training run: of a rank, of all, of torchrun;"
+	@echo "                   a quarter of an hour"
 	@echo "make test-newest   all tests on the newest releases, in .venv-newest"
 	@echo "make test-wheel    the demo from a built wheel in an empty environment"
 	@echo "make models-table  the adapters' tests; writes the table of docs/models.md"
@@ -164,6 +166,10 @@ soak: $(VENV)/.installed-test
 # The time until all ranks have ended, for each fault at each moment.
 soak-ranks: $(VENV)/.installed-test
 	$(BIN)/python tests/helpers/rank_faults.py
+
+# Kills of one rank, of all and of the launcher, each at ten moments; what is left of processes, and the losses after it.
+soak-training: $(VENV)/.installed-test
+	$(BIN)/python tests/helpers/training_soak.py
 
 test-newest:
 	rm -rf .venv-newest

@@ -107,6 +107,14 @@ class Launched(Command):
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The status, if it has ended."""
+        return self._process.poll()
+
     def send(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
         """Send a signal to the process itself."""
         self._process.send_signal(number)

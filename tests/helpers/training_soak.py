@@ -1,0 +1,126 @@
+"""Kills a training run under torchrun at many moments, lets it go on, and compares its losses with
+those of a run that nobody killed. A line for each kill: what was killed, at which step, seconds
+until all processes were gone.
+
+python tests/helpers/training_soak.py [MOMENTS]: kills of each kind, 10 if left out.
+"""
+
+import random
+import signal
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import yaml
+from commands import Launched
+from index_folders import write_documents
+
+from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
+from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.training.reports import LOG, read_log
+
+KINDS = ("one rank", "all ranks", "launcher")
+STEPS_BETWEEN, SAVED_EVERY, LIMIT_S = 4, 2, 60
+MODEL = {"layer_pattern": "M*-", "hidden_size": 64, "num_attention_heads": 4, "hidden_dropout": 0.1}
+
+
+def write_recipe(folder: Path, moments: int) -> Path:
+    tokenizer, rng = Tokenizer.from_folder(DEMO_FOLDER), random.Random(5)
+    documents = [
+        [*(rng.randrange(300, 320) for _ in range(rng.randrange(5, 60))), tokenizer.eod]
+        for _ in range(200)
+    ]
+    recipe = {
+        "model": {**MODEL, "mamba_head_dim": 16, "mamba_state_dim": 16},
+        "tokenizer": "demo",
+        "data": {
+            "sequence_length": 64,
+            "train": [write_documents(folder / "text", documents, tokenizer)],
+            "workers": 1,
+        },
+        "run": {"steps": STEPS_BETWEEN * (moments + 1), "global_batch_size": 4},
+        "checkpoints": {"every_steps": SAVED_EVERY},
+        "reports": {"every_steps": 1},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def start(recipe: Path, run: Path, number: int) -> Launched:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = ["-m", "megatron_hybrid", "train", str(recipe), "--folder", str(run)]
+    return Launched([*launcher, *command], run.with_name(f"{run.name} {number}"))
+
+
+def losses(run: Path) -> list[tuple[int, float]]:
+    return [(record["step"], record["loss"]) for record in read_log(run / LOG)]
+
+
+def has_come_to(run: Path, step: int) -> bool:
+    return losses(run)[-1:] >= [(step,)]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def kill(command: Launched, kind: str, rng: random.Random) -> tuple[float, list[str]]:
+    """Returns seconds until all processes were gone, and the commands of those that were not."""
+    launcher = psutil.Process(command.pid)
+    ranks = launcher.children()
+    doomed = {"one rank": [rng.choice(ranks)], "all ranks": ranks, "launcher": [launcher]}[kind]
+    alive = [launcher, *launcher.children(recursive=True)]
+    began = time.monotonic()
+    for process in doomed:
+        process.send_signal(signal.SIGKILL)
+    while alive and time.monotonic() - began < LIMIT_S:
+        command.poll()
+        alive = [process for process in alive if is_alive(process)]
+        time.sleep(0.01)
+    left = [" ".join(process.cmdline()) for process in alive]
+    for process in alive:
+        process.kill()
+    return time.monotonic() - began, left
+
+
+def main(moments: int) -> int:
+    rng, failures = random.Random(7), 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        recipe = write_recipe(folder, moments)
+        assert start(recipe, folder / "whole", 0).wait() == [0]
+        whole = losses(folder / "whole")
+        for kind in KINDS:
+            run = folder / kind
+            for number in range(moments):
+                command = start(recipe, run, number)
+                wanted = STEPS_BETWEEN * (number + 1)
+                command.wait_until(partial(has_come_to, run, wanted))
+                time.sleep(rng.random() / 10)  # also in the midst of a step, or of a save
+                step = losses(run)[-1][0]
+                seconds, left = kill(command, kind, rng)
+                failures += len(left)
+                print(
+                    f"{kind} killed at step {step}: all gone after {seconds:.2f} s",
+                    *left,
+                    sep="\n  ",
+                )
+            assert start(recipe, run, moments).wait() == [0]
+            equal = losses(run) == whole
+            failures += not equal
+            print(
+                f"{kind}: losses of {len(whole)} steps",
+                "are those of no kill" if equal else "DIFFER from those of no kill",
+            )
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 10))
