@@ -317,9 +317,11 @@ class Request:
 
     def _bad_ends(self) -> Iterator[int]:
         """Tokens that would complete one of `bad_words_ids`."""
-        for *before, last in self.params.bad_words_ids:
-            start = self.num_generated - len(before)
-            if not before or (start >= 0 and self.generated_from(start) == before):
+        runs = self.params.bad_words_ids
+        longest = max(map(len, runs), default=0)
+        tail = self.generated_from(max(0, self.num_generated - longest)) if longest > 1 else []
+        for *before, last in runs:
+            if tail[max(0, len(tail) - len(before)) :] == before:
                 yield last
 
     def is_stop(self, token: int) -> bool:

@@ -490,6 +490,7 @@ class RequestBuilder:
             for token in (budget.start, budget.end):
                 self._check_id(f"token {token} of thinking_budget", token, "use the model's own")
         ends = {run[-1] for run in params.bad_words_ids}
+        forbidden = ends | (stop_ids if params.min_tokens else set())
         chosen = {
             "allowed_token_ids": params.allowed_token_ids or (),
             "bad_words_ids": {token for run in params.bad_words_ids for token in run},
@@ -504,8 +505,7 @@ class RequestBuilder:
                 raise ValueError(
                     f"{name} and a guide both say which tokens may come: give one of them"
                 )
-            left = {*(params.allowed_token_ids or range(self.vocab_size))} - ends
-            if not left or (params.min_tokens and left <= stop_ids):
+            if forbidden.issuperset(params.allowed_token_ids or range(self.vocab_size)):
                 raise ValueError(
                     f"{name} may leave no token to draw, with {len(ends)} that bad_words_ids and "
                     f"{len(stop_ids)} that min_tokens={params.min_tokens} forbid: forbid fewer"

@@ -40,6 +40,8 @@ _ELSEWHERE = {
     "include_stop_str_in_output": "use detokenize_stop_sequence",
     "logprobs": "use return_log_probs, and top_n_logprobs for the most likely tokens",
     "prompt_logprobs": "use return_log_probs, which includes those of the prompt",
+    "bad_words": "use bad_words_ids, the tokens of each word",
+    "thinking_token_budget": "use thinking_budget",
     "do_sample": "use top_k=1 for greedy decoding",
     "random_seed": "use seed",
     "n": "it is an argument of generate() and add_request()",
