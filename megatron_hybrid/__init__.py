@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError
     from megatron_hybrid.inference.rank_watch import RankFailedError
     from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
-    from megatron_hybrid.inference.sampling_params import SamplingParams
+    from megatron_hybrid.inference.sampling_params import SamplingParams, ThinkingBudget
     from megatron_hybrid.models.config.hybrid_config import HybridConfig
     from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
     from megatron_hybrid.ranks import RankError
@@ -50,6 +50,7 @@ __all__ = [
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "ThinkingBudget",
     "__version__",
     "build_hybrid_model",
     "from_megatron",
@@ -77,6 +78,7 @@ _MODULES = {
     "Request": "inference.request",
     "RequestOutput": "inference.request",
     "SamplingParams": "inference.sampling_params",
+    "ThinkingBudget": "inference.sampling_params",
     "build_hybrid_model": "models.hybrid_model",
     "from_megatron": "checkpoints.megatron.built_model",
     "load_megatron": "checkpoints.megatron.torch_dist",
