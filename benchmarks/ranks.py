@@ -148,7 +148,7 @@ def stub(engine: DynamicInferenceEngine) -> None:
     def forward(plan):
         engine.context.begin_step(plan)
         is_last = engine.model.post_process
-        return logits_nV[: len(engine.context._logit_rows)] if is_last else None
+        return logits_nV[: sum(work.num_logits for work in plan.work)] if is_last else None
 
     runner.forward = forward
 

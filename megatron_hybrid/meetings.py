@@ -52,6 +52,10 @@ class Member:
     namespace: str = ""
     """Of the process id; processes with equal ones see each other."""
 
+    def is_beside(self, other: Member) -> bool:
+        """Whether each of both processes sees the other one by its id."""
+        return bool(self.namespace) and (self.host, self.namespace) == (other.host, other.namespace)
+
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}"
 
@@ -72,8 +76,7 @@ def _namespace() -> str:
 
 def has_ended(member: Member) -> bool:
     """Whether a process is known to have ended; of one elsewhere nothing is known."""
-    own = own_member()
-    if not own.namespace or (own.host, own.namespace) != (member.host, member.namespace):
+    if not own_member().is_beside(member):
         return False
     try:
         return Path(f"/proc/{member.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"

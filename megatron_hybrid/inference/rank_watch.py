@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 import torch.distributed as dist
 
 from megatron_hybrid.inference.rank_status import Judge, Position, Status
+from megatron_hybrid.meetings import Member
 from megatron_hybrid.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class _Watch:
         self._silent = dict.fromkeys(self.connections, 0.0)
         self._statuses = {rank: Status() for rank in range(ranks.size)}
         self._judge = Judge(ranks.members)
+        self._stopped: Member | None = None
 
     def fail(self, text: str, *, source: int | None) -> None:
         """Note the first failure, and tell it to the others. source: the rank that told it."""
@@ -126,10 +128,15 @@ class _Watch:
             "process is stopped, or its machine is gone",
             source=None,
         )
-        own = self._ranks.members[self._ranks.rank]
-        if member.namespace and (own.host, own.namespace) == (member.host, member.namespace):
-            with suppress(OSError):  # so that it finds that the others have ended
-                os.kill(member.pid, signal.SIGCONT)
+        self._stopped = member
+
+    def _wake_stopped(self) -> None:
+        """Let a stopped process on this machine go on, so that it finds that the others have
+        ended, and ends. It must not answer them before."""
+        own, other = self._ranks.members[self._ranks.rank], self._stopped
+        if other is not None and own.is_beside(other):
+            with suppress(OSError):
+                os.kill(other.pid, signal.SIGCONT)
 
     def run(self) -> None:
         """Wait until a rank fails or `close` is closed."""
@@ -151,7 +158,9 @@ class _Watch:
             sys.stderr.write(f"megatron_hybrid: this process ends, as {self.failure}\n")
             sys.stdout.flush()
             sys.stderr.flush()
+            self._wake_stopped()
             os._exit(1)
+        self._wake_stopped()
 
 
 class RankWatch:
