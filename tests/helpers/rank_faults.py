@@ -34,8 +34,8 @@ from megatron_hybrid.models.hybrid_model import build_hybrid_model
 RANKS = 3
 PATTERN = "M*|S-|W*"
 LIMIT_SECONDS = 120.0
-TIMEOUT = 10.0
-"""`rank_timeout` of the stuck calls."""
+TIMEOUT = 5.0
+"""`rank_timeout`, of which calls that are no step have ten times as much."""
 
 
 def killed() -> None:
@@ -58,7 +58,7 @@ FAULTS = {
     # Fault: (seconds until the others have ended, at most; seconds until all have).
     killed: (7.0, 7.0),
     frozen: (30.0, 40.0),
-    stuck: (TIMEOUT + 10.0, TIMEOUT + 15.0),
+    stuck: (TIMEOUT + 8.0, TIMEOUT + 12.0),
     raising: (7.0, 7.0),
 }
 MOMENTS = "making", "first step", "decode", "idle", "tokenizer", "save"
@@ -187,7 +187,8 @@ def main() -> None:
         for number in numbers:
             moment, fault, rank, leads = rows()[number]
             others, everyone, named = try_row(folder, number)
-            most_others, most = FAULTS[fault]
+            more = 9 * TIMEOUT if fault is stuck and moment in ("making", "save") else 0.0
+            most_others, most = (seconds + more for seconds in FAULTS[fault])
             is_right = others <= most_others and everyone <= most and named
             failures += not is_right
             if not named:
