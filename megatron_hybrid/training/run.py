@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -47,7 +48,11 @@ def train(source: str | Path, overrides: Iterable[str], folder: Path) -> int:
 
 def _train(source: str | Path, overrides: Iterable[str], folder: Path, device: torch.device) -> int:
     recipe = _recipe_of_all(source, overrides)
-    trainer = Trainer(recipe, folder, device)
+    with closing(Trainer(recipe, folder, device)) as trainer:
+        return _run(trainer, recipe, folder)
+
+
+def _run(trainer: Trainer, recipe: Recipe, folder: Path) -> int:
     is_first = dist.get_rank() == 0
     with fail_together(OSError, whole_job=True):
         if is_first:

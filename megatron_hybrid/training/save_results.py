@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.dummy
 import pickle
 import queue
 import secrets
@@ -44,7 +45,20 @@ class SaveResults:
         return pickle.loads(value)
 
 
+class _Threads:
+    """In the place of `multiprocessing` for core's writers, which are threads in newer releases,
+    too. It forks them where a thread of a queue has just begun: now and then one of them waits for
+    ever for a lock that no thread of it holds, and with it the whole run."""
+
+    @staticmethod
+    def get_context(_: str) -> Any:
+        return multiprocessing.dummy
+
+
 def use_save_results() -> None:
-    """Let core's saves of this process go without a process for their results."""
+    """Let core's saves of this process go without a process for their results, and with threads
+    for their writers."""
+    if hasattr(filesystem_async.FileSystemWriterAsync, "write_preloaded_data_multiproc"):
+        filesystem_async.mp = _Threads
     if vars(filesystem_async).get("_results_queue", "of another release") is None:
         filesystem_async._results_queue = SaveResults()
