@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,10 @@ from megatron_hybrid.models.recompute import (
     recompute_output,
 )
 from megatron_hybrid.models.sharding.collectives import gather_rows, split_rows
+
+layer_watcher: ContextVar[Callable[[str, nn.Module], None] | None]
+layer_watcher = ContextVar("layer_watcher", default=None)
+"""Called with the prefix of its parameters' names and each layer, as soon as it is made."""
 
 
 @dataclass
@@ -159,10 +164,12 @@ class HybridStack(MegatronModule):
     ):
         super().__init__(config)
         self.layer_type_list = list(layer_type_list)
-        self.layers = nn.ModuleList(
-            build_module(spec, config=own, layer_number=i, pg_collection=pg_collection)
-            for i, (own, spec) in enumerate(zip(layer_configs, layer_specs), start=1)
-        )
+        self.layers = nn.ModuleList()
+        for i, (own, spec) in enumerate(zip(layer_configs, layer_specs)):
+            layer = build_module(spec, config=own, layer_number=i + 1, pg_collection=pg_collection)
+            self.layers.append(layer)
+            if watch := layer_watcher.get():
+                watch(f"decoder.layers.{i}.", layer)
         self.recomputed_layers = self._recomputed_layers()
         """Numbers of layers, from the first one on, that are recomputed together."""
         self.final_norm = (

@@ -153,17 +153,27 @@ class Recipe:
         recipe.optimizer.check_steps(recipe.run.steps)
         return recipe
 
-    def model_config(self, vocab_size: int, **fields: Any) -> HybridConfig:
+    @property
+    def splits_model(self) -> bool:
+        """Whether the model is split over ranks."""
+        return any(self.model.get(name) not in (None, 1, False) for name in _LAYOUT_FIELDS)
+
+    def model_config(
+        self, vocab_size: int, is_on_one_rank: bool = False, **fields: Any
+    ) -> HybridConfig:
         """The model's configuration, without a pretrained one.
 
         Args:
             vocab_size: of the tokenizer.
+            is_on_one_rank: leave out the layout.
             fields: of HybridConfig, beside the recipe's.
 
         Raises:
             ValueError: fields that no model has.
         """
-        return HybridConfig(**decode_fields({"vocab_size": vocab_size, **self.model}), **fields)
+        left_out = _LAYOUT_FIELDS if is_on_one_rank else ()
+        model = {name: value for name, value in self.model.items() if name not in left_out}
+        return HybridConfig(**decode_fields({"vocab_size": vocab_size, **model}), **fields)
 
     def whole_model_config(self) -> HybridConfig:
         """The model's configuration on one device, for its sizes.

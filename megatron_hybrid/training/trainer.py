@@ -31,6 +31,7 @@ from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.compat import quiet_core
 from megatron_hybrid.models.config.hybrid_config import HybridConfig, decode_fields
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+from megatron_hybrid.models.one_rank_draw import draw_as_one_rank
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed, process_groups
 from megatron_hybrid.ranks import fail_together
 from megatron_hybrid.text.tokenizer import Tokenizer, find_tokenizer
@@ -150,13 +151,17 @@ class Trainer:
                 "Change one of them."
             )
         self.num_micro_batches = run.global_batch_size // rows
-        # Stages draw weights of their own; ranks that share a layer the same ones, or its parts.
-        seed = run.seed + 100 * groups.pp.rank()
-        torch.manual_seed(seed)
-        if torch.cuda.is_available():
-            model_parallel_cuda_manual_seed(seed)
+        kept = recipe.checkpoints
+        self.checkpoints = Checkpoints(self.folder, kept.keep, kept.asynchronous)
+        saved = self.checkpoints.newest()
+        is_drawn_whole = "pretrained" not in recipe.model and not config.perform_initialization
         with device:
+            _seed(run.seed)
             self.model: HybridModel = build_hybrid_model(config, groups)
+            if is_drawn_whole and saved is None:
+                alone = recipe.model_config(self.tokenizer.vocab_size, is_on_one_rank=True)
+                _seed(run.seed)
+                draw_as_one_rank(self.model, alone)
         if pretrained := recipe.model.get("pretrained"):
             # Of each model for itself it fails on all ranks of that one; here, on those of all.
             with fail_together(CheckpointError, whole_job=True):
@@ -189,9 +194,8 @@ class Trainer:
         self.schedule = build_schedule(self.optimizer, recipe.optimizer, run.steps)
         self.measures = Measures(self.model, recipe.reports.peak_tflops)
         self.progress = Progress()
-        kept = recipe.checkpoints
-        self.checkpoints = Checkpoints(self.folder, kept.keep, kept.asynchronous)
-        self._resume()
+        if saved is not None:
+            self._resume(saved)
 
     def train(self) -> None:
         """Train to the recipe's last step, or until SIGINT or SIGTERM: then the step under way is
@@ -393,10 +397,7 @@ class Trainer:
             "lora.targets": lora and list(lora.targets),
         }
 
-    def _resume(self) -> None:
-        path = self.checkpoints.newest()
-        if path is None:
-            return
+    def _resume(self, path: Path) -> None:
         with fail_together(CheckpointError, whole_job=True):
             common = checkpoints.read_common(path)
             self._check_same_run(path, common)
@@ -474,6 +475,12 @@ class Trainer:
         self.measures.restart()
 
 
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        model_parallel_cuda_manual_seed(seed)
+
+
 def _nothing() -> None:
     """What other ranks than the first release."""
 
@@ -519,6 +526,8 @@ def _model_config(recipe: Recipe, tokenizer: Tokenizer) -> HybridConfig:
     pretrained = recipe.model.get("pretrained")
     if pretrained is None:
         config = recipe.model_config(tokenizer.vocab_size, **counting)
+        if config.use_cpu_initialization and recipe.splits_model:
+            config.perform_initialization = False  # see `draw_as_one_rank`
     else:
         fields = {**decode_fields(recipe.model), **counting}
         del fields["pretrained"]

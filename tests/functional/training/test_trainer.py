@@ -1,6 +1,5 @@
 """A recipe trains in any layout what a loop of plain torch trains, and goes on in any other."""
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -16,7 +15,6 @@ from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config,
 from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER, load_pretrained
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.models.sharding.tensor_sharding import cut_of
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.cpu_seam import cpu_seam
 from megatron_hybrid.training.data.batches import batches
@@ -112,7 +110,7 @@ def in_sixteen_bits(folder: Path) -> Recipe:
     return chosen
 
 
-def export_initial(folder: Path, layout: str) -> None:
+def export_initial(folder: Path, layout: str | None) -> None:
     """Write the random weights with which a run in a layout starts."""
     chosen = recipe(folder, layout)
     del chosen.model["pretrained"]
@@ -124,8 +122,7 @@ def export_initial(folder: Path, layout: str) -> None:
 
 def train_all(layouts: list[str], folder: Path) -> None:
     """On each rank."""
-    if layouts[0] in ("tp", "pp"):
-        export_initial(folder, layouts[0])
+    export_initial(folder, layouts[-1])
     if "dp" in layouts:
         trainer = train(folder, "sixteen bits", in_sixteen_bits(folder))
         trainer.optimizer.step()  # as a script without `update`
@@ -265,26 +262,19 @@ def initial(folder, layout):
     return model
 
 
-def test_tensor_parallel_ranks_start_with_different_pieces(folder, ranks):
-    sharded = 0
-    for name, parameter in initial(folder, "tp").named_parameters():
-        if (cut := cut_of(parameter)) is None or len(parameter.unique()) == 1:
-            continue
-        cut, sharded = dataclasses.replace(cut, num_ranks=RANKS), sharded + 1
-        pieces = [
-            torch.cat([parameter.narrow(cut.dim, at, end - at) for at, end in cut.ranges(rank)])
-            for rank in range(RANKS)
-        ]
-        assert not torch.equal(*pieces), name
-    assert sharded > 20
+@pytest.fixture(scope="module")
+def drawn_alone(folder):
+    """The random weights of one rank."""
+    with training_device():
+        export_initial(folder, None)
+    return dict(initial(folder, None).named_parameters())
 
 
-def test_pipeline_stages_start_with_different_weights(folder, ranks):
-    layers = initial(folder, "pp").decoder.layers
-    # One in each stage: the two attention layers, full and windowed.
-    attentions = [layer.self_attention.linear_qkv.weight for layer in (layers[2], layers[4])]
-    assert attentions[0].shape == attentions[1].shape
-    assert not torch.equal(*attentions)
+@pytest.mark.parametrize("layout", ["tp", "pp", "ep"])
+def test_random_weights_are_those_of_one_rank_in_any_layout(folder, ranks, drawn_alone, layout):
+    found = dict(initial(folder, layout).named_parameters())
+    assert found.keys() == drawn_alone.keys()
+    assert [name for name in found if not torch.equal(found[name], drawn_alone[name])] == []
 
 
 def test_every_listed_place_of_core_asks_for_cuda(ranks):
