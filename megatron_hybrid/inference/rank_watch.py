@@ -122,15 +122,14 @@ class _Watch:
                 self.fail(failure, source=None)
 
     def _end_silent(self, rank: int) -> None:
-        member = self._ranks.members[rank]
+        member = self._stopped = self._ranks.members[rank]
         self.fail(
             f"{member} (process {member.pid}) has sent nothing for {SILENCE_SECONDS:.0f} s: its "
             "process is stopped, or its machine is gone",
             source=None,
         )
-        self._stopped = member
 
-    def _wake_stopped(self) -> None:
+    def wake_stopped(self) -> None:
         """Let a stopped process on this machine go on, so that it finds that the others have
         ended, and ends. It must not answer them before."""
         own, other = self._ranks.members[self._ranks.rank], self._stopped
@@ -158,9 +157,9 @@ class _Watch:
             sys.stderr.write(f"megatron_hybrid: this process ends, as {self.failure}\n")
             sys.stdout.flush()
             sys.stderr.flush()
-            self._wake_stopped()
+            self.wake_stopped()
             os._exit(1)
-        self._wake_stopped()
+        self.wake_stopped()
 
 
 class RankWatch:
@@ -212,6 +211,8 @@ class RankWatch:
         finally:
             watch.num_inside -= 1
             watch.position, ranks.call = before
+            if not watch.num_inside:
+                watch.wake_stopped()
 
     def report(self, error: BaseException) -> None:
         """This rank has failed where the others did not: they must not wait for it."""

@@ -88,6 +88,7 @@ class SomeRanks:
 
     def __init__(self, size):
         self.size, self._given = size, []
+        self.members = [f"rank {rank} on here" for rank in range(size)]
 
     def gather(self, value):
         if len(self._given) < self.size:
