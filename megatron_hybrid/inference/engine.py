@@ -681,7 +681,7 @@ class DynamicInferenceEngine:
         """Drop all that older weights computed, and begin an epoch. If it raises, the watch still
         tells that the weights have changed."""
         self._start_over()
-        self.runner.drop_graphs()
+        self.runner.drop_old_weights()
         if self.is_suspended:
             self.memory.keep(None)
         try:

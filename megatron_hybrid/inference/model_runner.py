@@ -35,6 +35,7 @@ from megatron_hybrid.inference.step_plan import (
     StepResult,
     Unpark,
 )
+from megatron_hybrid.models.derived_weights import keep_derived
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.ops.to_device import to_device
 from megatron_hybrid.ranks import Ranks
@@ -71,6 +72,7 @@ class ModelRunner:
         self._parked: dict[int, ParkedRequest] = {}
         self._ranks = ranks
         self.graphs = graphs
+        self._derived: dict = {}  # see `keep_derived`
         self._stages = model.pg_collection.pp
         self._has_stages = self._stages.size() > 1
         self._is_last_stage = model.post_process
@@ -84,6 +86,11 @@ class ModelRunner:
     def drop_parked(self) -> None:
         """Drop the bytes of all preempted requests."""
         self._parked.clear()
+
+    def drop_old_weights(self) -> None:
+        """Drop what was worked out from weights that have changed."""
+        self._derived.clear()
+        self.drop_graphs()
 
     def drop_graphs(self) -> None:
         """Drop all graphs: see `GraphRunner.drop`."""
@@ -188,6 +195,10 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> Tensor | None:
         """Compute logits [n, V] of `num_logits` rows per `plan.work`, then one per `plan.ready`.
         None on a pipeline stage before the last."""
+        with keep_derived(self._derived):
+            return self._forward(plan)
+
+    def _forward(self, plan: StepPlan) -> Tensor | None:
         if self.graphs is not None and (logits_nV := self.graphs.forward(plan)) is not None:
             return logits_nV
         self.context.begin_step(plan)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.sharding.collectives import sum_over_ranks
 from megatron_hybrid.models.sharding.tensor_sharding import Cut
 from megatron_hybrid.ops.checks import compute_dtype
@@ -42,8 +43,12 @@ class LocalNorm(nn.Module):
 
     def factor(self, dtype: torch.dtype) -> Tensor:
         """Of the normed values, [hidden_size]."""
-        weight = self.weight.to(dtype)
-        return 1.0 + weight if self.zero_centered else weight
+
+        def make() -> Tensor:
+            weight = self.weight.to(dtype)
+            return 1.0 + weight if self.zero_centered else weight
+
+        return from_weights(self, str(dtype), make)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] -> the same shape and dtype."""

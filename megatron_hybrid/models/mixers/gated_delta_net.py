@@ -8,6 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import (
     LayerCache,
     Mixer,
@@ -118,12 +119,16 @@ class GatedDeltaNetMixer(Mixer):
             ],
             -1,
         )
+        beta_TH = beta.float().sigmoid()
+        if self.max_beta != 1.0:
+            beta_TH = beta_TH * self.max_beta
         o_THP = gated_delta_rule(
             q.unflatten(-1, (self.num_key_heads, self.key_dim)),
             k.unflatten(-1, (self.num_key_heads, self.key_dim)),
             v.unflatten(-1, (self.num_value_heads, self.value_dim)),
-            -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias.float()),
-            beta.float().sigmoid() * self.max_beta,
+            from_weights(self, "A", lambda: -self.A_log.float().exp())
+            * F.softplus(alpha.float() + self.dt_bias.float()),
+            beta_TH,
             context.states(self.layer_number, "delta"),
             context.ragged_layout(),
             self.config.linear_chunk_size,

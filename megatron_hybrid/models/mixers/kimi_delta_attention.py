@@ -8,6 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import (
     LayerCache,
     Mixer,
@@ -133,12 +134,15 @@ class KimiDeltaAttentionMixer(Mixer):
         dt_THN = F.softplus(decay.float() + self.dt_bias.float()).unflatten(
             -1, (self.num_heads, self.key_dim)
         )
+        beta_TH = beta_TH.float().sigmoid()
+        if self.max_beta != 1.0:
+            beta_TH = beta_TH * self.max_beta
         o_THP = kimi_delta_attention(
             q_THN,
             k_THN,
             v_THP,
-            -self.A_log.float().exp()[:, None] * dt_THN,
-            beta_TH.float().sigmoid() * self.max_beta,
+            from_weights(self, "A", lambda: -self.A_log.float().exp())[:, None] * dt_THN,
+            beta_TH,
             context.states(self.layer_number, "delta"),
             context.ragged_layout(),
             self.config.linear_chunk_size,

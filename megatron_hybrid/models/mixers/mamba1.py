@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import (
     LayerCache,
     Mixer,
@@ -144,7 +145,7 @@ class Mamba1Mixer(Mixer):
         y_TC = selective_scan(
             x_TC,
             F.softplus(dt_TC.float() + dt_bias_C.float()),
-            -self.A_log.float().exp(),
+            from_weights(self, "A", lambda: -self.A_log.float().exp()),
             B_TN,
             C_TN,
             self.D.float(),

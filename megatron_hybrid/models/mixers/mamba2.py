@@ -8,6 +8,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import (
     LayerCache,
     Mixer,
@@ -143,10 +144,13 @@ class Mamba2Mixer(Mixer):
             -1,
         )
         dt = F.softplus(dt.float() + self.dt_bias.float())
+        limits = self.config.mamba_dt_min, self.config.mamba_dt_max
+        if limits != (0.0, None):  # a softplus is positive
+            dt = dt.clamp(*limits)
         y_THP = ssd_scan(
             x.unflatten(-1, (self.num_heads, self.head_dim)),
-            dt.clamp(self.config.mamba_dt_min, self.config.mamba_dt_max),
-            -self.A_log.float().exp(),
+            dt,
+            from_weights(self, "A", lambda: -self.A_log.float().exp()),
             B.unflatten(-1, (self.num_groups, self.state_dim)),
             C.unflatten(-1, (self.num_groups, self.state_dim)),
             self.D.float(),

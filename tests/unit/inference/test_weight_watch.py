@@ -297,6 +297,25 @@ def test_serving_changes_no_weights(pattern):
     assert engine.stats()["weight_changes"] == 0
 
 
+def test_what_follows_from_weights_is_worked_out_once_until_they_change():
+    model = fresh_model("MGKH*")
+    engine, params = tiny_engine(model), greedy(3, return_log_probs=True)
+    engine.generate([PROMPT[:20]], params)
+    kept = dict(engine.runner._derived)
+    assert sum(name == "A" for _, name in kept) == 4 and len(kept) > 8
+    engine.generate([PROMPT[:20]], params)
+    assert all(engine.runner._derived[key] is value for key, value in kept.items())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("A_log", "norm.weight")):
+                parameter.add_(0.7)
+    (given,), (expected,) = (
+        own.generate([PROMPT[:20]], params) for own in (engine, tiny_engine(copy_of(model)))
+    )
+    assert given.generated_tokens == expected.generated_tokens
+    assert given.log_probs == expected.log_probs
+
+
 @pytest.mark.parametrize("others", [0, 1])
 def test_running_requests_are_computed_anew(caplog, others):
     """The tokens that they have stay; those that follow are the new weights' own."""
