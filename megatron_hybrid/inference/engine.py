@@ -681,7 +681,6 @@ class DynamicInferenceEngine:
         """Drop all that older weights computed, and begin an epoch. If it raises, the watch still
         tells that the weights have changed."""
         self._start_over()
-        self.runner.drop_old_weights()
         if self.is_suspended:
             self.memory.keep(None)
         try:
@@ -1110,6 +1109,7 @@ class DynamicInferenceEngine:
             finally:
                 self.cache.clear()
             self.memory.weights_changed(self.model.cache_requirements())
+            self.runner.drop_old_weights()
             self._fingerprint = None
             disk = self.offload.disk
             made_for = self._made_for() if disk is not None else {}

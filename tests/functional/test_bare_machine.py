@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 ABSENT = "apex fastapi openai pydantic starlette transformer_engine uvicorn xgrammar"
 COLLECT = """
@@ -25,6 +27,7 @@ sys.exit(pytest.main(["-m", "gpu", "--collect-only", "-qq", "-p", "no:cacheprovi
 """
 
 
+@pytest.mark.matrix
 def test_the_gpu_tests_are_collected():
     command = [sys.executable, "-c", COLLECT, ABSENT]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

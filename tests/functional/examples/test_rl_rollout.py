@@ -74,7 +74,7 @@ def on_four_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    run_ranks(run_rank, (4, port, str(folder), 4), 4)
+    run_ranks(run_rank, (4, port, str(folder), 2), 4)
     return [torch.load(folder / f"{rank}.pt") for rank in range(4)]
 
 

@@ -50,9 +50,9 @@ def test_long_prompts(seeds):
     assert totals["skipped_tokens"] > 500 * len(seeds)
 
 
-@each_of(range(4013, 4018), range(4000, 4020))
+@each_of(range(4013, 4016), range(4000, 4020))
 def test_runs_with_tiers(seeds):
     totals = run_all(seeds, tiers=True)
-    assert totals["fetched_tokens"] > 100
+    assert totals["fetched_tokens"] > 30 * len(seeds)
     assert totals["host_records_evicted"] and totals["disk_kv_blocks"]
     assert not totals["fetches_failed"]

@@ -591,7 +591,7 @@ def test_a_chat_echoes_the_message_that_it_goes_on_with(call):
 
 @ROUTES
 def test_only_allowed_tokens_are_drawn(call, route):
-    given = {"allowed_token_ids": [7, 300], "ignore_eos": True, "temperature": 2.0}
+    given = {"allowed_token_ids": [7, 300], "ignore_eos": True, "temperature": 100.0}
     more = {} if route == RESPONSE else {"max_tokens": 20, "return_token_ids": True}
     found = call.generated(route, **given, **more)
     if more:

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from index_folders import write_documents
+from matrix import matrix_rows
 from megatron.core import parallel_state
 
 from megatron_hybrid import cli, load_megatron, load_pretrained
@@ -72,7 +73,7 @@ def state_of(model):
     return {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", matrix_rows(MODELS, "shared blocks", "prediction"))
 def test_the_newest_checkpoint_is_the_exported_model(text, tmp_path, caplog, name):
     train(text, tmp_path, model={**MODEL, **MODELS[name]})
     with caplog.at_level(logging.WARNING):
@@ -85,7 +86,7 @@ def test_the_newest_checkpoint_is_the_exported_model(text, tmp_path, caplog, nam
     assert not all(torch.equal(value, found[name]) for name, value in before.items())
 
 
-@pytest.mark.parametrize("source", ["run", "run/iter_0000001"])
+@pytest.mark.parametrize("source", matrix_rows(["run", "run/iter_0000001"], "run"))
 def test_convert_takes_the_tokenizer_of_the_recipe(text, tmp_path, capsys, source):
     recipe = {"model": {**MODEL, "layer_pattern": "M*-"}, "tokenizer": "demo", "run": {"steps": 1}}
     recipe["data"] = {"sequence_length": 32, "train": [text]}

@@ -84,7 +84,8 @@ def test_a_stream_has_the_same_parts(tokenizer):
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_an_event_has_the_bytes_of_its_chunk(tokenizer, is_chat, counts):
     """Most events are put together from parts that are encoded once."""
-    options = {"stream": True, "stream_options": {"continuous_usage_stats": counts}}
+    counting = {"include_usage": True, "continuous_usage_stats": counts}
+    options = {"stream": True, "stream_options": counting}
     if is_chat:
         answer = answer_of(tokenizer, **options)
         answer.id = 'chatcmpl-"content": ""'

@@ -92,14 +92,14 @@ def test_probabilities_are_those_of_drawn_agents():
 
 def test_the_table(capsys, monkeypatch):
     whole = agents.agent
-    monkeypatch.setattr(agents, "agent", lambda seed: whole(seed=seed, sessions=3))
+    monkeypatch.setattr(agents, "agent", lambda seed: whole(seed=seed, sessions=2))
     monkeypatch.setattr(agents, "BUDGETS_GB", (1, 1000))
     agents.main(["--seeds", "1", "2"])
     head, _, *rows = capsys.readouterr().out.splitlines()
     assert "1 GB, seed 1 | 1 GB, mean of all | 1000 GB, seed 1 | 1000 GB, mean of all" in head
     cells = [[cell.split(" / ") for cell in row.strip("| ").split(" | ")[1:]] for row in rows]
     assert len(cells) == 5 and {len(row) for row in cells} == {4}
-    traces = [list(whole(seed=seed, sessions=3)) for seed in (1, 2)]
+    traces = [list(whole(seed=seed, sessions=2)) for seed in (1, 2)]
     requests = traces[0]
     possible = 100 * replay(requests, Ceiling()).skipped_share
     for row in cells:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from matrix import matrix_rows
 
 from benchmarks.replay.engines.clairvoyant import Clairvoyant
 from megatron_hybrid.tools.replay.lru import Ceiling, LeastRecentlyUsed
@@ -84,8 +85,13 @@ def test_never_beyond_what_is_possible_and_often_as_much():
     assert 0.9 * possible < reached
 
 
-@pytest.mark.parametrize("in_flight", [1, 3])
-@pytest.mark.parametrize("state_bytes", [0, STATE_BYTES])
+each_kind = pytest.mark.parametrize(
+    ("state_bytes", "in_flight"),
+    matrix_rows([(size, n) for size in (0, STATE_BYTES) for n in (1, 3)], (0, 1), (STATE_BYTES, 3)),
+)
+
+
+@each_kind
 def test_with_memory_for_all_it_is_the_ceiling(state_bytes, in_flight):
     requests = list(small_requests(1, 120))
     engine = Clairvoyant(1, state_bytes, 1e9)
@@ -93,8 +99,7 @@ def test_with_memory_for_all_it_is_the_ceiling(state_bytes, in_flight):
     assert found == replay(requests, Ceiling(), in_flight).skipped_tokens
 
 
-@pytest.mark.parametrize("state_bytes", [0, STATE_BYTES])
-@pytest.mark.parametrize("in_flight", [1, 3])
+@each_kind
 def test_books_budget_and_foresight(state_bytes, in_flight):
     """The counts are those of a recount, the budget holds at every moment, and plain LRU, which
     pays the same, is below."""

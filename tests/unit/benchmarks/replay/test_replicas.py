@@ -3,6 +3,7 @@
 from functools import cache
 
 import pytest
+from matrix import matrix_rows
 
 from benchmarks.replay import replicas
 from benchmarks.replay.geometry import GEOMETRIES
@@ -37,7 +38,7 @@ def test_one_replica_without_a_clock_is_the_plain_replay(name):
     assert found.computed_tokens == [found.prompt_tokens - found.skipped_tokens]
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", matrix_rows(SMALL, "chat"))
 def test_two_replicas_skip_within_three_points_of_one_cache(name):
     one = serve(small(name), SMALL[name][0], 1).skipped_percent
     assert split(name, "chains and load").skipped_percent >= one - 3
