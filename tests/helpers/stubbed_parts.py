@@ -1,9 +1,9 @@
 """Parts of a first run on a GPU that is not there: its kernels compile, none runs.
 
-With arguments, those of one part. Without, all parts of both calls at toy size but those that this
-process cannot be (pytest, other libraries' models), each in a fork of this process, which has
-imported everything; fp32, odd sizes and most parts that only compile are left out. Behind each
-comes a line: `END`, its exit code, its title.
+With arguments, those of one part. With `kept` or `others`, all parts of both calls at toy size but
+those that this process cannot be (pytest, other libraries' models), each in a fork of this process,
+which has imported everything; fp32, odd sizes and most parts that only compile are left out. Behind
+each comes a line: `END`, its exit code, its title.
 
 Autotuned kernels keep one config. With `--published` in front they keep all, and sizes are those of
 published models; lengths, layers and experts are few.
@@ -56,13 +56,21 @@ def published_sizes() -> None:
     next(f for f in FAMILIES if f.op == "expert_mlps").sizes["E"] = 32
 
 
-def run_all() -> None:
+def others() -> set[str]:
+    """Titles of parts of whose kind there is another one."""
+    found = {f"serving {model}" for model in MODELS[1:]} | {f"compile serving {MODELS[0]}"}
+    return found | {f"{what} kimi_delta_attention" for what in ("configs", "check")}
+
+
+def run_all(which: str) -> None:
     """See above."""
     checks.SIZES = ("published", "toy")
     for part in (part for call in BUDGETS for phase in phases(call) for part in phase):
         if part.arguments[0] in ("tests", "transformers") or "fp32" in part.arguments:
             continue
         if part.name == "compile" and part.arguments[1] not in (OPS[1], MODELS[0]):
+            continue
+        if (part.title.removesuffix(" bf16") in others()) != (which == "others"):
             continue
         if (child := os.fork()) == 0:
             os._exit(parts.main([*part.arguments, "--toy"]))
@@ -75,7 +83,7 @@ if __name__ == "__main__":
     if IS_PUBLISHED:
         del sys.argv[1]
         published_sizes()
-    if len(sys.argv) == 1:
-        run_all()
+    if sys.argv[1:] in (["kept"], ["others"]):
+        run_all(sys.argv[1])
     else:
         sys.exit(parts.main())

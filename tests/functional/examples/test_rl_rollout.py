@@ -80,7 +80,7 @@ def on_four_ranks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def on_one_rank():
-    return run_main(4)
+    return run_main(2)
 
 
 @pytest.fixture(scope="module", params=["on_one_rank", "on_four_ranks"])

@@ -217,7 +217,7 @@ def alone(folder, cases):
     return given
 
 
-@pytest.fixture(scope="module", params=matrix_rows(LAYOUTS, "TP 2 x PP 2"))
+@pytest.fixture(scope="module", params=matrix_rows(LAYOUTS, "PP 2"))
 def by_rank(request, folder, cases):
     size = 1
     for ranks in LAYOUTS[request.param].values():

@@ -240,7 +240,7 @@ def test_keys_open_the_api_and_have_prefixes_of_their_own():
 
 def test_a_key_has_only_so_many_requests_at_a_time():
     with running_server(max_requests_per_key=1) as server:
-        body = {**LONG, "max_tokens": 300}
+        body = {**LONG, "max_tokens": 100}
         thread = threading.Thread(target=call, args=(server, "/v1/completions", body))
         thread.start()
         wait_until(lambda: running(server) == 1)
@@ -341,7 +341,7 @@ def test_a_request_that_takes_too_long_ends():
 def test_a_request_that_waits_too_long_in_the_queue_is_told_to_come_again(stream, n):
     with running_server({"max_requests": n}, queue_seconds=0.0) as server:
         found = []
-        first = {**LONG, "prompt": [LONG["prompt"], "And then"], "max_tokens": 200, "n": n}
+        first = {**LONG, "prompt": [LONG["prompt"], "And then"], "max_tokens": 80, "n": n}
         thread = threading.Thread(
             target=lambda: found.append(call(server, "/v1/completions", first))
         )
@@ -353,7 +353,7 @@ def test_a_request_that_waits_too_long_in_the_queue_is_told_to_come_again(stream
         assert "has not begun" in answer.json()["error"]["message"]
         thread.join(60)
         # Its second prompt waited for the first one: the request had begun.
-        assert found[0].json()["usage"]["completion_tokens"] == 400 * n
+        assert found[0].json()["usage"]["completion_tokens"] == 160 * n
         stats = asyncio.run(server.service.engine.stats())
         assert stats["leases"] == stats["requests_waiting"] == 0
         asyncio.run(server.service.engine.check_integrity())

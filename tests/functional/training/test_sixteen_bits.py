@@ -132,6 +132,7 @@ def train_and_go_on(folder, distributed_optimizer):
     )
 
 
+@pytest.mark.matrix  # test_trainer.py has a short run over ranks
 def test_a_bf16_model_trains_and_goes_on(tmp_path):
     results = [result for result, _ in train_on_ranks(train_both, RANKS, tmp_path, tmp_path)]
     for start, whole, resumed in [run for result in results for run in result.values()]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from differential import InjectedError, LogitsRecorder, RandomRun, failing_forward, poison
 from forks import in_fork
+from matrix import matrix_rows
 from reference import (
     greedy,
     greedy_tokens,
@@ -919,7 +920,7 @@ def test_what_could_not_be_written_is_not_counted_and_comes_later(tmp_path, monk
     engine.close()
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("number", matrix_rows([errno.ENOSPC, errno.EDQUOT], errno.ENOSPC))
 def test_a_full_disk_is_a_smaller_tier(tmp_path, monkeypatch, number):
     """What is asked for again and again gets in, in the place of what came first."""
     monkeypatch.setattr(disk_store, "RETRY_SECONDS", 0.0)
