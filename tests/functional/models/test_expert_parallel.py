@@ -110,9 +110,7 @@ LAYOUTS = {
 """{name: (model, sizes)}"""
 KEPT = (
     "tp2_whole_ep2",
-    "core_tp2_whole_ep2",
     "tp2_ep2_balanced",
-    "tp2_ep2_dropping",
     "core_ep4_dropping",
     "tp2_ep2_rows",
 )

@@ -7,6 +7,7 @@ The weights come from one checkpoint that a single process wrote.
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import asked, matrix_rows
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories
 from megatron.core.dist_checkpointing.validation import (
@@ -172,11 +173,11 @@ def uneven_world():
         return str(error)
 
 
-def worker(rank, folder):
+def worker(rank, folder, names):
     join_ranks(rank, RANKS, f"{folder}/rendezvous")
     parallel_state.initialize_model_parallel(RANKS)
-    results = {name: run_model(folder / name) for name in MODELS}
-    for name in SPLIT_ROWS:
+    results = {name: run_model(folder / name) for name in names}
+    for name in (name for name in names if name in SPLIT_ROWS):
         results[name]["sequence"] = run_sequence_parallel(folder / name)
     parallel_state.destroy_model_parallel()
     results["two"]["error"] = uneven_world()
@@ -186,16 +187,17 @@ def worker(rank, folder):
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """For each model (one process, the ranks, folder)."""
+def outcomes(request, tmp_path_factory):
+    """For each model that is asked for (one process, the ranks, folder)."""
     folder = tmp_path_factory.mktemp("four")
-    single = {name: single_process(config, folder / name) for name, config in MODELS.items()}
-    run_ranks(worker, (folder,), RANKS)
+    names = ["two", *(name for name in asked(request, "model", MODELS) if name != "two")]
+    single = {name: single_process(MODELS[name], folder / name) for name in names}
+    run_ranks(worker, (folder, names), RANKS)
     ranks = [torch.load(folder / f"results{rank}.pt") for rank in range(RANKS)]
-    return {name: (single[name], [rank[name] for rank in ranks], folder / name) for name in MODELS}
+    return {name: (single[name], [rank[name] for rank in ranks], folder / name) for name in names}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", matrix_rows(MODELS, "two"))
 @pytest.mark.parametrize("what", ["logits", "packed", "loss"])
 def test_forward(outcomes, model, what):
     single, ranks, _ = outcomes[model]
@@ -203,14 +205,14 @@ def test_forward(outcomes, model, what):
         torch.testing.assert_close(rank[what], single[what], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", matrix_rows(MODELS, "two"))
 def test_gradients(outcomes, model):
     single, ranks, _ = outcomes[model]
     for rank in ranks:
         assert_same_gradients(rank["gradients"], single["gradients"])
 
 
-@pytest.mark.parametrize("model", SPLIT_ROWS)
+@pytest.mark.parametrize("model", matrix_rows(SPLIT_ROWS, "two"))
 def test_split_rows(outcomes, model):
     single, ranks, _ = outcomes[model]
     for rank in ranks:
@@ -220,7 +222,7 @@ def test_split_rows(outcomes, model):
         assert_same_gradients(found["gradients"], single["gradients"])
 
 
-@pytest.mark.parametrize("model", SPLIT_ROWS)
+@pytest.mark.parametrize("model", matrix_rows(SPLIT_ROWS, "two"))
 def test_ranks_serve_as_one_process_does(outcomes, model):
     _, ranks, folder = outcomes[model]
     expected = answers(load(folder))
@@ -244,14 +246,14 @@ def test_split_rows_in_stages(outcomes):
         torch.testing.assert_close(one, single["logits"], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", matrix_rows(MODELS, "two"))
 def test_checkpoint_is_that_of_one_process(outcomes, model):
     _, _, folder = outcomes[model]
     for file in ("config.json", "model.safetensors"):
         assert (folder / file).read_bytes() == (folder / "from_four_ranks" / file).read_bytes()
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", matrix_rows(MODELS, "two"))
 def test_distributed_checkpoint_is_that_of_one_process(outcomes, model):
     single, ranks, _ = outcomes[model]
     expected, joined = whole(single["pieces"]), whole(*(rank["pieces"] for rank in ranks))
@@ -260,7 +262,7 @@ def test_distributed_checkpoint_is_that_of_one_process(outcomes, model):
         assert torch.equal(joined[key][: len(tensor)], tensor), key  # ranks pad the vocabulary
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", matrix_rows(MODELS, "two"))
 def test_a_rank_keeps_the_keys_and_values_of_its_own_heads(outcomes, model):
     _, ranks, _ = outcomes[model]
     assert all(rank["kv_heads"] == KV_HEADS[model] for rank in ranks)
