@@ -149,12 +149,9 @@ def _read_list(text: str, at: int, depth: int) -> tuple[list, int]:
             mixed_until = max(cut, at + 1)  # what is no number is looked for once
         value, at = _read(text, at, depth + 1)
         found.append(value)
-        at = _skip(text, at)
-        if text[at : at + 1] == "]":
-            return found, at + 1
-        if text[at : at + 1] != ",":
-            raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
-        at = _skip(text, at + 1)
+        at, is_last = _next(text, at, "]")
+        if is_last:
+            return found, at
 
 
 def _read_object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
@@ -170,9 +167,16 @@ def _read_object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
         if text[at : at + 1] != ":":
             raise json.JSONDecodeError("Expecting ':' delimiter", text, at)
         found[name], at = _read(text, _skip(text, at + 1), depth + 1)
-        at = _skip(text, at)
-        if text[at : at + 1] == "}":
-            return found, at + 1
-        if text[at : at + 1] != ",":
-            raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
-        at = _skip(text, at + 1)
+        at, is_last = _next(text, at, "}")
+        if is_last:
+            return found, at
+
+
+def _next(text: str, at: int, end: str) -> tuple[int, bool]:
+    """The place behind what follows a value: a comma, or the end, of which it tells."""
+    at = _skip(text, at)
+    if text[at : at + 1] == end:
+        return at + 1, True
+    if text[at : at + 1] != ",":
+        raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+    return _skip(text, at + 1), False
