@@ -12,7 +12,10 @@ _place = itemgetter(0)
 class WaitingQueue(Collection[Request]):
     """First the requests that come back, of which the last one is first; then new ones, those of
     the lowest `priority` first. Among equal ones the tenants take turns, each with one sample, and
-    the requests of one tenant keep their order of arrival."""
+    the requests of one tenant keep their order of arrival.
+
+    Wherever an exception stops `add` or `discard` (a second Ctrl-C takes effect at once), `discard`
+    then takes the request out."""
 
     def __init__(self):
         self._back: list[Request] = []  # the first one last
@@ -28,10 +31,10 @@ class WaitingQueue(Collection[Request]):
         if first < len(self._new) and self._new[first][0][0] == request.priority:
             turn = self._new[first][0][1]  # a tenant that comes now has missed nothing
         turn = max(turn, self._next_turns.get(group, turn))
+        self._num_waiting[group] = self._num_waiting.get(group, 0) + 1
+        self._next_turns[group] = turn + 1 + len(request.siblings)
         place = self._places[request] = (request.priority, turn)
         insort(self._new, (place, request), key=_place)
-        self._next_turns[group] = turn + 1 + len(request.siblings)
-        self._num_waiting[group] = self._num_waiting.get(group, 0) + 1
 
     def put_first(self, request: Request) -> None:
         """Queue a request that had a slot, or samples of one."""
@@ -42,17 +45,20 @@ class WaitingQueue(Collection[Request]):
         if request in self._back:  # the ValueError of `remove` would print the request
             self._back.remove(request)
             return
-        place = self._places.pop(request, None)
+        place = self._places.get(request)
         if place is None:
             return
         index = bisect_left(self._new, place, key=_place)
-        while self._new[index][1] is not request:
+        while index < len(self._new) and self._new[index][1] is not request:
             index += 1
-        del self._new[index]
+        del self._new[index : index + 1]
         group = (request.priority, request.tenant)
-        self._num_waiting[group] -= 1
-        if not self._num_waiting[group]:
-            del self._num_waiting[group], self._next_turns[group]
+        left = self._num_waiting.pop(group, 1) - 1
+        if left:
+            self._num_waiting[group] = left
+        else:
+            self._next_turns.pop(group, None)
+        del self._places[request]
 
     def __contains__(self, request: object) -> bool:
         return request in self._places or request in self._back

@@ -1,5 +1,10 @@
 """The order of those that wait, against a list that is sorted."""
 
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import request
@@ -97,3 +102,40 @@ def test_requests_of_one_tenant_and_priority_start_in_order_of_arrival(given):
     for tenant, priority in set(given):
         numbers = [r.request_id for r in queue if (r.tenant, r.priority) == (tenant, priority)]
         assert numbers == sorted(numbers)
+
+
+def interrupted(call: Callable[[], object], line: int) -> bool:
+    """Call it, and interrupt it at its n-th line. Returns whether it has so many."""
+    left = line
+
+    def trace(frame, event, _):
+        nonlocal left
+        left -= event == "line"
+        if left < 0:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_a_call_that_was_interrupted_anywhere_leaves_nothing_that_discard_does_not_take_out():
+    others = [of_tenant(number, tenant) for number, tenant in enumerate("aab")]
+    for calls, line in product((["add"], ["add", "discard"]), range(50)):
+        queue, one = WaitingQueue(), of_tenant(9, "a")
+        for other in others:
+            queue.add(other)
+        for name in calls[:-1]:
+            getattr(queue, name)(one)
+        if not interrupted(partial(getattr(queue, calls[-1]), one), line):
+            assert line > 5
+        queue.discard(one)
+        assert one not in queue and sorted(each.request_id for each in queue) == [0, 1, 2]
+        queue.add(one)
+        assert sorted(start_all(queue)) == ["a", "a", "a", "b"]
