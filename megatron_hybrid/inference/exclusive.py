@@ -4,8 +4,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-from megatron_hybrid.interrupts import interrupts_wait
-
 S = TypeVar("S")
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,11 +26,10 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
     @wraps(method)
     def guarded(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
         self._home.require("this engine")
-        is_inside = False
+        if self._lock._is_owned():  # a call inside a call
+            return method(self, *args, **kwargs)
         try:
-            with interrupts_wait():  # else one might come between the lock and the note of it
-                is_inside = self._lock.acquire(blocking=False)
-            if not is_inside:
+            if not self._lock.acquire(blocking=False):
                 name = method.__name__.lstrip("_")
                 raise EngineBusyError(
                     f"{name}() was called while another thread is inside this engine, "
@@ -41,7 +38,11 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
                 )
             return method(self, *args, **kwargs)
         finally:
-            if is_inside:
+            # Ctrl-C takes effect behind a call, and the result of `acquire` may be lost. So the
+            # lock itself tells whether it is taken, and this is the first call from there on.
+            try:  # noqa: SIM105
                 self._lock.release()
+            except RuntimeError:  # it is another thread's
+                pass
 
     return guarded
