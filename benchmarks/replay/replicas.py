@@ -128,8 +128,11 @@ class Fleet:
             len(request.prompt) - server.blocks.matched_tokens(keys) for server in self.servers
         ]
         number = self._rule(self.servers, new_tokens, next(self._numbers))
-        self.servers[number].queue.append(Sent(request, session, new_tokens[number]))
+        server, sent = self.servers[number], Sent(request, session, new_tokens[number])
+        server.queue.append(sent)
         self._start(number)
+        if sent in server.queue:
+            server.engine.cache.expect(id(sent), request.prompt)
 
     def _start(self, number: int) -> None:
         """Begin the next prompt, if none is being computed and there is room for it."""
@@ -144,6 +147,7 @@ class Fleet:
                 raise RuntimeError(f"no room for a prompt of {len(prompt)} tokens, which is alone")
             return
         server.prefilling = server.queue.popleft()
+        server.engine.cache.expect_no_more(id(sent))
         computed = len(prompt) - sent.handle.skipped_tokens
         server.computed_tokens += computed
         self._result.prompt_tokens += len(prompt)

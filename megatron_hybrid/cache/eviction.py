@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
-from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Path
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Path
 from megatron_hybrid.cache.lazy_heap import MAX_STALE, Key, LazyHeap
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE, PageAllocator, indices
@@ -42,6 +42,11 @@ def tail_key(edge: Edge, spec: CacheSpec, policy: Policy) -> Key | None:
         return None
     value = policy.tail_value(edge)
     return (0, 0.0, edge.last_access) if value is None else (1, value, edge.last_access)
+
+
+def spare_key(checkpoint: Checkpoint) -> Key | None:
+    """Return the key of a spare state."""
+    return None if checkpoint.pages is None else (-1, 0.0, checkpoint.last_use)
 
 
 def is_gone(item: Edge | Checkpoint) -> bool:
@@ -120,6 +125,7 @@ class Evictor:
         )
         index.on_tail = self.tails.add
         self.checkpoints = LazyHeap(self._key, MAX_RISEN)
+        self.spares = LazyHeap(spare_key)
         # The heaps whose values change with time and learning.
         self._valued = [self.checkpoints] if spec.needs_state else [self.tails, self.checkpoints]
         self.listeners: list[CacheListener] = []
@@ -182,14 +188,16 @@ class Evictor:
         self._heap_of(item).add(item)
 
     def _heap_of(self, item: Edge | Checkpoint) -> LazyHeap:
-        return self.checkpoints if isinstance(item, Checkpoint) else self.tails
+        if isinstance(item, Edge):
+            return self.tails
+        return self.spares if item.kind is Kind.SPARE else self.checkpoints
 
     def on_store(self, checkpoint: Checkpoint) -> None:
         """Update the heaps after a state was published: the KV before it is no longer a tail, and
         the previous state on its path is worth less."""
-        self.checkpoints.add(checkpoint)
+        self.add(checkpoint)
         self.tails.update(checkpoint.edge)
-        previous = checkpoint.previous()
+        previous = None if checkpoint.kind is Kind.SPARE else checkpoint.previous()
         if previous is not None:
             self.checkpoints.update(previous)
 
@@ -210,10 +218,14 @@ class Evictor:
         """Empty the heaps, after the index was cleared."""
         self.tails.clear()
         self.checkpoints.clear()
+        self.spares.clear()
         self._pinned.clear()
 
     def least(self) -> tuple[Edge | Checkpoint, Key] | None:
-        """Return the item of the least key in both heaps, and the key; None if both are empty."""
+        """Return the item of the least key in all heaps, and the key; None if they are empty."""
+        spare = self.spares.least()
+        if spare is not None:
+            return self.spares.top(), spare
         tail = self.tails.least()
         state = None if tail is not None and tail[0] == 0 else self.checkpoints.least()
         if tail is not None and (state is None or tail < state):
@@ -221,8 +233,8 @@ class Evictor:
         return None if state is None else (self.checkpoints.top(), state)
 
     def candidates(self) -> Iterator[Edge | Checkpoint]:
-        """Return the evictable items of both heaps; some may be pinned."""
-        items = chain(self.tails.items(), self.checkpoints.items())
+        """Return the evictable items of all heaps; some may be pinned."""
+        items = chain(self.spares.items(), self.tails.items(), self.checkpoints.items())
         return (item for item in items if self._heap_of(item).key(item) is not None)
 
     def _drop(self, item: Edge | Checkpoint, num_pages: int, force: bool = False) -> bool:
@@ -241,8 +253,11 @@ class Evictor:
         for listener in self.listeners:
             listener.on_evict_state(checkpoint)
         self._record(EVICTED_STATE, checkpoint.position)
+        previous = checkpoint.previous() if checkpoint.kind is Kind.SPARE else None
         self._index.drop_checkpoint(checkpoint)
-        self.checkpoints.discard(checkpoint)
+        self._heap_of(checkpoint).discard(checkpoint)
+        if previous is not None:
+            self.checkpoints.update(previous)  # KV up to there may be its own again
         self._stats.checkpoints_evicted += 1
         return True
 

@@ -16,6 +16,7 @@ _KINDS = {
     Kind.MESSAGE: "start of a message",
     Kind.TAIL: "before the end of a prompt",
     Kind.RUNG: "rung",
+    Kind.SPARE: "in free memory",
 }
 _REASONS = {
     MissReason.NO_SHARED_PREFIX: "nothing that starts like this prompt is known",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
-from megatron_hybrid.cache.index.tree import Checkpoint, Path, common_prefix
+from megatron_hybrid.cache.index.tree import Checkpoint, Kind, Path, common_prefix
 from megatron_hybrid.cache.pages.lease import Lease, Match
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.report import MissReason
@@ -102,7 +102,7 @@ def will_save(lease: Lease, tokens: np.ndarray, salt: str, skipped: int) -> int:
     """Return `in_flight` of one running request."""
     if lease.salt != salt:
         return 0
-    due = [position for position in lease.wanted if position > lease.done]
+    due = [p for p, kind in lease.wanted.items() if p > lease.done and kind is not Kind.SPARE]
     due += [reservation.position for reservation in lease.reservations]
     end = min(len(tokens), len(lease.tokens))
     due = [position for position in due if skipped < position <= end]

@@ -24,7 +24,7 @@ from megatron_hybrid.cache.explain import Explanation, explain
 from megatron_hybrid.cache.index.journal import Version
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex, known_limit
 from megatron_hybrid.cache.index.salt_index import SaltIndex
-from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Origin, unless_spare
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES, Hit, look_up
 from megatron_hybrid.cache.pages.allocator import PageAllocator
@@ -109,6 +109,7 @@ class PrefixCache:
         self._pages = LeasePages(spec, self.allocator, self._evictor)
         self._leases: dict[Lease, None] = {}
         self._saving: dict[Lease, None] = {}  # leases that `saves_more`, and a few that did
+        self._expected: dict[int, Checkpoint | None] = {}  # by request, what it is to resume from
         self._is_miscounted = False  # an operation failed; pages are not recounted yet
         self._tick = 0
         self._digest = 0
@@ -232,7 +233,7 @@ class PrefixCache:
             self._stats.refused += 1
             return None
         if self.mode == "restore":
-            self._choose_positions(lease, known, declared, messages)
+            self._choose_positions(lease, hit.checkpoint, known, declared, messages)
         if readmitted:
             return lease
         self._stats.count(lease.report)
@@ -245,6 +246,29 @@ class PrefixCache:
             elsewhere = self._known_elsewhere(tokens, salt, known)
             self._lost_tokens[MissReason.SALT] += max(0, elsewhere - known)
         return lease
+
+    def expect(self, request_id: int, tokens: np.ndarray, salt: str = "") -> None:
+        """A request with these tokens (int32 [L]) waits for its start: until `expect_no_more`, what
+        it is to resume from has a known use. A second call for the same request does nothing."""
+        if self.mode != "restore" or request_id in self._expected:
+            return
+        self._expected[request_id] = found = None
+        with suppress(MemoryError):
+            path = self._index.walk(salt, tokens)
+            found = unless_spare(path.deepest_checkpoint())
+            if not self.spec.needs_state:
+                found = max(path.checkpoints(), key=lambda each: each.position, default=None)
+        if found is not None:
+            self._expected[request_id] = found
+            self.policy.on_wait(found, 1)
+
+    def expect_no_more(self, request_id: int) -> None:
+        """A request starts, or is gone: the counterpart of `expect`, if that was called."""
+        found = self._expected.pop(request_id, None)
+        if found is not None:
+            self.policy.on_wait(found, -1)
+            if found.pages is not None:
+                self._evictor.checkpoints.update(found)
 
     @rolled_back
     def adopt(
@@ -430,12 +454,13 @@ class PrefixCache:
         lease.next_flush = (lease.done // size + 1) * size
 
     def positions_to_save(self, lease: Lease, end: int) -> list[int]:
-        """Return the ascending positions in (lease.done, end] whose state the forward up to `end`
-        should save: wanted positions of the prompt, and rungs in the answer. Call
-        `reserve_checkpoint`, then `publish_checkpoint` for each."""
+        """Return the positions in (lease.done, end] whose state the forward up to `end` should
+        save: wanted positions of the prompt, and rungs in the answer, ascending; then spare ones.
+        Call `reserve_checkpoint` in this order, then `publish_checkpoint` for each."""
         found = []
         if lease.saves_more:  # so that decode steps do not scan `wanted`
-            found += [position for position in lease.wanted if lease.done < position <= end]
+            wanted = [position for position in lease.wanted if lease.done < position <= end]
+            found = sorted(wanted, key=lambda p: lease.wanted[p] is Kind.SPARE)
         if lease.next_rung <= end:
             found += range(lease.next_rung, end + 1, self.policy.rung_tokens)
         return found
@@ -469,13 +494,16 @@ class PrefixCache:
             return None
         edge, known = self._index.reach(lease.salt, lease.tokens[:position], lease.path)
         previous = edge.deepest_on_path(known) if edge else None
+        kind, pages = self._kind(lease, position), self.spec.checkpoint_pages
         if previous is not None and previous.position == position:
+            self._keep(previous, kind, lease.origin)
             return None
         watched = edge.checkpoints.get(position) if known == position else None
         local_rows = self._local_rows(lease, position)
-        kind, pages = self._kind(lease, position), self.spec.checkpoint_pages
         if wanted:
             room = self._evictor.make_room_for(pages, math.inf)
+        elif kind is Kind.SPARE:
+            room = pages + sum(rows.size for rows in local_rows) <= self.allocator.num_free
         else:
             new = NewState(
                 position,
@@ -484,7 +512,7 @@ class PrefixCache:
                 pages + sum(rows.size for rows in local_rows),
                 lease.shared_tokens,
                 watched,
-                previous,
+                unless_spare(previous),
             )
             room = self._make_room_for_state(new)
         if not room:
@@ -501,7 +529,8 @@ class PrefixCache:
         return reservation
 
     def decline(self, lease: Lease, positions: Sequence[int]) -> None:
-        """Count the states at these positions as not saved for lack of room."""
+        """Count the states at these positions as not saved for lack of room, without spare ones."""
+        positions = [p for p in positions if self._kind(lease, p) is not Kind.SPARE]
         self._stats.checkpoints_no_room += len(positions)
         lease.report.checkpoints_skipped += len(positions)
         lease.refused.update(positions)
@@ -598,9 +627,10 @@ class PrefixCache:
         return salt, tokens, path.pages(self.spec.num_blocks(position))
 
     def stored_checkpoints(self) -> list[Checkpoint]:
-        """Return all stored states, the most valuable first."""
+        """Return the stored states that are not spare, the most valuable first."""
         refs = self.allocator.ref_counts
-        found = [c for c in self._index.checkpoints() if c.pages is not None]
+        stored = (c for c in self._index.checkpoints() if c.pages is not None)
+        found = [c for c in stored if c.kind is not Kind.SPARE]
         return sorted(found, key=lambda c: -self.policy.state_value(c, refs))
 
     def view(
@@ -656,6 +686,8 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything that is cached. Leases keep their pages."""
+        for request_id in list(self._expected):
+            self.expect_no_more(request_id)
         self._evictor.clear()
         self._salts.clear()
         for listener in self._evictor.listeners:
@@ -867,11 +899,26 @@ class PrefixCache:
         checkpoint = edge.checkpoints.get(position)
         if checkpoint is None:
             checkpoint = self._index.watch(edge, position, kind, self.policy.now, lease.origin)
-            self.policy.on_watch(checkpoint)
+            if kind is not Kind.SPARE:
+                self.policy.on_watch(checkpoint)
+        elif checkpoint.kind is Kind.SPARE:
+            self._keep(checkpoint, kind, lease.origin)
         elif kind is Kind.ANSWER_END and checkpoint.kind is Kind.RUNG:
             checkpoint.kind, checkpoint.origin = kind, lease.origin  # the answer ends at a rung
+            self._index.note(edge)
         checkpoint.refused |= position in lease.refused
         return checkpoint
+
+    def _keep(self, checkpoint: Checkpoint, kind: Kind, origin: Origin) -> None:
+        """A stored state is wanted as one of this kind: if it was spare, it is kept by its value
+        from now on."""
+        if checkpoint.kind is Kind.SPARE and kind is not Kind.SPARE:
+            self._evictor.spares.discard(checkpoint)
+            checkpoint.kind, checkpoint.origin = kind, origin
+            checkpoint.born = checkpoint.last_use = self.policy.now
+            self._index.note(checkpoint.edge)
+            self.policy.on_watch(checkpoint)
+            self._evictor.on_store(checkpoint)
 
     def _kind(self, lease: Lease, position: int) -> Kind:
         """Return the kind of a position in a request."""
@@ -887,7 +934,9 @@ class PrefixCache:
         """Set the positions whose state a prefill should save."""
         lease.wanted = dict(sorted(wanted.items()))
         self._note_saving(lease)
-        lease.unwatched.update((p, kind) for p, kind in wanted.items() if p > lease.done)
+        lease.unwatched.update(
+            (p, k) for p, k in wanted.items() if p > lease.done and k is not Kind.SPARE
+        )
 
     def _note_saving(self, lease: Lease) -> None:
         """Update `_saving`: look-ups scan only leases that have a state to save."""
@@ -897,15 +946,33 @@ class PrefixCache:
             self._saving.pop(lease, None)
 
     def _choose_positions(
-        self, lease: Lease, known: int, declared: Sequence[int], messages: Sequence[int]
+        self,
+        lease: Lease,
+        resumed: Checkpoint | None,
+        known: int,
+        declared: Sequence[int],
+        messages: Sequence[int],
     ) -> None:
-        """Let the policy choose the positions of a prefill whose states are worth saving."""
+        """Let the policy choose the positions of a prefill whose states are worth saving, as if
+        there were no spare states."""
+        skipped = lease.skipped_tokens
+        if resumed is not None and resumed.kind is Kind.SPARE:
+            kept = unless_spare(resumed)
+            skipped = kept.position if kept else 0
         prompt = Prompt(
-            lease.prompt_tokens, lease.skipped_tokens, known, declared, messages, lease.lost_fork
+            lease.prompt_tokens,
+            skipped,
+            known,
+            declared,
+            messages,
+            lease.lost_fork,
+            self.allocator.num_free >= self.spec.checkpoint_pages,
         )
         wanted, watched = self.policy.positions(prompt)
         lease.unwatched.update(watched)
-        self._want(lease, wanted)
+        if lease.skipped_tokens in wanted:
+            self._keep(resumed, wanted[lease.skipped_tokens], lease.origin)
+        self._want(lease, {p: kind for p, kind in wanted.items() if p > lease.skipped_tokens})
 
     def _make_room_for_state(self, new: NewState) -> bool:
         """Make room for a state: evict candidates of a lesser value, or replace the previous state

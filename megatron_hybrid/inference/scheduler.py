@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from megatron_hybrid.cache.index.tree import common_prefix
+from megatron_hybrid.cache.index.tree import Kind, common_prefix
 from megatron_hybrid.cache.pages.lease import Lease, Reservation
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.placement import most_wanted, worth_waiting
@@ -84,6 +84,10 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting.add(request)
 
+    def _unqueue(self, request: Request) -> None:
+        self.waiting.discard(request)
+        self.cache.expect_no_more(request.request_id)
+
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
@@ -118,6 +122,9 @@ class Scheduler:
             else:
                 blocked = not can_start or not self._admit(draft, request)
                 blocked = blocked or request in self._suspects
+            if request.lease is None and request.starts_from_cache:
+                tokens = request.tokens[: request.num_tokens]
+                self.cache.expect(request.request_id, tokens, request.salt)
         self._admitting = None
         self.fetches.poll()
         self._reserve_checkpoints(draft)
@@ -154,24 +161,38 @@ class Scheduler:
 
     def _reserve_checkpoints(self, draft: StepDraft) -> None:
         """Reserve room for the states to save in this step; those without room are left out."""
-        captures_left = self.max_captures
+        captures_left, spares = self.max_captures, []
         for chunk in draft.chunks:
             lease = chunk.request.lease
             positions = self.cache.positions_to_save(lease, chunk.end)
             if chunk.request.status is RequestStatus.CLOSING:
                 positions = [chunk.end]
-            inside = [position for position in positions if position < chunk.end]
-            if len(inside) > captures_left:
-                declined = set(inside).difference(most_wanted(inside, lease.wanted, captures_left))
-                self.cache.decline(lease, sorted(declined))
-                positions = [position for position in positions if position not in declined]
-            for position in positions:
-                reservation = None
-                with self._optional(lease, position):
-                    reservation = self.cache.reserve_checkpoint(lease, position)
-                if reservation is not None:
-                    chunk.reservations.append(reservation)
-                    captures_left -= position < chunk.end
+            spare = [p for p in positions if lease.wanted.get(p) is Kind.SPARE]
+            if spare:
+                spares.append((chunk, spare))
+                positions = [p for p in positions if p not in spare]
+            captures_left -= self._reserve_of(chunk, positions, captures_left)
+        for chunk, positions in spares:
+            captures_left -= self._reserve_of(chunk, positions, captures_left)
+
+    def _reserve_of(self, chunk: Chunk, positions: list[int], most: int) -> int:
+        """Reserve room for the states of a chunk at these positions. Returns how many of them lie
+        inside of it, `most` at most."""
+        lease, end = chunk.request.lease, chunk.end
+        inside = [position for position in positions if position < end]
+        if len(inside) > most:
+            declined = set(inside).difference(most_wanted(inside, lease.wanted, most))
+            self.cache.decline(lease, sorted(declined))
+            positions = [position for position in positions if position not in declined]
+        captures = 0
+        for position in positions:
+            reservation = None
+            with self._optional(lease, position):
+                reservation = self.cache.reserve_checkpoint(lease, position)
+            if reservation is not None:
+                chunk.reservations.append(reservation)
+                captures += position < end
+        return captures
 
     def _make_room(self, draft: StepDraft, request: Request, end: int) -> bool:
         """Make room in the pool up to token `end`, if need be by preempting later requests."""
@@ -229,7 +250,7 @@ class Scheduler:
         if request.fetch is not None:
             lease.report.fetched_tokens = self.fetches.count(request.fetch, lease.skipped_tokens)
             request.fetch = None
-        self.waiting.discard(request)
+        self._unqueue(request)
         self._start(request, lease)
         draft.restores[request] = Restore(
             request.request_id, request.slot, *copies_of(lease), lease.checkpoint_pages
@@ -324,7 +345,9 @@ class Scheduler:
         """
         if not self.cache.spec.needs_state:
             return common
-        deepest = max(self.cache.positions_to_save(other.lease, common), default=0)
+        saved = self.cache.positions_to_save(other.lease, common)
+        wanted = other.lease.wanted
+        deepest = max((p for p in saved if wanted.get(p) is not Kind.SPARE), default=0)
         gain = common - max(deepest, resume, other.num_computed)
         # Below one block of gain the copy of a state costs more than computing the tokens.
         if gain >= self.cache.spec.block_size_tokens:
@@ -503,7 +526,7 @@ class Scheduler:
     def cancel(self, request: Request) -> None:
         """Take the request out. Its computed tokens stay cached, with its last state if that is
         worth its room."""
-        self.waiting.discard(request)
+        self._unqueue(request)
         try:
             if request.fetch is not None:
                 self.fetches.leave(request.fetch)
@@ -610,7 +633,7 @@ class Scheduler:
         )
         if lease is None:
             return False
-        self.waiting.discard(request)
+        self._unqueue(request)
         self._start(request, lease)
         request.parked_tokens, request.lease_before = 0, None
         first_block = lease.shared_tokens // self.cache.spec.block_size_tokens

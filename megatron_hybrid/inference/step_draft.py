@@ -1,6 +1,7 @@
 """StepDraft: a step with its requests and leases, from which the plan of plain data is made."""
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 
@@ -41,7 +42,8 @@ class Chunk:
             lease.shared_tokens,
             tables_of(lease),
             saves=[
-                Save(reservation.position, reservation.pages) for reservation in self.reservations
+                Save(each.position, each.pages)
+                for each in sorted(self.reservations, key=attrgetter("position"))
             ],
         )
         if self.draws:

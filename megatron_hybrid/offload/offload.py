@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_hybrid.cache.index.tree import Checkpoint, Edge
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.values import rebuild_work
@@ -188,7 +188,7 @@ class Offload(CacheListener):
 
     def on_evict_state(self, checkpoint: Checkpoint) -> None:
         """Offer a state evicted from the pool."""
-        if self.spec.needs_state:
+        if self.spec.needs_state and checkpoint.kind is not Kind.SPARE:
             with self._optional():
                 self._offer_state(checkpoint, self.tiers)
 

@@ -7,7 +7,7 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 def settled(cache: PrefixCache) -> PrefixCache:
     """Let a cache save states at the ends of prompts and answers, at junctions and at declared
     positions only: as it does where prompts go on from the ends of others and states are large."""
-    cache.policy.rung_tokens = NO_RUNG
+    cache.policy.rung_tokens = cache.policy.spare_tokens = NO_RUNG
     for _ in range(256):
         cache.policy.reuse.distances.observe(0)
     return cache

@@ -353,7 +353,8 @@ class PrefixIndex:
     # ---- shrinking ----
 
     def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Release a stored state's pages; the checkpoint stays as a ghost entry."""
+        """Release a stored state's pages; the checkpoint stays as a ghost entry, unless it was
+        spare."""
         for pages in checkpoint.page_lists():
             self._allocator.uncache(pages)
         checkpoint.pages, checkpoint.local_pages = None, ()
@@ -362,6 +363,8 @@ class PrefixIndex:
         checkpoint.was_stored = True
         self.note(edge)
         self._count_stored(edge, -1)
+        if checkpoint.kind is Kind.SPARE:
+            self._unwatch(checkpoint)
         self._trim_watched(edge)
         self.on_tail(edge)
         self._update_forgettable(edge)

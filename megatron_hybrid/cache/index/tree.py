@@ -41,6 +41,9 @@ class Kind(IntEnum):
     """The usual distance before the end of a prompt at which later prompts leave it."""
     RUNG = 5
     """One of several positions at equal distances."""
+    SPARE = 6
+    """One of a grid of positions whose states are saved only in free pages, and go first when room
+    is needed. Nothing is learnt from them."""
 
 
 class Origin(NamedTuple):
@@ -73,6 +76,7 @@ class Checkpoint:
         "refused",
         "tier_key",
         "uses",
+        "waiting",
         "was_stored",
     )
 
@@ -86,7 +90,7 @@ class Checkpoint:
         self.was_stored = False
         self.tier_key: bytes | None = None  # of its state in the tiers below, if it was offered
         self.refused = False  # its state was wanted, but found no room
-        self.uses = 0
+        self.uses = self.waiting = 0  # requests that it served, and those that wait for a slot
         self.born = self.last_use = now  # in admitted requests; see reuse.py
         self.queued: tuple | None = None
 
@@ -113,8 +117,15 @@ class Checkpoint:
         return self.position == self.edge.end and len(self.edge.children) > 1
 
     def previous(self) -> Checkpoint | None:
-        """Return the next stored state towards the root."""
-        return self.edge.deepest_on_path(self.position - 1)
+        """Return the next stored state towards the root that is not spare."""
+        return unless_spare(self.edge.deepest_on_path(self.position - 1))
+
+
+def unless_spare(checkpoint: Checkpoint | None) -> Checkpoint | None:
+    """Return a stored state, or the next one towards the root that is not spare."""
+    while checkpoint is not None and checkpoint.kind is Kind.SPARE:
+        checkpoint = checkpoint.edge.deepest_on_path(checkpoint.position - 1)
+    return checkpoint
 
 
 class Edge:

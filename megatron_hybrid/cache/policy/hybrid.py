@@ -27,6 +27,8 @@ from megatron_hybrid.cache.policy.values import (
     value_per_page,
 )
 
+SPARE_TOKENS = 256
+"""Distance of the positions whose states are saved while pages are free."""
 REFRESHED = 8
 """Values of states, and in pure attention of tails, that each request recomputes."""
 
@@ -46,6 +48,7 @@ class HybridPolicy(Policy):
         self.parts = Parts(**parts)
         self._needs_state = spec.needs_state
         self.reuse = ReuseModel(self.parts)
+        self.spare_tokens = SPARE_TOKENS if self.parts.spares else NO_RUNG
         self.rung_tokens = NO_RUNG
         if spec.needs_state and self.parts.rungs:
             self.rung_tokens = rung_distance(
@@ -89,6 +92,7 @@ class HybridPolicy(Policy):
             tail,
             self.rung_tokens,
             least_gain=self.spec.block_size_tokens,
+            spare_tokens=self.spare_tokens if prompt.has_room else NO_RUNG,
         )
         return {p: kind for p, kind in saved.items() if kind not in self._never_saved}, {}
 
@@ -126,6 +130,10 @@ class HybridPolicy(Policy):
 
     def on_watch(self, checkpoint: Checkpoint) -> None:
         self.reuse.watch(checkpoint)
+
+    def on_wait(self, checkpoint: Checkpoint, more: int) -> None:
+        checkpoint.waiting += more
+        self.reuse.num_waiting += more
 
     def on_finish(self, answer_tokens: int) -> None:
         self.answers.observe(answer_tokens)

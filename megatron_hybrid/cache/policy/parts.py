@@ -33,6 +33,8 @@ class Parts:
     """States at the ends of prompts."""
     rungs: bool = True
     """States at equal distances in long prompts and answers."""
+    spares: bool = True
+    """States every 256 tokens while pages are free."""
     # expected uses
     fork_uses: bool = True
     """A fork that could have served counts as used."""

@@ -38,11 +38,13 @@ def prefill_positions(
     tail: int,
     rung_tokens: int,
     least_gain: int,
+    spare_tokens: int,
 ) -> dict[int, Kind]:
     """Positions in (p, L] whose state a prefill from p to L should save, with their kinds.
 
     The prompt's end; the junction (known_tokens); positions declared by the caller; starts of
-    messages; the tail (`tail_position`); rungs (`next_rung`), for prompts that part earlier.
+    messages; the tail (`tail_position`); rungs (`next_rung`), for prompts that part earlier, and
+    in between spare states every spare_tokens tokens.
     least_gain: least tokens between the start of a message and the resumed state, or the last such
     start: each turn of a chat starts right behind the last answer.
     """
@@ -55,8 +57,9 @@ def prefill_positions(
             wanted.setdefault(position, Kind.MESSAGE)
             last = position
     wanted.setdefault(tail, Kind.TAIL)
-    for position in range(next_rung(skipped_tokens, rung_tokens), prompt_tokens, rung_tokens):
-        wanted.setdefault(position, Kind.RUNG)
+    for kind, distance in ((Kind.RUNG, rung_tokens), (Kind.SPARE, spare_tokens)):
+        for position in range(next_rung(skipped_tokens, distance), prompt_tokens, distance):
+            wanted.setdefault(position, kind)
     return {p: kind for p, kind in wanted.items() if skipped_tokens < p <= prompt_tokens}
 
 

@@ -24,7 +24,7 @@ class Prompt(NamedTuple):
 
     length: int
     skipped: int
-    """p: leading tokens that are not computed."""
+    """p: leading tokens that are not computed, or would not be without spare states."""
     known: int
     """Leading tokens that the tree knew."""
     declared: Sequence[int]
@@ -33,6 +33,8 @@ class Prompt(NamedTuple):
     """Positions where messages of a chat start."""
     lost_fork: int
     """As returned by `Policy.on_request`."""
+    has_room: bool
+    """Whether pages for a state are free."""
 
 
 class NewState(NamedTuple):
@@ -109,6 +111,9 @@ class Policy(Protocol):
 
     def on_watch(self, checkpoint: Checkpoint) -> None:
         """A position is watched from now on."""
+
+    def on_wait(self, checkpoint: Checkpoint, more: int) -> None:
+        """So many more requests wait for their starts, and are to resume from this checkpoint."""
 
     def on_finish(self, answer_tokens: int) -> None:
         """A request ended; its answer had so many tokens."""

@@ -14,7 +14,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_hybrid.cache.index.tree import NO_ORIGIN, Checkpoint, Kind, Origin, Path
+from megatron_hybrid.cache.index.tree import (
+    NO_ORIGIN,
+    Checkpoint,
+    Kind,
+    Origin,
+    Path,
+    unless_spare,
+)
 from megatron_hybrid.cache.policy.parts import ALL_PARTS, Parts
 from megatron_hybrid.cache.policy.tail_distances import TailDistances
 
@@ -101,6 +108,8 @@ class ReuseModel:
     def __init__(self, parts: Parts = ALL_PARTS):
         self.now = 0
         """Requests admitted so far."""
+        self.num_waiting = 0
+        """Requests that wait and have a known use."""
         self.distances = TailDistances()
         self._parts = parts
         self._all = FateCounts()
@@ -135,7 +144,8 @@ class ReuseModel:
         lifetime = prior + self.now
         ended = (1 - probability) / probability
         ended *= whole_power(lifetime / (prior + checkpoint.last_use), uses)
-        return uses / lifetime / (1 + ended)
+        rate = uses / lifetime / (1 + ended)
+        return max(rate, checkpoint.waiting / self.num_waiting) if checkpoint.waiting else rate
 
     def watch(self, checkpoint: Checkpoint) -> None:
         """A checkpoint is new."""
@@ -169,7 +179,11 @@ class ReuseModel:
             state (`Lease.lost_fork`).
         """
         self.now += 1
-        parts, known = self._parts, path.checkpoints()
+        parts = self._parts
+        known = [c for c in path.checkpoints() if c.kind is not Kind.SPARE]
+        if resumed is not None and resumed.kind is Kind.SPARE:
+            resumed.uses, resumed.last_use = resumed.uses + 1, self.now
+            resumed = unless_spare(resumed)
         if path.edges:
             self.distances.observe_path(path, known)
         if not known:

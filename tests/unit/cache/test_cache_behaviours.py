@@ -3,11 +3,13 @@ must skip. The sequences are those on which other engines fall short."""
 
 import numpy as np
 import pytest
+from followed_tree import FollowedTree
 from settled import settled
 from simulator import Simulator, stored
 
 from megatron_hybrid.cache.index.tree import Kind, Origin
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
+from megatron_hybrid.cache.policy.hybrid import HybridPolicy
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
 
@@ -63,8 +65,7 @@ def test_two_forks_at_256_of_1000(block):
     sim = simulator(block)
     prompt = tokens(1000)
     skips(sim, prompt)
-    rung = 160 if block == 16 else 256
-    assert skips(sim, joined(prompt[:256], tokens(100, 1))) == rung
+    assert skips(sim, joined(prompt[:256], tokens(100, 1))) == 256  # a spare state
     assert skips(sim, joined(prompt[:256], tokens(100, 2))) == 256
 
 
@@ -81,7 +82,8 @@ def test_chunks_of_a_prefill_do_not_matter(chunk):
     sim = simulator()
     skips(sim, tokens(1000), declared=[300, 301], chunk=chunk)
     saved = sorted(c.position for edge in sim.cache._index.edges() for c in stored(edge))
-    assert saved == [160, 300, 301, 320, 480, 640, 800, 872, 960, 1000]
+    rungs, spares = {160, 320, 480, 640, 800, 960}, {256, 512, 768}
+    assert saved == sorted(rungs | spares | {300, 301, 872, 1000})
     assert skips(sim, tokens(1000), chunk=chunk) == 1000
 
 
@@ -90,7 +92,7 @@ def test_a_longer_prompt_between_does_not_matter():
     prompt = tokens(2000)
     skips(sim, prompt[:1000])
     assert skips(sim, prompt) == 1000
-    assert skips(sim, prompt[:520]) == 480  # a first cut inside: from the rung before it
+    assert skips(sim, prompt[:520]) == 512  # a first cut inside: from the spare state before it
     assert skips(sim, prompt[:520]) == 520
     assert skips(sim, prompt) == 2000
 
@@ -130,7 +132,7 @@ def test_behaviour_3_three_suffixes_to_257_tokens():
     sim = simulator(block=64)
     prefix = tokens(257)
     got = [skips(sim, joined(prefix, tokens(80, seed))) for seed in (1, 2, 3)]
-    assert got == [0, 209, 257]
+    assert got == [0, 256, 257]
 
 
 def test_behaviour_3_a_declared_breakpoint_serves_the_second():
@@ -152,6 +154,67 @@ def test_behaviour_4_chat_of_several_turns_with_and_without_the_thinking():
         without = joined(history, answer, tokens(21, 30 + turn))
         assert sim.cache.match(without).skipped_tokens == prompt_end
         history = joined(history, thinking, answer, tokens(21, 40 + turn))
+
+
+def large_states(num_pages):
+    """A state costs what 2,512 tokens of KV cost, so there is no rung."""
+    policy = HybridPolicy(hybrid(), rungs=False, tails=False)
+    return Simulator(PrefixCache(hybrid(), num_pages, policy=policy))
+
+
+def test_while_pages_are_free_the_first_to_part_resumes_within_256_tokens():
+    sim = large_states(3000)
+    prompt = tokens(1000)
+    skips(sim, prompt)
+    assert skips(sim, joined(prompt[:700], tokens(60, 1))) == 512
+    assert skips(sim, joined(prompt[:700], tokens(60, 2))) == 700
+
+
+def test_spare_states_take_only_free_pages_and_go_first():
+    """Whatever runs, and in whatever order: to the cache without them all pages are as free."""
+    caches = [
+        PrefixCache(hybrid(), 400, policy=HybridPolicy(hybrid(), spares=spares))
+        for spares in (False, True)
+    ]
+    without, sim = (Simulator(cache) for cache in caches)
+    rng, prompts = np.random.default_rng(3), [tokens(600, 9)]
+    for number in range(60):
+        base = prompts[rng.integers(len(prompts))]
+        # no second one to part at a place: what is skipped differs, so what is learnt would, too
+        prompts.append(joined(base, tokens(int(rng.integers(20, 700)), number))[:1400])
+        skips(without, prompts[-1], tokens(30, number))
+        skips(sim, prompts[-1], tokens(30, number))
+        kept = [p for p in states(sim) if p not in spares_of(sim)]
+        assert kept == states(without)
+    assert sim.cache.stats()["checkpoints_saved"] > without.cache.stats()["checkpoints_saved"]
+    assert sim.cache.stats()["checkpoints_no_room"] == without.cache.stats()["checkpoints_no_room"]
+
+
+def spares_of(sim):
+    checkpoints = (c for edge in sim.cache._index.edges() for c in stored(edge))
+    return sorted(c.position for c in checkpoints if c.kind is Kind.SPARE)
+
+
+def test_spare_states_of_a_forward_leave_room_for_its_end():
+    sim = large_states(1 + 63 + 10)  # a prompt's KV, and one state
+    running = sim.run(tokens(1000))
+    assert running.saved == [1000]
+    assert running.lease.report.checkpoints_skipped == 0
+
+
+def test_a_spare_state_where_prompts_part_is_kept_as_a_junction():
+    sim = large_states(3000)
+    prompt = tokens(1000)
+    skips(sim, prompt)
+    assert spares_of(sim) == [256, 512, 768]
+    assert skips(sim, joined(prompt[:512], tokens(60, 1))) == 512
+    assert spares_of(sim) == [256, 768]
+    kinds = {p.position: p.kind for p in sim.cache.explain(prompt).positions}
+    assert kinds[512] is Kind.JUNCTION
+    skips(sim, joined(prompt[:768], tokens(60, 2)), declared=[768])
+    assert spares_of(sim) == [256]
+    skips(sim, prompt[:256])  # the end of a prompt
+    assert spares_of(sim) == []
 
 
 def test_an_answer_that_is_cut_resumes_near_the_cut():
@@ -191,12 +254,20 @@ def test_a_rung_of_an_answer_is_valued_as_one():
 
 
 def test_an_answer_that_stops_at_a_rung_is_the_end_of_an_answer():
-    sim = simulator()
+    sim, followed = simulator(), FollowedTree()
     for length, kind in ((60, Kind.ANSWER_END), (61, Kind.RUNG)):
         prompt, answer = tokens(100, length), tokens(length, 1)
-        sim.run(prompt, answer)
+        running = sim.start(prompt, room=length)
+        assert sim.forward(running, 100)
+        for token in answer:
+            running.tokens.append(int(token))
+            assert sim.forward(running, 1)
+        followed.ask(sim.cache.changes, 100)
+        sim.finish(running)
         positions = sim.cache.explain(joined(prompt, answer)).positions
         assert {p.position: p.kind for p in positions}[160] == kind
+        followed.ask(sim.cache.changes, 100)
+        followed.check(sim.cache.view())
 
 
 def test_rungs_of_an_answer_take_no_room_from_what_is_worth_more():
@@ -300,7 +371,7 @@ def test_a_resumed_prefill_saves_what_it_wanted_as_what_it_was():
     for token in tokens(100, 1):
         resumed.tokens.append(int(token))
         assert sim.forward(resumed, 1)
-    assert resumed.saved == [*sorted(wanted), 480]
+    assert sorted(resumed.saved) == [*sorted(wanted), 480]
     assert sim.cache.stats()["checkpoints_duplicate"] == 0
     sim.finish(resumed)
     sim.check()
@@ -425,6 +496,25 @@ def test_behaviour_8_the_shallow_state_of_many_branches_outlives_the_deep_ones(b
         assert sim.cache.evict(1)
         assert 160 in states(sim)
     assert skips(sim, joined(shared, tokens(branch, 10))) == 160
+
+
+@pytest.mark.parametrize("states_bytes", [20_000, 0])
+def test_what_a_waiting_request_resumes_from_outlives_what_was_used_later(states_bytes):
+    spec = CacheSpec(16, (FULL,), state_bytes=states_bytes, hidden_bytes=128)
+    sim = Simulator(settled(PrefixCache(spec, 3000)))
+    prompts = [tokens(320, seed) for seed in range(8)]
+    for prompt in (*prompts, *prompts[1:]):
+        skips(sim, prompt)
+    sim.cache.expect(7, joined(prompts[0], tokens(20, 9)))
+    sim.cache.expect(7, prompts[1])  # the same request
+    per_prompt = 20 * sim.cache.spec.kv_pages_per_block + sim.cache.spec.checkpoint_pages
+    sim.cache.evict(7 * per_prompt)
+    assert [sim.cache.match(p).skipped_tokens >= 319 for p in prompts] == [True] + [False] * 7
+    sim.cache.expect_no_more(7)
+    for prompt in prompts[1:]:
+        skips(sim, prompt)
+    sim.cache.evict(per_prompt)
+    assert sim.cache.match(prompts[0]).skipped_tokens < 319
 
 
 def test_behaviour_9_a_pool_too_small_for_any_checkpoint_serves_everyone():

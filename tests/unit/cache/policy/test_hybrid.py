@@ -76,7 +76,7 @@ def run_turn(sim, prompt, answer_seed, origins):
     return lease.skipped_tokens, lease.shared_tokens
 
 
-PROMPT = Prompt(1000, 0, 400, [500], [300], 100)
+PROMPT = Prompt(1000, 0, 400, [500], [300], 100, has_room=False)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,10 @@ TAIL, RUNG = Kind.TAIL, Kind.RUNG
     ],
 )
 def test_prefill_positions(skipped, known, declared, tail, distance, expected):
-    assert prefill_positions(100, skipped, known, declared, (), tail, distance, 16) == expected
+    assert (
+        prefill_positions(100, skipped, known, declared, (), tail, distance, 16, NO_RUNG)
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,7 @@ def test_prefill_positions(skipped, known, declared, tail, distance, expected):
     ],
 )
 def test_starts_of_messages(skipped, known, messages, expected):
-    assert prefill_positions(100, skipped, known, (), messages, 90, 64, 16) == expected
+    assert prefill_positions(100, skipped, known, (), messages, 90, 64, 16, NO_RUNG) == expected
 
 
 @pytest.mark.parametrize(
