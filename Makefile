@@ -161,7 +161,7 @@ soak: $(VENV)/.installed-test
 	$(BIN)/python tests/helpers/server_soak.py
 	$(BIN)/python tests/helpers/interrupted.py
 	$(BIN)/python tests/helpers/memory_fuzz.py
-	GUIDE_EXAMPLES=20000 CACHE_EXAMPLES=1000 $(BIN)/python -m pytest tests/unit/text/test_guide_fuzz.py tests/unit/cache/test_prefix_cache_machine.py
+	GUIDE_EXAMPLES=20000 CACHE_EXAMPLES=1000 PARSER_EXAMPLES=20000 $(BIN)/python -m pytest tests/unit/serving/test_parsers.py tests/unit/text/test_guide_fuzz.py tests/unit/cache/test_prefix_cache_machine.py
 
 # The time until all ranks have ended, for each fault at each moment.
 soak-ranks: $(VENV)/.installed-test

@@ -11,6 +11,7 @@ from megatron_hybrid.commands.arguments import (
     inference_config,
     load_for_chats,
 )
+from megatron_hybrid.serving.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 HELP = "Serve a model over HTTP, by OpenAI's API."
 _DEMO_NOTE = (
@@ -92,6 +93,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Clients ask for the model by this name. The default is the name of its folder.",
     )
     add_chat_template(parser)
+    for kind, parsers, what in (
+        ("tool-call", TOOL_PARSERS, "calls of functions"),
+        ("reasoning", REASONING_PARSERS, "reasoning"),
+    ):
+        parser.add_argument(
+            f"--{kind}-parser",
+            default="",
+            choices=sorted(parsers),
+            metavar="NAME",
+            help=f"Read {what} in answers by this parser: {', '.join(sorted(parsers))}. By default "
+            "the chat template shows which one.",
+        )
     parser.add_argument(
         "--trust-request-chat-template",
         action="store_true",
@@ -184,6 +197,8 @@ def run(options: argparse.Namespace) -> int:
         admin_keys=tuple(options.admin_key),
         shows_prompts=options.show_prompts,
         trusts_templates=options.trust_request_chat_template,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
         shares_cache=options.share_cache,
         allowed_hosts=(*options.allowed_host, options.host),
         cors_origins=tuple(options.cors_origin),

@@ -482,10 +482,10 @@ class RequestBuilder:
     ) -> None:
         """Check that there is always a token to draw."""
         if (budget := params.thinking_budget) is not None:
-            if guide is not None or params.allowed_token_ids is not None:
+            if params.allowed_token_ids is not None:
                 raise ValueError(
-                    "a thinking_budget and a guide or allowed_token_ids both say which tokens may "
-                    "come: give one of them"
+                    "a thinking_budget and allowed_token_ids both say which tokens may come: give "
+                    "one of them"
                 )
             for token in (budget.start, budget.end):
                 self._check_id(f"token {token} of thinking_budget", token, "use the model's own")

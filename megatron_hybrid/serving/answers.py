@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -16,7 +16,14 @@ from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import CompletionFields, GenerationFields
-from megatron_hybrid.serving.parsing import AnswerParser, Content, Part, Reasoning, ToolCall
+from megatron_hybrid.serving.parsers import (
+    AnswerParser,
+    Content,
+    Part,
+    Reasoning,
+    Style,
+    ToolCall,
+)
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -68,14 +75,15 @@ class Answer:
         fields: of the request.
         id: of all answers and chunks of the request.
         model: the served name.
-        has_thoughts, is_thinking: see `AnswerParser`.
+        style: how the model answers a chat; None: it is no chat.
+        is_thinking: see `AnswerParser`.
     """
 
     tokenizer: Tokenizer
     fields: GenerationFields
     id: str
     model: str
-    has_thoughts: bool = False
+    style: Style | None = None
     is_thinking: bool = False
     prompts: Sequence[Sequence[int]] = ()
     """Tokens of a completion's prompts, for `echo` in a stream."""
@@ -175,9 +183,7 @@ class Answer:
 
     def parser(self) -> AnswerParser:
         """Of one answer to a chat."""
-        return AnswerParser(
-            has_thoughts=self.has_thoughts, is_thinking=self.is_thinking, **self.fields.parsed_by
-        )
+        return self.style.parser(is_thinking=self.is_thinking, **self.fields.parsed_by)
 
     @cached_property
     def _has_counts(self) -> bool:
@@ -375,7 +381,8 @@ class GrowingChoice:
             if reason is not None:
                 count = num_reasoning_tokens(self._answer.tokenizer, self._reasoning)
                 self._answer.num_reasoning += count
-            said = [{"delta": _delta(part)} for part in parts] or [{"delta": {}}]
+            said = [{"delta": delta} for part in parts for delta in _deltas(part)]
+            said = said or [{"delta": {}}]
         if self._answer.fields.return_token_ids:
             said[0]["token_ids"] = output.tokens
         elif not (output.text or reason or logprobs):
@@ -416,11 +423,21 @@ def _id_name(token: int) -> str:
     return f"token_id:{token}"
 
 
-def _delta(part: Part) -> Json:
-    """What a part adds to a message."""
-    if isinstance(part, ToolCall):
-        return {"tool_calls": [{"index": part.index, **part.to_json()}]}
-    return {"reasoning" if isinstance(part, Reasoning) else "content": part.text}
+_DELTA_CHARS = 4096
+"""Of a call's arguments in one event."""
+
+
+def _deltas(part: Part) -> Iterator[Json]:
+    """What a part adds to a message: a call first its name, then its arguments."""
+    if not isinstance(part, ToolCall):
+        yield {"reasoning" if isinstance(part, Reasoning) else "content": part.text}
+        return
+    call, place = part.to_json(), {"index": part.index}
+    call["function"]["arguments"] = ""
+    yield {"tool_calls": [place | call]}
+    for start in range(0, len(part.arguments), _DELTA_CHARS):
+        piece = part.arguments[start : start + _DELTA_CHARS]
+        yield {"tool_calls": [place | {"function": {"arguments": piece}}]}
 
 
 def _message(parts: Sequence[Part]) -> Json:

@@ -34,12 +34,12 @@ from megatron_hybrid.serving.json_response import in_texts_thread, json_response
 from megatron_hybrid.serving.limits import check_count, check_limits
 from megatron_hybrid.serving.openapi import describe
 from megatron_hybrid.serving.page_routes import add_page
+from megatron_hybrid.serving.parsers import Style
 from megatron_hybrid.serving.rendering import (
-    begins_in_thought,
     chat_prompt,
     completion_prompts,
     guide_of,
-    has_thoughts,
+    is_thinking,
     sampling_params,
     thinking_budget,
     truncated,
@@ -154,8 +154,8 @@ async def _respond(service: Service, request: Request, fields: ResponseFields):
     chat = await in_texts_thread(fields.to_chat)
 
     def make(id: str, *given: Any) -> ResponseAnswer:
-        name, thoughts = service.config.model_name, given[:2]
-        return ResponseAnswer(service.tokenizer, fields, chat, f"resp_{id}", name, *thoughts)
+        name, parsing = service.config.model_name, given[:2]
+        return ResponseAnswer(service.tokenizer, fields, chat, f"resp_{id}", name, *parsing)
 
     try:
         return await _answer(service, request, chat, make)
@@ -170,8 +170,7 @@ async def _answer(
     fields: GenerationFields,
     make: Callable[..., Answer | ResponseAnswer],
 ):
-    """A whole answer, or a stream. make: (id, has_thoughts, is_thinking, prompts) -> its
-    form."""
+    """A whole answer, or a stream. make: (id, style, is_thinking, prompts) -> its form."""
     service.check_model(fields.model)
     fields.check()
     state = request.state
@@ -184,7 +183,7 @@ async def _answer(
         ticket = state.ticket = undo.enter_context(admitted)
         ticket.names = fields.caller_names
         prepared = await in_texts_thread(partial(_prepared, service, fields))
-        prompts, params, wish, thoughts = prepared
+        prompts, params, wish, parsing = prepared
         guide = None
         if wish is not None:
             guide = await until_gone(request.receive, service.compiled(ticket, *wish))
@@ -196,7 +195,7 @@ async def _answer(
             "guide": guide,
             "tenant": service.tenant_of(state.key),
         }
-        answer = make(ticket.request_id, *thoughts, prompts)
+        answer = make(ticket.request_id, *parsing, prompts)
         if not fields.stream:
             work = service.generate_all(ticket, prompts, params, **options)
             results = await until_gone(request.receive, work)
@@ -229,11 +228,11 @@ class _EventStream(StreamingResponse):
 
 def _prepared(
     service: Service, fields: GenerationFields
-) -> tuple[list[Prompt], SamplingParams, tuple[Guide, str] | None, tuple[bool, bool]]:
-    """What the engine is asked, a guide with the field that asks for it, and whether the answer may
-    have reasoning, and begins inside of it."""
+) -> tuple[list[Prompt], SamplingParams, tuple[Guide, str] | None, tuple[Style | None, bool]]:
+    """What the engine is asked, a guide with the field that asks for it, how the model answers a
+    chat, and whether the answer begins inside of reasoning."""
     check_limits(fields)
-    prompts, guide = _prompts(service, fields), guide_of(fields)
+    prompts = _prompts(service, fields)
     if (most := fields.truncate_prompt_tokens) is not None:
         if most <= 0:  # -1: as many as there is room for
             limit = fields.max_tokens
@@ -241,19 +240,20 @@ def _prepared(
                 limit = fields.max_completion_tokens or limit
             most = max(1, service.engine_config.max_sequence_length - (limit or 1))
         prompts = [truncated(prompt, most, fields.truncation_side) for prompt in prompts]
-    thoughts = False, False
+    style, thinks = None, None
     if isinstance(fields, ChatFields):
         tokenizer = service.tokenizer_of(fields)
-        may_think = has_thoughts(tokenizer)
-        # A guided answer begins with what the guide asks for.
-        thoughts = may_think, may_think and guide is None and begins_in_thought(tokenizer, fields)
+        style = service.style_of(tokenizer, fields)
+        if style.thoughts is not None:
+            thinks = is_thinking(tokenizer, fields, style.thoughts)
+    guide = guide_of(fields, style, thinks)
     params = _params(service, fields, prompts)
     if isinstance(fields, ChatFields) and fields.thinking_token_budget not in (None, -1):
-        budget = thinking_budget(tokenizer, fields.thinking_token_budget, *thoughts)
-        params.thinking_budget = budget if guide is None else None
+        given = fields.thinking_token_budget, style.thoughts, bool(thinks)
+        params.thinking_budget = thinking_budget(tokenizer, *given)
     if fields.stream:
         service.check_late(prompts, params, fields.caller_names)
-    return prompts, params, guide, thoughts
+    return prompts, params, guide, (style, bool(thinks))
 
 
 def _num_prompts(fields: GenerationFields) -> int:

@@ -448,9 +448,14 @@ class ChatFields(TemplateFields, GenerationFields):
         return [function for function in functions if function.name == named.get("name")]
 
     @property
+    def may_call_several(self) -> bool:
+        """Whether the answer may have more than one call. A named function is called once."""
+        return self.parallel_tool_calls and not isinstance(self.tool_choice, dict)
+
+    @property
     def parsed_by(self) -> dict[str, Any]:
         """Arguments of an `AnswerParser`."""
-        most, must_call = None if self.parallel_tool_calls else 1, bool(self.required_tools)
+        most, must_call = None if self.may_call_several else 1, bool(self.required_tools)
         return {"tools": self.callable_tools, "max_calls": most, "must_call": must_call}
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,11 +14,10 @@ from megatron_hybrid.serving.fields import (
     PART_TYPES,
     ChatFields,
     CompletionFields,
-    Function,
     GenerationFields,
     TemplateFields,
 )
-from megatron_hybrid.serving.parsing import END_THINK, THINK
+from megatron_hybrid.serving.parsers import Style, Thoughts
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -51,39 +49,40 @@ def chat_prompt(tokenizer: Tokenizer, fields: TemplateFields) -> RenderedChat:
         raise ApiError(400, str(error), param) from error
 
 
-def has_thoughts(tokenizer: Tokenizer) -> bool:
-    """Whether answers to chats may begin with reasoning."""
-    return THINK in (tokenizer.chat_template or "")
-
-
-def begins_in_thought(tokenizer: Tokenizer, fields: TemplateFields) -> bool:
-    """Whether the prompt ends inside of reasoning, which the template begins, or the message that
-    the answer goes on with. The chat is one that `chat_prompt` takes."""
+def is_thinking(tokenizer: Tokenizer, fields: TemplateFields, thoughts: Thoughts) -> bool | None:
+    """Whether the answer begins inside of reasoning, which the template opens, or the message that
+    the answer goes on with, or the model without a sign; None: the prompt has closed it. The chat
+    is one that `chat_prompt` takes."""
     messages, tools = _for_template(tokenizer, fields.messages or ()), fields.shown_tools
     if fields.continue_final_message:
         said = messages[-1]["content"]
-        return said.rfind(THINK) > said.rfind(END_THINK)
+        return said.rfind(thoughts.open) > said.rfind(thoughts.close) or None
     given = messages, fields.add_generation_prompt, tools
-    return tokenizer.render_chat(*given, **fields.variables).rstrip().endswith(THINK)
+    text = tokenizer.render_chat(*given, **fields.variables).rstrip()
+    if text.endswith(thoughts.close):
+        return None
+    return text.endswith(thoughts.open.rstrip()) or thoughts.always
 
 
 def thinking_budget(
-    tokenizer: Tokenizer, max_tokens: int, may_think: bool, begins_inside: bool
+    tokenizer: Tokenizer, max_tokens: int, thoughts: Thoughts | None, begins_inside: bool
 ) -> ThinkingBudget:
     """Of the reasoning of a chat's answer.
 
     Args:
-        may_think: the answer may have reasoning.
-        begins_inside: it begins with that.
+        thoughts: how the model writes reasoning; None: it has none.
+        begins_inside: the answer begins inside of it.
 
     Raises:
         ApiError: this model's reasoning cannot be ended by a token.
     """
-    ids = [tokenizer.tokenize(mark, add_special_tokens=False) for mark in (THINK, END_THINK)]
-    if not may_think or list(map(len, ids)) != [1, 1]:
-        name = "thinking_token_budget"
-        text = f"{name} needs a model with reasoning between the tokens {THINK} and {END_THINK}"
-        raise ApiError(400, f"{text}: leave it out", name)
+    name = "thinking_token_budget"
+    marks = () if thoughts is None else (thoughts.open, thoughts.close)
+    ids = [tokenizer.tokenize(mark, add_special_tokens=False) for mark in marks]
+    if list(map(len, ids)) != [1, 1]:
+        found = f"; this model's marks are {' and '.join(marks)}" if marks else ""
+        text = f"{name} needs a model with reasoning between two tokens, such as <think> and "
+        raise ApiError(400, f"{text}</think>{found}: leave it out", name)
     (start,), (end,) = ids
     return ThinkingBudget(max_tokens, end, start, begins_inside)
 
@@ -178,25 +177,43 @@ def truncated(prompt: Prompt, num_tokens: int, side: str) -> Prompt:
     return RenderedChat(tokens, [start for start in starts if 0 < start <= len(tokens)])
 
 
-def guide_of(fields: GenerationFields) -> tuple[Guide, str] | None:
-    """What the answer may look like, and the field that asks for it.
+def guide_of(
+    fields: GenerationFields, style: Style | None = None, is_thinking: bool | None = None
+) -> tuple[Guide, str] | None:
+    """What the answer may look like, and the field that asks for it. It begins behind the answer's
+    reasoning.
+
+    Args:
+        style: how the model answers a chat.
+        is_thinking: see the function of this name.
 
     Raises:
         ApiError: a schema or a regex that cannot be kept to, or several wishes at a time.
     """
-    wishes = list(_wishes(fields))
+    wishes = list(_wishes(fields, style))
     if len(wishes) > 1:
         names = " and ".join(name for name, _ in wishes)
         raise ApiError(400, f"{names} both say what the answer looks like: give one", wishes[1][0])
     for name, make in wishes:
         try:
-            return make(), name
+            guide = make()
+            if style is None:
+                return guide, name
+            prefix = "" if name == "tool_choice" else style.dialect.content_begin
+            marks = "", ""
+            if style.thoughts is not None and is_thinking is not None:
+                marks = style.thoughts.open, style.thoughts.close
+            if any((prefix, *marks)):
+                guide = guide.behind_thought(*marks, begins_inside=bool(is_thinking), prefix=prefix)
+            return guide, name
         except (TypeError, ValueError) as error:
             raise ApiError(400, f"{name}: {error}", name) from error
     return None
 
 
-def _wishes(fields: GenerationFields) -> Iterator[tuple[str, Callable[[], Guide]]]:
+def _wishes(
+    fields: GenerationFields, style: Style | None
+) -> Iterator[tuple[str, Callable[[], Guide]]]:
     """Fields that ask for a guide, and what makes it."""
     form, wanted = fields.response_format, fields.structured_outputs
     if form is not None and form.type == "json_object":
@@ -217,51 +234,12 @@ def _wishes(fields: GenerationFields) -> Iterator[tuple[str, Callable[[], Guide]
         }
         for name, value in wanted.wishes.items():
             yield "structured_outputs", partial(makers[name], value)
-    if isinstance(fields, ChatFields) and (functions := fields.required_tools):
+    if style is not None and isinstance(fields, ChatFields) and fields.required_tools:
+        functions = [function.model_dump() for function in fields.required_tools]
+        form = style.dialect.form(functions, fields.may_call_several)
+        tag = {"type": "structural_tag", "format": form}
         # A process of its own checks schemas.
-        yield "tool_choice", partial(Guide.json_schema, call_schema(functions), check=False)
-
-
-def call_schema(functions: Sequence[Function]) -> Json:
-    """The schema of a call of one of some functions. A `$ref` of its parameters is relative to
-    these, so they stand under names of their own."""
-    definitions, calls = {}, []
-    for index, function in enumerate(functions):
-        parameters = {k: v for k, v in (function.parameters or {}).items() if k != "$id"}
-        if "$ref" not in parameters:
-            parameters = {"type": "object", **parameters}
-        place = f"#/$defs/{index}"
-        definitions[str(index)] = _with_refs_to(place, parameters)
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"enum": [function.name]}, "arguments": {"$ref": place}},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
-    call = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return {**call, "$defs": definitions}
-
-
-_VALUES = ("const", "default", "enum", "examples")
-"""Keywords that hold values, no schemas."""
-
-
-def _with_refs_to(place: str, schema: Any) -> Any:
-    """A schema whose `$ref`s are relative to a place in another one."""
-    if isinstance(schema, list):
-        return [_with_refs_to(place, each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {
-        name: value if name in _VALUES else _with_refs_to(place, value)
-        for name, value in schema.items()
-    }
-    ref = found.get("$ref")
-    if isinstance(ref, str) and re.match("#(/|$)", ref):
-        found["$ref"] = place + ref.removeprefix("#")
-    return found
+        yield "tool_choice", partial(Guide.structural_tag, tag, check=False)
 
 
 def sampling_params(

@@ -30,7 +30,7 @@ from megatron_hybrid.serving.fields import (
     refuse_unsupported,
 )
 from megatron_hybrid.serving.fields import UNSUPPORTED as UNSUPPORTED_ANYWHERE
-from megatron_hybrid.serving.parsing import AnswerParser, Part, Reasoning, ToolCall
+from megatron_hybrid.serving.parsers import Part, Reasoning, Style, ToolCall
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 STATEFUL = {
@@ -262,7 +262,8 @@ class ResponseAnswer:
         chat: the same as a chat.
         id: of the request.
         model: the served name.
-        has_thoughts, is_thinking: see `AnswerParser`.
+        style: how the model answers.
+        is_thinking: see `AnswerParser`.
     """
 
     end_mark = b""
@@ -274,13 +275,12 @@ class ResponseAnswer:
         chat: ChatFields,
         id: str,
         model: str,
-        has_thoughts: bool,
+        style: Style,
         is_thinking: bool,
     ):
         self._fields, self._id, self._model = fields, id, model
         self._tokenizer, self._chat = tokenizer, chat
-        thoughts = {"has_thoughts": has_thoughts, "is_thinking": is_thinking}
-        self._parser = AnswerParser(**thoughts, **chat.parsed_by)
+        self._parser = style.parser(is_thinking=is_thinking, **chat.parsed_by)
         self._created = time.time()
         self._items: list[Json] = []
         self._open: type[Part] | None = None  # the kind of the last item, while it grows

@@ -199,6 +199,7 @@ async def serve(
 
     bound: what `address.bind()` has returned.
     """
+    tokenizer.show_special_tokens(config.style_of(tokenizer.template_source(())).marks)
     engine = AsyncEngine(model, tokenizer, engine_config)
     service = Service(engine, tokenizer, engine_config, config)
     try:

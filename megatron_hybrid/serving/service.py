@@ -32,6 +32,7 @@ from megatron_hybrid.inference.sampling_params import SamplingParams, model_defa
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import TemplateFields
 from megatron_hybrid.serving.history import History
+from megatron_hybrid.serving.parsers import Style, style_of
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.guide_pool import GuidePool
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -56,6 +57,10 @@ class ServingConfig:
     """Whether the page shows texts of prompts to the operator, not only their lengths."""
     trusts_templates: bool = False
     """Whether a request may have a chat template of its own."""
+    tool_call_parser: str = ""
+    """Name of the dialect of calls; "": as the chat template shows."""
+    reasoning_parser: str = ""
+    """The same of reasoning."""
     shares_cache: bool = False
     """Whether keys share cached prefixes. Else each of several keys has a salt of its own."""
     allowed_hosts: tuple[str, ...] = ()
@@ -78,6 +83,10 @@ class ServingConfig:
     """Most time to compile what an answer may look like."""
     drain_seconds: float = 30.0
     """After SIGTERM, for the requests that run."""
+
+    def style_of(self, template: str | None) -> Style:
+        """How a model with this chat template answers."""
+        return style_of(template, self.tool_call_parser, self.reasoning_parser)
 
 
 @dataclass(eq=False)
@@ -259,6 +268,10 @@ class Service:
                 "unsupported_parameter",
             )
         return self.tokenizer.with_chat_template(fields.chat_template, "chat_template")
+
+    def style_of(self, tokenizer: Tokenizer, fields: TemplateFields) -> Style:
+        """How the model answers a chat."""
+        return self.config.style_of(tokenizer.template_source(fields.shown_tools))
 
     # How much at a time ------------------------------------------------------------------------
 

@@ -78,6 +78,42 @@ class Guide:
             grammar_of(guide)
         return guide
 
+    def behind_thought(
+        self, open: str, close: str, *, begins_inside: bool, prefix: str = ""
+    ) -> Guide:
+        """The same behind reasoning, which may hold any text.
+
+        Args:
+            open, close: marks around it; "" as `close`: there is none.
+            begins_inside: the prompt has opened it; else the answer may do so.
+            prefix: text before what this guide allows.
+        """
+        elements: list[dict[str, Any]] = []
+        if close:
+            thought = {"type": "tag", "begin": "" if begins_inside else open, "end": close}
+            thought["content"] = {"type": "any_text", "excludes": [close]}
+            space = {"type": "regex", "pattern": "\\n{0,2}"}
+            elements = [{"type": "sequence", "elements": [thought, space]}]
+            if not begins_inside:
+                elements = [{"type": "optional", "content": elements[0]}]
+        if prefix:
+            elements.append({"type": "const_string", "value": prefix})
+        form = {"type": "sequence", "elements": [*elements, self._format]}
+        return Guide("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+
+    @property
+    def _format(self) -> dict[str, Any]:
+        """As a format of a structural tag."""
+        if self.kind == "json_schema":
+            return {"type": "json_schema", "json_schema": json.loads(self.source)}
+        if self.kind == "structural_tag":
+            return guide_tag.format_of(json.loads(self.source))
+        if self.kind == "choices":
+            texts = [{"type": "const_string", "value": each} for each in self.source]
+            return {"type": "or", "elements": texts}
+        field = "pattern" if self.kind == "regex" else "grammar"
+        return {"type": self.kind, field: self.source}
+
     @classmethod
     def json_object(cls) -> Guide:
         """Any JSON object."""

@@ -45,20 +45,29 @@ def grammar_of(tag: Any) -> str:
     """
     import xgrammar
 
-    if not isinstance(tag, Mapping):
-        raise ValueError(f"it must be an object, got {tag!r:.80}")
-    if others := tag.keys() - _WHOLE:
-        raise ValueError(f"{min(others)!r} is not supported: leave it out")
-    form = tag.get("format")
-    if "structures" in tag:  # the older form
-        form = {"type": "triggered_tags", "triggers": tag.get("triggers")}
-        form["at_least_one"] = tag.get("at_least_one", False)
-        form["tags"] = [_tag_of(each) for each in _list(tag["structures"], "structures")]
-    whole = {"type": "structural_tag", "format": _held(form, 0)}
+    whole = {"type": "structural_tag", "format": _held(format_of(tag), 0)}
     try:
         return str(xgrammar.Grammar.from_structural_tag(whole))
     except (RuntimeError, ValueError) as error:
         raise ValueError(told(error)) from None
+
+
+def format_of(tag: Any) -> Any:
+    """The format in a structural tag.
+
+    Raises:
+        ValueError: it is no structural tag.
+    """
+    if not isinstance(tag, Mapping):
+        raise ValueError(f"it must be an object, got {tag!r:.80}")
+    if others := tag.keys() - _WHOLE:
+        raise ValueError(f"{min(others)!r} is not supported: leave it out")
+    if "structures" not in tag:
+        return tag.get("format")
+    form: dict[str, Any] = {"type": "triggered_tags", "triggers": tag.get("triggers")}  # older
+    form["at_least_one"] = tag.get("at_least_one", False)
+    form["tags"] = [_tag_of(each) for each in _list(tag["structures"], "structures")]
+    return form
 
 
 def _tag_of(structure: Any) -> dict[str, Any]:

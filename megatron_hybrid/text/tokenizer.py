@@ -12,7 +12,7 @@ import json
 import os
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -326,6 +326,30 @@ class Tokenizer:
         other._templates = {"default": ChatTemplate(source, origin)}
         return other
 
+    def template_source(self, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+        """Jinja source of the template of chats with these tools; None: there is none."""
+        template = self._find_template(tools)
+        return None if template is None else template.source
+
+    def show_special_tokens(self, texts: Collection[str]) -> None:
+        """Make text of the special tokens that are a part of one of some texts, such as the marks
+        of calls: answers show them, and guides may ask for them."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        shown = {
+            token.content
+            for index, token in added
+            if token.special and token.content and index not in self.end_tokens
+            if any(token.content in text for text in texts)
+        }
+        if not shown:
+            return
+        state = json.loads(self._tokenizer.to_str())
+        for token in state["added_tokens"]:
+            token["special"] &= token["content"] not in shown
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(state))
+        for name in ("token_bytes", "first_token_bytes"):
+            vars(self).pop(name, None)
+
     def takes_parts(self, role: str) -> bool:
         """Whether the chat template writes the texts of a message of this role, if its content is a
         list of parts. Other templates write the list itself, or refuse it."""
@@ -472,10 +496,12 @@ class Tokenizer:
             positions.add(first + common_length(alone, ids[first:]))
         return ids, sorted(positions - {0})
 
-    def _template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
+    def _find_template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate | None:
         template = self._templates.get("default")
-        if tools is not None:
-            template = self._templates.get("tool_use", template)
+        return template if tools is None else self._templates.get("tool_use", template)
+
+    def _template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
+        template = self._find_template(tools)
         if template is None:
             raise ValueError(
                 f"this tokenizer has no chat template: its folder has neither {CHAT_TEMPLATE_FILE} "

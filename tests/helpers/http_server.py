@@ -57,8 +57,10 @@ def demo_service(engine_fields: dict | None = None, **fields) -> Service:
     model, tokenizer = load_pretrained(DEMO, device="cpu", dtype=torch.float32)
     settings = {"cache_bytes": 32 << 20, "max_requests": 8, "max_sequence_length": 1024}
     config = InferenceConfig(**{**settings, **(engine_fields or {})})
+    serving = ServingConfig("demo", **fields)
+    tokenizer.show_special_tokens(serving.style_of(tokenizer.chat_template).marks)
     engine = AsyncEngine(model, tokenizer, config)
-    return Service(engine, tokenizer, config, ServingConfig("demo", **fields))
+    return Service(engine, tokenizer, config, serving)
 
 
 def run_apart(coroutine: Coroutine):

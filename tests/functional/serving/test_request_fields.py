@@ -13,8 +13,9 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from megatron_hybrid.serving import fields, parsing, rendering, responses
+from megatron_hybrid.serving import fields, responses
 from megatron_hybrid.serving.app import create_app
+from megatron_hybrid.serving.parsers import REASONING_PARSERS, Thoughts
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES = {
@@ -168,9 +169,10 @@ def test_a_field_of_another_route_may_ask_for_nothing(call):
 @pytest.mark.parametrize("budget", [0, 3])
 def test_reasoning_ends_after_so_many_tokens(call, trusting, monkeypatch, budget):
     start, end = " maid", " clothes"  # a token each
-    for module in (parsing, rendering):
-        monkeypatch.setattr(module, "THINK", start)
-        monkeypatch.setattr(module, "END_THINK", end)
+    monkeypatch.setitem(REASONING_PARSERS, "maids", Thoughts(start, end))
+    monkeypatch.setattr(
+        call.service, "config", replace(call.service.config, reasoning_parser="maids")
+    )
     given = {"chat_template": "{{ messages[0].content }}" + start, "temperature": 0}
     more = {"max_tokens": 5, "return_token_ids": True, "n": 2, "bad_words": ["clothes"]}
     ids = call("/tokenize", {"prompt": end, "add_special_tokens": False}).json()["tokens"]
@@ -187,8 +189,16 @@ def test_reasoning_ends_after_so_many_tokens(call, trusting, monkeypatch, budget
     free = call.generated(CHAT, **given, **more, thinking_token_budget=-1)["choices"][0]
     assert free["token_ids"] == plain
     guided = {"structured_outputs": {"choice": ["yes"]}, "thinking_token_budget": budget}
-    (choice,) = call.generated(CHAT, **given, **guided, max_tokens=8)["choices"]
+    (choice,) = call.generated(CHAT, **given, **guided, max_tokens=12)["choices"]
     assert choice["message"]["content"] == "yes"
+    assert choice["message"]["reasoning"]  # the guide begins behind it
+    none = {"properties": {}, "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": none}}]
+    forced = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    forced["thinking_token_budget"] = budget
+    (choice,) = call.generated(CHAT, **given, **forced, max_tokens=80)["choices"]
+    assert choice["message"]["reasoning"]
+    assert [c["function"]["name"] for c in choice["message"]["tool_calls"]] == ["f"]
 
 
 @ROUTES

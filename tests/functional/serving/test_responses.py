@@ -6,6 +6,7 @@ from http_server import DEMO, running_server
 from model_answers import CALL, REPORT, output_of, result_of, said_in
 
 from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.parsers import style_of
 from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -83,10 +84,11 @@ def test_what_needs_more_is_refused(client, fields, param):
 
 
 TOKENIZER = Tokenizer.from_folder(DEMO)
+STYLE = style_of("<think>")
 
 
 def answer_to(fields):
-    return ResponseAnswer(TOKENIZER, fields, fields.to_chat(), "resp_1", "demo", True, False)
+    return ResponseAnswer(TOKENIZER, fields, fields.to_chat(), "resp_1", "demo", STYLE, False)
 
 
 def answer():

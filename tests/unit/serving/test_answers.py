@@ -10,6 +10,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from megatron_hybrid.serving.answers import Answer, GrowingChoice
 from megatron_hybrid.serving.fields import ChatFields, CompletionFields
+from megatron_hybrid.serving.parsers import style_of
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 
@@ -21,7 +22,7 @@ def tokenizer():
 def answer_of(tokenizer, **options):
     messages = [{"role": "user", "content": "?"}]
     fields = ChatFields(messages=messages, tools=TOOLS, **options)
-    return Answer(tokenizer, fields, "chatcmpl-1", "demo", has_thoughts=True)
+    return Answer(tokenizer, fields, "chatcmpl-1", "demo", style_of("<think>"))
 
 
 def test_a_tool_call_is_openai_s(tokenizer):
@@ -75,8 +76,11 @@ def test_a_stream_has_the_same_parts(tokenizer):
     assert deltas[0].role == "assistant"
     assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == "well"
     assert "".join(delta.content or "" for delta in deltas) == "Let me see."
-    (call,) = [call for delta in deltas for call in delta.tool_calls or ()]
+    call, *others = [call for delta in deltas for call in delta.tool_calls or ()]
     assert call.index == 0 and call.function.name == "weather" and call.id.startswith("call_")
+    assert {(other.index, other.id, other.function.name) for other in others} == {(0, None, None)}
+    arguments = "".join(each.function.arguments for each in (call, *others))
+    assert json.loads(arguments) == {"city": "Łódź", "days": 3}
     assert [c.finish_reason for c in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
 
 

@@ -1,18 +1,16 @@
 """Requests become the prompts that their template writes."""
 
-import jsonschema
 import pytest
 from http_server import DEMO
 from model_answers import TOOLS
 
 from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.fields import ChatFields, CompletionFields, Function
+from megatron_hybrid.serving.fields import ChatFields, CompletionFields
+from megatron_hybrid.serving.parsers.thoughts import STYLES, TAGS
 from megatron_hybrid.serving.rendering import (
-    begins_in_thought,
-    call_schema,
     chat_prompt,
     completion_prompts,
-    guide_of,
+    is_thinking,
 )
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -53,7 +51,11 @@ def test_tools_and_past_calls_reach_the_template(tokenizer):
 def test_an_answer_may_begin_in_thought(tokenizer):
     for thinks in (False, True):
         fields = ChatFields(messages=[USER], chat_template_kwargs={"thinks": thinks})
-        assert begins_in_thought(tokenizer, fields) == thinks
+        assert is_thinking(tokenizer, fields, TAGS) is thinks
+        assert is_thinking(tokenizer, fields, STYLES["deepseek_r1"]) is True
+    said = {"role": "assistant", "content": "<think>hm</think>"}
+    fields = ChatFields(messages=[USER, said], continue_final_message=True)
+    assert is_thinking(tokenizer, fields, TAGS) is None
 
 
 def test_a_last_message_is_continued(tokenizer):
@@ -92,31 +94,3 @@ def test_an_impossible_prompt_is_refused(tokenizer, prompt):
             tokenizer, CompletionFields.model_construct(prompt=prompt, add_special_tokens=True)
         )
     assert raised.value.param == "prompt"
-
-
-@pytest.mark.parametrize("ref", ["#/$defs/City", "#/$defs/a~1b"])
-@pytest.mark.parametrize("is_root", [False, True])
-def test_references_of_a_tool_s_parameters_lead_to_its_own_definitions(ref, is_root):
-    def parameters(city):
-        name = ref.rsplit("/", 1)[1].replace("~1", "/")
-        definitions = {name: {"enum": [city]}, "Root": {"type": "object"}}
-        inner = {"properties": {"city": {"$ref": ref}}, "required": ["city"]}
-        if is_root:
-            definitions["Root"] |= inner
-            return {"$ref": "#/$defs/Root", "$defs": definitions}
-        return {**inner, "$defs": definitions}
-
-    functions = [Function(name=n, parameters=parameters(c)) for n, c in ("aX", "bY")]
-    for some in (functions, functions[:1]):
-        schema = call_schema(some)
-        jsonschema.validate({"name": "a", "arguments": {"city": "X"}}, schema)
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate({"name": "a", "arguments": {"city": "Y"}}, schema)
-        tools = [{"type": "function", "function": f.model_dump()} for f in some]
-        assert guide_of(ChatFields(messages=[USER], tools=tools, tool_choice="required"))
-
-
-def test_a_property_or_value_of_the_name_ref_stays():
-    parameters = {"properties": {"$ref": {"const": {"$ref": "#/a"}}, "r": {"$ref": "#"}}}
-    found = call_schema([Function(name="f", parameters=parameters)])["$defs"]["0"]["properties"]
-    assert found == {"$ref": {"const": {"$ref": "#/a"}}, "r": {"$ref": "#/$defs/0"}}

@@ -1126,3 +1126,18 @@ def test_other_threads_run_while_a_long_text_is_taken(trained, call):
         is_over.set()
         thread.join()
     assert after > before
+
+
+def test_marks_of_calls_become_text_and_ends_stay_special(write):
+    """Answers show them, guides may ask for them, and prompts keep their tokens."""
+    tokenizer = Tokenizer.from_folder(folder_with(write, CHATML))
+    special = [t for t in tokenizer._tokenizer.get_added_tokens_decoder().values() if t.special]
+    mark = next(t.content for t in special if t.content != tokenizer._settings.get("eos_token"))
+    ids = tokenizer.tokenize(f"a{mark}b", add_special_tokens=False)
+    assert mark not in tokenizer.detokenize(ids)
+    tokenizer.show_special_tokens([f"<{mark}>", tokenizer._settings.get("eos_token", "")])
+    assert tokenizer.tokenize(f"a{mark}b", add_special_tokens=False) == ids
+    assert mark in tokenizer.detokenize(ids)
+    (index,) = tokenizer.tokenize(mark, add_special_tokens=False)
+    assert tokenizer.token_bytes[index] == mark.encode()
+    assert all(not tokenizer.token_bytes[end] for end in tokenizer.end_tokens)

@@ -1,0 +1,27 @@
+"""Parsers of answers: text in pieces -> content, reasoning, and calls of functions.
+
+One file a dialect; `choice` finds the one of a model, `answer_parser` cuts its answers.
+"""
+
+from megatron_hybrid.serving.parsers.answer_parser import AnswerParser
+from megatron_hybrid.serving.parsers.choice import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    Style,
+    style_of,
+)
+from megatron_hybrid.serving.parsers.parts import Content, Part, Reasoning, ToolCall
+from megatron_hybrid.serving.parsers.thoughts import Thoughts
+
+__all__ = [
+    "REASONING_PARSERS",
+    "TOOL_PARSERS",
+    "AnswerParser",
+    "Content",
+    "Part",
+    "Reasoning",
+    "Style",
+    "Thoughts",
+    "ToolCall",
+    "style_of",
+]

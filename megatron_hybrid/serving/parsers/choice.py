@@ -1,0 +1,131 @@
+"""Which dialect a model writes: by name, or by its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_hybrid.serving.parsers import thoughts
+from megatron_hybrid.serving.parsers.answer_parser import AnswerParser
+from megatron_hybrid.serving.parsers.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from megatron_hybrid.serving.parsers.dialect import Dialect
+from megatron_hybrid.serving.parsers.gemma import FUNCTIONGEMMA, GEMMA4
+from megatron_hybrid.serving.parsers.glm import GLM45
+from megatron_hybrid.serving.parsers.granite import GRANITE
+from megatron_hybrid.serving.parsers.harmony import OPENAI, HarmonyParser
+from megatron_hybrid.serving.parsers.harmony import THOUGHTS as HARMONY_THOUGHTS
+from megatron_hybrid.serving.parsers.hermes import HERMES
+from megatron_hybrid.serving.parsers.jamba import JAMBA
+from megatron_hybrid.serving.parsers.kimi import KIMI_K2
+from megatron_hybrid.serving.parsers.llama import LLAMA3_JSON, LLAMA4_PYTHONIC, PYTHONIC
+from megatron_hybrid.serving.parsers.minimax import MINIMAX_M2
+from megatron_hybrid.serving.parsers.mistral import MISTRAL, MISTRAL_NAMES
+from megatron_hybrid.serving.parsers.nemotron import NEMOTRON_JSON
+from megatron_hybrid.serving.parsers.pythonic import LFM2, OLMO3
+from megatron_hybrid.serving.parsers.qwen3_coder import QWEN3_CODER
+from megatron_hybrid.serving.parsers.thoughts import Thoughts
+
+TOOL_PARSERS: dict[str, Dialect] = {
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
+    "functiongemma": FUNCTIONGEMMA,
+    "gemma4": GEMMA4,
+    "glm45": GLM45,
+    "granite": GRANITE,
+    "hermes": HERMES,
+    "jamba": JAMBA,
+    "kimi_k2": KIMI_K2,
+    "lfm2": LFM2,
+    "llama3_json": LLAMA3_JSON,
+    "llama4_pythonic": LLAMA4_PYTHONIC,
+    "minimax_m2": MINIMAX_M2,
+    "mistral": MISTRAL,
+    "mistral_names": MISTRAL_NAMES,
+    "nemotron_json": NEMOTRON_JSON,
+    "olmo3": OLMO3,
+    "openai": OPENAI,
+    "pythonic": PYTHONIC,
+    "qwen3_coder": QWEN3_CODER,
+}
+"""By the names of `--tool-call-parser`."""
+REASONING_PARSERS: dict[str, Thoughts | None] = {
+    **thoughts.STYLES,
+    "none": None,
+    "openai_gptoss": HARMONY_THOUGHTS,
+}
+"""By the names of `--reasoning-parser`."""
+_SIGNS = (
+    ("<|channel|>", "openai"),
+    ("function<｜tool▁sep｜>", "deepseek_v3"),  # noqa: RUF001
+    ("'function' + '<｜tool▁sep｜>", "deepseek_v3"),  # noqa: RUF001
+    ("['type'] + '<｜tool▁sep｜>", "deepseek_v3"),  # noqa: RUF001
+    ("<｜tool▁sep｜>", "deepseek_v31"),  # noqa: RUF001
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<TOOLCALL>", "nemotron_json"),
+    ("[ARGS]", "mistral_names"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_call>", "gemma4"),
+    ("<start_function_call>", "functiongemma"),
+    ("<function_calls>", "olmo3"),
+    ("<tool_calls>", "jamba"),
+    ("<|tool_call|>", "granite"),
+    ("<tool_call>", "hermes"),
+    ("<|python_start|>", "llama4_pythonic"),
+    ("func_name1(", "pythonic"),
+    ("<|python_tag|>", "llama3_json"),
+    ('"parameters": dictionary of argument', "llama3_json"),
+)
+"""Texts of chat templates -> the parser of calls. The first one that is there counts."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a model writes its answers."""
+
+    dialect: Dialect
+    thoughts: Thoughts | None
+
+    def parser(
+        self,
+        tools: Sequence[Mapping[str, Any]] = (),
+        is_thinking: bool = False,
+        max_calls: int | None = None,
+        must_call: bool = False,
+    ) -> AnswerParser:
+        """Of one answer. See `AnswerParser`."""
+        kind = HarmonyParser if self.dialect is OPENAI else AnswerParser
+        return kind(self.dialect, self.thoughts, tools, is_thinking, max_calls, must_call)
+
+    @property
+    def marks(self) -> list[str]:
+        """That may be special tokens, and have to be seen."""
+        given = [self.dialect.begin, self.dialect.end, *self.dialect.inner]
+        return [*given, self.thoughts.open, self.thoughts.close] if self.thoughts else given
+
+
+def style_of(template: str | None, tool_parser: str = "", reasoning_parser: str = "") -> Style:
+    """By names, or, where one is empty, by a chat template. One that shows no calls is taken for
+    Hermes's.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    template = template or ""
+    for option, name, known in (
+        ("tool-call", tool_parser, TOOL_PARSERS),
+        ("reasoning", reasoning_parser, REASONING_PARSERS),
+    ):
+        if name and name not in known:
+            names = ", ".join(sorted(known))
+            raise ValueError(f"--{option}-parser {name} is unknown: use one of {names}")
+    shown = next((name for sign, name in _SIGNS if sign in template), "hermes")
+    dialect = TOOL_PARSERS[tool_parser or shown]
+    if reasoning_parser:
+        return Style(dialect, REASONING_PARSERS[reasoning_parser])
+    is_harmony = dialect is OPENAI
+    return Style(dialect, HARMONY_THOUGHTS if is_harmony else thoughts.thoughts_of(template))

@@ -1,0 +1,20 @@
+"""GLM 4.5 to 4.7: the name, then each parameter's name and value between tags.
+
+Chat templates of zai-org/GLM-4.5, zai-org/GLM-4.6 and zai-org/GLM-4.7.
+"""
+
+import re
+
+from megatron_hybrid.serving.parsers.tagged_parameters import TaggedParameters
+
+GLM45 = TaggedParameters(
+    "<tool_call>",
+    "</tool_call>",
+    function=("{}\n", ""),
+    parameter=("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>"),
+    gap="\n",
+    head=re.compile(r"\s*(?P<name>[^\s<]+)(?=\s*(<arg_key>|\Z))"),
+    opened=re.compile(r"\s*<arg_key>(?P<name>[^<\n]+)</arg_key>\s*<arg_value>"),
+    closed=re.compile(r"\s*\Z"),
+    parts=re.compile(r"(?P<open><arg_value>|(?<!/)arg_value>)|</?arg_value>|/arg_value>"),
+)

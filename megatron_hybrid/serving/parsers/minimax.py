@@ -1,0 +1,21 @@
+"""MiniMax M2: calls in a section, each parameter between tags.
+
+https://huggingface.co/MiniMaxAI/MiniMax-M2/blob/main/docs/tool_calling_guide.md
+"""
+
+import re
+
+from megatron_hybrid.serving.parsers.tagged_parameters import TaggedParameters
+
+MINIMAX_M2 = TaggedParameters(
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    function=('<invoke name="{}">\n', "</invoke>\n"),
+    is_section=True,
+    parameter=('<parameter name="{}">', "</parameter>"),
+    gap="\n",
+    head=re.compile(r'\s*<invoke name="(?P<name>[^">\n]+)">'),
+    opened=re.compile(r'\s*<parameter name="(?P<name>[^">\n]+)">'),
+    closed=re.compile(r"\s*</invoke>"),
+    parts=re.compile(r'(?P<open><?parameter name="|<parameter)|</?parameter>|/parameter>'),
+)

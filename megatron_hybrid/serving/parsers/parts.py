@@ -1,0 +1,40 @@
+"""What an answer consists of."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """More of it."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Content:
+    """More of what is said to the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A whole call."""
+
+    index: int
+    name: str
+    arguments: str
+    """JSON, of an object, as the model wrote it if it wrote JSON."""
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}", compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """As in OpenAI's messages."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+Part = Reasoning | Content | ToolCall

@@ -1,0 +1,130 @@
+"""Parameters that a model wrote as bare text, to JSON: their types follow the tool's schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_hybrid.serving.parsers.json_text import decoded
+
+Json = dict[str, Any]
+ALL = frozenset(("string", "integer", "number", "boolean", "null", "object", "array"))
+_WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
+_MAX_REFS = 64
+
+
+class Schema:
+    """The parameters of a function.
+
+    Args:
+        function: as in OpenAI's requests.
+    """
+
+    def __init__(self, function: Mapping[str, Any]):
+        given = function.get("parameters")
+        self._root: Json = given if isinstance(given, dict) else {}
+        top = self._resolved(self._root)
+        properties = top.get("properties")
+        self.properties: Json = properties if isinstance(properties, dict) else {}
+        required = top.get("required")
+        self.required = set(map(str, required)) if isinstance(required, list) else set()
+
+    def types(self, name: str) -> frozenset[str]:
+        """That a parameter may have."""
+        return self._types(self.properties.get(name, True), _MAX_REFS)
+
+    def value(self, name: str, text: str) -> str:
+        """The JSON of a parameter. What fits no type of its is JSON if it reads as that, else a
+        text: others see what the model wrote."""
+        types, bare = self.types(name), text.strip()
+        if types == {"string"}:
+            return json.dumps(text, ensure_ascii=False)
+        if types != ALL:  # templates write these words as Python does
+            word = _WORDS.get(bare.lower())
+            if word is not None and ("null" if word == "null" else "boolean") in types:
+                return word
+        try:
+            kind = _kind(decoded(bare))
+        except ValueError:
+            kind = "string"
+        fits = kind in types or (kind == "integer" and "number" in types)
+        if kind == "string" or (not fits and "string" in types):
+            return json.dumps(text, ensure_ascii=False)
+        return bare
+
+    def choices(self, name: str) -> list[str]:
+        """Texts that a parameter is one of; none: any."""
+        given = self.properties.get(name)
+        schema = self._resolved(given) if isinstance(given, dict) else {}
+        values = [schema["const"]] if "const" in schema else schema.get("enum") or []
+        return [text if isinstance(text, str) else json.dumps(text) for text in values]
+
+    def alone(self, name: str) -> Json:
+        """The schema of a parameter, with the definitions that it refers to."""
+        given = self.properties.get(name)
+        own = with_refs_to("#/$defs/0", given) if isinstance(given, dict) else {}
+        return {**own, "$defs": {"0": with_refs_to("#/$defs/0", self._root)}}
+
+    def _types(self, schema: Any, refs: int) -> frozenset[str]:
+        if not isinstance(schema, dict) or not refs:
+            return ALL
+        schema = self._resolved(schema)
+        found = ALL
+        if isinstance(kind := schema.get("type"), (str, list)):
+            names = [kind] if isinstance(kind, str) else kind
+            found = ALL.intersection(filter(ALL.__contains__, map(str, names))) or ALL
+            found |= {"integer"} if "number" in found else set()
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list) and values:
+            found &= {_kind(value) for value in values}
+        for name in ("anyOf", "oneOf"):
+            if isinstance(several := schema.get(name), list) and several:
+                found &= frozenset().union(*(self._types(each, refs - 1) for each in several))
+        if isinstance(several := schema.get("allOf"), list):
+            for each in several:
+                found &= self._types(each, refs - 1)
+        return found | {"null"} if schema.get("nullable") is True else found
+
+    def _resolved(self, schema: Json) -> Json:
+        """What its `$ref` leads to."""
+        for _ in range(_MAX_REFS):
+            if not isinstance(ref := schema.get("$ref"), str) or not ref.startswith("#"):
+                return schema
+            place: Any = self._root
+            for step in filter(None, ref[1:].split("/")):
+                step = step.replace("~1", "/").replace("~0", "~")
+                place = place.get(step) if isinstance(place, dict) else None
+            if not isinstance(place, dict):
+                return {}
+            schema = {**place, **{k: v for k, v in schema.items() if k != "$ref"}}
+        return {}
+
+
+_VALUES = ("const", "default", "enum", "examples")
+"""Keywords that hold values, no schemas."""
+
+
+def with_refs_to(place: str, schema: Any) -> Any:
+    """A schema whose `$ref`s are relative to a place in another one."""
+    if isinstance(schema, list):
+        return [with_refs_to(place, each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {
+        name: value if name in _VALUES else with_refs_to(place, value)
+        for name, value in schema.items()
+    }
+    ref = found.get("$ref")
+    if isinstance(ref, str) and re.match("#(/|$)", ref):
+        found["$ref"] = place + ref.removeprefix("#")
+    return found
+
+
+def _kind(value: Any) -> str:
+    """The type of a JSON value."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    kinds = {str: "string", int: "integer", float: "number", dict: "object", list: "array"}
+    return kinds[type(value)]

@@ -1,0 +1,111 @@
+"""Answers that have to call a function are guided in the form of each dialect."""
+
+import pytest
+from dialects import NAMES, message_of, turn
+from model_answers import function
+
+from megatron_hybrid.serving.fields import ChatFields
+from megatron_hybrid.serving.parsers import ToolCall, style_of
+from megatron_hybrid.serving.rendering import guide_of
+from megatron_hybrid.text.guide import GuideCompiler
+
+STOP = 256
+EDIT = function(
+    "edit",
+    path={"type": "string"},
+    days={"$ref": "#/$defs/Days"},
+    unit={"enum": ["C", "F"]},
+    on={"type": "boolean"},
+)
+EDIT["function"]["parameters"] |= {"required": ["path"], "$defs": {"Days": {"type": "integer"}}}
+TIME = function("time", zone={"const": "UTC"})
+TIME["function"]["parameters"]["additionalProperties"] = False
+CALLS = [("edit", {"path": "/tmp/ä b", "days": 12}), ("time", {"zone": "UTC"}), ("time", {})]
+USER = {"role": "user", "content": "?"}
+
+
+@pytest.fixture(scope="module")
+def allows():
+    compiler = GuideCompiler([bytes([byte]) for byte in range(256)] + [b""], 257)
+
+    def accepts(guide, text):
+        matcher = compiler.matcher(guide, [STOP])
+        try:
+            matcher.add([*text.encode()])
+        except ValueError:
+            return False
+        return matcher.is_over or bool(matcher.allowed[STOP // 32] & 1)
+
+    return accepts
+
+
+def form_of(name, thinks=None, tools=(EDIT, TIME), choice="required", **more):
+    style = style_of("", name, "openai_gptoss" if name == "openai" else "qwen3")
+    fields = ChatFields(messages=[USER], tools=list(tools), tool_choice=choice, **more)
+    guide, field = guide_of(fields, style, thinks)
+    assert field == "tool_choice"
+    return style, fields, guide
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forced_calls_have_the_form_of_the_template(allows, name):
+    style, fields, guide = form_of(name)
+    calls = CALLS[: 1 if name == "openai" else 3]
+    text = turn(name, message_of(name, calls)).strip()
+    text = text.replace(', "id": "call00000"', "").replace(', "id": "call00001"', "")
+    text = text.replace(', "id": "call00002"', "").replace("'", '"').replace("},\n{", "}, {")
+    text = text.replace("[\n{", "[{").replace("}\n]", "}]")
+    assert allows(guide, text), text
+    found = style.parser(**fields.parsed_by).add(text) + style.parser(**fields.parsed_by).end()
+    assert all(isinstance(part, ToolCall) for part in found)
+    assert not allows(guide, text.replace("edit", "edat")) and not allows(guide, f"Well. {text}")
+    assert not allows(guide, text.replace("12", "twelve"))
+    one = turn(name, message_of(name, CALLS[:1])).strip().replace(', "id": "call00000"', "")
+    one = one.replace("'", '"').replace("[\n{", "[{").replace("}\n]", "}]")
+    for more in (
+        {"parallel_tool_calls": False},
+        {"choice": {"type": "function", "function": {"name": "edit"}}},
+    ):
+        _, _, single = form_of(name, **more)
+        assert allows(single, one) and (len(calls) == 1 or not allows(single, text))
+
+
+def test_a_guide_begins_behind_the_thought(allows):
+    call = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+    for thinks, good, bad in (
+        (True, f"any { {} } text</think>\n\n{call}", call),
+        (False, f"<think>any</think>{call}", f"any</think>{call}"),
+        (False, call, f"<think>{call}"),
+        (None, call, f"<think>any</think>{call}"),
+    ):
+        _, _, guide = form_of("hermes", thinks)
+        assert allows(guide, good) and not allows(guide, bad)
+
+
+@pytest.mark.parametrize(
+    ("wish", "text"),
+    [
+        ({"regex": "a+b"}, "aab"),
+        ({"choice": ["yes", "no"]}, "no"),
+        ({"json": {"type": "integer"}}, "12"),
+        ({"grammar": 'root ::= "x" [0-9]'}, "x1"),
+        (
+            {
+                "structural_tag": {
+                    "structures": [{"begin": "<a>", "end": "</a>"}],
+                    "triggers": ["<a"],
+                }
+            },
+            "b",
+        ),
+    ],
+)
+def test_any_guide_may_begin_behind_a_thought(allows, wish, text):
+    fields = ChatFields(messages=[USER], structured_outputs=wish)
+    for name, before in (
+        ("hermes", "hm</think>\n\n"),
+        ("openai", "hm<|end|><|start|>assistant<|channel|>final<|message|>"),
+    ):
+        style = style_of("", name, "openai_gptoss" if name == "openai" else "qwen3")
+        guide, _ = guide_of(fields, style, True)
+        assert allows(guide, before + text) and not allows(guide, text)

@@ -1,0 +1,426 @@
+"""Reasoning and calls are found in answers of all dialects, however these are cut."""
+
+import json
+import os
+import re
+
+import pytest
+from dialects import NAMES, message_of, template, turn
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from model_answers import CALL, TOOLS, function
+
+from megatron_hybrid.serving.parsers import Content, Reasoning, ToolCall, style_of
+
+EXAMPLES = int(os.environ.get("PARSER_EXAMPLES", "40"))
+"""Of each property; `make soak` asks for more."""
+SEP = "<｜tool▁sep｜>"  # noqa: RUF001
+BEGINS, CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"  # noqa: RUF001
+END, ENDS = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
+
+
+def parts(name, texts, tools=TOOLS, reasoning="qwen3", **options):
+    """What a parser gives of texts: (reasoning, content, calls)."""
+    style = style_of("", name, "openai_gptoss" if name == "openai" else reasoning)
+    parser = style.parser(tools, **options)
+    found = [part for text in texts for part in parser.add(text)] + parser.end()
+    said = {
+        kind: "".join(part.text for part in found if isinstance(part, kind))
+        for kind in (Reasoning, Content)
+    }
+    calls = [part for part in found if isinstance(part, ToolCall)]
+    assert [call.index for call in calls] == list(range(parser.num_calls))
+    return said[Reasoning], said[Content], [(c.name, json.loads(c.arguments)) for c in calls]
+
+
+def cut(text, data):
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=len(text))))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
+
+
+WEATHER, TIME = ("weather", {"city": "Łódź", "days": 3}), ("time", {})
+JSON = '{"city": "Łódź", "days": 3}'
+BOTH = f'[{{"name": "weather", "arguments": {JSON}}}, {{"name": "time", "arguments": {{}}}}]'
+PYTHON = 'weather(city="Łódź", days=3), time()'
+XML = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nŁódź\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+)
+INVOKE = (
+    '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Łódź</parameter>\n'
+    '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="time">\n</invoke>\n'
+    "</minimax:tool_call>"
+)
+PUBLISHED = [
+    # https://github.com/NousResearch/Hermes-Function-Calling
+    ("hermes", f'{CALL}\n<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>', ""),
+    # https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct, chat_template.jinja
+    ("qwen3_coder", f"{XML}\n<tool_call>\n<function=time>\n</function>\n</tool_call>", ""),
+    # https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/
+    (
+        "llama3_json",
+        f'{{"name": "weather", "parameters": {JSON}}}; {{"name": "time", "parameters": {{}}}}',
+        "",
+    ),
+    (
+        "llama3_json",
+        f'<|python_tag|>{{"name": "weather", "parameters": {JSON}}};{{"name": "time"}}',
+        "",
+    ),
+    # .../llama3_2/ and .../llama4/
+    ("pythonic", f"[{PYTHON}]", ""),
+    ("llama4_pythonic", f"[{PYTHON}]", ""),
+    ("llama4_pythonic", f"Well.<|python_start|>[{PYTHON}]<|python_end|>", "Well."),
+    # https://docs.mistral.ai/capabilities/function_calling, mistral-common's tests
+    ("mistral", f"[TOOL_CALLS] {BOTH}", ""),
+    ("mistral", f"[TOOL_CALLS]weather[ARGS]{JSON}[TOOL_CALLS]time[ARGS]{{}}", ""),
+    (
+        "mistral",
+        f"Well[TOOL_CALLS]weather[CALL_ID]a1[ARGS]{JSON}[TOOL_CALLS]time[ARGS]{{}}",
+        "Well",
+    ),
+    # https://huggingface.co/deepseek-ai/DeepSeek-V3-0324 and .../DeepSeek-V3.1, their templates
+    (
+        "deepseek_v3",
+        f"{BEGINS}{CALLS}function{SEP}weather\n```json\n{JSON}\n```{END}\n"
+        f"{CALLS}function{SEP}time\n```json\n{{}}\n```{END}{ENDS}",
+        "",
+    ),
+    (
+        "deepseek_v31",
+        f"Well.{BEGINS}{CALLS}weather{SEP}{JSON}{END}{CALLS}time{SEP}{{}}{END}{ENDS}",
+        "Well.",
+    ),
+    # https://huggingface.co/nvidia/NVIDIA-Nemotron-Nano-9B-v2
+    ("nemotron_json", f"Well.\n\n<TOOLCALL>{BOTH}</TOOLCALL>", "Well."),
+    # https://huggingface.co/moonshotai/Kimi-K2-Instruct, docs/tool_call_guidance.md
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+        f"<|tool_call_argument_begin|>{JSON}<|tool_call_end|><|tool_call_begin|>functions.time:1"
+        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+        "",
+    ),
+    # https://huggingface.co/zai-org/GLM-4.5 and .../GLM-4.7
+    (
+        "glm45",
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Łódź</arg_value>\n<arg_key>days"
+        "</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>time\n</tool_call>",
+        "",
+    ),
+    (
+        "glm45",
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Łódź</arg_value><arg_key>days"
+        "</arg_key><arg_value>3</arg_value></tool_call><tool_call>time</tool_call>",
+        "",
+    ),
+    # https://huggingface.co/MiniMaxAI/MiniMax-M2, docs/tool_calling_guide.md
+    ("minimax_m2", f"Well.\n{INVOKE}", "Well."),
+    # https://huggingface.co/ibm-granite/granite-3.1-8b-instruct
+    ("granite", f"<|tool_call|>{BOTH}", ""),
+    # https://docs.liquid.ai/lfm/key-concepts/tool-use
+    ("lfm2", f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>Well.", "Well."),
+    # https://huggingface.co/allenai/Olmo-3-7B-Instruct
+    ("olmo3", '<function_calls>weather(city="Łódź", days=3)\ntime()</function_calls>', ""),
+    # https://huggingface.co/google/gemma-4-31B-it, https://ai.google.dev/gemma/docs/functiongemma
+    (
+        "gemma4",
+        '<|tool_call>call:weather{city:<|"|>Łódź<|"|>,days:3}<tool_call|><|tool_call>call:time{}'
+        "<tool_call|>",
+        "",
+    ),
+    (
+        "functiongemma",
+        "<start_function_call>call:weather{city:<escape>Łódź<escape>,days:3}<end_function_call>"
+        "<start_function_call>call:time{}<end_function_call>",
+        "",
+    ),
+    # https://huggingface.co/ai21labs/AI21-Jamba-1.5-Mini
+    ("jamba", f" <tool_calls>{BOTH}</tool_calls>", ""),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "content"), PUBLISHED)
+def test_the_published_form_of_each_dialect(name, text, content):
+    for texts in ([text], list(text)):
+        assert parts(name, texts) == ("", content, [WEATHER, TIME])
+        thought = parts(name, ["hm</think>\n\n", *texts], is_thinking=True)
+        assert thought == ("hm", content, [WEATHER, TIME])
+        assert parts(name, texts, tools=[])[2] == []
+        assert parts(name, texts, max_calls=1)[2] == [WEATHER]
+
+
+# https://cookbook.openai.com/articles/openai-harmony
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "<|channel|>analysis<|message|>a <b<|end|><|start|>assistant<|channel|>final<|message|>"
+            "Hi\n",
+            ("a <b", "Hi\n", []),
+        ),
+        (
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary"
+            f" to=functions.weather <|constrain|>json<|message|>{JSON}<|call|>",
+            ("a", "", [WEATHER]),
+        ),
+        (
+            "<|channel|>commentary<|message|>Well.<|end|><|start|>assistant to=functions.time"
+            "<|channel|>commentary json<|message|>{}",
+            ("", "Well.", [TIME]),
+        ),
+        ("No header.<|end|>", ("", "No header.", [])),
+        ("<|channel|>fin", ("", "", [])),
+        ("<|channel|>final<|mess|>{}", ("", "<|channel|>final<|mess|>{}", [])),
+    ],
+)
+def test_harmony_is_messages_in_channels(text, expected):
+    for texts in ([text], list(text)):
+        assert parts("openai", texts) == expected
+
+
+def xml(**values):
+    tags = (f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in values.items())
+    return f"<tool_call>\n<function=edit>\n{''.join(tags)}</function>\n</tool_call>"
+
+
+EDIT = {
+    "path": {"type": "string"},
+    "text": {"type": "string"},
+    "zip": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "on": {"type": "boolean"},
+    "days": {"$ref": "#/$defs/Days"},
+    "many": {"type": ["array", "object"]},
+    "any": True,
+}
+TYPED = function("edit", **EDIT)
+TYPED["function"]["parameters"]["$defs"] = {"Days": {"enum": [1, 2, None]}}
+NESTED = f"Write:\n{xml(path='a')}\nDone"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"text": "line\n"}, "line\n"),
+        ({"text": "\nline"}, "\nline"),
+        ({"text": ' "12" '}, ' "12" '),
+        ({"text": "a </parameter> b"}, "a </parameter> b"),
+        ({"text": "a\n</parameter>\nb"}, "a\n</parameter>\nb"),
+        ({"text": "</function>\n<tool_call>"}, "</function>\n<tool_call>"),
+        ({"text": NESTED}, NESTED),
+        ({"text": "null"}, "null"),
+        ({"zip": "null"}, None),
+        ({"zip": "None"}, None),
+        ({"zip": "12"}, "12"),
+        ({"on": "True"}, True),
+        ({"on": "false"}, False),
+        ({"on": "maybe"}, "maybe"),
+        ({"days": "2"}, 2),
+        ({"days": "None"}, None),
+        ({"many": '[1, {"a": "b"}]'}, [1, {"a": "b"}]),
+        ({"any": "1.5"}, 1.5),
+        ({"any": "True"}, "True"),
+        ({"any": '"a"'}, '"a"'),
+        ({"any": "1e999"}, "1e999"),
+        ({"unknown": "3"}, 3),
+    ],
+)
+def test_a_tagged_value_keeps_every_byte_and_its_type(given, expected):
+    ((_, found),) = parts("qwen3_coder", [xml(**given)], [TYPED])[2]
+    assert list(found.values()) == [expected] and type(found.popitem()[1]) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(
+            ("hermes", f"<tool_call>{call}</tool_call>")
+            for call in (
+                "no",
+                '{"name": ["time"], "arguments": {}}',
+                '{"name": "other", "arguments": {}}',
+                '{"name": "time", "arguments": {"a": "\\ud800"}}',
+                '{"name": "time", "arguments": {"a": NaN}}',
+                '{"name": "time", "arguments": {"a": 1e999}}',
+                '{"name": "time", "arguments": {"a": 1, "a": 2}}',
+                '{"name": "time", "arguments": [1]}',
+                '{"name": "time", "a": 1}',
+                '{"name": "time", "arguments": {}, "parameters": {"a": 1}}',
+                '{"name": "time", "arguments": {"a": ' + "[" * 5000 + "]" * 5000 + "}}",
+            )
+        ),
+        ("qwen3_coder", xml(days="1</parameter>\n2")),  # no text, so it cannot hold a tag
+        ("qwen3_coder", xml(path="1").replace("</parameter>", "")),
+        ("qwen3_coder", xml(path="1", text="2").replace("\n</parameter>", "", 1)),
+        ("qwen3_coder", xml(path="1", text="2").replace("<parameter=t", "parameter=t")),
+        ("qwen3_coder", xml(path="1").replace("</function>", "") + xml(path="2")),
+        ("qwen3_coder", "<tool_call>\n<function=edit>\n<parameter=path>\n/a\n</parameter>\n"),
+        ("qwen3_coder", "<tool_call>\n<function=edit>\n<parameter=text>\nhello wor"),
+        ("hermes", '<tool_call>\n{"name": "time", "arguments": {"a": "b'),
+        ("llama3_json", '{"name": "time", "parameters": {"a": 1'),
+        ("llama3_json", '{"a": 1} is JSON'),
+        ("llama3_json", '{"name": "other", "parameters": {}}'),
+        ("llama4_pythonic", "[1, 2] is a list"),
+        ("llama4_pythonic", "[link](time)"),
+        ("llama4_pythonic", "[time(a=1"),
+        ("llama4_pythonic", "[time(1)] [time(a=b)] [time(a=1, a=2)]"),
+        ("mistral", "[TOOL_CALLS]other[ARGS]{}"),
+        ("mistral", "[TOOL_CALLS] nothing"),
+        ("gemma4", '<|tool_call>call:time{a:<|"|>b}<tool_call|>'),
+        ("deepseek_v31", f"{BEGINS}{CALLS}time{SEP}{{{END}{ENDS}"),
+    ],
+)
+def test_an_odd_call_is_content(name, text):
+    tools = [*TOOLS, TYPED]
+    for texts in ([text], list(text)):
+        assert parts(name, texts, tools) == ("", text, [])
+        assert parts(name, ["Well.\n", *texts], tools) == ("", f"Well.\n{text}", [])
+    assert parts(name, [text], tools, must_call=True) == ("", "", [])
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        ("  Hello \n", {}, ("", "  Hello \n", [])),
+        ("<think>\nhm\n</think>\n\nYes", {}, ("hm", "Yes", [])),
+        ("<think>hm", {"reasoning": "none"}, ("", "<think>hm", [])),
+        ("hm, a < b\n</think>\n\nYes", {"is_thinking": True}, ("hm, a < b", "Yes", [])),
+        ("never ends", {"is_thinking": True}, ("never ends", "", [])),
+        (f"<think>a</think>{CALL} ok", {}, ("a", "ok", [WEATHER])),
+        (CALL[:-12], {}, ("", "", [WEATHER])),  # the end mark was a stop
+        ('<tool_call>{"name": "time", "arguments": "{}"}</tool_call>', {}, ("", "", [TIME])),
+        ("a <tool_ca", {}, ("", "a <tool_ca", [])),
+    ],
+)
+def test_the_parts_of_an_answer(text, options, expected):
+    for texts in ([text], list(text)):
+        assert parts("hermes", texts, **options) == expected
+
+
+def test_a_reading_parser_holds_nothing_back_without_reason():
+    parser = style_of("<think>", "hermes").parser(TOOLS)
+    assert parser.add("Once") == [Content("Once")]
+    assert parser.add(" upon <") == [Content(" upon")]
+    assert parser.add("b") == [Content(" <b")]
+    assert [type(part) for part in parser.add(f"{CALL}")] == [ToolCall]
+
+
+def test_arguments_are_the_model_s_own_json():
+    written = '{"b": 1.50, "a":  [1e2, 12345678901234567890.123456789]}'
+    parser = style_of("", "hermes").parser([function("time")])
+    (call,) = parser.add(f'<tool_call>{{"arguments": {written}, "name": "time"}}</tool_call>')
+    assert call.arguments == written
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_chat_template_shows_its_dialect(name):
+    shown = style_of(template(name))
+    assert shown.dialect is style_of("", name).dialect
+
+
+# Fuzz ---------------------------------------------------------------------------------------------
+
+MARKS = (
+    *("<tool_call>", "</tool_call>", "</parameter>", "</function>", "<parameter=", "<think>"),
+    *("[TOOL_CALLS]", "</arg_value>", "</invoke>", "[", "]", "{", "}", '"', "'", "\\", ";", ","),
+    *("<|call|>", "<tool_call|>", "</TOOLCALL>", "\n", " ", "(", ")", "=", "</", "é", "🙂"),
+)
+PLAIN = st.text("abż ", min_size=1, max_size=6).map(str.strip).filter(bool)
+HARD = st.lists(st.one_of(st.sampled_from(MARKS), PLAIN), max_size=6).map("".join)
+FUZZED = function(
+    "edit",
+    path={"type": "string"},
+    count={"type": "integer"},
+    ratio={"type": "number"},
+    on={"type": "boolean"},
+    note={"anyOf": [{"type": "string"}, {"type": "null"}]},
+    more={"type": "object"},
+    tags={"type": "array"},
+)
+FUZZED_TOOLS = [FUZZED, function("time")]
+
+
+def arguments(texts):
+    fields = {
+        "path": texts,
+        "count": st.integers(-9, 10**20),
+        "ratio": st.floats(0.5, 9).map(lambda value: round(value, 3)),
+        "on": st.booleans(),
+        "note": st.one_of(
+            st.none(), texts.filter(lambda t: t.strip().lower() not in ("null", "none"))
+        ),
+        "more": st.dictionaries(st.sampled_from(["a", "b"]), st.integers(0, 9), max_size=2),
+        "tags": st.lists(st.integers(0, 9), max_size=2),
+    }
+    return st.fixed_dictionaries({}, optional=fields)
+
+
+def calls(texts):
+    edit = arguments(texts).map(lambda given: ("edit", given))
+    return st.lists(st.one_of(edit, st.just(("time", {}))), min_size=1, max_size=3)
+
+
+def alone(name, given):
+    """Harmony writes one call in an answer."""
+    return given[:1] if name == "openai" else given
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.sampled_from(NAMES), st.data())
+def test_calls_that_a_template_writes_are_read_back(name, data):
+    given = alone(name, data.draw(calls(PLAIN)))
+    content = "" if name in ("openai", "llama3_json", "pythonic", "mistral") else data.draw(PLAIN)
+    text = turn(name, message_of(name, given, content))
+    found = parts(name, cut(text, data), FUZZED_TOOLS)
+    assert found == ("", content.strip(), [tuple(call) for call in given]), text
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.sampled_from(NAMES), st.data())
+def test_hard_values_are_read_back_or_content(name, data):
+    given = alone(name, data.draw(calls(HARD)))
+    texts = [v for _, each in given for v in each.values() if isinstance(v, str)]
+    if name == "lfm2":  # writes texts without escapes
+        assume(not any(re.search(r"['\\]", text) for text in texts))
+    text = turn(name, message_of(name, given))
+    _, content, found = parts(name, cut(text, data), FUZZED_TOOLS)
+    if not content:
+        assert found == given, text
+    is_json = name not in ("qwen3_coder", "glm45", "minimax_m2", "lfm2", "gemma4", "functiongemma")
+    assert not (is_json and content), text
+    assert all(call in given for call in found), text
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.sampled_from(NAMES), st.data())
+def test_damage_gives_content_or_the_call(name, data):
+    given = alone(name, data.draw(calls(PLAIN)))
+    text = turn(name, message_of(name, given))
+    fixed = {"edit", "time", "function"}  # a damaged name or value is another call
+    for _, each in given:
+        for key, value in each.items():
+            fixed |= {key, str(value), json.dumps(value, ensure_ascii=False).strip('"{}[]')}
+            fixed |= set(map(str, value.values() if isinstance(value, dict) else ()))
+    spans = [
+        (found.start(), found.end())
+        for each in fixed - {""}
+        for found in re.finditer(re.escape(each), text)
+    ]
+    free = [i for i in range(len(text)) if not any(a - 2 <= i <= b + 1 for a, b in spans)]
+    assume(free)
+    at, by = data.draw(st.sampled_from(free)), data.draw(st.sampled_from('<>/"{}[]:,=|x1 '))
+    kind = data.draw(st.sampled_from(["delete", "replace", "insert", "cut"]))
+    end = len(text) if kind == "cut" else at + (kind != "insert")
+    damaged = text[:at] + ("" if kind in ("delete", "cut") else by) + text[end:]
+    _, content, found = parts(name, cut(damaged, data), FUZZED_TOOLS)
+    whole = parts(name, [damaged], FUZZED_TOOLS)
+    assert (content, found) == whole[1:], damaged
+    assert all(call in given for call in found), damaged
+    assert found or content or kind == "cut", damaged
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.sampled_from(NAMES), st.lists(st.one_of(st.sampled_from(MARKS), PLAIN)), st.data())
+def test_any_text_is_parsed_alike_in_one_and_in_letters(name, texts, data):
+    text, thinks = "".join(texts), data.draw(st.booleans())
+    assert parts(name, [text], is_thinking=thinks) == parts(name, text, is_thinking=thinks)
