@@ -33,7 +33,7 @@ def chat_prompt(tokenizer: Tokenizer, fields: TemplateFields) -> RenderedChat:
     tools, variables = fields.shown_tools, fields.variables
     try:
         check_messages(fields.messages or ())
-        messages = _for_template(tokenizer, fields.messages or ())
+        messages = _for_template(tokenizer, fields)
         if not fields.continue_final_message:
             given = (messages, fields.add_generation_prompt, tools)
             return RenderedChat(*tokenizer.chat_prompt(*given, **variables))
@@ -53,7 +53,7 @@ def is_thinking(tokenizer: Tokenizer, fields: TemplateFields, thoughts: Thoughts
     """Whether the answer begins inside of reasoning, which the template opens, or the message that
     the answer goes on with, or the model without a sign; None: the prompt has closed it. The chat
     is one that `chat_prompt` takes."""
-    messages, tools = _for_template(tokenizer, fields.messages or ()), fields.shown_tools
+    messages, tools = _for_template(tokenizer, fields), fields.shown_tools
     if fields.continue_final_message:
         said = messages[-1]["content"]
         return said.rfind(thoughts.open) > said.rfind(thoughts.close) or None
@@ -87,25 +87,31 @@ def thinking_budget(
     return ThinkingBudget(max_tokens, end, start, begins_inside)
 
 
-def _for_template(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Messages as templates expect them: tool calls have objects as arguments, which OpenAI's
-    clients send as JSON in strings; a list of texts is one text, unless the template wants parts.
+def _for_template(tokenizer: Tokenizer, fields: TemplateFields) -> list[dict[str, Any]]:
+    """Messages as the template expects them: tool calls have objects as arguments, which OpenAI's
+    clients send as JSON in strings, or else such strings; a list of texts is one text, unless the
+    template wants parts; a developer is the system where the template knows no developer.
 
     Raises:
         ValueError: a part is no text, or the arguments of a call are no JSON.
     """
-    found = []
-    for index, message in enumerate(messages):
+    tools, found = fields.shown_tools, []
+    knows_developer = "developer" in (tokenizer.template_source(tools) or "")
+    as_text = tokenizer.takes_argument_texts(tools)
+    for index, message in enumerate(fields.messages or ()):
         message = dict(message)
+        if message["role"] == "developer" and not knows_developer:
+            message["role"] = "system"
         if isinstance(message.get("content"), list):
             texts = [_part_text(index, part) for part in message["content"]]
             message["content"] = "\n".join(texts)
             if tokenizer.takes_parts(message["role"]):
                 message["content"] = [{"type": "text", "text": text} for text in texts]
         if isinstance(message.get("tool_calls"), list):
-            message["tool_calls"] = [_with_object(index, call) for call in message["tool_calls"]]
+            message["tool_calls"] = [
+                _with_arguments(f"call {number} of message {index}", call, as_text)
+                for number, call in enumerate(message["tool_calls"])
+            ]
         found.append(message)
     return found
 
@@ -124,18 +130,29 @@ def _part_text(index: int, part: Any) -> str:
     return text
 
 
-def _with_object(index: int, call: Any) -> dict[str, Any]:
-    """A tool call whose arguments are an object."""
+def _with_arguments(place: str, call: Any, as_text: bool) -> dict[str, Any]:
+    """A tool call whose arguments are an object, or the JSON of one. place: of it, for errors."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
-        raise ValueError(f"message {index} of the chat has a tool call without a function")
-    function = dict(function)
-    if isinstance(function.get("arguments"), str):
+        raise ValueError(f"{place} of the chat has no function")
+    given = function.get("arguments")
+    arguments, why = given or {}, ""
+    if isinstance(arguments, str):
         try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            why = f": {error}"
         except RecursionError:
-            raise ValueError("the arguments of a call are nested too deeply") from None
-    return {**call, "function": function}
+            why = ": they are nested too deeply"
+    if not isinstance(arguments, Mapping):
+        name = f"{function.get('name')!r:.80}"
+        raise ValueError(
+            f"the arguments of {place} of the chat, of {name}, are no JSON object{why}. Send those "
+            f"of the answer: {given!r:.80}"
+        )
+    if as_text:
+        arguments = given if isinstance(given, str) and given else json.dumps(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def completion_prompts(tokenizer: Tokenizer, fields: CompletionFields) -> list[Sequence[int]]:

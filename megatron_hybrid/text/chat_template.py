@@ -112,30 +112,34 @@ class ChatTemplate:
         """Find likely junctions with other conversations, by a constant number of renderings.
 
         They are: the end of the system prompt, and the start of the next message's content (some
-        templates put the system prompt into the first question); the start of the last message,
-        which may be edited, or be one of many after the same examples; and the junction with the
-        next turn of this conversation, if it is before the end: some templates render past answers
-        with another header.
+        templates put the system prompt into the first question); the start of the last message's
+        content, which may be edited, or be one of many after the same examples; and the junction
+        with the next turn of this conversation: some templates render past answers with another
+        header, or without their reasoning.
 
         Args, raises: as `render`.
 
         Returns:
-            Ascending character positions, each once.
+            Ascending character positions, each once; the last one may be the end.
         """
         conversation = _Conversation(messages, {"tools": tools, **variables})
         plain = conversation.messages
         full = self._run(conversation, plain, add_generation_prompt)
-        forks = {self._start(full, conversation, len(plain) - 1, add_generation_prompt)}
+        last = len(plain) - 1
+        start = self._content_start(full, conversation, last, add_generation_prompt)
+        forks = {self._prefix_length(full, conversation, plain[:last]) if start is None else start}
         first = next((i for i, m in enumerate(plain) if m.get("role") not in INSTRUCTING), None)
         if first is not None:
             forks.add(self._prefix_length(full, conversation, plain[:first]))
-            forks.add(self._content_start(full, conversation, first, add_generation_prompt))
+            if first != last:
+                start = self._content_start(full, conversation, first, add_generation_prompt)
+                forks.add(start)
         turns = [
             [*plain, *({"role": role, "content": letter} for role in ("assistant", "user"))]
             for letter in "ab"
         ]
         forks.add(self._common_length(full, conversation, turns, False))
-        return sorted(forks - {None, len(full)})
+        return sorted(forks - {None})
 
     def takes_parts(self, role: str) -> bool:
         """Whether it writes the texts of a message of this role, if its content is a list of parts:
@@ -153,6 +157,25 @@ class ChatTemplate:
             found = all(text in written for text in texts)
             self._takes_parts[role] = found and not re.search("['\"]text['\"]", written)
         return self._takes_parts[role]
+
+    @cached_property
+    def takes_argument_texts(self) -> bool:
+        """Whether the arguments of calls have to be JSON in a text: it writes them as they are."""
+
+        def written(arguments: Any) -> str:
+            function = {"name": "f", "arguments": arguments}
+            call = {"type": "function", "id": "call00000", "function": function}
+            said = {"role": "assistant", "content": "", "tool_calls": [call]}
+            try:
+                return self.render([{"role": "user", "content": "?"}, said], False)
+            except ValueError:
+                return ""
+
+        given = {"probe": "value"}
+        objects = written(given)
+        if "probe" in objects and str(given) not in objects:
+            return False
+        return json.dumps(given) in written(json.dumps(given))
 
     @property
     def marks_answers(self) -> bool:

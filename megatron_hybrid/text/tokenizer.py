@@ -356,6 +356,12 @@ class Tokenizer:
         template = self._templates.get("default")
         return template is not None and template.takes_parts(role)
 
+    def takes_argument_texts(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
+        """Whether the template of chats with these tools wants the arguments of calls as JSON in
+        texts."""
+        template = self._find_template(tools)
+        return template is not None and template.takes_argument_texts
+
     def render_chat(
         self,
         messages: Sequence[Message],
@@ -428,7 +434,8 @@ class Tokenizer:
             ValueError, TypeError: as `render_chat`.
         """
         given = messages, add_generation_prompt, tools
-        return self._encode_with_positions(ChatTemplate.fork_points, given, variables)
+        ids, forks = self._encode_with_positions(ChatTemplate.fork_points, given, variables, "a")
+        return ids, [fork for fork in forks if fork < len(ids)]
 
     def chat_with_answers(
         self,
@@ -469,10 +476,19 @@ class Tokenizer:
         return ids, spans
 
     def _encode_with_positions(
-        self, find: Callable[..., list[int]], given: tuple, variables: Mapping[str, Any]
+        self,
+        find: Callable[..., list[int]],
+        given: tuple,
+        variables: Mapping[str, Any],
+        next_letter: str = "",
     ) -> tuple[list[int], list[int]]:
         """Tokens of a chat, and for each character position from `find` the number of tokens
-        independent of the text behind it. given: messages, add_generation_prompt, tools."""
+        independent of the text behind it.
+
+        Args:
+            given: messages, add_generation_prompt, tools.
+            next_letter: a letter that may follow, in whose token a space before it may be.
+        """
         template, named = self._template(given[2]), {**self._named, **variables}
         text = template.render(*given, **named)
         check_text("the text of the chat", text)
@@ -492,8 +508,9 @@ class Tokenizer:
             past = bisect_right(anchor_ends, start)
             first = anchors[past - 1] if past else 0
             begin = spans[first][0] if past else 0
-            alone = self.tokenize(text[begin:start], add_special_tokens=False)
-            positions.add(first + common_length(alone, ids[first:]))
+            texts = {text[begin:start], text[begin:start] + next_letter}
+            alone = [self.tokenize(each, add_special_tokens=False) for each in texts]
+            positions.add(first + min(common_length(each, ids[first:]) for each in alone))
         return ids, sorted(positions - {0})
 
     def _find_template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate | None:

@@ -97,7 +97,8 @@ def test_a_second_chat_skips_the_system_prompt_and_an_edit_all_before_it():
     other = ask(engine, [SYSTEM, message("Who?")])
     assert other.prefix.skipped_tokens == start
     edited = ask(engine, [*first[:-1], message("Never mind. What walks?")])
-    assert edited.prefix.skipped_tokens == len(tokenizer.render_chat(first[:-1], False))
+    before = tokenizer.render_chat(first[:-1], False) + "<user\n"
+    assert edited.prefix.skipped_tokens == len(before)
 
 
 def test_the_next_turn_of_a_template_that_drops_thoughts_resumes_where_they_began():
