@@ -223,6 +223,8 @@ def guide_of(
             if any((prefix, *marks)):
                 guide = guide.behind_thought(*marks, begins_inside=bool(is_thinking), prefix=prefix)
             return guide, name
+        except RecursionError:
+            raise ApiError(400, f"{name}: a schema is nested too deeply", name) from None
         except (TypeError, ValueError) as error:
             raise ApiError(400, f"{name}: {error}", name) from error
     return None

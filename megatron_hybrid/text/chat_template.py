@@ -28,6 +28,8 @@ MAX_ROLES = 32
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around the model's words, in a rendering that marks them: no characters of any text."""
+_OTHER = "\ufdd2"
+"""A content that no text begins with."""
 
 
 def common_length(first: Sequence, second: Sequence) -> int:
@@ -134,11 +136,8 @@ class ChatTemplate:
             if first != last:
                 start = self._content_start(full, conversation, first, add_generation_prompt)
                 forks.add(start)
-        turns = [
-            [*plain, *({"role": role, "content": letter} for role in ("assistant", "user"))]
-            for letter in "ab"
-        ]
-        forks.add(self._common_length(full, conversation, turns, False))
+        turn = [{"role": role, "content": _OTHER} for role in ("assistant", "user")]
+        forks.add(self._parting(full, conversation, [*plain, *turn], False))
         return sorted(forks - {None})
 
     def takes_parts(self, role: str) -> bool:
@@ -253,15 +252,12 @@ class ChatTemplate:
         plain = conversation.messages
         texts = []
         for messages in (plain, plain[: index + 1]):
-            others = [
-                [*messages[:index], _with_content(plain[index], letter), *messages[index + 1 :]]
-                for letter in "ab"
-            ]
-            whole = self._run(conversation, messages, False)[::-1]
-            after = self._common_length(whole, conversation, others, False, reverse=True)
+            other = [*messages[:index], _with_content(plain[index], _OTHER), *messages[index + 1 :]]
+            whole = self._run(conversation, messages, False)
+            after = self._parting(whole, conversation, other, False, reverse=True)
             if after is None:
                 return None
-            texts.append(whole[:after][::-1])
+            texts.append(whole[len(whole) - after :])
         behind, turn_end = texts
         return len(full) - len(behind) + len(turn_end) if behind.startswith(turn_end) else None
 
@@ -277,11 +273,25 @@ class ChatTemplate:
         self, full: str, conversation: _Conversation, index: int, add_generation_prompt: bool
     ) -> int | None:
         plain = conversation.messages
-        others = [
-            [*plain[:index], _with_content(plain[index], letter), *plain[index + 1 :]]
-            for letter in "ab"
-        ]
-        return self._common_length(full, conversation, others, add_generation_prompt)
+        other = [*plain[:index], _with_content(plain[index], _OTHER), *plain[index + 1 :]]
+        return self._parting(full, conversation, other, add_generation_prompt)
+
+    def _parting(
+        self,
+        full: str,
+        conversation: _Conversation,
+        other,
+        add_generation_prompt: bool,
+        reverse: bool = False,
+    ) -> int | None:
+        """Characters that a rendering shares with the one of messages that have `_OTHER`, at its
+        start or (reverse) its end; None: it is not shown, or refused."""
+        try:
+            text = self._run(conversation, other, add_generation_prompt)
+        except ValueError:
+            return None
+        step = -1 if reverse else 1
+        return common_length(full[::step], text[::step]) if _OTHER in text else None
 
     def _prefix_length(
         self, full: str, conversation: _Conversation, messages, add_generation_prompt: bool = False
@@ -291,26 +301,6 @@ class ChatTemplate:
         except ValueError:
             return None
         return len(text) if full.startswith(text) else None
-
-    def _common_length(
-        self,
-        full: str,
-        conversation: _Conversation,
-        others,
-        add_generation_prompt: bool,
-        reverse: bool = False,
-    ) -> int | None:
-        """Characters that all renderings begin with; reverse: that they end with, `full` being
-        reversed."""
-        try:
-            texts = [self._run(conversation, other, add_generation_prompt) for other in others]
-        except ValueError:
-            return None
-        texts = [text[::-1] for text in texts] if reverse else texts
-        # Equal texts: the template does not show this content.
-        if len(set(texts)) == 1:
-            return None
-        return min(common_length(full, text) for text in texts)
 
     @cached_property
     def _compiled(self) -> jinja2.Template:

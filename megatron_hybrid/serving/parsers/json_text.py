@@ -42,10 +42,10 @@ def decoded(text: str) -> Any:
     """
     try:
         value = _DECODER.decode(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if "\\u" in text:
-        json.dumps(value, ensure_ascii=False).encode()
     return value
 
 

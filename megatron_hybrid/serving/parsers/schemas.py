@@ -12,7 +12,7 @@ from megatron_hybrid.serving.parsers.json_text import decoded
 Json = dict[str, Any]
 ALL = frozenset(("string", "integer", "number", "boolean", "null", "object", "array"))
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
-_MAX_REFS = 64
+_MAX_DEPTH = 64
 
 
 class Schema:
@@ -25,6 +25,7 @@ class Schema:
     def __init__(self, function: Mapping[str, Any]):
         given = function.get("parameters")
         self._root: Json = given if isinstance(given, dict) else {}
+        self._known: dict[int, frozenset[str]] = {}
         top = self._resolved(self._root)
         properties = top.get("properties")
         self.properties: Json = properties if isinstance(properties, dict) else {}
@@ -33,7 +34,7 @@ class Schema:
 
     def types(self, name: str) -> frozenset[str]:
         """That a parameter may have."""
-        return self._types(self.properties.get(name, True), _MAX_REFS)
+        return self._types(self.properties.get(name, True))
 
     def value(self, name: str, text: str) -> str:
         """The JSON of a parameter. What fits no type of its is JSON if it reads as that, else a
@@ -58,7 +59,8 @@ class Schema:
         """Texts that a parameter is one of; none: any."""
         given = self.properties.get(name)
         schema = self._resolved(given) if isinstance(given, dict) else {}
-        values = [schema["const"]] if "const" in schema else schema.get("enum") or []
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        values = values if isinstance(values, list) else []
         return [text if isinstance(text, str) else json.dumps(text) for text in values]
 
     def alone(self, name: str) -> Json:
@@ -67,10 +69,16 @@ class Schema:
         own = with_refs_to("#/$defs/0", given) if isinstance(given, dict) else {}
         return {**own, "$defs": {"0": with_refs_to("#/$defs/0", self._root)}}
 
-    def _types(self, schema: Any, refs: int) -> frozenset[str]:
-        if not isinstance(schema, dict) or not refs:
+    def _types(self, schema: Any, depth: int = 0) -> frozenset[str]:
+        """Of a part of the schema, each of which is looked at once."""
+        if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return ALL
-        schema = self._resolved(schema)
+        if id(schema) not in self._known:
+            self._known[id(schema)] = ALL  # inside of itself
+            self._known[id(schema)] = self._types_of(self._resolved(schema), depth + 1)
+        return self._known[id(schema)]
+
+    def _types_of(self, schema: Json, depth: int) -> frozenset[str]:
         found = ALL
         if isinstance(kind := schema.get("type"), (str, list)):
             names = [kind] if isinstance(kind, str) else kind
@@ -81,15 +89,15 @@ class Schema:
             found &= {_kind(value) for value in values}
         for name in ("anyOf", "oneOf"):
             if isinstance(several := schema.get(name), list) and several:
-                found &= frozenset().union(*(self._types(each, refs - 1) for each in several))
+                found &= frozenset().union(*(self._types(each, depth) for each in several))
         if isinstance(several := schema.get("allOf"), list):
             for each in several:
-                found &= self._types(each, refs - 1)
+                found &= self._types(each, depth)
         return found | {"null"} if schema.get("nullable") is True else found
 
     def _resolved(self, schema: Json) -> Json:
         """What its `$ref` leads to."""
-        for _ in range(_MAX_REFS):
+        for _ in range(_MAX_DEPTH):
             if not isinstance(ref := schema.get("$ref"), str) or not ref.startswith("#"):
                 return schema
             place: Any = self._root

@@ -297,6 +297,18 @@ def test_the_parts_of_an_answer(text, options, expected):
         assert parts("hermes", texts, **options) == expected
 
 
+def test_a_schema_that_refers_to_itself_costs_little():
+    several = {"anyOf": [{"$ref": "#/$defs/a"}] * 2}
+    names = [f"a{i}" for i in range(60)]
+    definitions = {a: {"anyOf": [{"$ref": f"#/$defs/{b}"}] * 3} for a, b in zip(names, names[1:])}
+    tool = function("f", x=several, y={"$ref": "#/$defs/a0"}, z={"$ref": "#/$defs/z"})
+    given = {"a": several, "z": {"$ref": "#/$defs/z"}, names[-1]: {"type": "null"}}
+    tool["function"]["parameters"]["$defs"] = definitions | given
+    text = "".join(f"<parameter={k}>\nnull\n</parameter>\n" for k in "xyz")
+    text = f"<tool_call>\n<function=f>\n{text}</function>\n</tool_call>"
+    assert parts("qwen3_coder", [text], [tool])[2] == [("f", dict.fromkeys("xyz"))]
+
+
 def test_a_reading_parser_holds_nothing_back_without_reason():
     parser = style_of("<think>", "hermes").parser(TOOLS)
     assert parser.add("Once") == [Content("Once")]
