@@ -38,7 +38,7 @@ GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
 .PHONY: demo tour demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-attacks \
-        unit functional test-matrix soak soak-ranks soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
+        unit functional test-matrix test-clients soak soak-ranks soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
 
 help:
 	@echo "make demo          the demo: three cache modes side by side"
@@ -53,6 +53,7 @@ help:
 	@echo "make test-attacks  clients of a server that would stop the others; a minute"
 	@echo "make test-gpu      the tests that need GPUs, in NVIDIA's container for PyTorch"
 	@echo "make gpu-wheels    wheels that benchmarks.gpu.first_run needs, into wheels/gpu"
+	@echo "make test-clients  the anthropic package as a client of the server"
 	@echo "make soak          200 clients of a server, five minutes; Ctrl-C in 3,000"
 	@echo "                   engines; 100,000 steps with failing allocations, under"
 	@echo "                   an hour; 20,000 random guides of each kind, 1,000 caches"
@@ -127,6 +128,11 @@ test-page: $(VENV)/.installed-test $(VENV)/.installed-page
 
 test-attacks: $(VENV)/.installed-test
 	$(BIN)/python tests/helpers/attacks.py
+
+# A client that no test of `make test` needs, beside the environment.
+test-clients: $(VENV)/.installed-test
+	$(BIN)/python -m pip install -q --no-deps --target .clients anthropic==2.10.0 docstring_parser==0.18.0 httpx2==2.16.2 httpcore2==2.16.2 truststore==0.10.5
+	PYTHONPATH=.clients $(BIN)/python -m pytest tests/helpers/anthropic_client.py
 
 unit: $(VENV)/.installed-test
 	$(PYTEST) tests/unit

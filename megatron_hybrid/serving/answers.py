@@ -435,9 +435,14 @@ def _deltas(part: Part) -> Iterator[Json]:
     call, place = part.to_json(), {"index": part.index}
     call["function"]["arguments"] = ""
     yield {"tool_calls": [place | call]}
-    for start in range(0, len(part.arguments), _DELTA_CHARS):
-        piece = part.arguments[start : start + _DELTA_CHARS]
+    for piece in argument_pieces(part):
         yield {"tool_calls": [place | {"function": {"arguments": piece}}]}
+
+
+def argument_pieces(call: ToolCall) -> Iterator[str]:
+    """A call's arguments, for events."""
+    for start in range(0, len(call.arguments), _DELTA_CHARS):
+        yield call.arguments[start : start + _DELTA_CHARS]
 
 
 def _message(parts: Sequence[Part]) -> Json:

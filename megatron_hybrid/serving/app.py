@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,8 @@ from megatron_hybrid.serving.fields import (
 )
 from megatron_hybrid.serving.json_response import in_texts_thread, json_response
 from megatron_hybrid.serving.limits import check_count, check_limits
+from megatron_hybrid.serving.messages import CHAT_NAMES as MESSAGE_NAMES
+from megatron_hybrid.serving.messages import MessageAnswer, MessageFields, PromptFields
 from megatron_hybrid.serving.openapi import describe
 from megatron_hybrid.serving.page_routes import add_page
 from megatron_hybrid.serving.parsers import Style
@@ -50,6 +52,7 @@ from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.version import __version__
 
 Json = dict[str, Any]
+AnyAnswer = Answer | ResponseAnswer | MessageAnswer
 
 
 def create_app(service: Service) -> FastAPI:
@@ -93,31 +96,34 @@ def create_app(service: Service) -> FastAPI:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> JSONResponse:
-        return _refusal(error)
+        return _refusal(error, request)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
-            return _refusal(ApiError(400, f"the body is no JSON: {first['ctx']['error']}"))
+            error = ApiError(400, f"the body is no JSON: {first['ctx']['error']}")
+            return _refusal(error, request)
         is_read = request.method == "POST"
         if is_read and "json" not in request.headers.get("content-type", ""):
-            return _refusal(ApiError(400, "the body is JSON: send Content-Type: application/json"))
-        return _refusal(refusal_of_field(error.errors()))
+            error = ApiError(400, "the body is JSON: send Content-Type: application/json")
+            return _refusal(error, request)
+        return _refusal(refusal_of_field(error.errors()), request)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        answer = _refusal(ApiError(error.status_code, str(error.detail)))
+        answer = _refusal(ApiError(error.status_code, str(error.detail)), request)
         answer.headers.update(error.headers or {})  # such as Allow
         return answer
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:
-        return _refusal(ApiError(500, f"{type(error).__name__}: {error}"))
+        return _refusal(ApiError(500, f"{type(error).__name__}: {error}"), request)
 
 
-def _refusal(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body, error.status, error.headers)
+def _refusal(error: ApiError, request: Request) -> JSONResponse:
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    return JSONResponse(error.body_of(path), error.status, error.headers)
 
 
 # Completions and chats --------------------------------------------------------------------------
@@ -136,6 +142,22 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def responses(fields: ResponseFields, request: Request):
         return await _respond(service, request, fields)
 
+    @app.post("/v1/messages")
+    async def messages(fields: MessageFields, request: Request):
+        return await _respond(service, request, fields)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(fields: PromptFields, request: Request):
+        service.check_model(fields.model)
+
+        def counted() -> Json:
+            chat = fields.to_chat()
+            chat.check()
+            return {"input_tokens": len(chat_prompt(service.tokenizer_of(chat), chat).tokens)}
+
+        with _in_words_of(fields):
+            return await json_response(counted)
+
     @app.post("/abort")
     async def abort(fields: AbortFields, request: Request) -> Json:
         return {"aborted": service.abort(fields.request_id, request.state.key)}
@@ -150,17 +172,28 @@ async def _generate(service: Service, request: Request, fields: GenerationFields
     return await _answer(service, request, fields, make)
 
 
-async def _respond(service: Service, request: Request, fields: ResponseFields):
-    chat = await in_texts_thread(fields.to_chat)
+async def _respond(service: Service, request: Request, fields: ResponseFields | MessageFields):
+    """An answer to a chat, in the form of another route."""
+    with _in_words_of(fields):
+        chat = await in_texts_thread(fields.to_chat)
 
-    def make(id: str, *given: Any) -> ResponseAnswer:
-        name, parsing = service.config.model_name, given[:2]
-        return ResponseAnswer(service.tokenizer, fields, chat, f"resp_{id}", name, *parsing)
+        def make(id: str, style: Style, thinks: bool, prompts: Any) -> AnyAnswer:
+            given = service.config.model_name, style, thinks
+            if isinstance(fields, MessageFields):
+                return MessageAnswer(service.tokenizer, chat, f"msg_{id}", *given)
+            return ResponseAnswer(service.tokenizer, fields, chat, f"resp_{id}", *given)
 
-    try:
         return await _answer(service, request, chat, make)
+
+
+@contextmanager
+def _in_words_of(fields: ResponseFields | PromptFields) -> Iterator[None]:
+    """Let errors name the route's own fields, in place of a chat's."""
+    try:
+        yield
     except ApiError as error:
-        error.param = CHAT_NAMES.get(error.param, error.param)
+        names = CHAT_NAMES if isinstance(fields, ResponseFields) else MESSAGE_NAMES
+        error.param = names.get(error.param, error.param)
         raise
 
 
@@ -168,7 +201,7 @@ async def _answer(
     service: Service,
     request: Request,
     fields: GenerationFields,
-    make: Callable[..., Answer | ResponseAnswer],
+    make: Callable[..., AnyAnswer],
 ):
     """A whole answer, or a stream. make: (id, style, is_thinking, prompts) -> its form."""
     service.check_model(fields.model)
@@ -284,7 +317,7 @@ def _params(
 async def _events(
     service: Service,
     ticket: Ticket,
-    answer: Answer | ResponseAnswer,
+    answer: AnyAnswer,
     streams: PromptStreams,
 ) -> AsyncIterator[bytes]:
     """The server-sent events of a stream. An error after the first is an event, too."""

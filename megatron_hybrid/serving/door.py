@@ -68,12 +68,12 @@ class Door:
             try:
                 state["key"] = ""
                 if not (path in OPEN_PATHS or path.startswith("/page/")):
-                    state["key"] = self._service.key_of(headers.get("authorization"))
+                    state["key"] = self._service.key_of(_authorization(headers))
                     if self._origins is not None:
                         self._origins.check(headers.get("host"), headers.get("origin"))
                 limited = self._limited(headers.get("content-length", ""), receive)
             except ApiError as error:
-                await refuse(error, named)
+                await refuse(error, named, path)
             else:
                 await self._app(scope, limited, named)
         finally:
@@ -131,9 +131,16 @@ def _route(scope) -> str:
     return getattr(scope.get("route"), "path", "other")
 
 
-async def refuse(error: ApiError, send) -> None:
-    """Answer with an error, by ASGI."""
-    body = json.dumps(error.body).encode()
+def _authorization(headers: Headers) -> str | None:
+    """Anthropic's clients send the key in a header of its own."""
+    given = headers.get("authorization")
+    key = headers.get("x-api-key")
+    return f"Bearer {key}" if given is None and key is not None else given
+
+
+async def refuse(error: ApiError, send, path: str = "") -> None:
+    """Answer with an error, by ASGI. path: of the route."""
+    body = json.dumps(error.body_of(path)).encode()
     headers = {
         "content-type": "application/json",
         "content-length": str(len(body)),

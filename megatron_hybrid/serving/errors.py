@@ -44,6 +44,15 @@ class ApiError(Exception):
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
+    def body_of(self, path: str) -> dict[str, Any]:
+        """`body`, as the clients of a route read it."""
+        if not path.startswith("/v1/messages"):
+            return self.body
+        kinds = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+        kind = kinds.get(self.status, _KINDS.get(self.status, "api_error"))
+        param = {} if self.param is None else {"param": self.param}
+        return {"type": "error", "error": {"type": kind, "message": str(self), **param}}
+
     @property
     def headers(self) -> dict[str, str]:
         """Of the answer."""

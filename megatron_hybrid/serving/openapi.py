@@ -97,6 +97,17 @@ SCHEMAS: Json = {
             "usage": {"type": "object"},
         }
     ),
+    "Message": _object(
+        {
+            **{"id": TEXT, "type": {"const": "message"}, "role": {"const": "assistant"}},
+            "model": TEXT,
+            "content": _list(_object({"type": TEXT})),
+            **{"stop_reason": TEXT, "stop_sequence": TEXT_OR_NULL, "usage": {"type": "object"}},
+        }
+    ),
+    "MessageError": _object(
+        {"type": {"const": "error"}, "error": _object({"type": TEXT, "message": TEXT})}
+    ),
     "Model": _object(
         {
             **{"id": TEXT, "object": {"const": "model"}, "max_model_len": COUNT},
@@ -110,6 +121,8 @@ _ANSWERS: dict[str, Json] = {
     "/v1/completions": _ref("Completion"),
     "/v1/chat/completions": _ref("Chat"),
     "/v1/responses": _ref("Response"),
+    "/v1/messages": _ref("Message"),
+    "/v1/messages/count_tokens": _object({"input_tokens": COUNT}),
     "/abort": _object({"aborted": {"type": "boolean"}}),
     "/tokenize": _object(
         {
@@ -139,7 +152,7 @@ _ANSWERS: dict[str, Json] = {
     "/v1/models/{name}": _ref("Model"),
 }
 """JSON of a route with status 200; the others answer with plain text."""
-_GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+_GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _OF_OPERATOR = ("/cache/explain", "/cache/reset", "/cache/save", "/cache/tree", "/cache/history")
 _MEANINGS = {
     400: "a field is wrong, or not supported: `param` names it",
@@ -204,9 +217,12 @@ def _responses(path: str, method: str) -> Json:
     if path in _GENERATING:
         content |= _EVENTS
         statuses |= {404, 429, 499, 503, 504}
-    if path.startswith("/v1/models/") or path.endswith(("render", "tokenize", "explain")):
+    if path.startswith("/v1/models/") or path.endswith(
+        ("render", "tokenize", "explain", "count_tokens")
+    ):
         statuses |= {404}
-    error = {"application/json": {"schema": _ref("Error")}}
+    kind = "MessageError" if path.startswith("/v1/messages") else "Error"
+    error = {"application/json": {"schema": _ref(kind)}}
     for status in sorted(statuses):
         found[str(status)] = {"description": _MEANINGS[status], "content": error}
     return found

@@ -16,6 +16,7 @@ from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.answers import (
     Json,
+    argument_pieces,
     dump_event,
     num_reasoning_tokens,
     prefix_block,
@@ -397,7 +398,8 @@ class ResponseAnswer:
             item={**item, "arguments": "", "status": "in_progress"},
         )
         kind = "response.function_call_arguments"
-        yield self._event(f"{kind}.delta", **place, delta=call.arguments)
+        for piece in argument_pieces(call):
+            yield self._event(f"{kind}.delta", **place, delta=piece)
         yield self._event(f"{kind}.done", **place, name=call.name, arguments=call.arguments)
         yield self._event("response.output_item.done", output_index=number, item=item)
 

@@ -675,6 +675,40 @@ def test_a_forced_call_that_is_cut_is_no_content(call):
         assert not choice.get("delta")
 
 
+def test_messages_are_chats_in_another_form(call):
+    """The same prompt, the same cache, the same answer; its errors are Anthropic's."""
+    route, system = "/v1/messages", "Tell old tales."
+    asked = [{"role": "user", "content": "Once upon a time there was"}]
+    chat = {"messages": [{"role": "system", "content": system}, *asked], "max_tokens": 6}
+    same = {"temperature": 0}
+    body = {"system": system, "messages": asked, "max_tokens": 6, **same}
+    expected = call.generated(CHAT, **chat, **same)
+    message = call(route, body).json()
+    (block,) = message["content"]
+    assert block["text"] == expected["choices"][0]["message"]["content"]
+    assert message["stop_reason"] == "max_tokens"
+    usage, theirs = message["usage"], expected["usage"]
+    read = usage["cache_read_input_tokens"]
+    assert read == theirs["prompt_tokens"] and usage["input_tokens"] == 0
+    counted = call(f"{route}/count_tokens", {"system": system, "messages": asked})
+    assert counted.json() == {"input_tokens": theirs["prompt_tokens"]}
+    events = call(route, {**body, "stream": True}).text.split("\n\n")
+    kinds = [event.partition("\n")[0].removeprefix("event: ") for event in events if event]
+    assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
+    turn = [*asked, {"role": "assistant", "content": message["content"]}, *asked]
+    assert call(route, {**body, "messages": turn}).json()["usage"]["cache_read_input_tokens"] > read
+    for wrong, named in (
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
+        ({"temperature": -1}, "temperature"),
+        ({"model": "other"}, "model"),
+    ):
+        answer = call(route, {**body, **wrong})
+        error = answer.json()
+        assert (error["type"], error["error"]["param"]) == ("error", named)
+        assert answer.status_code == (404 if named == "model" else 400)
+
+
 @pytest.mark.parametrize("route", [CHAT, COMPLETION, RESPONSE])
 def test_an_answer_keeps_to_a_structural_tag(call, route):
     tag = {"begin": "<a>", "content": {"type": "regex", "pattern": "[0-9]{2}"}, "end": "</a>"}

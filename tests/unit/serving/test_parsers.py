@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from itertools import pairwise
 
 import pytest
 from dialects import NAMES, message_of, template, turn
@@ -300,7 +301,7 @@ def test_the_parts_of_an_answer(text, options, expected):
 def test_a_schema_that_refers_to_itself_costs_little():
     several = {"anyOf": [{"$ref": "#/$defs/a"}] * 2}
     names = [f"a{i}" for i in range(60)]
-    definitions = {a: {"anyOf": [{"$ref": f"#/$defs/{b}"}] * 3} for a, b in zip(names, names[1:])}
+    definitions = {a: {"anyOf": [{"$ref": f"#/$defs/{b}"}] * 3} for a, b in pairwise(names)}
     tool = function("f", x=several, y={"$ref": "#/$defs/a0"}, z={"$ref": "#/$defs/z"})
     given = {"a": several, "z": {"$ref": "#/$defs/z"}, names[-1]: {"type": "null"}}
     tool["function"]["parameters"]["$defs"] = definitions | given

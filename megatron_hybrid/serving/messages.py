@@ -1,0 +1,372 @@
+"""/v1/messages, Anthropic's API: its bodies as chats, and answers to chats as its bodies.
+
+An answer's content is a list of blocks: thinking, text, uses of tools, as they come.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from megatron_hybrid.cache.report import PrefixReport
+from megatron_hybrid.inference.request import GenerationResult, RequestOutput
+from megatron_hybrid.serving.answers import (
+    Json,
+    argument_pieces,
+    dump_event,
+    num_reasoning_tokens,
+    prefix_block,
+)
+from megatron_hybrid.serving.errors import ApiError, refusal_of_field
+from megatron_hybrid.serving.fields import ChatFields, Fields, refuse_unsupported
+from megatron_hybrid.serving.parsers import Part, Reasoning, Style, ToolCall
+from megatron_hybrid.text.tokenizer import Tokenizer
+
+UNSUPPORTED = {
+    "container": (),
+    "context_management": ({}, {"edits": []}),
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+}
+"""Fields without an effect here -> values that ask for nothing, beside null."""
+CHAT_NAMES = {
+    "chat_template_kwargs": "thinking",
+    "guide": "output_config",
+    "max_completion_tokens": "max_tokens",
+    "reasoning_effort": "output_config",
+    "response_format": "output_config",
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking",
+}
+"""Fields of the chat that a message is made as -> the caller's."""
+_SIGNATURE = "mh1"
+"""Of thinking: its text is no secret, and is taken as it comes."""
+
+
+class MessageTool(Fields):
+    """A function, as this route has it."""
+
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class PromptFields(Fields):
+    """What a prompt is made of: the body of /v1/messages/count_tokens."""
+
+    model: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+
+    def to_chat(self, **more: Any) -> ChatFields:
+        """The same as a chat.
+
+        Raises:
+            ApiError: a block or a choice that no chat has.
+        """
+        refuse_unsupported(self.model_extra or {}, UNSUPPORTED)
+        config, thinking = self.output_config or {}, self.thinking or {}
+        choice = self.tool_choice or {}
+        given = {
+            "model": self.model,
+            "messages": [*self._messages()],
+            "tools": [_function(tool) for tool in self.tools or ()] or None,
+            "tool_choice": _choice(choice),
+            "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False),
+            "reasoning_effort": config.get("effort"),
+            "response_format": _format(config.get("format")),
+        }
+        if (kind := thinking.get("type")) is not None:
+            thinks = kind != "disabled"
+            names = ("enable_thinking", "thinking")
+            given["chat_template_kwargs"] = dict.fromkeys(names, thinks)
+            given["thinking_token_budget"] = thinking.get("budget_tokens") if thinks else None
+        try:
+            return MessageChat(**given, **more)
+        except ValidationError as error:
+            refusal = refusal_of_field(error.errors())
+            refusal.param = CHAT_NAMES.get(refusal.param, refusal.param)
+            raise refusal from error
+
+    def _messages(self) -> Iterator[Json]:
+        if system := _texts(self.system or "", "system"):
+            yield {"role": "system", "content": system}
+        for index, message in enumerate(self.messages):
+            role, content = message.get("role"), message.get("content")
+            place = f"messages[{index}]"
+            if role not in ("user", "assistant", "system"):
+                raise ApiError(400, f"{place}.role is {role!r}: use user or assistant", "messages")
+            if role == "assistant" and not isinstance(content, str):
+                yield _said(_blocks(content, place), place)
+            elif role == "user" and not isinstance(content, str):
+                yield from _asked(_blocks(content, place), place)
+            else:
+                yield {"role": role, "content": _texts(content, place)}
+
+
+class MessageFields(PromptFields):
+    """Body of /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool = False
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    priority: int = 0
+
+    def to_chat(self, **more: Any) -> ChatFields:
+        """As of all."""
+        same = ("temperature", "top_p", "top_k", "stream", "cache_salt", "priority")
+        given = {name: getattr(self, name) for name in same}
+        stops = self.stop_sequences or None
+        return super().to_chat(max_completion_tokens=self.max_tokens, stop=stops, **given, **more)
+
+
+class MessageChat(ChatFields):
+    """The chat that a message is made as."""
+
+    @property
+    def caller_names(self) -> dict[str, str]:
+        """As of all."""
+        names = super().caller_names | {"num_tokens_to_generate": "max_tokens"}
+        names |= {"stop_words": "stop_sequences", "thinking_budget": "thinking"}
+        return {name: CHAT_NAMES.get(given, given) for name, given in names.items()}
+
+
+def _function(tool: MessageTool) -> Json:
+    given = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        given["description"] = tool.description
+    return {"type": "function", "function": given}
+
+
+def _choice(choice: Json) -> str | Json | None:
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    kinds = {None: None, "auto": "auto", "any": "required", "none": "none"}
+    if kind not in kinds:
+        raise ApiError(
+            400, f"tool_choice.type is {kind!r}: use auto, any, tool or none", "tool_choice"
+        )
+    return kinds[kind]
+
+
+def _format(form: Any) -> Json | None:
+    if form is None:
+        return None
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        text = f"output_config.format is {form!r:.80}; its type is json_schema"
+        raise ApiError(400, text, "output_config")
+    return {"type": "json_schema", "json_schema": {"schema": form.get("schema", True)}}
+
+
+def _blocks(content: Any, place: str) -> list[Json]:
+    if isinstance(content, list) and all(isinstance(block, dict) for block in content):
+        return content
+    raise ApiError(400, f"{place}.content is no text, and no list of blocks", "messages")
+
+
+def _texts(content: Any, place: str) -> str:
+    """A text, or the texts of blocks."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(_text(block, place) for block in _blocks(content, place))
+
+
+def _text(block: Json, place: str) -> str:
+    if block.get("type") != "text" or not isinstance(block.get("text"), str):
+        raise ApiError(
+            400,
+            f"{place} has a block of the type {block.get('type')!r}, which is not supported here: "
+            "this server takes texts, thinking and uses of tools",
+            "system" if place == "system" else "messages",
+        )
+    return block["text"]
+
+
+def _said(blocks: Sequence[Json], place: str) -> Json:
+    """What the model said in one turn."""
+    message: Json = {"role": "assistant", "content": ""}
+    for block in blocks:
+        if block.get("type") == "thinking":
+            message["reasoning"] = message.get("reasoning", "") + str(block.get("thinking", ""))
+        elif block.get("type") == "tool_use":
+            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+            call = {"id": block.get("id"), "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+        else:
+            message["content"] += _text(block, place)
+    return message
+
+
+def _asked(blocks: Sequence[Json], place: str) -> Iterator[Json]:
+    """Results of tools, and what the user says."""
+    texts = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            said = _texts(block.get("content") or "", place)
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said}
+        else:
+            texts.append(_text(block, place))
+    if texts:
+        yield {"role": "user", "content": "\n".join(texts)}
+
+
+class MessageAnswer:
+    """The answer to one request of this route, whole or as events. See `Answer`.
+
+    Args:
+        tokenizer: counts tokens of reasoning.
+        chat: the request as a chat.
+        id: of the request.
+        model: the served name.
+        style: how the model answers.
+        is_thinking: see `AnswerParser`.
+    """
+
+    end_mark = b""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat: ChatFields,
+        id: str,
+        model: str,
+        style: Style,
+        is_thinking: bool,
+    ):
+        self._tokenizer, self._id, self._model = tokenizer, id, model
+        self._parser = style.parser(is_thinking=is_thinking, **chat.parsed_by)
+        self._blocks: list[Json] = []
+        self._open: type[Part] | None = None  # the kind of the last block, while it grows
+        self._has_begun = False
+        self._stop: Json = {"stop_reason": None, "stop_sequence": None}
+
+    def whole(self, results: Sequence[GenerationResult]) -> Json:
+        """The body. results: one."""
+        (result,) = results
+        for _ in self._grow(result.generated_text or "", result):
+            pass
+        return self._body(result.prefix, len(result.generated_tokens))
+
+    def growing(self, number: int) -> list[MessageAnswer]:
+        """What takes the outputs of a stream: see `Answer.growing`."""
+        return [self]
+
+    def begin(self) -> list[Json]:
+        """The events before the first output: none, since the first one counts the prompt."""
+        return []
+
+    def add(self, output: RequestOutput) -> bytes:
+        """The events of what a step added."""
+        events = [*self._grow(output.text, output.result)]
+        if not self._has_begun:
+            self._has_begun = True
+            message = {**self._body(output.report, 0), "content": []}
+            message |= {"stop_reason": None, "stop_sequence": None}
+            events.insert(0, {"type": "message_start", "message": message})
+        return b"".join(map(self.encode, events))
+
+    def last(self, prefixes: Sequence[PrefixReport], num_generated: int) -> list[Json]:
+        """The events at the end."""
+        usage = self._usage(prefixes[0], num_generated)
+        end = {"type": "message_delta", "delta": self._stop, "usage": usage}
+        return [end, {"type": "message_stop"}]
+
+    def error(self, error: ApiError) -> Json:
+        """The event of a failure."""
+        return error.body_of("/v1/messages")
+
+    def encode(self, event: Json) -> bytes:
+        """A server-sent event."""
+        return f"event: {event['type']}\ndata: {dump_event(event)}\n\n".encode()
+
+    def _grow(self, text: str, result: GenerationResult | None) -> Iterator[Json]:
+        parts = self._parser.add(text) + (self._parser.end() if result is not None else [])
+        for part in parts:
+            yield from self._add(part)
+        if result is not None:
+            yield from self._close()
+            reason = self._parser.finish_reason(result.finish_reason)
+            names = {"tool_calls": "tool_use", "length": "max_tokens"}
+            self._stop["stop_reason"] = names.get(reason, "end_turn")
+            if reason == "stop" and isinstance(result.stop_reason, str):
+                self._stop = {"stop_reason": "stop_sequence", "stop_sequence": result.stop_reason}
+
+    def _add(self, part: Part) -> Iterator[Json]:
+        if self._open is not type(part) or isinstance(part, ToolCall):
+            yield from self._close()
+            self._open = type(part)
+            yield self._event("start", content_block=self._block(part))
+        block = self._blocks[-1]
+        if isinstance(part, ToolCall):
+            block["input"] = json.loads(part.arguments)
+            for piece in argument_pieces(part):
+                yield self._delta("input_json_delta", partial_json=piece)
+            yield from self._close()
+            return
+        name = "thinking" if isinstance(part, Reasoning) else "text"
+        block[name] += part.text
+        yield self._delta(f"{name}_delta", **{name: part.text})
+
+    def _block(self, part: Part) -> Json:
+        """A new one, without what the part says."""
+        block: Json = {"type": "text", "text": ""}
+        if isinstance(part, Reasoning):
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        elif isinstance(part, ToolCall):
+            id = part.id.replace("call_", "toolu_", 1)
+            block = {"type": "tool_use", "id": id, "name": part.name, "input": {}}
+        self._blocks.append(block)
+        return dict(block)
+
+    def _close(self) -> Iterator[Json]:
+        if self._open is None:
+            return
+        if self._open is Reasoning:
+            self._blocks[-1]["signature"] = _SIGNATURE
+            yield self._delta("signature_delta", signature=_SIGNATURE)
+        self._open = None
+        yield self._event("stop")
+
+    def _delta(self, kind: str, **said: str) -> Json:
+        return self._event("delta", delta={"type": kind, **said})
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        return {"type": f"content_block_{kind}", "index": len(self._blocks) - 1, **fields}
+
+    def _body(self, report: PrefixReport, num_generated: int) -> Json:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": list(self._blocks),
+            **self._stop,
+            "usage": self._usage(report, num_generated),
+        }
+
+    def _usage(self, report: PrefixReport, num_generated: int) -> Json:
+        thoughts = [
+            Reasoning(block["thinking"]) for block in self._blocks if block["type"] == "thinking"
+        ]
+        num_thinking = num_reasoning_tokens(self._tokenizer, thoughts)
+        return {
+            "input_tokens": report.prompt_tokens - report.skipped_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": report.skipped_tokens,
+            "output_tokens": num_generated,
+            "output_tokens_details": {"thinking_tokens": num_thinking},
+            "prefix": prefix_block(report),
+        }
