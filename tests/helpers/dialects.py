@@ -44,7 +44,7 @@ def message_of(name: str, calls, content: str = "", **more) -> dict:
     written = [
         {
             "type": "function",
-            "id": f"call{index:05}",
+            "id": f"functions.{called}:{index}" if name == "kimi_k2" else f"call{index:05}",
             "function": {
                 "name": called,
                 "arguments": json.dumps(given, ensure_ascii=False) if name in WITH_TEXT else given,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_hybrid.serving.parsers.dialect import Call, Dialect
-from megatron_hybrid.serving.parsers.parts import Content, Part, Reasoning, ToolCall
+from megatron_hybrid.serving.parsers.parts import Content, Part, Reasoning, ToolCall, new_id
 from megatron_hybrid.serving.parsers.thoughts import Thoughts
 
 
@@ -150,10 +150,11 @@ class AnswerParser:
         return [] if self._must_call else [Content(text)]
 
     def _called(self, calls: Sequence[Call]) -> Iterator[ToolCall]:
-        for name, arguments in calls:
+        for name, arguments, id in calls:
             if self.num_calls == self._max_calls:
                 return
-            yield ToolCall(self.num_calls, name, arguments)
+            given = {"id": id or new_id(self._dialect.num_id_chars)}
+            yield ToolCall(self.num_calls, name, arguments, **given)
             self.num_calls += 1
 
 

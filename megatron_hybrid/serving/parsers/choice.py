@@ -32,12 +32,15 @@ TOOL_PARSERS: dict[str, Dialect] = {
     "functiongemma": FUNCTIONGEMMA,
     "gemma4": GEMMA4,
     "glm45": GLM45,
+    "glm47": GLM45,
     "granite": GRANITE,
+    "granite4": HERMES,
     "hermes": HERMES,
     "jamba": JAMBA,
     "kimi_k2": KIMI_K2,
     "lfm2": LFM2,
     "llama3_json": LLAMA3_JSON,
+    "llama4_json": LLAMA3_JSON,
     "llama4_pythonic": LLAMA4_PYTHONIC,
     "minimax_m2": MINIMAX_M2,
     "mistral": MISTRAL,
@@ -47,6 +50,7 @@ TOOL_PARSERS: dict[str, Dialect] = {
     "openai": OPENAI,
     "pythonic": PYTHONIC,
     "qwen3_coder": QWEN3_CODER,
+    "qwen3_xml": QWEN3_CODER,
 }
 """By the names of `--tool-call-parser`."""
 REASONING_PARSERS: dict[str, Thoughts | None] = {

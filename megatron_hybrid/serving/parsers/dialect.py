@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_hybrid.serving.parsers import json_text
 from megatron_hybrid.serving.parsers.schemas import Schema
@@ -13,8 +13,18 @@ from megatron_hybrid.serving.parsers.schemas import Schema
 Json = dict[str, Any]
 Tools = Mapping[str, Json]
 """Functions that may be called, as in OpenAI's requests, by name."""
-Call = tuple[str, str]
-"""Name and arguments, the JSON of an object."""
+
+
+class Call(NamedTuple):
+    """Of a function."""
+
+    name: str
+    arguments: str
+    """The JSON of an object."""
+    id: str = ""
+    """That the model gave it; "": none."""
+
+
 Read = tuple[int, list[Call]]
 """Where a text of calls ends, and the calls; none: what is there is no call."""
 
@@ -37,6 +47,8 @@ class Dialect:
     """Character between such calls."""
     inner: tuple[str, ...] = ()
     """Further marks, which may be special tokens."""
+    num_id_chars: int = 0
+    """That its templates want in the id of a call; 0: any number."""
     content_begin: str = ""
     """Mark before what is said to the user."""
 
@@ -91,7 +103,7 @@ def json_calls(text: str, tools: Tools) -> list[Call]:
         return []
 
 
-def checked(name: str, arguments: str, tools: Tools) -> Call:
+def checked(name: str, arguments: str, tools: Tools, id: str = "") -> Call:
     """A call whose arguments are JSON.
 
     Raises:
@@ -99,7 +111,7 @@ def checked(name: str, arguments: str, tools: Tools) -> Call:
     """
     if name not in tools:
         raise ValueError(f"there is no function {name}")
-    return name, json_text.object_text(arguments)
+    return Call(name, json_text.object_text(arguments), id)
 
 
 def _json_call(text: str, tools: Tools) -> Call:
@@ -160,7 +172,7 @@ class HeadedJson(Dialect):
     """The arguments as JSON, behind a header with the name."""
 
     head: Any = None
-    """Pattern of a header, with the group `name`."""
+    """Pattern of a header, with the group `name`, and `id` if it is one."""
     tail: Any = None
     """Pattern of what ends a call."""
     write: Callable[[str], tuple[str, str]] | None = None
@@ -179,7 +191,8 @@ class HeadedJson(Dialect):
                 stop = json_text.value_end(text, head.end())
                 if stop is None:
                     return None
-                calls.append(checked(head["name"], text[head.end() : stop], tools))
+                id = head.groupdict().get("id", "")
+                calls.append(checked(head["name"], text[head.end() : stop], tools, id))
                 if (tail := self.tail.match(text, stop)) is None:
                     return []
                 at = tail.end()

@@ -18,7 +18,7 @@ KIMI_K2 = HeadedJson(
     "<|tool_calls_section_end|>",
     inner=(_CALL, _ARGUMENTS, _END),
     head=re.compile(
-        rf"\s*{re.escape(_CALL)}(?P<id>\s*functions\.(?P<name>[^\s<]+):\d+)\s*"
+        rf"\s*{re.escape(_CALL)}\s*(?P<id>functions\.(?P<name>[^\s<]+):\d+)\s*"
         rf"{re.escape(_ARGUMENTS)}\s*"
     ),
     tail=re.compile(rf"\s*{re.escape(_END)}\s*"),

@@ -54,5 +54,5 @@ class Mistral(TaggedJson):
 
 
 _INNER = ("[ARGS]", "[CALL_ID]")
-MISTRAL = Mistral("[TOOL_CALLS]", inner=_INNER, is_list=True, gap=" ")
-MISTRAL_NAMES = Mistral("[TOOL_CALLS]", inner=_INNER, writes_names=True)
+MISTRAL = Mistral("[TOOL_CALLS]", inner=_INNER, num_id_chars=9, is_list=True, gap=" ")
+MISTRAL_NAMES = Mistral("[TOOL_CALLS]", inner=_INNER, num_id_chars=9, writes_names=True)

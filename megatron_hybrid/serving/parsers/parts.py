@@ -29,12 +29,18 @@ class ToolCall:
     name: str
     arguments: str
     """JSON, of an object, as the model wrote it if it wrote JSON."""
-    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}", compare=False)
+    id: str = field(default_factory=lambda: new_id(), compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """As in OpenAI's messages."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
+
+
+def new_id(num_chars: int = 0) -> str:
+    """An id for a call. num_chars: of it; 0: as OpenAI's are."""
+    name = uuid.uuid4().hex
+    return name[:num_chars] if num_chars else f"call_{name[:24]}"
 
 
 Part = Reasoning | Content | ToolCall

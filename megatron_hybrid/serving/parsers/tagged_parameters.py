@@ -60,7 +60,7 @@ class TaggedParameters(Dialect):
                 return None
             arguments, at = found
             members = (f"{json.dumps(name, ensure_ascii=False)}: {v}" for name, v in arguments)
-            calls.append((head["name"], "{" + ", ".join(members) + "}"))
+            calls.append(Call(head["name"], "{" + ", ".join(members) + "}"))
             at = _SPACE.match(text, at).end()
             if at == len(text):
                 return calls

@@ -18,8 +18,14 @@ class Thoughts:
 TAGS = Thoughts("<think>", "</think>")
 STYLES = {
     "deepseek_r1": Thoughts("<think>", "</think>", always=True),
+    "deepseek_v3": TAGS,
     "gemma4": Thoughts("<|channel>thought\n", "<channel|>"),
+    "glm45": TAGS,
+    "kimi_k2": TAGS,
+    "minimax_m2": TAGS,
     "mistral": Thoughts("[THINK]", "[/THINK]"),
+    "nemotron_v3": TAGS,
+    "olmo3": TAGS,
     "qwen3": TAGS,
     "seed_oss": Thoughts("<seed:think>", "</seed:think>"),
 }

@@ -6,7 +6,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from dialects import NAMES, message_of, template, turn
+from dialects import NAMES, WITH_TEXT, message_of, template, turn
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from model_answers import CALL, TOOLS, function
@@ -316,6 +316,21 @@ def test_a_reading_parser_holds_nothing_back_without_reason():
     assert parser.add(" upon <") == [Content(" upon")]
     assert parser.add("b") == [Content(" <b")]
     assert [type(part) for part in parser.add(f"{CALL}")] == [ToolCall]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_go_back_into_the_template_by_their_ids(name):
+    given = [TIME] if name == "openai" else [WEATHER, TIME]
+    parser = style_of("", name).parser(TOOLS)
+    text = turn(name, message_of(name, given))
+    found = [part.to_json() for part in parser.add(text) + parser.end()]
+    if name not in WITH_TEXT:
+        for call in found:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    again = turn(name, {"role": "assistant", "content": "", "tool_calls": found})
+    if name == "mistral":  # whose model writes no ids
+        text, again = (re.sub('"id": "[^"]*"', '"id"', each) for each in (text, again))
+    assert again == text
 
 
 def test_arguments_are_the_model_s_own_json():
