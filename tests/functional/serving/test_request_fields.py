@@ -8,6 +8,7 @@ from dataclasses import replace
 import httpx
 import jsonschema
 import pytest
+from dialects import template
 from http_server import demo_service
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
@@ -707,6 +708,50 @@ def test_messages_are_chats_in_another_form(call):
         error = answer.json()
         assert (error["type"], error["error"]["param"]) == ("error", named)
         assert answer.status_code == (404 if named == "model" else 400)
+
+
+def test_an_agent_s_turns_skip_the_same_by_messages_and_by_chat(call):
+    """A recorded conversation: a thought and a call, its result, an answer, a question."""
+    before = call.service.tokenizer.chat_template
+    call.service.tokenizer.set_chat_template(template("hermes"))
+    parameters = {"type": "object", "properties": {"path": {"type": "string"}}}
+    chat = [{"role": "system", "content": "You read files."}, {"role": "user", "content": "Read a"}]
+    blocks = [{"role": "user", "content": [{"type": "text", "text": "Read a"}]}]
+    use = {"name": "read", "arguments": '{"path": "a"}'}
+    chat_turns = [
+        [
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoning": "hm",
+                "tool_calls": [{"id": "c1", "type": "function", "function": use}],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "one\ntwo"},
+        ],
+        [{"role": "assistant", "content": "Two lines."}, {"role": "user", "content": "And b?"}],
+    ]
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "one\ntwo"}
+    thinking = {"type": "thinking", "thinking": "hm", "signature": ""}
+    used = {"type": "tool_use", "id": "c1", "name": "read", "input": {"path": "a"}}
+    block_turns = [
+        [{"role": "assistant", "content": [thinking, used]}, {"role": "user", "content": [result]}],
+        [{"role": "assistant", "content": "Two lines."}, {"role": "user", "content": "And b?"}],
+    ]
+    tool = {"type": "function", "function": {"name": "read", "parameters": parameters}}
+    custom = {"name": "read", "input_schema": parameters}
+    skipped = []
+    for turn in range(3):
+        of_chat = {"messages": chat, "tools": [tool], "max_tokens": 3, "cache_salt": "chat"}
+        usage = call.generated(CHAT, **of_chat)["usage"]
+        body = {"system": "You read files.", "messages": blocks, "tools": [custom]}
+        found = call("/v1/messages", {**body, "max_tokens": 3, "cache_salt": "messages"}).json()
+        skipped.append(usage["prompt_tokens_details"]["cached_tokens"])
+        assert found["usage"]["cache_read_input_tokens"] == skipped[-1]
+        assert found["usage"]["input_tokens"] + skipped[-1] == usage["prompt_tokens"]
+        if turn < 2:
+            chat, blocks = chat + chat_turns[turn], blocks + block_turns[turn]
+    call.service.tokenizer.set_chat_template(before)
+    assert skipped[0] == 0 and skipped[1] > 0 and skipped[2] > 0
 
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETION, RESPONSE])
