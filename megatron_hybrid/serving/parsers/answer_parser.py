@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_hybrid.serving.parsers.dialect import Call, Dialect
+from megatron_hybrid.serving.parsers.json_text import Brackets
 from megatron_hybrid.serving.parsers.parts import Content, Part, Reasoning, ToolCall, new_id
 from megatron_hybrid.serving.parsers.thoughts import Thoughts
 
@@ -40,6 +41,7 @@ class AnswerParser:
         self._max_calls, self._must_call = max_calls, must_call
         self._held = ""  # begins a part, and is not given yet
         self._looked = 0  # so much of it holds no whole call
+        self._brackets = Brackets()  # in it
         self._space = ""  # before what may be a call
         self._in_thought = is_thinking
         self._skips_space = is_thinking
@@ -122,12 +124,17 @@ class AnswerParser:
 
     def _read(self, is_last: bool) -> tuple[int, list[Call]] | None:
         """The calls at the start of what is held."""
-        before = max(0, self._looked - max(map(len, self._dialect.stops)) + 1)
-        news = self._held[before:]
-        self._looked = len(self._held)
-        if not is_last and not any(stop in news for stop in self._dialect.stops):
+        end = self._dialect.end
+        if self._looked == 0:
+            self._brackets = Brackets(self._dialect.quotes)
+        if end:
+            may_end = self._held.find(end, max(0, self._looked - len(end) + 1)) >= 0
+        else:
+            may_end = self._brackets.closes(self._held)
+        looked, self._looked = self._looked, len(self._held)
+        if not is_last and not may_end:
             return None
-        return self._dialect.read(self._held, self._tools, is_last)
+        return self._dialect.read(self._held, self._tools, is_last, looked)
 
     def _said(self, text: str, before: bool = False) -> list[Part]:
         """More of what is being said. before: a mark follows, so space at the end may be left

@@ -58,23 +58,33 @@ class Dialect:
         return "" if self.bare and not self.end else self.begin
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        """Texts that end calls: nothing is read before one of them has come."""
-        return (self.end,) if self.end else ("}", "]")
+    def closers(self) -> tuple[str, ...]:
+        """Texts that calls end with, before the end mark."""
+        return ("}", "]")
 
-    def read(self, text: str, tools: Tools, is_last: bool) -> Read | None:
+    @property
+    def quotes(self) -> str:
+        """Characters around texts in calls."""
+        return '"'
+
+    def read(self, text: str, tools: Tools, is_last: bool, looked: int = 0) -> Read | None:
         """The calls that a text begins with; None: more of it has to come.
 
         Args:
             text: from the mark that begins them, or from the character `bare`.
             is_last: nothing follows.
+            looked: so much of it was told of before, by None.
         """
         start = len(self.begin) if self.begin and text.startswith(self.begin) else 0
-        at = start
+        at = max(start, looked - len(self.end) + 1)
+        first = text.find(self.end, start)
         while (stop := text.find(self.end, at)) >= 0:
-            calls = self.inside(text[start:stop], tools)
-            if calls is not None:
-                return stop + len(self.end), calls
+            # Most of many marks are parts of a text: that is seen by what is before them.
+            before = text[max(start, stop - 64) : stop].rstrip()
+            if stop == first or before.endswith(self.closers):
+                calls = self.inside(text[start:stop], tools)
+                if calls is not None:
+                    return stop + len(self.end), calls
             at = stop + 1
         # The end mark may have been a stop.
         return (len(text), self.inside(text[start:], tools) or []) if is_last else None
@@ -137,9 +147,9 @@ class TaggedJson(Dialect):
     gap: str = ""
     """Around the JSON, in forms."""
 
-    def read(self, text: str, tools: Tools, is_last: bool) -> Read | None:
+    def read(self, text: str, tools: Tools, is_last: bool, looked: int = 0) -> Read | None:
         if self.end:
-            return super().read(text, tools, is_last)
+            return super().read(text, tools, is_last, looked)
         start = len(self.begin) if self.begin and text.startswith(self.begin) else 0
         first = text[start:].lstrip()[:1]
         if first not in ("{", "["):
@@ -181,6 +191,10 @@ class HeadedJson(Dialect):
     """Before the arguments in forms, behind a number; "": there is none."""
     gap: str = ""
     """Between calls, in forms."""
+
+    @property
+    def closers(self) -> tuple[str, ...]:
+        return (self.write("")[1].strip(),)
 
     def inside(self, text: str, tools: Tools) -> list[Call] | None:
         calls, at = [], 0

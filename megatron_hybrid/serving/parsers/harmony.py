@@ -112,9 +112,10 @@ class HarmonyParser(AnswerParser):
 
     def _call(self, is_last: bool) -> Iterator[Part]:
         """Read a call; whether it is over."""
-        at, found = self._end_from(0)
-        while found and json_text.ends_in_string(self._held[:at]):
+        at, found = self._end_from(max(0, self._looked - max(map(len, _ENDS))))
+        while found and self._is_in_text(at):
             at, found = self._end_from(at + 1)
+        self._looked = 0 if found else len(self._held)
         if not found and not is_last:
             return False
         body, self._held = self._held[:at], self._held[at + len(found) :]
@@ -126,6 +127,13 @@ class HarmonyParser(AnswerParser):
             yield from self._said(self._header + _MESSAGE + body)
         self._close(found)
         return True
+
+    def _is_in_text(self, at: int) -> bool:
+        """Whether an end is a part of a text in the JSON before it: see `Dialect.read`."""
+        before = self._held[max(0, at - 64) : at].rstrip()
+        if at != self._end_from(0)[0] and not before.endswith("}"):
+            return True
+        return json_text.ends_in_string(self._held[:at])
 
     def _end_from(self, place: int) -> tuple[int, str]:
         """The first end in what is held from a place on; its end if there is none."""

@@ -97,6 +97,38 @@ def elements(text: str) -> list[str]:
     return found
 
 
+class Brackets:
+    """Follows brackets through a growing text, each character once. Those in quotes do not count.
+
+    Args:
+        quotes: characters around texts.
+    """
+
+    def __init__(self, quotes: str = '"'):
+        self._inside = {q: re.compile(rf"[^{q}\\]*(?:\\.[^{q}\\]*)*", re.DOTALL) for q in quotes}
+        self._next = re.compile(rf"[{{}}\[\]{quotes}]")
+        self._at = self._depth = 0
+        self._quote = ""
+
+    def closes(self, text: str) -> bool:
+        """Whether the outermost bracket closes in what is new in the text since the last call."""
+        has_closed = False
+        while self._at < len(text):
+            if self._quote:
+                self._at = self._inside[self._quote].match(text, self._at).end()
+                if not text.startswith(self._quote, self._at):
+                    break
+                self._at, self._quote = self._at + 1, ""
+            found = self._next.search(text, self._at)
+            self._at = len(text) if found is None else found.end()
+            if found is not None and found[0] in self._inside:
+                self._quote = found[0]
+            elif found is not None:
+                self._depth = max(0, self._depth + (1 if found[0] in "{[" else -1))
+                has_closed |= self._depth == 0
+        return has_closed
+
+
 def value_end(text: str, at: int = 0) -> int | None:
     """Where the object or list that begins at a position ends, by its brackets; None: behind the
     text."""

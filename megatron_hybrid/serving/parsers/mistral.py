@@ -28,13 +28,13 @@ class Mistral(TaggedJson):
     writes_names: bool = False
     """Forms have the newer one."""
 
-    def read(self, text: str, tools: Tools, is_last: bool) -> Read | None:
+    def read(self, text: str, tools: Tools, is_last: bool, looked: int = 0) -> Read | None:
         head = _HEAD.match(text, len(self.begin))
         if head is None:
             inside = text[len(self.begin) :].lstrip()
             if inside and inside[0] not in "[{":  # a name, whose arguments follow
                 return (len(self.begin), []) if is_last or "{" in inside else None
-            return super().read(text, tools, is_last)
+            return super().read(text, tools, is_last, looked)
         if (stop := json_text.value_end(text, head.end())) is None:
             return (len(text), []) if is_last else None
         try:

@@ -34,13 +34,17 @@ class Pythonic(Dialect):
     """In forms."""
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.end,) if self.end else ("]",)
+    def closers(self) -> tuple[str, ...]:
+        return (")", "]")
 
-    def read(self, text: str, tools: Tools, is_last: bool) -> Read | None:
+    @property
+    def quotes(self) -> str:
+        return "'\""
+
+    def read(self, text: str, tools: Tools, is_last: bool, looked: int = 0) -> Read | None:
         start = len(self.begin) if self.begin and text.startswith(self.begin) else 0
         if start and self.end:
-            return super().read(text, tools, is_last)
+            return super().read(text, tools, is_last, looked)
         begins = _BEGINS.match(text, start)
         if begins is None or not begins["list"] or begins["name"] not in tools:
             return (start or 1, [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,15 +48,24 @@ class TaggedParameters(Dialect):
     parts: Any = None
     """Pattern of what begins (+) a parameter or ends (-) it, also when damaged: see `_is_whole`."""
 
+    @property
+    def closers(self) -> tuple[str, ...]:
+        return (self.function[1].strip() or self.parameter[1],)
+
     def inside(self, text: str, tools: Tools) -> list[Call] | None:
-        if (head := self.head.match(text)) is None or head["name"] not in tools:
+        head = self.head.match(text)
+        if head is None or head["name"] not in tools:
             return []
+        # What is no parameter of the function is rather a part of a text, if both would do.
+        return self._calls(text, head, tools, True) or self._calls(text, head, tools, False)
+
+    def _calls(self, text: str, head: re.Match, tools: Tools, declared: bool) -> list[Call] | None:
+        """declared: parameters are those of the schema, if it has any."""
         calls: list[Call] = []
-        while head is not None:
-            if head["name"] not in tools:
-                return None
-            found = self._parameters(text, head.end(), Schema(tools[head["name"]]))
-            if found is None:
+        while head is not None and head["name"] in tools:
+            schema = Schema(tools[head["name"]])
+            names = schema.properties if declared and schema.properties else None
+            if (found := self._parameters(text, head.end(), schema, names)) is None:
                 return None
             arguments, at = found
             members = (f"{json.dumps(name, ensure_ascii=False)}: {v}" for name, v in arguments)
@@ -68,14 +77,14 @@ class TaggedParameters(Dialect):
         return None
 
     def _parameters(
-        self, text: str, at: int, schema: Schema
+        self, text: str, at: int, schema: Schema, names: Container[str] | None
     ) -> tuple[list[tuple[str, str]], int] | None:
-        """Names and values in JSON of a call, and where it ends."""
+        """Names and values (JSON) of a call, and its end. names: of parameters; None: any."""
         found: dict[str, str] = {}
         while (opened := self.opened.match(text, at)) is not None:
             name, close = opened["name"], self.parameter[1]
             stop = text.find(close, opened.end())
-            while stop >= 0 and not self._follows(text, stop + len(close), {*found, name}, schema):
+            while stop >= 0 and not self._follows(text, stop + len(close), {*found, name}, names):
                 stop = text.find(close, stop + 1)
             value = self._unwrapped(text[opened.end() : stop])
             if stop < 0 or name in found or not self._is_whole(value, schema.types(name)):
@@ -89,11 +98,11 @@ class TaggedParameters(Dialect):
         closed = self.closed.match(text, at)
         return None if closed is None else ([*found.items()], closed.end())
 
-    def _follows(self, text: str, at: int, known: set[str], schema: Schema) -> bool:
+    def _follows(self, text: str, at: int, known: set[str], names: Container[str] | None) -> bool:
         """Whether a call's end or another parameter follows."""
         if (opened := self.opened.match(text, at)) is not None:
             name = opened["name"]
-            return name not in known and (not schema.properties or name in schema.properties)
+            return name not in known and (names is None or name in names)
         if (closed := self.closed.match(text, at)) is None:
             return False
         at = _SPACE.match(text, closed.end()).end()

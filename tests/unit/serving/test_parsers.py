@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 from itertools import pairwise
 
 import pytest
@@ -310,6 +311,19 @@ def test_a_schema_that_refers_to_itself_costs_little():
     assert parts("qwen3_coder", [text], [tool])[2] == [("f", dict.fromkeys("xyz"))]
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "llama3_json", "gemma4", "openai"])
+def test_a_long_call_is_looked_at_once(name):
+    """A file full of marks, token by token: the time grows with its length."""
+    written = "</tool_call> } ] <|call|> </parameter>x <tool_call|> 'a' \\" * 700
+    text = turn(name, message_of(name, [("edit", {"path": written})]))
+    began, style = time.process_time(), style_of("", name, "openai_gptoss")
+    parser = style.parser([FUZZED])
+    pieces = (text[start : start + 4] for start in range(0, len(text), 4))
+    (call,) = [part for piece in pieces for part in parser.add(piece)] + parser.end()
+    assert json.loads(call.arguments) == {"path": written}
+    assert time.process_time() - began < 5  # 0.2 s alone
+
+
 def test_a_reading_parser_holds_nothing_back_without_reason():
     parser = style_of("<think>", "hermes").parser(TOOLS)
     assert parser.add("Once") == [Content("Once")]
@@ -452,3 +466,32 @@ def test_damage_gives_content_or_the_call(name, data):
 def test_any_text_is_parsed_alike_in_one_and_in_letters(name, texts, data):
     text, thinks = "".join(texts), data.draw(st.booleans())
     assert parts(name, [text], is_thinking=thinks) == parts(name, text, is_thinking=thinks)
+
+
+WORDS = ("type", "properties", "required", "enum", "const", "anyOf", "allOf", "$ref", "#", "string")
+SCHEMAS = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(0, 9), st.sampled_from([*WORDS, "#/properties/a"])
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.sampled_from([*WORDS, "a", "0"]), inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(SCHEMAS, SCHEMAS)
+def test_no_schema_breaks_an_answer(parameters, inner):
+    """Those of requests are not checked, unless a call is forced."""
+    for whole in (parameters, {"type": "object", "properties": {"a": inner, "b": parameters}}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": whole}}
+        text = xml(a="1", b="None").replace("function=edit", "function=f")
+        ((_, found),) = parts("qwen3_coder", [text], [tool])[2]
+        assert found.keys() == {"a", "b"}
+        try:
+            style_of("", "qwen3_coder").dialect.form([tool["function"]], True)
+            style_of("", "pythonic").dialect.form([tool["function"]], True)
+        except (TypeError, ValueError):
+            pass
