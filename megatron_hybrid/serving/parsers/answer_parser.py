@@ -124,7 +124,7 @@ class AnswerParser:
 
     def _read(self, is_last: bool) -> tuple[int, list[Call]] | None:
         """The calls at the start of what is held."""
-        end = self._dialect.end
+        end = self._dialect.end if self._held.startswith(self._dialect.begin) else ""
         if self._looked == 0:
             self._brackets = Brackets(self._dialect.quotes)
         if end:

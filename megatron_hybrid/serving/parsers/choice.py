@@ -18,7 +18,12 @@ from megatron_hybrid.serving.parsers.harmony import THOUGHTS as HARMONY_THOUGHTS
 from megatron_hybrid.serving.parsers.hermes import HERMES
 from megatron_hybrid.serving.parsers.jamba import JAMBA
 from megatron_hybrid.serving.parsers.kimi import KIMI_K2
-from megatron_hybrid.serving.parsers.llama import LLAMA3_JSON, LLAMA4_PYTHONIC, PYTHONIC
+from megatron_hybrid.serving.parsers.llama import (
+    LLAMA3_JSON,
+    LLAMA4_JSON,
+    LLAMA4_PYTHONIC,
+    PYTHONIC,
+)
 from megatron_hybrid.serving.parsers.minimax import MINIMAX_M2
 from megatron_hybrid.serving.parsers.mistral import MISTRAL, MISTRAL_NAMES
 from megatron_hybrid.serving.parsers.nemotron import NEMOTRON_JSON
@@ -40,7 +45,7 @@ TOOL_PARSERS: dict[str, Dialect] = {
     "kimi_k2": KIMI_K2,
     "lfm2": LFM2,
     "llama3_json": LLAMA3_JSON,
-    "llama4_json": LLAMA3_JSON,
+    "llama4_json": LLAMA4_JSON,
     "llama4_pythonic": LLAMA4_PYTHONIC,
     "minimax_m2": MINIMAX_M2,
     "mistral": MISTRAL,
@@ -59,32 +64,32 @@ REASONING_PARSERS: dict[str, Thoughts | None] = {
     "openai_gptoss": HARMONY_THOUGHTS,
 }
 """By the names of `--reasoning-parser`."""
-_SIGNS = (
-    ("<|channel|>", "openai"),
-    ("function<｜tool▁sep｜>", "deepseek_v3"),  # noqa: RUF001
-    ("'function' + '<｜tool▁sep｜>", "deepseek_v3"),  # noqa: RUF001
-    ("['type'] + '<｜tool▁sep｜>", "deepseek_v3"),  # noqa: RUF001
-    ("<｜tool▁sep｜>", "deepseek_v31"),  # noqa: RUF001
-    ("<|tool_calls_section_begin|>", "kimi_k2"),
-    ("<minimax:tool_call>", "minimax_m2"),
-    ("<TOOLCALL>", "nemotron_json"),
-    ("[ARGS]", "mistral_names"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<arg_key>", "glm45"),
-    ("<function=", "qwen3_coder"),
-    ("<|tool_call_start|>", "lfm2"),
-    ("<|tool_call>", "gemma4"),
-    ("<start_function_call>", "functiongemma"),
-    ("<function_calls>", "olmo3"),
-    ("<tool_calls>", "jamba"),
-    ("<|tool_call|>", "granite"),
-    ("<tool_call>", "hermes"),
-    ("<|python_start|>", "llama4_pythonic"),
-    ("func_name1(", "pythonic"),
-    ("<|python_tag|>", "llama3_json"),
-    ('"parameters": dictionary of argument', "llama3_json"),
+_JSON_SIGN = '"parameters": dictionary of argument'
+_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("openai", ("<|channel|>",)),
+    ("deepseek_v3", ("<｜tool▁sep｜>", "```json")),  # noqa: RUF001
+    ("deepseek_v31", ("<｜tool▁sep｜>",)),  # noqa: RUF001
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("nemotron_json", ("<TOOLCALL>",)),
+    ("mistral_names", ("[TOOL_CALLS]", "[ARGS]")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("glm45", ("<arg_key>",)),
+    ("qwen3_coder", ("<function=",)),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("gemma4", ("<|tool_call>",)),
+    ("functiongemma", ("<start_function_call>",)),
+    ("olmo3", ("<function_calls>",)),
+    ("jamba", ("<tool_calls>",)),
+    ("granite", ("<|tool_call|>",)),
+    ("hermes", ("<tool_call>",)),
+    ("llama4_json", ("<|header_start|>", _JSON_SIGN)),
+    ("llama4_pythonic", ("<|header_start|>",)),
+    ("pythonic", ("func_name1(",)),
+    ("llama3_json", ("<|python_tag|>",)),
+    ("llama3_json", (_JSON_SIGN,)),
 )
-"""Texts of chat templates -> the parser of calls. The first one that is there counts."""
+"""Parsers of calls, each with texts of its chat templates. The first that has all counts."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,7 @@ def style_of(template: str | None, tool_parser: str = "", reasoning_parser: str 
         if name and name not in known:
             names = ", ".join(sorted(known))
             raise ValueError(f"--{option}-parser {name} is unknown: use one of {names}")
-    shown = next((name for sign, name in _SIGNS if sign in template), "hermes")
+    shown = next((name for name, texts in _SIGNS if all(t in template for t in texts)), "hermes")
     dialect = TOOL_PARSERS[tool_parser or shown]
     if reasoning_parser:
         return Style(dialect, REASONING_PARSERS[reasoning_parser])

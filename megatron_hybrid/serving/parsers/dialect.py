@@ -54,8 +54,13 @@ class Dialect:
 
     @property
     def written_begin(self) -> str:
-        """In forms."""
-        return "" if self.bare and not self.end else self.begin
+        """In forms: calls without a mark have none."""
+        return "" if self.bare else self.begin
+
+    @property
+    def written_end(self) -> str:
+        """Likewise."""
+        return "" if self.bare else self.end
 
     @property
     def closers(self) -> tuple[str, ...]:
@@ -148,7 +153,7 @@ class TaggedJson(Dialect):
     """Around the JSON, in forms."""
 
     def read(self, text: str, tools: Tools, is_last: bool, looked: int = 0) -> Read | None:
-        if self.end:
+        if self.end and text.startswith(self.begin):
             return super().read(text, tools, is_last, looked)
         start = len(self.begin) if self.begin and text.startswith(self.begin) else 0
         first = text[start:].lstrip()[:1]
@@ -163,7 +168,7 @@ class TaggedJson(Dialect):
         return None if json_text.ends_in_string(text) else json_calls(text, tools)
 
     def form(self, functions: Sequence[Json], several: bool) -> Json:
-        begin, end = self.written_begin + self.gap, self.gap + self.end if self.end else ""
+        begin, end = self.written_begin + self.gap, self.gap + self.written_end if self.end else ""
 
         def parts(each: Json) -> tuple[str, Json, str]:
             name = json.dumps(each["name"], ensure_ascii=False)
@@ -174,7 +179,8 @@ class TaggedJson(Dialect):
 
         if self.is_list:
             return sequence(begin + "[", repeated(functions, parts, several, ", "), "]" + end)
-        return repeated(functions, parts, several, f"{self.separator} " if self.separator else "\n")
+        between = f"{self.separator} " if self.separator else "" if self.bare else "\n"
+        return repeated(functions, parts, several, between)
 
 
 @dataclass(frozen=True)

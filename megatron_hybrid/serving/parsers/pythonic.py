@@ -78,7 +78,7 @@ class Pythonic(Dialect):
 
         calls = repeated(functions, parts, several, ", " if self.is_list else "\n")
         around = ("[", "]") if self.is_list else ("", "")
-        return sequence(self.written_begin + around[0], calls, around[1] + self.end)
+        return sequence(self.written_begin + around[0], calls, around[1] + self.written_end)
 
 
 def _calls(literals: Literals, tools: Tools) -> list[Call]:

@@ -34,4 +34,4 @@ STYLES = {
 
 def thoughts_of(template: str) -> Thoughts | None:
     """As a chat template shows; None: its model has none."""
-    return next((each for each in (TAGS, *STYLES.values()) if each.open in template), None)
+    return next((each for each in (TAGS, *STYLES.values()) if each.open.strip() in template), None)
