@@ -100,7 +100,8 @@ def _for_template(tokenizer: Tokenizer, fields: TemplateFields) -> list[dict[str
     as_text = tokenizer.takes_argument_texts(tools)
     for index, message in enumerate(fields.messages or ()):
         message = dict(message)
-        if message["role"] == "developer" and not knows_developer:
+        was_developer = message["role"] == "developer" and not knows_developer
+        if was_developer:
             message["role"] = "system"
         if isinstance(message.get("content"), list):
             texts = [_part_text(index, part) for part in message["content"]]
@@ -112,8 +113,16 @@ def _for_template(tokenizer: Tokenizer, fields: TemplateFields) -> list[dict[str
                 _with_arguments(f"call {number} of message {index}", call, as_text)
                 for number, call in enumerate(message["tool_calls"])
             ]
-        found.append(message)
+        said = [each.get("content") for each in (*found[-1:], message)]
+        if was_developer and found and found[-1]["role"] == "system" and _are_texts(said):
+            found[-1]["content"] = "\n\n".join(said)  # templates take one, at the start
+        else:
+            found.append(message)
     return found
+
+
+def _are_texts(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def _part_text(index: int, part: Any) -> str:

@@ -83,6 +83,14 @@ def test_a_developer_is_the_system_where_the_template_knows_no_other(tokenizers,
         fields = ChatFields(messages=[{"role": role, "content": "Be kind."}, USER])
         tokens.append(list(chat_prompt(tokenizers[name], fields).tokens))
     assert tokens[0] == tokens[1]
+    both = [SYSTEM, {"role": "developer", "content": "Be brief."}, USER]
+    text = tokenizers[name].detokenize(
+        chat_prompt(tokenizers[name], ChatFields(messages=both)).tokens
+    )
+    if name in ("openai", "gemma4", "functiongemma"):  # which know it
+        assert "Be kind.\n\nBe brief." not in text
+    else:
+        assert "Be kind.\n\nBe brief." in text
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "null", "{'city': 1}", 5, "[" * 99999])

@@ -337,6 +337,16 @@ def test_a_reading_parser_holds_nothing_back_without_reason():
     assert [type(part) for part in parser.add(f"{CALL}")] == [ToolCall]
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "openai"])
+def test_calls_come_with_their_last_token(name):
+    """Not at the end of the answer. Of harmony the token that ends a call ends the answer."""
+    text = turn(name, message_of(name, [WEATHER, TIME]))
+    for texts in ([text], list(text)):
+        parser = style_of("", name).parser(TOOLS)
+        found = [part for each in texts for part in parser.add(each)]
+        assert [part.name for part in found] == ["weather", "time"] and parser.end() == []
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_go_back_into_the_template_by_their_ids(name):
     given = [TIME] if name == "openai" else [WEATHER, TIME]
