@@ -476,6 +476,7 @@ def test_the_description_of_the_api_is_true(call):
         **BODIES,
         **{"/tokenize": prompt, "/detokenize": tokens, "/cache/explain": prompt},
         **{f"{CHAT}/render": BODIES[CHAT], f"{COMPLETION}/render": prompt},
+        **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), BODIES[CHAT]),
         "/abort": {"request_id": "x"},
     }
     bad = [{}, {"prompt": 5, "tokens": "x", "messages": 5, "input": 5, "model": "other"}]
