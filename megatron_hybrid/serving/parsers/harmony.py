@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from megatron_hybrid.serving.parsers import json_text
 from megatron_hybrid.serving.parsers.answer_parser import AnswerParser, end_without
 from megatron_hybrid.serving.parsers.dialect import (
-    Call,
     Dialect,
     Json,
-    Tools,
     checked,
     json_schema,
     repeated,
@@ -44,9 +42,6 @@ class Harmony(Dialect):
     begin: str = "<|channel|>commentary"
     inner: tuple[str, ...] = ("<|start|>", "<|end|>", "<|constrain|>", "<|message|>")
     content_begin: str = "<|channel|>final<|message|>"
-
-    def inside(self, text: str, tools: Tools) -> list[Call] | None:
-        raise NotImplementedError("harmony has a parser of its own")
 
     def form(self, functions: Sequence[Json], several: bool) -> Json:
         """One call: its end ends the answer."""
