@@ -113,3 +113,8 @@ def capture_steps(states: SlotStates, layout: RaggedLayout) -> None:
         )
         slots_n = states.slot_ids_R.index_select(0, rows_n)
         states.captured_n[: len(rows)] = states.pool_S.index_select(0, slots_n)
+
+
+def step_rows(layout: RaggedLayout) -> int:
+    """Rows that a kernel of the leading steps writes: with the padding, where nothing else does."""
+    return layout.num_rows if layout.num_steps == layout.num_sequences else layout.num_steps

@@ -160,6 +160,19 @@ def test_inputs_may_have_any_strides(kernels):
 
 
 @each
+def test_a_step_of_each_sequence_has_zeros_behind_it(kernels):
+    layout = RaggedLayout((1, 1, 1), (0, 5, 9), (2,), 21)
+    given = case(kernels, layout, 1)
+    found, expected = (
+        run(kernels, backend, *given, layout, kernels.chunk_sizes[0])
+        for backend in (kernels.backend, "reference")
+    )
+    for one, right in zip(found, expected):
+        assert_near(one, right, kernels.bound)
+    assert not found[0][3:].any()
+
+
+@each
 def test_no_call_waits_for_the_device(kernels):
     layout = RaggedLayout((1, 20, 40), (9, 5, 30), (1, 12, 50), 2)
     inputs, parameters, pool, slot_ids = case(kernels, layout, 0)

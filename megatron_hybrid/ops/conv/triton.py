@@ -1,4 +1,5 @@
-"""The causal convolution in Triton: one launch for all rows, one for the tails behind them."""
+"""The causal convolution in Triton: one launch for all rows, one for the tails behind them; one for
+both where each sequence has a row."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from megatron_hybrid.ops.conv import reference
 from megatron_hybrid.ops.kernels import SequenceTable, dtype_refusal, gradient_refusal
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.slot_states import SlotStates
+from megatron_hybrid.ops.slot_states import SlotStates, capture_steps
 
 ROWS, CHANNELS = 16, 128
 """Rows and channels of a program."""
@@ -74,6 +75,61 @@ def conv_kernel(
     if SILU:
         y = y / (1.0 + tl.exp(-y))
     tl.store(y_ptr + t[:, None] * stride_y_row + c[None, :] * stride_y_channel, y, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_sequences"])
+def conv_step_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    pool_ptr,
+    slots_ptr,
+    y_ptr,
+    num_rows,
+    num_sequences,
+    stride_x_row,
+    stride_x_channel,
+    stride_weight_channel,
+    stride_weight_column,
+    stride_pool_slot,
+    stride_pool_channel,
+    stride_pool_column,
+    stride_y_row,
+    stride_y_channel,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """`conv_kernel` for a row of each sequence, whose tail it moves by one; zeros in padding
+    rows."""
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    own = c < C
+    alive = (t < num_sequences)[:, None] & own[None, :]
+    slot = tl.load(slots_ptr + t, mask=t < num_sequences, other=0).to(tl.int64)
+    tail_ptrs = pool_ptr + slot[:, None] * stride_pool_slot + c[None, :] * stride_pool_channel
+    y = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+    for j in tl.static_range(K):
+        if j < K - 1:
+            x = tl.load(tail_ptrs + j * stride_pool_column, mask=alive, other=0.0)
+        else:
+            x_ptrs = x_ptr + t[:, None] * stride_x_row + c[None, :] * stride_x_channel
+            x = tl.load(x_ptrs, mask=alive, other=0.0)
+        if j > 0:
+            tl.debug_barrier()  # all threads have read the column that is written over
+            tl.store(tail_ptrs + (j - 1) * stride_pool_column, x, mask=alive)
+        weight_ptrs = weight_ptr + c * stride_weight_channel + j * stride_weight_column
+        weight = tl.load(weight_ptrs, mask=own, other=0.0).to(tl.float32)[None, :]
+        y += x.to(x_ptr.dtype.element_ty).to(tl.float32) * weight
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + c, mask=own, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        y = y / (1.0 + tl.exp(-y))
+    y_ptrs = y_ptr + t[:, None] * stride_y_row + c[None, :] * stride_y_channel
+    tl.store(y_ptrs, tl.where(alive, y, 0.0), mask=(t < num_rows)[:, None] & own[None, :])
 
 
 @triton.jit
@@ -149,32 +205,23 @@ def run(
     C, K = weight_CK.shape
     if states is None:
         states = SlotStates.zeros(layout.num_sequences, (C, K - 1), x_TC.device, x_TC.dtype)
-    table = SequenceTable.of(layout, x_TC.device)
     pool, slots = states.pool_S, states.slot_ids_R
     y_TC = torch.empty_like(x_TC)
-    y_TC[layout.num_tokens :] = 0
     blocks = triton.cdiv(C, CHANNELS)
+    tensors = (x_TC, weight_CK, bias_C, pool, slots, y_TC)
+    strides = (*x_TC.stride(), *weight_CK.stride(), *pool.stride(), *y_TC.stride())
+    form = dict(C=C, K=K, HAS_BIAS=bias_C is not None, SILU=activation == "silu")
+    form |= dict(BLOCK_T=ROWS, BLOCK_C=CHANNELS, num_warps=4)
+    if layout.num_steps == layout.num_sequences:
+        conv_step_kernel[triton.cdiv(layout.num_rows, ROWS), blocks](
+            *tensors, layout.num_rows, layout.num_sequences, *strides, **form
+        )
+        capture_steps(states, layout)
+        return y_TC
+    table = SequenceTable.of(layout, x_TC.device)
+    y_TC[layout.num_tokens :] = 0
     conv_kernel[triton.cdiv(layout.num_tokens, ROWS), blocks](
-        x_TC,
-        weight_CK,
-        bias_C,
-        pool,
-        slots,
-        y_TC,
-        table.rows,
-        table.boundaries,
-        layout.num_tokens,
-        *x_TC.stride(),
-        *weight_CK.stride(),
-        *pool.stride(),
-        *y_TC.stride(),
-        C=C,
-        K=K,
-        HAS_BIAS=bias_C is not None,
-        SILU=activation == "silu",
-        BLOCK_T=ROWS,
-        BLOCK_C=CHANNELS,
-        num_warps=4,
+        *tensors, table.rows, table.boundaries, layout.num_tokens, *strides, **form
     )
     targets = [(pool, slots, table.boundaries[1:], table.sequences)]
     if layout.captures:  # before the tails that they may need are written over

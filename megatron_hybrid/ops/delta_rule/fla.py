@@ -23,7 +23,7 @@ from megatron_hybrid.ops.delta_rule.triton import MAX_KEY_BYTES, capture, recur,
 from megatron_hybrid.ops.hopper import is_hopper
 from megatron_hybrid.ops.kernels import dtype_refusal, gradient_refusal, tf32_refusal
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.slot_states import SlotStates, capture_steps
+from megatron_hybrid.ops.slot_states import SlotStates, capture_steps, step_rows
 
 REMARKS = []
 """See `kernel_backend`."""
@@ -92,13 +92,14 @@ def run(
     o_THP = v_THP.new_empty(v_THP.shape)
     steps, tokens = layout.num_steps, layout.num_tokens
     if steps:
-        first = [t[:steps] for t in inputs]
-        step(*first, scale, use_qk_l2norm, states.pool_S, states.slot_ids_R, o_THP[:steps])
+        rows = step_rows(layout)
+        first, slots_R = [t[:rows] for t in inputs], states.slot_ids_R[:steps]
+        step(*first, scale, use_qk_l2norm, states.pool_S, slots_R, o_THP[:rows])
         capture_steps(states, layout)
     if steps < layout.num_sequences:
         rest = [t[steps:tokens] for t in inputs]
         o_THP[steps:tokens] = _scan(*rest, states, layout, chunk_size, scale, use_qk_l2norm)
-    o_THP[tokens:] = 0
+        o_THP[tokens:] = 0
     return o_THP
 
 

@@ -107,7 +107,7 @@ def unit_rows(q_THN: Tensor, k_THN: Tensor) -> tuple[Tensor, Tensor]:
     return units_2THN[0], units_2THN[1]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def step_kernel(
     q_ptr,
     k_ptr,
@@ -118,6 +118,7 @@ def step_kernel(
     slots_ptr,
     o_ptr,
     scale,
+    num_sequences,
     stride_q_row,
     stride_q_head,
     stride_k_row,
@@ -143,10 +144,14 @@ def step_kernel(
     BLOCK_P: tl.constexpr,
 ):
     """Some values of one head of one sequence: S = exp(g) S; S += k beta (v - k S) in the pool,
-    o = scale q S."""
+    o = scale q S; 0 in the rows behind them."""
     r, h = tl.program_id(0), tl.program_id(1)
     p, n = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     h_qk = h // HEADS_PER_KEY
+    o_ptrs = o_ptr + _at(r, h, stride_o_row, stride_o_head) + p
+    if r >= num_sequences:
+        tl.store(o_ptrs, tl.zeros((BLOCK_P,), tl.float32), mask=p < P)
+        return
     slot = tl.load(slots_ptr + r).to(tl.int64)
     inside = (n[:, None] < N) & (p[None, :] < P)
     state_ptrs = pool_ptr + slot * stride_pool_slot + h * stride_pool_head
@@ -171,7 +176,7 @@ def step_kernel(
     state += k[:, None] * written[None, :]
     o = scale * tl.sum(state * q[:, None], axis=0)
     tl.store(state_ptrs, state, mask=inside)
-    tl.store(o_ptr + _at(r, h, stride_o_row, stride_o_head) + p, o, mask=p < P)
+    tl.store(o_ptrs, o, mask=p < P)
 
 
 def step(
@@ -186,8 +191,9 @@ def step(
     slot_ids_R: Tensor,
     o_RHP: Tensor,
 ) -> None:
-    """One token of each of R sequences, in place: see `ops.gated_delta_rule`. g is `[R, H]`, or
-    `[R, H, N]`; the last stride of all but g_RH and beta_RH is 1."""
+    """One token of each of the sequences with slots, in place, and zeros in the rows behind them:
+    see `ops.gated_delta_rule`. g is `[R, H]`, or `[R, H, N]`; the last stride of all but g_RH and
+    beta_RH is 1."""
     (R, H, P), N = v_RHP.shape, k_RHN.shape[2]
     sizes = blocks(N, P, STEP_ELEMENTS)
     step_kernel[R, H, triton.cdiv(P, sizes["BLOCK_P"])](
@@ -200,6 +206,7 @@ def step(
         slot_ids_R,
         o_RHP,
         scale,
+        len(slot_ids_R),
         *q_RHN.stride()[:2],
         *k_RHN.stride()[:2],
         *v_RHP.stride()[:2],

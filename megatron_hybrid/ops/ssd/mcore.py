@@ -23,7 +23,7 @@ from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
 from megatron_hybrid.ops.hopper import leave_racing_configs_out
 from megatron_hybrid.ops.kernels import dtype_refusal, gradient_refusal, tf32_refusal
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.slot_states import SlotStates, capture_steps
+from megatron_hybrid.ops.slot_states import SlotStates, capture_steps, step_rows
 from megatron_hybrid.ops.ssd import reference
 from megatron_hybrid.ops.ssd.triton import capture, step
 
@@ -82,13 +82,14 @@ def run(
     A_H, y_THP = A_H.float(), torch.empty_like(x_THP)
     steps, tokens = layout.num_steps, layout.num_tokens
     if steps:
-        x, dt, B, C = (t[:steps] for t in inputs)
-        step(x, dt, A_H, B, C, D_H, states.pool_S, states.slot_ids_R, y_THP[:steps])
+        rows = step_rows(layout)
+        x, dt, B, C = (t[:rows] for t in inputs)
+        step(x, dt, A_H, B, C, D_H, states.pool_S, states.slot_ids_R[:steps], y_THP[:rows])
         capture_steps(states, layout)
     if steps < layout.num_sequences:
         rest = [t[steps:tokens] for t in inputs]
         _scan(rest, A_H, D_H, states, layout, chunk_size, y_THP[steps:tokens])
-    y_THP[tokens:] = 0
+        y_THP[tokens:] = 0
     return y_THP
 
 

@@ -15,7 +15,7 @@ STEP_ELEMENTS = 1024
 """Elements of a state in one program of a step: 8 values a thread, in loads of 16 bytes."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def step_kernel(
     x_ptr,
     dt_ptr,
@@ -26,6 +26,7 @@ def step_kernel(
     pool_ptr,
     slots_ptr,
     y_ptr,
+    num_sequences,
     stride_x_row,
     stride_x_head,
     stride_x_value,
@@ -51,10 +52,15 @@ def step_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Some values of one head of one sequence: S = exp(dt A) S + dt x B^T in the pool, y = S C."""
+    """Some values of one head of one sequence: S = exp(dt A) S + dt x B^T in the pool, y = S C; 0
+    in the rows behind them."""
     r, h = tl.program_id(0), tl.program_id(1)
     p, s = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     group, row = h // HEADS_PER_GROUP, r.to(tl.int64)
+    y_ptrs = y_ptr + row * stride_y_row + h * stride_y_head + p * stride_y_value
+    if r >= num_sequences:
+        tl.store(y_ptrs, tl.zeros((BLOCK_P,), tl.float32), mask=p < P)
+        return
     slot = tl.load(slots_ptr + r).to(tl.int64)
     inside = (p[:, None] < P) & (s[None, :] < N)
     state_ptrs = (
@@ -78,7 +84,7 @@ def step_kernel(
     if HAS_D:
         y += tl.load(D_ptr + h).to(tl.float32) * x
     tl.store(state_ptrs, state, mask=inside)
-    tl.store(y_ptr + row * stride_y_row + h * stride_y_head + p * stride_y_value, y, mask=p < P)
+    tl.store(y_ptrs, y, mask=p < P)
 
 
 def step(
@@ -92,7 +98,8 @@ def step(
     slot_ids_R: Tensor,
     y_RHP: Tensor,
 ) -> None:
-    """One token of each of R sequences, in place: see `ops.ssd_scan`. A_H is fp32."""
+    """One token of each of the sequences with slots, in place, and zeros in the rows behind them:
+    see `ops.ssd_scan`. A_H is fp32."""
     R, H, P = x_RHP.shape
     N = B_RGN.shape[2]
     block_n = max(16, triton.next_power_of_2(N))
@@ -107,6 +114,7 @@ def step(
         pool_S,
         slot_ids_R,
         y_RHP,
+        len(slot_ids_R),
         *x_RHP.stride(),
         *dt_RH.stride(),
         *B_RGN.stride(),
