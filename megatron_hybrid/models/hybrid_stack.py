@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs, rank_generator
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
+from megatron_hybrid.models.norms import LocalNorm
 from megatron_hybrid.models.recompute import (
     is_selected,
     recompute,
@@ -28,6 +29,32 @@ from megatron_hybrid.models.sharding.collectives import gather_rows, split_rows
 layer_watcher: ContextVar[Callable[[str, nn.Module], None] | None]
 layer_watcher = ContextVar("layer_watcher", default=None)
 """Called with the prefix of its parameters' names and each layer, as soon as it is made."""
+
+
+class ResidualSums:
+    """Adds the outputs of layers to the residual stream. Where a norm reads the sum next, both are
+    one launch on a GPU.
+
+    Args:
+        norms: of the sums to come, in order.
+    """
+
+    def __init__(self, norms: Iterable[nn.Module | None] = ()):
+        self._norms = iter(norms)
+        self._sum_Th: Tensor | None = None
+        self._normed_Th: Tensor | None = None
+
+    def add(self, hidden_Th: Tensor, output_Th: Tensor) -> Tensor:
+        """hidden + output, [T, hidden]."""
+        norm = next(self._norms, None)
+        if norm is None:
+            return hidden_Th + output_Th
+        self._normed_Th, self._sum_Th = norm.of_sum(hidden_Th, output_Th)
+        return self._sum_Th
+
+    def normed(self, norm: nn.Module, hidden_Th: Tensor) -> Tensor:
+        """norm(hidden), [T, hidden]. A hook may have put another tensor in the place of a sum."""
+        return self._normed_Th if hidden_Th is self._sum_Th else norm(hidden_Th)
 
 
 @dataclass
@@ -100,11 +127,18 @@ class HybridLayer(MegatronModule):
         """The state that the mixer keeps between calls."""
         return getattr(self, self.mixer_name).cache_requirements()
 
-    def forward(self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs) -> Tensor:
+    def forward(
+        self,
+        hidden_Th: Tensor,
+        context: MixerContext,
+        inputs: StackInputs,
+        sums: ResidualSums | None = None,
+    ) -> Tensor:
         """[T, hidden] -> [T, hidden]; this rank's rows under sequence parallelism. With
         `fp32_residual_connection` both are fp32, the mixer runs in `params_dtype`."""
+        sums = sums or ResidualSums()
         output, bias = recompute_if(
-            self.recomputes_mixer, self, self._mix, hidden_Th, context, inputs
+            self.recomputes_mixer, self, self._mix, hidden_Th, context, inputs, sums
         )
         if bias is not None:
             output = output + bias
@@ -118,11 +152,11 @@ class HybridLayer(MegatronModule):
         if self.training and self.config.hidden_dropout:
             with rank_generator(self.config.sequence_parallel):
                 output = F.dropout(output, self.config.hidden_dropout)
-        hidden_Th = hidden_Th + output
+        hidden_Th = sums.add(hidden_Th, output)
         return hidden_Th if self.layer_scalar is None else hidden_Th * self.layer_scalar
 
     def _mix(
-        self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs
+        self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs, sums: ResidualSums
     ) -> tuple[Tensor, Tensor | None]:
         """The output of the mixer on the normed input, and its bias."""
         # From the dict: access to a module as an attribute takes longer than a small kernel.
@@ -130,7 +164,7 @@ class HybridLayer(MegatronModule):
         extra = (inputs,) if mixer.takes_stack_inputs else ()
         if self.config.fp32_residual_connection:
             hidden_Th = hidden_Th.to(self.config.params_dtype)
-        x_Th = normed_Th = norm(hidden_Th)
+        x_Th = normed_Th = sums.normed(norm, hidden_Th)
         if self.gathers_rows:
             x_Th = gather_rows(x_Th, self.tp_group, whole_gradient=True)
         if not self.recomputes_norm or not self.training or not torch.is_grad_enabled():
@@ -206,18 +240,32 @@ class HybridStack(MegatronModule):
             for size in self.recomputed_layers:
                 first, layers = layers[:size], layers[size:]
                 hidden_Th = recompute(_run, first, hidden_Th, context, inputs)
-        hidden_Th = _run(layers, hidden_Th, context, inputs)
+        sums = ResidualSums(self._norms_of_sums(layers))
+        hidden_Th = _run(layers, hidden_Th, context, inputs, sums)
         if self.final_norm is None:
             return hidden_Th
         if self.config.fp32_residual_connection:
             hidden_Th = hidden_Th.to(self.config.params_dtype)
-        return self.final_norm(hidden_Th)
+        return sums.normed(self.final_norm, hidden_Th)
+
+    def _norms_of_sums(self, layers: Sequence[HybridLayer]) -> Iterator[nn.Module | None]:
+        """For each layer, the norm that reads its residual sum, where one launch may do both."""
+        if torch.is_grad_enabled() or self.config.fp32_residual_connection:
+            return
+        norms = [layer._modules[layer.norm_name] for layer in layers[1:]]
+        for layer, norm in zip(layers, [*norms, self.final_norm]):
+            fits = type(norm) is LocalNorm and norm.bias is None and layer.layer_scalar is None
+            yield norm if fits and not (norm._forward_hooks or norm._forward_pre_hooks) else None
 
 
 def _run(
-    layers: Iterable[HybridLayer], hidden_Th: Tensor, context: MixerContext, inputs: StackInputs
+    layers: Iterable[HybridLayer],
+    hidden_Th: Tensor,
+    context: MixerContext,
+    inputs: StackInputs,
+    sums: ResidualSums | None = None,
 ) -> Tensor:
     """[T, hidden] -> [T, hidden], one layer after the other."""
     for layer in layers:
-        hidden_Th = layer(hidden_Th, context, inputs)
+        hidden_Th = layer(hidden_Th, context, inputs, sums)
     return hidden_Th

@@ -1,4 +1,4 @@
-"""Norms of hidden states in plain torch."""
+"""Norms of hidden states."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.sharding.collectives import sum_over_ranks
 from megatron_hybrid.models.sharding.tensor_sharding import Cut
+from megatron_hybrid.ops import rms_norm, rms_norm_of_sum
 from megatron_hybrid.ops.checks import compute_dtype
 
 
@@ -52,13 +53,16 @@ class LocalNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] -> the same shape and dtype."""
-        dtype = compute_dtype(x)
-        weight = self.factor(dtype)
+        weight = self.factor(compute_dtype(x))
         if self.bias is None:
-            y = F.rms_norm(x.to(dtype), weight.shape, weight, self.eps)
-        else:
-            y = F.layer_norm(x.to(dtype), weight.shape, weight, self.bias.to(dtype), self.eps)
+            return rms_norm(x, weight, self.eps)
+        dtype = weight.dtype
+        y = F.layer_norm(x.to(dtype), weight.shape, weight, self.bias.to(dtype), self.eps)
         return y.to(x.dtype)
+
+    def of_sum(self, x_Th: Tensor, added_Th: Tensor) -> tuple[Tensor, Tensor]:
+        """The RMSNorm of x + added, and x + added, by one launch on a GPU."""
+        return rms_norm_of_sum(x_Th, added_Th, self.factor(compute_dtype(x_Th)), self.eps)
 
 
 class SplitNorm(LocalNorm):

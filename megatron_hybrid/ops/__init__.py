@@ -18,16 +18,18 @@ per faster backend. `dispatch.py` chooses among them.
 Inside the chunked scans `S` counts chunks and `L` the rows of one chunk.
 """
 
+from megatron_hybrid.ops.activate import activate
 from megatron_hybrid.ops.attention import AttentionPattern, paged_attention, varlen_attention
 from megatron_hybrid.ops.conv import causal_conv1d
 from megatron_hybrid.ops.delta_rule import gated_delta_rule, kimi_delta_attention
 from megatron_hybrid.ops.experts import ExpertPairs, expert_mlps
-from megatron_hybrid.ops.gated_norm import gated_rms_norm
+from megatron_hybrid.ops.norm import gated_rms_norm, rms_norm, rms_norm_of_sum
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.selective_scan import selective_scan
 from megatron_hybrid.ops.slot_states import SlotStates
 from megatron_hybrid.ops.ssd import ssd_scan
 from megatron_hybrid.ops.state_codec import StatesCodec
+from megatron_hybrid.ops.time_steps import time_steps
 
 __all__ = [
     "AttentionPattern",
@@ -35,13 +37,17 @@ __all__ = [
     "RaggedLayout",
     "SlotStates",
     "StatesCodec",
+    "activate",
     "causal_conv1d",
     "expert_mlps",
     "gated_delta_rule",
     "gated_rms_norm",
     "kimi_delta_attention",
     "paged_attention",
+    "rms_norm",
+    "rms_norm_of_sum",
     "selective_scan",
     "ssd_scan",
+    "time_steps",
     "varlen_attention",
 ]

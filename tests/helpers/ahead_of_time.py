@@ -197,7 +197,9 @@ def compile_all(
     known = 0
     with _launches(libraries) as failures:
         for model, dtype in (name.split(":") for name in models):
-            _answer(cut_config(model, dtype))
+            config = cut_config(model, dtype)
+            _answer(config)
+            _norm_rows(config)
             for kernel in list(record.kernels.values())[known:]:
                 yield Compiled(
                     model,
@@ -279,6 +281,17 @@ def _answer(config: HybridConfig) -> None:
         prompts = [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
         engine.generate(prompts, params, cache_breakpoints=[CAPTURED])
     engine.close()
+
+
+def _norm_rows(config: HybridConfig) -> None:
+    """Norms of residual sums as wide as those of published models; `NARROW` has none."""
+    import torch
+
+    from megatron_hybrid.ops import rms_norm_of_sum
+
+    for width in (2048, 4096, 16384):
+        x_TC = torch.zeros(2, width, dtype=config.params_dtype)
+        rms_norm_of_sum(x_TC, x_TC, torch.ones(width), config.layernorm_epsilon)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Kernels of gated norms against the reference."""
+"""Kernels of norms against the reference."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recurrences import seeded
 
-from megatron_hybrid.ops import dispatch, gated_rms_norm
-from megatron_hybrid.ops.gated_norm.triton import MAX_CHANNELS
+from megatron_hybrid.ops import dispatch, gated_rms_norm, rms_norm, rms_norm_of_sum
+from megatron_hybrid.ops.norm.triton import MAX_CHANNELS
 
 OP = dispatch.OPS["gated_rms_norm"]
 (BACKEND,) = OP.backends
@@ -93,3 +93,31 @@ def test_where_gradients_are_wanted_the_reference_serves():
 )
 def test_what_it_cannot_serve(inputs, reason):
     assert BACKEND.verify(*inputs, 1e-5) == reason
+
+
+@twenty
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=2),
+    channels=st.integers(1, 300),
+    is_sum=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    seed=st.integers(0, 2**31),
+)
+def test_plain_norms_and_those_of_sums_are_as_by_the_reference(
+    shape, channels, is_sum, dtype, seed
+):
+    generator, op = seeded(seed), dispatch.OPS["rms_norm"]
+    x, added = torch.randn(2, *shape, channels + 5, generator=generator).to(dtype)[..., 3:-2]
+    inputs = x, torch.randn(channels, generator=generator), 1e-5, added if is_sum else None
+    assert op.refusals(*inputs)["triton"] is None
+    (found, sums), (expected, expected_sums) = op.backends[0].run(*inputs), op.reference(*inputs)
+    assert torch.equal(sums, expected_sums) and found.dtype == dtype
+    near = dict(atol=2e-6, rtol=2e-5) if dtype == torch.float32 else {}
+    torch.testing.assert_close(found, expected, **near)
+
+
+def test_a_wanted_gradient_is_that_of_a_plain_norm():
+    x, weight = torch.randn(4, 9, requires_grad=True), torch.randn(9, requires_grad=True)
+    normed, sums = rms_norm_of_sum(x, x, weight, 1e-5)
+    (normed.sum() + sums.sum() + rms_norm(x, weight, 1e-5).sum()).backward()
+    assert x.grad.abs().min() > 0 and weight.grad.abs().min() > 0

@@ -27,7 +27,7 @@ from megatron_hybrid.models.mixers.rotary import build_rotary
 from megatron_hybrid.models.norms import SplitNorm
 from megatron_hybrid.models.recompute import is_selected, recompute_if
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
-from megatron_hybrid.ops import AttentionPattern
+from megatron_hybrid.ops import AttentionPattern, activate
 
 
 class AttentionMixer(Mixer):
@@ -159,19 +159,20 @@ class AttentionMixer(Mixer):
         with rank_generator(pattern.dropout > 0):
             o = recompute_if(self.recomputes_attention, self, context.attend, *args).flatten(1)
         if gate is not None:
-            o = (o * gate.float().sigmoid()).to(o.dtype)
+            o_TGC = o.unflatten(1, (self.num_groups, -1))
+            o = activate(gate, torch.sigmoid, o_TGC, in_fp32=True).flatten(1)
         return self.linear_proj(o)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         """Normed queries [T, H, D]; normed keys and values, [T, K, D] each, or None if the layer
-        reads those of another one; gates [T, H * D]."""
+        reads those of another one; gates of each group, [T, G, H / G * D]."""
         config = self.config
         queries = self.heads_per_group * self.head_dim
         gates = [queries] if config.attention_output_gate else []
         q, *parts = mixed.unflatten(-1, (self.num_groups, -1)).split(
             [queries, *gates, *[self.head_dim] * config.num_kv_projections], -1
         )
-        gate = parts.pop(0).flatten(1) if gates else None
+        gate = parts.pop(0) if gates else None
         q = q.reshape(q.shape[0], -1, self.head_dim)
         if self.q_layernorm is not None:
             q = self._norm(self.q_layernorm, q)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from megatron_hybrid.models.mixers.projections import (
 from megatron_hybrid.models.mixers.short_conv import ShortConv
 from megatron_hybrid.models.mixers.time_step import typical_decay
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_parameter
-from megatron_hybrid.ops import gated_delta_rule
+from megatron_hybrid.ops import gated_delta_rule, time_steps
 
 _A_RANGE = (1.0, 16.0)
 
@@ -119,15 +118,13 @@ class GatedDeltaNetMixer(Mixer):
             ],
             -1,
         )
-        beta_TH = beta.float().sigmoid()
-        if self.max_beta != 1.0:
-            beta_TH = beta_TH * self.max_beta
+        A_H = from_weights(self, "A", lambda: -self.A_log.float().exp())
+        g_TH, beta_TH = time_steps(alpha, self.dt_bias, A_H, beta_TH=beta, max_beta=self.max_beta)
         o_THP = gated_delta_rule(
             q.unflatten(-1, (self.num_key_heads, self.key_dim)),
             k.unflatten(-1, (self.num_key_heads, self.key_dim)),
             v.unflatten(-1, (self.num_value_heads, self.value_dim)),
-            from_weights(self, "A", lambda: -self.A_log.float().exp())
-            * F.softplus(alpha.float() + self.dt_bias.float()),
+            g_TH,
             beta_TH,
             context.states(self.layer_number, "delta"),
             context.ragged_layout(),

@@ -13,10 +13,10 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.norms import LocalNorm
 from megatron_hybrid.models.sharding.collectives import sum_gradient_over_ranks, sum_over_ranks
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
-from megatron_hybrid.ops import gated_rms_norm
+from megatron_hybrid.ops import activate, gated_rms_norm
 from megatron_hybrid.ops.checks import compute_dtype
-from megatron_hybrid.ops.gated_norm import reference
-from megatron_hybrid.ops.gated_norm.reference import GATES
+from megatron_hybrid.ops.norm import reference
+from megatron_hybrid.ops.norm.reference import GATES
 
 
 class GatedHeadNorm(LocalNorm):
@@ -52,8 +52,7 @@ class GatedHeadNorm(LocalNorm):
 
 def gated(y_TC: Tensor, z_TC: Tensor) -> Tensor:
     """y SiLU(z) in fp32 (float64 for float64), in the dtype of y."""
-    dtype = compute_dtype(y_TC)
-    return (y_TC.to(dtype) * F.silu(z_TC.to(dtype))).to(y_TC.dtype)
+    return activate(z_TC, F.silu, y_TC, in_fp32=True)
 
 
 class GatedGroupNorm(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from megatron_hybrid.models.mixers.projections import (
 from megatron_hybrid.models.mixers.short_conv import ShortConv
 from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_parameter
-from megatron_hybrid.ops import kimi_delta_attention
+from megatron_hybrid.ops import kimi_delta_attention, time_steps
 
 _A_RANGE = (1.0, 16.0)
 
@@ -131,17 +130,18 @@ class KimiDeltaAttentionMixer(Mixer):
             )
         )
         decay, _ = self.f_b_proj(self.f_a_proj(hidden_Th))
-        dt_THN = F.softplus(decay.float() + self.dt_bias.float()).unflatten(
-            -1, (self.num_heads, self.key_dim)
+        g_TC, beta_TH = time_steps(
+            decay,
+            self.dt_bias,
+            from_weights(self, "A", lambda: -self.A_log.float().exp()),
+            beta_TH=beta_TH,
+            max_beta=self.max_beta,
         )
-        beta_TH = beta_TH.float().sigmoid()
-        if self.max_beta != 1.0:
-            beta_TH = beta_TH * self.max_beta
         o_THP = kimi_delta_attention(
             q_THN,
             k_THN,
             v_THP,
-            from_weights(self, "A", lambda: -self.A_log.float().exp())[:, None] * dt_THN,
+            g_TC.unflatten(-1, (self.num_heads, self.key_dim)),
             beta_TH,
             context.states(self.layer_number, "delta"),
             context.ragged_layout(),

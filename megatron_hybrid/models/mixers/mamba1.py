@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from megatron_hybrid.models.mixers.projections import (
 from megatron_hybrid.models.mixers.short_conv import ShortConv
 from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, shard, sharded_parameter
-from megatron_hybrid.ops import selective_scan
+from megatron_hybrid.ops import selective_scan, time_steps
 
 
 class Mamba1Mixer(Mixer):
@@ -144,7 +143,7 @@ class Mamba1Mixer(Mixer):
         )
         y_TC = selective_scan(
             x_TC,
-            F.softplus(dt_TC.float() + dt_bias_C.float()),
+            time_steps(dt_TC, dt_bias_C)[0],
             from_weights(self, "A", lambda: -self.A_log.float().exp()),
             B_TN,
             C_TN,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from megatron_hybrid.models.mixers.projections import (
 from megatron_hybrid.models.mixers.short_conv import ShortConv
 from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_parameter
-from megatron_hybrid.ops import ssd_scan
+from megatron_hybrid.ops import ssd_scan, time_steps
 
 _A_RANGE = (1.0, 16.0)
 
@@ -143,10 +142,8 @@ class Mamba2Mixer(Mixer):
             ],
             -1,
         )
-        dt = F.softplus(dt.float() + self.dt_bias.float())
         limits = self.config.mamba_dt_min, self.config.mamba_dt_max
-        if limits != (0.0, None):  # a softplus is positive
-            dt = dt.clamp(*limits)
+        dt, _ = time_steps(dt, self.dt_bias, limits=limits)
         y_THP = ssd_scan(
             x.unflatten(-1, (self.num_heads, self.head_dim)),
             dt,

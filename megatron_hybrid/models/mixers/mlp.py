@@ -12,18 +12,19 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import Mixer, MixerSubmodules
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
+from megatron_hybrid.ops import activate
 
 
 def activated(config: HybridConfig, x_Tg: Tensor) -> Tensor:
     """Activation and gate of an MLP: [T, 2f] -> [T, f] if it is gated, else [T, f] -> [T, f]."""
     if not config.gated_linear_unit:
-        return config.activation_func(x_Tg)
+        return activate(x_Tg, config.activation_func)
     gate_Tf, x_Tf = x_Tg.chunk(2, -1)
     if (limit := config.activation_func_clamp_value) is not None:
         gate_Tf, x_Tf = gate_Tf.clamp(max=limit), x_Tf.clamp(-limit, limit)
     if config.glu_linear_offset:
         x_Tf = x_Tf + config.glu_linear_offset
-    return config.activation_func(gate_Tf) * x_Tf
+    return activate(gate_Tf, config.activation_func, x_Tf)
 
 
 class MLPMixer(MLP, Mixer):

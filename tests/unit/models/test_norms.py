@@ -6,6 +6,7 @@ from small_models import small_config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from megatron_hybrid import build_hybrid_model
 from megatron_hybrid.models.norms import LocalNorm
 
 
@@ -49,3 +50,25 @@ def test_factors_of_nearly_one_survive_half_precision():
     after = norm(x)
     assert after.dtype == torch.bfloat16
     assert not torch.equal(after, before)
+
+
+@torch.no_grad()
+def test_the_norm_of_a_residual_sum_is_made_with_it():
+    config = small_config("-*-", params_dtype=torch.bfloat16)
+    model = build_hybrid_model(config).eval()
+    norms = [layer._modules[layer.norm_name] for layer in model.decoder.layers]
+    norms.append(model.decoder.final_norm)
+    calls = []
+    for norm in norms:
+        norm.forward = lambda x, norm=norm: calls.append(norm) or type(norm).forward(norm, x)
+    ids = torch.arange(8)[None]
+    expected = model(ids)
+    assert calls == norms[:1]  # the others are of sums
+
+    # What a hook returns is what is normed.
+    layer = model.decoder.layers[0]
+    layer.register_forward_hook(lambda *given: given[-1].clone())
+    assert torch.equal(model(ids), expected) and calls == [*norms[:1], *norms[:2]]
+    # A hook of a norm sees its input and its output.
+    norms[2].register_forward_hook(lambda _, args, out: calls.append((args[0] + 0 * out).dtype))
+    assert torch.equal(model(ids), expected) and calls[-1] == torch.bfloat16

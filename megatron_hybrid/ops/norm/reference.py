@@ -1,4 +1,4 @@
-"""Gated RMSNorm in plain torch."""
+"""RMSNorm, with a gate and without, in plain torch."""
 
 from __future__ import annotations
 
@@ -40,3 +40,12 @@ def gated_rms_norm(
     if norm_first:
         x = (x.to(x_TGC.dtype) if rounds_norm else x) * gate
     return x.to(x_TGC.dtype)
+
+
+def rms_norm(
+    x: torch.Tensor, weight_C: torch.Tensor, eps: float, added: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of x, or of x + added, and what was normed: see `ops.rms_norm`."""
+    if added is not None:
+        x = x + added
+    return F.rms_norm(x.to(weight_C.dtype), weight_C.shape, weight_C, eps).to(x.dtype), x

@@ -1,4 +1,4 @@
-"""Gated RMSNorm in Triton: one launch, each number read and written once."""
+"""RMSNorm in Triton, with a gate and without: one launch, each number read and written once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ MAX_CHANNELS = 16384
 @triton.jit
 def norm_kernel(
     x_ptr,
+    added_ptr,
     gate_ptr,
     weight_ptr,
     y_ptr,
+    sum_ptr,
     num_groups,
     stride_x_row,
     stride_x_group,
     stride_x_channel,
+    stride_added_row,
+    stride_added_group,
+    stride_added_channel,
     stride_gate_row,
     stride_gate_group,
     stride_gate_channel,
@@ -33,6 +38,8 @@ def norm_kernel(
     G: tl.constexpr,
     C: tl.constexpr,
     EPS: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+    HAS_GATE: tl.constexpr,
     SILU: tl.constexpr,
     NORM_FIRST: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
@@ -47,22 +54,29 @@ def norm_kernel(
     inside = (n < num_groups)[:, None] & (c < C)[None, :]
     x_ptrs = x_ptr + (t * stride_x_row + g * stride_x_group)[:, None]
     x = tl.load(x_ptrs + c[None, :] * stride_x_channel, mask=inside, other=0.0).to(tl.float32)
-    gate_ptrs = gate_ptr + (t * stride_gate_row + g * stride_gate_group)[:, None]
-    z = tl.load(gate_ptrs + c[None, :] * stride_gate_channel, mask=inside, other=0.0)
-    z = z.to(tl.float32)
-    gate = 1.0 / (1.0 + tl.exp(-z))
-    if SILU:
-        gate *= z
+    if HAS_ADDED:
+        added_ptrs = added_ptr + (t * stride_added_row + g * stride_added_group)[:, None]
+        added = tl.load(added_ptrs + c[None, :] * stride_added_channel, mask=inside, other=0.0)
+        x = (x + added.to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(sum_ptr + n[:, None] * C + c[None, :], x, mask=inside)
+        x = x.to(tl.float32)
+    if HAS_GATE:
+        gate_ptrs = gate_ptr + (t * stride_gate_row + g * stride_gate_group)[:, None]
+        z = tl.load(gate_ptrs + c[None, :] * stride_gate_channel, mask=inside, other=0.0)
+        z = z.to(tl.float32)
+        gate = 1.0 / (1.0 + tl.exp(-z))
+        if SILU:
+            gate *= z
     weight_ptrs = weight_ptr + (g * stride_weight_group)[:, None]
     weight = tl.load(weight_ptrs + c[None, :] * stride_weight_channel, mask=inside, other=0.0)
     weight = weight.to(tl.float32)
     if ZERO_CENTERED:
         weight += 1.0
-    if not NORM_FIRST:
+    if HAS_GATE and not NORM_FIRST:
         x *= gate
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / C + EPS)
     y = x * scale[:, None] * weight
-    if NORM_FIRST:
+    if HAS_GATE and NORM_FIRST:
         if ROUNDS_NORM:
             y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
         y *= gate
@@ -104,27 +118,48 @@ def run(
     rounds_norm: bool = False,
 ) -> Tensor:
     """See `ops.gated_rms_norm`."""
-    T, G, C = x_TGC.shape
-    weight_GC = weight_GC.expand(G, C)
     y_TGC = torch.empty(x_TGC.shape, dtype=x_TGC.dtype, device=x_TGC.device)
-    blocks, num_warps = configuration(C)
-    norm_kernel[(triton.cdiv(T * G, blocks["BLOCK_N"]),)](
-        x_TGC,
-        gate_TGC,
-        weight_GC,
-        y_TGC,
-        T * G,
-        *x_TGC.stride(),
-        *gate_TGC.stride(),
-        *weight_GC.stride(),
-        G=G,
-        C=C,
-        EPS=eps,
+    form = dict(
         SILU=activation == "silu",
         NORM_FIRST=norm_first,
         ZERO_CENTERED=zero_centered,
         ROUNDS_NORM=rounds_norm,
+    )
+    launch(x_TGC, None, gate_TGC, weight_GC, y_TGC, None, eps, form)
+    return y_TGC
+
+
+def launch(
+    x_TGC: Tensor,
+    added_TGC: Tensor | None,
+    gate_TGC: Tensor | None,
+    weight_GC: Tensor,
+    y_TGC: Tensor,
+    sum_TGC: Tensor | None,
+    eps: float,
+    form: dict[str, bool],
+) -> None:
+    """Write the norm to y, and x + added to sum; these two are contiguous."""
+    T, G, C = x_TGC.shape
+    blocks, num_warps = configuration(C)
+    norm_kernel[(triton.cdiv(T * G, blocks["BLOCK_N"]),)](
+        x_TGC,
+        added_TGC,
+        gate_TGC,
+        weight_GC,
+        y_TGC,
+        sum_TGC,
+        T * G,
+        *x_TGC.stride(),
+        *((0, 0, 0) if added_TGC is None else added_TGC.stride()),
+        *((0, 0, 0) if gate_TGC is None else gate_TGC.stride()),
+        *weight_GC.expand(G, C).stride(),
+        G=G,
+        C=C,
+        EPS=eps,
+        HAS_ADDED=added_TGC is not None,
+        HAS_GATE=gate_TGC is not None,
+        **form,
         **blocks,
         num_warps=num_warps,
     )
-    return y_TGC

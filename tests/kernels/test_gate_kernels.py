@@ -1,0 +1,78 @@
+"""Kernels of activations and time steps against the references."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recurrences import seeded
+
+from megatron_hybrid.ops import activate, dispatch, time_steps
+from megatron_hybrid.ops.activate.triton import KINDS
+
+twenty = settings(max_examples=20, deadline=None)
+
+
+def both(op, *inputs):
+    """Results of the kernel and of the reference."""
+    assert dispatch.OPS[op].refusals(*inputs)["triton"] is None
+    return dispatch.OPS[op].backends[0].run(*inputs), dispatch.OPS[op].reference(*inputs)
+
+
+@twenty
+@given(
+    shape=st.lists(st.integers(1, 3), min_size=1, max_size=2),
+    channels=st.sampled_from([1, 7, 300, 1100]),
+    activation=st.sampled_from(list(KINDS)),
+    has_factor=st.booleans(),
+    in_fp32=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_activations_are_as_by_the_reference(
+    shape, channels, activation, has_factor, in_fp32, seed
+):
+    x, factor = 5 * torch.randn(2, *shape, channels + 5, generator=seeded(seed))[..., 3:-2]
+    found, expected = both("activate", x, activation, factor if has_factor else None, in_fp32)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+def test_an_activation_is_rounded_before_its_product_or_not(in_fp32):
+    x, factor = torch.randn(2, 9, 200, generator=seeded(0)).half()
+    found, expected = both("activate", x, F.silu, factor, in_fp32)
+    assert (found == expected).float().mean() > 0.99
+    assert (found == both("activate", x, F.silu, factor, not in_fp32)[1]).float().mean() < 0.9
+
+
+@twenty
+@given(
+    rows=st.integers(1, 3),
+    channels=st.sampled_from([1, 6, 130, 600]),
+    heads=st.sampled_from([None, 1, 7, 600]),
+    limits=st.sampled_from([(0.0, None), (0.5, None), (0.01, 2.0)]),
+    factors=st.sampled_from([0, 1, 2]),
+    seed=st.integers(0, 2**31),
+)
+def test_time_steps_are_as_by_the_reference(rows, channels, heads, limits, factors, seed):
+    generator = seeded(seed)
+    x, beta = (12 * torch.randn(rows, n, 2, generator=generator)[..., 0] for n in (channels, 700))
+    bias, factor = torch.randn(2, channels, generator=generator)
+    factor = factor[: channels // factors] if factors and channels % factors == 0 else None
+    inputs = x, bias, factor, limits
+    inputs += (None if heads is None else beta[:, :heads], 2.0)
+    for found, expected in zip(*both("time_steps", *inputs)):
+        assert (found is None) == (expected is None)
+        if found is not None:
+            torch.testing.assert_close(found, expected, atol=1e-7, rtol=2e-5)
+
+
+def test_where_gradients_are_wanted_the_references_serve():
+    x, bias = torch.randn(4, 9, requires_grad=True), torch.randn(9, requires_grad=True)
+    steps, strengths = time_steps(x, bias, beta_TH=x)
+    (activate(x, F.silu, x).sum() + steps.sum() + strengths.sum()).backward()
+    assert x.grad.abs().min() > 0 and bias.grad.abs().min() > 0
+
+
+def test_other_activations_are_left_to_the_reference():
+    x = torch.randn(4, 9)
+    assert torch.equal(activate(x, torch.tanh, x), x.tanh() * x)
