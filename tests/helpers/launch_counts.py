@@ -1,0 +1,102 @@
+"""Counts the launches of a decode step of a published model, without a GPU.
+
+Kernels of Triton, whose interpreter is on, are counted and not run; each call of torch that would
+be a kernel is one launch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton.runtime.interpreter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.gpu.models import cut_config
+from megatron_hybrid import (
+    DynamicInferenceEngine,
+    InferenceConfig,
+    SamplingParams,
+    build_hybrid_model,
+)
+
+_NO_KERNELS = {
+    *("alias", "as_strided", "chunk", "detach", "diagonal", "expand", "flatten", "narrow"),
+    *("permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t"),
+    *("transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view", "view_as"),
+    *("_unsafe_view", "_reshape_alias", "resolve_conj", "resolve_neg", "lift_fresh"),
+    *("empty", "empty_like", "empty_strided", "new_empty", "resize_", "set_"),
+    *("_local_scalar_dense", "is_pinned", "is_same_size", "dropout"),
+}
+"""Functions of torch that make views, or memory that nothing is written to."""
+_COPIES = {"_to_copy", "contiguous", "flatten", "float", "reshape", "to"}
+"""Functions that give a view of their first argument where they can."""
+
+
+class _Torch(TorchDispatchMode):
+    """Counts calls by function."""
+
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function._schema.name.split("::")[1]
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+        is_view = name in _COPIES and result.data_ptr() == args[0].data_ptr()
+        if not is_view and (name in _COPIES or name not in _NO_KERNELS):
+            # Nothing is launched for empty tensors, as those of no padding rows.
+            written = args[0] if name.endswith("_") else result
+            sizes = [x.numel() for x in tree_leaves(written) if isinstance(x, torch.Tensor)]
+            self._counts[name] += bool(tensors) and any(sizes)
+        return result
+
+
+@contextmanager
+def counted_launches() -> Iterator[Counter[str]]:
+    """Launches inside, by function or kernel. Kernels of Triton leave outputs as they are."""
+    counts: Counter[str] = Counter()
+    executor = triton.runtime.interpreter.GridExecutor
+    run = executor.__call__
+
+    def count(self, *args: Any, **kwargs: Any) -> None:
+        counts[f"{self.fn.__module__.split('.')[-2]}.{self.fn.__name__}"] += 1
+
+    executor.__call__ = count
+    try:
+        with _Torch(counts):
+            yield counts
+    finally:
+        executor.__call__ = run
+
+
+def launches_of_a_step(name: str, batch: int, **sampling: Any) -> Counter[str]:
+    """Those of one decode step of `batch` requests: all layers of the published model in bf16, at
+    toy size. sampling: parameters; greedy without any."""
+    pattern = cut_config(name, False).layer_pattern
+    config = cut_config(name, True, pattern)
+    fields = config.to_dict() | {"params_dtype": "bfloat16"}
+    model = build_hybrid_model(type(config).from_dict(fields)).eval()
+    sizes = dict(max_requests=batch, max_tokens=32 * batch, max_sequence_length=64)
+    engine = DynamicInferenceEngine(
+        model,
+        None,
+        InferenceConfig(cache_bytes=16 << 20, block_size_tokens=16, prefix_caching="off", **sizes),
+    )
+    params = SamplingParams(
+        **{"top_k": 1, **sampling}, num_tokens_to_generate=20, ignore_termination=True
+    )
+    with counted_launches() as counts:
+        for number in range(batch):
+            engine.add_request([number + 1] * 9, params)
+        for _ in range(3):  # the prefill, and a step that derives what follows from weights
+            engine.step()
+        counts.clear()
+        engine.step()
+    engine.close()
+    return +counts
