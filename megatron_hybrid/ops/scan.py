@@ -13,24 +13,23 @@ from megatron_hybrid.ops.slot_states import SlotStates
 
 
 def ragged_scan(
-    step: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    step: Callable[..., Any],
     scan: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
     inputs_T: tuple[torch.Tensor, ...],
     states_R: torch.Tensor | SlotStates,
     layout: RaggedLayout,
     plan: Callable[[], Any],
-    step_in_place: Callable[..., torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Run the leading single tokens by `step` and all other sequences by `scan`.
 
     Args:
-        step: `(*inputs of the steps, states) -> (outputs, states after them)`.
+        step: `(*inputs of the steps, states) -> (outputs, states after them)`; or
+            `(*inputs, list of R states) -> outputs`, and changes the states.
         scan: `(*inputs of the rest, states, plan()) -> (outputs, final, captured states)`.
         inputs_T: flat tensors; padding rows are not read.
-        states_R: initial states, one per sequence; or, for `step_in_place`, where they are.
+        states_R: initial states, one per sequence; or where they are, to be changed by `step`.
         layout: lengths, positions and captures.
         plan: makes the last argument of `scan` from the layout; called only if `scan` is.
-        step_in_place: `(*inputs of the steps, list of R states) -> outputs`; changes the states.
 
     Returns:
         Outputs of the tokens (no padding rows), final states `[R, ...]`, captures `[n, ...]`; in
@@ -39,7 +38,7 @@ def ragged_scan(
     num_steps, num_tokens = layout.num_steps, layout.num_tokens
     if isinstance(states_R, SlotStates):
         states = [states_R.pool_S[slot] for slot in states_R.slot_ids_R.tolist()]
-        return step_in_place(*(t[:num_steps] for t in inputs_T), states), None, None
+        return step(*(rows_between(t, 0, num_steps) for t in inputs_T), states), None, None
     outputs, finals, captured = [], [], []
     if num_steps:
         output, final = step(*(t[:num_steps] for t in inputs_T), states_R[:num_steps])

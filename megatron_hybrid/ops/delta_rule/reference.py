@@ -257,7 +257,6 @@ def _delta_rule(
         states_RHNP,
         layout,
         lambda: ChunkGrid.of(layout, chunk_size, v_THP.device),
-        _step_in_place,
     )
     return pad_rows(o_THP.to(v_THP.dtype), layout), final_RHNP, captured_nHNP
 
@@ -268,36 +267,25 @@ def _step(
     v_RHP: torch.Tensor,
     g_RHN: torch.Tensor,
     beta_RH: torch.Tensor,
-    S_RHNP: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each of R sequences: the plain recurrence."""
+    S_RHNP: torch.Tensor | list[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+    """One token for each of R sequences: the plain recurrence. Changes a list of states, with the
+    same bits, and returns outputs alone."""
     repeats = v_RHP.shape[1] // k_RHN.shape[1]
-    q_RH1N, k_RH1N = (t.repeat_interleave(repeats, dim=1).unsqueeze(2) for t in (q_RHN, k_RHN))
+    q_RH1N, k_RH1N = (_per_head(t, repeats).unsqueeze(2) for t in (q_RHN, k_RHN))
+    v_RH1P, beta_RH11 = v_RHP.unsqueeze(2), beta_RH[..., None, None]
     decay_RHN1 = g_RHN.exp().unsqueeze(-1)
-    kept_RH1P = (k_RH1N * decay_RHN1.mT) @ S_RHNP
-    delta_RH1P = (v_RHP.unsqueeze(2) - kept_RH1P) * beta_RH[..., None, None]
-    S_RHNP = (S_RHNP * decay_RHN1).addcmul_(k_RH1N.mT, delta_RH1P)
-    return (q_RH1N @ S_RHNP).squeeze(2), S_RHNP
-
-
-def _step_in_place(
-    q_RHN: torch.Tensor,
-    k_RHN: torch.Tensor,
-    v_RHP: torch.Tensor,
-    g_RHN: torch.Tensor,
-    beta_RH: torch.Tensor,
-    states_HNP: list[torch.Tensor],
-) -> torch.Tensor:
-    """`_step` with the same bits; changes the states."""
-    repeats = v_RHP.shape[1] // k_RHN.shape[1]
-    q_RH1N, k_RH1N = (t.repeat_interleave(repeats, dim=1).unsqueeze(2) for t in (q_RHN, k_RHN))
-    decay_RHN1, v_RH1P = g_RHN.exp().unsqueeze(-1), v_RHP.unsqueeze(2)
-    kept_k_RH1N, beta_RH11 = k_RH1N * decay_RHN1.mT, beta_RH[..., None, None]
-    o_RH1P, delta_H1P = torch.empty_like(v_RH1P), torch.empty_like(v_RH1P[0])
+    kept_k_RH1N = k_RH1N * decay_RHN1.mT
+    if not isinstance(S_RHNP, list):
+        delta_RH1P = (v_RH1P - kept_k_RH1N @ S_RHNP) * beta_RH11
+        S_RHNP = (S_RHNP * decay_RHN1).addcmul_(k_RH1N.mT, delta_RH1P)
+        return (q_RH1N @ S_RHNP).squeeze(2), S_RHNP
+    o_RH1P = torch.empty_like(v_RH1P)
     rows = (q_RH1N, k_RH1N.mT, kept_k_RH1N, v_RH1P, decay_RHN1, beta_RH11, o_RH1P)
     for S_HNP, q_H1N, k_HN1, kept_k_H1N, v_H1P, decay_HN1, beta_H11, o_H1P in zip(
-        states_HNP, *(t.unbind() for t in rows)
+        S_RHNP, *(t.unbind() for t in rows)
     ):
+        delta_H1P = o_H1P  # in its memory until the output is written
         torch.bmm(kept_k_H1N, S_HNP, out=delta_H1P)
         torch.sub(v_H1P, delta_H1P, out=delta_H1P).mul_(beta_H11)
         S_HNP.mul_(decay_HN1).addcmul_(k_HN1, delta_H1P)

@@ -50,7 +50,6 @@ def ssd_scan(
         states_RHPN,
         layout,
         lambda: ChunkGrid.of(layout, chunk_size, x_THP.device),
-        _step_in_place,
     )
     if D_H is not None:
         x_f = rows_between(x_f, 0, layout.num_tokens)
@@ -63,35 +62,22 @@ def _step(
     g_RH: torch.Tensor,
     B_RGN: torch.Tensor,
     C_RGN: torch.Tensor,
-    S_RHPN: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each of R sequences: the plain recurrence."""
-    heads_per_group = S_RHPN.shape[1] // B_RGN.shape[1]
-    B_RH1N, C_RH1N = (
-        t.repeat_interleave(heads_per_group, dim=1).unsqueeze(2) for t in (B_RGN, C_RGN)
-    )
-    S_RHPN = (S_RHPN * g_RH.exp()[..., None, None]).addcmul_(dtx_RHP.unsqueeze(-1), B_RH1N)
-    # A row times a matrix: as S C, a matrix times a column, MKL takes seven times as long.
-    return (C_RH1N @ S_RHPN.mT).squeeze(2), S_RHPN
-
-
-def _step_in_place(
-    dtx_RHP: torch.Tensor,
-    g_RH: torch.Tensor,
-    B_RGN: torch.Tensor,
-    C_RGN: torch.Tensor,
-    states_HPN: list[torch.Tensor],
-) -> torch.Tensor:
-    """`_step` with the same bits; changes the states."""
+    S_RHPN: torch.Tensor | list[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+    """One token for each of R sequences: the plain recurrence. Changes a list of states, with the
+    same bits, and returns outputs alone."""
     heads_per_group = dtx_RHP.shape[1] // B_RGN.shape[1]
     B_RH1N, C_RH1N = (
         t.repeat_interleave(heads_per_group, dim=1).unsqueeze(2) for t in (B_RGN, C_RGN)
     )
+    decay_RH11, dtx_RHP1 = g_RH.exp()[..., None, None], dtx_RHP.unsqueeze(-1)
+    if not isinstance(S_RHPN, list):
+        S_RHPN = (S_RHPN * decay_RH11).addcmul_(dtx_RHP1, B_RH1N)
+        # A row times a matrix: as S C, a matrix times a column, MKL takes seven times as long.
+        return (C_RH1N @ S_RHPN.mT).squeeze(2), S_RHPN
     y_RH1P = torch.empty_like(dtx_RHP).unsqueeze(2)
-    rows = (g_RH.exp()[..., None, None], dtx_RHP.unsqueeze(-1), B_RH1N, C_RH1N, y_RH1P)
-    for S_HPN, decay_H11, dtx_HP1, B_H1N, C_H1N, y_H1P in zip(
-        states_HPN, *(t.unbind() for t in rows)
-    ):
+    rows = (decay_RH11, dtx_RHP1, B_RH1N, C_RH1N, y_RH1P)
+    for S_HPN, decay_H11, dtx_HP1, B_H1N, C_H1N, y_H1P in zip(S_RHPN, *(t.unbind() for t in rows)):
         S_HPN.mul_(decay_H11).addcmul_(dtx_HP1, B_H1N)
         torch.bmm(C_H1N, S_HPN.mT, out=y_H1P)
     return y_RH1P.squeeze(2)
