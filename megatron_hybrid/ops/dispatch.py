@@ -89,7 +89,7 @@ class Op:
         self._usable = [own for own in self.backends if own.missing is None]
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run the op.
+        """Run the op; the first input is a tensor.
 
         Raises:
             ValueError: a backend is forced that no op has.
@@ -98,6 +98,9 @@ class Op:
         if forced is not None:
             return self._forced_backend(inputs)(*inputs)
         for backend in self._usable:
+            # Asked first, as all else takes longer than a small op on a CPU.
+            if (kind := backend.device_type) is not None and kind != inputs[0].device.type:
+                continue
             if (reason := backend.refusal(*inputs)) is None:
                 return backend.run(*inputs)
             self._tell(backend, reason)
@@ -117,8 +120,8 @@ class Op:
         return reasons
 
     def _tell(self, backend: Backend, reason: str) -> None:
-        """Log a refusal, each once. That a CPU is none of its devices is no news."""
-        if backend.absence() is None and (backend.name, reason) not in self._told:
+        """Log a refusal, each once."""
+        if (backend.name, reason) not in self._told:
             self._told.add((backend.name, reason))
             logger.info("%s: %s cannot serve: %s", self.name, backend.name, reason)
 
