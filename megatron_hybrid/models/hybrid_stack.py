@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs, rank_generator
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
-from megatron_hybrid.models.norms import LocalNorm
+from megatron_hybrid.models.norms import is_plain
 from megatron_hybrid.models.recompute import (
     is_selected,
     recompute,
@@ -254,8 +254,7 @@ class HybridStack(MegatronModule):
             return
         norms = [layer._modules[layer.norm_name] for layer in layers[1:]]
         for layer, norm in zip(layers, [*norms, self.final_norm]):
-            fits = type(norm) is LocalNorm and norm.bias is None and layer.layer_scalar is None
-            yield norm if fits and not (norm._forward_hooks or norm._forward_pre_hooks) else None
+            yield norm if is_plain(norm) and layer.layer_scalar is None else None
 
 
 def _run(

@@ -25,6 +25,7 @@ from megatron_hybrid.ops.delta_rule import gated_delta_rule, kimi_delta_attentio
 from megatron_hybrid.ops.experts import ExpertPairs, expert_mlps
 from megatron_hybrid.ops.norm import gated_rms_norm, rms_norm, rms_norm_of_sum
 from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.rotary import rotate_heads
 from megatron_hybrid.ops.selective_scan import selective_scan
 from megatron_hybrid.ops.slot_states import SlotStates
 from megatron_hybrid.ops.ssd import ssd_scan
@@ -46,6 +47,7 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rms_norm_of_sum",
+    "rotate_heads",
     "selective_scan",
     "ssd_scan",
     "time_steps",

@@ -24,10 +24,10 @@ from megatron_hybrid.models.mixers.projections import (
     build_output_projection,
 )
 from megatron_hybrid.models.mixers.rotary import build_rotary
-from megatron_hybrid.models.norms import SplitNorm
+from megatron_hybrid.models.norms import SplitNorm, is_plain
 from megatron_hybrid.models.recompute import is_selected, recompute_if
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
-from megatron_hybrid.ops import AttentionPattern, activate
+from megatron_hybrid.ops import AttentionPattern, activate, rotate_heads
 
 
 class AttentionMixer(Mixer):
@@ -140,16 +140,23 @@ class AttentionMixer(Mixer):
     ) -> tuple[Tensor, Tensor | None]:
         """`forward` behind the input projection, as the layer `layer_number`."""
         kv_layer = self.config.kv_source_layer or layer_number
-        q, kv, gate = self._heads(mixed)
+        q_TKGD, kv, gate = self._heads(mixed)
         k, v = kv or (None, None)
+        weights = None if k is None else self._weights_of_norms(q_TKGD.dtype)
+        q = q_TKGD.flatten(1, 2) if weights is None else q_TKGD
+        if weights is None and self.q_layernorm is not None:
+            q = self._norm(self.q_layernorm, q)
+        if weights is None and self.k_layernorm is not None:
+            k = self._norm(self.k_layernorm, k)
         if self.rotary is not None:
             positions_T = context.token_positions()
             cos_sin = self.rotary.cos_sin_of_batch(context.ragged_layout(), positions_T, q.dtype)
             if k is None:
                 q = self.rotary.rotate(q, cos_sin)
             else:
-                sizes = [q.shape[1], k.shape[1]]
-                q, k = self.rotary.rotate(torch.cat((q, k), 1), cos_sin).split(sizes, 1)
+                q_TKGD = q.unflatten(1, (self.num_groups, -1)) if weights is None else q
+                form = self.rotary.interleaved, weights, self.config.layernorm_epsilon
+                q, k = rotate_heads(q_TKGD, k, *cos_sin, *form)
         if self.config.qk_l2_norm:
             q, k = (None if x is None else self._l2_norm(x) for x in (q, k))
         if self.config.attention_temperature_scale is not None:
@@ -164,8 +171,8 @@ class AttentionMixer(Mixer):
         return self.linear_proj(o)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
-        """Normed queries [T, H, D]; normed keys and values, [T, K, D] each, or None if the layer
-        reads those of another one; gates of each group, [T, G, H / G * D]."""
+        """Queries [T, K, G, D]; keys and values, [T, K, D] each, or none if the layer reads those
+        of another one; gates of the heads of each key/value head, [T, K, G * D]."""
         config = self.config
         queries = self.heads_per_group * self.head_dim
         gates = [queries] if config.attention_output_gate else []
@@ -173,17 +180,22 @@ class AttentionMixer(Mixer):
             [queries, *gates, *[self.head_dim] * config.num_kv_projections], -1
         )
         gate = parts.pop(0) if gates else None
-        q = q.reshape(q.shape[0], -1, self.head_dim)
-        if self.q_layernorm is not None:
-            q = self._norm(self.q_layernorm, q)
+        q = q.unflatten(-1, (-1, self.head_dim))
         if not parts:
             return q, (), gate
         k, v = parts[0], parts[-1]
-        if self.k_layernorm is not None:
-            k = self._norm(self.k_layernorm, k)
         if config.value_l2_norm:
             v = self._l2_norm(v)
         return q, (k, v), gate
+
+    def _weights_of_norms(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """Weights of the norms of q and k, where one launch may norm and rotate both."""
+        norms = self.q_layernorm, self.k_layernorm
+        fits = self.rotary is not None and self.config.qk_layernorm_scope == "head"
+        if not (fits and all(map(is_plain, norms))) or torch.is_grad_enabled():
+            return None
+        dtype = torch.promote_types(dtype, torch.float32)
+        return norms[0].factor(dtype), norms[1].factor(dtype)
 
     def _norm(self, norm: nn.Module, x_THD: Tensor) -> Tensor:
         if self.config.qk_layernorm_scope == "head":

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.rotary.reference import rotate
 
 _SMALLEST_TABLE = 1024
 
@@ -138,18 +139,7 @@ class RotaryEmbedding:
 
     def rotate(self, x_THD: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
         """`x_THD` with its leading `dim` dimensions rotated; the rest is unchanged."""
-        cos, sin = cos_sin
-        rotated = x_THD[..., : self.dim]
-        if self.interleaved:
-            first, second = rotated[..., 0::2], rotated[..., 1::2]
-        else:
-            first, second = rotated.chunk(2, -1)
-        turned = (
-            torch.addcmul(first * cos, second, sin, value=-1),
-            torch.addcmul(second * cos, first, sin),
-        )
-        y = torch.stack(turned, -1).flatten(-2) if self.interleaved else torch.cat(turned, -1)
-        return torch.cat((y, x_THD[..., self.dim :]), -1) if self.dim < x_THD.shape[-1] else y
+        return rotate(x_THD, *cos_sin, self.interleaved)
 
 
 @lru_cache(maxsize=16)

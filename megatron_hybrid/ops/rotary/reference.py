@@ -1,0 +1,48 @@
+"""Rotary position embedding in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_hybrid.ops.norm.reference import rms_norm
+
+
+def rotate(
+    x_THD: torch.Tensor, cos_T1d: torch.Tensor, sin_T1d: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
+    """`x_THD` with its leading 2 d dimensions rotated; the rest is unchanged."""
+    dim = 2 * cos_T1d.shape[-1]
+    rotated = x_THD[..., :dim]
+    if interleaved:
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
+    else:
+        first, second = rotated.chunk(2, -1)
+    turned = (
+        torch.addcmul(first * cos_T1d, second, sin_T1d, value=-1),
+        torch.addcmul(second * cos_T1d, first, sin_T1d),
+    )
+    y = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat((y, x_THD[..., dim:]), -1) if dim < x_THD.shape[-1] else y
+
+
+def rotate_heads(
+    q_TKGD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    cos_T1d: torch.Tensor,
+    sin_T1d: torch.Tensor,
+    interleaved: bool,
+    weights_D: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.rotate_heads`."""
+    q_THD = q_TKGD.flatten(1, 2)
+    if weights_D is not None:
+        q_THD, k_TKD = (
+            rms_norm(x, weight_D, eps, None)[0]
+            for x, weight_D in zip((q_THD, k_TKD), weights_D, strict=True)
+        )
+    sizes = [q_THD.shape[1], k_TKD.shape[1]]
+    q_THD, k_TKD = rotate(torch.cat((q_THD, k_TKD), 1), cos_T1d, sin_T1d, interleaved).split(
+        sizes, 1
+    )
+    return q_THD, k_TKD
