@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from backends_alone import let_backends_serve_alone
 
 from benchmarks.gpu.bench import Bench
@@ -22,6 +23,16 @@ from megatron_hybrid.ops import RaggedLayout, SlotStates, dispatch
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
+SMALL = {
+    "rms_norm": lambda draw: (draw(9, 4096), draw(4096).float(), 1e-5, draw(9, 4096)),
+    "activate": lambda draw: (draw(9, 9216), F.silu, draw(9, 9216), False),
+    "time_steps": lambda draw: (draw(9, 32), draw(32), draw(32), (0.0, None), draw(9, 32), 2.0),
+    "rotate_heads": lambda draw: (
+        *(draw(9, 4, 4, 256), draw(9, 4, 256), draw(9, 1, 32), draw(9, 1, 32)),
+        *(False, (draw(256).float(), draw(256).float()), 1e-5),
+    ),
+}
+"""Ops between projections: inputs from a function that draws tensors of a shape."""
 each = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 each_size = pytest.mark.parametrize("size", SIZES)
 each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -50,6 +61,21 @@ def test_a_backend_gives_the_reference_and_the_same_bits_again(family, size, lay
     for backend in usable(family):
         given = bench, family, backend, sizes_of(family, size), layout, dtype
         assert not compared("", *given).fault
+
+
+@pytest.mark.parametrize("op", SMALL)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_ops_give_the_reference_and_the_same_bits_again(op, dtype):
+    torch.manual_seed(0)
+    inputs = SMALL[op](lambda *shape: torch.randn(shape, device=DEVICE, dtype=DTYPES[dtype]))
+    (backend,) = dispatch.OPS[op].backends
+    assert backend.refusal(*inputs) is None
+    found, again, expected = (
+        torch.utils._pytree.tree_leaves(run(*inputs))
+        for run in (backend.run, backend.run, dispatch.OPS[op].reference)
+    )
+    for one, other, right in zip(found, again, expected, strict=True):
+        assert torch.equal(one, other) and error_of(one, right) <= BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.is_recurrent], ids=lambda f: f.op)
