@@ -15,7 +15,7 @@ MAX_CHANNELS = 16384
 """Of a group, which a program holds in registers."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def norm_kernel(
     x_ptr,
     added_ptr,
