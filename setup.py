@@ -12,7 +12,7 @@ VERSION = re.search(
 # uvicorn uses httptools and uvloop where they are; without them a token of a stream costs twice as
 # much.
 SERVER = (
-    *("fastapi>=0.133", "uvicorn>=0.51", "pydantic>=2", "httptools>=0.6"),
+    *("fastapi>=0.133", "uvicorn>=0.51", "pydantic>=2.14", "httptools>=0.6"),
     'uvloop>=0.21; platform_system != "Windows"',
 )
 

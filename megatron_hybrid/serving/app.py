@@ -31,7 +31,7 @@ from megatron_hybrid.serving.fields import (
     TokenizeFields,
 )
 from megatron_hybrid.serving.json_response import in_texts_thread, json_response
-from megatron_hybrid.serving.limits import check_count, check_limits
+from megatron_hybrid.serving.limits import check_count, check_tools
 from megatron_hybrid.serving.messages import CHAT_NAMES as MESSAGE_NAMES
 from megatron_hybrid.serving.messages import MessageAnswer, MessageFields, PromptFields
 from megatron_hybrid.serving.openapi import describe
@@ -160,6 +160,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/abort")
     async def abort(fields: AbortFields, request: Request) -> Json:
+        fields.check()
         return {"aborted": service.abort(fields.request_id, request.state.key)}
 
 
@@ -264,7 +265,7 @@ def _prepared(
 ) -> tuple[list[Prompt], SamplingParams, tuple[Guide, str] | None, tuple[Style | None, bool]]:
     """What the engine is asked, a guide with the field that asks for it, how the model answers a
     chat, and whether the answer begins inside of reasoning."""
-    check_limits(fields)
+    check_tools(fields)
     prompts = _prompts(service, fields)
     if (most := fields.truncate_prompt_tokens) is not None:
         if most <= 0:  # -1: as many as there is room for

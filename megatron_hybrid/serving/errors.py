@@ -85,10 +85,13 @@ def refusal_of_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return [str(part) for part in error["loc"] if part not in ("body", "query")]
 
     own = [error for error in errors if place_of(error)[:1] == place_of(errors[0])[:1]]
-    error = max(own, key=lambda error: len(error["loc"]))
+    error = max(own, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))
     param, *inside = place_of(error) or [None]
     # Names of types are parts of a place, too.
-    place = [param, *(part for part in inside if part != "str" and "[" not in part)]
+    place = [
+        param,
+        *(part for part in inside if not re.fullmatch(r"(constrained-)?str|.*\[.*", part)),
+    ]
     inner = "".join(f".{part}" for part in place[1:])
     message = error["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{param or 'the body'}{inner}: {message}", param)

@@ -1,13 +1,14 @@
 """The fields of requests. Unknown ones are ignored. Fields of OpenAI, vLLM and SGLang are used, or
-refused unless they ask for nothing; labels are taken, and change no answer."""
+refused unless they ask for nothing; labels are taken, and change no answer. A value has the JSON
+type of its field: a boolean is no number, and "1" neither; 1.0 is an integer, as in JSON Schema."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
 from megatron_hybrid.serving.errors import ApiError
 
@@ -20,6 +21,33 @@ LABELS = frozenset(
 """Fields that say something about a request, and nothing about its answer."""
 PART_TYPES = ("text", "input_text", "output_text", "refusal")
 """Parts of a message's content that are texts."""
+
+
+def _object(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+_TEXT = {"type": "string"}
+PART = {
+    "anyOf": [
+        _TEXT,
+        _object(("type", "text"), type={"enum": [*PART_TYPES[:-1]]}, text=_TEXT),
+        _object(("type", "refusal"), type={"const": "refusal"}, refusal=_TEXT),
+    ]
+}
+_FUNCTION = _object(("name",), name=_TEXT, arguments={"type": ["string", "object"]})
+MESSAGE = {
+    **_object(
+        ("role",),
+        role={"type": "string", "minLength": 1},
+        content={"anyOf": [_TEXT, {"type": "array", "items": PART}, {"type": "null"}]},
+        tool_calls={"type": ["array", "null"], "items": _object(("function",), function=_FUNCTION)},
+    ),
+    "description": "`arguments` of a call are an object, or the JSON of one.",
+    # Something beside the role.
+    "not": {"properties": {"role": True}, "additionalProperties": {"type": "null"}},
+}
+"""What `chat_prompt` takes, as JSON Schema."""
 UNSUPPORTED: dict[str, tuple] = {
     # OpenAI
     "audio": (),
@@ -103,19 +131,70 @@ UNSUPPORTED: dict[str, tuple] = {
 
 
 def refuse_unsupported(
-    given: Mapping[str, Any], unsupported: Mapping[str, Container], why: str = ""
+    given: Mapping[str, Any], unsupported: Mapping[str, Iterable], why: str = ""
 ) -> None:
     """Raise ApiError for a field that asks for what this server lacks."""
     for name, value in given.items():
-        if name in unsupported and value is not None and value not in unsupported[name]:
+        if name in unsupported and value is not None and not _is_in(value, unsupported[name]):
             text = f"{name} is not supported{why}: leave it out"
             raise ApiError(400, text, name, "unsupported_parameter")
 
 
-class Fields(BaseModel):
-    """A body."""
+def _is_in(value: Any, values: Iterable) -> bool:
+    """As `in`, but False is not 0."""
+    is_bool = isinstance(value, bool)
+    return any(value == each and isinstance(each, bool) == is_bool for each in values)
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+def _fail_fast(schema: Any) -> None:
+    """Let all lists and mappings in a schema have one error at most: millions of them take minutes
+    and gigabytes."""
+    if isinstance(schema, list):
+        for each in schema:
+            _fail_fast(each)
+    elif isinstance(schema, dict):
+        if schema.get("type") in ("list", "dict"):
+            schema["fail_fast"] = True
+        for each in schema.values():
+            _fail_fast(each)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, float) and value.is_integer()
+
+
+def _with_ints(value: Any) -> Any:
+    """A value whose whole numbers are ints."""
+    if isinstance(value, list):
+        return [_with_ints(each) for each in value]
+    return int(value) if _is_whole(value) else value
+
+
+class Fields(BaseModel):
+    """A body, or an object in one."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=(), strict=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_whole_numbers(cls, given: Any, handler: Any) -> Self:
+        """1.0 is an integer in JSON Schema."""
+        try:
+            return handler(given)
+        except ValidationError as error:
+            errors = (
+                e for e in error.errors() if e["type"] == "int_type" and _is_whole(e["input"])
+            )
+            names = {e["loc"][0] for e in errors}
+            if not names:
+                raise
+            return handler({k: _with_ints(v) if k in names else v for k, v in given.items()})
 
     @model_validator(mode="before")
     @classmethod
@@ -132,23 +211,40 @@ class Fields(BaseModel):
         properties = handler.resolve_ref_schema(found)["properties"]
         for name in _left_out_by_null(cls):
             properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
+        for name, nothing in cls.refused().items():
+            values = [value for value in nothing if value is not None]
+            properties[name] = {"enum": [*values, None], "description": "It is not supported."}
         return found
+
+    @classmethod
+    def refused(cls) -> dict[str, tuple]:
+        """Known fields that this object lacks -> values that ask for nothing, beside null."""
+        return {}
+
+
+class Body(Fields):
+    """A body."""
 
     def check(self) -> None:
         """Raise ApiError for a field that cannot be served."""
-        refuse_unsupported(self.model_extra or {}, _refused(type(self)))
+        refuse_unsupported(self.model_extra or {}, self.refused())
+
+    @classmethod
+    @cache
+    def refused(cls) -> dict[str, tuple]:
+        """`UNSUPPORTED`, and fields that only other bodies have."""
+        others = (CompletionFields, ChatFields) if issubclass(cls, GenerationFields) else ()
+        known = nothing_of(*others) | UNSUPPORTED
+        return {name: nothing for name, nothing in known.items() if name not in cls.model_fields}
 
 
-@cache
-def _refused(kind: type[Fields]) -> dict[str, tuple]:
-    """As `UNSUPPORTED`, of one body: with fields that only others have."""
-    others = [CompletionFields, ChatFields] if issubclass(kind, GenerationFields) else []
-    found = {
+def nothing_of(*kinds: type[Fields]) -> dict[str, tuple]:
+    """Fields of some objects -> values that ask for nothing, beside null."""
+    return {
         name: (() if field.is_required() else (field.default, [], {}))
-        for other in others
-        for name, field in other.model_fields.items()
+        for kind in kinds
+        for name, field in kind.model_fields.items()
     }
-    return {k: v for k, v in (found | UNSUPPORTED).items() if k not in kind.model_fields}
 
 
 @cache
@@ -203,17 +299,30 @@ class ResponseFormat(Fields):
         return self.model_dump(include=names, exclude_none=True)
 
 
-class StructuredOutputs(BaseModel):
-    """As in vLLM's API: one of these."""
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[str], Field(min_length=1)]
+Object = dict[str, Any]
+Message = Annotated[Object, WithJsonSchema(MESSAGE)]
+Something = Annotated[Object, Field(min_length=1)]
 
-    model_config = ConfigDict(extra="forbid")
 
-    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
-    regex: str | None = None
-    choice: list[str] | None = None
+class StructuredOutputs(Fields):
+    """As in vLLM's API: one of these. An empty one would say nothing of the answer."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
+
+    json_: Something | bool | Text | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: Texts | None = None
     json_object: bool | None = None
-    grammar: str | None = None
-    structural_tag: dict[str, Any] | str | None = None
+    grammar: Text | None = None
+    structural_tag: Something | Text | None = None
+
+    @model_validator(mode="after")
+    def _knows_all(self) -> Self:
+        for name in self.model_extra or ():
+            raise ValueError(f"{name!r:.80} is unknown: leave it out")
+        return self
 
     @property
     def wishes(self) -> dict[str, Any]:
@@ -228,54 +337,59 @@ class StructuredOutputs(BaseModel):
         wishes = {name: value for name, value in given.items() if value is not None}
         return wishes | ({"json_object": True} if self.json_object else {})
 
-    @model_validator(mode="after")
-    def _asks(self) -> Self:
-        for name, value in self.wishes.items():
-            if value in ("", {}, []):
-                raise ValueError(f"{name} is empty, and says nothing of the answer: leave it out")
-        return self
-
 
 Positive = Annotated[int, Field(ge=1)]
-Token = Annotated[int, Field(strict=True, ge=0)]
-Texts = Annotated[list[str], Field(min_length=1)]
+Count = Annotated[int, Field(ge=0)]
+Token = Annotated[int, Field(ge=0)]
+TokenName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+Tokens = Annotated[list[Token], Field(min_length=1)]
+Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=64)]
+"""Every new token is looked at for all of them."""
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-class GenerationFields(Fields):
-    """What completions and chats share."""
+class SharedFields(Body):
+    """What all routes that generate share."""
 
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Probability | None = None
     top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    n: Positive = 1
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Token] | None = None
+    min_p: Probability | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = None
+    min_tokens: Count | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    stop: Annotated[str, Field(max_length=1024)] | Words | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=1024)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    cache_breakpoints: list[int] | None = None
+    cache_salt: Text | None = None
+    cache_breakpoints: list[Count] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] = "left"
     allowed_token_ids: list[Token] | None = None
-    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
+    bad_words: Words | None = None
+    priority: int = 0
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+
+
+class GenerationFields(SharedFields):
+    """What completions and chats share."""
+
+    n: Positive = 1
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    priority: int = 0
-    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -320,8 +434,8 @@ class GenerationFields(Fields):
 class CompletionFields(GenerationFields):
     """Body of /v1/completions."""
 
-    prompt: str | list[Token] | Texts | list[list[Token]]
-    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    prompt: str | Tokens | Texts | Annotated[list[Tokens], Field(min_length=1)]
+    max_tokens: Count | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
     add_special_tokens: bool = True
@@ -351,7 +465,7 @@ class CompletionFields(GenerationFields):
 class Function(Fields):
     """That an answer may call."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Text
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
@@ -372,17 +486,30 @@ _OF_TEMPLATE = frozenset(
 """What `chat_template_kwargs` cannot change."""
 
 
-class TemplateFields(Fields):
+class SharedTemplateFields(Body):
+    """What all routes with chats say of the template."""
+
+    chat_template: Text | None = None
+    chat_template_kwargs: Object | None = None
+    documents: list[Object] | None = None
+
+
+class SharedChatFields(SharedTemplateFields, SharedFields):
+    """What all routes that answer chats share."""
+
+    tool_choice: str | Object | None = None
+    parallel_tool_calls: bool = True
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
+
+
+class TemplateFields(SharedTemplateFields):
     """What a chat's template writes."""
 
-    messages: list[dict[str, Any]] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template: Annotated[str, Field(min_length=1)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
-    documents: list[dict[str, Any]] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -413,18 +540,15 @@ class TemplateFields(Fields):
             )
 
 
-class ChatFields(TemplateFields, GenerationFields):
+class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool = True
-    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
 
     @property
     def num_top(self) -> int | None:
@@ -486,13 +610,22 @@ class ChatFields(TemplateFields, GenerationFields):
 class TokenizeFields(TemplateFields):
     """Body of /tokenize."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+                {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
+            ]
+        }
+    )
+
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
 
-class DetokenizeFields(Fields):
+class DetokenizeFields(Body):
     """Body of /detokenize."""
 
     model: str | None = None
@@ -506,7 +639,7 @@ class ExplainFields(TokenizeFields):
     cache_salt: str | None = None
 
 
-class AbortFields(Fields):
+class AbortFields(Body):
     """Body of /abort."""
 
     request_id: str

@@ -108,10 +108,13 @@ def _for_template(tokenizer: Tokenizer, fields: TemplateFields) -> list[dict[str
             message["content"] = "\n".join(texts)
             if tokenizer.takes_parts(message["role"]):
                 message["content"] = [{"type": "text", "text": text} for text in texts]
-        if isinstance(message.get("tool_calls"), list):
+        calls = message.get("tool_calls")
+        if not isinstance(calls, (list, type(None))):
+            raise ValueError(f"message {index} of the chat has tool_calls that are no list")
+        if calls is not None:
             message["tool_calls"] = [
                 _with_arguments(f"call {number} of message {index}", call, as_text)
-                for number, call in enumerate(message["tool_calls"])
+                for number, call in enumerate(calls)
             ]
         said = [each.get("content") for each in (*found[-1:], message)]
         if was_developer and found and found[-1]["role"] == "system" and _are_texts(said):
@@ -144,6 +147,8 @@ def _with_arguments(place: str, call: Any, as_text: bool) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise ValueError(f"{place} of the chat has no function")
+    if not isinstance(function.get("name"), str):
+        raise ValueError(f"{place} of the chat has a name that is no text")
     given = function.get("arguments")
     arguments, why = given or {}, ""
     if isinstance(arguments, str):
@@ -293,7 +298,7 @@ def sampling_params(
             presence_penalty=fields.presence_penalty or 0.0,
             frequency_penalty=fields.frequency_penalty or 0.0,
             repetition_penalty=fields.repetition_penalty,
-            logit_bias=fields.logit_bias or None,
+            logit_bias={int(token): bias for token, bias in (fields.logit_bias or {}).items()},
             allowed_token_ids=fields.allowed_token_ids or None,
             bad_words_ids=[tokenizer.tokenize(word, add_special_tokens=False) for word in words],
             min_tokens=fields.min_tokens,

@@ -8,9 +8,10 @@ from __future__ import annotations
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, WithJsonSchema
 
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.request import GenerationResult, RequestOutput
@@ -24,17 +25,22 @@ from megatron_hybrid.serving.answers import (
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import (
     FORMATS,
+    PART,
     PART_TYPES,
     ChatFields,
+    Count,
     Fields,
     Function,
+    Object,
+    SharedChatFields,
+    nothing_of,
     refuse_unsupported,
 )
 from megatron_hybrid.serving.fields import UNSUPPORTED as UNSUPPORTED_ANYWHERE
 from megatron_hybrid.serving.parsers import Part, Reasoning, Style, ToolCall
 from megatron_hybrid.text.tokenizer import Tokenizer
 
-STATEFUL = {
+STATEFUL: dict[str, tuple] = {
     "access_programs": ([],),
     "background": (False,),
     "background_options": (),
@@ -44,8 +50,7 @@ STATEFUL = {
     "previous_response_id": (),
     "prompt": (),
 }
-UNSUPPORTED = {
-    **UNSUPPORTED_ANYWHERE,
+UNSUPPORTED: dict[str, tuple] = {
     "enable_response_messages": (False,),
     "image": (),
     "max_tool_calls": (),
@@ -56,6 +61,8 @@ UNSUPPORTED = {
     "truncation": ("disabled",),
 }
 """Fields without an effect here -> values that ask for nothing, beside null."""
+LIMITS = ("max_tokens", "max_completion_tokens")
+"""Names of `max_output_tokens` elsewhere: they may say the same."""
 CHAT_NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
@@ -71,22 +78,70 @@ class FlatTool(Function):
     type: Literal["function"]
 
 
-class ResponseFields(Fields):
+class TextOptions(Fields):
+    """What the answer's text looks like."""
+
+    format: Object | None = None
+
+    @classmethod
+    def refused(cls) -> dict[str, tuple]:
+        """As of all."""
+        return {"verbosity": ("medium",)}
+
+
+class ReasoningOptions(Fields):
+    """How the model thinks."""
+
+    effort: str | None = None
+
+
+def _item(kind: str, required: Sequence[str], **properties: Any) -> Json:
+    """As JSON Schema."""
+    properties |= {"type": {"const": kind}}
+    return {"type": "object", "properties": properties, "required": ["type", *required]}
+
+
+_TEXT: Json = {"type": "string"}
+_SAID = {"anyOf": [_TEXT, {"type": "array", "items": PART}]}
+_MESSAGE = _item("message", (), role={**_TEXT, "minLength": 1}, content=_SAID)
+_THOUGHTS = {
+    "content": {"type": ["array", "null"]},
+    "encrypted_content": {"type": ["string", "null"]},
+}
+Item = Annotated[
+    Object,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {**_MESSAGE, "required": ["role", "content"]},
+                _item("function_call", ("name",), name=_TEXT, arguments=_TEXT),
+                _item("function_call_output", ("output",), output=_SAID),
+                _item("reasoning", (), **_THOUGHTS),
+            ]
+        }
+    ),
+]
+
+
+class ResponseFields(SharedChatFields):
     """Body of /v1/responses."""
 
-    model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    tools: list[FlatTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
+    max_output_tokens: Count | None = None
+    tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
-    stream: bool = False
-    metadata: dict[str, Any] | None = None
+    metadata: Object | None = None
+
+    @classmethod
+    @cache
+    def refused(cls) -> dict[str, tuple]:
+        """As of all."""
+        known = nothing_of(ChatFields) | UNSUPPORTED_ANYWHERE | UNSUPPORTED | STATEFUL
+        used = {*cls.model_fields, *LIMITS, "stream_options"}  # OpenAI's: padding
+        return {name: nothing for name, nothing in known.items() if name not in used}
 
     def to_chat(self) -> ChatFields:
         """The same as a chat.
@@ -94,14 +149,15 @@ class ResponseFields(Fields):
         Raises:
             ApiError: an item that no chat has.
         """
-        extra = dict(self.model_extra or {})
+        extra = self.model_extra or {}
         refuse_unsupported(extra, STATEFUL, ": this server keeps no responses")
-        refuse_unsupported(extra, UNSUPPORTED)
-        same = (self.max_output_tokens,)  # the limit's names elsewhere
-        limits = {"max_tokens": same, "max_completion_tokens": same}
-        refuse_unsupported(extra, {**_OF_CHATS, **limits}, " by this route")
-        refuse_unsupported(self.text or {}, {"verbosity": ("medium",)}, " in text")
-        form = dict((self.text or {}).get("format") or {"type": "text"})
+        refuse_unsupported(
+            extra, dict.fromkeys(LIMITS, (self.max_output_tokens,)), " by this route"
+        )
+        self.check()
+        text = self.text or TextOptions()
+        refuse_unsupported(text.model_extra or {}, text.refused(), " in text")
+        form = dict(text.format or {"type": "text"})
         if form.get("type") == "json_schema":  # flat here
             form["json_schema"] = {"schema": form.get("schema", True)}
         tools = [
@@ -112,17 +168,12 @@ class ResponseFields(Fields):
             raise ApiError(400, f"text.format is {form}; its types are {FORMATS}", "text")
         try:
             return ResponseChat(
-                **{name: value for name, value in extra.items() if name in _SHARED},
-                model=self.model,
+                **{name: getattr(self, name) for name in SharedChatFields.model_fields},
                 messages=list(_joined(self._messages())),
                 max_completion_tokens=self.max_output_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
                 tools=tools or None,
-                tool_choice=self.tool_choice,
                 response_format=form,
-                reasoning_effort=(self.reasoning or {}).get("effort"),
-                stream=self.stream,
+                reasoning_effort=self.reasoning and self.reasoning.effort,
             )
         except ValidationError as error:
             refusal = refusal_of_field(error.errors())
@@ -135,34 +186,8 @@ class ResponseFields(Fields):
         if isinstance(self.input, str):
             yield {"role": "user", "content": self.input}
             return
-        if not self.input:
-            raise ApiError(400, "input is empty: give a text, or one item", "input")
         for item in self.input:
             yield from _messages_of(item)
-
-
-_SHARED = (
-    *("top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "cache_salt", "priority"),
-    *(
-        "cache_breakpoints",
-        "request_id",
-        "chat_template",
-        "chat_template_kwargs",
-        "presence_penalty",
-    ),
-    *("frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "documents"),
-    *("include_stop_str_in_output", "structured_outputs", "parallel_tool_calls"),
-    *("allowed_token_ids", "bad_words", "truncate_prompt_tokens"),
-    *("skip_special_tokens", "thinking_token_budget", "truncation_side"),
-)
-"""Fields of chats that this route takes, too."""
-_OF_CHATS: dict[str, tuple] = {
-    name: (ChatFields.model_fields[name].default,)
-    for name in ChatFields.model_fields
-    if name not in (*_SHARED, *ResponseFields.model_fields)
-    and name != "stream_options"  # OpenAI's: padding
-}
-"""Those that it does not -> values that ask for nothing."""
 
 
 class ResponseChat(ChatFields):

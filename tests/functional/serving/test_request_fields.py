@@ -13,9 +13,11 @@ from http_server import demo_service
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
+from pydantic import ValidationError
 
 from megatron_hybrid.serving import fields, responses
 from megatron_hybrid.serving.app import create_app
+from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.parsers import REASONING_PARSERS, Thoughts
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -240,7 +242,93 @@ def test_null_is_a_field_that_is_left_out(call, route):
     jsonschema.validate({**BODIES[route], **nulls}, kind.model_json_schema())
 
 
-@pytest.mark.parametrize("token", [False, -1, {}, 5.0, None])
+KINDS = {
+    CHAT: fields.ChatFields,
+    COMPLETION: fields.CompletionFields,
+    RESPONSE: responses.ResponseFields,
+    "/tokenize": fields.TokenizeFields,
+    "/detokenize": fields.DetokenizeFields,
+    "/cache/explain": fields.ExplainFields,
+    "/abort": fields.AbortFields,
+}
+VALUES = (
+    *(True, False, 0, 1, 1.0, -1, 5.5, "5", "true", [], {}, [False], ["5"], [5.0], [5.5]),
+    *({"5": "5"}, None),
+)
+
+
+@pytest.mark.parametrize("route", KINDS)
+def test_a_field_takes_the_types_that_the_description_declares_and_no_others(call, route):
+    kind, body = KINDS[route], {**BODIES.get(route, {}), "tokens": [5], "request_id": "x"}
+    described = call("/openapi.json", method="GET").json()
+    declared = described["paths"][route]["post"]["requestBody"]["content"]["application/json"]
+    schema = described["components"]["schemas"][declared["schema"]["$ref"].split("/")[-1]]
+    assert kind.model_fields.keys() | kind.refused().keys() <= schema["properties"].keys()
+    for name, types in schema["properties"].items():
+        is_declared = jsonschema.Draft202012Validator(
+            {**types, "components": described["components"]}
+        ).is_valid
+        for value in VALUES:
+            try:
+                read = kind.model_validate({**body, name: value})
+                if route == RESPONSE:
+                    read = read.to_chat()
+                read.check()
+                errors = []
+            except ValidationError as error:
+                errors = [refusal_of_field(error.errors())]
+            except ApiError as error:
+                errors = [error]
+            if not is_declared(value):
+                assert [error.param for error in errors] == [name], (name, value)
+            elif errors:  # of others
+                assert name in str(errors[0]) and errors[0].param in MEANINGS, (name, value)
+
+
+MEANINGS = {
+    *("stream_options", "prompt_logprobs", "tool_choice", "continue_final_message"),
+    "top_logprobs",
+}
+"""Fields that are refused for what others say."""
+
+
+@ROUTES
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("stream", 0), ("min_p", False), ("skip_special_tokens", "no"), ("use_beam_search", 0)],
+)
+def test_a_value_of_another_type_is_refused(call, route, name, value):
+    assert call.refused(route, **{name: value})["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (fields.CompletionFields, {"prompt": [True] * 1000}),
+        (fields.CompletionFields, {"prompt": [[True] * 1000] * 1000}),
+        (fields.CompletionFields, {"prompt": "a", "logit_bias": {str(n): "" for n in range(1000)}}),
+        (fields.ChatFields, {"messages": [1] * 1000}),
+        (responses.ResponseFields, {"input": "a", "tools": [{}] * 1000}),
+        (fields.CompletionFields, {"prompt": "a", "structured_outputs": {"choice": [1] * 1000}}),
+        (
+            fields.CompletionFields,
+            {"prompt": "a", "structured_outputs": {str(n): 1 for n in range(1000)}},
+        ),
+    ],
+)
+def test_many_wrong_values_have_few_errors(kind, body):
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() < 7
+
+
+def test_a_whole_number_is_an_int_however_it_is_written(call):
+    texts = [call("/detokenize", {"tokens": [token, 6]}).json()["prompt"] for token in (5, 5.0)]
+    assert texts[0] == texts[1] != ""
+    assert len(call.generated(COMPLETION, n=2.0, prompt=[[5.0]], seed=7.0)["choices"]) == 2
+
+
+@pytest.mark.parametrize("token", [False, -1, {}, 5.5, None])
 @pytest.mark.parametrize(
     ("route", "name"),
     [
@@ -329,14 +417,9 @@ def test_a_known_field_without_effect_is_refused(call, route, name, value):
     ],
 )
 def test_openai_s_fields_are_used_refused_or_labels(kind, given):
-    used = {*kind.model_fields, *fields.LABELS, "stream_options"}
-    refused = {*fields.UNSUPPORTED}
-    if kind is responses.ResponseFields:
-        used |= {*responses._SHARED}
-        refused |= {*responses.UNSUPPORTED, *responses.STATEFUL}
+    used, refused = {*kind.model_fields, *fields.LABELS, "stream_options"}, {*kind.refused()}
     assert {*given.__annotations__} - used - refused == set()
-    in_chats = {"add_special_tokens", "reasoning"}  # refused there alone
-    assert used & refused - in_chats == set()
+    assert used & refused == set()
 
 
 @ROUTES
@@ -378,7 +461,7 @@ def test_an_empty_or_unknown_guide_is_refused(call, route, wanted):
         ),
         (CHAT, {"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", ""),
         (CHAT, {"n": 99}, "n", "--max-requests=8"),
-        (COMPLETION, {"stop": ["a", ""]}, "stop", "stop must be"),
+        (COMPLETION, {"stop": ["a", ""]}, "stop", "at least 1 character"),
         (COMPLETION, {"stop_token_ids": [10**6]}, "stop_token_ids", ""),
         (COMPLETION, {"logit_bias": {10**6: 1}}, "logit_bias", ""),
         (COMPLETION, {"prompt": [10**6]}, "prompt", ""),
