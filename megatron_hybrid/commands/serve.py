@@ -213,7 +213,8 @@ def run(options: argparse.Namespace) -> int:
     )
     log_lines()
     bound = address.bind()  # fail now, not after the model is loaded
-    with Console(stderr=True).status(f"loading {options.model}"):
-        model, tokenizer = load_for_chats(options)
-    run(serve(model, tokenizer, config, serving, address, bound))
+    with address.loading(bound) as loading:
+        with Console(stderr=True).status(f"loading {options.model}"):
+            model, tokenizer = load_for_chats(options)
+        run(serve(model, tokenizer, config, serving, address, bound, loading))
     return 0

@@ -25,6 +25,7 @@ from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.serving.app import create_app
+from megatron_hybrid.serving.loading import Loading
 from megatron_hybrid.serving.service import Service, ServingConfig
 from megatron_hybrid.serving.slow_clients import TimedProtocol
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -115,10 +116,7 @@ class Address:
         """
         if self.keyfile and not self.certfile:
             raise ValueError("--ssl-keyfile needs --ssl-certfile, the certificate of the key")
-        if self.certfile:  # fail now, not after the model is loaded
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-                self.certfile, self.keyfile
-            )
+        self._context()  # fail now, not after the model is loaded
         if self.uds is not None:
             with socket.socket(socket.AF_UNIX) as probe:
                 if probe.connect_ex(self.uds) == 0:
@@ -137,14 +135,24 @@ class Address:
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
-            # Nobody is answered before the model is there; until then another server that starts
-            # finds the port taken.
+            # Until the model is there, another server that starts finds the port taken.
             bound.listen(_BACKLOG)
         except OSError as error:
             bound.close()
             remedy = "; give another --port" if error.errno == errno.EADDRINUSE else ""
             raise OSError(f"{where} cannot be used: {error.strerror}{remedy}") from error
         return bound
+
+    def _context(self) -> ssl.SSLContext | None:
+        if not self.certfile:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(self.certfile, self.keyfile)
+        return context
+
+    def loading(self, bound: socket.socket | None) -> Loading:
+        """What answers here while the model loads. bound: of `bind`."""
+        return Loading(bound, self.uds, self._context())
 
     def url(self, bound: socket.socket | None) -> str:
         """For people."""
@@ -194,10 +202,12 @@ async def serve(
     config: ServingConfig,
     address: Address,
     bound: socket.socket | None,
+    loading: Loading,
 ) -> None:
     """Serve until a signal. Then requests run to their end, and the cache's folder is completed.
 
     bound: what `address.bind()` has returned.
+    loading: ends when all is there.
     """
     tokenizer.show_special_tokens(config.style_of(tokenizer.template_source(())).marks)
     engine = AsyncEngine(model, tokenizer, engine_config)
@@ -217,6 +227,7 @@ async def serve(
         gc.collect()
         gc.freeze()
         logger.info("running on %s (Ctrl-C ends it)", address.url(bound))
+        await asyncio.to_thread(loading.close)
         await _Server(settings, service).serve(None if bound is None else [bound])
     finally:
         began = time.perf_counter()
