@@ -104,8 +104,9 @@ def _item(kind: str, required: Sequence[str], **properties: Any) -> Json:
 _TEXT: Json = {"type": "string"}
 _SAID = {"anyOf": [_TEXT, {"type": "array", "items": PART}]}
 _MESSAGE = _item("message", (), role={**_TEXT, "minLength": 1}, content=_SAID)
+_THOUGHT = _item("reasoning_text", ("text",), text=_TEXT)
 _THOUGHTS = {
-    "content": {"type": ["array", "null"]},
+    "content": {"type": ["array", "null"], "items": _THOUGHT},
     "encrypted_content": {"type": ["string", "null"]},
 }
 Item = Annotated[
@@ -248,8 +249,8 @@ def _encoded(text: str) -> str:
 
 def _reasoning_of(item: Json) -> str:
     """The text of a reasoning item of a former answer."""
-    parts = item.get("content") or []
-    if parts:
+    parts = item.get("content")
+    if parts not in (None, []):
         return _text_of(parts, ("reasoning_text",))
     given = item.get("encrypted_content")
     if given is None:  # a summary is no reasoning
