@@ -60,9 +60,10 @@ def create_app(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(service.history.run())
+        tasks = [asyncio.create_task(work) for work in (service.history.run(), service.give_back())]
         yield
-        watching.cancel()
+        for task in tasks:
+            task.cancel()
 
     config = service.config
     app = FastAPI(

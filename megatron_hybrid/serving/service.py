@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
 import hmac
 import logging
@@ -32,6 +33,7 @@ from megatron_hybrid.inference.sampling_params import SamplingParams, model_defa
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import TemplateFields
 from megatron_hybrid.serving.history import History
+from megatron_hybrid.serving.json_response import in_texts_thread
 from megatron_hybrid.serving.parsers import Style, style_of
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.guide_pool import GuidePool
@@ -39,6 +41,9 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_REST_SECONDS = 2.0
+"""Without a request, before freed memory goes back to the system."""
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: None)  # glibc has it
 
 
 @dataclass(frozen=True)
@@ -196,6 +201,7 @@ class Service:
         self.num_responses: Counter[tuple[str, int]] = Counter()
         """By route and status."""
         self._tickets: set[Ticket] = set()
+        self._num_tickets = 0  # so far
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -307,6 +313,7 @@ class Service:
                 )
         ticket = Ticket(request_id, key, num_samples)
         self._tickets.add(ticket)
+        self._num_tickets += 1
         self._idle.clear()
         try:
             yield ticket
@@ -494,6 +501,16 @@ class Service:
     def load(self) -> int:
         """Requests that generate, those that wait included."""
         return len(self._tickets)
+
+    async def give_back(self) -> None:
+        """Whenever no request runs any more, give the memory that those have freed back to the
+        system, until cancelled: the allocator would keep what large ones took."""
+        num_done = 0
+        while True:
+            await asyncio.sleep(_REST_SECONDS)
+            if not self._tickets and self._num_tickets > num_done:
+                num_done = self._num_tickets
+                await in_texts_thread(partial(_trim, 0))
 
     async def close(self) -> None:
         """End the engine, and complete its folder of cached prefixes."""

@@ -13,6 +13,7 @@ import httpx
 import pytest
 import uvicorn
 
+from megatron_hybrid.serving import service
 from megatron_hybrid.serving.door import access
 from megatron_hybrid.serving.run import Address, _PlainLines, _Server, log_lines
 
@@ -152,8 +153,8 @@ def test_a_second_signal_ends_the_requests_that_run():
             await asyncio.Event().wait()
 
         aborted = []
-        service = SimpleNamespace(drain=drain, abort_all=lambda: aborted.append(True))
-        server = _Server(uvicorn.Config(None), service)
+        running = SimpleNamespace(drain=drain, abort_all=lambda: aborted.append(True))
+        server = _Server(uvicorn.Config(None), running)
         server._end()
         assert not server.should_exit and not aborted
         server._end()
@@ -162,3 +163,21 @@ def test_a_second_signal_ends_the_requests_that_run():
         assert server.force_exit
 
     asyncio.run(end())
+
+
+def test_freed_memory_goes_back_once_when_nothing_runs(monkeypatch):
+    calls = []
+    monkeypatch.setattr(service, "_trim", calls.append)
+    monkeypatch.setattr(service, "_REST_SECONDS", 0.001)
+    server = SimpleNamespace(_tickets={1}, _num_tickets=1)
+
+    async def rest():
+        task = asyncio.create_task(service.Service.give_back(server))
+        await asyncio.sleep(0.05)
+        assert not calls
+        server._tickets.clear()
+        await asyncio.sleep(0.1)
+        task.cancel()
+
+    asyncio.run(rest())
+    assert calls == [0]
