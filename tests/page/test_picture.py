@@ -51,3 +51,4 @@ def test_the_picture_has_states_of_all_tiers_and_a_day(page, tmp_path):
         page.wait_for_timeout(2500)
         SHOTS.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=SHOTS / "page.png", full_page=True)
+        page.goto("about:blank")  # it would ask on, and tell of a server that is gone
