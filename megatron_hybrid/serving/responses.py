@@ -102,7 +102,7 @@ def _item(kind: str, required: Sequence[str], **properties: Any) -> Json:
 
 
 _TEXT: Json = {"type": "string"}
-_SAID = {"anyOf": [_TEXT, {"type": "array", "items": PART}]}
+_SAID = {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": PART["anyOf"][1:]}}]}
 _MESSAGE = _item("message", (), role={**_TEXT, "minLength": 1}, content=_SAID)
 _THOUGHT = _item("reasoning_text", ("text",), text=_TEXT)
 _THOUGHTS = {
@@ -167,10 +167,13 @@ class ResponseFields(SharedChatFields):
         ]
         if form.get("type") not in FORMATS:
             raise ApiError(400, f"text.format is {form}; its types are {FORMATS}", "text")
+        messages = list(_joined(self._messages()))
+        if not messages:
+            raise ApiError(400, "input has reasoning alone: give a text or a call, too", "input")
         try:
             return ResponseChat(
                 **{name: getattr(self, name) for name in SharedChatFields.model_fields},
-                messages=list(_joined(self._messages())),
+                messages=messages,
                 max_completion_tokens=self.max_output_tokens,
                 tools=tools or None,
                 response_format=form,
@@ -272,12 +275,14 @@ def _reasoning_of(item: Json) -> str:
 def _text_of(content: Any, types: Sequence[str] = PART_TYPES) -> str:
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [content]
-    for part in parts:
-        is_text = isinstance(part, dict) and part.get("type") in types
-        if not is_text or not isinstance(part.get("text"), str):
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in types else None
+        if not isinstance(text, str):
             raise ApiError(400, f"a part of input is no text: {part!r:.80}", "input")
-    return "".join(part["text"] for part in parts)
+        texts.append(text)
+    return "".join(texts)
 
 
 class ResponseAnswer:

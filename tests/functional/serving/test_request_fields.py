@@ -231,6 +231,17 @@ def test_other_parts_of_a_content_list_are_refused(call, part):
     assert call.refused(RESPONSE, input=[{"role": "user", "content": [part]}])["param"] == "input"
 
 
+def test_items_of_a_response_may_have_refusals_and_not_reasoning_alone(call):
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    counts = [
+        call.generated(RESPONSE, input=[item])["usage"]["input_tokens"]
+        for item in (refusal, {"role": "assistant", "content": "No."})
+    ]
+    assert counts[0] == counts[1]
+    error = call.refused(RESPONSE, input=[{"type": "reasoning", "summary": []}])
+    assert error["param"] == "input" and "reasoning alone" in error["message"]
+
+
 @ROUTES
 def test_null_is_a_field_that_is_left_out(call, route):
     kinds = {CHAT: fields.ChatFields, COMPLETION: fields.CompletionFields}
