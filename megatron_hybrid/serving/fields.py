@@ -363,7 +363,7 @@ class SharedFields(Body):
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = None
     min_tokens: Count | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), le=(1 << 64) - 1)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None  # exact as floats
     stop: Annotated[str, Field(max_length=1024)] | Words | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=1024)] | None = None
     include_stop_str_in_output: bool = False
