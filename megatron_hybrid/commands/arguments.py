@@ -44,7 +44,8 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
     """Adds the defaults of options to the help, except None, False and what is empty."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, [], "") or action.default == math.inf:
+        default = action.default
+        if default is None or default is False or default in ([], "", math.inf):
             return action.help
         return super()._get_help_string(action)
 
@@ -80,6 +81,7 @@ def add_model(
 
 def add_prompts(parser: argparse.ArgumentParser, about: str) -> None:
     """Add `prompt`, a list."""
+    about += " The option may be given several times."
     parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help=about)
 
 
@@ -115,43 +117,45 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--context",
         default="8192",
         metavar="TOKENS",
-        help="A prompt and its answer have at most this many tokens, such as 4096, 100k or 1M "
-        "(max_sequence_length).",
+        help="A prompt and its answer have at most this many tokens, such as 4096, 100k (100,000) "
+        "or 1M (max_sequence_length).",
     )
     parser.add_argument(
         "--mode",
         default="restore",
-        help="What the prefix cache does: restore resumes at any token, memory_only shares memory "
-        "but computes every token, off shares nothing (prefix_caching).",
+        help="What the cache does for prompts that begin alike. restore: what was computed before "
+        "is not computed again. memory_only: it is computed again, but takes its memory once. off: "
+        "nothing is cached (prefix_caching).",
     )
     parser.add_argument(
         "--cache-mib",
         type=int,
         metavar="MIB",
-        help="The page pool, which holds KV and cached states, has this size in MiB (cache_bytes). "
-        "The default is what the device has left, times --memory-fraction.",
+        help="The cache has this size in MiB. It holds the keys and values of attention, and saved "
+        "states (cache_bytes). The default is what the device has left, times --memory-fraction.",
     )
     parser.add_argument(
         "--memory-fraction",
         type=float,
         default=0.9,
         metavar="PART",
-        help="The page pool takes this part of the memory that the model leaves, unless "
-        "--cache-mib is given; on a CPU it takes at most a quarter (memory_fraction).",
+        help="Without --cache-mib, the cache takes this part, up to 1, of the memory that the "
+        "model leaves; on a CPU at most a quarter of what is available (memory_fraction).",
     )
     parser.add_argument(
         "--host-cache-mib",
         type=int,
         default=0,
         metavar="MIB",
-        help="Keep what the page pool evicts in this much host memory, in MiB (host_cache_bytes).",
+        help="Keep what the cache has no room for in this much host memory, in MiB; 0 drops it "
+        "(host_cache_bytes).",
     )
     add_state_encoding(parser)
     parser.add_argument(
         "--cache-dir",
         metavar="FOLDER",
-        help="Keep the cache in this folder from one call to the next, for prompts of at least 16 "
-        "tokens.",
+        help="Save the cache in this folder at the end, and begin with what is saved there: "
+        "prompts of at least 16 tokens. By default nothing is saved.",
     )
 
 
@@ -204,7 +208,10 @@ def load_for_chats(options: argparse.Namespace):
     """Model and tokenizer, with the template that was asked for."""
     model, tokenizer = load(options.model)
     if options.chat_template:
-        source = Path(options.chat_template).read_text(encoding="utf-8")
+        try:
+            source = Path(options.chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise OSError(f"--chat-template {options.chat_template}: {error.strerror}") from error
         tokenizer.set_chat_template(source, options.chat_template)
     return model, tokenizer
 

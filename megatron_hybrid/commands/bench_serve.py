@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompts",
         metavar="PROMPTS",
         help="Send the requests of this JSONL file. It has the form that `profile` reads; a line "
-        "may have `max_tokens` and `cache_salt`, too.",
+        "may have `max_tokens`, and `cache_salt` (requests of different salts share nothing).",
     )
     parser.add_argument(
         "--base-url",
@@ -98,7 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--vocab-size",
         type=whole_number,
         metavar="N",
-        help="Take token ids in the file modulo N. By default they are sent as they are.",
+        help="Take token ids of the file modulo N, where they are too large for the model. By "
+        "default they are sent as they are.",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="Draw the random times of --request-rate from this."

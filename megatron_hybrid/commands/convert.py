@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--huggingface-config",
         metavar="FOLDER",
         help="Take the tokenizer and the size of the vocabulary from this folder, which has a "
-        "Hugging Face model of the same architecture. Weights that were trained here or by "
-        "Megatron-LM need it for --to huggingface.",
+        "Hugging Face model of the same architecture. --to huggingface needs it for weights that "
+        "were trained here or by Megatron-LM.",
     )
     parser.add_argument(
         "--dtype",

@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed",
         type=int,
-        help="Draw every prompt's tokens from this seed. The default is one for each prompt, from "
-        "its place in the call.",
+        help="Draw the tokens of every answer from this seed. By default each prompt has another "
+        "seed, which is the same in every run.",
     )
     add_engine(parser)
 

@@ -20,19 +20,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=gigabytes,
         metavar="GB",
-        help="The device has this much memory, in GB (10^9 bytes). The default is what --device "
-        "has.",
+        help="The device has this much memory, in GB (10^9 bytes). Needed without --device.",
     )
     parser.add_argument(
         "--device",
         metavar="NAME",
-        help="Also bound the times of prefill and decode on an a100, h100, h200 or b200.",
+        help="Plan for an a100, h100, h200 or b200: for its memory, and with bounds of the times "
+        "of prefill and decode.",
     )
     parser.add_argument(
         "--flops",
         type=float,
         metavar="TFLOPS",
-        help="The device computes this many TFLOP/s, in place of what --device says.",
+        help="The device computes this many TFLOP/s (dense, bf16), in place of what --device says.",
     )
     parser.add_argument(
         "--bandwidth",
@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--context",
-        default="8k",
+        default="8000",
         metavar="TOKENS",
-        help="A request has this many tokens, such as 4096, 100k or 1M.",
+        help="A request has this many tokens, such as 4096, 100k (100,000) or 1M.",
     )
     add_state_encoding(parser)
     add_json(parser)

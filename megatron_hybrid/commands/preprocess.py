@@ -25,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Use the tokenizer in the folder of the model that is to be trained, or 'demo'.",
     )
     parser.add_argument(
-        "--output", metavar="PREFIX", help="Begin the names of the written files with this path."
+        "--output",
+        metavar="PREFIX",
+        help="Begin the names of the written files with this path. Needed, unless only "
+        "--train-tokenizer is asked for.",
     )
     parser.add_argument(
         "--key",

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PROMPTS",
         help="Read prompts from this JSONL file. Each line has a `prompt` (a text, token ids or a "
         "chat's messages, with `tools` if it has any), and, where they are known, `output`, "
-        "`session`, `turn` and `arrival`.",
+        "`session` (the name of a conversation), `turn` (a number in it) and `arrival` (seconds).",
     )
     add_model(parser, None, f"{PLANNED_MODEL_HELP} Prompts that are texts need its tokenizer.")
     parser.add_argument(

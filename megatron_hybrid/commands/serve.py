@@ -58,8 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="Answer requests to this name although there is no API key. Addresses, localhost and "
-        "the name of this machine are always answered. The option may be given several times.",
+        help="A server without API keys answers only requests that were sent to an address, to "
+        "localhost, to the name of this machine, or to this name. The option may be given several "
+        "times.",
     )
     parser.add_argument(
         "--max-requests",
@@ -71,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cuda-graphs",
         action="store_true",
-        help="Replay decode steps as CUDA graphs. A GPU then waits less for Python.",
+        help="Record the steps that generate a token as CUDA graphs, and replay them. A GPU then "
+        "waits less for Python. By default they are not recorded.",
     )
     parser.add_argument(
         "--max-waiting",
@@ -102,8 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             default="",
             choices=sorted(parsers),
             metavar="NAME",
-            help=f"Read {what} in answers by this parser: {', '.join(sorted(parsers))}. By default "
-            "the chat template shows which one.",
+            help=f"Read {what} in answers by this parser: {', '.join(sorted(parsers))}. none "
+            "leaves them in the text. By default the chat template shows which one.",
         )
     parser.add_argument(
         "--trust-request-chat-template",
@@ -124,8 +126,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help="Only this key opens the routes of the operator, such as /cache/reset. The option may "
-        "be given several times.",
+        help="Only this key opens the routes of the operator, such as /cache/reset. By default a "
+        "single API key does; with several they are closed. The option may be given several times.",
     )
     parser.add_argument(
         "--share-cache",

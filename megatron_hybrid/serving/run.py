@@ -8,6 +8,7 @@ import errno
 import gc
 import json
 import logging
+import os
 import socket
 import ssl
 import sys
@@ -15,6 +16,7 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from logging.handlers import QueueHandler, QueueListener
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -118,6 +120,8 @@ class Address:
             raise ValueError("--ssl-keyfile needs --ssl-certfile, the certificate of the key")
         self._context()  # fail now, not after the model is loaded
         if self.uds is not None:
+            if not Path(self.uds).resolve().parent.is_dir():
+                raise ValueError(f"--uds {self.uds}: there is no such folder; make it first")
             with socket.socket(socket.AF_UNIX) as probe:
                 if probe.connect_ex(self.uds) == 0:
                     raise ValueError(f"--uds {self.uds} is in use: end that server first")
@@ -147,7 +151,15 @@ class Address:
         if not self.certfile:
             return None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(self.certfile, self.keyfile)
+        for option, path in (("certfile", self.certfile), ("keyfile", self.keyfile)):
+            if path and not os.access(path, os.R_OK):
+                raise OSError(f"--ssl-{option} {path} is no file that can be read")
+        try:
+            context.load_cert_chain(self.certfile, self.keyfile)
+        except ssl.SSLError as error:
+            what = f"--ssl-certfile {self.certfile}"
+            what += f" with --ssl-keyfile {self.keyfile}" if self.keyfile else ""
+            raise ValueError(f"{what} is no certificate and its key in PEM: {error}") from error
         return context
 
     def loading(self, bound: socket.socket | None) -> Loading:

@@ -89,6 +89,14 @@ class ServingConfig:
     drain_seconds: float = 30.0
     """After SIGTERM, for the requests that run."""
 
+    def __post_init__(self) -> None:
+        for origin in self.cors_origins:
+            if origin != "*" and "://" not in origin:
+                raise ValueError(
+                    f"{origin!r} is no origin of pages (--cors-origin): give a scheme and a name, "
+                    "such as https://chat.example, or *"
+                )
+
     def style_of(self, template: str | None) -> Style:
         """How a model with this chat template answers."""
         return style_of(template, self.tool_call_parser, self.reasoning_parser)

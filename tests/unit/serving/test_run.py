@@ -139,7 +139,10 @@ def test_who_asks_while_the_model_loads_gets_503_at_once(tmp_path, uds):
         (Address(port=70000), "from 0 to 65535"),
         (Address(host="no such host"), "--host no such host"),
         (Address(keyfile="key.pem"), "needs --ssl-certfile"),
-        (Address(certfile="/nowhere.pem"), "No such file"),
+        (Address(certfile="/nowhere.pem"), "--ssl-certfile /nowhere.pem is no file"),
+        (Address(certfile="/dev/null", keyfile="/no.key"), "--ssl-keyfile /no.key is no file"),
+        (Address(certfile="/dev/null"), "--ssl-certfile /dev/null is no certificate"),
+        (Address(uds="/nowhere/s"), "--uds /nowhere/s: there is no such folder"),
     ],
 )
 def test_addresses_that_cannot_be_used(address, message):
