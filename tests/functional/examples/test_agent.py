@@ -1,0 +1,62 @@
+"""The example of an agent and its page, against one server of the demo model."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from http_server import running_server
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server() as server:
+        source = (ROOT / "examples" / "agent.jinja").read_text()
+        server.service.tokenizer.set_chat_template(source)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def agent():
+    spec = importlib.util.spec_from_file_location("agent", ROOT / "examples" / "agent.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_turn_of_the_agent_skips_the_prompt_of_the_one_before(
+    server, agent, monkeypatch, capsys
+):
+    monkeypatch.setattr(agent, "PLAN", ["look_up"])
+    agent.main(["--url", server.url])
+    head, *rows, total = capsys.readouterr().out.splitlines()
+    turns = [re.fullmatch(r" *(\d+) +(\d+) +(\d+)  (.+)", row).groups() for row in rows]
+    (_, first, none, called), (_, second, skipped, _) = turns
+    assert re.match(r'look_up \{ ?"person" ?: ?"(king|queen|eldest|youngest)" ?\}', called)
+    assert none == "0" and skipped == first and int(second) > int(first)
+    assert total.startswith(f"{skipped} of {int(first) + int(second)} prompt tokens were skipped")
+    assert max(map(len, (head, *rows, total))) <= 80
+
+
+def test_the_tools_of_the_agent_answer_and_tell_what_was_wrong(agent):
+    assert agent.result_of("look_up", '{"person": "king"}') == "61"
+    assert agent.result_of("calculate", '{"expression": "61 - 19"}') == "42"
+    wrong = [("look_up", '{"person": "cat"}'), ("calculate", '{"expression": "1"}'), ("sing", "{}")]
+    assert all(agent.result_of(*each).startswith("error: ") for each in [*wrong, ("look_up", "{")])
+
+
+def said(explanation):
+    """Without the list of states, which the policy chooses."""
+    return [line for line in explanation.splitlines() if not line.startswith("   ")]
+
+
+def test_the_page_of_agents_shows_what_explain_says(server, capsys):
+    page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```\n(?:\n```\n(.*?)```)?", page, re.DOTALL)
+    names = {}
+    for code, shown in blocks:
+        exec(code.replace("http://127.0.0.1:8000", server.url), names)
+        assert said(capsys.readouterr().out) == said(shown)
+    assert sum(bool(shown) for _, shown in blocks) == 6
