@@ -90,8 +90,8 @@ def main(arguments: list[str] | None = None) -> None:
         total, skipped = total + prompt, skipped + cached
         messages.append(message)
         calls = message.get("tool_calls") or []
-        said = [" ".join(each["function"].values()) for each in calls]
-        said = " ".join((", ".join(said) or message["content"]).split())
+        wanted = ", ".join(" ".join(each["function"].values()) for each in calls)
+        said = " ".join((wanted or message["content"]).split())
         print(f"{turn + 1:4}  {prompt:13}  {cached:7}  {said[:46]}")
         if not calls:
             break
