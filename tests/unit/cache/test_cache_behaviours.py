@@ -178,7 +178,7 @@ def test_spare_states_take_only_free_pages_and_go_first():
     ]
     without, sim = (Simulator(cache) for cache in caches)
     rng, prompts = np.random.default_rng(3), [tokens(600, 9)]
-    for number in range(30):
+    for number in range(16):
         base = prompts[rng.integers(len(prompts))]
         # no second one to part at a place: what is skipped differs, so what is learnt would, too
         prompts.append(joined(base, tokens(int(rng.integers(20, 700)), number))[:1400])
