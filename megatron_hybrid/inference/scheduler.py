@@ -167,6 +167,8 @@ class Scheduler:
             positions = self.cache.positions_to_save(lease, chunk.end)
             if chunk.request.status is RequestStatus.CLOSING:
                 positions = [chunk.end]
+            if not positions:
+                continue
             spare = [p for p in positions if lease.wanted.get(p) is Kind.SPARE]
             if spare:
                 spares.append((chunk, spare))
