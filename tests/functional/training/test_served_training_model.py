@@ -34,8 +34,7 @@ def copy_of(model):
             for told in (False, True)
         ],
         ("fp32", False, False),
-        ("fp32", True, True),
-        ("bf16", True, False),
+        ("bf16", True, True),
     ),
 )
 def test_steps_of_the_optimizer_begin_epochs(dtype, is_distributed, is_told):

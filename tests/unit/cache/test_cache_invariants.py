@@ -153,7 +153,7 @@ def test_invariant_7_decisions_depend_only_on_the_order_of_operations(spec):
         sim = Simulator(PrefixCache(spec, 40))
         random = np.random.default_rng(5)
         reports, digests = [], []
-        for _ in range(60):
+        for _ in range(30):
             length, seed = int(random.integers(1, 100)), int(random.integers(3))
             if sim.cache.fits(length + 3):
                 reports.append(sim.run(tokens(length, seed), answer=[1, 2, 3]).lease.report)
@@ -162,7 +162,7 @@ def test_invariant_7_decisions_depend_only_on_the_order_of_operations(spec):
 
     first, second = play(), play()
     assert first == second
-    assert len(set(first[1])) > 50
+    assert len(set(first[1])) > 25
 
 
 @every_spec

@@ -4,6 +4,7 @@ from itertools import count
 
 import numpy as np
 import pytest
+from matrix import matrix_rows
 from settled import settled
 from simulator import Simulator
 
@@ -700,7 +701,7 @@ def test_new_documents_are_there_for_their_second_question():
     assert np.mean(hits) > 0.8
 
 
-@pytest.mark.parametrize("spec", [HYBRID, PURE])
+@pytest.mark.parametrize("spec", matrix_rows([HYBRID, PURE], HYBRID))
 def test_no_request_waits_for_a_pass_over_all_that_is_known(spec, monkeypatch):
     """A request recomputes a bounded number of values, however many there are."""
     engine, looked_at, most = Ours(spec, 2000 * spec.page_bytes), [], 0

@@ -862,7 +862,7 @@ FAILING = {
 """What fails, of which class, and the blocks of a pool in which it is called."""
 
 
-@pytest.mark.parametrize("call", range(2))
+@pytest.mark.parametrize("call", matrix_rows(range(2), 0))
 @pytest.mark.parametrize("name", FAILING)
 def test_a_step_that_fails_anywhere_loses_nothing(name, call, monkeypatch):
     """No memory for a state that is restored, saved, copied or parked; an error while filing or
@@ -913,7 +913,7 @@ def test_a_step_that_fails_anywhere_loses_nothing(name, call, monkeypatch):
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("call", range(4))
+@pytest.mark.parametrize("call", matrix_rows(range(4), 0, 3))
 def test_a_state_that_fails_on_its_way_to_host_memory_costs_no_page(call, monkeypatch):
     engine = small_pool_engine("restore", blocks=6, max_requests=4, host_cache_bytes=1 << 20)
     calls, to_host = itertools.count(), PageMover.to_host

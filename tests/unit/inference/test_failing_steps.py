@@ -4,10 +4,12 @@ alone."""
 import asyncio
 import logging
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 from differential import InjectedError
+from matrix import matrix_rows
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid import AsyncEngine, DynamicInferenceEngine, SamplingParams
@@ -54,6 +56,7 @@ def streams(engine) -> list:
     return [engine.stream(prompt, own) for prompt, own in zip(PROMPTS, PARAMS)]
 
 
+SMALL = {"cache_bytes": 300 << 10, "max_requests": 4}
 PLACES = [
     (ModelRunner, "forward"),
     (ModelRunner, "run"),
@@ -65,8 +68,10 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("fields", [{}, {"cache_bytes": 300 << 10, "max_requests": 4}])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("seed", "fields"),
+    matrix_rows(product(range(3), ({}, SMALL)), (0, {}), (1, SMALL)),
+)
 def test_failing_steps_lose_and_repeat_no_token(seed, fields, monkeypatch, caplog):
     """They fail before or behind what they do, at seven places; at most twice before all got on."""
     random, failures = np.random.default_rng(seed), [0]  # of each step

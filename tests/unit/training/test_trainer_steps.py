@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from index_folders import write_conversations, write_documents
+from matrix import matrix_rows
 from megatron.core import parallel_state
 from safetensors.torch import load_file
 
@@ -130,7 +131,7 @@ def poisoned(steps, value):
     return Poisoned
 
 
-@pytest.mark.parametrize("value", ["loss", "nan", "inf"])
+@pytest.mark.parametrize("value", matrix_rows(["loss", "nan", "inf"], "loss", "nan"))
 def test_steps_that_are_not_finite_are_skipped_counted_and_logged(text, tmp_path, value):
     chosen = recipe_of(text, run={"steps": 6, "max_skipped_steps": 2})
     trainer = train(chosen, tmp_path, poisoned({2, 3, 5}, value))

@@ -28,7 +28,7 @@ def split(name: str, rule: str) -> Result:
     return serve(small(name), SMALL[name][0], 2, RULES[rule])
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", matrix_rows(SMALL, "chat"))
 def test_one_replica_without_a_clock_is_the_plain_replay(name):
     requests, budget = small(name)[:150], SMALL[name][0]
     engine = Ours(GEOMETRIES[replicas.GEOMETRY].spec("exact"), budget * GB)

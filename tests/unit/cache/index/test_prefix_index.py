@@ -1,7 +1,10 @@
 """PrefixIndex: what is found, what an edge holds after splits and joins, what stays known."""
 
+from itertools import product
+
 import numpy as np
 import pytest
+from matrix import matrix_rows
 
 from megatron_hybrid.cache.index import prefix_index
 from megatron_hybrid.cache.index.packed_tokens import PackedTokens
@@ -809,8 +812,9 @@ def test_depth_of_the_tree_costs_no_recursion():
     assert tree.index.num_tokens == 0
 
 
-@pytest.mark.parametrize("columns", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("columns", "seed"), matrix_rows(product(range(3), range(3)), (0, 2), (1, 0), (2, 1))
+)
 def test_random_operations_against_sets_of_prefixes(columns, seed, monkeypatch):
     """What is held, known and stored, each as a plain set of prefixes; and what every row of every
     page stands for."""
