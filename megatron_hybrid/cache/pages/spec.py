@@ -16,7 +16,7 @@ STATE_ONLY_PAGE_BYTES = 64 << 10
 """Page size of a model without attention."""
 ALIGNMENT = 16
 """Each part of a checkpoint starts at a multiple of this many bytes."""
-MAX_PADDING = 0.15
+MAX_PADDING = 0.05
 """Largest accepted share of padding in a group's KV bytes, in return for fewer, larger pages."""
 
 

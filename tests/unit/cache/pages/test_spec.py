@@ -19,15 +19,17 @@ def spec(*groups, block=16, state=0, hidden=0):
         ((KVGroup(4, 1024, window=100),), 4 * 1024 * 16, (1,)),
         # 8 full layers, 24 window layers of the same heads: 8 pairs per page, no padding
         ((KVGroup(8, 512), KVGroup(24, 512, window=64)), 8 * 512 * 16, (1, 3)),
-        # 7 and 23: one page of each 8 stays empty in each group (32 pairs for 30)
-        ((KVGroup(7, 512), KVGroup(23, 512, window=64)), 8 * 512 * 16, (1, 3)),
+        # 5 and 29: one pair of 30 stays empty
+        ((KVGroup(5, 512), KVGroup(29, 512, window=64)), 5 * 512 * 16, (1, 6)),
+        # 10 and 52: pages of 11 pairs would leave a tenth of the first group's bytes empty
+        ((KVGroup(10, 512), KVGroup(52, 512, window=64)), 2 * 512 * 16, (5, 26)),
         # other head sizes: a pair of the small group is half as large
         ((KVGroup(4, 1024), KVGroup(8, 512)), 4 * 1024 * 16, (1, 1)),
         ((KVGroup(2, 1024), KVGroup(8, 512, window=16)), 2 * 1024 * 16, (1, 2)),
         # Gemma 4, 5 local layers (16 heads of 256) to each global one (4 of 512): bytes in bf16
         ((KVGroup(10, 8192), KVGroup(50, 16384, window=1024)), 5 * 16384 * 16, (1, 10)),
         # MLA's latents (512 + 64, no values) beside windows
-        ((KVGroup(12, 1152), KVGroup(36, 1024, window=128)), 12 * 1152 * 16, (1, 3)),
+        ((KVGroup(12, 1152), KVGroup(36, 1024, window=128)), 5 * 1024 * 16, (3, 8)),
         # one global layer does not pay for large pages of the others
         ((KVGroup(1, 512), KVGroup(47, 512, window=64)), 512 * 16, (1, 47)),
     ],
