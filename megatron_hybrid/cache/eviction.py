@@ -187,6 +187,10 @@ class Evictor:
         """Add an edge's tail or a stored checkpoint."""
         self._heap_of(item).add(item)
 
+    def update(self, checkpoint: Checkpoint) -> None:
+        """Update a stored checkpoint whose key may have fallen."""
+        self._heap_of(checkpoint).update(checkpoint)
+
     def _heap_of(self, item: Edge | Checkpoint) -> LazyHeap:
         if isinstance(item, Edge):
             return self.tails
@@ -201,13 +205,17 @@ class Evictor:
         if previous is not None:
             self.checkpoints.update(previous)
 
-    def on_release(self, path: Path) -> None:
-        """Update the heaps after a request released its KV: evicting the last state on its path now
-        frees more."""
+    def on_release(self, path: Path, local_start: int) -> None:
+        """Update the heaps after a request released its KV, or a part of that of local groups:
+        evicting the last state on its path now frees more, and so does evicting those with local
+        blocks of it. local_start: first token of the released local KV."""
         left = path.left(path.known)
         checkpoint = left[0].deepest_on_path(left[1]) if left else None
-        if checkpoint is not None:
-            self.checkpoints.update(checkpoint)
+        while checkpoint is not None:
+            self.update(checkpoint)
+            if checkpoint.position <= local_start:
+                break
+            checkpoint = checkpoint.edge.deepest_on_path(checkpoint.position - 1)
 
     def refresh(self, most: int) -> None:
         """Recompute the next `most` values of each heap whose values change, in rotation."""

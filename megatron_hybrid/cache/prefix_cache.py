@@ -268,7 +268,7 @@ class PrefixCache:
         if found is not None:
             self.policy.on_wait(found, -1)
             if found.pages is not None:
-                self._evictor.checkpoints.update(found)
+                self._evictor.update(found)
 
     @rolled_back
     def adopt(
@@ -448,7 +448,9 @@ class PrefixCache:
         size = self.spec.block_size_tokens
         if lease.done and self.mode != "off":
             self._publish_tokens(lease, lease.done)
-        self._pages.roll(lease)
+        local_start = lease.local_start
+        if self._pages.roll(lease):
+            self._evictor.on_release(lease.path, local_start * size)
         if before < size <= lease.done:
             self._salts.note(lease.tokens, lease.salt)
         lease.next_flush = (lease.done // size + 1) * size
@@ -579,6 +581,9 @@ class PrefixCache:
         for reservation in reservations:
             for pages in (reservation.pages, *reservation.local_pages):
                 self.allocator.release(pages)
+            if reservation.local_pages:
+                start = reservation.position - self.spec.local_reach
+                self._evictor.on_release(reservation.lease.path, start)
 
     def release(self, lease: Lease) -> None:
         """Release all pages of a lease: pending reservations are abandoned, committed tokens stay
@@ -596,7 +601,8 @@ class PrefixCache:
     def _release_pages(self, lease: Lease, reservations: list[Reservation]) -> None:
         self._drop_pages(*reservations)
         self._pages.release(lease)
-        self._evictor.on_release(lease.path)
+        local_start = lease.local_start * self.spec.block_size_tokens
+        self._evictor.on_release(lease.path, local_start)
         self._stats.tokens_forgotten += self._index.forget(self._known_limit)
 
     def _end(self, lease: Lease) -> None:

@@ -117,6 +117,11 @@ class Lease:
         return bool(self.reservations) or next(reversed(self.wanted), 0) > self.done
 
     @property
+    def local_start(self) -> int:
+        """First block of local KV that it holds; `NO_LOCAL_END` without local groups."""
+        return min(self.local_first, default=NO_LOCAL_END)
+
+    @property
     def writable_from(self) -> int:
         """KV of full attention is written for positions >= this only (it equals q)."""
         return self.shared_tokens

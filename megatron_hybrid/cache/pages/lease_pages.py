@@ -145,8 +145,9 @@ class LeasePages:
             raise RuntimeError(f"eviction could not free {needed} pages that were counted as held")
         return self._allocator.allocate(needed).reshape(blocks, pages_per_block)
 
-    def roll(self, lease: Lease) -> None:
-        """Release the local blocks that no later token sees."""
+    def roll(self, lease: Lease) -> bool:
+        """Release the local blocks that no later token sees. Return whether there were any."""
+        rolled = False
         for i, group in enumerate(self._spec.local_groups):
             first, held = self._spec.first_local_block(group, lease.done), lease.local_first[i]
             if first > held:
@@ -155,6 +156,8 @@ class LeasePages:
                 table[held:first] = NULL_PAGE
                 lease.local_tables[i] = table
                 lease.local_first[i] = first
+                rolled = True
+        return rolled
 
     def release(self, lease: Lease) -> None:
         """Release all pages of a lease that has no reservations."""

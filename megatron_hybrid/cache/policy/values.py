@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge
+from megatron_hybrid.cache.pages.allocator import indices
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.parts import ALL_PARTS, Parts
 from megatron_hybrid.cache.policy.reuse import ReuseModel
@@ -98,6 +99,13 @@ def kv_is_held(checkpoint: Checkpoint, spec: CacheSpec, ref_counts: np.ndarray) 
     return bool(ref_counts[page])
 
 
+def freed_pages(checkpoint: Checkpoint, ref_counts: np.ndarray) -> int:
+    """Pages of a stored state that its eviction would free: local blocks that a request holds would
+    stay."""
+    held = sum(int(np.count_nonzero(ref_counts[indices(p)])) for p in checkpoint.local_pages)
+    return checkpoint.num_pages - held
+
+
 def checkpoint_value(
     checkpoint: Checkpoint,
     spec: CacheSpec,
@@ -106,7 +114,7 @@ def checkpoint_value(
     parts: Parts = ALL_PARTS,
 ) -> float:
     """Value of a stored state. ref_counts: `PageAllocator.ref_counts`."""
-    pages, previous = checkpoint.num_pages, None
+    pages, previous = freed_pages(checkpoint, ref_counts), None
     if spec.needs_state:
         previous = checkpoint.previous()
         alone = parts.exclusive_kv and not checkpoint.is_covered()

@@ -21,7 +21,9 @@ from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import Kind
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.pages.allocator import PageAllocator
+from megatron_hybrid.cache.pages.lease import NO_LOCAL_END
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
+from megatron_hybrid.cache.policy.reuse import ReuseModel
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import CacheStats
 
@@ -215,7 +217,7 @@ class TestEvictor:
         room.add(part(320, 2000))
         room.save(part(320, 2000), 1.0)
         room.pool.release(pages)
-        room.evictor.on_release(room.walk(part(320, 1000)))
+        room.evictor.on_release(room.walk(part(320, 1000)), NO_LOCAL_END)
         assert room.make_room(1) and not room.walk(part(320, 1000)).deepest_checkpoint()
         assert room.walk(part(320, 2000)).deepest_checkpoint()
 
@@ -668,3 +670,28 @@ def test_pure_attention_drops_the_least_recent_tail_block_by_block():
     assert sim.cache.evict(6) == 6
     # two last hidden states (one token each) are worth least, then the end of a
     assert (skipped(sim, a), skipped(sim, b)) == (96, 159)
+
+
+@pytest.mark.parametrize("step", [10, 70])
+def test_no_state_is_overpriced_once_a_request_has_released_blocks_of_its_window(step, monkeypatch):
+    """While a request holds them, evicting a state frees less; then its key falls at once."""
+    monkeypatch.setattr(ReuseModel, "rate", lambda *args: 0.5)
+    window = CacheSpec(
+        16, (KVGroup(2, 64), KVGroup(2, 64, window=32)), state_bytes=4000, hidden_bytes=64
+    )
+    sim = Simulator(PrefixCache(window, 400))
+    evictor, prices = sim.cache._evictor, set()
+    running = sim.start(part(100, 0), declared=[20, 40, 60], chunk=step, room=40)
+    running.tokens += [7] * 40
+
+    def check():
+        for state in evictor.checkpoints.items():
+            assert state.queued <= evictor.checkpoints.key(state)
+            prices.add((state.position, state.queued[1]))
+
+    while running.lease.done < 140:
+        assert sim.forward(running, step)
+        check()
+    sim.cache.release(running.lease)
+    check()
+    assert len(prices) > len({position for position, _ in prices})

@@ -201,6 +201,15 @@ def test_a_state_is_worth_the_tokens_that_it_saves_per_page_and_request():
     assert checkpoint_value(tip, HYBRID, rates, FREE) == 0.5 * 288 / (2 + 7 + 16)
 
 
+def test_local_blocks_that_a_request_holds_are_not_charged_to_a_state():
+    tip = edge(0, 320, (320,)).checkpoints[320]
+    tip.local_pages = [np.array([[40, 41], [42, 43]], np.int32), np.array([[50]], np.int32)]
+    for held, pages in (((), 2 + 5), ((40, 41), 2 + 3), ((40, 41, 42, 43, 50, 60), 2)):
+        ref_counts = FREE.copy()
+        ref_counts[list(held)] = 1
+        assert checkpoint_value(tip, HYBRID, Rates(), ref_counts) == 320 / (pages + 20)
+
+
 @pytest.mark.parametrize(
     ("held", "pages"),
     [([], 2 + 16), ([23], 2), ([0, 23], 2), ([22], 2 + 16), ([24], 2 + 16)],
