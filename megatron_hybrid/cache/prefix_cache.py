@@ -134,6 +134,14 @@ class PrefixCache:
             pages += min(blocks, held) * spec.pages_per_block[group]
         return pages < self.allocator.num_pages
 
+    def longest_forward(self, capacity_tokens: int, most_tokens: int) -> int:
+        """Return the tokens of the longest forwards in which a request of capacity_tokens tokens
+        fits in the empty pool: most_tokens, or in models with local groups a half of it, a fourth
+        ..; 0: it fits in none."""
+        while most_tokens and not self.fits(capacity_tokens, most_tokens):
+            most_tokens = most_tokens // 2 if self.spec.local_groups else 0
+        return most_tokens
+
     def match(
         self, tokens: np.ndarray, salt: str = "", *, recompute_reason: str | None = None
     ) -> Match:

@@ -1183,7 +1183,7 @@ class DynamicInferenceEngine:
         params = self.request_builder.check_params(params)
         tokens = self.request_builder.tokens_of(prompt, params)
         reason = recompute_reason(params)
-        chunk = self.config.max_tokens
+        chunk = self.cache.longest_forward(len(tokens), self.config.max_tokens)
         explanation = self.cache.explain(tokens, salt, recompute_reason=reason, chunk_tokens=chunk)
         if reason is not None:
             return explanation

@@ -169,6 +169,7 @@ class Request:
     sample_index: int = 0
     priority: int = 0  # lower ones start first
     tenant: str = ""  # those that wait take turns
+    longest_forward: int = 1 << 62  # most of its tokens in one step
     origin: object = None  # the `RequestBuilder` of its engine
 
     status: RequestStatus = RequestStatus.WAITING

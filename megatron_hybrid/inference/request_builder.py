@@ -238,6 +238,7 @@ class RequestBuilder:
         """Make the samples of a checked prompt, of this or of the first rank's builder."""
         self.next_id = max(self.next_id, spec.first_id + spec.n)  # ids are seeds
         samples = []
+        longest_forward = self.cache.longest_forward(spec.max_tokens, self.config.max_tokens)
         allowed, budget = None, spec.params.thinking_budget
         if spec.params.allowed_token_ids is not None:
             allowed = bits_of(spec.params.allowed_token_ids, self.vocab_size)
@@ -265,6 +266,7 @@ class RequestBuilder:
                     sample_index=index,
                     priority=spec.priority,
                     tenant=spec.tenant,
+                    longest_forward=longest_forward,
                     origin=self,
                 )
             )
@@ -416,12 +418,9 @@ class RequestBuilder:
                 f"{params.num_tokens_to_generate} exceed max_sequence_length={limit}: ask for at "
                 f"most {limit - length}, or raise max_sequence_length"
             )
-        max_tokens = self.config.max_tokens
-        if not self.cache.fits(total, max_tokens):
+        if not self.cache.longest_forward(total, self.config.max_tokens):
             answer = f"num_tokens_to_generate={params.num_tokens_to_generate}"
             remedy = f"raise cache_bytes, or shorten the prompt or the answer ({answer})"
-            if self.cache.fits(total, 1):  # windows hold the KV of all tokens of a forward
-                remedy = f"lower max_tokens, now {max_tokens}, or {remedy}"
             raise ValueError(
                 f"a request of {total} tokens does not fit in cache_bytes="
                 f"{self.config.cache_bytes} ({self.cache.allocator.num_pages - 1} pages of "

@@ -143,6 +143,10 @@ class Scheduler:
     def _budget(self, draft: StepDraft) -> int:
         return self.max_tokens - draft.num_tokens
 
+    def _longest(self, draft: StepDraft, request: Request) -> int:
+        """Most tokens of a request that the step has room for."""
+        return min(self._budget(draft), request.longest_forward)
+
     def _tests_a_suspect(self) -> bool:
         """Whether a request runs that two failed steps are blamed on. None starts beside it: if the
         next step fails, too, it was this one."""
@@ -153,7 +157,7 @@ class Scheduler:
     def _plan_work(self, draft: StepDraft, request: Request) -> None:
         """Add as many of the request's next tokens to the plan as the budget allows."""
         start = request.num_computed
-        count = min(self._budget(draft), request.num_tokens - start)
+        count = min(self._longest(draft, request), request.num_tokens - start)
         if not count or request.lease is None or not self._make_room(draft, request, start + count):
             return
         draws = start + count == request.num_tokens and not request.done
@@ -241,7 +245,7 @@ class Scheduler:
             tokens,
             request.salt,
             capacity_tokens=len(tokens),
-            chunk_tokens=self._budget(draft),
+            chunk_tokens=self._longest(draft, request),
             declared=request.cache_breakpoints,
             messages=request.message_starts,
             recompute_reason=request.recompute_reason,
@@ -304,7 +308,7 @@ class Scheduler:
                 request.fetch = found
             self.fetches.read(request.fetch, is_first=request is next(iter(self.waiting)))
             if can_start:
-                self.fetches.bring(request.fetch, len(tokens), self._budget(draft))
+                self.fetches.bring(request.fetch, len(tokens), self._longest(draft, request))
             if not request.fetch.has_failed:
                 return not request.fetch.is_over
 
@@ -631,7 +635,7 @@ class Scheduler:
             request.lease_before,
             request.tokens[:done],
             capacity_tokens=request.num_tokens,
-            chunk_tokens=self._budget(draft),
+            chunk_tokens=self._longest(draft, request),
         )
         if lease is None:
             return False

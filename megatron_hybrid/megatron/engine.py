@@ -277,7 +277,7 @@ class DynamicInferenceEngine:
         """Raises BlockOverflowError for a request that does not fit in the empty pool."""
         total = request.prompt_length + request.sampling_params.num_tokens_to_generate
         config = self.engine.config
-        if not self.engine.cache.fits(total, config.max_tokens):
+        if not self.engine.cache.longest_forward(total, config.max_tokens):
             raise BlockOverflowError(
                 request.request_id,
                 f"{total} tokens, prompt and answer, do not fit in the pool of "

@@ -49,7 +49,10 @@ class Ours:
 
     def holds(self, num_tokens: int) -> bool:
         """Whether a prompt of this length can ever run, as in the engine's check of requests."""
-        return self.cache.fits(num_tokens, self._chunk)
+        return self._longest_forward(num_tokens) > 0
+
+    def _longest_forward(self, num_tokens: int) -> int:
+        return self.cache.longest_forward(num_tokens, self._chunk or num_tokens)
 
     def begin(self, prompt: np.ndarray) -> Running | None:
         return self.begin_chat(prompt, ())
@@ -59,7 +62,10 @@ class Ours:
         if not self.holds(n):
             return Running(None, 0, TOO_LARGE)
         lease = cache.acquire(
-            prompt, capacity_tokens=n, chunk_tokens=self._chunk, messages=message_starts
+            prompt,
+            capacity_tokens=n,
+            chunk_tokens=self._longest_forward(n),
+            messages=message_starts,
         )
         if lease is None:
             return None
@@ -86,9 +92,9 @@ class Ours:
 
     def _compute(self, lease, tokens: np.ndarray, end: int) -> bool:
         """Run forwards up to `end`, and save the wanted states; False: no room."""
-        cache = self.cache
+        cache, chunk = self.cache, self._longest_forward(end) or end
         while lease.done < end:
-            start, chunk = lease.done, self._chunk or end
+            start = lease.done
             stop = min(end, start + chunk)
             if not cache.extend(lease, stop, chunk_tokens=stop - start):
                 return False

@@ -270,13 +270,16 @@ def test_the_windows_of_what_has_run_make_room_for_its_state():
     assert engine.begin(prompt).skipped_tokens == 39
 
 
-def test_a_prompt_whose_last_forward_has_no_room_is_too_large():
+@pytest.mark.parametrize(
+    ("length", "reason"), [(36_000, "no_shared_prefix"), (46_000, "too_large")]
+)
+def test_a_prompt_whose_last_forward_has_no_room_is_computed_in_shorter_ones(length, reason):
     """Its first forward would have: windows roll, and what they give back is not enough."""
     engine = Ours(GEOMETRIES["gemma-3-27b"].spec(), 4e9)
-    prompt = np.arange(29_404, dtype=np.int32)
-    assert engine.cache.fits(20_000, 2048) and not engine.cache.fits(len(prompt), 2048)
+    prompt = np.arange(length, dtype=np.int32)
+    assert engine.cache.fits(20_000, 2048) and not engine.cache.fits(length, 2048)
     result = replay([Request(prompt, prompt[:10], "one", 0, 0.0)], engine)
-    assert result.miss_reasons == ["too_large"]
+    assert result.miss_reasons == [reason]
 
 
 def documents_in_batches(seed, batches=10, documents=30):
