@@ -33,6 +33,7 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig, decode_fie
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.one_rank_draw import draw_as_one_rank
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed, process_groups
+from megatron_hybrid.process_life import ends_with_launcher
 from megatron_hybrid.ranks import fail_together
 from megatron_hybrid.text.tokenizer import Tokenizer, find_tokenizer
 from megatron_hybrid.training import checkpoints
@@ -49,7 +50,6 @@ from megatron_hybrid.training.optimizer import (
     fill_step_counts,
     update,
 )
-from megatron_hybrid.training.process_life import ends_with_launcher
 from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.training.reports import Reports
 from megatron_hybrid.training.run_lock import RunLock

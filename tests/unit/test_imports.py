@@ -21,6 +21,7 @@ FOUNDATION = {
     "files",
     "interrupts",
     "meetings",
+    "process_life",
     "processes",
     "rank_calls",
     "ranks",

@@ -1,4 +1,4 @@
-"""Processes that end with the one that needs them: what a save forks, and the ranks of torchrun."""
+"""Processes that end with the one that needs them: what a save forks, and the launcher's ranks."""
 
 from __future__ import annotations
 

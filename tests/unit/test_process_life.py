@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from megatron_hybrid.training import process_life
-from megatron_hybrid.training.process_life import ends_with_launcher, forks_end_with_us
+from megatron_hybrid import process_life
+from megatron_hybrid.process_life import ends_with_launcher, forks_end_with_us
 from megatron_hybrid.training.run_lock import LOCK, RunLock
 
 
