@@ -14,6 +14,7 @@ from megatron_hybrid.serving.errors import ApiError
 
 _SECONDS = 1.0
 """For a request to come, and for its client to take the answer."""
+_TICKS_SECONDS = 0.01
 _PIECE = 64 << 10
 
 
@@ -78,5 +79,6 @@ class Loading:
         self._begun.set_result((asyncio.get_running_loop(), end))
         await end.wait()
         server.close()
-        if running:
-            await asyncio.wait(running)
+        await asyncio.sleep(_TICKS_SECONDS)  # whoever has just come begins
+        while unanswered := [task for task in running if not task.done()]:
+            await asyncio.wait(unanswered)
