@@ -106,6 +106,34 @@ def meet(
     return _Meeting(what, ranks).hold(value, seconds)
 
 
+def await_ranks(store: dist.Store, rank: int, size: int) -> None:
+    """Tell that this rank joins the job, before torch connects it, which waits without a word. The
+    first rank waits here for the others, and logs for whom.
+
+    Args:
+        store: of the job, before it has process groups.
+        rank, size: of this process, and of the job.
+
+    Raises:
+        RankError: some do not come in `COLLECTIVE_SECONDS`.
+    """
+    store.set(f"{_PREFIX}/joined/{rank}", "")
+    if rank:
+        return
+    began, line = time.monotonic(), LINE_SECONDS
+    missing = list(range(1, size))
+    while missing := [each for each in missing if not store.check([f"{_PREFIX}/joined/{each}"])]:
+        waited = time.monotonic() - began
+        names = ", ".join(f"rank {each}" for each in missing)
+        text = f"rank 0 on {socket.gethostname()} has waited {waited:.0f} s for {names} to join"
+        if waited >= COLLECTIVE_SECONDS:
+            raise RankError(f"{text}: start all {size} ranks of the job")
+        if waited >= line:
+            line += REPEAT_SECONDS
+            logger.warning("%s", text)
+        time.sleep(0.02)
+
+
 def announce() -> None:
     """Tell the job where this process runs, for messages about it."""
     if _is_job():

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_hybrid import meetings
-from megatron_hybrid.meetings import Member, RankError, coming, meet
+from megatron_hybrid.meetings import Member, RankError, await_ranks, coming, meet
 
 SIZE = 3
 RANKS = range(SIZE)
@@ -108,3 +108,21 @@ def test_an_error_on_all_ranks_leaves_nothing_behind(job):
             return len(meet("a call", rank, RANKS, 30.0))
 
     assert on_ranks(job, work) == [SIZE] * SIZE
+
+
+def test_the_first_rank_says_who_has_not_joined_the_job(monkeypatch, caplog):
+    """Before there are process groups, which wait without a word."""
+    monkeypatch.setattr(meetings, "LINE_SECONDS", 0.0)
+    store = dist.HashStore()
+    await_ranks(store, 2, SIZE)  # does not wait
+    with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING):
+        first = pool.submit(await_ranks, store, 0, SIZE)
+        while not caplog.messages:
+            pass
+        await_ranks(store, 1, SIZE)
+        first.result(60)
+    (line,) = caplog.messages
+    assert line.startswith("rank 0 on ") and line.endswith("s for rank 1 to join")
+    monkeypatch.setattr(meetings, "COLLECTIVE_SECONDS", 0.0)
+    with pytest.raises(RankError, match="for rank 3 to join: start all 4 ranks"):
+        await_ranks(store, 0, SIZE + 1)

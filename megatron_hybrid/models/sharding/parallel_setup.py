@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_hybrid.meetings import announce, first_difference, meet
+from megatron_hybrid.meetings import announce, await_ranks, first_difference, meet
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.unsupported import CONTEXT_PARALLEL
 from megatron_hybrid.ranks import is_one_machine
@@ -38,6 +38,14 @@ def process_groups(
             _initialize_model_parallel(config)
         given = ProcessGroupCollection.use_mpu_process_groups()
     return given
+
+
+def ranks_needed(config: HybridConfig) -> int:
+    """Ranks that hold one model: megatron-core carves those of the experts out of those of each
+    pipeline stage."""
+    tp, expert_tp = config.tensor_model_parallel_size, config.expert_tensor_parallel_size
+    of_experts = config.expert_model_parallel_size * expert_tp
+    return config.pipeline_model_parallel_size * math.lcm(tp, of_experts)
 
 
 def check_process_groups(config: HybridConfig, groups: ProcessGroupCollection) -> None:
@@ -129,7 +137,9 @@ def initialize_distributed() -> None:
         if is_one_machine():
             for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-        dist.init_process_group(backend)
+        store, rank, size = next(dist.rendezvous("env://"))
+        await_ranks(store, rank, size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     elif not _initialize_without_sockets():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(_destroy_distributed)
@@ -176,9 +186,7 @@ def _initialize_model_parallel(config: HybridConfig) -> None:
     met = meet("setting up the process groups of a model", sizes, range(dist.get_world_size()))
     if (difference := first_difference(met)) is not None:
         raise ValueError(difference)
-    tp, pp, ep, expert_tp = sizes.values()
-    # core carves the ranks of the experts out of those of each pipeline stage.
-    needed = pp * math.lcm(tp, ep * expert_tp)
+    needed = ranks_needed(config)
     if dist.get_world_size() % needed:
         said = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
