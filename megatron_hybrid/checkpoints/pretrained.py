@@ -41,16 +41,10 @@ def load_pretrained(
             them finds it so.
         ValueError: this machine has no such device.
     """
-    path = model_folder(folder)
     initialize_distributed()
     with fail_together(CheckpointError):
         device = checked_device(device)
-        if not path.is_dir():
-            raise CheckpointError(
-                f"{path} is not a folder. Give the folder of a checkpoint (config.json, "
-                f"model.safetensors, tokenizer.json), or {DEMO!r} for the model in the package."
-                f"{hub_advice(folder)}"
-            )
+        path = checked_folder(folder)
         if dtype is not None:
             overrides["params_dtype"] = dtype
         # Random initialization would take longer than reading the file.
@@ -65,6 +59,18 @@ def load_pretrained(
 def model_folder(name: str | os.PathLike[str]) -> Path:
     """Path of a model folder; "demo": the one in the package."""
     return DEMO_FOLDER if str(name) == DEMO else Path(name)
+
+
+def checked_folder(name: str | os.PathLike[str]) -> Path:
+    """As `model_folder`. Raises CheckpointError if there is no such folder."""
+    path = model_folder(name)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not a folder. Give the folder of a checkpoint (config.json, "
+            f"model.safetensors, tokenizer.json), or {DEMO!r} for the model in the package."
+            f"{hub_advice(name)}"
+        )
+    return path
 
 
 def hub_advice(name: str | os.PathLike[str]) -> str:

@@ -19,6 +19,9 @@ PLANNED_MODEL_HELP = (
 )
 
 
+DTYPES = ("bfloat16", "float16", "float32")
+
+
 class CommandParser(argparse.ArgumentParser):
     """Reads the arguments of one command. Errors show its usage.
 
@@ -33,8 +36,10 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """The options. Positional arguments may stand before, between and behind others."""
+        """The options, and the `arguments` that they were read from. Positional arguments may stand
+        before, between and behind others."""
         options = self.parse_intermixed_args(arguments)
+        options.arguments = list(arguments)
         if getattr(options, "model", "") is None:
             self.error(GIVE_MODEL)
         return options
@@ -114,6 +119,17 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     """Add the model and the settings of an engine."""
     add_model(parser)
     parser.add_argument(
+        "--device",
+        help="Run the model on this device, such as cpu, cuda or cuda:1. The default is cuda, if "
+        "there is a GPU, else cpu.",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="Convert the weights to this number format. By default they stay as saved on a GPU, "
+        "and are float32 on a CPU.",
+    )
+    parser.add_argument(
         "--context",
         default="8192",
         metavar="TOKENS",
@@ -184,29 +200,36 @@ def make_engine(options: argparse.Namespace):
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
 
     config = inference_config(options)
-    return DynamicInferenceEngine(*load(options.model), config)
+    return DynamicInferenceEngine(*load(options.model, options.device, options.dtype), config)
 
 
-def load(folder: str):
+def load(folder: str, device: str | None = None, dtype: str | None = None, **sizes: int):
     """Load model and tokenizer, on the GPU if there is one; on a CPU in fp32, which is faster there
-    and avoids near ties in greedy answers."""
+    and avoids near ties in greedy answers.
+
+    Args:
+        folder: of the model.
+        device, dtype: in place of these; see `add_engine`.
+        sizes: of the layout over ranks, fields of HybridConfig.
+    """
     import torch
 
     from megatron_hybrid.checkpoints.checkpoint import CheckpointError
-    from megatron_hybrid.checkpoints.pretrained import load_pretrained
+    from megatron_hybrid.checkpoints.pretrained import checked_device, load_pretrained
 
-    on_gpu = torch.cuda.is_available()
-    model, tokenizer = load_pretrained(
-        folder, device="cuda" if on_gpu else "cpu", dtype=None if on_gpu else torch.float32
-    )
+    place = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype is None and place.type == "cpu":
+        dtype = "float32"
+    converted = None if dtype is None else getattr(torch, dtype)
+    model, tokenizer = load_pretrained(folder, place, converted, **sizes)
     if tokenizer is None:
         raise CheckpointError(f"{folder} has no tokenizer.json, which text prompts need")
     return model, tokenizer
 
 
-def load_for_chats(options: argparse.Namespace):
-    """Model and tokenizer, with the template that was asked for."""
-    model, tokenizer = load(options.model)
+def load_for_chats(options: argparse.Namespace, **sizes: int):
+    """Model and tokenizer, with the template that was asked for. sizes: as for `load`."""
+    model, tokenizer = load(options.model, options.device, options.dtype, **sizes)
     if options.chat_template:
         try:
             source = Path(options.chat_template).read_text(encoding="utf-8")

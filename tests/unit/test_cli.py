@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from megatron_hybrid import cli
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
+from megatron_hybrid.commands.arguments import load
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.tools import demo
@@ -70,6 +71,12 @@ def test_generate_goes_on_with_the_cache_of_another_call(folder, capsys, tmp_pat
     assert "cache.json is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("dtype", "found"), [(None, torch.float32), ("bfloat16", torch.bfloat16)])
+def test_weights_have_the_number_format_that_was_asked_for(folder, dtype, found):
+    model, _ = load(folder, "cpu", dtype)
+    assert model.embedding.word_embeddings.weight.dtype == found
+
+
 def test_greedy_generation_is_the_same_in_all_modes(folder, capsys):
     outputs = set()
     for mode in ("off", "memory_only", "restore"):
@@ -97,6 +104,7 @@ def test_demo_runs_all_modes_with_identical_outputs(folder, capsys, monkeypatch)
     "arguments, message",
     [
         (["--model", "/nowhere"], "/nowhere is not a folder"),
+        (["--device", "nowhere"], "device is 'nowhere'; use 'cpu', 'cuda'"),
         (["--mode", "on"], "prefix_caching is 'on'"),
         (["--temperature", "-1"], "temperature"),
         (["--tokens", "100000"], "max_sequence_length"),
