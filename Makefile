@@ -37,7 +37,7 @@ GPU_CONTAINER := nvcr.io/nvidia/pytorch:25.12-py3
 GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
-.PHONY: demo tour demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-attacks \
+.PHONY: demo tour demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-serve-ranks test-attacks \
         unit functional test-matrix test-clients soak soak-ranks soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
 
 help:
@@ -50,6 +50,8 @@ help:
 	@echo "make kernel-tests-torch-2.11  the kernels on torch 2.11 and its Triton, 3.6"
 	@echo "make compile-kernels  those of all published models, for GPUs that are not there"
 	@echo "make test-page     the server's page in chromium, with screenshots"
+	@echo "make test-serve-ranks  servers over two ranks, by TP, PP and EP: their answers,"
+	@echo "                   and their end; two minutes, and a part of make test-matrix"
 	@echo "make test-attacks  clients of a server that would stop the others; a minute"
 	@echo "make test-gpu      the tests that need GPUs, in NVIDIA's container for PyTorch"
 	@echo "make gpu-wheels    wheels that benchmarks.gpu.first_run needs, into wheels/gpu"
@@ -125,6 +127,10 @@ compiled-kernels: $(VENV)/.installed-kernels
 test-page: $(VENV)/.installed-test $(VENV)/.installed-page
 	@command -v chromium > /dev/null || { echo "make test-page needs chromium: apt-get install chromium"; exit 1; }
 	$(BIN)/python -m pytest tests/page
+
+# A server a layout; the launcher's ranks are killed, and the launcher. Two minutes.
+test-serve-ranks: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "not gpu" -s tests/functional/serving/test_serve_over_ranks.py
 
 test-attacks: $(VENV)/.installed-test
 	$(BIN)/python tests/helpers/attacks.py

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from megatron_hybrid.commands.arguments import (
@@ -10,9 +11,16 @@ from megatron_hybrid.commands.arguments import (
     add_engine,
     inference_config,
     load_for_chats,
+    whole_number,
 )
 from megatron_hybrid.serving.parsers import REASONING_PARSERS, TOOL_PARSERS
 
+LAYOUT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+}
+"""Options of the layout over ranks, and their fields of HybridConfig."""
 HELP = "Serve a model over HTTP, by OpenAI's API."
 _DEMO_NOTE = (
     "The demo model was trained on old books alone: it continues stories, it does not answer."
@@ -21,11 +29,25 @@ _DEMO_NOTE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
+        "With --tp, --pp or --ep the command starts a process for each rank on this machine, or is "
+        "itself one of them, where torchrun has started it: torchrun --nproc-per-node 4 -m "
+        "megatron_hybrid serve MODEL --tp 2 --pp 2. Sizes of caches are those of each rank. "
         "SIGTERM or Ctrl-C ends the server: it takes no new requests, lets those that run end, and "
         "saves the cache to --cache-dir. A second one ends it at once. Serving needs "
         f"pip install 'megatron_hybrid[serve]'. {PYTHON_NAMES}"
     )
     add_engine(parser)
+    for (name, field), what in zip(
+        LAYOUT.items(),
+        (
+            "Split every layer over this many ranks, one GPU each",
+            "Split the layers into this many stages, of as many ranks each as --tp says",
+            "Split the experts of each layer over this many ranks",
+        ),
+    ):
+        parser.add_argument(
+            f"--{name}", type=whole_number, default=1, metavar="N", help=f"{what} ({field})."
+        )
     parser.add_argument("--host", default="127.0.0.1", help="Listen at this address.")
     parser.add_argument("--port", type=int, default=8000, help="Listen on this port.")
     parser.add_argument(
@@ -178,11 +200,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     try:
-        from megatron_hybrid.serving.run import Address, log_lines, run, serve
+        from megatron_hybrid.serving.run import Address, follow, log_lines, run, serve
     except ImportError as error:
         raise ImportError(f"{error}: serving needs pip install 'megatron_hybrid[serve]'") from error
     from rich.console import Console
 
+    from megatron_hybrid.inference.rank_watch import RankFailedError
+    from megatron_hybrid.process_life import ends_with_launcher
+    from megatron_hybrid.ranks import RankError
     from megatron_hybrid.serving.service import ServingConfig
 
     address = Address(
@@ -213,10 +238,29 @@ def run(options: argparse.Namespace) -> int:
         guide_seconds=options.guide_timeout,
         drain_seconds=options.shutdown_timeout,
     )
-    log_lines()
-    bound = address.bind()  # fail now, not after the model is loaded
-    with address.loading(bound) as loading:
-        with Console(stderr=True).status(f"loading {options.model}"):
-            model, tokenizer = load_for_chats(options)
-        run(serve(model, tokenizer, config, serving, address, bound, loading))
+    sizes = {field: getattr(options, name) for name, field in LAYOUT.items()}
+    rank, num_ranks = None, 1
+    if "WORLD_SIZE" in os.environ or max(sizes.values()) > 1:
+        from megatron_hybrid.serving.launch import check_layout, job_size, launch, take_rank
+
+        num_ranks = check_layout(options.model, sizes, options.device)
+        if job_size() is None and num_ranks > 1:
+            if (bound := address.bind()) is not None:  # fail now; the first rank binds it anew
+                bound.close()
+            return launch(["-m", "megatron_hybrid", "serve", *options.arguments], num_ranks)
+        rank = take_rank(num_ranks, options.device)
+    log_lines(rank)
+    try:
+        with ends_with_launcher():
+            if rank:
+                follow(*load_for_chats(options, **sizes), config, serving)
+                return 0
+            bound = address.bind()  # fail now, not after the model is loaded
+            with address.loading(bound) as loading:
+                with Console(stderr=True).status(f"loading {options.model}"):
+                    model, tokenizer = load_for_chats(options, **sizes)
+                run(serve(model, tokenizer, config, serving, address, bound, loading))
+    except (RankError, RankFailedError) as error:
+        print(f"megatron-hybrid: {error}", file=sys.stderr)
+        return 1
     return 0

@@ -357,6 +357,16 @@ class AsyncEngine:
     update_weights = _in_thread(DynamicInferenceEngine.update_weights)
     check_integrity = _in_thread(DynamicInferenceEngine.check_integrity)
 
+    @property
+    def num_ranks(self) -> int:
+        """Of the model."""
+        return self._engine.ranks.size
+
+    @property
+    def rank_failure(self) -> str | None:
+        """See `DynamicInferenceEngine.rank_failure`."""
+        return self._engine.rank_failure
+
     def check_prompt(self, prompt: Prompt, params: SamplingParams) -> None:
         """Check that a prompt can be served, in any thread.
 

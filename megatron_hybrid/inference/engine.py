@@ -381,6 +381,12 @@ class DynamicInferenceEngine:
         return self.output.epoch
 
     @property
+    def rank_failure(self) -> str | None:
+        """Which rank of this engine has failed or ended, and how, after which the engine cannot go
+        on; None: none has. Any thread may ask."""
+        return self._control.failure
+
+    @property
     def has_work(self) -> bool:
         is_cancelling = self._control.leads and bool(self._abandoned)
         return self.scheduler.has_work or is_cancelling or bool(self._changed or self._outputs)

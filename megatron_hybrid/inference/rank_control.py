@@ -43,9 +43,14 @@ class RankControl:
         return self._queued is not None
 
     @property
+    def failure(self) -> str | None:
+        """The first failure of any rank; None: there is none."""
+        return None if self._watch is None else self._watch.failure
+
+    @property
     def has_failed(self) -> bool:
         """Whether a rank has failed or ended."""
-        return self._watch is not None and self._watch.failure is not None
+        return self.failure is not None
 
     @property
     def sent_bytes(self) -> int:

@@ -429,7 +429,9 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/ping")
     @app.post("/ping")
     async def health() -> PlainTextResponse:
-        return PlainTextResponse("", 503 if service.is_draining else 200)
+        failure = service.engine.rank_failure
+        is_well = failure is None and not service.is_draining
+        return PlainTextResponse(failure or "", 200 if is_well else 503)
 
     @app.get("/version")
     async def version() -> Json:

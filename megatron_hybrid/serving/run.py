@@ -1,4 +1,4 @@
-"""`megatron-hybrid serve`: a server in this process, until SIGTERM or Ctrl-C."""
+"""`megatron-hybrid serve`: a server in this process, until SIGTERM or Ctrl-C, or a rank of one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import errno
 import gc
 import json
 import logging
+import math
 import os
+import signal
 import socket
 import ssl
 import sys
@@ -25,7 +27,10 @@ from uvicorn.loops.auto import auto_loop_factory
 
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.rank_watch import RankFailedError
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.ranks import RankError
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.loading import Loading
 from megatron_hybrid.serving.service import Service, ServingConfig
@@ -36,13 +41,16 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 _CONNECTION_SECONDS = 5
 """For connections to end when nothing runs any more."""
+_SAME_SECONDS = 1.0
+"""Between the signals of one Ctrl-C, where there is a launcher."""
 
 
 class _PlainLines(logging.Formatter):
-    """For people: the time, and what happened."""
+    """For people: the time, and what happened. rank: that writes it; None: there is one."""
 
-    def __init__(self):
-        super().__init__("%(asctime)s %(message)s", "%H:%M:%S")
+    def __init__(self, rank: int | None = None):
+        whose = "" if rank is None else f"rank {rank}: "
+        super().__init__(f"%(asctime)s {whose}%(message)s", "%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
         if not record.name.endswith(".access"):
@@ -59,13 +67,18 @@ class _PlainLines(logging.Formatter):
 
 
 class _JsonLines(logging.Formatter):
-    """One JSON object a line; that of a request is joined into it."""
+    """One JSON object a line; that of a request is joined into it. rank: as for `_PlainLines`."""
+
+    def __init__(self, rank: int | None = None):
+        super().__init__()
+        self._rank = {} if rank is None else {"rank": rank}
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + "Z",
             "level": record.levelname.lower(),
             "logger": record.name,
+            **self._rank,
         }
         if record.name.endswith(".access"):
             return json.dumps(line | record.args)
@@ -75,12 +88,12 @@ class _JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
-def log_lines() -> None:
+def log_lines(rank: int | None = None) -> None:
     """Write the logs of this program to stderr: plain lines to a terminal, else JSON. A thread
-    writes them: whoever reads them may be slow."""
+    writes them: whoever reads them may be slow. rank: that writes; None: there is one."""
     lines: SimpleQueue = SimpleQueue()
     handler = QueueHandler(lines)
-    handler.setFormatter(_PlainLines() if sys.stderr.isatty() else _JsonLines())
+    handler.setFormatter((_PlainLines if sys.stderr.isatty() else _JsonLines)(rank))
     handler.addFilter(_is_no_cancellation)
     writer = QueueListener(lines, logging.StreamHandler(sys.stderr))
     writer.start()
@@ -175,16 +188,31 @@ class Address:
 
 
 class _Server(uvicorn.Server):
-    """Drains at the first signal, and ends at the second."""
+    """Drains at the first signal, and ends at the second. Drains when a rank has failed: what runs
+    has got the error."""
 
     def __init__(self, config: uvicorn.Config, service: Service):
         super().__init__(config)
         self._service = service
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task | None = None
+        self._signaled_at = -math.inf
 
     def handle_exit(self, sig: int, frame) -> None:
+        # A terminal sends its Ctrl-C to all processes, and the ranks' launcher passes it on.
+        now = time.monotonic()
+        if self._service.engine.num_ranks > 1 and now - self._signaled_at < _SAME_SECONDS:
+            return
+        self._signaled_at = now
         self._loop.call_soon_threadsafe(self._end)
+
+    async def on_tick(self, counter: int) -> bool:
+        """uvicorn calls it ten times a second."""
+        failure = self._service.engine.rank_failure
+        if failure is not None and self._draining is None:
+            logger.error("the server ends: %s", failure)
+            self._draining = asyncio.ensure_future(self._drain())
+        return await super().on_tick(counter)
 
     def _end(self) -> None:
         if self._draining is not None:
@@ -220,6 +248,9 @@ async def serve(
 
     bound: what `address.bind()` has returned.
     loading: ends when all is there.
+
+    Raises:
+        RankFailedError: another rank of the model has failed.
     """
     tokenizer.show_special_tokens(config.style_of(tokenizer.template_source(())).marks)
     engine = AsyncEngine(model, tokenizer, engine_config)
@@ -241,7 +272,36 @@ async def serve(
         logger.info("running on %s (Ctrl-C ends it)", address.url(bound))
         await asyncio.to_thread(loading.close)
         await _Server(settings, service).serve(None if bound is None else [bound])
+        if engine.rank_failure is not None:
+            raise RankFailedError(f"the server has ended, as {engine.rank_failure}")
     finally:
         began = time.perf_counter()
         await service.close()
         logger.info("the engine ended in %.1f s", time.perf_counter() - began)
+
+
+def follow(
+    model: HybridModel,
+    tokenizer: Tokenizer,
+    engine_config: InferenceConfig,
+    config: ServingConfig,
+) -> None:
+    """On every other rank than the first, in place of `serve`: run what that one does, until it
+    ends. Signals are for the first rank.
+
+    Raises:
+        RankError, RankFailedError: another rank has failed.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    tokenizer.show_special_tokens(config.style_of(tokenizer.template_source(())).marks)
+    with DynamicInferenceEngine(model, tokenizer, engine_config) as engine:
+        gc.collect()
+        gc.freeze()
+        try:
+            engine.follow()
+        except (RankError, RankFailedError):
+            raise
+        except Exception:
+            logger.exception("this rank has failed")
+            raise

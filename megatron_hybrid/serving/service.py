@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.async_engine import AsyncEngine, AsyncStream, QueueTimeoutError
 from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.rank_watch import RankFailedError
 from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
@@ -306,6 +307,8 @@ class Service:
             ApiError: too many are unanswered, or the server ends.
         """
         limit = self.engine_config.max_requests + self.config.max_waiting
+        if (failure := self.engine.rank_failure) is not None:
+            raise ApiError(503, f"{failure}: the server ends")
         if self.is_draining:
             raise ApiError(503, "the server is shutting down: ask another one")
         if sum(ticket.num_samples for ticket in self._tickets) + num_samples > limit:
@@ -483,6 +486,8 @@ class Service:
             raise refusal_of(error, ticket.names) from error
         except ApiError:
             raise
+        except RankFailedError as error:
+            raise ApiError(503, str(error)) from error
         except Exception as error:
             logger.exception("request %s failed", ticket.request_id)
             raise ApiError(500, f"{type(error).__name__}: {error}") from error

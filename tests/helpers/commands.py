@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ class Command:
     ):
         folder.mkdir()
         self.folder, self.num_ranks = folder, num_ranks
-        port = _free_port()
+        port = free_port()
         self._processes = [
             rank_context().Process(
                 target=_run, args=(main, arguments, folder, rank, num_ranks, port)
@@ -53,11 +54,16 @@ class Command:
     def send(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
         """Send a signal to ranks; None: to all."""
         for rank in range(self.num_ranks) if ranks is None else ranks:
-            os.kill(self._processes[rank].pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(self._processes[rank].pid, number)
 
     def wait_until(self, is_met: Callable[[], bool]) -> None:
         """Wait for a condition while all ranks run."""
         _wait_until(is_met, lambda: all(process.is_alive() for process in self._processes), self)
+
+    def is_alive(self) -> bool:
+        """Whether a rank runs."""
+        return any(process.is_alive() for process in self._processes)
 
     def wait(self) -> list[int]:
         """Wait for the end. Returns the status of each rank; that of a signal is negative."""
@@ -148,7 +154,8 @@ def _run(
         file = os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT)
         os.dup2(file, descriptor)
     if num_ranks > 1:
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+        names = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+        names |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), num_ranks)
         os.environ.update({name: str(value) for name, value in names.items()})
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     multiprocessing.set_start_method(None, force=True)  # as in a process from a shell
@@ -156,7 +163,7 @@ def _run(
     sys.exit(main(list(arguments)))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return one.getsockname()[1]

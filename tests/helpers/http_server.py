@@ -52,9 +52,9 @@ class RunningServer:
         assert not self.thread.is_alive()
 
 
-def demo_service(engine_fields: dict | None = None, **fields) -> Service:
-    """Of the demo model, in fp32."""
-    model, tokenizer = load_pretrained(DEMO, device="cpu", dtype=torch.float32)
+def demo_service(engine_fields: dict | None = None, folder: Path = DEMO, **fields) -> Service:
+    """Of the demo model, or that in another folder, in fp32."""
+    model, tokenizer = load_pretrained(folder, device="cpu", dtype=torch.float32)
     settings = {"cache_bytes": 32 << 20, "max_requests": 8, "max_sequence_length": 1024}
     config = InferenceConfig(**{**settings, **(engine_fields or {})})
     serving = ServingConfig("demo", **fields)
@@ -72,7 +72,7 @@ def run_apart(coroutine: Coroutine):
 
 @contextmanager
 def running_server(engine_fields: dict | None = None, **fields) -> Iterator[RunningServer]:
-    """Context of a server of the demo model. fields: of `ServingConfig`."""
+    """Context of a server of the demo model. fields: of `ServingConfig`, and `folder`."""
     service = demo_service(engine_fields, **fields)
     server = RunningServer(service)
     try:

@@ -19,6 +19,7 @@ from matrix import matrix_rows
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_hybrid.cli import main
+from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving import slow_clients
 from megatron_hybrid.serving.errors import ApiError
@@ -401,6 +402,15 @@ def test_a_server_that_drains_says_so_and_takes_nothing_new():
         assert call(server, "/health").status_code == call(server, "/ready").status_code == 503
         answer = call(server, "/v1/completions", LONG)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+
+
+def test_health_and_refusals_name_a_rank_that_has_failed(server, monkeypatch):
+    failure = "rank 1 on host has ended"
+    monkeypatch.setattr(AsyncEngine, "rank_failure", failure)
+    health = call(server, "/health")
+    assert (health.status_code, health.text) == (503, failure)
+    answer = call(server, "/v1/completions", LONG)
+    assert answer.status_code == 503 and failure in answer.json()["error"]["message"]
 
 
 def test_sigterm_answers_who_is_there_saves_the_cache_and_exits(tmp_path):

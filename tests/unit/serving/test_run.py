@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import re
+import signal
 import socket
 import threading
 from types import SimpleNamespace
@@ -164,6 +165,41 @@ def test_a_second_signal_ends_the_requests_that_run():
         assert server.should_exit and aborted and not server.force_exit
         server._end()
         assert server.force_exit
+
+    asyncio.run(end())
+
+
+def test_a_server_ends_when_a_rank_has_failed(stream):
+    async def end():
+        async def drain():
+            pass
+
+        engine = SimpleNamespace(rank_failure=None)
+        server = _Server(uvicorn.Config(None), SimpleNamespace(drain=drain, engine=engine))
+        await server.on_tick(1)
+        await asyncio.sleep(0)
+        assert not server.should_exit
+        engine.rank_failure = "rank 1 on host has ended"
+        await server.on_tick(2)
+        await asyncio.sleep(0)
+        assert server.should_exit
+
+    asyncio.run(end())
+    stream.reads.set()
+    assert stream.num_lines.acquire(timeout=120)
+    assert "the server ends: rank 1 on host has ended" in stream.getvalue()
+
+
+@pytest.mark.parametrize(("num_ranks", "ends"), [(1, True), (2, False)])
+def test_a_ctrl_c_that_comes_from_terminal_and_launcher_is_one(num_ranks, ends):
+    async def end():
+        engine = SimpleNamespace(num_ranks=num_ranks)
+        running = SimpleNamespace(drain=asyncio.Event().wait, abort_all=list, engine=engine)
+        server = _Server(uvicorn.Config(None), running)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            server.handle_exit(number, None)
+            await asyncio.sleep(0)
+        assert server.should_exit == ends
 
     asyncio.run(end())
 

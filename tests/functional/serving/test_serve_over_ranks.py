@@ -1,0 +1,327 @@
+"""`megatron-hybrid serve` over two ranks answers as over one, on every route, and ends whole."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from concurrent.futures import Future
+from contextlib import suppress
+from types import SimpleNamespace
+from unittest import mock
+
+import httpx
+import psutil
+import pytest
+from commands import Command, Launched, free_port
+from http_server import DEMO, running_server, wait_until
+from matrix import matrix_rows
+from reference import tiny_model
+
+from megatron_hybrid import cli
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.serving.service import Service
+
+RANKS = 2
+LIMIT_SECONDS = 30.0
+"""From the failure of a rank to the end of all."""
+PROMPT = "Once upon a time there was a king who had three daughters, and the youngest of them"
+ANSWER = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8, "temperature": 0}
+LONG = {**ANSWER, "max_tokens": 400, "stream": True}
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}}
+SCHEMA |= {"required": ["age"], "additionalProperties": False}
+GUIDED = {
+    "a JSON schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    },
+    "a regex": {"structured_outputs": {"regex": "(yes|no), [0-9]{3}"}},
+    "a tool": {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
+        "tool_choice": "required",
+        "max_tokens": 100,
+    },
+}
+BODIES = {
+    # Of every route that takes one, in this order.
+    "/v1/completions": {**ANSWER, "logprobs": 2, "n": 2, "temperature": 0.8, "seed": 3},
+    "/v1/chat/completions": {**CHAT, "stop": ["e"]},
+    "/v1/responses": {"input": PROMPT, "max_output_tokens": 8, "temperature": 0},
+    "/v1/messages": CHAT,
+    "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
+    "/tokenize": {"prompt": PROMPT},
+    "/detokenize": {"tokens": [5, 6, 7]},
+    "/v1/completions/render": {"prompt": PROMPT},
+    "/v1/chat/completions/render": {"messages": CHAT["messages"]},
+    "/abort": {"request_id": "nobody"},
+    "/cache/explain": {"prompt": PROMPT},
+    "/ping": {},
+    "/cache/save": {},
+    "/cache/reset": {},
+}
+OF_ONE_ANSWER = ("id", "created", "created_at", "completed_at", "description", "request_id", "edge")
+
+
+def done(value):
+    future = Future()
+    future.set_result(value)
+    return future
+
+
+NO_POOL = SimpleNamespace(compile=done, close=lambda: None)
+"""For guides: the engine compiles them itself, and a process of the pool would cost seconds."""
+
+
+def checked_serve(arguments):
+    """`megatron-hybrid`, whose ranks are compared in each step. The last one fails when it is told
+    of a request with the salt "fire"."""
+    told, checked = DynamicInferenceEngine._add_told, InferenceConfig.__post_init__
+
+    def add(engine, spec):
+        if spec.salt == "fire":
+            raise OSError("a part of the machine is on fire")
+        told(engine, spec)
+
+    def check(config):
+        object.__setattr__(config, "verify_ranks", True)
+        checked(config)
+
+    with (
+        mock.patch.object(DynamicInferenceEngine, "_add_told", add),
+        mock.patch.object(InferenceConfig, "__post_init__", check),
+        mock.patch.object(Service, "guides", NO_POOL),
+    ):
+        return cli.main(arguments)
+
+
+class Ranks:
+    """A server over two ranks.
+
+    Args:
+        layout: option of the command.
+        folder: of the model.
+        made: an empty folder.
+    """
+
+    def __init__(self, layout, folder, made):
+        port = free_port()
+        self.made, self.url = made, f"http://127.0.0.1:{port}"
+        sizes = ["--cache-mib", "1", "--host-cache-mib", "8", "--context", "512"]
+        arguments = ["serve", str(folder), layout, "2", *sizes, "--port", str(port)]
+        arguments += ["--cache-dir", str(made / "cache")]
+        arguments += ["--served-model-name", "demo", "--max-requests", "8", "--device", "cpu"]
+        began = time.monotonic()
+        self.command = Command(arguments, made / "printed", RANKS, checked_serve)
+        self.command.wait_until(lambda: health(self.url)[0] == 200)
+        print(f"{layout}: ready in {time.monotonic() - began:.1f} s")
+
+
+def health(url):
+    """Status and text of /health; 0: nobody answers."""
+    try:
+        found = httpx.get(f"{url}/health")
+    except httpx.TransportError:
+        return 0, ""
+    return found.status_code, found.text
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with recurrent states, attention and experts, and the demo model's tokenizer."""
+    folder = tmp_path_factory.mktemp("served")
+    fields = dict(vocab_size=3072, mamba_num_groups=2, mamba_state_dim=128)
+    fields |= dict(num_moe_experts=4, moe_router_topk=4)
+    save_checkpoint(tiny_model("M*GE", **fields), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=matrix_rows(["--tp", "--pp", "--ep"], "--tp"))
+def ranks(request, folder, tmp_path_factory):
+    ranks = Ranks(request.param, folder, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.command.send(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def one(folder, ranks):
+    """A server of its own for each layout: caches are compared, too."""
+    fields = {"cache_bytes": 1 << 20, "host_cache_bytes": 8 << 20, "max_sequence_length": 512}
+    fields["cache_dir"] = ranks.made / "one"
+    with running_server(fields, folder=folder) as server:
+        server.service.guides = NO_POOL
+        yield server.url
+
+
+def of_both(ranks, one, path, body=None):
+    """The answers of both servers, without what no two answers have in common."""
+    method = "GET" if body is None else "POST"
+    found = [httpx.request(method, url + path, json=body, timeout=60) for url in (ranks.url, one)]
+    assert found[0].status_code == found[1].status_code, (path, found[0].text, found[1].text)
+    return [_plain(each.json()) if "json" in each.headers["content-type"] else "" for each in found]
+
+
+def _plain(value):
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items() if key not in OF_ONE_ANSWER}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def events(url, path, body):
+    """The events of a stream, with their times."""
+    with httpx.stream("POST", url + path, json=body, timeout=60) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                yield json.loads(line.removeprefix("data: "))
+
+
+def test_every_route_answers_as_over_one_rank(ranks, one):
+    described = httpx.get(f"{one}/openapi.json").json()["paths"]
+    assert {path for path, methods in described.items() if "post" in methods} == set(BODIES)
+    for path, body in BODIES.items():
+        own, other = of_both(ranks, one, path, body)
+        assert own == other, path
+    for path, methods in described.items():
+        if "get" not in methods or path in ("/metrics", "/cache/history", "/v1/models/{name}"):
+            continue
+        own, other = of_both(ranks, one, path)
+        if path == "/cache/tree":
+            own, other = ((each["starts"], each["ends"]) for each in (own, other))
+        elif path == "/requests":
+            keys = ("prompt_tokens", "generated_tokens", "skipped_tokens", "status")
+            own, other = (
+                [{key: row[key] for key in keys} for row in found["requests"]]
+                for found in (own, other)
+            )
+        assert own == other, path
+    history, _ = of_both(ranks, one, "/cache/history")
+    assert len(history["time"]) > 0
+    assert "megatron_hybrid_rank_bytes" in httpx.get(f"{ranks.url}/metrics").text
+
+
+def test_streams_are_those_of_one_rank_also_where_clients_leave(ranks, one):
+    next(events(ranks.url, "/v1/completions", LONG))  # the generator ends, and its connection
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{ranks.url}/v1/completions", json={**LONG, "stream": False}, timeout=0.1)
+    body = {**ANSWER, "prompt": [PROMPT, PROMPT[:40], "Another one"], "stream": True}
+    own, other = (
+        [_plain(each) for each in events(url, "/v1/completions", body)] for url in (ranks.url, one)
+    )
+    assert sorted(own, key=str) == sorted(other, key=str)
+    wait_until(lambda: httpx.get(f"{ranks.url}/load").json() == {"server_load": 0})
+
+
+@pytest.mark.parametrize("name", GUIDED)
+def test_guided_answers_are_those_of_one_rank(ranks, one, name):
+    own, other = of_both(
+        ranks, one, "/v1/chat/completions", {**CHAT, "max_tokens": 16} | GUIDED[name]
+    )
+    assert own == other
+    message = own["choices"][0]["message"]
+    assert message["content"] or message["tool_calls"][0]["function"]["name"] == "f"
+
+
+def test_prompts_come_back_from_host_memory(ranks, one):
+    prompts = [f"{start}. {PROMPT}, who was {start * 37} years old" for start in range(24)]
+    of_both(ranks, one, "/v1/completions", {**ANSWER, "prompt": prompts, "max_tokens": 1})
+    again = {**ANSWER, "prompt": prompts[0]}
+    explained, _ = of_both(ranks, one, "/cache/explain", {"prompt": prompts[0]})
+    assert "host" in explained["text"]
+    own, other = of_both(ranks, one, "/v1/completions", again)
+    assert own["usage"]["prefix"]["fetched_tokens"] > 0
+    assert own["choices"] == other["choices"]
+
+
+def test_the_end_of_a_rank_is_that_of_the_server(ranks, request):
+    """Also where no launcher ends the others."""
+    layout, began, seen = request.node.callspec.params["ranks"], None, []
+    name, command = f"rank 1 on {socket.gethostname()}", ranks.command
+    for event in events(ranks.url, "/v1/completions", LONG):
+        if began is None:
+            began = time.monotonic()
+            if layout == "--tp":
+                command.send(signal.SIGKILL, [1])
+            elif layout == "--pp":
+                body = {**ANSWER, "cache_salt": "fire"}
+                refused = httpx.post(f"{ranks.url}/v1/completions", json=body, timeout=60)
+                assert refused.status_code == 503 and "is on fire" in refused.text
+            else:
+                command.send(signal.SIGTERM)
+        seen.append(event)
+    while command.is_alive():
+        status, text = health(ranks.url)
+        assert status != 200 or time.monotonic() - began < 5
+        assert layout == "--ep" or status != 503 or name in text
+        time.sleep(0.01)
+    print(f"{layout}: over in {time.monotonic() - began:.1f} s")
+    statuses = command.wait()
+    assert time.monotonic() - began < LIMIT_SECONDS
+    if layout == "--ep":
+        assert seen[-1]["choices"][0]["finish_reason"] == "length" and statuses == [0, 0]
+        return
+    assert name in seen[-1]["error"]["message"]
+    assert statuses == ([1, -signal.SIGKILL] if layout == "--tp" else [1, 2])
+    assert f"megatron-hybrid: the server has ended, as {name}" in command.err(0)
+    assert layout == "--tp" or "is on fire" in command.err(1)
+
+
+# By the command's own launcher ------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(folder, tmp_path):
+    """The command, the URL of its server, and the processes of its ranks."""
+    port = free_port()
+    options = ["--tp", "2", "--port", str(port), "--context", "512", "--cache-mib", "8"]
+    began, url = time.monotonic(), f"http://127.0.0.1:{port}"
+    command = Launched(["-m", "megatron_hybrid", "serve", str(folder), *options], tmp_path / "all")
+    processes = []
+    try:
+        command.wait_until(lambda: health(url)[0] == 200)
+        body = {**CHAT, **GUIDED["a regex"]}  # a process of the pool is left, too
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        assert answer["choices"][0]["message"]["content"][:3] in ("yes", "no,")
+        processes = psutil.Process(command.pid).children(recursive=True)
+        print(f"the launcher's ranks: ready in {time.monotonic() - began:.1f} s")
+        yield command, url, processes
+    finally:
+        command.send(signal.SIGKILL)
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("end", ["the first rank", "the launcher"])
+def test_ranks_of_the_launcher_end_together(launched, end):
+    command, url, processes = launched
+    ranks = {each.environ()["RANK"]: each for each in psutil.Process(command.pid).children()}
+    first = ranks["0"]
+    assert len(ranks) == RANKS < len(processes)
+    for process in (psutil.Process(command.pid), *processes):
+        found = {each.laddr.ip for each in process.net_connections()}
+        assert found <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    began, seen = None, []
+    try:
+        for event in events(url, "/v1/completions", LONG):
+            if began is None:
+                began = time.monotonic()
+                os.kill(first.pid if end == "the first rank" else command.pid, signal.SIGKILL)
+            seen.append(event)
+    except httpx.RemoteProtocolError:
+        assert end == "the first rank"
+    (status,) = command.wait()
+    _, left = psutil.wait_procs(processes, LIMIT_SECONDS)
+    print(f"a kill of {end}: over in {time.monotonic() - began:.1f} s")
+    assert not left
+    if end == "the first rank":
+        assert status == 1 and time.monotonic() - began < LIMIT_SECONDS
+        assert f"rank 0 (process {first.pid}) was ended by SIGKILL" in command.err()
+    else:
+        assert seen[-1]["choices"][0]["finish_reason"] == "length"
