@@ -526,9 +526,14 @@ class Service:
                 await in_texts_thread(partial(_trim, 0))
 
     async def close(self) -> None:
-        """End the engine, and complete its folder of cached prefixes."""
+        """Save the cache in its folder, if it has one, and end the engine."""
         if "guides" in vars(self):
             self.guides.close()
+        if self.engine_config.cache_dir is not None and self.engine.rank_failure is None:
+            try:
+                await self.engine.save_cache()
+            except Exception:
+                logger.exception("the cache could not be saved")
         await self.engine.close()
 
 

@@ -264,6 +264,9 @@ def test_the_end_of_a_rank_is_that_of_the_server(ranks, request):
     assert time.monotonic() - began < LIMIT_SECONDS
     if layout == "--ep":
         assert seen[-1]["choices"][0]["finish_reason"] == "length" and statuses == [0, 0]
+        for rank in range(RANKS):
+            saved = ranks.made / f"cache/rank-{rank}-of-2/pages.bin"
+            assert saved.stat().st_size > 0
         return
     assert name in seen[-1]["error"]["message"]
     assert statuses == ([1, -signal.SIGKILL] if layout == "--tp" else [1, 2])
