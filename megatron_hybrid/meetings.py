@@ -229,13 +229,16 @@ class _Meeting:
         while True:
             if self._store.check([self._key("ended")]):
                 raise pickle.loads(self._store.get(self._key("ended")))
+            # Of all ranks: for the first one, which a late one waits for, it may be over. And
+            # before the keys: who fails behind the meeting leaves it to the others.
+            failure = next(filter(None, map(self._failure_of, self._ranks)), None)
             missing = [key for key in missing if not self._store.check([self._key(key)])]
             if not missing:
                 return
+            if failure is not None:
+                raise RankError(failure)
             ranks = [key for key in missing if isinstance(key, int)]
             for rank in ranks:
-                if (failure := self._failure_of(rank)) is not None:
-                    raise RankError(failure)
                 if (member := _member(rank)) is not None and has_ended(member):
                     raise RankError(
                         f"{member} (process {member.pid}) has ended, for which {self._own} waits: "

@@ -110,6 +110,17 @@ def test_an_error_on_all_ranks_leaves_nothing_behind(job):
     assert on_ranks(job, work) == [SIZE] * SIZE
 
 
+def test_a_rank_that_comes_late_is_told_at_once_who_cannot_come(job):
+    def work(rank):
+        with coming("a call"):
+            if rank == 1:
+                raise TypeError("no config")
+            meet("a call", None, RANKS, 5)
+
+    said = [str(*on_ranks(job, work, [rank])) for rank in (1, 0, 2)]
+    assert said[1:] == ["a call failed on rank 1 on host1: TypeError: no config"] * 2
+
+
 def test_the_first_rank_says_who_has_not_joined_the_job(monkeypatch, caplog):
     """Before there are process groups, which wait without a word."""
     monkeypatch.setattr(meetings, "LINE_SECONDS", 0.0)
