@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from tempfile import TemporaryDirectory
 
@@ -105,6 +106,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
     threads = max(1, torch.get_num_threads() // num_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     asked: list[int] = []
+    others = psutil.Process().children()
     numbers = signal.SIGINT, signal.SIGTERM
     before = {n: signal.signal(n, lambda number, _: asked.append(number)) for n in numbers}
     try:
@@ -124,9 +126,12 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
             job, told = DaemonThreads("launcher", 1).submit(run), 0
             while not job.done():
                 time.sleep(_POLL_SECONDS)
-                if told < len(asked) and (ranks := psutil.Process().children()):
+                if told == len(asked):
+                    continue
+                if ranks := [each for each in psutil.Process().children() if each not in others]:
                     for rank in ranks:
-                        rank.send_signal(asked[told])
+                        with suppress(psutil.NoSuchProcess):
+                            rank.send_signal(asked[told])
                     told += 1
             job.result()
     except ChildFailedError as error:
@@ -140,8 +145,9 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
 
 def _status(rank: int, failure: ProcessFailure, asked: Sequence[int]) -> int:
     """The exit status after the failure of a rank, which is told unless it was asked for."""
-    if -failure.exitcode in asked:  # while the model was loading
-        return 128 - failure.exitcode
+    for number in asked:  # while the model was loading
+        if failure.exitcode in (-number, 128 + number):
+            return 128 + number
     was_killed = failure.exitcode < 0
     how = f"was ended by {failure.signal_name()}" if was_killed else "has failed, as it says above"
     print(

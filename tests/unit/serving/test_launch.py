@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 
+from megatron_hybrid.cli import main
 from megatron_hybrid.serving import launch as launching
 from megatron_hybrid.serving.launch import check_layout, launch
 
@@ -61,6 +62,18 @@ def test_a_job_of_another_size_is_refused(monkeypatch):
     assert check_layout("demo", layout(tensor=2), None) == 2
 
 
+def test_the_command_starts_its_ranks_with_its_own_arguments(monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(launching, "launch", lambda *given: started.append(given) or 5)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        arguments = ["serve", "demo", "--tp", "2", "--port"]
+        assert main([*arguments, port]) == 2 and not started
+        assert f"--port {port} cannot be used" in capsys.readouterr().err
+    assert main([*arguments, port]) == 5
+    assert started == [(["-m", "megatron_hybrid", *arguments, port], 2)]
+
+
 def test_ranks_are_started_as_torchrun_starts_them(tmp_path):
     code = RANK + f"open('{tmp_path}/%d' % rank, 'w').write(' '.join(map(os.environ.get, "
     code += "('WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'OMP_NUM_THREADS'))))"
@@ -71,12 +84,13 @@ def test_ranks_are_started_as_torchrun_starts_them(tmp_path):
 
 
 def test_the_rank_that_fails_is_named_and_ends_the_others(capfd):
+    before = psutil.Process().children()
     assert launch(["-c", RANK + "sys.exit(7) if rank else time.sleep(60)"], 2) == 7
     assert "rank 1 (process" in (told := capfd.readouterr().err) and "has failed" in told
     assert launch(["-c", RANK + "rank or os.kill(os.getpid(), 9); time.sleep(60)"], 2) == 1
     told = capfd.readouterr().err
     assert "rank 0 (process" in told and "was ended by SIGKILL: the server has ended" in told
-    assert not psutil.Process().children()
+    assert psutil.Process().children() == before
 
 
 @pytest.mark.parametrize("handles", [False, True])
