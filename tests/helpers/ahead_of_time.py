@@ -103,6 +103,15 @@ has `hidden_size` channels."""
 WITHOUT_KERNELS = "-EBP"
 """Symbols of layers that launch none of ours."""
 
+FORMS: dict[str, tuple[int, dict[str, float]]] = {
+    "heads": (16, {}),
+    "pages": (256, {}),
+    "windows": (16, {"window": 1024}),
+    "chunks": (16, {"chunk": 512, "softcap": 30.0}),
+}
+"""Prefills of attention alone, by the first part of a name: tokens of a page, and the pattern.
+"windows_192x128" has keys 192 wide and values 128."""
+
 PROMPTS = ((1100,), (61, 24))
 """Lengths of those that run side by side: a few keys and many, alone and not."""
 CAPTURED = 21
@@ -185,7 +194,7 @@ def compile_all(
 
     Args:
         record: of `gpu_stub.install`.
-        models: some of `all_models()`.
+        models: some of `all_models()`, or names of `FORMS`.
         libraries: whether to compile megatron-core's and fla-core's kernels, too.
     """
     import torch
@@ -197,9 +206,13 @@ def compile_all(
     known = 0
     with _launches(libraries) as failures:
         for model, dtype in (name.split(":") for name in models):
-            config = cut_config(model, dtype)
-            _answer(config)
-            _norm_rows(config)
+            form, _, widths = model.partition("_")
+            if form in FORMS:
+                _prefill(*FORMS[form], *map(int, widths.split("x")), dtype)
+            else:
+                config = cut_config(model, dtype)
+                _answer(config)
+                _norm_rows(config)
             for kernel in list(record.kernels.values())[known:]:
                 yield Compiled(
                     model,
@@ -292,6 +305,20 @@ def _norm_rows(config: HybridConfig) -> None:
     for width in (2048, 4096, 16384):
         x_TC = torch.zeros(2, width, dtype=config.params_dtype)
         rms_norm_of_sum(x_TC, x_TC, torch.ones(width), config.layernorm_epsilon)
+
+
+def _prefill(block_size: int, form: dict[str, float], D: int, P: int, dtype: str) -> None:
+    """Attention of one prompt; with sinks where it is local."""
+    import torch
+
+    from megatron_hybrid.ops import AttentionPattern, RaggedLayout, paged_attention
+
+    layout = RaggedLayout((200,), (100,))
+    q = torch.zeros(layout.num_rows, 8, D, dtype=getattr(torch, dtype))
+    keys, values = q.new_zeros(4, block_size, 2, D + P).split((D, P), dim=-1)
+    table = torch.zeros(1, 512 // block_size, dtype=torch.int32)
+    pattern = AttentionPattern(D**-0.5, **form)
+    paged_attention(q, keys, values, table, layout, pattern, torch.zeros(8) if form else None)
 
 
 @contextmanager

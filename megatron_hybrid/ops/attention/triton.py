@@ -22,12 +22,12 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _load(ptrs, rows, columns, ALL: tl.constexpr):
-    """A block of matrices, zeros outside of its rows and columns."""
+def _load(ptrs, inside, ALL: tl.constexpr):
+    """A block, zeros where it is not `inside`, which may be smaller; ALL: it is inside."""
     if ALL:
         block = tl.load(ptrs)
     else:
-        block = tl.load(ptrs, mask=rows & columns, other=0)
+        block = tl.load(ptrs, mask=tl.broadcast_to(inside, ptrs.shape), other=0)
     return block
 
 
@@ -88,7 +88,8 @@ def attention_kernel(
     """Rows of one sequence and one key/value head, over all keys that they see or one part of them.
 
     A row is a query and one of the GROUP query heads of the key/value head, heads side by side, so
-    that keys are read once for all. Queries and keys are BLOCK_D + BLOCK_D2 wide.
+    that keys are read once for all. Queries and keys are BLOCK_D + BLOCK_D2 wide; a program gives
+    BLOCK_P columns of the output.
     """
     number, kv = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(sequences_ptr + number).to(tl.int64)
@@ -111,6 +112,7 @@ def attention_kernel(
         high = tl.minimum(high, part_start + size)
 
     d, d2, p = tl.arange(0, BLOCK_D), BLOCK_D + tl.arange(0, BLOCK_D2), tl.arange(0, BLOCK_P)
+    p += tl.program_id(2) * BLOCK_P
     q_rows = q_ptr + (row + query)[:, None] * stride_q_row + head[:, None] * stride_q_head
     live = alive[:, None]
     q = tl.load(q_rows + d[None, :] * stride_q_dim, mask=live & (d[None, :] < D), other=0.0)
@@ -120,11 +122,13 @@ def attention_kernel(
     average = tl.zeros((BLOCK_M, BLOCK_P), tl.float32)
     begin = low // BLOCK_N * BLOCK_N
     whole = begin
-    if WINDOW == 0 and CHUNK == 0:
+    if WINDOW == 0 and CHUNK == 0 and (SPLIT or D <= 256):
         # Up to here all rows see all keys. A row's bits do not depend on where that is: both loops
-        # compute the same, and say themselves what is fused.
+        # compute the same, and say themselves what is fused. With rows that are wider, what both
+        # loops keep would spill.
         whole = tl.minimum(start + first // GROUP + 1, high) // BLOCK_N * BLOCK_N
         whole = tl.maximum(begin, whole)
+    table_row = table_ptr + sequence * stride_table_row
     factor = _LOG2_E
     if not HAS_SOFTCAP:
         factor *= scale
@@ -136,29 +140,29 @@ def attention_kernel(
         for j0 in range(first_key, last_key, BLOCK_N):
             j = j0 + tl.arange(0, BLOCK_N)
             known = (j >= low) & (j < high)
-            table_ptrs = table_ptr + sequence * stride_table_row + (j // B) * stride_table_column
-            page = _load(table_ptrs, known, known, not MASKED).to(tl.int64)
-            k_rows = k_ptr + page * stride_k_page + (j % B) * stride_k_row + kv * stride_k_head
-            k = _load(
-                k_rows[None, :] + d[:, None] * stride_k_dim,
-                known[None, :],
-                d[:, None] < D,
-                not MASKED and BLOCK_D <= D,
-            ).to(q.dtype)
+            if B % BLOCK_N == 0:  # all keys of a block are in one page
+                page = tl.load(table_row + j0 // B * stride_table_column).to(tl.int64)
+                in_page = j0 % B + tl.arange(0, BLOCK_N)
+            else:
+                table_ptrs = table_row + (j // B) * stride_table_column
+                page = _load(table_ptrs, known, not MASKED).to(tl.int64)
+                in_page = j % B
+            k_rows = k_ptr + page * stride_k_page + kv * stride_k_head + in_page * stride_k_row
+            # Keys that a row does not see may be any: their scores are replaced below.
+            k_ptrs = k_rows[None, :] + d[:, None] * stride_k_dim
+            k = _load(k_ptrs, d[:, None] < D, BLOCK_D <= D).to(q.dtype)
             scores = tl.dot(q, k, input_precision="ieee")
             if BLOCK_D < D:
-                k2 = _load(
-                    k_rows[None, :] + d2[:, None] * stride_k_dim,
-                    known[None, :],
-                    d2[:, None] < D,
-                    not MASKED and BLOCK_D + BLOCK_D2 <= D,
-                ).to(q.dtype)
+                k2_ptrs = k_rows[None, :] + d2[:, None] * stride_k_dim
+                k2 = _load(k2_ptrs, d2[:, None] < D, BLOCK_D + BLOCK_D2 <= D).to(q.dtype)
                 scores = tl.dot(q2, k2, scores, input_precision="ieee")
             if HAS_SOFTCAP:
                 scores *= scale
                 scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * scores / softcap)))
             if MASKED:
-                seen = known[None, :] & (j[None, :] <= position[:, None])
+                seen = j[None, :] <= position[:, None]
+                if SPLIT:
+                    seen = seen & known[None, :]
                 if WINDOW > 0:
                     seen = seen & (j[None, :] > position[:, None] - WINDOW)
                 if CHUNK > 0:
@@ -169,13 +173,12 @@ def attention_kernel(
             weights = tl.exp2(tl.fma(scores, factor, -shift[:, None]))
             kept = tl.exp2(largest - shift)
             total = tl.fma(total, kept, tl.sum(weights, 1))
-            v_rows = v_ptr + page * stride_v_page + (j % B) * stride_v_row + kv * stride_v_head
-            v = _load(
-                v_rows[:, None] + p[None, :] * stride_v_dim,
-                known[:, None],
-                p[None, :] < P,
-                not MASKED and BLOCK_P <= P,
-            ).to(q.dtype)
+            v_rows = v_ptr + page * stride_v_page + kv * stride_v_head + in_page * stride_v_row
+            v_ptrs = v_rows[:, None] + p[None, :] * stride_v_dim
+            if P % BLOCK_P == 0:
+                v = _load(v_ptrs, known[:, None], not MASKED).to(q.dtype)
+            else:
+                v = _load(v_ptrs, known[:, None] & (p[None, :] < P), False).to(q.dtype)
             average = average * kept[:, None]
             average = tl.dot(weights.to(q.dtype), v, average, input_precision="ieee")
             largest = new
@@ -201,6 +204,11 @@ def attention_kernel(
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + head, mask=alive, other=0.0).to(tl.float32)
             total += tl.exp2(sink * _LOG2_E - largest)
+        # Loaded anew, or the pointers below would be made early and take registers in the loops.
+        place = tl.load(row_starts_ptr + number, volatile=True) + tl.arange(0, BLOCK_M)
+        query, head = place // GROUP, kv * GROUP + place % GROUP
+        alive = place < tl.load(row_ends_ptr + number, volatile=True)
+        live = alive[:, None]
         out_rows = out_ptr + (row + query)[:, None] * stride_out_row
         tl.store(
             out_rows + head[:, None] * stride_out_head + p[None, :] * stride_out_dim,
@@ -252,7 +260,8 @@ def configuration(D: int, P: int, num_bytes: int, few: bool) -> dict[str, int]:
 
     Widths that are no powers of two are split: 576 = 512 + 64, 96 = 64 + 32. Rows and keys of a
     block are as many as registers hold; fp32 products of matrices take no tensor cores, and more
-    registers. Four warps have 64 rows: eight would compute each score twice.
+    registers. Four warps have 64 rows: eight would compute each score twice. Of 64 rows they hold
+    256 columns of the output, so wider values take more programs, each with all scores.
 
     Args:
         D, P: widths of keys and values.
@@ -262,16 +271,18 @@ def configuration(D: int, P: int, num_bytes: int, few: bool) -> dict[str, int]:
     width = max(16, 1 << (D.bit_length() - 1))
     rest = max(16, triton.next_power_of_2(D - width)) if width < D else 16
     values = max(16, triton.next_power_of_2(P))
-    widest = max(width, values)
     has_tensor_cores = num_bytes == 2
+    is_tall = has_tensor_cores and not few
+    values = min(values, 256) if is_tall else values
+    widest = max(width, values)
     tile_bytes = 32768 if few and has_tensor_cores else 16384
     return {
-        "BLOCK_M": 64 if has_tensor_cores and not few and widest <= 256 else 16,
+        "BLOCK_M": 64 if is_tall else 16,
         "BLOCK_N": max(16, min(64, tile_bytes // (widest * num_bytes))),
         "BLOCK_D": width,
         "BLOCK_D2": rest,
         "BLOCK_P": values,
-        "num_warps": 8 if widest > 256 or not has_tensor_cores else 4,
+        "num_warps": 4 if is_tall or (has_tensor_cores and widest <= 256) else 8,
         "num_stages": 2 if few or widest > 128 else 3,
     }
 
@@ -321,7 +332,9 @@ def run(
     )
 
     def attend(tiles: Tiles, partial: tuple[Tensor | None, ...], few: bool) -> None:
-        attention_kernel[len(tiles.sequences), K](
+        constants = few_blocks if few else blocks
+        grid = len(tiles.sequences), K, triton.cdiv(P, constants["BLOCK_P"])
+        attention_kernel[grid](
             q_THD,
             *pages,
             out_THP,
@@ -342,7 +355,7 @@ def run(
             HAS_SOFTCAP=pattern.softcap is not None,
             HAS_SINKS=sinks_H is not None,
             SPLIT=few,
-            **(few_blocks if few else blocks),
+            **constants,
         )
 
     blocks, few_blocks = (configuration(D, P, q_THD.element_size(), few) for few in (False, True))
@@ -363,7 +376,7 @@ def run(
             H=H,
             P=P,
             HAS_SINKS=sinks_H is not None,
-            BLOCK_P=blocks["BLOCK_P"],
+            BLOCK_P=triton.next_power_of_2(P),
             num_warps=4,
         )
     tiles = whole_keys(layout, H // K, blocks["BLOCK_M"], q_THD.device)
