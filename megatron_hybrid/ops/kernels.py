@@ -111,6 +111,29 @@ class SequenceTable:
         return layout.cached(("sequence table", device), make)
 
 
+def leave_unspecialized(kernel: Any, *names: str) -> None:
+    """Let what Triton compiles of a library's kernel not depend on integers that differ between
+    calls: else it compiles once more for 1 and for multiples of 16. Call it before the first
+    launch.
+
+    Args:
+        kernel: a compiled or an autotuned function.
+        names: of the arguments.
+    """
+    while not hasattr(kernel, "params") and hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    for param in getattr(kernel, "params", ()):  # interpreted ones have none
+        if param.name in names:
+            param.do_not_specialize = True
+
+
+def aligned_rows(rows: Tensor) -> Tensor:
+    """Rows that begin at some row of a tensor, as kernels take them: Triton compiles a kernel anew
+    for a pointer that is no multiple of 16 bytes, so rows of another width are copied."""
+    is_aligned = rows.stride(0) * rows.element_size() % 16 == 0
+    return rows if is_aligned else rows.clone(memory_format=torch.contiguous_format)
+
+
 def gradient_refusal(*tensors: Tensor | None) -> str | None:
     """Why kernels without a backward pass cannot serve, if a gradient is wanted."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):

@@ -17,7 +17,7 @@ ROWS, CHANNELS = 16, 128
 """Rows and channels of a program."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def conv_kernel(
     x_ptr,
     weight_ptr,
@@ -132,7 +132,7 @@ def conv_step_kernel(
     tl.store(y_ptrs, tl.where(alive, y, 0.0), mask=(t < num_rows)[:, None] & own[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_out_place"])  # of one capture it is any number
 def tails_kernel(
     x_ptr,
     pool_ptr,

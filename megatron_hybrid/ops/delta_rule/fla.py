@@ -21,7 +21,12 @@ from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
 from megatron_hybrid.ops.delta_rule import reference
 from megatron_hybrid.ops.delta_rule.triton import MAX_KEY_BYTES, capture, recur, step, unit_rows
 from megatron_hybrid.ops.hopper import is_hopper
-from megatron_hybrid.ops.kernels import dtype_refusal, gradient_refusal, tf32_refusal
+from megatron_hybrid.ops.kernels import (
+    aligned_rows,
+    dtype_refusal,
+    gradient_refusal,
+    tf32_refusal,
+)
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, capture_steps, step_rows
 
@@ -97,7 +102,7 @@ def run(
         step(*first, scale, use_qk_l2norm, states.pool_S, slots_R, o_THP[:rows])
         capture_steps(states, layout)
     if steps < layout.num_sequences:
-        rest = [t[steps:tokens] for t in inputs]
+        rest = [aligned_rows(t[steps:tokens]) for t in inputs]
         o_THP[steps:tokens] = _scan(*rest, states, layout, chunk_size, scale, use_qk_l2norm)
         o_THP[tokens:] = 0
     return o_THP

@@ -54,7 +54,7 @@ def _at(row, head, stride_row, stride_head):
     return row.to(tl.int64) * stride_row + head * stride_head
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def unit_kernel(
     q_ptr,
     k_ptr,
@@ -225,7 +225,7 @@ def step(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots_ptr"])  # a slice from any decode on
 def recur_kernel(
     k_ptr,
     W_ptr,

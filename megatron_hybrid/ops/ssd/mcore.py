@@ -13,15 +13,22 @@ from megatron.core.ssm.ops.ssd_bmm import _bmm_chunk_fwd, _bmm_chunk_fwd_kernel
 from megatron.core.ssm.ops.ssd_chunk_scan import _chunk_scan_fwd, _chunk_scan_fwd_kernel
 from megatron.core.ssm.ops.ssd_chunk_state import (
     _chunk_cumsum_fwd,
+    _chunk_cumsum_fwd_kernel,
     _chunk_state_fwd,
     _chunk_state_fwd_kernel,
 )
-from megatron.core.ssm.ops.ssd_state_passing import _state_passing_fwd
+from megatron.core.ssm.ops.ssd_state_passing import _state_passing_fwd, _state_passing_fwd_kernel
 from torch import Tensor
 
 from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
 from megatron_hybrid.ops.hopper import leave_racing_configs_out
-from megatron_hybrid.ops.kernels import dtype_refusal, gradient_refusal, tf32_refusal
+from megatron_hybrid.ops.kernels import (
+    aligned_rows,
+    dtype_refusal,
+    gradient_refusal,
+    leave_unspecialized,
+    tf32_refusal,
+)
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, capture_steps, step_rows
 from megatron_hybrid.ops.ssd import reference
@@ -37,6 +44,15 @@ REMARKS = [
     for remark in leave_racing_configs_out(kernel, in_registers)
 ]
 """See `kernel_backend`."""
+
+for _kernel in (
+    _chunk_cumsum_fwd_kernel,
+    _chunk_state_fwd_kernel,
+    _state_passing_fwd_kernel,
+    _bmm_chunk_fwd_kernel,
+    _chunk_scan_fwd_kernel,
+):
+    leave_unspecialized(_kernel, "seqlen", "nchunks")
 
 
 def verify(
@@ -87,7 +103,7 @@ def run(
         step(x, dt, A_H, B, C, D_H, states.pool_S, states.slot_ids_R[:steps], y_THP[:rows])
         capture_steps(states, layout)
     if steps < layout.num_sequences:
-        rest = [t[steps:tokens] for t in inputs]
+        rest = [aligned_rows(t[steps:tokens]) for t in inputs]
         _scan(rest, A_H, D_H, states, layout, chunk_size, y_THP[steps:tokens])
         y_THP[tokens:] = 0
     return y_THP

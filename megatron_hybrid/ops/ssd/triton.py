@@ -131,7 +131,7 @@ def step(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def capture_kernel(
     x_ptr,
     B_ptr,
