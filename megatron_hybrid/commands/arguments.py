@@ -196,10 +196,11 @@ def inference_config(options: argparse.Namespace, **fields: Any):
 
 
 def make_engine(options: argparse.Namespace):
-    """An engine from the options of `add_engine`."""
+    """An engine from the options of `add_engine`, for a few requests: it compiles no more than
+    these need."""
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
 
-    config = inference_config(options)
+    config = inference_config(options, warm_up=False)
     return DynamicInferenceEngine(*load(options.model, options.device, options.dtype), config)
 
 

@@ -98,6 +98,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "waits less for Python. By default they are not recorded.",
     )
     parser.add_argument(
+        "--no-warm-up",
+        action="store_false",
+        dest="warm_up",
+        help="Start at once. Kernels are then compiled when requests first need them, which wait "
+        "for that. By default a GPU compiles them before the first request (warm_up).",
+    )
+    parser.add_argument(
         "--max-waiting",
         type=int,
         default=256,
@@ -214,7 +221,10 @@ def run(options: argparse.Namespace) -> int:
         options.host, options.port, options.uds, options.ssl_certfile, options.ssl_keyfile
     )
     config = inference_config(
-        options, max_requests=options.max_requests, cuda_graphs=options.cuda_graphs
+        options,
+        max_requests=options.max_requests,
+        cuda_graphs=options.cuda_graphs,
+        warm_up=options.warm_up,
     )
     keys = os.environ.get("MEGATRON_HYBRID_API_KEYS", "").split(",")
     serving = ServingConfig(

@@ -69,9 +69,14 @@ class InferenceConfig:
     """Most bytes of records in `cache_dir`, for each rank."""
 
     cuda_graphs: bool = False
-    """Capture the forward of decodes as CUDA graphs, one for each of a few numbers of decodes, at
-    the first step of each. What cannot be captured runs without, and the log says why. Steps with a
-    part of a prompt always do."""
+    """Capture the forward of decodes as CUDA graphs, one for each of a few numbers of decodes, in
+    the warm-up, or without one at the first step of each. What cannot be captured runs without, and
+    the log says why. Steps with a part of a prompt always do."""
+
+    warm_up: bool = True
+    """On a CUDA device, run steps of no request before the first one, so that no request waits for
+    kernels to be compiled, loaded and tuned. It leaves nothing behind but these. A CPU compiles
+    nothing, and has no warm-up."""
 
     logprobs_mode: str = "raw_logprobs"
     """Which log-probabilities requests return. "raw_logprobs": the model's own. With
@@ -144,7 +149,7 @@ class InferenceConfig:
         if not is_int(self.random_seed):
             raise ValueError(f"random_seed is {self.random_seed!r}; it must be a whole number.")
         self.random_seed = int(self.random_seed)
-        for field in ("cuda_graphs", "verify_ranks"):
+        for field in ("cuda_graphs", "warm_up", "verify_ranks"):
             if not isinstance(value := getattr(self, field), bool):
                 raise ValueError(f"{field} is {value!r}; it must be True or False.")
         block = self.block_size_tokens

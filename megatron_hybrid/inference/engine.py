@@ -70,6 +70,7 @@ from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.scheduler import RestoreFailedError, Scheduler, max_captures
 from megatron_hybrid.inference.step_profile import measured_step_bytes
 from megatron_hybrid.inference.stream import Stream
+from megatron_hybrid.inference.warm_up import WARMED, warm_up
 from megatron_hybrid.inference.weight_loading import Pairs, WeightLoader
 from megatron_hybrid.inference.weight_watch import WeightWatch
 from megatron_hybrid.interrupts import interrupts_wait
@@ -311,6 +312,14 @@ class DynamicInferenceEngine:
                 spec.tokens_in(num_pages - 1),
                 spec.states_in(num_pages - 1),
             )
+        self.warm_up_seconds = 0.0
+        if config.warm_up and device.type in WARMED:
+            try:
+                saves = config.prefix_caching == "restore"
+                self.warm_up_seconds = warm_up(self.runner, config.max_tokens, saves)
+            except BaseException as error:
+                self._control.report(error)  # other ranks may be in the same forward
+                raise
 
     # One request ----------------------------------------------------------------------------------
 
@@ -1227,6 +1236,7 @@ class DynamicInferenceEngine:
             "kv_blocks_in_use": self._kv_blocks_in_use(),
             "live_slot_bytes": self.memory.slots.numel(),
             **self.runner.graph_counts(),
+            "warm_up_ms": round(self.warm_up_seconds * 1000),
             **self.offload.counters(),
             "parked_bytes": self.runner.parked_bytes,
             "rank_bytes": self._control.sent_bytes,

@@ -86,7 +86,8 @@ def refusal(model: HybridModel, device: torch.device) -> str | None:
 
 
 class GraphRunner:
-    """Captures the forward of decodes at the first step of each size, and replays it later.
+    """Captures the forward of decodes of each size, in the warm-up or at the first such step, and
+    replays it later.
 
     Args:
         model: in eval mode.
@@ -96,7 +97,8 @@ class GraphRunner:
 
     def __init__(self, model: HybridModel, context: DynamicInferenceContext, most: int):
         self._model, self._context = model, context
-        self._sizes = sizes_up_to(most)
+        self.sizes = sizes_up_to(most)
+        """Numbers of decodes that have a graph, ascending."""
         self._graphs: dict[int, Graph] = {}
         self._pool: Any = None
         self.reason: str | None = None
@@ -125,8 +127,19 @@ class GraphRunner:
         it cannot be replayed, and nothing has changed."""
         if self.reason is not None or not _is_of_decodes(plan):
             return None
-        size = next(size for size in self._sizes if size >= len(plan.work))
-        if size not in self._graphs:
+        size = next(size for size in self.sizes if size >= len(plan.work))
+        if not self.capture(size):
+            return None
+        self._context.begin_step(plan, size)
+        graph = self._graphs[size]
+        graph.replay()
+        self.num_replays += 1
+        return graph.output[: len(plan.work)]
+
+    def capture(self, size: int) -> bool:
+        """Capture steps of `size` decodes, unless that is done. Returns whether there is a graph;
+        else `reason` says why not."""
+        if self.reason is None and size not in self._graphs:
             try:
                 self._graphs[size] = self._capture(size)
             except (RuntimeError, MemoryError) as error:
@@ -135,12 +148,7 @@ class GraphRunner:
                 if self.reason not in self._told:
                     self._told.add(self.reason)
                     logger.warning("decodes run without CUDA graphs: %s", self.reason)
-                return None
-        self._context.begin_step(plan, size)
-        graph = self._graphs[size]
-        graph.replay()
-        self.num_replays += 1
-        return graph.output[: len(plan.work)]
+        return size in self._graphs
 
     def _capture(self, size: int) -> Graph:
         """Capture steps of `size` decodes, by one of rows of no request."""

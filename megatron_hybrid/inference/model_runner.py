@@ -70,7 +70,7 @@ class ModelRunner:
         self.logprobs_mode = logprobs_mode
         self._load = load
         self._parked: dict[int, ParkedRequest] = {}
-        self._ranks = ranks
+        self.ranks = ranks
         self.graphs = graphs
         self._derived: dict = {}  # see `keep_derived`
         self._stages = model.pg_collection.pp
@@ -96,6 +96,12 @@ class ModelRunner:
         """Drop all graphs: see `GraphRunner.drop`."""
         if self.graphs is not None:
             self.graphs.drop()
+
+    @torch.inference_mode()
+    def capture_graph(self, size: int) -> None:
+        """Capture the graph of `size` decodes: see `GraphRunner.capture`."""
+        with keep_derived(self._derived):
+            self.graphs.capture(size)
 
     def graph_counts(self) -> dict[str, int]:
         """What `stats` tells of graphs."""
@@ -136,7 +142,7 @@ class ModelRunner:
                 self._read(plan, drawn, scores, result)
         for save in plan.saves:
             self._save_state(self.memory.slots[save.slot], save, save.request_id, result)
-        if self._ranks.size > 1:
+        if self.ranks.size > 1:
             self._agree(plan, result)
         return result
 
@@ -155,7 +161,7 @@ class ModelRunner:
         numbers += [
             result.sampled[request_id].token if self._is_last_stage else -1 for request_id in draws
         ]
-        agreed = self._ranks.maximum(numbers)
+        agreed = self.ranks.maximum(numbers)
         for (failed, key), has_failed in zip(optional, agreed):
             if has_failed:
                 failed.setdefault(key, "another rank lacked memory")
@@ -166,7 +172,7 @@ class ModelRunner:
             draw.params.return_log_probs for draw in draws.values()
         ):
             scored = result.sampled, result.prompt_scores
-            result.sampled, result.prompt_scores = self._ranks.broadcast(scored, self._last_rank)
+            result.sampled, result.prompt_scores = self.ranks.broadcast(scored, self._last_rank)
         else:
             result.sampled = dict(zip(draws, map(Sampled, tokens)))
 

@@ -43,6 +43,12 @@ def _load_nothing(key: bytes, pages: list[np.ndarray]) -> None:
     """In place of a fetch, of which the plan has none."""
 
 
+def null_tables(spec: CacheSpec, num_tokens: int) -> list[np.ndarray]:
+    """Block tables of the null page, as `Work.tables`, for steps of no request."""
+    groups = (spec.kv_pages_per_block, *(spec.pages_per_block[own] for own in spec.local_groups))
+    return [np.zeros((spec.num_blocks(num_tokens), pages), np.int32) for pages in groups]
+
+
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
     """Return the most memory of a CUDA device that torch allocates at a time while `run` runs."""
     torch.cuda.reset_peak_memory_stats(device)
@@ -67,13 +73,7 @@ def _largest_plan(
 ) -> StepPlan:
     plan, left = StepPlan(), max_tokens
     params = SamplingParams(return_log_probs=True)
-    tables = [
-        np.zeros((spec.num_blocks(max_sequence_length), pages), np.int32)
-        for pages in (
-            spec.kv_pages_per_block,
-            *(spec.pages_per_block[group] for group in spec.local_groups),
-        )
-    ]
+    tables = null_tables(spec, max_sequence_length)
     for slot in range(max_requests):
         count = min(left, max_sequence_length)
         if not count:

@@ -24,6 +24,7 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.runtime.autotuner import Autotuner
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,36 @@ def install(capability: int = 90) -> Record:
     knobs.compilation.listener = _Listener(record)
     _answer_for_cuda(record.device)
     return record
+
+
+def note_compiles() -> list[str]:
+    """Compile nothing from now on: no kernel is launched, and the answer gets the name of each that
+    a launch would have compiled, once for each set of what it would be compiled for. After it is
+    cleared, they are noted anew."""
+    noted: list[str] = []
+    known: set[tuple[str, str]] = set()
+
+    def note(*, key: str, fn: Any, **_: Any) -> bool:
+        if not noted:
+            known.clear()
+        name = f"{fn.module}.{fn.name}"
+        if (name, key) not in known:
+            known.add((name, key))
+            noted.append(name)
+        return True  # it is not compiled
+
+    knobs.runtime.jit_cache_hook = note
+    return noted
+
+
+def one_config() -> None:
+    """Cut the configs of autotuned kernels that are defined from now on."""
+    original = Autotuner.__init__
+
+    def init(self, fn, arg_names, configs, *args, **kwargs):
+        original(self, fn, arg_names, list(configs)[-1:], *args, **kwargs)
+
+    Autotuner.__init__ = init
 
 
 def let_backends_serve_the_cpu() -> None:

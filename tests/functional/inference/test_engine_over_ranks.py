@@ -14,6 +14,7 @@ from scripted import ByteTokenizer
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference import memory_budget
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
@@ -169,9 +170,11 @@ def run_rank(rank, size, name, folder, cases):
     given = {"sizes": sizes(model, rank), "page_bytes": page_bytes_of(model)}
     own = jobs(f"{folder}/{name}.cache", page_bytes_of(model), cases)
     for job, (settings, work) in own.items():
+        engine_module.WARMED = {"cpu"} if work is cancelled else set()
         with DynamicInferenceEngine(
             model, ByteTokenizer() if work is guided else None, settings
         ) as engine:
+            assert (engine.warm_up_seconds > 0) == (work is cancelled)
             if work is from_tiers:  # all ranks make the same calls
                 given[job] = work(engine)
             elif rank == 0:

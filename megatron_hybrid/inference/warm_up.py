@@ -1,0 +1,140 @@
+"""The warm-up: steps of no request, so that no request waits for kernels.
+
+A kernel is compiled at its first launch, and one that has several configs takes their times then,
+by which it runs ever after. torch and its libraries load theirs in the same way. So these steps
+launch all that later ones may, the largest of them first. They go the way of all steps, over live
+slots that nobody has, the null page, and pages that are free.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from itertools import cycle
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from megatron_hybrid.errors import is_lack_of_memory
+from megatron_hybrid.inference.context import DynamicInferenceContext
+from megatron_hybrid.inference.graph_runner import sizes_up_to
+from megatron_hybrid.inference.model_runner import ModelRunner
+from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
+from megatron_hybrid.inference.step_plan import Restore, Save, StepPlan, Work
+from megatron_hybrid.inference.step_profile import null_tables
+
+logger = logging.getLogger(__name__)
+
+WARMED = {"cuda"}
+"""Types of devices whose kernels are compiled or loaded at their first launch."""
+
+_DRAWN = [
+    SamplingParams(top_k=1).resolved(),
+    SamplingParams().resolved(),
+    SamplingParams(
+        top_k=50, top_p=0.9, min_p=0.1, return_log_probs=True, top_n_logprobs=1
+    ).resolved(),
+]
+"""Ways to draw tokens that launch different kernels."""
+
+
+def warm_up(runner: ModelRunner, max_tokens: int, saves: bool) -> float:
+    """Run it, on all ranks of a model, and return the seconds that it took. The engine has no
+    request yet, and nothing in its pool; pool and live slots are zeros again afterwards.
+
+    Args:
+        runner: the engine's.
+        max_tokens: of a step.
+        saves: whether states are ever saved.
+
+    Raises:
+        MemoryError: the device lacks the memory for a step.
+    """
+    began = time.perf_counter()
+    context, memory, graphs = runner.context, runner.memory, runner.graphs
+    launching = copy(runner)  # what it works out from weights, the graphs read
+    launching.graphs = None
+    num_pages = len(memory.pool) - 1
+    pages = np.arange(1, 1 + memory.spec.checkpoint_pages, dtype=np.int32)
+    plans = list(_plans(context, max_tokens, pages if saves and len(pages) <= num_pages else None))
+    sizes = [] if graphs is None else graphs.sizes[::-1]
+    with _progress(len(plans) + len(sizes), runner.ranks.is_first) as advance:
+        try:
+            for plan in plans:
+                launching.run(plan)
+                advance()
+        except Exception as error:
+            if not is_lack_of_memory(error):
+                raise
+            raise MemoryError(
+                f"{memory.device} has no room for a step of max_tokens={max_tokens} and "
+                f"max_requests={context.max_requests} beside the pool ({error}): lower one of "
+                "them, or cache_bytes; with warm_up=False the first such step fails"
+            ) from error
+        for size in sizes:
+            runner.capture_graph(size)
+            advance()
+    memory.refill()
+    return time.perf_counter() - began
+
+
+def _plans(
+    context: DynamicInferenceContext, max_tokens: int, pages: np.ndarray | None
+) -> Iterator[StepPlan]:
+    """Prompts of several sizes, the largest first; decodes beside a prompt; decodes of each size
+    that has a graph; starts of requests.
+
+    pages: of a checkpoint; None: no state is saved.
+    """
+    most, longest = context.max_requests, context.max_sequence_length
+    tables, kinds = null_tables(context.memory.spec, longest), cycle(_DRAWN)
+
+    def works(counts: list[int]) -> list[Work]:
+        """One for each number of tokens, from position 0."""
+        made = []
+        for slot, count in enumerate(counts):
+            draw = Draw(next(kinds), seed=0, sample_index=0, position=count)
+            tokens = np.zeros(count, np.int32)
+            work = Work(slot, slot, 0, tokens, count, tables, num_logits=1, draws={slot: draw})
+            if count > 1 and pages is not None:  # inside and at the end
+                work.saves = [Save(position, pages) for position in (count // 2, count)]
+            made.append(work)
+        return made
+
+    num_tokens = min(max_tokens, most * longest)
+    while num_tokens > 1:
+        full, rest = divmod(num_tokens, longest)
+        yield StepPlan(work=works([longest] * full + [rest] * (rest > 0)))
+        num_tokens //= 2
+    if num_decodes := min(most, max_tokens // 2) - 1:
+        prompt = min(max_tokens - num_decodes, longest)
+        yield StepPlan(work=works([1] * num_decodes + [prompt]))
+    for size in reversed(sizes_up_to(min(most, max_tokens))):
+        yield StepPlan(work=works([1] * size))
+    null = np.zeros(1, np.int32)
+    sources = [{}, {"source_slot": most - 1}]
+    if pages is not None:
+        sources.append({"checkpoint_pages": pages})
+    yield StepPlan(restores=[Restore(0, 0, null, null, **source) for source in sources])
+
+
+@contextmanager
+def _progress(total: int, is_shown: bool) -> Iterator[Callable[[], None]]:
+    """Lines in the log and, on a terminal, a bar, which vanishes. Yields what notes a step."""
+    if not is_shown:
+        yield lambda: None
+        return
+    began = time.perf_counter()
+    logger.info("warming up: %d steps compile and load kernels, before the first request", total)
+    columns = TextColumn("warming up"), BarColumn(), MofNCompleteColumn()
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)
+    logger.info("warmed up in %.1f s", time.perf_counter() - began)

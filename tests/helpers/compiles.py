@@ -1,0 +1,142 @@
+"""Counts what an engine would compile on a GPU that is not there, before its requests and in them.
+
+python tests/helpers/compiles.py 'M*-' 'G*-' 'K*-'     # layer patterns; a line of JSON for each
+
+Kernels by name: `made` while the engine is made, `later` by each kind of request; `cold` by each of
+the first requests of an engine without a warm-up.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from itertools import islice
+
+import gpu_stub
+
+gpu_stub.install()
+gpu_stub.one_config()
+
+import numpy as np  # noqa: E402  libraries define their kernels when they are imported
+import torch  # noqa: E402
+
+from megatron_hybrid import (  # noqa: E402
+    DynamicInferenceEngine,
+    HybridConfig,
+    HybridModel,
+    InferenceConfig,
+    SamplingParams,
+    build_hybrid_model,
+)
+from megatron_hybrid.inference import warm_up  # noqa: E402
+
+FIELDS = {
+    "hidden_size": 64,
+    "vocab_size": 128,
+    "ffn_hidden_size": 64,
+    "params_dtype": "bfloat16",
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "kv_channels": 16,
+    "sliding_window": 24,
+    "attention_chunk_size": 32,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "mamba_state_dim": 16,
+    "mamba_num_groups": 2,
+    "mamba_chunk_size": 16,
+    "mamba1_state_dim": 4,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_chunk_size": 32,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 16,
+}
+"""Time steps and writing strengths have rows that begin at no multiple of 16 bytes."""
+EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 32}
+
+
+def model_of(pattern: str) -> HybridModel:
+    fields = FIELDS | (EXPERTS if "E" in pattern else {}) | {"layer_pattern": pattern}
+    return build_hybrid_model(HybridConfig.from_dict(fields)).eval()
+
+
+def engine_of(model: HybridModel, is_warmed: bool) -> DynamicInferenceEngine:
+    sizes = dict(max_requests=5, max_tokens=64, max_sequence_length=320, block_size_tokens=16)
+    sizes |= dict(cache_bytes=176 << 10, host_cache_bytes=1 << 20)  # of three requests at their end
+    return DynamicInferenceEngine(
+        model, None, InferenceConfig(state_encoding="int8", warm_up=is_warmed, **sizes)
+    )
+
+
+def requests(engine: DynamicInferenceEngine) -> Iterator[str]:
+    """Answer requests, one kind after the other. Yields what they were."""
+    rng = np.random.default_rng(0)
+
+    def answer(lengths, count=3, n=1, breakpoints=(), tail=(), **sampling) -> None:
+        params = SamplingParams(
+            **{"top_k": 1, **sampling}, num_tokens_to_generate=count, ignore_termination=True
+        )
+        prompts = [[*tail, *rng.integers(0, 128, length).tolist()] for length in lengths]
+        engine.generate(prompts, params, n=n, cache_breakpoints=list(breakpoints))
+
+    answer([40])
+    yield "first"
+    answer([40])
+    yield "second"
+    for length in (1, 16, 17, 250):
+        answer([length])
+        yield f"{length} tokens"
+    prompt = rng.integers(0, 128, 70).tolist()
+    for _ in range(2):
+        answer([9], tail=prompt, breakpoints=[35, 70])
+    yield "restored"
+    for batch in (2, 5):
+        answer(rng.integers(1, 90, batch), count=6)
+        yield f"{batch} requests"
+    answer([50], n=4, top_k=0)
+    yield "forks"
+    answer([20], top_k=0, top_p=0.5, min_p=0.1, return_log_probs=True, top_n_logprobs=2)
+    yield "log-probabilities"
+    answer([20], repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={3: 1.0})
+    yield "penalties"
+    answer(rng.integers(60, 90, 5), count=32)
+    yield "preempted and offloaded"
+    request = engine.add_request(prompt, SamplingParams(num_tokens_to_generate=9))
+    for _ in range(2):
+        engine.step()
+    engine.cancel(request)
+    answer([5], tail=prompt)
+    yield "cancelled"
+
+
+def main() -> None:
+    gpu_stub.let_backends_serve_the_cpu()
+    torch.set_num_threads(1)
+    noted = gpu_stub.note_compiles()
+    for pattern in sys.argv[1:]:
+        model, line = model_of(pattern), {"model": pattern}
+        for what, is_warmed in (("later", True), ("cold", False)):
+            noted.clear()
+            line[what] = {}
+            with engine_of(model, is_warmed) as engine:
+                known = len(noted)
+                if is_warmed:
+                    line["made"] = list(noted)
+                for kind in islice(requests(engine), None if is_warmed else 3):
+                    line[what][kind] = noted[known:]
+                    known = len(noted)
+                if is_warmed:
+                    line["stats"] = engine.stats()
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    warm_up.WARMED.add("cpu")
+    main()
