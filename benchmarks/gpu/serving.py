@@ -54,6 +54,7 @@ def make_engine(bench: Bench, model: HybridModel, longest: int, batch: int, **fi
         max_tokens=bench.size(8192, 32),
         max_sequence_length=longest,
         block_size_tokens=bench.size(64, 16),
+        warm_up=False,  # of all sizes; few of them are timed
         **fields,
     )
     return DynamicInferenceEngine(model, None, config)
