@@ -25,6 +25,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
 
 
 @dataclass(frozen=True)
@@ -144,24 +145,32 @@ def install(capability: int = 90) -> Record:
     return record
 
 
-def note_compiles() -> list[str]:
-    """Compile nothing from now on: no kernel is launched, and the answer gets the name of each that
-    a launch would have compiled, once for each set of what it would be compiled for. After it is
-    cleared, they are noted anew."""
-    noted: list[str] = []
-    known: set[tuple[str, str]] = set()
+class NotedCompiles:
+    """Compiles nothing from now on: no kernel is launched, and those are noted that a launch would
+    have compiled. Make it after `install`."""
 
-    def note(*, key: str, fn: Any, **_: Any) -> bool:
-        if not noted:
-            known.clear()
-        name = f"{fn.module}.{fn.name}"
-        if (name, key) not in known:
-            known.add((name, key))
-            noted.append(name)
-        return True  # it is not compiled
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        """Module and function of each."""
+        self._places: list[tuple[dict, Any]] = []
+        noted, nothing = self, SimpleNamespace(function=None, packed_metadata=None)
+        nothing.run = nothing.launch_metadata = lambda *_: None
 
-    knobs.runtime.jit_cache_hook = note
-    return noted
+        def note(self: JITFunction, key: Any, signature: Any, device: int, *_: Any) -> Any:
+            noted.names.append(f"{self.module}.{self.__name__}")
+            kernels = self.device_caches[device][0]
+            kernels[key] = nothing
+            noted._places.append((kernels, key))
+            return nothing
+
+        JITFunction._do_compile = note
+
+    def forget(self) -> None:
+        """Begin anew, as if nothing were compiled."""
+        for kernels, key in self._places:
+            del kernels[key]
+        self.names.clear()
+        self._places.clear()
 
 
 def one_config() -> None:
