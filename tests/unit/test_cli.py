@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from megatron_hybrid import cli
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
+from megatron_hybrid.commands import serve
 from megatron_hybrid.commands.arguments import load
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -424,6 +425,20 @@ def test_a_model_is_given_in_the_same_way_in_all_commands(command, capsys):
     with pytest.raises(SystemExit):
         read([*needed, "A", "--model", "B"])
     assert "the model is given twice" in capsys.readouterr().err
+
+
+def test_a_server_warms_up_unless_it_is_told_not_to(monkeypatch):
+    given = []
+
+    def note(options, **fields):
+        given.append(fields["warm_up"])
+        sys.exit()
+
+    monkeypatch.setattr(serve, "inference_config", note)
+    for options in ([], ["--no-warm-up"]):
+        with pytest.raises(SystemExit):
+            cli.main(["serve", *options])
+    assert given == [True, False]
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
