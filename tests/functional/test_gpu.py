@@ -12,6 +12,7 @@ from door import answer, door_engine, greedy_params
 from reference import ALL_MIXERS, full_logits, is_greedy, random_tokens, tiny_model
 
 from megatron_hybrid.checkpoints.checkpoint import full_state_dict, load_state
+from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference import model_runner
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
@@ -24,6 +25,12 @@ from megatron_hybrid.offload.page_mover import PageMover
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def no_warm_up(monkeypatch):
+    """Tests compile what they launch, and no more."""
+    monkeypatch.setattr(engine_module, "WARMED", set())
 
 
 def on_gpu(layer_spec: str, dtype: torch.dtype, pattern: str = ALL_MIXERS):
@@ -150,6 +157,28 @@ def test_cuda_graphs_change_no_bit(pattern, dtype):
     can_be_captured = pattern != "*E" or dtype == torch.bfloat16
     assert (stats["graphs"] >= 4 and stats["graph_bytes"] > 0) is can_be_captured
     assert answers[:2] == answers[2:]
+
+
+@pytest.mark.parametrize("pattern", ["M*S-", "GCKW-", "+-", "*E"])
+def test_no_request_waits_for_the_compiler_after_a_warm_up(pattern, monkeypatch):
+    knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.setattr(engine_module, "WARMED", {DEVICE})
+    model, compiled = on_gpu("local", torch.bfloat16, pattern), []
+    config = InferenceConfig(cache_bytes=32 << 20, max_requests=6, max_tokens=256, cuda_graphs=True)
+    with DynamicInferenceEngine(model, None, config) as engine:
+        stats = engine.stats()
+        assert stats["warm_up_ms"] > 0 and stats["graphs"] > 0 and stats["steps"] == 0
+        assert not engine.memory.pool.any() and not engine.memory.slots.any()
+        monkeypatch.setattr(
+            knobs.runtime, "jit_cache_hook", lambda *, repr, **_: compiled.append(repr)
+        )
+        params = SamplingParams(num_tokens_to_generate=6)
+        prompts = [random_tokens(n, seed=n) for n in (1, 16, 17, 90, 255, 600)]
+        for prompt in prompts:
+            engine.generate([prompt], params)
+            engine.generate([prompt + prompt], params, cache_breakpoints=[len(prompt)])
+        engine.generate(prompts + prompts, params)
+        assert compiled == [] and engine.stats()["graphs"] == stats["graphs"]
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])

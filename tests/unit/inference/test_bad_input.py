@@ -367,6 +367,7 @@ def test_params_changed_after_the_request_was_added_do_not_reach_it():
         (dict(random_seed="x"), "random_seed is 'x'"),
         (dict(random_seed=True), "random_seed is True"),
         (dict(verify_ranks="no"), "verify_ranks is 'no'"),
+        (dict(warm_up=1), "warm_up is 1"),
     ],
 )
 def test_bad_inference_config(fields, message):
