@@ -55,7 +55,7 @@ def threads(monkeypatch):
 
 
 def requests():
-    limit = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    limit = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
     for stream in (False, True):
         kind = {**limit, "stream": stream}
         yield "/v1/completions", {"prompt": ["Once", "And then"], **kind, "logprobs": 5}
