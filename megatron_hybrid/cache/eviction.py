@@ -208,7 +208,8 @@ class Evictor:
     def on_release(self, path: Path, local_start: int) -> None:
         """Update the heaps after a request released its KV, or a part of that of local groups:
         evicting the last state on its path now frees more, and so does evicting those with local
-        blocks of it. local_start: first token of the released local KV."""
+        blocks of it. States on other branches wait for `refresh`. local_start: first token of the
+        released local KV."""
         left = path.left(path.known)
         checkpoint = left[0].deepest_on_path(left[1]) if left else None
         while checkpoint is not None:

@@ -28,7 +28,7 @@ from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Origin, unl
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES, Hit, look_up
 from megatron_hybrid.cache.pages.allocator import PageAllocator
-from megatron_hybrid.cache.pages.lease import Lease, Match, Reservation
+from megatron_hybrid.cache.pages.lease import NO_LOCAL_END, Lease, Match, Reservation
 from megatron_hybrid.cache.pages.lease_pages import LeasePages, forward_end, held_pages
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.hybrid import HybridPolicy
@@ -384,6 +384,8 @@ class PrefixCache:
         if lease.pins:
             self.allocator.release(np.concatenate([pages.ravel() for pages in lease.pins]))
         lease.pins, lease.copies, lease.checkpoint_pages = [], [], None
+        if lease.local_tables:  # of a partial block
+            self._evictor.on_release(lease.path, lease.done - self.spec.local_reach)
 
     def extend(self, lease: Lease, capacity_tokens: int, chunk_tokens: int | None = None) -> bool:
         """Make room for KV of tokens < capacity_tokens, and in local groups for a forward of
@@ -589,9 +591,11 @@ class PrefixCache:
         for reservation in reservations:
             for pages in (reservation.pages, *reservation.local_pages):
                 self.allocator.release(pages)
-            if reservation.local_pages:
-                start = reservation.position - self.spec.local_reach
-                self._evictor.on_release(reservation.lease.path, start)
+            lease, start = reservation.lease, reservation.position - self.spec.local_reach
+            lease.local_released = min(lease.local_released, start)
+            if reservation.local_pages and not lease.reservations:  # once for those of a forward
+                self._evictor.on_release(lease.path, lease.local_released)
+                lease.local_released = NO_LOCAL_END
 
     def release(self, lease: Lease) -> None:
         """Release all pages of a lease: pending reservations are abandoned, committed tokens stay

@@ -97,6 +97,8 @@ class Lease:
     """Pages held only until `restored`: sources of copies, and the checkpoint's pages."""
     reservations: list[Reservation] = field(default_factory=list)
     """Reservations that are neither published nor abandoned yet."""
+    local_released: int = NO_LOCAL_END
+    """First token of the local KV that its reservations have released, as long as some are left."""
     next_flush: int = 0
     """`commit` does nothing for single tokens below this position."""
     answered: bool = False

@@ -694,4 +694,7 @@ def test_no_state_is_overpriced_once_a_request_has_released_blocks_of_its_window
         check()
     sim.cache.release(running.lease)
     check()
+    again = sim.start([*running.tokens[:60], *part(40, 500)], chunk=step)
+    assert again.lease.skipped_tokens == 60  # inside a block, which was copied
+    check()
     assert len(prices) > len({position for position, _ in prices})
