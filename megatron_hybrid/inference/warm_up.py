@@ -110,7 +110,7 @@ def _plans(
         full, rest = divmod(num_tokens, longest)
         yield StepPlan(work=works([longest] * full + [rest] * (rest > 0)))
         num_tokens //= 2
-    if num_decodes := min(most, max_tokens // 2) - 1:
+    if (num_decodes := min(most, max_tokens // 2) - 1) > 0:
         prompt = min(max_tokens - num_decodes, longest)
         yield StepPlan(work=works([1] * num_decodes + [prompt]))
     for size in reversed(sizes_up_to(min(most, max_tokens))):

@@ -82,6 +82,7 @@ def test_a_warm_up_leaves_no_trace(fields, warmed, tmp_path):
     ("sizes", "largest"),
     [
         ((1, 1, 1), 1),
+        ((2, 1, 64), 1),
         ((1, 40, 64), 40),
         ((3, 40, 16), 40),
         ((5, 4, 32), 4),
