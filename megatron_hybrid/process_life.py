@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+LAUNCHER = "MEGATRON_HYBRID_LAUNCHER"
+"""Environment variable: the process that has started the ranks; torchrun sets none."""
 GRACE_SECONDS = 30.0
 """What a rank without its launcher has to finish its step and save, as torchrun gives it."""
 _POLL_SECONDS = 1.0
@@ -57,7 +59,7 @@ def ends_with_launcher() -> Iterator[None]:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield
         return
-    over, launcher = threading.Event(), os.getppid()
+    over, launcher = threading.Event(), int(os.environ.pop(LAUNCHER, os.getppid()))
 
     def watch() -> None:
         while os.getppid() == launcher:

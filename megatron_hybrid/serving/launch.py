@@ -32,6 +32,7 @@ from megatron_hybrid.checkpoints.checkpoint import read_config
 from megatron_hybrid.checkpoints.pretrained import checked_device, checked_folder
 from megatron_hybrid.daemon_threads import DaemonThreads
 from megatron_hybrid.models.sharding.parallel_setup import ranks_needed
+from megatron_hybrid.process_life import LAUNCHER
 
 _POLL_SECONDS = 0.1
 _HOST, _BACKEND = "127.0.0.1", "loopback"
@@ -105,6 +106,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
     logging.disable(logging.CRITICAL)  # of torch: what it says about a failed rank is said here
     threads = max(1, torch.get_num_threads() // num_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ[LAUNCHER] = str(os.getpid())  # so that ranks notice its end before they look for it
     asked: list[int] = []
     others = psutil.Process().children()
     numbers = signal.SIGINT, signal.SIGTERM
@@ -137,6 +139,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
     except ChildFailedError as error:
         return _status(*error.get_first_failure(), asked)
     finally:
+        del os.environ[LAUNCHER]
         for number, handler in before.items():
             signal.signal(number, handler)
         logging.disable(logging.NOTSET)

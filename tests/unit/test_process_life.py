@@ -53,6 +53,25 @@ def test_forks_are_killed_with_the_process_that_forked_them(pipe):
     os.waitpid(pid, 0)
 
 
+def test_a_rank_ends_whose_launcher_was_killed_before_it_looked(pipe, monkeypatch):
+    reads, writes = pipe
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    gone = in_fork(lambda: None)
+    os.waitpid(gone, 0)
+    monkeypatch.setenv(process_life.LAUNCHER, str(gone))
+
+    def rank():
+        signal.signal(signal.SIGTERM, lambda *_: os.write(writes, b"asked to end"))
+        with ends_with_launcher():
+            time.sleep(60)  # a signal does not end it
+
+    pid = in_fork(rank)
+    os.close(writes)
+    assert os.read(reads, 100) == b"asked to end"
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_rank_ends_when_its_launcher_was_killed(pipe, monkeypatch, ignored):
     reads, writes = pipe

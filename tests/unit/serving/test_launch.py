@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import threading
+import time
 
 import psutil
 import pytest
@@ -100,8 +101,10 @@ def test_signals_are_passed_on_to_the_ranks(tmp_path, capfd, handles):
     code += f"open('{tmp_path}/%d' % rank, 'w'); time.sleep(60)"
 
     def end():
-        while len(list(tmp_path.iterdir())) < 2:
-            pass
+        for _ in range(6000):
+            if len(list(tmp_path.iterdir())) == 2:
+                break
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=end)
