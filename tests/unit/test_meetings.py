@@ -2,7 +2,9 @@
 
 import logging
 import os
+import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_hybrid import meetings
 from megatron_hybrid.meetings import Member, RankError, await_ranks, coming, meet
+from megatron_hybrid.models.sharding.parallel_setup import job_store
 
 SIZE = 3
 RANKS = range(SIZE)
@@ -121,6 +124,21 @@ def test_a_rank_that_comes_late_is_told_at_once_who_cannot_come(job):
     assert said[1:] == ["a call failed on rank 1 on host1: TypeError: no config"] * 2
 
 
+def test_the_first_rank_of_a_job_without_a_launcher_gets_its_store_at_once(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": SIZE}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    store, *first = job_store()
+    store.set("said", "by rank 0")
+    monkeypatch.setenv("RANK", "1")
+    other, *second = job_store()
+    assert (first, second) == ([0, SIZE], [1, SIZE]) and other.get("said") == b"by rank 0"
+
+
 def test_the_first_rank_says_who_has_not_joined_the_job(monkeypatch, caplog):
     """Before there are process groups, which wait without a word."""
     monkeypatch.setattr(meetings, "LINE_SECONDS", 0.0)
@@ -128,8 +146,10 @@ def test_the_first_rank_says_who_has_not_joined_the_job(monkeypatch, caplog):
     await_ranks(store, 2, SIZE)  # does not wait
     with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING):
         first = pool.submit(await_ranks, store, 0, SIZE)
-        while not caplog.messages:
-            pass
+        for _ in range(6000):
+            if caplog.messages:
+                break
+            time.sleep(0.01)
         await_ranks(store, 1, SIZE)
         first.result(60)
     (line,) = caplog.messages

@@ -137,12 +137,23 @@ def initialize_distributed() -> None:
         if is_one_machine():
             for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-        store, rank, size = next(dist.rendezvous("env://"))
+        store, rank, size = job_store()
         await_ranks(store, rank, size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     elif not _initialize_without_sockets():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(_destroy_distributed)
+
+
+def job_store() -> tuple[dist.Store, int, int]:
+    """The store of the ranks that the environment names, this rank, and how many there are. Unlike
+    torch's, rank 0 does not wait for the others before it returns."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the launcher's
+        return next(dist.rendezvous("env://"))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*address, size, is_master=rank == 0, wait_for_workers=False)
+    return store, rank, size
 
 
 def _initialize_without_sockets() -> bool:
