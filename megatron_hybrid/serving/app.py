@@ -431,7 +431,8 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def health() -> PlainTextResponse:
         failure = service.engine.rank_failure
         is_well = failure is None and not service.is_draining
-        return PlainTextResponse(failure or "", 200 if is_well else 503)
+        told = (failure or "").partition(" with ")[0]  # an error's own words are for the log
+        return PlainTextResponse(told, 200 if is_well else 503)
 
     @app.get("/version")
     async def version() -> Json:

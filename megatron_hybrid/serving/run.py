@@ -199,7 +199,7 @@ class _Server(uvicorn.Server):
         self._signaled_at = -math.inf
 
     def handle_exit(self, sig: int, frame) -> None:
-        # A terminal sends its Ctrl-C to all processes, and the ranks' launcher passes it on.
+        # A terminal's Ctrl-C may reach a rank twice: by itself, and from the ranks' launcher.
         now = time.monotonic()
         if self._service.engine.num_ranks > 1 and now - self._signaled_at < _SAME_SECONDS:
             return
@@ -218,7 +218,7 @@ class _Server(uvicorn.Server):
         if self._draining is not None:
             if self.should_exit:
                 self.force_exit = True
-            self._service.abort_all()
+            self._service.end_now()
             self.should_exit = True
             return
         logger.info("draining: no new requests")

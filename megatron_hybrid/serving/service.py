@@ -198,6 +198,7 @@ class Service:
         self.engine = engine
         self.tokenizer = tokenizer
         self.engine_config = engine_config
+        self.saves_cache = engine_config.cache_dir is not None
         self.config = config
         self.created = int(time.time())
         defaults = SamplingParams().resolved(model_defaults(tokenizer.generation_config))
@@ -505,6 +506,11 @@ class Service:
         except TimeoutError:
             self.abort_all()
 
+    def end_now(self) -> None:
+        """End all running requests, and save no cache."""
+        self.saves_cache = False
+        self.abort_all()
+
     def abort_all(self) -> None:
         """End all running requests."""
         for ticket in self._tickets:
@@ -529,7 +535,7 @@ class Service:
         """Save the cache in its folder, if it has one, and end the engine."""
         if "guides" in vars(self):
             self.guides.close()
-        if self.engine_config.cache_dir is not None and self.engine.rank_failure is None:
+        if self.saves_cache and self.engine.rank_failure is None:
             try:
                 await self.engine.save_cache()
             except Exception:

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import httpx
@@ -17,6 +18,7 @@ import uvicorn
 from megatron_hybrid.serving import service
 from megatron_hybrid.serving.door import access
 from megatron_hybrid.serving.run import Address, _PlainLines, _Server, log_lines
+from megatron_hybrid.serving.service import Service
 
 
 class SlowStream(io.StringIO):
@@ -157,7 +159,7 @@ def test_a_second_signal_ends_the_requests_that_run():
             await asyncio.Event().wait()
 
         aborted = []
-        running = SimpleNamespace(drain=drain, abort_all=lambda: aborted.append(True))
+        running = SimpleNamespace(drain=drain, end_now=lambda: aborted.append(True))
         server = _Server(uvicorn.Config(None), running)
         server._end()
         assert not server.should_exit and not aborted
@@ -167,6 +169,24 @@ def test_a_second_signal_ends_the_requests_that_run():
         assert server.force_exit
 
     asyncio.run(end())
+
+
+@pytest.mark.parametrize(("hurried", "saved"), [(False, 1), (True, 0)])
+def test_a_server_that_ends_at_once_saves_no_cache(hurried, saved):
+    calls = []
+
+    async def call(name):
+        calls.append(name)
+
+    service = Service.__new__(Service)
+    service.saves_cache, service._tickets = True, []
+    service.engine = SimpleNamespace(
+        rank_failure=None, save_cache=partial(call, "save"), close=partial(call, "close")
+    )
+    if hurried:
+        service.end_now()
+    asyncio.run(service.close())
+    assert calls == ["save"] * saved + ["close"]
 
 
 def test_a_server_ends_when_a_rank_has_failed(stream):
@@ -194,7 +214,7 @@ def test_a_server_ends_when_a_rank_has_failed(stream):
 def test_a_ctrl_c_that_comes_from_terminal_and_launcher_is_one(num_ranks, ends):
     async def end():
         engine = SimpleNamespace(num_ranks=num_ranks)
-        running = SimpleNamespace(drain=asyncio.Event().wait, abort_all=list, engine=engine)
+        running = SimpleNamespace(drain=asyncio.Event().wait, end_now=list, engine=engine)
         server = _Server(uvicorn.Config(None), running)
         for number in (signal.SIGINT, signal.SIGTERM):
             server.handle_exit(number, None)
