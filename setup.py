@@ -15,6 +15,7 @@ SERVER = (
     *("fastapi>=0.133", "uvicorn>=0.51", "pydantic>=2.14", "httptools>=0.6"),
     'uvloop>=0.21; platform_system != "Windows"',
 )
+KV_EVENTS = ("pyzmq>=26", "msgpack>=1.0.5")
 
 setup(
     name="megatron_hybrid",
@@ -60,6 +61,7 @@ setup(
         # Parquet files, tensorboard's events, plots of losses.
         "train": ["pyarrow>=15", "tensorboard>=2.15", "matplotlib>=3.8"],
         "serve": [*SERVER, "xgrammar>=0.2"],
+        "kv-events": [*KV_EVENTS],  # what is cached, for routers
         "test": [
             "pytest>=8",
             "pytest-xdist>=3.6",
@@ -70,7 +72,7 @@ setup(
             "pyarrow>=15",
             "tensorboard>=2.15",
             "jsonschema>=4.20",
-            *(*SERVER, "xgrammar>=0.2", "openai>=3", "httpx>=0.28"),
+            *(*SERVER, *KV_EVENTS, "xgrammar>=0.2", "openai>=3", "httpx>=0.28"),
         ],
         "kernels": [
             *("triton>=3.6", "fla-core>=0.6,<0.7"),

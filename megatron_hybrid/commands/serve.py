@@ -3,7 +3,9 @@
 import argparse
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_hybrid.commands.arguments import (
     PYTHON_NAMES,
@@ -14,6 +16,9 @@ from megatron_hybrid.commands.arguments import (
     whole_number,
 )
 from megatron_hybrid.serving.parsers import REASONING_PARSERS, TOOL_PARSERS
+
+if TYPE_CHECKING:
+    from megatron_hybrid.serving.kv_publisher import KvPublisher
 
 LAYOUT = {
     "tp": "tensor_model_parallel_size",
@@ -119,6 +124,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "default there is no limit.",
     )
     parser.add_argument(
+        "--kv-events-endpoint",
+        metavar="ENDPOINT",
+        help="Tell routers here which blocks of prompts are cached, by ZeroMQ, as vLLM does: such "
+        "as tcp://127.0.0.1:5557. Whoever reaches it reads the tokens of prompts. By default "
+        "nobody is told. It needs pip install 'megatron_hybrid[kv-events]'.",
+    )
+    parser.add_argument(
+        "--kv-events-replay-endpoint",
+        metavar="ENDPOINT",
+        help="Give routers that missed some of these messages the last 10,000 again, here. By "
+        "default nobody does.",
+    )
+    parser.add_argument(
+        "--kv-events-topic",
+        default="",
+        metavar="TOPIC",
+        help="Give these messages this topic. llm-d wants kv@POD@MODEL.",
+    )
+    parser.add_argument(
         "--served-model-name",
         metavar="NAME",
         help="Clients ask for the model by this name. The default is the name of its folder.",
@@ -205,6 +229,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _kv_publisher(options: argparse.Namespace) -> "AbstractContextManager[KvPublisher | None]":
+    """What tells routers of the cache, bound to its endpoints; of None, if nobody is told."""
+    if not (
+        options.kv_events_endpoint or options.kv_events_replay_endpoint or options.kv_events_topic
+    ):
+        return nullcontext()
+    try:
+        from megatron_hybrid.serving.kv_publisher import KvPublisher
+    except ImportError as error:
+        raise ImportError(
+            f"{error}: --kv-events-endpoint needs pip install 'megatron_hybrid[kv-events]'"
+        ) from error
+    from megatron_hybrid.serving.kv_events import check_mode
+
+    check_mode(options.mode)  # fail now, not after the model is loaded
+    return KvPublisher(
+        options.kv_events_endpoint or "",
+        options.kv_events_replay_endpoint or "",
+        options.kv_events_topic,
+    )
+
+
 def run(options: argparse.Namespace) -> int:
     try:
         from megatron_hybrid.serving.run import Address, follow, log_lines, run, serve
@@ -257,6 +303,8 @@ def run(options: argparse.Namespace) -> int:
         if job_size() is None and num_ranks > 1:
             if (bound := address.bind()) is not None:  # fail now; the first rank binds it anew
                 bound.close()
+            with _kv_publisher(options):
+                pass  # likewise
             return launch(["-m", "megatron_hybrid", "serve", *options.arguments], num_ranks)
         rank = take_rank(num_ranks, options.device)
     log_lines(rank)
@@ -266,10 +314,10 @@ def run(options: argparse.Namespace) -> int:
                 follow(*load_for_chats(options, **sizes), config, serving)
                 return 0
             bound = address.bind()  # fail now, not after the model is loaded
-            with address.loading(bound) as loading:
+            with _kv_publisher(options) as publisher, address.loading(bound) as loading:
                 with Console(stderr=True).status(f"loading {options.model}"):
                     model, tokenizer = load_for_chats(options, **sizes)
-                run(serve(model, tokenizer, config, serving, address, bound, loading))
+                run(serve(model, tokenizer, config, serving, address, bound, loading, publisher))
     except (RankError, RankFailedError) as error:
         print(f"megatron-hybrid: {error}", file=sys.stderr)
         return 1

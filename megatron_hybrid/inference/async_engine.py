@@ -351,6 +351,7 @@ class AsyncEngine:
     requests = _in_thread(DynamicInferenceEngine.requests)
     cache_tree = _in_thread(DynamicInferenceEngine.cache_tree)
     cache_changes = _in_thread(DynamicInferenceEngine.cache_changes)
+    watch_cache = _in_thread(DynamicInferenceEngine.watch_cache)
     save_cache = _in_thread(DynamicInferenceEngine.save_cache)
     clear_cache = _in_thread(DynamicInferenceEngine.clear_cache)
     load_weights = _in_thread(DynamicInferenceEngine.load_weights)

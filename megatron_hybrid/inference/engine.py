@@ -8,11 +8,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from megatron_hybrid import errors
 from megatron_hybrid.cache.explain import Explanation
 from megatron_hybrid.cache.index.journal import Version
+from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.cache.tree_view import TreeChanges, TreeView
@@ -85,6 +87,7 @@ from megatron_hybrid.ranks import MAKING, ranks_of, replica_of
 from megatron_hybrid.text.guide import Guide
 
 logger = logging.getLogger(__name__)
+Listener = TypeVar("Listener", bound=CacheListener)
 
 
 @dataclass(frozen=True)
@@ -1278,6 +1281,14 @@ class DynamicInferenceEngine:
         (None: all of it), with at most `limit` edges and the first `num_tokens` tokens of each.
         Unlike `cache_tree` it looks at nothing else."""
         return self.cache.changes(since, limit, self.offload.tier_of, num_tokens)
+
+    @exclusive
+    def watch_cache(self, make: Callable[[PrefixCache], Listener]) -> Listener:
+        """Make a listener of the cache, and let it follow from now on what is cached and evicted
+        on this rank. Call it before the first request: what is cached is not told."""
+        listener = make(self.cache)
+        self.cache.watch(listener)
+        return listener
 
     @exclusive
     def histograms(self) -> dict[str, list[int]]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
@@ -32,10 +32,14 @@ from megatron_hybrid.inference.rank_watch import RankFailedError
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.ranks import RankError
 from megatron_hybrid.serving.app import create_app
+from megatron_hybrid.serving.kv_events import BlockEvents
 from megatron_hybrid.serving.loading import Loading
 from megatron_hybrid.serving.service import Service, ServingConfig
 from megatron_hybrid.serving.slow_clients import TimedProtocol
 from megatron_hybrid.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # what it imports need not be installed
+    from megatron_hybrid.serving.kv_publisher import KvPublisher
 
 logger = logging.getLogger(__name__)
 _BACKLOG = 2048
@@ -243,11 +247,13 @@ async def serve(
     address: Address,
     bound: socket.socket | None,
     loading: Loading,
+    publisher: KvPublisher | None = None,
 ) -> None:
     """Serve until a signal. Then requests run to their end, and the cache's folder is completed.
 
     bound: what `address.bind()` has returned.
     loading: ends when all is there.
+    publisher: of what is cached; it is closed at the end. None: nobody is told.
 
     Raises:
         RankFailedError: another rank of the model has failed.
@@ -256,6 +262,9 @@ async def serve(
     engine = AsyncEngine(model, tokenizer, engine_config)
     service = Service(engine, tokenizer, engine_config, config)
     try:
+        if publisher is not None:
+            publisher.begin(await engine.watch_cache(BlockEvents))
+            logger.info("KV events on %s", publisher.endpoint)
         settings = uvicorn.Config(
             create_app(service),
             uds=address.uds,
@@ -277,6 +286,8 @@ async def serve(
     finally:
         began = time.perf_counter()
         await service.close()
+        if publisher is not None:
+            publisher.close()
         logger.info("the engine ended in %.1f s", time.perf_counter() - began)
 
 

@@ -12,8 +12,10 @@ import threading
 from dataclasses import replace
 
 import httpx
+import msgpack
 import psutil
 import pytest
+import zmq
 from http_server import demo_service, running_server, wait_until
 from matrix import matrix_rows
 from prometheus_client.parser import text_string_to_metric_families
@@ -416,8 +418,12 @@ def test_health_and_refusals_name_a_rank_that_has_failed(server, monkeypatch):
 def test_sigterm_answers_who_is_there_saves_the_cache_and_exits(tmp_path):
     command = [sys.executable, "-m", "megatron_hybrid", "serve", "--port", "0", "--cache-dir"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    events = f"ipc://{tmp_path}/events"
     process = subprocess.Popen(
-        [*command, str(tmp_path)], stderr=subprocess.PIPE, text=True, env=environment
+        [*command, str(tmp_path), "--kv-events-endpoint", events],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     lines, port = [], None
     while port is None:
@@ -429,11 +435,21 @@ def test_sigterm_answers_who_is_there_saves_the_cache_and_exits(tmp_path):
     assert any(" tokens, or " in line.get("message", "") for line in lines)
     url = f"http://127.0.0.1:{port}/v1/completions"
     body = {**LONG, "max_tokens": 60, "stream": True}
-    with httpx.stream("POST", url, json=body, timeout=300) as stream:
-        chunks = stream.iter_lines()
-        next(chunks)
-        process.send_signal(signal.SIGTERM)
-        rest = [line for line in chunks if line]
+    with zmq.Context() as context, context.socket(zmq.SUB) as reader:
+        reader.subscribe("")
+        reader.connect(events)
+        with httpx.stream("POST", url, json=body, timeout=300) as stream:
+            chunks = stream.iter_lines()
+            next(chunks)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in chunks if line]
+        told = []
+        while not told or told[-1]["type"] != "AllBlocksCleared":
+            assert reader.poll(60_000), told
+            told += msgpack.unpackb(reader.recv_multipart()[2])[1]
+    assert [event["type"] for event in told[-3:]] == [
+        *("BlockStored", "BlockRemoved", "AllBlocksCleared")
+    ]
     assert rest[-1] == "data: [DONE]" and '"finish_reason": "length"' in rest[-2]
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0

@@ -1,0 +1,203 @@
+"""BlockEvents: the blocks of all prefixes that a cache can resume, told as they come and go.
+
+The events are those of vLLM, so routers that know vLLM's know ours. A block is told while a prompt
+through its end can skip it: in models with states, while a state at or behind its end is stored; in
+pure attention, while its KV is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge
+from megatron_hybrid.cache.listener import CacheListener
+from megatron_hybrid.cache.pages.lease import Lease
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.offload.prefix_keys import RecentKeys
+
+Event = dict[str, Any]
+"""With the names and values of vLLM's classes, that of the class under "type"."""
+_MEDIUM = "GPU"  # vLLM's name of the pool, on whatever device that is
+_MOST_EVENTS = 1024  # of one `take`, about
+
+
+class _Block:
+    """A block that was told. uses: its children, and the states that are its last ones."""
+
+    __slots__ = ("hash", "key", "parent", "uses")
+
+    def __init__(self, key: bytes, parent: _Block | None):
+        self.key, self.parent, self.uses = key, parent, 0
+        self.hash = int.from_bytes(key[:8], "big")
+        if parent is not None:
+            parent.uses += 1
+
+
+class BlockEvents(CacheListener):
+    """Follows a cache. The engine's thread only queues what has happened; `take`, called by one
+    other thread, hashes and counts.
+
+    Args:
+        cache: to follow, with nothing in it.
+    Raises:
+        ValueError: the cache's mode lets nothing be resumed.
+    """
+
+    def __init__(self, cache: PrefixCache):
+        check_mode(cache.mode)
+        self.has_ended = False
+        """Whether `take` has returned the last events."""
+        self._cache = cache
+        self._size = cache.spec.block_size_tokens
+        self._queue: SimpleQueue[tuple] = SimpleQueue()
+        self._put: Callable[[tuple], None] = self._queue.put
+        self._keys = RecentKeys(self._size)
+        self._blocks: dict[bytes, _Block] = {}
+        self._last_of: dict[Checkpoint, _Block] = {}  # of each stored state
+        self._put((self._clear,))  # whoever followed an earlier process forgets what that told
+
+    # ---- in the engine's thread ----
+
+    def on_publish_state(self, lease: Lease, checkpoint: Checkpoint) -> None:
+        end = checkpoint.position // self._size * self._size
+        if end and self._cache.spec.needs_state:
+            self._put((self._store, lease.salt, lease.tokens[:end], checkpoint))
+
+    def on_publish_blocks(self, lease: Lease, start: int, end: int) -> None:
+        end = end // self._size * self._size
+        if end > start and not self._cache.spec.needs_state:
+            self._put((self._store, lease.salt, lease.tokens[:end]))
+
+    def on_evict_state(self, checkpoint: Checkpoint) -> None:
+        if self._cache.spec.needs_state:
+            self._put((self._drop_state, checkpoint))
+
+    def on_evict_blocks(self, edge: Edge, start: int) -> None:
+        salt, tokens, _ = self._cache.prefix(edge, edge.held_end)
+        self._put((self._drop_blocks, salt, tokens, start // self._size))
+
+    def on_clear(self) -> None:
+        self._put((self._clear,))
+
+    # ---- in any thread ----
+
+    def end(self) -> None:
+        """The cache is gone: tell that, and nothing more."""
+        self._put((self._finish,))
+        self._put = _ignore
+
+    # ---- in the other thread ----
+
+    def take(self, seconds: float) -> list[Event]:
+        """Return what has happened since the last call, in order; wait up to this long for it."""
+        events: list[Event] = []
+        try:
+            job = self._queue.get(timeout=seconds) if seconds else self._queue.get_nowait()
+            while True:
+                method, *arguments = job
+                for event in method(*arguments):
+                    last = events[-1]["type"] if events else None
+                    if last == event["type"] == "BlockRemoved":
+                        events[-1]["block_hashes"] += event["block_hashes"]
+                    else:
+                        events.append(event)
+                if len(events) >= _MOST_EVENTS:
+                    return events
+                job = self._queue.get_nowait()
+        except Empty:
+            return events
+
+    def _store(
+        self, salt: str, tokens: np.ndarray, checkpoint: Checkpoint | None = None
+    ) -> Iterable[Event]:
+        """Whole blocks can be resumed, for as long as the state behind them is stored."""
+        keys = self._keys.of(tokens, salt).blocks(len(tokens) // self._size)
+        first = len(keys)
+        while first and keys[first - 1] not in self._blocks:
+            first -= 1
+        parent = block = self._blocks[keys[first - 1]] if first else None
+        hashes = []
+        for key in keys[first:]:
+            block = self._blocks[key] = _Block(key, block)
+            hashes.append(block.hash)
+        if checkpoint is not None:
+            block.uses += 1
+            self._last_of[checkpoint] = block
+        if hashes:
+            yield {
+                "type": "BlockStored",
+                "block_hashes": hashes,
+                "parent_block_hash": None if parent is None else parent.hash,
+                "token_ids": tokens[first * self._size :].tolist(),
+                "block_size": self._size,
+                "lora_id": None,
+                "medium": _MEDIUM,
+                "lora_name": None,
+                # As in vLLM, the salt is part of the first block, and so of all behind it.
+                "extra_keys": [
+                    [salt] if salt and index == 0 else None for index in range(first, len(keys))
+                ],
+            }
+
+    def _drop_state(self, checkpoint: Checkpoint) -> Iterable[Event]:
+        block = self._last_of.pop(checkpoint, None)
+        if block is None:  # of less than a block, or its eviction failed before
+            return ()
+        block.uses -= 1
+        return _removed(self._forget_unused(block))
+
+    def _drop_blocks(self, salt: str, tokens: np.ndarray, first: int) -> Iterable[Event]:
+        keys = self._keys.of(tokens, salt).blocks(len(tokens) // self._size)
+        gone = []
+        for key in reversed(keys[first:]):
+            if (block := self._blocks.get(key)) is not None and not block.uses:
+                gone.append(self._forget(block))
+        return _removed(gone)
+
+    def _forget_unused(self, block: _Block | None) -> list[int]:
+        """Forget a block and those before it, as far as none is used. Return their hashes."""
+        gone = []
+        while block is not None and not block.uses:
+            gone.append(self._forget(block))
+            block = block.parent
+        return gone
+
+    def _forget(self, block: _Block) -> int:
+        del self._blocks[block.key]
+        if block.parent is not None:
+            block.parent.uses -= 1
+        return block.hash
+
+    def _clear(self) -> Iterable[Event]:
+        # Some who know BlockRemoved, such as llm-d, do not know AllBlocksCleared.
+        gone = [block.hash for block in self._blocks.values()]
+        self._blocks.clear()
+        self._last_of.clear()
+        return [*_removed(gone), {"type": "AllBlocksCleared"}]
+
+    def _finish(self) -> Iterable[Event]:
+        self.has_ended = True
+        return self._clear()
+
+
+def check_mode(mode: str) -> None:
+    """Raise ValueError for a mode of the cache in which nothing can be resumed."""
+    if mode != "restore":
+        raise ValueError(
+            f"prefix_caching is {mode!r}: nothing can be resumed, so there are no KV events; use "
+            "'restore' (--mode restore)"
+        )
+
+
+def _removed(hashes: list[int]) -> list[Event]:
+    if not hashes:
+        return []
+    return [{"type": "BlockRemoved", "block_hashes": hashes, "medium": _MEDIUM}]
+
+
+def _ignore(job: tuple) -> None:
+    """Nobody takes jobs any more."""

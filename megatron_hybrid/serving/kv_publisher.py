@@ -1,0 +1,137 @@
+"""KvPublisher: the events of a cache over ZeroMQ, as vLLM publishes its own.
+
+A message has three frames: the topic; the number of the batch, from 0 on, 8 bytes, big-endian; the
+batch in msgpack, [time in seconds, events, data-parallel rank]. Whoever misses a number asks the
+replay socket for it, and gets all batches from there on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+
+import msgpack
+import zmq
+
+from megatron_hybrid.serving.kv_events import BlockEvents, Event
+
+logger = logging.getLogger(__name__)
+KEPT_BATCHES = 10_000
+_MOST_UNSENT = 100_000  # messages for a reader that lags; it misses the next ones
+_TICK_SECONDS = 0.05  # between looks at the replay socket, while nothing happens
+_MOST_REQUEST_BYTES = 64
+_LINGER_MS = 1000  # for the last messages, at the end
+_END = b"\xff" * 8  # in place of the number, behind the last batch of a replay
+
+
+class KvPublisher:
+    """Sockets, and from `begin` on a thread that publishes. A context.
+
+    Args:
+        endpoint: to listen on, such as "tcp://127.0.0.1:5557"; "tcp://127.0.0.1:*": any free port.
+        replay_endpoint: for replays, likewise; "": none.
+        topic: of all messages.
+        kept_batches: the last ones, for replays.
+
+    Raises:
+        ValueError, OSError: an endpoint is none, or is in use; the message names it.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str = "",
+        topic: str = "",
+        kept_batches: int = KEPT_BATCHES,
+    ):
+        if not endpoint:
+            raise ValueError(
+                "--kv-events-replay-endpoint and --kv-events-topic need --kv-events-endpoint"
+            )
+        self._context = zmq.Context()
+        self._topic = topic.encode()
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=kept_batches)
+        self._next = 0
+        self._events: BlockEvents | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._replay: zmq.Socket | None = None
+        try:
+            self._socket = self._context.socket(zmq.PUB)
+            self._socket.set_hwm(_MOST_UNSENT)
+            self.endpoint = _bind(self._socket, endpoint, "--kv-events-endpoint")
+            """Where it listens."""
+            self.replay_endpoint = ""
+            """Where it listens for replays; "": nowhere."""
+            if replay_endpoint:
+                self._replay = self._context.socket(zmq.ROUTER)
+                self._replay.set_hwm(kept_batches + 1)  # beyond that, a router drops messages
+                self._replay.maxmsgsize = _MOST_REQUEST_BYTES
+                name = "--kv-events-replay-endpoint"
+                self.replay_endpoint = _bind(self._replay, replay_endpoint, name)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def begin(self, events: BlockEvents) -> None:
+        """Publish these events, until `close`."""
+        self._events = events
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tell that all blocks are gone, and end."""
+        if self._events is not None:
+            self._events.end()
+            self._thread.join()
+        self._context.destroy(linger=_LINGER_MS)
+
+    def __enter__(self) -> KvPublisher:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # ---- in the thread ----
+
+    def _run(self) -> None:
+        try:
+            while not self._events.has_ended:
+                if batch := self._events.take(_TICK_SECONDS):
+                    self._publish(batch)
+                self._answer_replays()
+        except Exception:
+            logger.exception("KV events end here")
+            self._events.end()  # so that the engine queues no more
+
+    def _publish(self, batch: list[Event]) -> None:
+        # Salts may have what is no Unicode, such as half of a surrogate pair.
+        payload = msgpack.packb([time.time(), batch, 0], unicode_errors="backslashreplace")
+        number = self._next.to_bytes(8, "big")
+        self._next += 1
+        self._kept.append((number, payload))
+        self._socket.send_multipart((self._topic, number, payload))
+
+    def _answer_replays(self) -> None:
+        while self._replay is not None and self._replay.poll(0):
+            frames = self._replay.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != 8:
+                logger.warning("a request for a replay is an empty frame and 8 bytes; ignored")
+                continue
+            client, _, first = frames
+            for number, payload in self._kept:
+                if number >= first:
+                    self._replay.send_multipart((client, b"", number, payload))
+            self._replay.send_multipart((client, b"", _END, b""))
+
+
+def _bind(socket: zmq.Socket, endpoint: str, option: str) -> str:
+    """Listen. Return where."""
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise OSError(
+            f"{option} {endpoint} cannot be used: {error.strerror}; give a free one, such as "
+            "tcp://127.0.0.1:5557"
+        ) from error
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -1,0 +1,292 @@
+"""KV events: who applies them holds exactly the blocks that the cache can resume."""
+
+import asyncio
+import sys
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+import zmq
+from reference import greedy, random_tokens, tiny_engine, tiny_model
+from simulator import SPECS, Simulator
+
+from megatron_hybrid import AsyncEngine, cli
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.serving.kv_events import BlockEvents
+from megatron_hybrid.serving.kv_publisher import KvPublisher
+
+SIZE = 16
+VLLM_STORED = {
+    "type": "BlockStored",
+    "block_hashes": [15760518052499183552],
+    "parent_block_hash": None,
+    "token_ids": [151644, 872, 198, 9064, 374, 279, 6722, 315, 5616, 30, 151645, 198, 151644],
+    "block_size": 16,
+    "lora_id": None,
+    "medium": "GPU",
+    "lora_name": None,
+    "extra_keys": [None],
+    "group_idx": 0,
+    "kv_cache_spec_kind": "full_attention",
+}
+"""An event of vLLM 0.26, as a user of it has reported it."""
+
+
+class Consumer:
+    """Applies events, and refuses those that do not follow from the others."""
+
+    def __init__(self):
+        self.blocks: dict[int, tuple[int | None, tuple, str]] = {}
+
+    def take(self, events: list[dict]) -> None:
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
+                self.blocks.clear()
+            elif event["type"] == "BlockRemoved":
+                for block in event["block_hashes"]:
+                    del self.blocks[block]
+            else:
+                self._store(event)
+
+    def _store(self, event: dict) -> None:
+        parent, tokens = event["parent_block_hash"], event["token_ids"]
+        assert len(tokens) == SIZE * len(event["block_hashes"]) and event["block_size"] == SIZE
+        for i, (block, extra) in enumerate(
+            zip(event["block_hashes"], event["extra_keys"], strict=True)
+        ):
+            assert block not in self.blocks and (parent is None or parent in self.blocks)
+            assert parent is None or extra is None  # the salt is a key of first blocks alone
+            salt = extra[0] if extra else "" if parent is None else self.blocks[parent][2]
+            self.blocks[block] = parent, tuple(tokens[i * SIZE : (i + 1) * SIZE]), salt
+            parent = block
+
+    def prefixes(self) -> set[tuple[str, tuple]]:
+        return {(self.blocks[block][2], self._tokens(block)) for block in self.blocks}
+
+    def _tokens(self, block: int | None) -> tuple:
+        if block is None:
+            return ()
+        parent, tokens, _ = self.blocks[block]
+        return self._tokens(parent) + tokens
+
+
+def resumable(cache: PrefixCache, sequences: set[tuple[str, tuple]]) -> set[tuple[str, tuple]]:
+    """Whole blocks that a prompt would skip, of all sequences that ever were."""
+    found = set()
+    for salt, tokens in sequences:
+        prompt = np.array([*tokens, 999], dtype=np.int32)
+        skipped = cache.match(prompt, salt).skipped_tokens
+        found |= {(salt, tokens[:end]) for end in range(SIZE, skipped + 1, SIZE)}
+    return found
+
+
+class Traffic:
+    """Random requests that part from each other, and all that makes a cache forget."""
+
+    def __init__(self, name: str, seed: int, num_pages: int = 30):
+        self.random = np.random.default_rng(seed)
+        self.cache = PrefixCache(SPECS[name], num_pages)
+        self.cache.policy.spare_tokens = 20
+        self.simulator = Simulator(self.cache)
+        self.sequences: set[tuple[str, tuple]] = set()
+
+    def step(self) -> None:
+        random, did = self.random, int(self.random.integers(30))
+        if did == 0:
+            self.cache.clear()
+        elif did < 4:
+            self.cache.evict(int(random.integers(1, 20)))
+        else:
+            self._request()
+
+    def _request(self) -> None:
+        random = self.random
+        salt, tokens = str(["", "", "tenant", "tenänt"][random.integers(4)]), ()
+        if self.sequences and random.integers(4):
+            before = sorted(self.sequences)
+            salt, tokens = before[random.integers(len(before))]
+            tokens = tokens[: int(random.integers(len(tokens) + 1))]
+        prompt = [*tokens, *random.integers(3, size=random.integers(1, 50)).tolist()][:120]
+        simulator, room = self.simulator, int(random.integers(1, 25))
+        running = simulator.start(prompt, salt, chunk=40, room=room)
+        if running is None:
+            return
+        leaves = not random.integers(5)
+        while running.done < len(prompt):
+            if not simulator.forward(running, min(40, len(prompt) - running.done)) or leaves:
+                break
+        else:
+            for token in random.integers(3, size=room).tolist():
+                running.tokens.append(token)
+                if not simulator.forward(running, 1):
+                    break
+        self.sequences.add((salt, tuple(running.tokens)))
+        simulator.finish(running, save=not leaves)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_consumer_holds_what_the_cache_can_resume(name):
+    consumer, late, num_removals, most = Consumer(), Consumer(), 0, 0
+    for seed in range(2):  # the second process takes the place of the first, which was killed
+        traffic = Traffic(name, seed)
+        events, told = BlockEvents(traffic.cache), []
+        traffic.cache.watch(events)
+        for _ in range(24):
+            traffic.step()
+            batch = events.take(0)
+            told.append(batch)
+            num_removals += sum(event["type"] == "BlockRemoved" for event in batch)
+            consumer.take(batch)
+            held = consumer.prefixes()
+            assert held == resumable(traffic.cache, traffic.sequences)
+            most = max(most, len(held))
+        late.take([event for batch in told for event in batch])
+        assert late.blocks == consumer.blocks
+    assert num_removals > 6 and most > 8
+    events.end()
+    traffic.cache.clear()  # nobody is told
+    batch = events.take(0)
+    consumer.take(batch)
+    assert events.has_ended and not consumer.blocks and not events.take(0)
+    assert [event["type"] for event in batch] == ["BlockRemoved", "AllBlocksCleared"]
+
+
+def test_events_have_the_fields_of_vllm():
+    traffic = Traffic("hybrid", 0)
+    events = BlockEvents(traffic.cache)
+    traffic.cache.watch(events)
+    traffic.simulator.run([1] * 40, salt="tenant")
+    cleared, stored = events.take(0)
+    assert cleared == {"type": "AllBlocksCleared"}
+    assert list(stored) == list(VLLM_STORED)[:9]  # those of cache groups may be left out
+    for field in ("type", "parent_block_hash", "block_size", "lora_id", "medium", "lora_name"):
+        assert stored[field] == VLLM_STORED[field]
+    assert stored["extra_keys"] == [["tenant"], None] and stored["token_ids"] == [1] * 32
+    traffic.cache.evict(80)
+    (removed,) = events.take(0)
+    assert removed["type"] == "BlockRemoved" and removed["medium"] == "GPU"
+    assert sorted(removed["block_hashes"]) == sorted(stored["block_hashes"])
+
+
+@pytest.mark.parametrize("mode", ["off", "memory_only"])
+def test_a_mode_in_which_nothing_is_resumed_has_no_events(mode):
+    with pytest.raises(ValueError, match=f"'{mode}': nothing can be resumed.*use 'restore'"):
+        BlockEvents(PrefixCache(SPECS["hybrid"], 90, mode))
+
+
+def test_an_engine_tells_what_its_requests_can_resume_and_forgets_it_with_its_weights():
+    model = tiny_model("MG*-")
+
+    async def run() -> None:
+        consumer = Consumer()
+        async with AsyncEngine(model, None, tiny_engine(model).config) as engine:
+            events = await engine.watch_cache(BlockEvents)
+            for forget in (engine.clear_cache, engine.update_weights, engine.clear_cache):
+                prompt = random_tokens(100, seed=len(consumer.blocks))
+                result = await engine.generate(prompt, greedy(30), salt="tenant")
+                tokens = [*prompt, *result.generated_tokens]
+                explained = await engine.explain(tokens, salt="tenant")
+                consumer.take(events.take(0))
+                end = explained.match.skipped_tokens // SIZE * SIZE
+                assert end >= 96
+                assert ("tenant", tuple(tokens[:end])) in consumer.prefixes()
+                with torch.no_grad():
+                    next(model.parameters()).add_(0.1)
+                await forget()
+                consumer.take(events.take(0))
+                assert not consumer.blocks
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--kv-events-topic", "a"], "--kv-events-topic need --kv-events-endpoint"),
+        (["--kv-events-endpoint", "5557"], "--kv-events-endpoint 5557 cannot be used: Invalid"),
+        (
+            ["--kv-events-endpoint", "inproc://a", "--kv-events-replay-endpoint", "inproc://a"],
+            "--kv-events-replay-endpoint inproc://a cannot be used: Address already in use",
+        ),
+        (["--kv-events-endpoint", "inproc://a", "--mode", "off"], "use 'restore' (--mode restore)"),
+    ],
+)
+def test_endpoints_that_cannot_be_used_are_refused_before_the_model_is_loaded(
+    arguments, message, capsys
+):
+    assert cli.main(["serve", "/nowhere", "--port", "0", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_zeromq_the_remedy_is_told(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "megatron_hybrid.serving.kv_publisher")
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    assert cli.main(["serve", "/nowhere", "--port", "0", "--kv-events-endpoint", "inproc://a"]) == 2
+    assert "needs pip install 'megatron_hybrid[kv-events]'" in capsys.readouterr().err
+
+
+def received(socket: zmq.Socket) -> list[bytes]:
+    assert socket.poll(5000), "nothing came"
+    return socket.recv_multipart()
+
+
+def replayed(client: zmq.Socket, first: int) -> list[tuple[int, bytes]]:
+    client.send_multipart((b"", first.to_bytes(8, "big")))
+    batches = []
+    while (frames := received(client))[1] != b"\xff" * 8:
+        batches.append((int.from_bytes(frames[1], "big"), frames[2]))
+    assert frames == [b"", b"\xff" * 8, b""]
+    return batches
+
+
+def test_sockets_publish_and_replay():
+    """A reader from the start, and one that comes late, over loopback."""
+    traffic = Traffic("hybrid", 3)
+    events = BlockEvents(traffic.cache)
+    traffic.cache.watch(events)
+    where = "tcp://127.0.0.1:*"
+    with zmq.Context() as context, KvPublisher(where, where, "kv@pod@model", 2000) as publisher:
+        reader, client = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        with reader, client:
+            reader.subscribe("kv@pod@model")
+            reader.connect(publisher.endpoint)
+            client.connect(publisher.replay_endpoint)
+            client.send_multipart((b"", b"much"))  # is ignored
+            publisher.begin(events)
+            batches = {}
+            while not traffic.cache.num_evicted or len(batches) < 5:
+                traffic.step()
+                batches.update(replayed(client, max(batches, default=-1) + 1))
+            while not reader.poll(0):  # until it is connected
+                traffic.simulator.run([5] * 20)
+                traffic.cache.clear()
+            topic, number, payload = received(reader)
+            assert topic == b"kv@pod@model" and len(number) == 8
+            first = int.from_bytes(number, "big")
+            replayed(client, 0)
+            batches.update(replayed(client, 0))  # all that was queued before the other replay
+            assert sorted(batches) == list(range(len(batches))) and first > 0
+            assert batches[first] == payload
+            late = Consumer()
+            for payload in batches.values():
+                seconds, told, rank = msgpack.unpackb(payload)
+                assert seconds > 1e9 and rank == 0
+                late.take(told)
+            assert late.prefixes() == resumable(traffic.cache, traffic.sequences)
+            with pytest.raises(OSError, match=r"--kv-events-endpoint tcp://\S+ cannot be used: A"):
+                KvPublisher(publisher.endpoint)
+            publisher.close()
+            last = payload
+            while reader.poll(200):
+                last = received(reader)[2]
+            assert msgpack.unpackb(last)[1][-1] == {"type": "AllBlocksCleared"}
+
+
+def test_the_last_batches_are_kept():
+    with KvPublisher("inproc://events", kept_batches=3) as publisher:
+        for index in range(5):
+            publisher._publish([{"extra_keys": [[f"{index}\ud800"]]}])
+        kept = [(int.from_bytes(number, "big"), payload) for number, payload in publisher._kept]
+        assert [number for number, _ in kept] == [2, 3, 4]
+        assert msgpack.unpackb(kept[0][1])[1] == [{"extra_keys": [["2\\ud800"]]}]
