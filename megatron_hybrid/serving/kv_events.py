@@ -26,12 +26,14 @@ _MOST_EVENTS = 1024  # of one `take`, about
 
 
 class _Block:
-    """A block that was told. uses: its children, and the states that are its last ones."""
+    """A block that was told. uses: its children, and the states whose last whole block it is."""
 
-    __slots__ = ("hash", "key", "parent", "uses")
+    __slots__ = ("hash", "key", "parent", "salt", "tokens", "uses")
 
-    def __init__(self, key: bytes, parent: _Block | None):
-        self.key, self.parent, self.uses = key, parent, 0
+    def __init__(self, key: bytes, parent: _Block | None, salt: str, tokens: bytes):
+        self.key, self.parent, self.tokens, self.uses = key, parent, tokens, 0
+        # As in vLLM, the salt is part of the first block, and so of all behind it.
+        self.salt = salt if parent is None else ""
         self.hash = int.from_bytes(key[:8], "big")
         if parent is not None:
             parent.uses += 1
@@ -111,37 +113,50 @@ class BlockEvents(CacheListener):
         except Empty:
             return events
 
+    def all(self) -> list[Event]:
+        """Return what to tell somebody who knows none of the events that `take` has returned."""
+        rows: list[list[_Block]] = []
+        for block in self._blocks.values():  # parents first
+            if rows and block.parent is rows[-1][-1]:
+                rows[-1].append(block)
+            else:
+                rows.append([block])
+        return [{"type": "AllBlocksCleared"}, *map(self._stored, rows)]
+
     def _store(
         self, salt: str, tokens: np.ndarray, checkpoint: Checkpoint | None = None
     ) -> Iterable[Event]:
         """Whole blocks can be resumed, for as long as the state behind them is stored."""
         keys = self._keys.of(tokens, salt).blocks(len(tokens) // self._size)
-        first = len(keys)
+        first, size = len(keys), self._size
         while first and keys[first - 1] not in self._blocks:
             first -= 1
-        parent = block = self._blocks[keys[first - 1]] if first else None
-        hashes = []
-        for key in keys[first:]:
-            block = self._blocks[key] = _Block(key, block)
-            hashes.append(block.hash)
+        block = self._blocks[keys[first - 1]] if first else None
+        new = []
+        for index in range(first, len(keys)):
+            part = np.ascontiguousarray(tokens[index * size : (index + 1) * size], np.int32)
+            block = _Block(keys[index], block, salt, part.tobytes())
+            self._blocks[block.key] = block
+            new.append(block)
         if checkpoint is not None:
             block.uses += 1
             self._last_of[checkpoint] = block
-        if hashes:
-            yield {
-                "type": "BlockStored",
-                "block_hashes": hashes,
-                "parent_block_hash": None if parent is None else parent.hash,
-                "token_ids": tokens[first * self._size :].tolist(),
-                "block_size": self._size,
-                "lora_id": None,
-                "medium": _MEDIUM,
-                "lora_name": None,
-                # As in vLLM, the salt is part of the first block, and so of all behind it.
-                "extra_keys": [
-                    [salt] if salt and index == 0 else None for index in range(first, len(keys))
-                ],
-            }
+        return [self._stored(new)] if new else []
+
+    def _stored(self, blocks: list[_Block]) -> Event:
+        """Of blocks in a row."""
+        parent = blocks[0].parent
+        return {
+            "type": "BlockStored",
+            "block_hashes": [block.hash for block in blocks],
+            "parent_block_hash": None if parent is None else parent.hash,
+            "token_ids": np.frombuffer(b"".join(b.tokens for b in blocks), np.int32).tolist(),
+            "block_size": self._size,
+            "lora_id": None,
+            "medium": _MEDIUM,
+            "lora_name": None,
+            "extra_keys": [[block.salt] if block.salt else None for block in blocks],
+        }
 
     def _drop_state(self, checkpoint: Checkpoint) -> Iterable[Event]:
         block = self._last_of.pop(checkpoint, None)

@@ -2,7 +2,8 @@
 
 A message has three frames: the topic; the number of the batch, from 0 on, 8 bytes, big-endian; the
 batch in msgpack, [time in seconds, events, data-parallel rank]. Whoever misses a number asks the
-replay socket for it, and gets all batches from there on.
+replay socket for it, and gets all batches from there on; if they are not kept any more, the last
+number with all that is stored.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class KvPublisher:
             """Where it listens for replays; "": nowhere."""
             if replay_endpoint:
                 self._replay = self._context.socket(zmq.ROUTER)
-                self._replay.set_hwm(kept_batches + 1)  # beyond that, a router drops messages
+                # Beyond that, a router drops messages; up to half of it may be read, and not known
+                # to be.
+                self._replay.set_hwm(4 * (kept_batches + 1))
                 self._replay.maxmsgsize = _MOST_REQUEST_BYTES
                 name = "--kv-events-replay-endpoint"
                 self.replay_endpoint = _bind(self._replay, replay_endpoint, name)
@@ -97,32 +100,46 @@ class KvPublisher:
     def _run(self) -> None:
         try:
             while not self._events.has_ended:
-                if batch := self._events.take(_TICK_SECONDS):
-                    self._publish(batch)
-                self._answer_replays()
+                self._tell(_TICK_SECONDS)
+                while self._replay is not None and self._replay.poll(0):
+                    frames = self._replay.recv_multipart()
+                    self._tell(0)  # so that the answer has all that came before the question
+                    self._answer(*frames)
         except Exception:
             logger.exception("KV events end here")
             self._events.end()  # so that the engine queues no more
 
+    def _tell(self, seconds: float) -> None:
+        """Publish what has happened; wait up to this long for it."""
+        if batch := self._events.take(seconds):
+            self._publish(batch)
+
     def _publish(self, batch: list[Event]) -> None:
-        # Salts may have what is no Unicode, such as half of a surrogate pair.
-        payload = msgpack.packb([time.time(), batch, 0], unicode_errors="backslashreplace")
+        payload = _pack(batch)
         number = self._next.to_bytes(8, "big")
         self._next += 1
         self._kept.append((number, payload))
         self._socket.send_multipart((self._topic, number, payload))
 
-    def _answer_replays(self) -> None:
-        while self._replay is not None and self._replay.poll(0):
-            frames = self._replay.recv_multipart()
-            if len(frames) != 3 or len(frames[2]) != 8:
-                logger.warning("a request for a replay is an empty frame and 8 bytes; ignored")
-                continue
-            client, _, first = frames
-            for number, payload in self._kept:
-                if number >= first:
-                    self._replay.send_multipart((client, b"", number, payload))
-            self._replay.send_multipart((client, b"", _END, b""))
+    def _answer(self, client: bytes, *frames: bytes) -> None:
+        """Send what a reader has missed."""
+        if len(frames) != 2 or len(frames[1]) != len(_END):
+            logger.debug("a request for a replay is an empty frame and 8 bytes; ignored")
+            return
+        for number, payload in self._from(frames[1]):
+            self._replay.send_multipart((client, b"", number, payload))
+        self._replay.send_multipart((client, b"", _END, b""))
+
+    def _from(self, first: bytes) -> list[tuple[bytes, bytes]]:
+        """Batches that let a reader of all before number `first` go on behind the last one."""
+        if self._kept and first < self._kept[0][0]:
+            return [(self._kept[-1][0], _pack(self._events.all()))]
+        return [(number, payload) for number, payload in self._kept if number >= first]
+
+
+def _pack(events: list[Event]) -> bytes:
+    # Salts may have what is no Unicode, such as half of a surrogate pair.
+    return msgpack.packb([time.time(), events, 0], unicode_errors="backslashreplace")
 
 
 def _bind(socket: zmq.Socket, endpoint: str, option: str) -> str:

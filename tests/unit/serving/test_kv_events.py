@@ -127,22 +127,22 @@ class Traffic:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_consumer_holds_what_the_cache_can_resume(name):
-    consumer, late, num_removals, most = Consumer(), Consumer(), 0, 0
+    consumer, num_removals, most = Consumer(), 0, 0
     for seed in range(2):  # the second process takes the place of the first, which was killed
         traffic = Traffic(name, seed)
-        events, told = BlockEvents(traffic.cache), []
+        events = BlockEvents(traffic.cache)
         traffic.cache.watch(events)
         for _ in range(24):
             traffic.step()
             batch = events.take(0)
-            told.append(batch)
-            num_removals += sum(event["type"] == "BlockRemoved" for event in batch)
             consumer.take(batch)
             held = consumer.prefixes()
             assert held == resumable(traffic.cache, traffic.sequences)
+            late = Consumer()
+            late.take(events.all())
+            assert late.blocks == consumer.blocks
+            num_removals += sum(event["type"] == "BlockRemoved" for event in batch)
             most = max(most, len(held))
-        late.take([event for batch in told for event in batch])
-        assert late.blocks == consumer.blocks
     assert num_removals > 6 and most > 8
     events.end()
     traffic.cache.clear()  # nobody is told
@@ -213,13 +213,15 @@ def test_an_engine_tells_what_its_requests_can_resume_and_forgets_it_with_its_we
     ],
 )
 def test_endpoints_that_cannot_be_used_are_refused_before_the_model_is_loaded(
-    arguments, message, capsys
+    arguments, message, capsys, monkeypatch
 ):
+    monkeypatch.setattr("megatron_hybrid.serving.run.log_lines", lambda rank: None)
     assert cli.main(["serve", "/nowhere", "--port", "0", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_without_zeromq_the_remedy_is_told(monkeypatch, capsys):
+    monkeypatch.setattr("megatron_hybrid.serving.run.log_lines", lambda rank: None)
     monkeypatch.delitem(sys.modules, "megatron_hybrid.serving.kv_publisher")
     monkeypatch.setitem(sys.modules, "zmq", None)
     assert cli.main(["serve", "/nowhere", "--port", "0", "--kv-events-endpoint", "inproc://a"]) == 2
@@ -231,62 +233,77 @@ def received(socket: zmq.Socket) -> list[bytes]:
     return socket.recv_multipart()
 
 
-def replayed(client: zmq.Socket, first: int) -> list[tuple[int, bytes]]:
-    client.send_multipart((b"", first.to_bytes(8, "big")))
-    batches = []
-    while (frames := received(client))[1] != b"\xff" * 8:
-        batches.append((int.from_bytes(frames[1], "big"), frames[2]))
-    assert frames == [b"", b"\xff" * 8, b""]
-    return batches
+class Reader(Consumer):
+    """Asks for all that it has not read yet, again and again."""
+
+    def __init__(self, client: zmq.Socket):
+        super().__init__()
+        self._client, self.last, self.num_batches = client, -1, 0
+
+    def ask(self) -> None:
+        self._client.send_multipart((b"", (self.last + 1).to_bytes(8, "big")))
+        while (frames := received(self._client))[1] != b"\xff" * 8:
+            number = int.from_bytes(frames[1], "big")
+            assert number > self.last
+            self.read(number, frames[2])
+        assert frames == [b"", b"\xff" * 8, b""]
+
+    def read(self, number: int, payload: bytes) -> None:
+        seconds, events, rank = msgpack.unpackb(payload)
+        assert seconds > 1e9 and rank == 0
+        self.take(events)
+        self.last, self.num_batches = number, self.num_batches + 1
 
 
 def test_sockets_publish_and_replay():
-    """A reader from the start, and one that comes late, over loopback."""
+    """A reader of all batches, and one that comes when the first are no longer kept."""
     traffic = Traffic("hybrid", 3)
     events = BlockEvents(traffic.cache)
     traffic.cache.watch(events)
     where = "tcp://127.0.0.1:*"
-    with zmq.Context() as context, KvPublisher(where, where, "kv@pod@model", 2000) as publisher:
-        reader, client = context.socket(zmq.SUB), context.socket(zmq.DEALER)
-        with reader, client:
-            reader.subscribe("kv@pod@model")
-            reader.connect(publisher.endpoint)
+    with zmq.Context() as context, KvPublisher(where, where, "kv@pod@model", 8) as publisher:
+        subscribed, client = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        with subscribed, client:
+            subscribed.subscribe("kv@pod@model")
+            subscribed.connect(publisher.endpoint)
             client.connect(publisher.replay_endpoint)
             client.send_multipart((b"", b"much"))  # is ignored
             publisher.begin(events)
-            batches = {}
-            while not traffic.cache.num_evicted or len(batches) < 5:
+            reader, late = Reader(client), Reader(client)
+            while reader.num_batches < 12:
                 traffic.step()
-                batches.update(replayed(client, max(batches, default=-1) + 1))
-            while not reader.poll(0):  # until it is connected
+                reader.ask()
+            while not subscribed.poll(0):  # until it is connected
                 traffic.simulator.run([5] * 20)
                 traffic.cache.clear()
-            topic, number, payload = received(reader)
-            assert topic == b"kv@pod@model" and len(number) == 8
-            first = int.from_bytes(number, "big")
-            replayed(client, 0)
-            batches.update(replayed(client, 0))  # all that was queued before the other replay
-            assert sorted(batches) == list(range(len(batches))) and first > 0
-            assert batches[first] == payload
-            late = Consumer()
-            for payload in batches.values():
-                seconds, told, rank = msgpack.unpackb(payload)
-                assert seconds > 1e9 and rank == 0
-                late.take(told)
+            for _ in range(5):
+                traffic.step()
+            reader.ask()
+            late.ask()
+            assert late.num_batches == 1 and late.last == reader.last
+            traffic.step()
+            reader.ask()
+            late.ask()
+            assert late.blocks == reader.blocks
             assert late.prefixes() == resumable(traffic.cache, traffic.sequences)
             with pytest.raises(OSError, match=r"--kv-events-endpoint tcp://\S+ cannot be used: A"):
                 KvPublisher(publisher.endpoint)
             publisher.close()
-            last = payload
-            while reader.poll(200):
-                last = received(reader)[2]
-            assert msgpack.unpackb(last)[1][-1] == {"type": "AllBlocksCleared"}
+            last = None
+            while last is None or late.blocks:
+                topic, number, payload = received(subscribed)
+                assert topic == b"kv@pod@model" and len(number) == 8
+                number = int.from_bytes(number, "big")
+                assert last is None or number == last + 1
+                last = number
+                if number > late.last:
+                    late.read(number, payload)
 
 
 def test_the_last_batches_are_kept():
     with KvPublisher("inproc://events", kept_batches=3) as publisher:
         for index in range(5):
             publisher._publish([{"extra_keys": [[f"{index}\ud800"]]}])
-        kept = [(int.from_bytes(number, "big"), payload) for number, payload in publisher._kept]
-        assert [number for number, _ in kept] == [2, 3, 4]
+        kept = publisher._from((2).to_bytes(8, "big"))
+        assert [int.from_bytes(number, "big") for number, _ in kept] == [2, 3, 4]
         assert msgpack.unpackb(kept[0][1])[1] == [{"extra_keys": [["2\\ud800"]]}]
