@@ -79,8 +79,10 @@ class BlockEvents(CacheListener):
             self._put((self._drop_state, checkpoint))
 
     def on_evict_blocks(self, edge: Edge, start: int) -> None:
-        salt, tokens, _ = self._cache.prefix(edge, edge.held_end)
-        self._put((self._drop_blocks, salt, tokens, start // self._size))
+        # Not copied here: known tokens are never overwritten, whatever becomes of their edges.
+        edges = edge.from_root()
+        parts = [each.tokens for each in edges]
+        self._put((self._drop_blocks, edges[0].parent.salt, parts, edge.held_end, start))
 
     def on_clear(self) -> None:
         self._put((self._clear,))
@@ -132,11 +134,10 @@ class BlockEvents(CacheListener):
         while first and keys[first - 1] not in self._blocks:
             first -= 1
         block = self._blocks[keys[first - 1]] if first else None
-        new = []
-        for index in range(first, len(keys)):
-            part = np.ascontiguousarray(tokens[index * size : (index + 1) * size], np.int32)
-            block = _Block(keys[index], block, salt, part.tobytes())
-            self._blocks[block.key] = block
+        data, new = np.ascontiguousarray(tokens[first * size :], np.int32).tobytes(), []
+        for index, key in enumerate(keys[first:]):
+            part = data[4 * size * index : 4 * size * (index + 1)]
+            block = self._blocks[key] = _Block(key, block, salt, part)
             new.append(block)
         if checkpoint is not None:
             block.uses += 1
@@ -165,10 +166,13 @@ class BlockEvents(CacheListener):
         block.uses -= 1
         return _removed(self._forget_unused(block))
 
-    def _drop_blocks(self, salt: str, tokens: np.ndarray, first: int) -> Iterable[Event]:
-        keys = self._keys.of(tokens, salt).blocks(len(tokens) // self._size)
+    def _drop_blocks(
+        self, salt: str, parts: list[np.ndarray], end: int, start: int
+    ) -> Iterable[Event]:
+        """What ends behind token `start` of a prefix of `end` tokens is no longer there."""
+        keys = self._keys.of(np.concatenate(parts)[:end], salt).blocks(end // self._size)
         gone = []
-        for key in reversed(keys[first:]):
+        for key in reversed(keys[start // self._size :]):
             if (block := self._blocks.get(key)) is not None and not block.uses:
                 gone.append(self._forget(block))
         return _removed(gone)
