@@ -1,6 +1,7 @@
 """KV events: who applies them holds exactly the blocks that the cache can resume."""
 
 import asyncio
+import logging
 import sys
 
 import msgpack
@@ -307,3 +308,20 @@ def test_the_last_batches_are_kept():
         kept = publisher._from((2).to_bytes(8, "big"))
         assert [int.from_bytes(number, "big") for number, _ in kept] == [2, 3, 4]
         assert msgpack.unpackb(kept[0][1])[1] == [{"extra_keys": [["2\\ud800"]]}]
+
+
+def test_a_failure_is_logged_and_the_engine_queues_no_more(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megatron_hybrid"), "propagate", True)
+    traffic = Traffic("hybrid", 0)
+    events = BlockEvents(traffic.cache)
+    traffic.cache.watch(events)
+    monkeypatch.setattr(events, "_stored", lambda blocks: {"type": "BlockStored", "hash": object()})
+    with KvPublisher("inproc://events") as publisher:
+        publisher.begin(events)
+        traffic.simulator.run([1] * 40)
+        publisher._thread.join(5)
+        assert "KV events end here" in caplog.text and "can not serialize" in caplog.text
+        before = events._queue.qsize()
+        traffic.simulator.run([2] * 40)
+        traffic.cache.clear()
+        assert events._queue.qsize() == before
