@@ -2,7 +2,7 @@
 
 value = expected uses per request (`ReuseModel`) x work to be done again without it
 (`CacheSpec.work`) / pages that are freed with it: those of a state and of KV that no other state
-needs, unless a running request holds that KV.
+needs, unless a running request holds them.
 """
 
 from __future__ import annotations
