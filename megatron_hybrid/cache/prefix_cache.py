@@ -385,7 +385,8 @@ class PrefixCache:
             self.allocator.release(np.concatenate([pages.ravel() for pages in lease.pins]))
         lease.pins, lease.copies, lease.checkpoint_pages = [], [], None
         if lease.local_tables:  # of a partial block
-            self._evictor.on_release(lease.path, lease.done - self.spec.local_reach)
+            with suppress(MemoryError):  # prices then wait for `refresh`
+                self._evictor.on_release(lease.path, lease.done - self.spec.local_reach)
 
     def extend(self, lease: Lease, capacity_tokens: int, chunk_tokens: int | None = None) -> bool:
         """Make room for KV of tokens < capacity_tokens, and in local groups for a forward of

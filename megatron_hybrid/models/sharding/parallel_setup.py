@@ -148,11 +148,12 @@ def initialize_distributed() -> None:
 def job_store() -> tuple[dist.Store, int, int]:
     """The store of the ranks that the environment names, this rank, and how many there are. Unlike
     torch's, rank 0 does not wait for the others before it returns."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # the launcher's
-        return next(dist.rendezvous("env://"))
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(*address, size, is_master=rank == 0, wait_for_workers=False)
+    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+    given = [os.environ.get(name) for name in names]
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or None in given:
+        return next(dist.rendezvous("env://"))  # the launcher's, or torch's error
+    address, (port, rank, size) = given[0], map(int, given[1:])
+    store = dist.TCPStore(address, port, size, is_master=rank == 0, wait_for_workers=False)
     return store, rank, size
 
 

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch.distributed as dist
 
+from megatron_hybrid.models.sharding import parallel_setup
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 
 
@@ -19,8 +20,11 @@ def test_ranks_on_one_machine_talk_over_loopback(on_this_machine, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_machine))
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr("atexit.register", lambda function: None)
+    monkeypatch.setattr(parallel_setup, "job_store", lambda: (dist.HashStore(), 1, 2))
     monkeypatch.setattr(
-        dist, "init_process_group", lambda backend: found.extend(map(os.environ.get, interfaces))
+        dist,
+        "init_process_group",
+        lambda *_, **job: found.extend(map(os.environ.get, interfaces)),
     )
     initialize_distributed()
     assert found == (["lo", "lo"] if on_this_machine == 2 else [None, None])
