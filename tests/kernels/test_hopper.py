@@ -95,6 +95,7 @@ print(json.dumps(races))
 """
 
 
+@pytest.mark.matrix
 def test_what_makes_rows_nan_is_found_in_what_triton_compiled():
     """Four warps: chunk_scan's first factor is in registers, the others' are in shared memory."""
     root = Path(__file__).parents[2]

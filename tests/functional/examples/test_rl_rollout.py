@@ -13,8 +13,10 @@ from unittest import mock
 
 import pytest
 import torch
+from matrix import matrix_rows
 from rank_processes import run_ranks
 
+RAN = ["on_one_rank", "on_four_ranks"]
 EXAMPLE = Path(__file__).parents[3] / "examples" / "rl_rollout.py"
 
 
@@ -83,7 +85,7 @@ def on_one_rank():
     return run_main(2)
 
 
-@pytest.fixture(scope="module", params=["on_one_rank", "on_four_ranks"])
+@pytest.fixture(scope="module", params=matrix_rows(RAN, "on_one_rank"))
 def ran(request):
     found = request.getfixturevalue(request.param)
     return found[0] if isinstance(found, list) else found
@@ -127,6 +129,7 @@ def test_a_line_of_each_update_fits_in_80_columns(ran, updates):
     assert all(len(line) <= 80 for line in (*lines, last))
 
 
+@pytest.mark.matrix
 def test_the_ranks_of_a_replica_draw_alike_and_all_learn_alike(on_four_ranks):
     first, second, *others = on_four_ranks
     for one, other in ((first, second), others):
@@ -138,6 +141,7 @@ def test_the_ranks_of_a_replica_draw_alike_and_all_learn_alike(on_four_ranks):
         assert all(torch.equal(parameter, rank["replicated"][name]) for rank in on_four_ranks), name
 
 
+@pytest.mark.matrix
 def test_only_the_first_rank_prints(on_four_ranks):
     first, *others = on_four_ranks
     assert first["printed"] and not any(rank["printed"] for rank in others)

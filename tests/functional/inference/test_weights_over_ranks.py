@@ -103,6 +103,7 @@ def run_rank(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.matrix
 def test_ranks_answer_with_new_weights_as_one(tmp_path):
     models = {"old": tiny_model(**MODEL), "new": tiny_model(**MODEL, seed=1)}
     save_checkpoint(models["old"], tmp_path)

@@ -153,6 +153,7 @@ def test_sigterm_to_torchrun_finishes_the_step_and_saves(stopped, folder):
     assert (folder / "stopped" / f"iter_{step:07d}" / "files.json").is_file()
 
 
+@pytest.mark.matrix
 def test_a_run_that_was_stopped_and_killed_is_that_of_none_to_the_bit(
     stopped, whole, start, folder
 ):

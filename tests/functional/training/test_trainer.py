@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from index_folders import write_documents
-from matrix import matrix_rows
+from matrix import asked, matrix_rows
 from megatron.core import parallel_state
 from rank_processes import train_on_ranks
 
@@ -129,7 +129,7 @@ def train_all(layouts: list[str], folder: Path) -> None:
     for layout in layouts:
         train(folder, layout, recipe(folder, layout))
     for saved, resumed in RESUMED:
-        if resumed in layouts:
+        if resumed in layouts and (folder / saved).exists():
             name = f"{saved} to {resumed}"
             if torch.distributed.get_rank() == 0:
                 take_up(folder, saved, name)
@@ -206,15 +206,17 @@ def _decays(name: str, parameter: torch.Tensor) -> bool:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder):
+def ranks(folder, request):
     """What `train_all` leaves in the folder, and the places of core that asked for CUDA."""
-    asked = set()
+    places = set()
     for layouts in PROCESSES:
+        if layouts == ["pp"] and not asked(request, "layout", ["pp"]):
+            continue
         rendezvous = folder / f"ranks of {layouts[0]}"
         rendezvous.mkdir()
         outcomes = train_on_ranks(train_all, RANKS, rendezvous, layouts, folder)
-        asked.update(*(places for _, places in outcomes))
-    return asked
+        places.update(*(found for _, found in outcomes))
+    return places
 
 
 def check(found, expected):
@@ -233,12 +235,14 @@ def test_one_rank_trains_as_plain_torch(folder, expected):
     check(rows(folder / "one"), expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", matrix_rows(LAYOUTS, "tp", "dp", "distributed", "ep"))
 def test_two_ranks_train_as_plain_torch(folder, ranks, expected, layout):
     check(rows(folder / layout), expected)
 
 
-@pytest.mark.parametrize(("saved", "resumed"), RESUMED)
+@pytest.mark.parametrize(
+    ("saved", "resumed"), matrix_rows(RESUMED, ("tp", "ep"), ("distributed", "distributed"))
+)
 def test_two_ranks_go_on_from_any_layout(folder, ranks, expected, saved, resumed):
     check(rows(folder / f"{saved} to {resumed}"), expected[SAVED_STEP:])
 
@@ -270,13 +274,14 @@ def drawn_alone(folder):
     return dict(initial(folder, None).named_parameters())
 
 
-@pytest.mark.parametrize("layout", ["tp", "pp", "ep"])
+@pytest.mark.parametrize("layout", matrix_rows(["tp", "pp", "ep"], "tp", "ep"))
 def test_random_weights_are_those_of_one_rank_in_any_layout(folder, ranks, drawn_alone, layout):
     found = dict(initial(folder, layout).named_parameters())
     assert found.keys() == drawn_alone.keys()
     assert [name for name in found if not torch.equal(found[name], drawn_alone[name])] == []
 
 
+@pytest.mark.matrix
 def test_every_listed_place_of_core_asks_for_cuda(ranks):
     with cpu_seam() as seam:
         assert sorted(seam.places - ranks, key=str) == []
