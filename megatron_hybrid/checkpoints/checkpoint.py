@@ -20,6 +20,12 @@ from torch import Tensor
 from megatron_hybrid.checkpoints.huggingface import adapters
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
 from megatron_hybrid.checkpoints.huggingface.fields import check_general_keys
+from megatron_hybrid.checkpoints.packed_files import (
+    PackedFiles,
+    check_method,
+    modelopt_config,
+)
+from megatron_hybrid.checkpoints.packed_maps import PackedSource, own_source
 from megatron_hybrid.checkpoints.progress import progress
 from megatron_hybrid.checkpoints.tensor_files import (
     CheckpointError,
@@ -76,6 +82,11 @@ def save_huggingface(model: HybridModel, folder: str | os.PathLike[str]) -> None
             "the model has no huggingface_config, which a Hugging Face folder is written from: it "
             "was not loaded from one. Use save_checkpoint."
         )
+    if model.packed_source is not None and model.packed_source.is_ours:
+        raise CheckpointError(
+            "the model has packed weights and was loaded from a checkpoint of ours, which does not "
+            "hold how its Hugging Face folder lays them out. Load it from that folder."
+        )
     adapter = _adapter(hf, "huggingface_config")
     expected = _huggingface_config(hf, "huggingface_config")
     for name in model.config.differences(expected):
@@ -87,9 +98,16 @@ def save_huggingface(model: HybridModel, folder: str | os.PathLike[str]) -> None
     if state is None or not writes(model):
         return
     theirs: dict[str, Tensor] = {}
-    for tensor_map in adapter.tensors(model.config):
+    maps: Iterable[TensorMap] = adapter.tensors(model.config)
+    packed = model.packed_source
+    if packed is not None:
+        maps = packed.maps(adapter.as_found(m, model.config, packed.shapes) for m in maps)
+        theirs |= packed.kept
+    for tensor_map in maps:
         values = tensor_map.layout.to_theirs([state[name] for name in tensor_map.ours])
-        theirs.update(zip(tensor_map.theirs, values, strict=True))
+        for name, value in zip(tensor_map.theirs, values, strict=True):
+            written = {name: value} if packed is None else packed.written(name, value)
+            theirs |= {adapter.text_name(name): value for name, value in written.items()}
     dtype = str(model.config.params_dtype).removeprefix("torch.")
     _write(folder, {**hf, "dtype": dtype}, theirs)
 
@@ -137,10 +155,16 @@ def full_state_dict(model: HybridModel) -> dict[str, Tensor] | None:
     if pp.size() == 1:
         return state
     stages = [None] * pp.size() if pp.rank() == 0 else None
-    dist.gather_object(state, stages, dst=dist.get_global_rank(pp, 0), group=pp)
+    # As bytes: torch does not read pickled floats of 8 bits.
+    sent = {name: (t.dtype, t.view(_bytes_like(t))) for name, t in state.items()}
+    dist.gather_object(sent, stages, dst=dist.get_global_rank(pp, 0), group=pp)
     if pp.rank() != 0:
         return None
-    return {name: tensor for stage in stages for name, tensor in stage.items()}
+    return {name: t.view(dtype) for stage in stages for name, (dtype, t) in stage.items()}
+
+
+def _bytes_like(tensor: Tensor) -> torch.dtype:
+    return torch.uint8 if tensor.element_size() == 1 else tensor.dtype
 
 
 def load_checkpoint(model: HybridModel, folder: str | os.PathLike[str], cast: bool = False) -> None:
@@ -161,31 +185,119 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike[str], cast: bo
 
 def _load_checkpoint(model: HybridModel, folder: Path, cast: bool) -> None:
     """`load_checkpoint` on this rank alone."""
-    values, config = read_json(folder / CONFIG_FILE), model.config
     with TensorFiles.open(folder) as files:
-        if _is_huggingface(values):
-            adapter = _adapter(values, str(folder / CONFIG_FILE))
-            given = {adapter.text_name(name): name for name in files.names()}
-            for name in adapter.ignored_names(given, config):
-                del given[name]
-            shapes = {name: files.shape(file_name) for name, file_name in given.items()}
-            maps = [adapter.as_found(m, config, shapes) for m in adapter.tensors(config)]
-            embedding = next(m.theirs[0] for m in maps if m.ours == (EMBEDDING,))
-            if config.share_embeddings_and_output_weights and HEAD in given:
-                if embedding in given:
-                    _drop_copy(HEAD, embedding, given, files, str(folder))
-                else:  # the tied tensor is stored under the head's name
-                    given[embedding] = given.pop(HEAD)
-            mixed = embedding in given and files.dtype(given[embedding]) == config.params_dtype
-        else:
-            given = {canonical_name(name): name for name in files.names()}
-            maps = _identity(own_tensors(model))
-            mixed = False
-        source = TensorSource(str(folder), given, files.shape, files.dtype, files.read)
-        rounded = FLOATS if cast else (torch.float32,) if mixed else ()
+        found = _find(model, folder, files)
+        rounded = FLOATS if cast else (torch.float32,) if found.is_mixed else ()
         drawn = files.total_bytes if dist.get_rank() == 0 else 0  # one bar for all ranks
-        with progress(f"loading {folder}", drawn) as advance:
+        with (
+            found.packed.pack(model, found.maps, str(folder)),
+            progress(f"loading {folder}", drawn) as advance,
+        ):
+            maps = list(found.packed.maps(found.maps))
+            source = _source_of(found.packed, str(folder), found.given, files)
             load_tensors(model, maps, source, rounded, advance)
+
+
+def pack_as_in(model: HybridModel, folder: str | os.PathLike[str]) -> None:
+    """Pack the weights that are packed in a folder. They get no values; a model on the meta device
+    has the sizes of the loaded one then.
+
+    Raises:
+        CheckpointError: unreadable, or not of this model.
+    """
+    folder = Path(folder)
+    with TensorFiles.open(folder) as files:
+        found = _find(model, folder, files)
+        with found.packed.pack(model, found.maps, str(folder)):
+            pass
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a folder has for a model."""
+
+    maps: list[TensorMap]
+    """Of weights, unpacked."""
+    given: dict[str, str]
+    """Names in the maps -> names in the files."""
+    packed: PackedSource
+    is_mixed: bool
+    """Whether values in fp32 are rounded, as the word embedding is in the model's dtype."""
+
+
+def _find(model: HybridModel, folder: Path, files: TensorFiles) -> _Found:
+    values, config = read_values(folder / CONFIG_FILE), model.config
+    if not _is_huggingface(values):
+        given = {canonical_name(name): name for name in files.names()}
+        packed, packed_maps = own_source(
+            given, lambda name: files.shape(given[name]), lambda name: files.dtype(given[name])
+        )
+        of_packed = {name for m in packed_maps for name in m.ours}
+        whole = [n for n in own_tensors(model) if not n.startswith(tuple(of_packed))]
+        maps = [*packed_maps, *_identity(whole)]
+        return _Found(maps, given, packed, False)
+    adapter = _adapter(values, str(folder / CONFIG_FILE))
+    weights = PackedFiles(files, quantization(values))
+    given = {adapter.text_name(name): name for name in weights.names()}
+    for name in adapter.ignored_names(given, config):
+        del given[name]
+    shapes = {name: weights.shape(file_name) for name, file_name in given.items()}
+    maps = [adapter.as_found(m, config, shapes) for m in adapter.tensors(config)]
+    packed = _packed_source(weights, given, shapes, adapter, config)
+    embedding = next(m.theirs[0] for m in maps if m.ours == (EMBEDDING,))
+    if config.share_embeddings_and_output_weights and HEAD in given:
+        if HEAD in packed.stored:
+            raise CheckpointError(
+                f"{HEAD} is packed in {folder}, but one with {embedding} (tie_word_embeddings), "
+                "which is looked up row by row: dequantize it, or untie them in config.json."
+            )
+        if embedding in given:
+            _drop_copy(HEAD, embedding, given, files, str(folder))
+        else:  # the tied tensor is stored under the head's name
+            given[embedding] = given.pop(HEAD)
+    is_mixed = embedding in given and files.dtype(given[embedding]) == config.params_dtype
+    return _Found(maps, given, packed, is_mixed)
+
+
+def _packed_source(
+    weights: PackedFiles,
+    given: Mapping[str, str],
+    shapes: dict[str, tuple[int, ...]],
+    adapter: Adapter,
+    config: HybridConfig,
+) -> PackedSource:
+    """The packed ones of the weights of a folder. given: their names in it, by those that they have
+    in one of the text model alone; shapes: unpacked, by the same."""
+    stored = {
+        name: weights.stored[file_name]
+        for name, file_name in given.items()
+        if file_name in weights.stored
+    }
+    names = {adapter.text_name(name): name for name in weights.kept}
+    for name in adapter.ignored_names(names, config):
+        del names[name]
+    kept = {name: weights.files.read(file_name).clone() for name, file_name in names.items()}
+    return PackedSource(stored, shapes, kept)
+
+
+def _source_of(
+    packed: PackedSource, folder: str, given: dict[str, str], files: TensorFiles
+) -> TensorSource:
+    """The tensors of a folder, and parts of packed weights in place of these."""
+    parts = {name: name for name in packed.parts()}
+    inner = {part.name for stored in packed.stored.values() for part in stored.parts.values()}
+    found = parts | {name: given[name] for name in given.keys() - packed.stored.keys() - inner}
+
+    def read(name: str) -> Tensor:
+        return packed.read(name, files.read) if name in parts else files.read(name)
+
+    return TensorSource(
+        folder,
+        found,
+        lambda name: packed.shape(name) if name in parts else files.shape(name),
+        lambda name: packed.dtype(name) if name in parts else files.dtype(name),
+        read,
+    )
 
 
 def load_state(
@@ -220,16 +332,13 @@ def read_config(folder: str | os.PathLike[str], **overrides: Any) -> HybridConfi
 
     Raises:
         CheckpointError: config.json is missing, unreadable or not a config, or the weights are
-            quantized.
+            quantized in a format that is not read.
         ValueError, TypeError: an override is not possible.
     """
     path = Path(folder) / CONFIG_FILE
-    values = read_json(path)
-    if (method := quantization(values)) is not None:
-        raise CheckpointError(
-            f"{path} has a quantization_config of quant_method={method!r}; only unquantized "
-            "weights can be read: load them in transformers, dequantize, and save them again."
-        )
+    values = read_values(path)
+    if (found := quantization(values)) is not None:
+        check_method(found, str(path))
     return config_of(with_dtype(values, path.parent), str(path), **overrides)
 
 
@@ -259,11 +368,12 @@ def config_of(values: Mapping[str, Any], source: str, **overrides: Any) -> Hybri
         raise CheckpointError(f"{source} is no usable config: {error}") from error
 
 
-def quantization(values: Mapping[str, Any]) -> str | None:
-    """Quantization method of the weights in a config.json ("fp8"); None: they are not quantized."""
+def quantization(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The quantization_config in a config.json (`read_values`); None: the weights are not
+    quantized."""
     for part in _parts(values):
         if isinstance(found := part.get("quantization_config"), Mapping) and found:
-            return str(found.get("quant_method"))
+            return found
     return None
 
 
@@ -291,12 +401,20 @@ def _parts(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [values, text] if isinstance(text, Mapping) else [values]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a config.json.
+def read_values(path: Path) -> dict[str, Any]:
+    """Read a config.json, with the quantization_config that ModelOpt may have put into a file
+    beside it.
 
     Raises:
         CheckpointError: it is missing, unreadable or not a JSON object.
     """
+    values = _read_json(path)
+    if quantization(values) is None and (found := modelopt_config(path.parent)) is not None:
+        values["quantization_config"] = found
+    return values
+
+
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -439,7 +557,10 @@ def check_map(
         if dtype == expected.dtype or dtype in rounded:
             continue
         if dtype not in FLOATS:
-            remedy = "Quantized weights are not read: dequantize them first."
+            remedy = (
+                "Quantized weights are read with the scales beside them, in the formats of "
+                "docs/models.md; dequantize others first."
+            )
         elif torch.promote_types(dtype, expected.dtype) == expected.dtype:
             continue
         else:

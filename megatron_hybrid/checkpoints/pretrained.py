@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid.checkpoints.checkpoint import CheckpointError, load_checkpoint, read_config
+from megatron_hybrid.checkpoints.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    quantization,
+    read_config,
+)
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.ranks import fail_together
@@ -50,10 +55,12 @@ def load_pretrained(
         # Random initialization would take longer than reading the file.
         config = read_config(path, perform_initialization=False, **overrides)
         tokenizer = load_tokenizer(path, config.vocab_size)
-    with device:
+    # Parameters that packed weights replace are never written: in a CPU's memory they take no room.
+    is_packed = quantization(config.huggingface_config or {}) is not None
+    with torch.device("cpu") if is_packed else device:
         model = build_hybrid_model(config)
     load_checkpoint(model, path, cast=dtype is not None)
-    return model.eval(), tokenizer
+    return model.to(device).eval(), tokenizer
 
 
 def model_folder(name: str | os.PathLike[str]) -> Path:

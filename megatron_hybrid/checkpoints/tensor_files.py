@@ -37,6 +37,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -63,7 +64,7 @@ class TensorFiles:
     """
 
     def __init__(self, folder: Path, where: dict[str, Path], opened: dict[Path, Any], close):
-        self._folder = folder
+        self.folder = folder
         self._where = where
         self._opened = opened
         self._close = close
@@ -138,7 +139,7 @@ class TensorFiles:
 
     def _slice(self, name: str):
         if name not in self._where:
-            raise CheckpointError(f"{self._folder} holds no tensor {name}.")
+            raise CheckpointError(f"{self.folder} holds no tensor {name}.")
         return self._opened[self._where[name]].get_slice(name)
 
 
@@ -342,7 +343,10 @@ def _write_tensor(
             f"{name} was planned as {dtype} of shape {list(shape)}, but is {tensor.dtype} of shape "
             f"{list(tensor.shape)}"
         )
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # a single element of another tensor counts as contiguous
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    flat = flat.view(torch.uint8)
     for piece in flat.split(_WRITE_BYTES):
         file.write(piece.numpy())
         advance(len(piece))

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     import json
 
-    from megatron_hybrid.tools.plan import GB, parse_count, plan, render
+    from megatron_hybrid.tools.plan import GB, packed_folder, parse_count, plan, render
     from megatron_hybrid.tools.roofline import device_of
 
     context = parse_count(options.context)
@@ -63,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("give --memory GB or --device NAME: what the model has to fit into")
     config = planned_config(options.model)
     memory = memory or device.memory_bytes
-    result = plan(config, memory, context, options.state_encoding, device)
+    packed = packed_folder(options.model, config)
+    result = plan(config, memory, context, options.state_encoding, device, packed)
     print(json.dumps(result.to_dict(), indent=2) if options.json else render(result))
     return 0 if result.settings else 1

@@ -24,6 +24,7 @@ from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import SAME, stacked
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.packed_weight import require_unpacked
 from megatron_hybrid.models.parameter_names import canonical_name, is_parameter, separate_expert
 from megatron_hybrid.models.sharding.gathering import num_experts_of, own_piece
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING, OUTPUT_LAYER
@@ -36,10 +37,11 @@ class WeightLoader:
     """Loads what one call of `DynamicInferenceEngine.load_weights` gives. Make it on all ranks.
 
     Raises:
-        ValueError: the model's experts are separate, as Megatron built them.
+        ValueError: the model's experts are separate, as Megatron built them, or its weights packed.
     """
 
     def __init__(self, model: HybridModel, ranks: Ranks):
+        require_unpacked(model, "load_weights cannot fill the model")
         self.model, self._ranks = model, ranks
         self.own = own_tensors(model)
         if any(separate_expert(name) for name in self.own):

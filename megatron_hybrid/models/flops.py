@@ -10,6 +10,7 @@ from torch import nn
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.mixers.base import KVShape
+from megatron_hybrid.models.packed_weight import PackedWeight, named_weights
 from megatron_hybrid.models.parameter_names import separate_expert
 from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
 
@@ -78,13 +79,13 @@ def layers_with_configs(model: HybridModel) -> list[tuple[nn.Module, HybridConfi
 
 def _matrices(
     module: nn.Module, config: HybridConfig, tokens_of_ranks: float = 1.0
-) -> Iterator[tuple[nn.Parameter, float]]:
+) -> Iterator[tuple[nn.Parameter | PackedWeight, float]]:
     """Weights, and how many of their elements are applied to a token.
 
     Args:
         tokens_of_ranks: tokens that come to experts, by those of this rank.
     """
-    for name, parameter in module.named_parameters():
+    for name, parameter in named_weights(module):
         is_matrix = parameter.dim() == 2
         if is_matrix and separate_expert(name) is None:
             yield parameter, parameter.numel()

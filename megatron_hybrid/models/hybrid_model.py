@@ -40,6 +40,7 @@ from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext, UncachedContext
 from megatron_hybrid.models.mixers.projections import LocalColumnLinear
 from megatron_hybrid.models.multi_token_prediction import MultiTokenPrediction
+from megatron_hybrid.models.packed_weight import require_unpacked
 from megatron_hybrid.models.parameter_names import (
     canonical_name,
     is_parameter,
@@ -169,6 +170,8 @@ class HybridModel(_LanguageModule):
             for name, tensor in (module._parameters | module._buffers).items()
             if tensor is not None and tensor.dtype == torch.float32 != config.params_dtype
         ]
+        self.packed_source: Any = None
+        """A `PackedSource`, where packed weights were read from; None: there are none."""
         self.num_weight_changes = 0
         """Number of calls that change weights: `train()`, `load_state_dict`."""
         self.register_load_state_dict_post_hook(lambda model, keys: model._note_weight_change())
@@ -548,6 +551,7 @@ class HybridModel(_LanguageModule):
         """For `megatron.core.dist_checkpointing`: keys as in core's own hybrid models."""
         if sharded_offsets:
             raise ValueError(f"sharded_offsets is {sharded_offsets}; a whole model has none.")
+        require_unpacked(self, "core's distributed checkpoints cannot hold the model")
         return sharded_state_dict(self, prefix, metadata)
 
     def _local_logits(self, hidden_nh: Tensor) -> Tensor:

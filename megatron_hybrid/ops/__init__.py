@@ -24,6 +24,7 @@ from megatron_hybrid.ops.conv import causal_conv1d
 from megatron_hybrid.ops.delta_rule import gated_delta_rule, kimi_delta_attention
 from megatron_hybrid.ops.experts import ExpertPairs, expert_mlps
 from megatron_hybrid.ops.norm import gated_rms_norm, rms_norm, rms_norm_of_sum
+from megatron_hybrid.ops.packed import packed_linear, unpack
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.rotary import rotate_heads
 from megatron_hybrid.ops.selective_scan import selective_scan
@@ -44,6 +45,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_rms_norm",
     "kimi_delta_attention",
+    "packed_linear",
     "paged_attention",
     "rms_norm",
     "rms_norm_of_sum",
@@ -51,5 +53,6 @@ __all__ = [
     "selective_scan",
     "ssd_scan",
     "time_steps",
+    "unpack",
     "varlen_attention",
 ]

@@ -1,4 +1,5 @@
-"""`megatron-hybrid plan`: memory and bounds of speed of a model, computed from its config alone.
+"""`megatron-hybrid plan`: memory and bounds of speed of a model, computed from its config, and
+from the headers of packed weights.
 
 The model is built on the meta device, for its cache requirements.
 """
@@ -9,6 +10,7 @@ import math
 import os
 import re
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -19,11 +21,13 @@ from megatron_hybrid.checkpoints.checkpoint import (
     CONFIG_FILE,
     CheckpointError,
     config_of,
+    pack_as_in,
     quantization,
-    read_json,
+    read_values,
     with_dtype,
 )
 from megatron_hybrid.checkpoints.pretrained import hub_advice, model_folder
+from megatron_hybrid.checkpoints.tensor_files import INDEX_FILE, WEIGHTS_FILE
 from megatron_hybrid.inference.config import STATE_ENCODINGS, InferenceConfig
 from megatron_hybrid.inference.memory import cache_spec_of
 from megatron_hybrid.inference.memory_budget import step_bytes
@@ -32,8 +36,9 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.flops import attention_parity, token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.layer_pattern import layer_symbols
+from megatron_hybrid.models.packed_weight import named_weights
 from megatron_hybrid.tools.rates import WIDTH, Rates, predict, render_rates
-from megatron_hybrid.tools.roofline import Device, ModelWork
+from megatron_hybrid.tools.roofline import Device, ModelWork, num_bytes
 
 GB = 10**9
 MEMORY_FRACTION = InferenceConfig.memory_fraction
@@ -81,7 +86,9 @@ class Plan:
     dtype: str
     """Of weights and KV."""
     quantization: str | None
-    """Quantization of the published weights ("fp8"), to dequantize before loading; None: none."""
+    """Quantization of the published weights ("fp8"); None: none."""
+    counts_packed: bool
+    """Whether `weight_bytes` is of packed weights, as the folder has them."""
     memory_bytes: int
     step_bytes: int
     """Of the largest step, beside weights, requests and cache."""
@@ -113,8 +120,16 @@ def read_model_config(path: str | os.PathLike) -> HybridConfig:
     file = folder / CONFIG_FILE if folder.is_dir() else folder
     if not file.exists() and (advice := hub_advice(path)):
         raise CheckpointError(f"{path} is no folder here.{advice}")
-    values = with_dtype(read_json(file), file.parent)
+    values = with_dtype(read_values(file), file.parent)
     return config_of(values, str(file), perform_initialization=False)
+
+
+def packed_folder(path: str | os.PathLike, config: HybridConfig) -> Path | None:
+    """The folder of a model's packed weights; None: they are not packed, or not here."""
+    folder = model_folder(path)
+    is_packed = quantization(config.huggingface_config or {}) is not None
+    has_weights = any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
+    return folder if is_packed and has_weights else None
 
 
 def parse_count(text: str) -> int:
@@ -136,6 +151,7 @@ def plan(
     context: int,
     state_encoding: str = "exact",
     device: Device | None = None,
+    folder: str | os.PathLike | None = None,
 ) -> Plan:
     """Compute how a model fits into one device's memory, and how fast it is at best.
 
@@ -145,14 +161,18 @@ def plan(
         context: tokens of a request, prompt and answer.
         state_encoding: of checkpoints, as in InferenceConfig.
         device: whose rooflines bound the speed; None: leave speed out.
+        folder: with the model's weights, whose headers say which are packed; None: all count as
+            unpacked.
 
     Raises:
         ValueError: an unknown encoding.
+        CheckpointError: the weights in the folder are not of this model.
     """
     with torch.device("meta"):
         model = build_hybrid_model(config)
-    parameters = list(model.parameters())
-    weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    if folder is not None:
+        pack_as_in(model, folder)
+    weight_bytes = num_bytes(model.parameters())
     block = next((b for b in _CACHE_BLOCKS if context <= b * _TABLE_BLOCKS), _CACHE_BLOCKS[-1])
     spec = spec_of(model, block, state_encoding)
     sizes = InferenceConfig.max_requests, InferenceConfig.max_tokens
@@ -166,10 +186,11 @@ def plan(
         rates = predict(ModelWork.of(model, spec), device, batches)
     return Plan(
         layer_pattern=config.layer_pattern,
-        parameters=sum(p.numel() for p in parameters),
+        parameters=sum(weight.numel() for _, weight in named_weights(model)),
         weight_bytes=weight_bytes,
         dtype=str(config.params_dtype).removeprefix("torch."),
-        quantization=quantization(config.huggingface_config or {}),
+        quantization=(quantization(config.huggingface_config or {}) or {}).get("quant_method"),
+        counts_packed=model.packed_source is not None,
         memory_bytes=memory_bytes,
         step_bytes=step,
         cache_bytes=cache_bytes,
@@ -296,8 +317,10 @@ def render(result: Plan) -> str:
             ")",
         ]
     published = ""
-    if result.quantization is not None:
-        published = f" (published as {result.quantization}; dequantize them to load them)"
+    if result.counts_packed:
+        published = f" and {result.quantization}"
+    elif result.quantization is not None:
+        published = f" (published as {result.quantization}: with the weights there, they count so)"
     lines = [
         *wrap(
             f"{len(symbols)} layers in the pattern, {result.parameters:,} parameters, "

@@ -237,7 +237,7 @@ class ModelWork:
 
 def num_bytes(tensors: Iterable) -> int:
     """Bytes of some tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _attention(layers: list[tuple[KVShape, float]], spec: CacheSpec) -> Iterator[Attention]:

@@ -33,6 +33,7 @@ from megatron_hybrid.checkpoints.checkpoint import writes
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.files import replace_file
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.packed_weight import require_unpacked
 from megatron_hybrid.models.sharding.collectives import (
     gather_rows,
     sum_and_split_rows,
@@ -104,8 +105,9 @@ class LowRankAdapter(nn.Module):
         input_size = full_shape(weight)[1]
         drawn = torch.Generator().manual_seed(zlib.crc32(f"{fields.seed} {name}".encode()))
         whole = torch.rand(fields.rank, input_size, generator=drawn) * 2 - 1
-        self.a = nn.Parameter(weight.new_empty(fields.rank, weight.shape[1]))
-        self.b = nn.Parameter(weight.new_zeros(weight.shape[0], fields.rank))
+        like = {"dtype": weight.dtype, "device": weight.device}
+        self.a = nn.Parameter(torch.empty(fields.rank, weight.shape[1], **like))
+        self.b = nn.Parameter(torch.zeros(weight.shape[0], fields.rank, **like))
         cut_part, other = (self.a, self.b) if self.by_column else (self.b, self.a)
         copy_marks(weight, cut_part)
         # core's `finalize_model_grads` sums what each rank's rows give to it.
@@ -189,7 +191,12 @@ def adapters_of(model: HybridModel) -> dict[str, nn.Module]:
 
 def merge_adapters(model: HybridModel) -> None:
     """Add the adapters to the weights and remove them: the model computes the same but for
-    rounding, and is saved and exported as any other. Its parameters stay frozen."""
+    rounding, and is saved and exported as any other. Its parameters stay frozen.
+
+    Raises:
+        ValueError: weights are packed, which have no room for the sum.
+    """
+    require_unpacked(model, "adapters cannot be merged")
     for projection in adapters_of(model).values():
         weight = projection.weight
         with torch.no_grad():

@@ -32,6 +32,7 @@ from megatron_hybrid.compat import quiet_core
 from megatron_hybrid.models.config.hybrid_config import HybridConfig, decode_fields
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.one_rank_draw import draw_as_one_rank
+from megatron_hybrid.models.packed_weight import require_unpacked
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed, process_groups
 from megatron_hybrid.process_life import ends_with_launcher
 from megatron_hybrid.ranks import fail_together
@@ -166,6 +167,7 @@ class Trainer:
             # Of each model for itself it fails on all ranks of that one; here, on those of all.
             with fail_together(CheckpointError, whole_job=True):
                 load_checkpoint(self.model, model_folder(pretrained), cast=True)
+            require_unpacked(self.model, "the model cannot be trained")
         if recipe.lora is not None:
             add_adapters(self.model, recipe.lora)
         # Ranks with the same activations drop the same of them, others not.

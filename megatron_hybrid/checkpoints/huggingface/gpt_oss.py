@@ -38,8 +38,7 @@ _ROPE = {
 
 
 class GptOss(Adapter):
-    """`GptOssForCausalLM`, with weights in floating point: published ones are MXFP4, which
-    transformers writes out by `Mxfp4Config(dequantize=True)`."""
+    """`GptOssForCausalLM`, with the experts in floating point or, as published, in MXFP4."""
 
     model_types = ("gpt_oss",)
 
@@ -88,6 +87,15 @@ class GptOss(Adapter):
             ):
                 experts = f"{ours}.experts.linear_{projection}", f"{theirs}.experts.{name}"
                 yield same(*experts, layout)
+
+    def as_found(
+        self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
+    ) -> TensorMap:
+        """See `Adapter.as_found`. Of packed experts the rows are outputs, of others inputs."""
+        if (blocks := f"{tensor_map.theirs[0]}_blocks") not in shapes:
+            return tensor_map
+        layout = alternating(1) if blocks.endswith("gate_up_proj_blocks") else SAME
+        return same(tensor_map.ours[0], blocks, layout)
 
 
 ADAPTER = GptOss()

@@ -26,6 +26,7 @@ from megatron_hybrid.models.mixers.projections import (
     build_output_projection,
 )
 from megatron_hybrid.models.mixers.rotary import build_rotary
+from megatron_hybrid.models.packed_weight import unpacked
 from megatron_hybrid.models.recompute import is_selected, recompute_if
 from megatron_hybrid.models.sharding.collectives import gather_rows
 from megatron_hybrid.ops import AttentionPattern
@@ -185,5 +186,5 @@ class LatentAttentionMixer(Mixer):
 
     def _up_weights(self) -> tuple[Tensor, Tensor]:
         """W_uk [H, n, r] and W_uv [H, P, r]."""
-        weight = self.linear_kv_up_proj.weight.unflatten(0, (self.num_heads, -1))
+        weight = unpacked(self.linear_kv_up_proj.weight).unflatten(0, (self.num_heads, -1))
         return weight.split([self.head_dims[0], self.value_dim], 1)

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.packed_weight import PackedWeight, linear, unpacked
 from megatron_hybrid.models.sharding.collectives import (
     gather_rows,
     sum_and_split_rows,
@@ -31,11 +35,12 @@ class LocalColumnLinear(ColumnParallelLinear):
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See core: `[..., in] -> ([..., out], bias or None)`."""
+        weight = self.weight if weight is None else weight
         if self.sequence_parallel and not _core_splits_rows(input_):
             input_ = gather_rows(input_, self.tp_group)
         elif torch.is_grad_enabled() or self.output_size_per_partition != self.output_size:
-            return super().forward(input_, weight, runtime_gather_output)
-        output = F.linear(input_, self.weight if weight is None else weight)
+            return super().forward(input_, unpacked(weight), runtime_gather_output)
+        output = linear(input_, weight)
         if self.bias is None or self.skip_bias_add:
             return output, self.bias
         return output + self.bias, None
@@ -47,11 +52,14 @@ class LocalRowLinear(RowParallelLinear):
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """See core: `[..., in] -> ([..., out], bias or None)`."""
         if self.sequence_parallel and not _core_splits_rows(input_):
-            output = sum_and_split_rows(F.linear(input_, self.weight), self.tp_group)
+            output = sum_and_split_rows(linear(input_, self.weight), self.tp_group)
+        elif isinstance(self.weight, PackedWeight):
+            output = linear(input_, self.weight)
+            output = reduce_from_tensor_model_parallel_region(output, self.tp_group)
         elif torch.is_grad_enabled() or self.input_size_per_partition != self.input_size:
             return super().forward(input_)
         else:
-            output = F.linear(input_, self.weight)
+            output = linear(input_, self.weight)
         if self.bias is None or self.skip_bias_add:
             return output, self.bias
         return output + self.bias, None
@@ -179,4 +187,4 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., input_size] -> [..., output_size]."""
-        return F.linear(x, self.weight)
+        return linear(x, self.weight)

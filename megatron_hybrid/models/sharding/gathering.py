@@ -64,6 +64,8 @@ def _gather(piece: Tensor, group: dist.ProcessGroup, tensor: Tensor) -> list[Ten
 def _all_gather(piece: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     if group.size() == 1:
         return [piece]
-    pieces = [torch.empty_like(piece) for _ in range(group.size())]
-    dist.all_gather(pieces, piece, group=group)
-    return pieces
+    # Not all backends have floats of 8 bits.
+    sent = piece.view(torch.uint8) if piece.element_size() == 1 else piece
+    pieces = [torch.empty_like(sent) for _ in range(group.size())]
+    dist.all_gather(pieces, sent, group=group)
+    return [each.view(piece.dtype) for each in pieces]

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 PerExpert = torch.Tensor | Sequence[torch.Tensor]
-"""A tensor with a leading dimension of experts, or one tensor an expert."""
+"""A tensor with a leading dimension of experts, or one tensor an expert, which may be made when it
+is taken."""
 
 
 def expert_mlps(
@@ -22,21 +23,21 @@ def expert_mlps(
     activate: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """See `ops.expert_mlps`. It waits for the ends, and gives rows of no expert zeros."""
-    ends = [0, *ends_E.tolist()]
-    layers = list(zip(pairwise(ends), _layers(fc1_Egh, fc1_bias_Eg), _layers(fc2_Ehf, fc2_bias_Eh)))
+    spans = list(pairwise([0, *ends_E.tolist()]))
+    fc1_E, fc1_bias_E = _experts(fc1_Egh), _biases(fc1_bias_Eg, len(spans))
+    fc2_E, fc2_bias_E = _experts(fc2_Ehf), _biases(fc2_bias_Eh, len(spans))
     # One without rows, if all are: the parameters get a gradient in every backward.
-    used = [layer for layer in layers if layer[0][0] < layer[0][1]] or layers[:1]
-    outputs = [_mlp(x_mh[first:end], fc1, fc2, activate) for (first, end), fc1, fc2 in used]
-    rest = len(x_mh) - ends[-1]
+    used = [e for e, (first, end) in enumerate(spans) if first < end] or [0]
+    outputs = [
+        _mlp(x_mh[slice(*spans[e])], (fc1_E[e], fc1_bias_E[e]), (fc2_E[e], fc2_bias_E[e]), activate)
+        for e in used
+    ]
+    rest = len(x_mh) - spans[-1][1]
     return torch.cat([*outputs, outputs[0].new_zeros(rest, outputs[0].shape[1])])
 
 
-def _layers(
-    weight_E: PerExpert, bias_E: PerExpert | None
-) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Weight [out, in] and bias [out] of each expert."""
-    biases = [None] * len(weight_E) if bias_E is None else _experts(bias_E)
-    return list(zip(_experts(weight_E), biases))
+def _biases(bias_E: PerExpert | None, num_experts: int) -> Sequence[torch.Tensor | None]:
+    return [None] * num_experts if bias_E is None else _experts(bias_E)
 
 
 def _experts(tensor_E: PerExpert) -> Sequence[torch.Tensor]:

@@ -207,11 +207,10 @@ def test_granite_of_attention_alone():
     assert plan(config_here(values), 10**13, 1024).parameters == parameters
 
 
-@pytest.mark.parametrize(("name", "method"), QUANTIZED.items())
-def test_quantized_weights_are_refused(name, method, tmp_path):
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_models_with_packed_weights_compute_in_bfloat16(name, tmp_path):
     (tmp_path / "config.json").write_bytes((FOLDER / f"{name}.json").read_bytes())
-    with pytest.raises(CheckpointError, match=f"quant_method='{method}'.*dequantize"):
-        read_config(tmp_path)
+    assert read_config(tmp_path).params_dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("part", [None, "text_config"])

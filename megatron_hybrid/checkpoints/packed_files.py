@@ -1,0 +1,444 @@
+"""Packed weights in folders of Hugging Face: which tensors make up one, and how its scales lie.
+
+Published formats differ in names, in how many rows and columns share a scale, and in how codes and
+zero points fill their words. A `StoredWeight` says that of one weight; it is read off the names,
+dtypes and shapes of its tensors, and checked against the config.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles
+from megatron_hybrid.ops.packed import format_of
+
+PARTS = ("codes", "scale", "outer", "zero")
+QUANT_FILE = "hf_quant_config.json"
+
+_KINDS: dict[str, tuple[str, tuple[str, ...]] | None] = {
+    "fp8": None,
+    "mxfp4": None,
+    "modelopt": (
+        "quant_algo",
+        (
+            "FP8",
+            "FP8_PER_CHANNEL_PER_TOKEN",
+            "FP8_PB_WO",
+            "NVFP4",
+            "W4A16_NVFP4",
+            "MIXED_PRECISION",
+        ),
+    ),
+    "compressed-tensors": (
+        "format",
+        (
+            "float-quantized",
+            "int-quantized",
+            "naive-quantized",
+            "pack-quantized",
+            "nvfp4-pack-quantized",
+            "mixed-precision",
+        ),
+    ),
+}
+"""Values of `quant_method` that are read; of some, values of another key."""
+
+_FP8_BLOCK = (128, 128)
+_COLUMNS = {torch.float8_e4m3fn: 16, torch.float8_e8m0fnu: 32}
+"""Columns that share a scale of this dtype in fp4: NVFP4, MXFP4."""
+
+_UNUSED = ("input_scale", "input_global_scale", "k_scale", "v_scale", "q_scale", "output_scale")
+"""Tensors that are written back as they were, and not used: activations stay in the model's dtype,
+and keys and values are not quantized by what a file says."""
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """One part of a packed weight as a folder holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """In memory."""
+    decode: Callable[[Tensor], Tensor] | None = None
+    """The stored tensor -> as in memory, but for rows that share a scale."""
+    encode: Callable[[Tensor], Tensor] | None = None
+    """Its inverse. Where it is missing beside a `decode`, the tensor is written as it was read."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the tensor is written as it was read."""
+        return self.decode is not None and self.encode is None
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A packed weight of a folder, as the weight that it stands for."""
+
+    shape: tuple[int, ...]
+    """Of the weight, unpacked."""
+    parts: Mapping[str, StoredPart]
+    """By the names of `ops.packed_linear`: "codes", "scale", and "outer" and "zero" if there."""
+    block: tuple[int, int]
+    """Rows and columns that share a scale; 0: all of them."""
+
+    @classmethod
+    def of_parts(cls, parts: Mapping[str, StoredPart]) -> StoredWeight:
+        """A weight whose parts are stored as they are in memory, a scale for each row."""
+        *rows, width = parts["codes"].shape
+        columns = width * 8 // format_of(parts["codes"].dtype, parts["scale"].dtype).bits
+        return cls((*rows, columns), parts, (1, columns // parts["scale"].shape[-1]))
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return self.block[1] or self.shape[-1]
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of the parts, in memory."""
+        return {name: part.dtype for name, part in self.parts.items()}
+
+    def by_row(self, name: str, stored: Tensor, group: int) -> Tensor:
+        """A part with a row for each row of the weight and, of scales, a column for each `group`
+        columns of it, a divisor of `self.group`."""
+        part = self.parts[name]
+        value = stored if part.decode is None else part.decode(stored)
+        *lead, rows, columns = self.shape
+        if name == "codes":
+            return value
+        if name == "outer":
+            whole = (*lead, rows, 1)
+            return value if value.shape == whole else value.reshape(*lead, 1, 1).expand(whole)
+        block_rows = self.block[0] or rows
+        grid = (-(-rows // block_rows), -(-columns // self.group))
+        whole = value.reshape(*lead, *grid).repeat_interleave(block_rows, -2)
+        return whole.repeat_interleave(self.group // group, -1)[..., :rows, : columns // group]
+
+    def shape_by_row(self, name: str, group: int) -> tuple[int, ...]:
+        """The shape of what `by_row` returns."""
+        *lead, rows, columns = self.shape
+        bits = format_of(self.parts["codes"].dtype, self.parts["scale"].dtype).bits
+        counts = {"codes": columns * bits // 8, "outer": 1}
+        return (*lead, rows, counts.get(name, columns // group))
+
+    def as_stored(self, name: str, value: Tensor) -> Tensor:
+        """The inverse of `by_row`."""
+        part = self.parts[name]
+        if name == "outer":
+            value = value[..., :1, :1]
+        elif name != "codes":
+            step = self.group * value.shape[-1] // self.shape[-1]
+            value = value[..., :: self.block[0] or self.shape[-2], ::step]
+        value = value.contiguous() if part.encode is None else part.encode(value)
+        return value.reshape(part.shape)
+
+
+class PackedFiles:
+    """The tensors of a folder, where each packed weight counts as the one that it stands for.
+
+    Args:
+        files: of the folder.
+        config: its `quantization_config`; None: nothing may be packed.
+
+    Raises:
+        CheckpointError: a format that is not read, or tensors that contradict the config.
+    """
+
+    def __init__(self, files: TensorFiles, config: Mapping[str, Any] | None):
+        self.files, self.config = files, config or {}
+        self._names = set(files.names())
+        self.stored: dict[str, StoredWeight] = {}
+        """Packed weights by the name of the weight."""
+        used: set[str] = set()
+        for name in sorted(self._names):
+            for ending, read in _READERS.items():
+                if name.endswith(ending) and (parts := read(self, name)) is not None:
+                    weight = name.removesuffix("_packed")
+                    self.stored[weight] = self._weight(weight, parts)
+                    used |= {part.name for part in parts.values()}
+        if self.stored and config is None:
+            raise CheckpointError(
+                f"{min(self.stored)} is packed in {files.folder}, but neither config.json nor "
+                f"{QUANT_FILE} says how. Copy the folder again, with both."
+            )
+        kept = {part.name for each in self.stored.values() for part in each.parts.values()}
+        kept &= {
+            part.name for s in self.stored.values() for part in s.parts.values() if part.is_kept
+        }
+        self.kept = kept | {
+            name
+            for name in self._names - used
+            if self.stored and name.rpartition(".")[2] in (*_UNUSED, "weight_shape")
+        }
+        """Names of tensors that are written back as they were."""
+        self._plain = self._names - used - self.kept
+
+    def names(self) -> Collection[str]:
+        """Names of all weights."""
+        return self._plain | self.stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a weight, unpacked."""
+        return self.stored[name].shape if name in self.stored else self.files.shape(name)
+
+    def part(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        decode: Callable[[Tensor], Tensor] | None = None,
+        encode: Callable[[Tensor], Tensor] | None = None,
+    ) -> StoredPart:
+        """One of the folder's tensors as a part; dtype: None: as stored.
+
+        Raises:
+            CheckpointError: there is none of this name.
+        """
+        if name not in self._names:
+            raise CheckpointError(
+                f"{name} is not in {self.files.folder}, but the rest of a packed weight is. Copy "
+                "the folder again."
+            )
+        files = self.files
+        return StoredPart(name, files.shape(name), dtype or files.dtype(name), decode, encode)
+
+    def has(self, name: str) -> bool:
+        """Whether the folder has a tensor of this name."""
+        return name in self._names
+
+    def _weight(self, name: str, parts: Mapping[str, StoredPart]) -> StoredWeight:
+        codes, scale = parts["codes"], parts["scale"]
+        kind = format_of(codes.dtype, scale.dtype)
+        if kind is None:
+            raise CheckpointError(
+                f"{name} has codes of {codes.dtype} and scales of {scale.dtype} in "
+                f"{self.files.folder}, which is no format that is read. Dequantize it with the "
+                "library that packed it."
+            )
+        stored = torch.empty(codes.shape, dtype=self.files.dtype(codes.name), device="meta")
+        *lead, rows, width = (stored if codes.decode is None else codes.decode(stored)).shape
+        shape = (*lead, rows, width * 8 // kind.bits)
+        sizes = (1, _COLUMNS[scale.dtype]) if kind.name == "fp4" else None
+        block = self._block(name, shape, scale.shape, [sizes] if sizes else self._block_sizes())
+        return StoredWeight(shape, parts, block)
+
+    def _block(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        scale: tuple[int, ...],
+        sizes: list[tuple[int, int]],
+    ) -> tuple[int, int]:
+        """Rows and columns that share a scale (0: all), by the shape of the scales."""
+        *lead, rows, columns = shape
+        found = tuple(size for size in scale if size > 1)
+        for block in (*sizes, (1, 0), (0, 0)):
+            grid = (-(-rows // (block[0] or rows)), -(-columns // (block[1] or columns)))
+            if found == tuple(size for size in (*lead, *grid) if size > 1):
+                return block
+        raise CheckpointError(
+            f"{name} of shape {list(shape)} has scales of shape {list(scale)} in "
+            f"{self.files.folder}, but by its config there is one for each "
+            f"{' or '.join(f'{r} x {c}' for r, c in sizes)} numbers, for a row, or for all."
+        )
+
+    def _block_sizes(self) -> list[tuple[int, int]]:
+        """Blocks of (rows, columns) that the config names, or else those that FP8 is known for."""
+        found = [tuple(size) for size in [self.config.get("weight_block_size")] if size]
+        for group in (self.config.get("config_groups") or {}).values():
+            weights = group.get("weights") or {}
+            if structure := weights.get("block_structure"):
+                found.append(tuple(structure))
+            if (size := weights.get("group_size") or 0) > 0:
+                found.append((1, size))
+        return found or [_FP8_BLOCK]
+
+
+# Readers: the parts of a packed weight, by the name of its codes; None: these are no codes --------
+
+
+def _plain_codes(files: PackedFiles, name: str) -> dict[str, StoredPart] | None:
+    """FP8 and INT8 of one code an element, and ModelOpt's NVFP4."""
+    dtype, inverse = files.files.dtype(name), f"{name}_scale_inv"
+    is_code = dtype in (torch.uint8, torch.float8_e4m3fn, torch.int8)
+    if is_code and not (files.has(inverse) or files.has(f"{name}_scale")):
+        if not files.config:
+            return None
+        raise CheckpointError(
+            f"{name} is {dtype} in {files.files.folder}, without {name}_scale or {inverse} beside "
+            "it. Copy the folder again."
+        )
+    if dtype == torch.uint8:
+        return {
+            "codes": files.part(name),
+            "scale": files.part(f"{name}_scale"),
+            "outer": files.part(f"{name}_scale_2"),
+        }
+    if not is_code:
+        return None
+    parts = {
+        "codes": files.part(name),
+        "scale": files.part(inverse if files.has(inverse) else f"{name}_scale"),
+    }
+    if files.has(zero := f"{name}_zero_point"):
+        parts["zero"] = files.part(zero)
+    return parts
+
+
+def _packed_codes(files: PackedFiles, name: str) -> dict[str, StoredPart] | None:
+    """Those of compressed-tensors: NVFP4 in bytes, and integers in words of 32 bits, of which each
+    is offset to be positive."""
+    weight, dtype = name.removesuffix("_packed"), files.files.dtype(name)
+    scale = files.part(f"{weight}_scale")
+    if dtype == torch.uint8:
+        outer = files.part(f"{weight}_global_scale", torch.float32, torch.reciprocal)
+        return {"codes": files.part(name), "scale": scale, "outer": outer}
+    bits = _word_bits(files, name)
+    if files.has(f"{weight}_g_idx"):
+        raise CheckpointError(
+            f"{weight} has columns in an order of its own ({weight}_g_idx), which is not read. "
+            "Quantize it without an order of activations (actorder)."
+        )
+    if bits == 4:
+        codes = files.part(name, torch.uint8, _bytes_of_words, _words_of_bytes)
+    else:
+        codes = files.part(name, torch.int8, _int8_of_words, _words_of_int8)
+    parts = {"codes": codes, "scale": scale}
+    if files.has(zero := f"{weight}_zero_point"):
+        parts["zero"] = _zero_points(files, zero, bits, scale.shape[-2])
+    return parts
+
+
+def _word_bits(files: PackedFiles, name: str) -> int:
+    """Bits of the integers in a tensor of words.
+
+    Raises:
+        CheckpointError: neither 4 nor 8, or the last words are filled up.
+    """
+    columns = int(files.files.read(f"{name.removesuffix('_packed')}_shape")[-1])
+    bits, left = divmod(32 * files.files.shape(name)[-1], columns)
+    if bits not in (4, 8) or left:
+        raise CheckpointError(
+            f"{name} has {columns} columns in {files.files.shape(name)[-1]} words of 32 bits in "
+            f"{files.files.folder}; whole words of integers of 4 or 8 bits are read. Dequantize it "
+            "with the library that packed it."
+        )
+    return bits
+
+
+def _zero_points(files: PackedFiles, name: str, bits: int, rows: int) -> StoredPart:
+    """Zero points, words of whose integers lie one below the other."""
+    words = files.files.shape(name)[0]
+    if bits == 8:
+        return files.part(
+            name,
+            torch.int8,
+            lambda stored: _int8_of_words(stored.t().contiguous()).t()[:rows],
+            lambda zero: _words_of_int8(_padded(zero.t(), 4 * words, 0)).t().contiguous(),
+        )
+
+    def decode(stored: Tensor) -> Tensor:
+        codes = _bytes_of_words(stored.t().contiguous())
+        nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+        return (nibbles.to(torch.int8) - 8).t()[:rows]
+
+    def encode(zero: Tensor) -> Tensor:
+        nibbles = _padded((zero + 8).to(torch.uint8).t(), 8 * words, 0)
+        codes = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
+        return _words_of_bytes(codes).t().contiguous()
+
+    return files.part(name, torch.int8, decode, encode)
+
+
+def _blocks(files: PackedFiles, name: str) -> dict[str, StoredPart] | None:
+    """MXFP4 of GPT-OSS: groups of 32 columns as 16 bytes, with an exponent each."""
+    scales = f"{name.removesuffix('_blocks')}_scales"
+    if not files.has(scales):
+        return None
+    grid = files.files.shape(name)[:-1]
+    return {
+        "codes": files.part(
+            name,
+            torch.uint8,
+            lambda stored: stored.flatten(-2),
+            lambda codes: codes.unflatten(-1, (grid[-1], -1)).contiguous(),
+        ),
+        "scale": files.part(
+            scales,
+            torch.float8_e8m0fnu,
+            lambda stored: stored.view(torch.float8_e8m0fnu),
+            lambda scale: scale.contiguous().view(torch.uint8),
+        ),
+    }
+
+
+_READERS = {".weight": _plain_codes, ".weight_packed": _packed_codes, "_blocks": _blocks}
+"""By the end of a name."""
+
+
+def _bytes_of_words(words: Tensor) -> Tensor:
+    return words.view(torch.uint8)
+
+
+def _words_of_bytes(codes: Tensor) -> Tensor:
+    return codes.contiguous().view(torch.int32)
+
+
+def _int8_of_words(words: Tensor) -> Tensor:
+    return (words.view(torch.uint8) ^ 128).view(torch.int8)
+
+
+def _words_of_int8(codes: Tensor) -> Tensor:
+    return (codes.contiguous().view(torch.uint8) ^ 128).view(torch.int32)
+
+
+def _padded(tensor: Tensor, columns: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, columns - tensor.shape[-1]), value=value)
+
+
+# Configs ------------------------------------------------------------------------------------------
+
+
+def modelopt_config(folder: Path) -> dict[str, Any] | None:
+    """What NVIDIA's ModelOpt says of a quantization in a file of its own; None: there is no file.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = folder / QUANT_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    found = content.get("quantization") if isinstance(content, Mapping) else None
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path} says nothing of a quantization. Copy the folder again.")
+    return {"quant_method": "modelopt", **found}
+
+
+def check_method(config: Mapping[str, Any], source: str) -> None:
+    """Raise CheckpointError if weights of this quantization are not read."""
+    method = config.get("quant_method")
+    remedy = (
+        "Load it with the library that packed it, dequantize, and save it again; or quantize the "
+        "unquantized model in one of these."
+    )
+    if method not in _KINDS:
+        raise CheckpointError(
+            f"{source} has a quantization_config of quant_method={method!r}; "
+            f"{', '.join(_KINDS)} are read. {remedy}"
+        )
+    if (kinds := _KINDS[method]) is not None and config.get(kinds[0]) not in kinds[1]:
+        raise CheckpointError(
+            f"{source} has a quantization_config of quant_method={method!r} with {kinds[0]}="
+            f"{config.get(kinds[0])!r}; {', '.join(kinds[1])} are read. {remedy}"
+        )

@@ -1,0 +1,272 @@
+"""Packed weights in a model: which parts of theirs go where, in both directions.
+
+The maps of an adapter say how rows of our weights and of theirs correspond. Codes and scales, with
+a row for each row of the weight, follow the same maps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megatron_hybrid.checkpoints.huggingface.base import TensorMap
+from megatron_hybrid.checkpoints.huggingface.layouts import Layout, Tensors, joined
+from megatron_hybrid.checkpoints.packed_files import PARTS, StoredPart, StoredWeight
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.mixers.experts import StackedLinear
+from megatron_hybrid.models.mixers.projections import (
+    LocalColumnLinear,
+    LocalRowLinear,
+    ReplicatedLinear,
+)
+from megatron_hybrid.models.packed_weight import PackedWeight, Packing, common_group
+
+_PACKABLE = (LocalColumnLinear, LocalRowLinear, ReplicatedLinear, StackedLinear)
+
+
+@dataclass
+class PackedSource:
+    """The packed weights of a model: what the way back to their folder needs."""
+
+    stored: dict[str, StoredWeight]
+    """By their names of weights."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of all their weights, unpacked."""
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors that are written as they were read, by name."""
+    groups: dict[str, int] = field(default_factory=dict)
+    """Columns with one scale in this rank's part of the model, by their names of weights."""
+    is_ours: bool = False
+    """Whether the folder is a checkpoint of ours."""
+
+    def read(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
+        """A part `weight:part` with a row for each row of the weight."""
+        weight, part = name.rsplit(":", 1)
+        stored = self.stored[weight]
+        return stored.by_row(part, read(stored.parts[part].name), self.groups[weight])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of what `read` returns."""
+        weight, part = name.rsplit(":", 1)
+        stored = self.stored[weight]
+        return stored.shape_by_row(part, self.groups[weight])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of what `read` returns."""
+        weight, part = name.rsplit(":", 1)
+        return self.stored[weight].dtypes[part]
+
+    def parts(self) -> list[str]:
+        """Names that `read` takes."""
+        return [f"{name}:{part}" for name, stored in self.stored.items() for part in stored.parts]
+
+    def written(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        """The inverse of `read`: the tensor in their folder by its name; none if it is among
+        `kept`. Other tensors are returned as they are."""
+        weight, _, part = name.rpartition(":")
+        if weight not in self.stored:
+            return {name: value}
+        stored = self.stored[weight]
+        if stored.parts[part].is_kept:
+            return {}
+        return {stored.parts[part].name: stored.as_stored(part, value)}
+
+    def maps(self, maps: Iterable[TensorMap]) -> Iterator[TensorMap]:
+        """Maps of weights as those of the parts of the model. Parts of theirs are `weight:part`."""
+        for tensor_map in maps:
+            if any(name in self.stored for name in tensor_map.theirs):
+                yield from self._parts(tensor_map)
+            else:
+                yield tensor_map
+
+    def _parts(self, tensor_map: TensorMap) -> Iterator[TensorMap]:
+        rows = _Rows.of(tensor_map, self)
+        packed = [name for name in tensor_map.theirs if name in self.stored]
+        for part in self.stored[packed[0]].parts:
+            names = tuple(f"{name}:{part}" for name in packed)
+            yield TensorMap((f"{tensor_map.ours[0]}.{part}",), names, rows.layout(True))
+        if rows.num_rest:
+            plain = tuple(name for name in tensor_map.theirs if name not in self.stored)
+            yield TensorMap((f"{tensor_map.ours[0]}.rest",), plain, rows.layout(False))
+
+    @contextmanager
+    def pack(self, model: HybridModel, maps: Iterable[TensorMap], source: str) -> Iterator[None]:
+        """Replace the parameters of this rank whose weights are packed; nothing is read. An error
+        inside puts them back.
+
+        Raises:
+            CheckpointError: a weight that cannot be packed in the model.
+        """
+        modules = {
+            model.canonical_name(f"{name}.weight"): module
+            for name, module in model.named_modules()
+            if isinstance(getattr(module, "weight", None), nn.Parameter | PackedWeight)
+        }
+        plan = []
+        for tensor_map in maps:
+            packed = [name for name in tensor_map.theirs if name in self.stored]
+            if not packed or not modules.keys() & set(tensor_map.ours):
+                continue
+            name = tensor_map.ours[0]
+            module = modules[name]
+            if not isinstance(module, _PACKABLE):
+                raise CheckpointError(
+                    f"{packed[0]} is packed in {source}, but {name} is a weight of "
+                    f"{type(module).__name__}, which needs it unpacked: "
+                    "dequantize it with the library that packed it, or use layer_spec='local'."
+                )
+            packing = self._packing(tensor_map, packed, module.weight, source)
+            self.groups |= {name: packing.group for name in packed}
+            if isinstance(module.weight, PackedWeight) and module.weight.packing == packing:
+                continue
+            try:
+                plan.append((module, PackedWeight(module.weight, packing)))
+            except ValueError as error:
+                raise CheckpointError(f"{packed[0]} is packed in {source}, but {error}.") from None
+        before = [module.weight for module, _ in plan]
+        try:
+            for module, weight in plan:
+                _put(module, weight)
+            yield
+        except BaseException:
+            for (module, _), weight in zip(plan, before):
+                _put(module, weight)
+            raise
+        model.packed_source = self if self.stored else None
+
+    def _packing(
+        self, tensor_map: TensorMap, packed: list[str], weight: Tensor, source: str
+    ) -> Packing:
+        """How one of our weights is packed."""
+        dtypes = self.stored[packed[0]].dtypes
+        if any(self.stored[name].dtypes != dtypes for name in packed):
+            raise CheckpointError(
+                f"{' and '.join(packed[:2])} are packed in different formats in {source}, but they "
+                f"are one tensor of the model, {tensor_map.ours[0]}. Dequantize them with the "
+                "library that packed them."
+            )
+        group = math.gcd(*(self.stored[name].group for name in packed))
+        return Packing(
+            dtypes["codes"],
+            dtypes["scale"],
+            common_group(weight, group),
+            "outer" in dtypes,
+            dtypes.get("zero"),
+            _Rows.of(tensor_map, self).num_rest,
+        )
+
+
+def own_source(
+    names: Collection[str],
+    shape: Callable[[str], tuple[int, ...]],
+    dtype: Callable[[str], torch.dtype],
+) -> tuple[PackedSource, list[TensorMap]]:
+    """The packed weights of a checkpoint of ours, and their maps.
+
+    Args:
+        names: canonical ones of all its tensors.
+        shape, dtype: of a tensor.
+    """
+    stored, shapes, maps = {}, {}, []
+    for codes in [name for name in names if name.endswith(".weight.codes")]:
+        weight = codes.removesuffix(".codes")
+        parts = {
+            part: StoredPart(
+                f"{weight}.{part}", shape(f"{weight}.{part}"), dtype(f"{weight}.{part}")
+            )
+            for part in PARTS
+            if f"{weight}.{part}" in names
+        }
+        stored[weight] = StoredWeight.of_parts(parts)
+        shapes[weight] = stored[weight].shape
+        if (rest := f"{weight}.rest") in names:
+            shapes[rest] = shape(rest)
+            rows = shapes[weight][-2], shapes[rest][-2]
+            maps.append(TensorMap((weight,), (weight, rest), joined(rows, -2)))
+        else:
+            maps.append(TensorMap((weight,), (weight,)))
+    return PackedSource(stored, shapes, is_ours=True), maps
+
+
+def _put(module: nn.Module, weight: nn.Parameter | PackedWeight) -> None:
+    del module.weight
+    module.weight = weight
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Which rows of one of our weights are packed: the first ones."""
+
+    tensor_map: TensorMap
+    source: PackedSource
+    num_packed: int
+    num_rest: int
+
+    @classmethod
+    def of(cls, tensor_map: TensorMap, source: PackedSource) -> _Rows:
+        """Found by the layout of a mask.
+
+        Raises:
+            CheckpointError: the layout is more than an order of rows, or packed rows lie behind
+                others.
+        """
+        shapes = [source.shapes[name][:-1] for name in tensor_map.theirs]
+        mask = [
+            torch.full((*shape, 2), float(name in source.stored))
+            for name, shape in zip(tensor_map.theirs, shapes)
+        ]
+        for each in mask:
+            each[..., 1] += 2.0  # tells the columns apart
+        try:
+            (ours,) = tensor_map.layout.to_ours(mask)
+            by_rows = ours.shape[-1] == 2 and bool((ours[..., 1] == ours[..., 0] + 2.0).all())
+        except (RuntimeError, ValueError):
+            by_rows = False
+        name = tensor_map.ours[0]
+        if not by_rows or len(tensor_map.ours) != 1:
+            raise CheckpointError(
+                f"{tensor_map.theirs[0]} is packed, but {name} of the model has its columns in "
+                "another order: dequantize it with the library that packed it."
+            )
+        is_packed = ours[..., 0].reshape(-1, ours.shape[-2])
+        num_packed = int(is_packed[0].sum())
+        if not bool((is_packed == (torch.arange(ours.shape[-2]) < num_packed)).all()):
+            raise CheckpointError(
+                f"only some of the weights that {name} of the model consists of are packed, such "
+                f"as {next(n for n in tensor_map.theirs if n in source.stored)}, and not those of "
+                "its first rows: dequantize them with the library that packed them."
+            )
+        return cls(tensor_map, source, num_packed, ours.shape[-2] - num_packed)
+
+    def layout(self, packed: bool) -> Layout:
+        """The layout of the packed rows alone, or of the others."""
+        theirs, stored = self.tensor_map.theirs, self.source.stored
+        chosen = [i for i, name in enumerate(theirs) if (name in stored) == packed]
+        if not self.num_rest:
+            return self.tensor_map.layout
+
+        def to_ours(some: Tensors) -> Tensors:
+            rows = [self.source.shapes[name][:-1] for name in theirs]
+            filled = [some[0].new_zeros(*shape, some[0].shape[-1]) for shape in rows]
+            for i, tensor in zip(chosen, some, strict=True):
+                filled[i] = tensor
+            (ours,) = self.tensor_map.layout.to_ours(filled)
+            start = 0 if packed else self.num_packed
+            return [ours.narrow(-2, start, self.num_packed if packed else self.num_rest)]
+
+        def to_theirs(ours: Tensors) -> Tensors:
+            (part,) = ours
+            shape = list(part.shape)
+            shape[-2] = self.num_rest if packed else self.num_packed
+            other = part.new_zeros(shape)
+            both = torch.cat((part, other) if packed else (other, part), -2)
+            whole = self.tensor_map.layout.to_theirs([both])
+            return [whole[i] for i in chosen]
+
+        return Layout(to_ours, to_theirs)

@@ -1,0 +1,61 @@
+"""Formats of packed weights: what a code stands for.
+
+A format is told by dtypes alone, so a packed weight needs no field that could contradict it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Magnitudes of a code's lower three bits; the fourth is the sign. OCP Microscaling Formats 1.0,
+table 5."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """What the codes of a weight stand for."""
+
+    name: str
+    bits: int
+    """Of a code, 8 or 4. Two codes of 4 bits lie in a byte, the first one in its lower half."""
+    values: Callable[[Tensor], Tensor]
+    """Codes -> what they stand for before scaling, fp32, one number a code."""
+
+
+def _of_nibbles(codes: Tensor) -> Tensor:
+    """[..., n] bytes -> [..., 2n] codes of 4 bits."""
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+
+
+def _e2m1(codes: Tensor) -> Tensor:
+    table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=codes.device)
+    return table[_of_nibbles(codes).int()]
+
+
+FP8 = Format("fp8", 8, lambda codes: codes.float())
+"""e4m3."""
+INT8 = Format("int8", 8, lambda codes: codes.float())
+INT4 = Format("int4", 4, lambda codes: _of_nibbles(codes).float() - 8.0)
+"""Codes are the numbers plus 8."""
+FP4 = Format("fp4", 4, _e2m1)
+"""e2m1, of NVFP4 (groups of 16, scales in e4m3) and MXFP4 (groups of 32, powers of two)."""
+
+_SCALES = (torch.float32, torch.bfloat16, torch.float16)
+_FORMATS = {
+    (torch.float8_e4m3fn, torch.float8_e8m0fnu): FP8,
+    (torch.uint8, torch.float8_e4m3fn): FP4,
+    (torch.uint8, torch.float8_e8m0fnu): FP4,
+    **{(torch.float8_e4m3fn, scale): FP8 for scale in _SCALES},
+    **{(torch.int8, scale): INT8 for scale in _SCALES},
+    **{(torch.uint8, scale): INT4 for scale in _SCALES},
+}
+
+
+def format_of(codes: torch.dtype, scale: torch.dtype) -> Format | None:
+    """The format of a weight with codes and scales of these dtypes; None: there is none."""
+    return _FORMATS.get((codes, scale))

@@ -1,0 +1,262 @@
+"""Folders with packed weights: the model computes what one with the numbers that they stand for
+computes, to the bit, and is written back byte by byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import packed_folders
+import pytest
+import torch
+from huggingface import build
+from matrix import matrix_rows
+from packed_folders import FORMATS, write_folders
+from reference import greedy, tiny_engine
+from safetensors.torch import load_file, save_file
+
+import megatron_hybrid as mh
+from megatron_hybrid.checkpoints.checkpoint import (
+    CheckpointError,
+    save_checkpoint,
+    save_huggingface,
+)
+from megatron_hybrid.inference.fingerprint import weights_hash
+from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.inference.weight_watch import WeightWatch
+from megatron_hybrid.models.flops import layer_widths, token_flops
+from megatron_hybrid.models.packed_weight import PackedWeight
+from megatron_hybrid.training.lora import LoraFields, adapters_of, add_adapters, merge_adapters
+
+PROJECTIONS = (
+    r"((q|k|v|o|gate|up|down)_proj|in_proj_(qkvz|qkv|z)|(in|out)_proj|latent_proj|experts\.\d+\.\w+"
+    r"|w[123]|kv_a_proj_with_mqa|[qk]v?_[ab]_proj)$"
+)
+NEMOTRON = {
+    r"experts\.\d+\.\w+$": "modelopt-nvfp4",
+    r"(in|out)_proj$|shared_experts": "modelopt-fp8",
+}
+MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+PAIRS = {
+    "qwen3_next": {PROJECTIONS: "fp8-block"},  # betas and decays of a fused projection stay in bf16
+    "qwen3_5": {PROJECTIONS: "fp8-block"},
+    "qwen3_5_moe": {PROJECTIONS: "fp8-small-blocks"},  # experts one by one
+    "deepseek_v3": {PROJECTIONS: "fp8-small-blocks"},  # latent attention's absorbed projection
+    "minimax_m2": {PROJECTIONS: "fp8-block-ue8m0"},
+    "kimi_linear": {PROJECTIONS: "ct-fp8-channel"},
+    "granitemoehybrid": {PROJECTIONS: "ct-int8"},
+    "nemotron_h": {PROJECTIONS: "modelopt-fp8"},
+    "nemotron_h_moe": NEMOTRON,
+    "jamba": {PROJECTIONS: "ct-w8a16"},
+}
+"""Formats that models of these architectures are published in."""
+
+
+def folders(tmp_path: Path, name: str, formats: dict[str, str], **changes) -> tuple[Path, Path]:
+    """A tiny model in bf16, packed, and as what it stands for."""
+    source = tmp_path / "source"
+    build(name, **changes).to(torch.bfloat16).save_pretrained(source)
+    return write_folders(source, tmp_path, formats, MIXED if formats is NEMOTRON else None)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory) -> tuple[Path, Path]:
+    """Gated DeltaNet, experts and attention in FP8."""
+    return folders(tmp_path_factory.mktemp("qwen"), "qwen3_next", {PROJECTIONS: "fp8-block"})
+
+
+@torch.no_grad()
+def logits(model: mh.HybridModel, length: int = 33) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(3, model.vocab_size, (1, length), generator=generator)
+    return model(tokens, torch.arange(length)[None], None)
+
+
+def stored_bytes(folder: Path) -> dict[str, tuple]:
+    """Dtype, shape and bytes of each tensor of a folder."""
+    tensors = load_file(folder / "model.safetensors")
+    return {
+        name: (
+            t.dtype,
+            t.shape,
+            t.clone(memory_format=torch.contiguous_format)
+            .flatten()
+            .view(torch.uint8)
+            .numpy()
+            .tobytes(),
+        )
+        for name, t in tensors.items()
+    }
+
+
+def assert_same_model(packed: Path, plain: Path, target: Path) -> mh.HybridModel:
+    """The packed folder computes what the other one does, and comes back as it was."""
+    model, _ = mh.load_pretrained(packed)
+    assert any(isinstance(module, PackedWeight) for module in model.modules())
+    torch.testing.assert_close(logits(model), logits(mh.load_pretrained(plain)[0]), rtol=0, atol=0)
+    save_huggingface(model, target)
+    assert stored_bytes(target) == stored_bytes(packed)
+    config = json.loads((target / "config.json").read_text())
+    assert (
+        config["quantization_config"]
+        == json.loads((packed / "config.json").read_text())["quantization_config"]
+    )
+    return model
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_each_format_computes_what_it_stands_for(tmp_path, kind):
+    packed, plain = folders(tmp_path, "llama", {PROJECTIONS: kind})
+    assert_same_model(packed, plain, tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    "name", matrix_rows(list(PAIRS), "qwen3_next", "deepseek_v3", "nemotron_h_moe")
+)
+def test_published_pairs_compute_what_they_stand_for(tmp_path, name):
+    packed, plain = folders(tmp_path, name, PAIRS[name])
+    model = assert_same_model(packed, plain, tmp_path / "back")
+    other, _ = mh.load_pretrained(plain)
+    assert token_flops(model) == token_flops(other)  # which eviction weighs by
+    assert layer_widths(model) == pytest.approx(layer_widths(other))
+    assert sum(p.nbytes for p in model.parameters()) < sum(p.nbytes for p in other.parameters())
+    save_checkpoint(model, tmp_path / "ours")
+    again, _ = mh.load_pretrained(tmp_path / "ours")
+    assert weights_hash(again) == weights_hash(model)
+    with pytest.raises(CheckpointError, match="from that folder"):
+        save_huggingface(again, tmp_path / "theirs")
+
+
+def test_experts_in_mxfp4_compute_what_they_stand_for(tmp_path):
+    """GPT-OSS, whose packed experts have outputs as rows and its others inputs."""
+    source = tmp_path / "source"
+    build("gpt_oss", hidden_size=64, intermediate_size=64).to(torch.bfloat16).save_pretrained(
+        source
+    )
+    packed, plain = {}, {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        packed[name] = plain[name] = weight
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored, values = packed_folders.mxfp4(weight.double().mT)
+            del packed[name]
+            packed |= {f"{name}_{part}": tensor for part, tensor in stored.items()}
+            plain[name] = values.mT.to(weight.dtype).contiguous()
+    values = json.loads((source / "config.json").read_text())
+    for kind, tensors in (("packed", packed), ("plain", plain)):
+        (folder := tmp_path / kind).mkdir()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        method = {"quantization_config": {"quant_method": "mxfp4"}} if kind == "packed" else {}
+        (folder / "config.json").write_text(json.dumps(values | method))
+    assert_same_model(tmp_path / "packed", tmp_path / "plain", tmp_path / "back")
+
+
+def test_a_packed_model_serves_alike_alone_together_and_restored(qwen):
+    packed, plain = (mh.load_pretrained(folder)[0] for folder in qwen)
+    prompts = [[3 + (7 * i + k) % 90 for k in range(40 + i)] for i in range(4)]
+    params = SamplingParams(num_tokens_to_generate=8, top_k=1, return_log_probs=True)
+
+    def said(engine, prompts):
+        return [(r.generated_tokens, r.log_probs) for r in engine.generate(prompts, params)]
+
+    engine = tiny_engine(packed, cache_bytes=16 << 20, max_tokens=48)
+    together = said(engine, prompts)
+    assert said(tiny_engine(plain, cache_bytes=16 << 20, max_tokens=48), prompts) == together
+    restored = [said(engine, [prompt])[0] for prompt in prompts]
+    assert [tokens for tokens, _ in restored] == [tokens for tokens, _ in together]
+    fresh = tiny_engine(packed, cache_bytes=16 << 20, max_tokens=48)
+    assert [said(fresh, [prompt])[0] for prompt in prompts] == together
+    skipped = engine.generate(prompts[:1], greedy(1))[0].prefix.skipped_tokens
+    assert skipped == len(prompts[0])
+
+
+def test_writes_to_codes_and_to_scales_change_the_model(qwen):
+    model, _ = mh.load_pretrained(qwen[0])
+    weight = next(module for module in model.modules() if isinstance(module, PackedWeight))
+    for part in (weight.codes, weight.scale):
+        watch, before = WeightWatch(model), weights_hash(model)
+        with torch.no_grad():
+            part.view(torch.uint8)[0] += 1
+        assert watch.has_changed() and weights_hash(model) != before
+
+
+def test_adapters_beside_packed_weights_learn_and_are_not_merged(qwen):
+    model, _ = mh.load_pretrained(qwen[0])
+    before = logits(model)
+    add_adapters(model, LoraFields(rank=4))
+    assert torch.equal(logits(model), before)  # B begins at 0
+    tokens = torch.arange(3, 35)[None]
+    model(tokens, torch.arange(32)[None], None).float().square().mean().backward()
+    learnt = [module.lora.b.grad for module in adapters_of(model).values()]
+    assert learnt and all(grad is not None and bool(grad.any()) for grad in learnt)
+    with pytest.raises(ValueError, match=r"adapters cannot be merged: .*packed"):
+        merge_adapters(model)
+
+
+def rewritten(folder: Path, target: Path, change, config=None) -> Path:
+    """A copy of a folder with other tensors."""
+    tensors = change(dict(load_file(folder / "model.safetensors")))
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(values if config is None else values | config))
+    return target
+
+
+Q = "model.layers.3.self_attn.q_proj.weight"
+ROUTER = "model.layers.0.mlp.gate"
+
+
+def _packed_router(tensors):
+    stored, _ = FORMATS["fp8-block"][0](tensors[f"{ROUTER}.weight"].double())
+    return tensors | {f"{ROUTER}.{part}": tensor for part, tensor in stored.items()}
+
+
+def _without(ending):
+    return lambda tensors: {n: t for n, t in tensors.items() if n != f"{Q}{ending}"}
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "words"),
+    [
+        (dict, {"quantization_config": {"quant_method": "bitsandbytes"}}, "fp8, mxfp4, modelopt"),
+        (
+            dict,
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "W4A8"}},
+            "NVFP4",
+        ),
+        (dict, {"quantization_config": None}, "neither config.json nor"),
+        (_without("_scale_inv"), None, f"{Q} is torch.float8_e4m3fn in .*without {Q}_scale"),
+        (lambda t: t | {f"{Q}_scale_inv": torch.ones(3, 5)}, None, "scales of shape .3, 5."),
+        (lambda t: t | {f"{Q}_scale_inv": torch.ones(1, 1).long()}, None, "no format that is read"),
+        (_packed_router, None, "needs it unpacked"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_unpacked_is_refused(qwen, tmp_path, change, config, words):
+    folder = rewritten(qwen[0], tmp_path / "folder", change, config)
+    with pytest.raises(CheckpointError, match=words):
+        mh.load_pretrained(folder)
+
+
+def test_a_failed_load_leaves_the_weights(qwen, tmp_path):
+    model, _ = mh.load_pretrained(qwen[1])
+    before = weights_hash(model)
+    folder = rewritten(qwen[0], tmp_path / "folder", lambda t: t | {"extra.weight": torch.ones(2)})
+    with pytest.raises(CheckpointError, match="extra"):
+        mh.checkpoints.checkpoint.load_checkpoint(model, folder)
+    assert weights_hash(model) == before
+    assert not any(isinstance(module, PackedWeight) for module in model.modules())
+
+
+def test_modelopt_may_name_the_quantization_in_a_file_of_its_own(tmp_path):
+    packed, plain = folders(tmp_path, "llama", {PROJECTIONS: "modelopt-fp8"})
+    values = json.loads((packed / "config.json").read_text())
+    config = values.pop("quantization_config")
+    (packed / "config.json").write_text(json.dumps(values))
+    content = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": config["quant_algo"]},
+    }
+    (packed / "hf_quant_config.json").write_text(json.dumps(content))
+    model, _ = mh.load_pretrained(packed)
+    assert torch.equal(logits(model), logits(mh.load_pretrained(plain)[0]))

@@ -1,0 +1,74 @@
+"""Packed folders on several ranks: each takes its pieces of codes and scales. Together they
+compute, to the bit, what they do with the numbers that these stand for, and write it back."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from huggingface import build
+from packed_folders import write_folders
+from rank_processes import join_ranks, run_ranks
+from safetensors.torch import load_file
+
+import megatron_hybrid as mh
+from megatron_hybrid.checkpoints.checkpoint import save_huggingface
+
+PROJECTIONS = r"((q|k|v|o|gate|up|down)_proj|in_proj_qkvz|(in|out)_proj|experts\.\d+\.\w+)$"
+MODELS = {
+    # Blocks of 128 lie across the ranks' columns and rows.
+    "qwen3_next": {PROJECTIONS: "fp8-block"},
+    "nemotron_h_moe": {r"experts\.\d+\.\w+$": "modelopt-nvfp4", PROJECTIONS: "modelopt-fp8"},
+    "llama": {PROJECTIONS: "ct-w4a16-asymmetric"},
+}
+LAYOUTS = [
+    ("qwen3_next", {"tensor_model_parallel_size": 2}),
+    ("qwen3_next", {"pipeline_model_parallel_size": 2}),
+    ("nemotron_h_moe", {"expert_model_parallel_size": 2}),
+    ("nemotron_h_moe", {"tensor_model_parallel_size": 2}),
+    ("llama", {"tensor_model_parallel_size": 2}),
+]
+
+
+@torch.no_grad()
+def answers(folder: Path, **sizes) -> list:
+    """Greedy tokens and their log-probs."""
+    model, _ = mh.load_pretrained(folder, **sizes)
+    config = mh.InferenceConfig(
+        block_size_tokens=16,
+        cache_bytes=4 << 20,
+        max_requests=2,
+        max_tokens=64,
+        max_sequence_length=128,
+    )
+    engine = mh.DynamicInferenceEngine(model, None, config)
+    params = mh.SamplingParams(num_tokens_to_generate=6, top_k=1, return_log_probs=True)
+    prompts = [[5 + 3 * i + k for k in range(30)] for i in range(2)]
+    found = [(r.generated_tokens, r.log_probs[-6:]) for r in engine.generate(prompts, params)]
+    save_huggingface(model, folder.parent / f"{folder.name}-back")
+    return found
+
+
+def run_rank(rank: int, folder: str, sizes: dict) -> None:
+    join_ranks(rank, 2, f"{folder}/rendezvous")
+    found = answers(Path(folder) / "packed", **sizes)
+    assert found == answers(Path(folder) / "plain", **sizes)
+    dist.destroy_process_group()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "sizes"), LAYOUTS, ids=str)
+def test_ranks_share_packed_weights(tmp_path, name, sizes):
+    source = tmp_path / "source"
+    build(name).to(torch.bfloat16).save_pretrained(source)
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    folder = tmp_path / "ranks"
+    packed, _ = write_folders(
+        source, folder, MODELS[name], config if name == "nemotron_h_moe" else None
+    )
+    run_ranks(run_rank, (str(folder), sizes), 2)
+    written, stored = (load_file(f / "model.safetensors") for f in (folder / "packed-back", packed))
+    assert written.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert written[name].dtype == tensor.dtype
+        assert torch.equal(written[name].float(), tensor.float()), name
