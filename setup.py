@@ -67,6 +67,7 @@ setup(
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "transformers>=5.24",
+            "compressed-tensors>=0.20",
             "prometheus_client>=0.20",
             "matplotlib>=3.8",
             "pyarrow>=15",

@@ -17,6 +17,7 @@ from megatron_hybrid.commands import (
     plan,
     preprocess,
     profile,
+    quantize,
     serve,
     train,
 )
@@ -33,6 +34,7 @@ COMMANDS = {
     "profile": profile,
     "plan": plan,
     "convert": convert,
+    "quantize": quantize,
     "preprocess": preprocess,
     "train": train,
     "grafana": grafana,

@@ -186,7 +186,7 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike[str], cast: bo
 def _load_checkpoint(model: HybridModel, folder: Path, cast: bool) -> None:
     """`load_checkpoint` on this rank alone."""
     with TensorFiles.open(folder) as files:
-        found = _find(model, folder, files)
+        found = find_tensors(model, folder, files)
         rounded = FLOATS if cast else (torch.float32,) if found.is_mixed else ()
         drawn = files.total_bytes if dist.get_rank() == 0 else 0  # one bar for all ranks
         with (
@@ -207,13 +207,13 @@ def pack_as_in(model: HybridModel, folder: str | os.PathLike[str]) -> None:
     """
     folder = Path(folder)
     with TensorFiles.open(folder) as files:
-        found = _find(model, folder, files)
+        found = find_tensors(model, folder, files)
         with found.packed.pack(model, found.maps, str(folder)):
             pass
 
 
 @dataclass(frozen=True)
-class _Found:
+class FoundTensors:
     """What a folder has for a model."""
 
     maps: list[TensorMap]
@@ -225,7 +225,12 @@ class _Found:
     """Whether values in fp32 are rounded, as the word embedding is in the model's dtype."""
 
 
-def _find(model: HybridModel, folder: Path, files: TensorFiles) -> _Found:
+def find_tensors(model: HybridModel, folder: Path, files: TensorFiles) -> FoundTensors:
+    """Find what the files of a folder hold for a model, which may be on the meta device.
+
+    Raises:
+        CheckpointError: unreadable, or not of this model.
+    """
     values, config = read_values(folder / CONFIG_FILE), model.config
     if not _is_huggingface(values):
         given = {canonical_name(name): name for name in files.names()}
@@ -235,7 +240,7 @@ def _find(model: HybridModel, folder: Path, files: TensorFiles) -> _Found:
         of_packed = {name for m in packed_maps for name in m.ours}
         whole = [n for n in own_tensors(model) if not n.startswith(tuple(of_packed))]
         maps = [*packed_maps, *_identity(whole)]
-        return _Found(maps, given, packed, False)
+        return FoundTensors(maps, given, packed, False)
     adapter = _adapter(values, str(folder / CONFIG_FILE))
     weights = PackedFiles(files, quantization(values))
     given = {adapter.text_name(name): name for name in weights.names()}
@@ -256,7 +261,7 @@ def _find(model: HybridModel, folder: Path, files: TensorFiles) -> _Found:
         else:  # the tied tensor is stored under the head's name
             given[embedding] = given.pop(HEAD)
     is_mixed = embedding in given and files.dtype(given[embedding]) == config.params_dtype
-    return _Found(maps, given, packed, is_mixed)
+    return FoundTensors(maps, given, packed, is_mixed)
 
 
 def _packed_source(

@@ -387,6 +387,11 @@ def _bytes_of_words(words: Tensor) -> Tensor:
     return words.view(torch.uint8)
 
 
+def in_words(codes: Tensor) -> Tensor:
+    """Codes of integers of 4 or 8 bits, four bytes a word, as compressed-tensors stores them."""
+    return (_words_of_int8 if codes.dtype == torch.int8 else _words_of_bytes)(codes)
+
+
 def _words_of_bytes(codes: Tensor) -> Tensor:
     return codes.contiguous().view(torch.int32)
 

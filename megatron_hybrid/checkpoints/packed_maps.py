@@ -115,7 +115,7 @@ class PackedSource:
                 continue
             name = tensor_map.ours[0]
             module = modules[name]
-            if not isinstance(module, _PACKABLE):
+            if not is_packable(module):
                 raise CheckpointError(
                     f"{packed[0]} is packed in {source}, but {name} is a weight of "
                     f"{type(module).__name__}, which needs it unpacked: "
@@ -192,6 +192,11 @@ def own_source(
         else:
             maps.append(TensorMap((weight,), (weight,)))
     return PackedSource(stored, shapes, is_ours=True), maps
+
+
+def is_packable(module: nn.Module) -> bool:
+    """Whether the weight of a layer may be packed."""
+    return isinstance(module, _PACKABLE)
 
 
 def _put(module: nn.Module, weight: nn.Parameter | PackedWeight) -> None:

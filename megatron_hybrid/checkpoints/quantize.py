@@ -1,0 +1,75 @@
+"""Quantization to nearest: the codes and scales of a weight in one of the formats that are read."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_hybrid.checkpoints.packed_files import StoredWeight
+from megatron_hybrid.ops.packed import format_of
+
+_LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "fp4": 6.0}
+"""Magnitude of the largest code that both signs have."""
+_BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Middles between the magnitudes of e2m1."""
+_SMALLEST = 1e-12
+
+
+def quantized(weight: Tensor, stored: StoredWeight) -> dict[str, Tensor]:
+    """The parts of a weight as a folder would hold them, but not yet in its words
+    (`StoredPart.encode`): scales of blocks, codes of each number.
+
+    Args:
+        weight: of `stored.shape`, floating point.
+        stored: how it is to be packed. Zero points are 0.
+    """
+    weight, dtypes = weight.float(), stored.dtypes
+    rows, columns = stored.block[0] or weight.shape[-2], stored.group
+    largest = _blocks(weight, rows, columns).abs().amax((-3, -1)).clamp(min=_SMALLEST)
+    kind = format_of(dtypes["codes"], dtypes["scale"]).name
+    scale, parts = largest / _LARGEST[kind], {}
+    if "outer" in dtypes:
+        outer = (scale.amax((-2, -1), keepdim=True) / _LARGEST["fp8"]).clamp(min=_SMALLEST)
+        parts["outer"] = outer
+        scale = scale / outer
+    if dtypes["scale"] == torch.float8_e8m0fnu:
+        scale = scale.log2().ceil().exp2()
+    parts["scale"] = scale.to(dtypes["scale"])
+    effective = parts["scale"].float() * parts.get("outer", 1.0)
+    over = effective.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+    over = over[..., : weight.shape[-2], : weight.shape[-1]].clamp(min=_SMALLEST)
+    parts["codes"] = _CODES[kind](weight / over)
+    if "zero" in dtypes:
+        parts["zero"] = torch.zeros_like(scale, dtype=dtypes["zero"])
+    return parts
+
+
+def _blocks(weight: Tensor, rows: int, columns: int) -> Tensor:
+    """[.., out, in] -> [.., blocks, rows, blocks, columns], filled up with zeros."""
+    padded = F.pad(weight, (0, -weight.shape[-1] % columns, 0, -weight.shape[-2] % rows))
+    return padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+
+
+def _fp8(scaled: Tensor) -> Tensor:
+    return scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
+def _int8(scaled: Tensor) -> Tensor:
+    return scaled.round().clamp(-127, 127).to(torch.int8)
+
+
+def _int4(scaled: Tensor) -> Tensor:
+    return _in_bytes((scaled.round().clamp(-8, 7) + 8).to(torch.uint8))
+
+
+def _fp4(scaled: Tensor) -> Tensor:
+    magnitude = torch.bucketize(scaled.abs(), torch.tensor(_BETWEEN, device=scaled.device))
+    return _in_bytes((magnitude + 8 * scaled.signbit()).to(torch.uint8))
+
+
+def _in_bytes(codes: Tensor) -> Tensor:
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+_CODES = {"fp8": _fp8, "int8": _int8, "int4": _int4, "fp4": _fp4}

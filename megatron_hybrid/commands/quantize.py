@@ -1,0 +1,52 @@
+"""`megatron-hybrid quantize`."""
+
+import argparse
+from pathlib import Path
+
+HELP = "Write a model with weights of 8 or 4 bits."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="Read this model folder, ours or Hugging Face's, or demo.",
+    )
+    parser.add_argument(
+        "target", metavar="TARGET", help="Write to this folder, which must be new or empty."
+    )
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("fp8", "int8", "int4", "nvfp4"),
+        help="Round weights to this format. fp8 and int8 have a scale for each row, int4 for up to "
+        "128 numbers of a row, nvfp4 for 16. A Hugging Face folder is written in the format of "
+        "compressed-tensors.",
+    )
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        help="Compare both models on this text: KL divergence and perplexity.",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="Take this many tokens of the text.",
+    )
+    parser.add_argument(
+        "--device", help="Compare on this device, such as cuda. The default is the CPU."
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    from megatron_hybrid.tools.quantize import compare, quantize, render
+
+    text = None if options.text is None else Path(options.text).read_text(encoding="utf-8")
+    report = quantize(options.source, options.target, options.to)
+    if text is not None:
+        report.text = compare(options.source, options.target, text, options.tokens, options.device)
+    print(render(report))
+    print(f"wrote {options.target}")
+    return 0

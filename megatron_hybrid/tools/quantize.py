@@ -1,0 +1,423 @@
+"""`megatron-hybrid quantize`: a folder with weights of 8 or 4 bits, from one in floating point.
+
+Weights are rounded to nearest, tensor by tensor; nothing is calibrated. Folders of Hugging Face are
+written in the formats of compressed-tensors, which transformers and vLLM read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_hybrid.checkpoints.checkpoint import (
+    CONFIG_FILE,
+    CheckpointError,
+    find_tensors,
+    read_config,
+    read_values,
+)
+from megatron_hybrid.checkpoints.packed_files import (
+    PARTS,
+    StoredPart,
+    StoredWeight,
+    in_words,
+)
+from megatron_hybrid.checkpoints.packed_maps import is_packable
+from megatron_hybrid.checkpoints.pretrained import checked_folder, load_pretrained
+from megatron_hybrid.checkpoints.quantize import quantized
+from megatron_hybrid.checkpoints.tensor_files import TensorFiles, TensorPlan, write_tensors
+from megatron_hybrid.files import replace_file
+from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
+from megatron_hybrid.models.sharding.tensor_sharding import cut_of
+from megatron_hybrid.ops import unpack
+
+GROUPS = (128, 64, 32)
+"""Columns that share a scale in int4: the widest that divides most weights."""
+FP4_GROUP = 16
+_STEERING = "decays, steps and betas of recurrent layers"
+
+_SENSITIVE = ("beta", "alpha", "dt")
+"""Sections of our projections that steer recurrent states: the last ones of each."""
+_GATES = re.compile(r"(^|\.)(in_proj_(ba|a|b)|b_proj|[fg]_[ab]_proj|dt_proj|x_proj)\.weight$")
+"""Their names of small projections to decays, betas and gates of recurrent layers."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """What `--to` names."""
+
+    codes: torch.dtype
+    scale: torch.dtype
+    method: str
+    """`format` of compressed-tensors."""
+    weights: dict[str, Any]
+    """`weights` in its config."""
+    multiple: int = 1
+    """Of which the columns of a weight are a multiple."""
+
+
+FORMATS = {
+    "fp8": Format(
+        torch.float8_e4m3fn,
+        torch.float32,
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "channel"},
+    ),
+    "int8": Format(
+        torch.int8,
+        torch.float32,
+        "pack-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "channel"},
+        multiple=4,
+    ),
+    "int4": Format(
+        torch.uint8,
+        torch.bfloat16,
+        "pack-quantized",
+        {"num_bits": 4, "type": "int", "strategy": "group"},
+    ),
+    "nvfp4": Format(
+        torch.uint8,
+        torch.float8_e4m3fn,
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": FP4_GROUP},
+    ),
+}
+
+
+@dataclass
+class Kind:
+    """Weights of one place in the layers, such as `mixer.in_proj`."""
+
+    numbers: int = 0
+    squares: float = 0.0
+    errors: float = 0.0
+    """Sums of the squares of the numbers, and of the differences."""
+
+    @property
+    def error(self) -> float:
+        """Root of the share of the squares that rounding changes."""
+        return math.sqrt(self.errors / self.squares) if self.squares else 0.0
+
+
+@dataclass
+class Report:
+    """What `quantize` did."""
+
+    bytes_before: int = 0
+    bytes_after: int = 0
+    quantized: dict[str, Kind] = field(default_factory=dict)
+    """By place in the layers."""
+    kept: dict[str, int] = field(default_factory=dict)
+    """Numbers that stay as they are, by reason."""
+    text: dict[str, float] = field(default_factory=dict)
+    """Of `compare`."""
+
+
+def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> Report:
+    """Write a folder with quantized weights. One tensor is held at a time.
+
+    Args:
+        source: a checkpoint of ours, or a model folder of Hugging Face, not quantized.
+        target: a folder that does not exist, or is empty.
+        to: one of `FORMATS`.
+
+    Raises:
+        CheckpointError: the source cannot be read or is quantized, or the target is not free.
+    """
+    folder, out, kind = checked_folder(source), Path(target), FORMATS[to]
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} is not empty. Name a folder that does not exist yet.")
+    initialize_distributed()
+    config = read_config(folder, perform_initialization=False)
+    values = read_values(folder / CONFIG_FILE)
+    with torch.device("meta"):
+        model = build_hybrid_model(config)
+    report = Report()
+    with TensorFiles.open(folder) as files:
+        found = find_tensors(model, folder, files)
+        if found.packed.stored:
+            raise CheckpointError(f"{folder} is quantized already. Name an unquantized folder.")
+        is_theirs = config.huggingface_config is not None and "layer_pattern" not in values
+        places = dict(_places(model, found.maps, found.given))
+        rest, shapes = {} if is_theirs else _rest_rows(model, found.given), {}
+        for name in places:
+            *lead, rows, columns = files.shape(name)
+            shape = (*lead, rows - rest.get(name, 0), columns)
+            if len(shape) > 2 and is_theirs:
+                report_reason(report, "experts stacked in one tensor", math.prod(shape))
+            elif _GATES.search(name):
+                report_reason(report, _STEERING, math.prod(shape))
+            else:
+                shapes[name] = shape
+                if name in rest:
+                    report_reason(report, _STEERING, rest[name] * columns)
+        group = _group(to, shapes.values())
+        multiple = group or kind.multiple
+        chosen = {n: s for n, s in shapes.items() if s[-1] % multiple == 0}
+        for name in sorted(shapes.keys() - chosen.keys()):
+            reason = f"rows that are no multiple of {multiple} numbers"
+            report_reason(report, reason, math.prod(shapes[name]))
+        stored = {n: _stored(n, s, kind, group, is_theirs) for n, s in chosen.items()}
+        writer = _Writer(files, stored, places, rest, report, is_theirs, kind)
+        if is_theirs:
+            values["quantization_config"] = _config(kind, group, files, stored)
+        for name in files.names():
+            if name not in places:
+                reason = "embeddings, output layer, norms, routers, convolutions, vectors"
+                report_reason(report, reason, math.prod(files.shape(name)))
+
+        def write_config() -> None:
+            text = json.dumps(values, indent=2) + "\n"
+            path = out / CONFIG_FILE
+            replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+        plan = list(writer.plan())
+        write_tensors(out, plan, writer.make, ready=write_config)
+        report.bytes_before = sum(
+            math.prod(files.shape(n)) * files.dtype(n).itemsize for n in files.names()
+        )
+        report.bytes_after = sum(tensor.num_bytes for tensor in plan)
+    for path in folder.iterdir():
+        is_weights = path.name.endswith((".safetensors", ".bin", ".pt", ".index.json"))
+        if path.is_file() and path.name != CONFIG_FILE and not is_weights:
+            shutil.copy(path, out / path.name)
+    return report
+
+
+def report_reason(report: Report, reason: str, numbers: int) -> None:
+    """Count numbers that are kept for a reason."""
+    report.kept[reason] = report.kept.get(reason, 0) + numbers
+
+
+def _places(model: HybridModel, maps: list, given: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Names of weights in the files that may be packed, and their places in the layers."""
+    modules = {
+        model.canonical_name(f"{name}.weight"): module for name, module in model.named_modules()
+    }
+    for tensor_map in maps:
+        ours = tensor_map.ours[0]
+        if is_packable(modules.get(ours, nn.Identity())) and ours.startswith("decoder."):
+            place = re.sub(r"^decoder\.layers\.\d+\.|\.weight$", "", ours)
+            yield from ((given[name], place) for name in tensor_map.theirs)
+
+
+def _rest_rows(model: HybridModel, given: dict[str, str]) -> dict[str, int]:
+    """Rows of our projections that stay as they are, by names in the files."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        cut = cut_of(parameter)
+        if cut is not None and cut.names is not None and name.endswith("_proj.weight"):
+            sizes = zip(cut.names, cut.sections)
+            if rows := sum(size for section, size in sizes if section in _SENSITIVE):
+                found[given[model.canonical_name(name)]] = rows
+    return found
+
+
+def _group(to: str, shapes: Any) -> int:
+    """Columns that share a scale; 0: all of a row."""
+    if to == "nvfp4":
+        return FP4_GROUP
+    if to != "int4":
+        return 0
+    sizes = [(math.prod(shape), shape[-1]) for shape in shapes]
+    return max(GROUPS, key=lambda g: (sum(n for n, width in sizes if width % g == 0), g))
+
+
+def _stored(
+    name: str, shape: tuple[int, ...], kind: Format, group: int, is_theirs: bool
+) -> StoredWeight:
+    """How a weight is going to be stored."""
+    *lead, rows, columns = shape
+    names = {part: f"{name}.{part}" for part in PARTS}
+    packs = kind.codes == torch.uint8
+    if is_theirs:
+        codes = name if kind.method == "float-quantized" else f"{name}_packed"
+        names = {"codes": codes, "scale": f"{name}_scale", "outer": f"{name}_global_scale"}
+    sizes = {"codes": columns // 2 if packs else columns, "scale": columns // (group or columns)}
+    parts = {
+        part: StoredPart(names[part], (*lead, rows, size), dtype)
+        for part, size, dtype in (
+            ("codes", sizes["codes"], kind.codes),
+            ("scale", sizes["scale"], kind.scale),
+        )
+    }
+    if kind.scale == torch.float8_e4m3fn:
+        parts["outer"] = StoredPart(names["outer"], (*lead, rows, 1), torch.float32)
+    return StoredWeight(shape, parts, (1, group))
+
+
+class _Writer:
+    """Makes the tensors of the new folder, those of a weight one after the other."""
+
+    def __init__(
+        self,
+        files: TensorFiles,
+        stored: dict[str, StoredWeight],
+        places: dict[str, str],
+        rest: dict[str, int],
+        report: Report,
+        is_theirs: bool,
+        kind: Format,
+    ):
+        self._files, self._stored, self._places, self._rest = files, stored, places, rest
+        self._report, self._is_theirs = report, is_theirs
+        self._in_words = is_theirs and kind.method == "pack-quantized"
+        self._of = {part.name: n for n, s in stored.items() for part in s.parts.values()}
+        self._last: tuple[str, dict[str, Tensor]] = "", {}
+
+    def plan(self) -> Iterator[TensorPlan]:
+        """All tensors."""
+        for name in self._files.names():
+            if name not in self._stored:
+                yield TensorPlan(name, self._files.shape(name), self._files.dtype(name))
+                continue
+            stored = self._stored[name]
+            for part, each in stored.parts.items():
+                sample = torch.empty(each.shape, dtype=each.dtype, device="meta")
+                tensor = self._in_file(part, sample)
+                yield TensorPlan(each.name, tuple(tensor.shape), tensor.dtype)
+            if rows := self._rest.get(name):
+                shape = (*stored.shape[:-2], rows, stored.shape[-1])
+                yield TensorPlan(f"{name}.rest", shape, self._files.dtype(name))
+            if self._in_words:
+                yield TensorPlan(f"{name}_shape", (len(stored.shape),), torch.int64)
+
+    def make(self, name: str) -> Tensor:
+        """A tensor of the new folder."""
+        if name.endswith("_shape") and (weight := name.removesuffix("_shape")) in self._stored:
+            return torch.tensor(self._stored[weight].shape)
+        if name.endswith(".rest") and (weight := name.removesuffix(".rest")) in self._rest:
+            return self._files.read(weight)[..., -self._rest[weight] :, :]
+        if name not in self._of:
+            return self._files.read(name)
+        weight = self._of[name]
+        if self._last[0] != weight:
+            self._last = weight, self._quantized(weight)
+        stored = self._stored[weight]
+        part = next(part for part, each in stored.parts.items() if each.name == name)
+        value = self._last[1][part]
+        if part == "outer" and not self._is_theirs:
+            value = value.expand(stored.parts[part].shape)
+        return self._in_file(part, value)
+
+    def _in_file(self, part: str, value: Tensor) -> Tensor:
+        """A part as the folder holds it."""
+        if self._in_words and part == "codes":
+            return in_words(value)
+        if self._is_theirs and part == "outer":
+            return value.flatten()[:1].reciprocal()
+        return value.contiguous()
+
+    def _quantized(self, name: str) -> dict[str, Tensor]:
+        stored = self._stored[name]
+        weight = self._files.read(name)[..., : stored.shape[-2], :].float()
+        parts = quantized(weight, stored)
+        of_parts = (parts.get(part) for part in PARTS)
+        difference = unpack(*of_parts, dtype=torch.float32) - weight
+        kind = self._report.quantized.setdefault(self._places[name], Kind())
+        kind.numbers += weight.numel()
+        kind.squares += weight.double().square().sum().item()
+        kind.errors += difference.double().square().sum().item()
+        return parts
+
+
+def _config(
+    kind: Format, group: int, files: TensorFiles, stored: dict[str, StoredWeight]
+) -> dict[str, Any]:
+    """The quantization_config, in the terms of compressed-tensors."""
+    weights = {"symmetric": True, "dynamic": False, "observer": "minmax", **kind.weights}
+    if group:
+        weights["group_size"] = group
+    others = [
+        name.removesuffix(".weight")
+        for name in files.names()
+        if name.endswith(".weight") and len(files.shape(name)) == 2 and name not in stored
+    ]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": kind.method,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": None,
+                "output_activations": None,
+            }
+        },
+        "ignore": others,
+        "kv_cache_scheme": None,
+    }
+
+
+@torch.no_grad()
+def compare(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    text: str,
+    num_tokens: int,
+    device: str | None = None,
+) -> dict[str, float]:
+    """Compare two models on a text: `kl` (nats a token, of the second from the first),
+    `perplexity_before`, `perplexity_after`, and `same_top_1`, a share.
+
+    Args:
+        text: at least two tokens.
+        num_tokens: take this many of its first tokens, in one sequence.
+        device: see `load_pretrained`.
+
+    Raises:
+        ValueError: the folder has no tokenizer, or the text is too short.
+    """
+    log_probs = []
+    for folder in (source, target):
+        model, tokenizer = load_pretrained(folder, device=device)
+        if tokenizer is None:
+            raise ValueError(f"{folder} has no tokenizer, which a text needs. Leave the text out.")
+        ids = tokenizer.tokenize(text)[:num_tokens]
+        if len(ids) < 2:
+            raise ValueError("the text has less than 2 tokens. Name a longer one.")
+        tokens = torch.tensor([ids], device=next(model.parameters()).device)
+        positions = torch.arange(len(ids), device=tokens.device)[None]
+        log_probs.append(model(tokens, positions, None)[0].float().log_softmax(-1))
+        del model
+    before, after = log_probs
+    following = tokens[0, 1:, None]
+    loss = [-each[:-1].gather(1, following).mean().item() for each in log_probs]
+    return {
+        "tokens": len(ids),
+        "kl": (before.exp() * (before - after)).sum(-1).mean().item(),
+        "perplexity_before": math.exp(loss[0]),
+        "perplexity_after": math.exp(loss[1]),
+        "same_top_1": (before.argmax(-1) == after.argmax(-1)).float().mean().item(),
+    }
+
+
+def render(report: Report) -> str:
+    """The report as text."""
+    lines = [f"{'quantized':<44} {'numbers':>15} {'rounding':>10}"]
+    for place, kind in sorted(report.quantized.items()):
+        lines.append(f"{place:<44} {kind.numbers:>15,} {kind.error:>10.2%}")
+    lines += ["", f"{'kept as it is':<64} {'numbers':>15}"]
+    lines += [f"{reason:<64} {count:>15,}" for reason, count in report.kept.items()]
+    ratio = report.bytes_after / report.bytes_before
+    lines += ["", f"{report.bytes_before:,} bytes before, {report.bytes_after:,} now ({ratio:.0%})"]
+    if found := report.text:
+        lines.append(
+            f"over {found['tokens']:,} tokens: KL {found['kl']:.2e}, perplexity "
+            f"{found['perplexity_before']:.4g} -> {found['perplexity_after']:.4g}, "
+            f"same likeliest token {found['same_top_1']:.1%}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,108 @@
+"""`megatron-hybrid quantize`: weights to nearest, in folders that we and others load."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import megatron_hybrid as mh
+from megatron_hybrid.checkpoints.checkpoint import CheckpointError, own_tensors
+from megatron_hybrid.cli import main
+from megatron_hybrid.models.packed_weight import PackedWeight
+from megatron_hybrid.tools.quantize import FORMATS, compare, quantize
+
+ALICE = Path(__file__).parents[2] / "functional" / "data" / "alice_chapter_5.txt"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    """A folder of transformers in bf16."""
+    folder = tmp_path_factory.mktemp("llama") / "model"
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+    config = LlamaConfig(**sizes, **heads, tie_word_embeddings=False, dtype="bfloat16")
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def steps(weight: PackedWeight) -> torch.Tensor:
+    """The widest step between the codes of each number of a weight, as numbers."""
+    scale = weight.scale.double() * (1.0 if weight.outer is None else weight.outer.double())
+    per_scale = {torch.float8_e4m3fn: 32.0, torch.int8: 1.0, torch.uint8: 1.0}[weight.codes.dtype]
+    if weight.scale.dtype == torch.float8_e4m3fn:
+        per_scale = 2.0  # of e2m1, between 4 and 6
+    return (scale * per_scale).repeat_interleave(weight.shape[-1] // scale.shape[-1], -1)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_each_weight_is_rounded_to_nearest(llama, tmp_path, to):
+    report = quantize(llama, tmp_path / "out", to)
+    model, _ = mh.load_pretrained(tmp_path / "out")
+    plain = dict(mh.load_pretrained(llama)[0].named_modules())
+    packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedWeight)}
+    assert len(packed) == 8  # qkv, the output projection and two of the MLP, in two layers
+    for name, weight in packed.items():
+        before = plain[name.removesuffix(".weight")].weight.double()
+        error = (weight.unpacked().double() - before).abs()
+        # bf16 rounds the numbers once more, and the scales of int4 and nvfp4 are rounded, too.
+        slack = 0.6 if to in ("fp8", "int8") else 0.75
+        assert bool((error <= slack * steps(weight) + before.abs() * 2.0**-8).all())
+    assert report.bytes_after == sum(
+        t.nbytes for t in load_file(tmp_path / "out" / "model.safetensors").values()
+    )
+    assert report.bytes_after < 0.66 * report.bytes_before
+    for kind in report.quantized.values():
+        assert 0 < kind.error < {"fp8": 0.03, "int8": 0.012}.get(to, 0.13)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_transformers_reads_what_it_writes(llama, tmp_path, to):
+    quantize(llama, tmp_path / "out", to)
+    ours, _ = mh.load_pretrained(tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    tokens = torch.arange(3, 43)[None]
+    with torch.no_grad():
+        found = ours(tokens, torch.arange(40)[None], None)
+        expected = theirs(tokens, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+    original, _ = mh.load_pretrained(llama)
+    with torch.no_grad():
+        assert not torch.equal(found, original(tokens, torch.arange(40)[None], None))
+
+
+def test_parts_that_steer_states_stay_as_they_are(tmp_path, capsys):
+    assert main(["quantize", "demo", str(tmp_path / "out"), "--to", "int8"]) == 0
+    printed = capsys.readouterr().out
+    assert "decays, steps and betas" in printed and "bytes before" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    before = own_tensors(mh.load_pretrained("demo")[0])
+    after = own_tensors(mh.load_pretrained(tmp_path / "out")[0])
+    same = [name for name in before if name in after]
+    assert {name.rpartition(".")[2] for name in same} >= {"A_log", "dt_bias", "D"}
+    assert all(torch.equal(before[name], after[name]) for name in same)
+    rest = {name: tensor for name, tensor in after.items() if name.endswith(".rest")}
+    assert rest
+    for name, rows in rest.items():
+        assert torch.equal(rows, before[name.removesuffix(".rest")][-len(rows) :])
+    found = compare("demo", tmp_path / "out", ALICE.read_text(), 256)
+    assert 0 < found["kl"] < 1e-3
+    assert found["perplexity_after"] == pytest.approx(found["perplexity_before"], rel=0.02)
+    assert found["same_top_1"] > 0.95
+
+
+def test_what_cannot_be_quantized_is_refused(llama, tmp_path, capsys):
+    quantize(llama, tmp_path / "out", "fp8")
+    with pytest.raises(CheckpointError, match="not empty"):
+        quantize(llama, tmp_path / "out", "fp8")
+    with pytest.raises(CheckpointError, match="quantized already"):
+        quantize(tmp_path / "out", tmp_path / "again", "int8")
+    assert not (tmp_path / "again").exists()
+    assert json.loads((llama / "config.json").read_text()).get("quantization_config") is None
+    assert main(["quantize", str(tmp_path / "none"), str(tmp_path / "x"), "--to", "fp8"]) == 2
+    assert "not a folder" in capsys.readouterr().err
