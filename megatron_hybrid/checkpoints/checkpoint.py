@@ -36,6 +36,7 @@ from megatron_hybrid.checkpoints.tensor_files import (
 from megatron_hybrid.files import replace_file
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.packed_weight import PackedWeight
 from megatron_hybrid.models.parameter_names import (
     canonical_name,
     is_parameter,
@@ -483,6 +484,17 @@ def own_tensors(model: HybridModel) -> dict[str, Tensor]:
     return {
         model.canonical_name(name): tensor for name, tensor in tensors.items() if is_parameter(name)
     }
+
+
+def own_weights(model: HybridModel) -> dict[str, Tensor | PackedWeight]:
+    """As `own_tensors`, where a packed weight counts as one."""
+    packed = {
+        model.canonical_name(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, PackedWeight)
+    }
+    others = own_tensors(model).items()
+    return packed | {n: tensor for n, tensor in others if n.rpartition(".")[0] not in packed}
 
 
 def _identity(names: Iterable[str]) -> list[TensorMap]:

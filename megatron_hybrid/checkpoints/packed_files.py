@@ -70,12 +70,9 @@ class StoredPart:
     decode: Callable[[Tensor], Tensor] | None = None
     """The stored tensor -> as in memory, but for rows that share a scale."""
     encode: Callable[[Tensor], Tensor] | None = None
-    """Its inverse. Where it is missing beside a `decode`, the tensor is written as it was read."""
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the tensor is written as it was read."""
-        return self.decode is not None and self.encode is None
+    """Its inverse."""
+    is_kept: bool = False
+    """Whether it is written as it was read: the inverse may round."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,10 @@ class StoredWeight:
         """A part with a row for each row of the weight and, of scales, a column for each `group`
         columns of it, a divisor of `self.group`."""
         part = self.parts[name]
-        value = stored if part.decode is None else part.decode(stored)
+        return self.over_rows(name, stored if part.decode is None else part.decode(stored), group)
+
+    def over_rows(self, name: str, value: Tensor, group: int) -> Tensor:
+        """`by_row` of a part that is decoded."""
         *lead, rows, columns = self.shape
         if name == "codes":
             return value
@@ -169,10 +169,8 @@ class PackedFiles:
                 f"{min(self.stored)} is packed in {files.folder}, but neither config.json nor "
                 f"{QUANT_FILE} says how. Copy the folder again, with both."
             )
-        kept = {part.name for each in self.stored.values() for part in each.parts.values()}
-        kept &= {
-            part.name for s in self.stored.values() for part in s.parts.values() if part.is_kept
-        }
+        parts = [part for each in self.stored.values() for part in each.parts.values()]
+        kept = {part.name for part in parts if part.is_kept}
         self.kept = kept | {
             name
             for name in self._names - used
@@ -195,6 +193,7 @@ class PackedFiles:
         dtype: torch.dtype | None = None,
         decode: Callable[[Tensor], Tensor] | None = None,
         encode: Callable[[Tensor], Tensor] | None = None,
+        is_kept: bool = False,
     ) -> StoredPart:
         """One of the folder's tensors as a part; dtype: None: as stored.
 
@@ -207,7 +206,8 @@ class PackedFiles:
                 "the folder again."
             )
         files = self.files
-        return StoredPart(name, files.shape(name), dtype or files.dtype(name), decode, encode)
+        dtype = dtype or files.dtype(name)
+        return StoredPart(name, files.shape(name), dtype, decode, encode, is_kept)
 
     def has(self, name: str) -> bool:
         """Whether the folder has a tensor of this name."""
@@ -298,7 +298,8 @@ def _packed_codes(files: PackedFiles, name: str) -> dict[str, StoredPart] | None
     weight, dtype = name.removesuffix("_packed"), files.files.dtype(name)
     scale = files.part(f"{weight}_scale")
     if dtype == torch.uint8:
-        outer = files.part(f"{weight}_global_scale", torch.float32, torch.reciprocal)
+        inverse = torch.reciprocal
+        outer = files.part(f"{weight}_global_scale", torch.float32, inverse, inverse, is_kept=True)
         return {"codes": files.part(name), "scale": scale, "outer": outer}
     bits = _word_bits(files, name)
     if files.has(f"{weight}_g_idx"):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout, Tensors, joined
 from megatron_hybrid.checkpoints.packed_files import PARTS, StoredPart, StoredWeight
+from megatron_hybrid.checkpoints.quantize import quantized
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.mixers.experts import StackedLinear
@@ -42,6 +43,8 @@ class PackedSource:
     """Tensors that are written as they were read, by name."""
     groups: dict[str, int] = field(default_factory=dict)
     """Columns with one scale in this rank's part of the model, by their names of weights."""
+    weight_maps: dict[str, TensorMap] = field(default_factory=dict)
+    """Of packed weights, by our names of them."""
     is_ours: bool = False
     """Whether the folder is a checkpoint of ours."""
 
@@ -73,9 +76,25 @@ class PackedSource:
         if weight not in self.stored:
             return {name: value}
         stored = self.stored[weight]
-        if stored.parts[part].is_kept:
+        if stored.parts[part].name in self.kept:
             return {}
         return {stored.parts[part].name: stored.as_stored(part, value)}
+
+    def quantized(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """New values of one of our weights, whole, as parts of it, by their names in the model."""
+        tensor_map, values = self.weight_maps[name], {}
+        theirs = tensor_map.layout.to_theirs([weight])
+        for their_name, value in zip(tensor_map.theirs, theirs, strict=True):
+            if (stored := self.stored.get(their_name)) is None:
+                values[their_name] = value
+                continue
+            for part, tensor in quantized(value, stored).items():
+                group = self.groups[their_name]
+                values[f"{their_name}:{part}"] = stored.over_rows(part, tensor, group)
+                self.kept.pop(stored.parts[part].name, None)
+        for part_map in self._parts(tensor_map):
+            (part,) = part_map.layout.to_ours([values[each] for each in part_map.theirs])
+            yield part_map.ours[0], part
 
     def maps(self, maps: Iterable[TensorMap]) -> Iterator[TensorMap]:
         """Maps of weights as those of the parts of the model. Parts of theirs are `weight:part`."""
@@ -122,7 +141,8 @@ class PackedSource:
                     "dequantize it with the library that packed it, or use layer_spec='local'."
                 )
             packing = self._packing(tensor_map, packed, module.weight, source)
-            self.groups |= {name: packing.group for name in packed}
+            self.groups |= {each: packing.group for each in packed}
+            self.weight_maps[name] = tensor_map
             if isinstance(module.weight, PackedWeight) and module.weight.packing == packing:
                 continue
             try:

@@ -19,12 +19,13 @@ from megatron_hybrid.checkpoints.checkpoint import (
     check_map,
     copy_piece,
     own_tensors,
+    own_weights,
 )
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import SAME, stacked
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.models.packed_weight import require_unpacked
+from megatron_hybrid.models.packed_weight import PackedWeight, unpacked
 from megatron_hybrid.models.parameter_names import canonical_name, is_parameter, separate_expert
 from megatron_hybrid.models.sharding.gathering import num_experts_of, own_piece
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING, OUTPUT_LAYER
@@ -37,13 +38,13 @@ class WeightLoader:
     """Loads what one call of `DynamicInferenceEngine.load_weights` gives. Make it on all ranks.
 
     Raises:
-        ValueError: the model's experts are separate, as Megatron built them, or its weights packed.
+        ValueError: the model's experts are separate, as Megatron built them.
     """
 
     def __init__(self, model: HybridModel, ranks: Ranks):
-        require_unpacked(model, "load_weights cannot fill the model")
         self.model, self._ranks = model, ranks
-        self.own = own_tensors(model)
+        self.parts = own_tensors(model)
+        self.own = own_weights(model)
         if any(separate_expert(name) for name in self.own):
             raise ValueError(
                 "load_weights cannot fill the separate experts of a model of from_megatron: load "
@@ -85,6 +86,15 @@ class WeightLoader:
                 f"{error} {self.num_written} tensors of the model were written before: load all of "
                 "them again."
             ) from error
+
+    def write(self, name: str, whole: Tensor) -> None:
+        """Write this rank's piece of a whole tensor of ours; where it is packed, to nearest."""
+        if isinstance(self.own[name], PackedWeight):
+            for part, value in self.model.packed_source.quantized(name, whole):
+                copy_piece(value, self.parts[part], self.model)
+        else:
+            copy_piece(whole, self.own[name], self.model)
+        self.num_written += 1
 
     def _of_first_rank(self, pairs: Iterable) -> Iterator:
         """The pairs of the first rank, on all ranks."""
@@ -263,9 +273,8 @@ class _Pass:
             if name in self._taken:
                 self._require_equal(name, made[name], next(iter(parts)))
             elif self._writes:
-                copy_piece(made[name], self._own[name], self._loader.model)
-                self._loader.num_written += 1
-                self._taken[name] = lambda name=name: self._own[name]
+                self._loader.write(name, made[name])
+                self._taken[name] = lambda name=name: unpacked(self._own[name])
             else:
                 self._taken[name] = lambda name=name: self._piece(name, values()[name])
 

@@ -260,3 +260,46 @@ def test_modelopt_may_name_the_quantization_in_a_file_of_its_own(tmp_path):
     (packed / "hf_quant_config.json").write_text(json.dumps(content))
     model, _ = mh.load_pretrained(packed)
     assert torch.equal(logits(model), logits(mh.load_pretrained(plain)[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("qwen3_next", "fp8-block"),
+        ("qwen3_next", "ct-nvfp4"),
+        ("llama", "ct-w4a16-asymmetric"),
+        ("llama", "modelopt-fp8"),
+    ],
+)
+def test_new_weights_are_quantized_when_they_arrive(tmp_path, name, kind):
+    """An engine with packed weights takes a trainer's in bf16, and is that of their folder then."""
+    old, _ = folders(tmp_path / "old", name, {PROJECTIONS: kind}, seed=1)
+    build(name, seed=2).to(torch.bfloat16).save_pretrained(tmp_path / "new")
+    engine = tiny_engine(mh.load_pretrained(old)[0])
+    before = weights_hash(engine.model)
+    engine.load_weights(load_file(tmp_path / "new" / "model.safetensors"))
+    assert weights_hash(engine.model) != before
+    new, _ = mh.load_pretrained(tmp_path / "new")
+    expected = dict(new.named_modules())
+    for name, weight in engine.model.named_modules():
+        if isinstance(weight, PackedWeight):
+            found, wanted = weight.unpacked(), expected[name.removesuffix(".weight")].weight
+            error = (found - wanted).float().norm() / wanted.float().norm()
+            assert error < (0.05 if "fp8" in kind else 0.2)
+            assert weight.rest is None or torch.equal(weight.rest, wanted[-len(weight.rest) :])
+    save_huggingface(engine.model, tmp_path / "back")
+    again = dict(mh.load_pretrained(tmp_path / "back")[0].named_modules())
+    for name, weight in engine.model.named_modules():
+        if isinstance(weight, PackedWeight):
+            torch.testing.assert_close(weight.unpacked(), again[name].unpacked())
+    names = stored_bytes(tmp_path / "back").keys()
+    assert names == stored_bytes(old).keys()
+
+
+def test_names_of_ours_reach_packed_weights(qwen):
+    engine = tiny_engine(mh.load_pretrained(qwen[0])[0])
+    name = "decoder.layers.6.self_attention.linear_qkv.weight"
+    weight = engine.model.get_submodule(name)
+    wanted = torch.randn(weight.shape).bfloat16()
+    engine.load_weights({name: wanted})
+    assert (weight.unpacked() - wanted).float().norm() < 0.05 * wanted.float().norm()
