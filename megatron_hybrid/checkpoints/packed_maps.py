@@ -52,7 +52,12 @@ class PackedSource:
         """A part `weight:part` with a row for each row of the weight."""
         weight, part = name.rsplit(":", 1)
         stored = self.stored[weight]
-        return stored.by_row(part, read(stored.parts[part].name), self.groups[weight])
+        tensor = read(stored.parts[part].name)
+        if tensor.dtype == torch.float8_e4m3fn and bool(
+            (tensor.view(torch.uint8) & 127 == 127).any()
+        ):
+            raise CheckpointError(f"{stored.parts[part].name} has numbers that are NaN.")
+        return stored.by_row(part, tensor, self.groups[weight])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of what `read` returns."""

@@ -21,11 +21,11 @@ def unpack(
     values = format_of(codes.dtype, scale.dtype).values(codes)
     values = values.unflatten(-1, (scale.shape[-1], -1))
     if zero is not None:
-        values = values - zero.float().unsqueeze(-1)
+        values = values.sub_(zero.float().unsqueeze(-1))
     scale = scale.float()
     if outer is not None:
         scale = scale * outer
-    weight = (values * scale.unsqueeze(-1)).flatten(-2).to(dtype)
+    weight = values.mul_(scale.unsqueeze(-1)).flatten(-2).to(dtype)
     return weight if rest is None else torch.cat((weight, rest), -2)
 
 

@@ -211,6 +211,12 @@ def _packed_router(tensors):
     return tensors | {f"{ROUTER}.{part}": tensor for part, tensor in stored.items()}
 
 
+def _with_nan(tensors):
+    codes = tensors[Q].clone()
+    codes.view(torch.uint8)[3, 5] = 0x7F
+    return tensors | {Q: codes}
+
+
 def _without(ending):
     return lambda tensors: {n: t for n, t in tensors.items() if n != f"{Q}{ending}"}
 
@@ -228,6 +234,7 @@ def _without(ending):
         (_without("_scale_inv"), None, f"{Q} is torch.float8_e4m3fn in .*without {Q}_scale"),
         (lambda t: t | {f"{Q}_scale_inv": torch.ones(3, 5)}, None, "scales of shape .3, 5."),
         (lambda t: t | {f"{Q}_scale_inv": torch.ones(1, 1).long()}, None, "no format that is read"),
+        (_with_nan, None, f"{Q} has numbers that are NaN"),
         (_packed_router, None, "needs it unpacked"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
