@@ -53,9 +53,7 @@ class PackedSource:
         weight, part = name.rsplit(":", 1)
         stored = self.stored[weight]
         tensor = read(stored.parts[part].name)
-        if tensor.dtype == torch.float8_e4m3fn and bool(
-            (tensor.view(torch.uint8) & 127 == 127).any()
-        ):
+        if tensor.dtype == torch.float8_e4m3fn and _has_nan(tensor):
             raise CheckpointError(f"{stored.parts[part].name} has numbers that are NaN.")
         return stored.by_row(part, tensor, self.groups[weight])
 
@@ -222,6 +220,10 @@ def own_source(
 def is_packable(module: nn.Module) -> bool:
     """Whether the weight of a layer may be packed."""
     return isinstance(module, _PACKABLE)
+
+
+def _has_nan(codes: Tensor) -> bool:
+    return bool((codes.view(torch.uint8) & 127 == 127).any())
 
 
 def _put(module: nn.Module, weight: nn.Parameter | PackedWeight) -> None:
