@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="A request has this many tokens, such as 4096, 100k (100,000) or 1M.",
     )
+    parser.add_argument(
+        "--weights",
+        choices=("fp8", "int8", "int4", "nvfp4"),
+        help="Count the weights of the layers in this format, as megatron-hybrid quantize writes "
+        "them. The default is as they are.",
+    )
     add_state_encoding(parser)
     add_json(parser)
 
@@ -64,6 +70,6 @@ def run(options: argparse.Namespace) -> int:
     config = planned_config(options.model)
     memory = memory or device.memory_bytes
     packed = packed_folder(options.model, config)
-    result = plan(config, memory, context, options.state_encoding, device, packed)
+    result = plan(config, memory, context, options.state_encoding, device, packed, options.weights)
     print(json.dumps(result.to_dict(), indent=2) if options.json else render(result))
     return 0 if result.settings else 1

@@ -143,6 +143,13 @@ class PackedWeight(nn.Module):
         return super()._apply(moved, recurse)
 
 
+def replace_weight(module: nn.Module, packing: Packing) -> None:
+    """Pack the weight of a layer, without values. Raises ValueError if it cannot be so."""
+    weight = PackedWeight(module.weight, packing)
+    del module.weight
+    module.weight = weight
+
+
 def require_unpacked(model: nn.Module, task: str) -> None:
     """Raise ValueError if a weight of the model is packed. task: what cannot be done with it."""
     for name, module in model.named_modules():

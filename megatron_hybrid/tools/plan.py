@@ -37,6 +37,7 @@ from megatron_hybrid.models.flops import attention_parity, token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.layer_pattern import layer_symbols
 from megatron_hybrid.models.packed_weight import named_weights
+from megatron_hybrid.tools.quantize import pack_as
 from megatron_hybrid.tools.rates import WIDTH, Rates, predict, render_rates
 from megatron_hybrid.tools.roofline import Device, ModelWork, num_bytes
 
@@ -86,7 +87,7 @@ class Plan:
     dtype: str
     """Of weights and KV."""
     quantization: str | None
-    """Quantization of the published weights ("fp8"); None: none."""
+    """Of the weights: as published ("fp8"), or the format that was asked for; None: none."""
     counts_packed: bool
     """Whether `weight_bytes` is of packed weights, as the folder has them."""
     memory_bytes: int
@@ -152,6 +153,7 @@ def plan(
     state_encoding: str = "exact",
     device: Device | None = None,
     folder: str | os.PathLike | None = None,
+    weights: str | None = None,
 ) -> Plan:
     """Compute how a model fits into one device's memory, and how fast it is at best.
 
@@ -163,6 +165,7 @@ def plan(
         device: whose rooflines bound the speed; None: leave speed out.
         folder: with the model's weights, whose headers say which are packed; None: all count as
             unpacked.
+        weights: count those of the layers in this format of `tools.quantize`; None: as they are.
 
     Raises:
         ValueError: an unknown encoding.
@@ -170,7 +173,9 @@ def plan(
     """
     with torch.device("meta"):
         model = build_hybrid_model(config)
-    if folder is not None:
+    if weights is not None:
+        pack_as(model, weights)
+    elif folder is not None:
         pack_as_in(model, folder)
     weight_bytes = num_bytes(model.parameters())
     block = next((b for b in _CACHE_BLOCKS if context <= b * _TABLE_BLOCKS), _CACHE_BLOCKS[-1])
@@ -179,6 +184,7 @@ def plan(
     step = step_bytes(model, spec, max_captures(spec, *sizes), *sizes, context)
     cache_bytes = max(0, int((memory_bytes - weight_bytes - step) * MEMORY_FRACTION))
     footprint = _footprint(spec, cache_bytes, context)
+    published = quantization(config.huggingface_config or {}) or {}
     rates = None
     if device is not None:
         lengths = sorted({*_RATED_LENGTHS, context})
@@ -189,8 +195,8 @@ def plan(
         parameters=sum(weight.numel() for _, weight in named_weights(model)),
         weight_bytes=weight_bytes,
         dtype=str(config.params_dtype).removeprefix("torch."),
-        quantization=(quantization(config.huggingface_config or {}) or {}).get("quant_method"),
-        counts_packed=model.packed_source is not None,
+        quantization=weights or published.get("quant_method"),
+        counts_packed=weights is not None or model.packed_source is not None,
         memory_bytes=memory_bytes,
         step_bytes=step,
         cache_bytes=cache_bytes,

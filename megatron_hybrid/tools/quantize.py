@@ -38,6 +38,7 @@ from megatron_hybrid.checkpoints.quantize import quantized
 from megatron_hybrid.checkpoints.tensor_files import TensorFiles, TensorPlan, write_tensors
 from megatron_hybrid.files import replace_file
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+from megatron_hybrid.models.packed_weight import Packing, replace_weight
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.models.sharding.tensor_sharding import cut_of
 from megatron_hybrid.ops import unpack
@@ -196,6 +197,27 @@ def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> R
     return report
 
 
+def pack_as(model: HybridModel, to: str) -> None:
+    """Pack the weights of a model on the meta device as `quantize` would: it has the sizes of the
+    loaded model then. to: one of `FORMATS`."""
+    kind, rest = FORMATS[to], _rest_rows(model, None)
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if name.startswith("decoder.") and is_packable(module)
+    }
+    group = _group(to, [module.weight.shape for module in layers.values()])
+    for name, module in layers.items():
+        columns = module.weight.shape[-1]
+        if columns % (group or kind.multiple) == 0:
+            has_outer = kind.scale == torch.float8_e4m3fn
+            rows = rest.get(model.canonical_name(f"{name}.weight"), 0)
+            replace_weight(
+                module,
+                Packing(kind.codes, kind.scale, group or columns, has_outer, num_rest=rows),
+            )
+
+
 def report_reason(report: Report, reason: str, numbers: int) -> None:
     """Count numbers that are kept for a reason."""
     report.kept[reason] = report.kept.get(reason, 0) + numbers
@@ -213,15 +235,16 @@ def _places(model: HybridModel, maps: list, given: dict[str, str]) -> Iterator[t
             yield from ((given[name], place) for name in tensor_map.theirs)
 
 
-def _rest_rows(model: HybridModel, given: dict[str, str]) -> dict[str, int]:
-    """Rows of our projections that stay as they are, by names in the files."""
+def _rest_rows(model: HybridModel, given: dict[str, str] | None) -> dict[str, int]:
+    """Rows of our projections that stay as they are, by names in the files; None: by ours."""
     found = {}
     for name, parameter in model.named_parameters():
         cut = cut_of(parameter)
         if cut is not None and cut.names is not None and name.endswith("_proj.weight"):
             sizes = zip(cut.names, cut.sections)
             if rows := sum(size for section, size in sizes if section in _SENSITIVE):
-                found[given[model.canonical_name(name)]] = rows
+                canonical = model.canonical_name(name)
+                found[canonical if given is None else given[canonical]] = rows
     return found
 
 

@@ -14,6 +14,7 @@ import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import CheckpointError, own_tensors
 from megatron_hybrid.cli import main
 from megatron_hybrid.models.packed_weight import PackedWeight
+from megatron_hybrid.tools.plan import plan, read_model_config
 from megatron_hybrid.tools.quantize import FORMATS, compare, quantize
 
 ALICE = Path(__file__).parents[2] / "functional" / "data" / "alice_chapter_5.txt"
@@ -106,3 +107,12 @@ def test_what_cannot_be_quantized_is_refused(llama, tmp_path, capsys):
     assert json.loads((llama / "config.json").read_text()).get("quantization_config") is None
     assert main(["quantize", str(tmp_path / "none"), str(tmp_path / "x"), "--to", "fp8"]) == 2
     assert "not a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_plan_counts_the_bytes_of_the_quantized_folder(tmp_path, to):
+    quantize("demo", tmp_path / "out", to)
+    model, _ = mh.load_pretrained(tmp_path / "out")
+    planned = plan(read_model_config("demo"), 10**9, 1000, weights=to)
+    assert planned.weight_bytes == sum(p.nbytes for p in model.parameters())
+    assert planned.parameters == plan(read_model_config("demo"), 10**9, 1000).parameters
