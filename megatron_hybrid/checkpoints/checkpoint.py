@@ -251,12 +251,15 @@ def find_tensors(model: HybridModel, folder: Path, files: TensorFiles) -> FoundT
     maps = [adapter.as_found(m, config, shapes) for m in adapter.tensors(config)]
     packed = _packed_source(weights, given, shapes, adapter, config)
     embedding = next(m.theirs[0] for m in maps if m.ours == (EMBEDDING,))
-    if config.share_embeddings_and_output_weights and HEAD in given:
-        if HEAD in packed.stored:
+    is_tied = config.share_embeddings_and_output_weights
+    for name in (embedding, HEAD) if is_tied else (embedding,):
+        if name in packed.stored:
             raise CheckpointError(
-                f"{HEAD} is packed in {folder}, but one with {embedding} (tie_word_embeddings), "
-                "which is looked up row by row: dequantize it, or untie them in config.json."
+                f"{name} is packed in {folder}, but the word embedding is looked up row by row"
+                f"{', and both are one (tie_word_embeddings)' if name == HEAD else ''}. Dequantize "
+                "it with the library that packed it."
             )
+    if is_tied and HEAD in given:
         if embedding in given:
             _drop_copy(HEAD, embedding, given, files, str(folder))
         else:  # the tied tensor is stored under the head's name

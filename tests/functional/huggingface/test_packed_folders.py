@@ -310,3 +310,12 @@ def test_names_of_ours_reach_packed_weights(qwen):
     wanted = torch.randn(weight.shape).bfloat16()
     engine.load_weights({name: wanted})
     assert (weight.unpacked() - wanted).float().norm() < 0.05 * wanted.float().norm()
+
+
+def test_an_output_layer_may_be_packed_and_a_word_embedding_not(tmp_path):
+    packed, plain = folders(tmp_path / "head", "llama", {r"lm_head$|_proj$": "ct-w8a16"})
+    model = assert_same_model(packed, plain, tmp_path / "back")
+    assert isinstance(model.output_layer.weight, PackedWeight)
+    packed, _ = folders(tmp_path / "tied", "llama_tied", {r"embed_tokens$": "ct-w8a16"})
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight is packed .* row by row"):
+        mh.load_pretrained(packed)
