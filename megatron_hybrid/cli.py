@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from textwrap import fill
 
 from megatron_hybrid.commands import (
@@ -47,8 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
     called = build_parser().parse_args(arguments)
     command = COMMANDS[called.command]
     options = command_parser(called.command).read(called.arguments)
+    return reported(lambda: command.run(options))
+
+
+def reported(run: Callable[[], int]) -> int:
+    """Run a program, and print the errors of its user in one line. Returns the exit status."""
     try:
-        status = command.run(options)
+        status = run()
         sys.stdout.flush()  # here, not at Python's exit, where errors are not caught
         return status
     except BrokenPipeError:  # the reader of the output has closed it

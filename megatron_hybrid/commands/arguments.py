@@ -175,6 +175,30 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_served_engine(parser: argparse.ArgumentParser) -> None:
+    """Add what an engine for many requests is asked for beside `add_engine`."""
+    parser.add_argument(
+        "--max-requests",
+        type=int,
+        default=64,
+        metavar="N",
+        help="Run at most N requests at a time.",
+    )
+    parser.add_argument(
+        "--cuda-graphs",
+        action="store_true",
+        help="Record the steps that generate a token as CUDA graphs, and replay them. A GPU then "
+        "waits less for Python. By default they are not recorded.",
+    )
+    parser.add_argument(
+        "--no-warm-up",
+        action="store_false",
+        dest="warm_up",
+        help="Start at once. Kernels are then compiled when requests first need them, which wait "
+        "for that. By default a GPU compiles them before the first request (warm_up).",
+    )
+
+
 PYTHON_NAMES = "A name in brackets is that of the setting in Python, which errors use."
 
 
@@ -192,6 +216,16 @@ def inference_config(options: argparse.Namespace, **fields: Any):
         state_encoding=options.state_encoding,
         cache_dir=options.cache_dir,
         **fields,
+    )
+
+
+def served_config(options: argparse.Namespace):
+    """An InferenceConfig from the options of `add_engine` and `add_served_engine`."""
+    return inference_config(
+        options,
+        max_requests=options.max_requests,
+        cuda_graphs=options.cuda_graphs,
+        warm_up=options.warm_up,
     )
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,21 +10,16 @@ from megatron_hybrid.commands.arguments import (
     PYTHON_NAMES,
     add_chat_template,
     add_engine,
-    inference_config,
+    add_served_engine,
     load_for_chats,
-    whole_number,
+    served_config,
 )
+from megatron_hybrid.commands.layout import add_layout, run_on_ranks, sizes_of
 from megatron_hybrid.serving.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 if TYPE_CHECKING:
     from megatron_hybrid.serving.kv_publisher import KvPublisher
 
-LAYOUT = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-}
-"""Options of the layout over ranks, and their fields of HybridConfig."""
 HELP = "Serve a model over HTTP, by OpenAI's API."
 _DEMO_NOTE = (
     "The demo model was trained on old books alone: it continues stories, it does not answer."
@@ -42,17 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"pip install 'megatron_hybrid[serve]'. {PYTHON_NAMES}"
     )
     add_engine(parser)
-    for (name, field), what in zip(
-        LAYOUT.items(),
-        (
-            "Split every layer over this many ranks, one GPU each",
-            "Split the layers into this many stages, of as many ranks each as --tp says",
-            "Split the experts of each layer over this many ranks",
-        ),
-    ):
-        parser.add_argument(
-            f"--{name}", type=whole_number, default=1, metavar="N", help=f"{what} ({field})."
-        )
+    add_layout(parser)
     parser.add_argument("--host", default="127.0.0.1", help="Listen at this address.")
     parser.add_argument("--port", type=int, default=8000, help="Listen on this port.")
     parser.add_argument(
@@ -89,26 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "localhost, to the name of this machine, or to this name. The option may be given several "
         "times.",
     )
-    parser.add_argument(
-        "--max-requests",
-        type=int,
-        default=64,
-        metavar="N",
-        help="Run at most N requests at a time.",
-    )
-    parser.add_argument(
-        "--cuda-graphs",
-        action="store_true",
-        help="Record the steps that generate a token as CUDA graphs, and replay them. A GPU then "
-        "waits less for Python. By default they are not recorded.",
-    )
-    parser.add_argument(
-        "--no-warm-up",
-        action="store_false",
-        dest="warm_up",
-        help="Start at once. Kernels are then compiled when requests first need them, which wait "
-        "for that. By default a GPU compiles them before the first request (warm_up).",
-    )
+    add_served_engine(parser)
     parser.add_argument(
         "--max-waiting",
         type=int,
@@ -258,20 +223,12 @@ def run(options: argparse.Namespace) -> int:
         raise ImportError(f"{error}: serving needs pip install 'megatron_hybrid[serve]'") from error
     from rich.console import Console
 
-    from megatron_hybrid.inference.rank_watch import RankFailedError
-    from megatron_hybrid.process_life import ends_with_launcher
-    from megatron_hybrid.ranks import RankError
     from megatron_hybrid.serving.service import ServingConfig
 
     address = Address(
         options.host, options.port, options.uds, options.ssl_certfile, options.ssl_keyfile
     )
-    config = inference_config(
-        options,
-        max_requests=options.max_requests,
-        cuda_graphs=options.cuda_graphs,
-        warm_up=options.warm_up,
-    )
+    config = served_config(options)
     keys = os.environ.get("MEGATRON_HYBRID_API_KEYS", "").split(",")
     serving = ServingConfig(
         options.served_model_name or Path(options.model).name,
@@ -294,31 +251,22 @@ def run(options: argparse.Namespace) -> int:
         guide_seconds=options.guide_timeout,
         drain_seconds=options.shutdown_timeout,
     )
-    sizes = {field: getattr(options, name) for name, field in LAYOUT.items()}
-    rank, num_ranks = None, 1
-    if "WORLD_SIZE" in os.environ or max(sizes.values()) > 1:
-        from megatron_hybrid.serving.launch import check_layout, job_size, launch, take_rank
 
-        num_ranks = check_layout(options.model, sizes, options.device)
-        if job_size() is None and num_ranks > 1:
-            if (bound := address.bind()) is not None:  # fail now; the first rank binds it anew
-                bound.close()
-            with _kv_publisher(options):
-                pass  # likewise
-            return launch(["-m", "megatron_hybrid", "serve", *options.arguments], num_ranks)
-        rank = take_rank(num_ranks, options.device)
-    log_lines(rank)
-    try:
-        with ends_with_launcher():
-            if rank:
-                follow(*load_for_chats(options, **sizes), config, serving)
-                return 0
-            bound = address.bind()  # fail now, not after the model is loaded
-            with _kv_publisher(options) as publisher, address.loading(bound) as loading:
-                with Console(stderr=True).status(f"loading {options.model}"):
-                    model, tokenizer = load_for_chats(options, **sizes)
-                run(serve(model, tokenizer, config, serving, address, bound, loading, publisher))
-    except (RankError, RankFailedError) as error:
-        print(f"megatron-hybrid: {error}", file=sys.stderr)
-        return 1
-    return 0
+    def run_rank(rank: int | None) -> None:
+        log_lines(rank)
+        if rank:
+            follow(*load_for_chats(options, **sizes_of(options)), config, serving)
+            return
+        bound = address.bind()  # fail now, not after the model is loaded
+        with _kv_publisher(options) as publisher, address.loading(bound) as loading:
+            with Console(stderr=True).status(f"loading {options.model}"):
+                model, tokenizer = load_for_chats(options, **sizes_of(options))
+            run(serve(model, tokenizer, config, serving, address, bound, loading, publisher))
+
+    def check() -> None:
+        if (bound := address.bind()) is not None:  # the first rank binds it anew
+            bound.close()
+        with _kv_publisher(options):
+            pass
+
+    return run_on_ranks(options, ["-m", "megatron_hybrid", "serve"], check, run_rank)

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 _CONNECTION_SECONDS = 5
 """For connections to end when nothing runs any more."""
-_SAME_SECONDS = 1.0
+SAME_SECONDS = 1.0
 """Between the signals of one Ctrl-C, where there is a launcher."""
 
 
@@ -205,7 +205,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame) -> None:
         # A terminal's Ctrl-C may reach a rank twice: by itself, and from the ranks' launcher.
         now = time.monotonic()
-        if self._service.engine.num_ranks > 1 and now - self._signaled_at < _SAME_SECONDS:
+        if self._service.engine.num_ranks > 1 and now - self._signaled_at < SAME_SECONDS:
             return
         self._signaled_at = now
         self._loop.call_soon_threadsafe(self._end)

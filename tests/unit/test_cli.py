@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from megatron_hybrid import cli
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
-from megatron_hybrid.commands import serve
+from megatron_hybrid.commands import arguments
 from megatron_hybrid.commands.arguments import load
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -434,7 +434,7 @@ def test_a_server_warms_up_unless_it_is_told_not_to(monkeypatch):
         given.append(fields["warm_up"])
         sys.exit()
 
-    monkeypatch.setattr(serve, "inference_config", note)
+    monkeypatch.setattr(arguments, "inference_config", note)
     for options in ([], ["--no-warm-up"]):
         with pytest.raises(SystemExit):
             cli.main(["serve", *options])

@@ -8,6 +8,7 @@ from megatron_hybrid.serving.parsers.choice import (
     REASONING_PARSERS,
     TOOL_PARSERS,
     Style,
+    shown_tool_parser,
     style_of,
 )
 from megatron_hybrid.serving.parsers.parts import Content, Part, Reasoning, ToolCall
@@ -23,5 +24,6 @@ __all__ = [
     "Style",
     "Thoughts",
     "ToolCall",
+    "shown_tool_parser",
     "style_of",
 ]

@@ -117,6 +117,11 @@ class Style:
         return [*given, self.thoughts.open, self.thoughts.close] if self.thoughts else given
 
 
+def shown_tool_parser(template: str) -> str:
+    """Name of the parser of calls that a chat template shows."""
+    return next((name for name, texts in _SIGNS if all(t in template for t in texts)), "hermes")
+
+
 def style_of(template: str | None, tool_parser: str = "", reasoning_parser: str = "") -> Style:
     """By names, or, where one is empty, by a chat template. One that shows no calls is taken for
     Hermes's.
@@ -132,8 +137,7 @@ def style_of(template: str | None, tool_parser: str = "", reasoning_parser: str 
         if name and name not in known:
             names = ", ".join(sorted(known))
             raise ValueError(f"--{option}-parser {name} is unknown: use one of {names}")
-    shown = next((name for name, texts in _SIGNS if all(t in template for t in texts)), "hermes")
-    dialect = TOOL_PARSERS[tool_parser or shown]
+    dialect = TOOL_PARSERS[tool_parser or shown_tool_parser(template)]
     if reasoning_parser:
         return Style(dialect, REASONING_PARSERS[reasoning_parser])
     is_harmony = dialect is OPENAI

@@ -1,0 +1,74 @@
+"""Programs over the ranks of a model: their options, and how ranks are started."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from megatron_hybrid.commands.arguments import whole_number
+
+LAYOUT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+}
+"""Options of the layout over ranks, and their fields of HybridConfig."""
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    """Add the sizes of the layout."""
+    for (name, field), what in zip(
+        LAYOUT.items(),
+        (
+            "Split every layer over this many ranks, one GPU each",
+            "Split the layers into this many stages, of as many ranks each as --tp says",
+            "Split the experts of each layer over this many ranks",
+        ),
+    ):
+        parser.add_argument(
+            f"--{name}", type=whole_number, default=1, metavar="N", help=f"{what} ({field})."
+        )
+
+
+def sizes_of(options: argparse.Namespace) -> dict[str, int]:
+    """Fields of HybridConfig, from the options of `add_layout`."""
+    return {field: getattr(options, name) for name, field in LAYOUT.items()}
+
+
+def run_on_ranks(
+    options: argparse.Namespace,
+    program: Sequence[str],
+    check: Callable[[], None],
+    run_rank: Callable[[int | None], None],
+) -> int:
+    """Start the ranks of a layout, or be one of them. Returns the exit status.
+
+    Args:
+        options: of `add_engine` and `add_layout`.
+        program: behind `python`, without the `options.arguments` that it is started with.
+        check: raises before ranks are started what each of them would raise.
+        run_rank: takes the rank; None: there is one.
+
+    Raises:
+        ValueError: there is no such layout of this model on these ranks.
+    """
+    sizes, rank = sizes_of(options), None
+    if "WORLD_SIZE" in os.environ or max(sizes.values()) > 1:
+        from megatron_hybrid.serving.launch import check_layout, job_size, launch, take_rank
+
+        num_ranks = check_layout(options.model, sizes, options.device)
+        if job_size() is None and num_ranks > 1:
+            check()
+            return launch([*program, *options.arguments], num_ranks)
+        rank = take_rank(num_ranks, options.device)
+    from megatron_hybrid.inference.rank_watch import RankFailedError
+    from megatron_hybrid.process_life import ends_with_launcher
+    from megatron_hybrid.ranks import RankError
+
+    try:
+        with ends_with_launcher():
+            run_rank(rank)
+    except (RankError, RankFailedError) as error:
+        print(f"megatron-hybrid: {error}", file=sys.stderr)
+        return 1
+    return 0
