@@ -6,14 +6,14 @@ FROM python:3.12-slim AS cpu
 COPY constraints/python3.12.txt /constraints.txt
 # The pin is met by 2.x+cpu, which pip prefers to PyPI's build for CUDA.
 RUN pip install --no-cache-dir -c /constraints.txt --extra-index-url https://download.pytorch.org/whl/cpu torch
-ENV EXTRAS=serve
+ENV EXTRAS=serve,kv-events
 
 FROM python:3.12-slim AS cuda
 COPY constraints/python3.12.txt /constraints.txt
 # Triton compiles the launchers of its kernels when they first run.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN pip install --no-cache-dir -c /constraints.txt torch
-ENV EXTRAS=serve,gpu
+ENV EXTRAS=serve,kv-events,gpu
 
 FROM ${DEVICE}
 COPY . /source

@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Every test runs on one core.
 TESTED := not gpu and not matrix
-ALL    := --ignore=tests/kernels --ignore=tests/page tests
+ALL    := --ignore=tests/kernels --ignore=tests/page --ignore=tests/dynamo tests
 PYTEST  = $(BIN)/python -m pytest -m "$(TESTED)" -n auto --maxprocesses 8 --dist worksteal
 
 # The tests of the door to Megatron's scripts run on the newest pinned megatron-core, too, unless an environment was chosen.
@@ -37,7 +37,7 @@ GPU_CONTAINER := nvcr.io/nvidia/pytorch:25.12-py3
 GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
-.PHONY: demo tour demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-serve-ranks test-attacks \
+.PHONY: demo tour demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-serve-ranks test-attacks test-dynamo dynamo-tests bench-dynamo dynamo-bench \
         unit functional test-matrix test-clients soak soak-ranks soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
 
 help:
@@ -52,6 +52,8 @@ help:
 	@echo "make test-page     the server's page in chromium, with screenshots"
 	@echo "make test-serve-ranks  servers over two ranks, by TP, PP and EP: their answers,"
 	@echo "                   and their end; two minutes, and a part of make test-matrix"
+	@echo "make test-dynamo   NVIDIA Dynamo's frontend before two workers, in .venv-dynamo;"
+	@echo "                   four minutes; make bench-dynamo: what it costs and brings"
 	@echo "make test-attacks  clients of a server that would stop the others; a minute"
 	@echo "make test-gpu      the tests that need GPUs, in NVIDIA's container for PyTorch"
 	@echo "make gpu-wheels    wheels that benchmarks.gpu.first_run needs, into wheels/gpu"
@@ -131,6 +133,24 @@ test-page: $(VENV)/.installed-test $(VENV)/.installed-page
 # A server a layout; the launcher's ranks are killed, and the launcher. Two minutes.
 test-serve-ranks: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not gpu" -s tests/functional/serving/test_serve_over_ranks.py
+
+# In an environment of its own: what Dynamo asks for would not go together with the rest.
+test-dynamo:
+	@$(MAKE) --no-print-directory dynamo-tests VENV=.venv-dynamo
+
+dynamo-tests: $(VENV)/.dynamo
+	$(BIN)/python -m pytest -s tests/dynamo
+
+bench-dynamo:
+	@$(MAKE) --no-print-directory dynamo-bench VENV=.venv-dynamo
+
+dynamo-bench: $(VENV)/.dynamo
+	$(BIN)/python -m benchmarks.dynamo
+
+$(VENV)/.dynamo: $(VENV)/.installed-test tests/dynamo/requirements.txt
+	@echo "Installing Dynamo into $(VENV)"
+	@$(BIN)/python -m pip $(QUIET) --disable-pip-version-check install --no-deps -r tests/dynamo/requirements.txt
+	@touch $@
 
 test-attacks: $(VENV)/.installed-test
 	$(BIN)/python tests/helpers/attacks.py

@@ -16,6 +16,14 @@ SERVER = (
     'uvloop>=0.21; platform_system != "Windows"',
 )
 KV_EVENTS = ("pyzmq>=26", "msgpack>=1.0.5")
+# What ai-dynamo 1.6.1 and ai-dynamo-runtime 1.6.1 import for a frontend and our workers. These two
+# come by `pip install --no-deps`: they ask for a package that is on another index, and for an older
+# pydantic than the server, and need neither (docs/dynamo.md).
+DYNAMO = (
+    *("aiohttp>=3.14.3,<4", "msgspec>=0.19", "prometheus-client>=0.23.1,<1", "pyzmq>=26"),
+    *("tqdm>=4", "transformers>=4.56", "typing-extensions>=4.10", "uvloop>=0.21"),
+    *("zstandard>=0.23,<1", "packaging>=24"),
+)
 
 setup(
     name="megatron_hybrid",
@@ -62,6 +70,7 @@ setup(
         "train": ["pyarrow>=15", "tensorboard>=2.15", "matplotlib>=3.8"],
         "serve": [*SERVER, "xgrammar>=0.2"],
         "kv-events": [*KV_EVENTS],  # what is cached, for routers
+        "dynamo": [*SERVER, *KV_EVENTS, *DYNAMO, "xgrammar>=0.2"],  # workers of NVIDIA Dynamo
         "test": [
             "pytest>=8",
             "pytest-xdist>=3.6",

@@ -118,7 +118,7 @@ class Answer:
         if self.is_chat and self.fields.return_token_ids:
             body["prompt_token_ids"] = samples[0].prompt_tokens
         if self.is_chat and self.fields.prompt_logprobs is not None:
-            body["prompt_logprobs"] = self._prompt_logprobs(samples[0])
+            body["prompt_logprobs"] = self.prompt_logprobs(samples[0])
         return body
 
     def _usage(self, prefixes: Sequence[PrefixReport], num_generated: int) -> Json:
@@ -147,7 +147,7 @@ class Answer:
                 text, logprobs = self._echoed(result, text)
             choice["text"] = text
             if self.fields.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = self._prompt_logprobs(result)
+                choice["prompt_logprobs"] = self.prompt_logprobs(result)
         choice["logprobs"] = logprobs
         if self.fields.return_token_ids:
             choice["token_ids"] = result.generated_tokens
@@ -284,7 +284,7 @@ class Answer:
         few = islice(top.items(), count)
         return {token: max(value, LEAST_LOG_PROB) for token, value in few}
 
-    def _prompt_logprobs(self, result: GenerationResult) -> list[Json | None]:
+    def prompt_logprobs(self, result: GenerationResult) -> list[Json | None]:
         """Of each token of the prompt but the first, and of the most likely ones in its place, by
         their ids, as vLLM has them. `rank` is that among the most likely ones."""
         tokens, values = result.prompt_tokens[1:], result.prompt_log_probs

@@ -41,9 +41,11 @@ BELOW = {
 }
 """Wing -> the wings that it may import."""
 
-DOORS = {"__main__", "cli", "commands", "megatron", "serving", "tools", "training"}
+PROGRAM = "serving.dynamo"
+"""A program of its own, as it needs Dynamo before it can read its options."""
+DOORS = {"__main__", "cli", "commands", "megatron", "serving", "tools", "training", PROGRAM}
 """What users come in by: they may import every wing. `commands` may import what commands run, `cli`
-the commands, `__main__` `cli`."""
+the commands, `__main__` `cli`; `PROGRAM` has options of commands, and nobody imports it."""
 
 
 def modules_of(root: Path) -> dict[str, Path]:
@@ -86,7 +88,7 @@ INSIDE, OUTSIDE = read_imports(ROOT, "megatron_hybrid")
 
 
 def wing(module: str) -> str:
-    return module.partition(".")[0]
+    return module if module == PROGRAM else module.partition(".")[0]
 
 
 def may_import(importer: str, imported: str) -> bool:
@@ -97,6 +99,7 @@ def may_import(importer: str, imported: str) -> bool:
             "commands": {"serving", "tools", "training"},
             "cli": {"commands"},
             "__main__": {"cli"},
+            PROGRAM: {"cli", "commands", "serving"},
         }
         return imported in BELOW or imported in beside.get(importer, ())
     return imported in BELOW.get(importer, ())

@@ -75,6 +75,23 @@ def test_each_requirement_of_ours_is_pinned_within_its_range(file):
         assert_pinned(requirement, pins)
 
 
+@pytest.mark.parametrize("file", FILES, ids=stem)
+def test_what_dynamo_needs_beside_itself_is_pinned(file):
+    lines = (ROOT / "tests" / "dynamo" / "requirements.txt").read_text().splitlines()
+    beside = dict(line.split("==") for line in lines if not line.startswith("#"))
+    pins = {name: Version(version) for name, version in beside.items()} | read_pins(file)
+    wanted = list(active(requires("megatron_hybrid"), version_of(file), ("dynamo",)))
+    assert {"aiohttp", "msgspec", "pyzmq", "fastapi"} <= {item.name for item in wanted}
+    for requirement in wanted:
+        assert_pinned(requirement, pins)
+    # The worker's error and the page name the same release.
+    named = "pip install --no-deps ai-dynamo=={0} ai-dynamo-runtime=={0}".format(
+        beside["ai-dynamo"]
+    )
+    assert named in (ROOT / "megatron_hybrid" / "serving" / "dynamo.py").read_text()
+    assert named in (ROOT / "docs" / "dynamo.md").read_text()
+
+
 def recorded(torch: Version) -> list[str]:
     """What PyPI's build of that release asks for, as `make lock` wrote it down."""
     return (CONSTRAINTS / f"torch-{torch}.requires").read_text().splitlines()
