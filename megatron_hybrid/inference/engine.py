@@ -8,12 +8,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -74,6 +74,8 @@ from megatron_hybrid.inference.step_profile import measured_step_bytes
 from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.warm_up import WARMED, warm_up
 from megatron_hybrid.inference.weight_loading import Pairs, WeightLoader
+from megatron_hybrid.inference.weight_memory import WeightMemory
+from megatron_hybrid.inference.weight_updates import WeightUpdates
 from megatron_hybrid.inference.weight_watch import WeightWatch
 from megatron_hybrid.interrupts import interrupts_wait
 from megatron_hybrid.meetings import BEGIN_SECONDS, coming
@@ -167,6 +169,8 @@ class DynamicInferenceEngine:
                 self._build(model, tokenizer, config, undo)
             undo.pop_all()
         self._weights = WeightWatch(model)
+        self._updates = WeightUpdates(model, ranks)
+        self._weight_memory = WeightMemory(model)
         self._changed: dict[Request, None] = {}  # with new tokens and no output yet
         self._outputs: list[RequestOutput] = []  # not yet returned, if a step failed
         self._failed: list[Request] | None = None  # to cancel after a step that raised
@@ -417,8 +421,8 @@ class DynamicInferenceEngine:
         step.
 
         Raises:
-            RuntimeError: the model is in training mode, or the engine is suspended, or a step of it
-                is running; nothing has changed.
+            RuntimeError: the model is in training mode, or has no whole weights, or the engine is
+                suspended, or a step of it is running; nothing has changed.
             RankFailedError: another rank has failed or ended.
         """
         self._refuse_inside_step("step")
@@ -430,6 +434,8 @@ class DynamicInferenceEngine:
                     "the model is in training mode, in which answers and what is cached of them "
                     "would be noisy: call model.eval(), or update_weights() after a training step"
                 )
+            if (reason := self._updates.reason_to_wait) is not None:
+                raise RuntimeError(reason)
         began, num_steps = time.perf_counter(), self.num_steps
         if self.ranks.is_first and self._activity.is_due(began):
             self._activity.write(self.stats(), began)
@@ -619,11 +625,12 @@ class DynamicInferenceEngine:
         drawn with the new weights, after all tokens before them were computed anew.
 
         Raises:
-            RuntimeError: a step of this engine is running, or it is closed; nothing has changed.
+            RuntimeError: a step of this engine is running, or it is closed, or it has given back
+                the weights; nothing has changed.
             MemoryError: there is no memory for the work; the next step does it first.
         """
-        self._refuse_inside_step("update_weights")
-        self._refuse_closed("update_weights")
+        self._require_weights("update_weights")
+        self._updates.note_whole()
         self._use_new_weights()
 
     @exclusive
@@ -649,8 +656,7 @@ class DynamicInferenceEngine:
             TypeError: not pairs of names and whole tensors; as with ValueError.
             RuntimeError, MemoryError: as `update_weights`.
         """
-        self._refuse_inside_step("load_weights")
-        self._refuse_closed("load_weights")
+        self._require_weights("load_weights")
         if self._control.leads:
             self._tell("_load_told")
         self._load(pairs)
@@ -665,7 +671,8 @@ class DynamicInferenceEngine:
                     loader.load(pairs, is_led)
             except Exception as error:
                 failure = error
-            if any(self.ranks.maximum([loader.num_written])):
+            if any(self.ranks.maximum([len(loader.written)])):
+                self._updates.note_loaded(loader.written)
                 self._use_new_weights()
             if failure is not None:
                 raise failure
@@ -674,6 +681,91 @@ class DynamicInferenceEngine:
         self._load(())
 
     _load_told.is_on_all_ranks = True
+
+    # A trainer in another process
+
+    @property
+    def awaits_weights(self) -> bool:
+        """Whether steps are refused until weights have come: an update is under way or has failed,
+        or the weights were dropped."""
+        return self._updates.reason_to_wait is not None
+
+    @exclusive
+    @on_all_ranks
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Meet a trainer in another process: join its group with all ranks of the model. Like the
+        next three calls, make it on all ranks, or on the leading one. The names are vLLM's.
+
+        init_info: fields of `weight_transfer.GroupInfo`, such as {"master_address": "10.0.0.1",
+            "master_port": 29500, "rank_offset": 1, "world_size": 3}.
+
+        Raises:
+            ValueError: the info is none; nothing has changed.
+            TrainerError: the trainer has not come.
+            RuntimeError: a step of this engine is running, or it is closed; nothing has changed.
+        """
+        self._refuse_inside_step("init_weight_transfer_engine")
+        self._refuse_closed("init_weight_transfer_engine")
+        self._updates.join(init_info)
+
+    @exclusive
+    @on_all_ranks
+    def start_weight_update(self) -> None:
+        """Begin an update of the weights, in place of one that is under way. No step runs until
+        `finish_weight_update`.
+
+        Raises:
+            ValueError: as `load_weights`, of the model.
+            RuntimeError: as `update_weights`.
+        """
+        self._require_weights("start_weight_update")
+        self._updates.start()
+
+    @exclusive
+    @on_all_ranks
+    def receive_weights(self, update_info: Mapping[str, Any]) -> None:
+        """Write a part of the new weights into the model.
+
+        update_info: {"path"}, the absolute path of a checkpoint's folder that each rank can read;
+            or {"names", "dtype_names", "shapes"} of tensors that the trainer broadcasts to its
+            group now, one by one in this order; or the same with {"ipc_handles_pickled"}, tensors
+            in another process's memory of each rank's GPU, as vLLM's trainers name them. Names and
+            tensors are those of `load_weights`, and those that belong together may come in several
+            parts.
+
+        Raises:
+            ValueError: as `load_weights`. Of this part nothing was written. If it was the first one
+                of the update, the update is over, and the old weights are used. Else steps are
+                refused until an update has given all weights that were written.
+            TrainerError: the trainer has left its group; likewise.
+            RuntimeError: no update is under way.
+        """
+        self._require_weights("receive_weights")
+        self._updates.receive(update_info)
+
+    @exclusive
+    @interrupts_wait()
+    @on_all_ranks
+    def finish_weight_update(self) -> None:
+        """End an update, and do what `update_weights` does.
+
+        Raises:
+            ValueError: tensors are missing that belong to what was sent, or that have no value; the
+                update goes on.
+            RuntimeError: no update is under way.
+        """
+        self._require_weights("finish_weight_update")
+        self._updates.finish()
+        self._use_new_weights()
+
+    def _require_weights(self, name: str) -> None:
+        self._refuse_inside_step(name)
+        self._refuse_closed(name)
+        if self._weight_memory.is_released:
+            raise EngineSuspendedError(
+                f"{name}() was called while the weights have no memory, and nothing has changed: "
+                "call reacquire_weights() first"
+            )
 
     def _use_new_weights(self) -> None:
         self.model.eval()
@@ -795,10 +887,11 @@ class DynamicInferenceEngine:
         # garbage collector has a time of its own.
         ends_alone = self.ranks.size == 1 or self._control.leads
         dropped = self._abandoned if ends_alone else deque(maxlen=0)
-        return Stream(request, self.step, self._end_stream, dropped)
+        return Stream(request, self.step, self.cancel_soon, dropped)
 
-    def _end_stream(self, request: Request) -> None:
-        """Cancel the request, now, or before the next step."""
+    @exclusive
+    def cancel_soon(self, request: Request) -> None:
+        """Cancel a request as `cancel` does, now, or before the next step where that is refused."""
         if self._is_stepping or self.is_suspended:
             self._abandoned.append(request)
         else:
@@ -845,6 +938,23 @@ class DynamicInferenceEngine:
             return
         self._refuse_suspended("cancel")
         self._cancel_or_queue(request)
+
+    @exclusive
+    @interrupts_wait()
+    def end(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """End requests with what they have generated, and return their last outputs, with results
+        whose `finish_reason` is "cancelled". Where all ranks make the same calls, `cancel`.
+
+        Raises:
+            RuntimeError: a step of this engine is running, or it is suspended; nothing has changed.
+        """
+        self._refuse_inside_step("end")
+        self._refuse_suspended("end")
+        unanswered = [s for request in requests for s in request.samples if not s.done]
+        with self._control.inside("end()"):
+            self._abandoned.extend(requests)
+            self._tell() if self._control.leads else self._cancel_abandoned()
+        return [self.output.take(sample) for sample in unanswered]
 
     def _cancel(self, request: Request) -> None:
         with ExitStack() as ends:  # all of them, even if one raises
@@ -1026,9 +1136,9 @@ class DynamicInferenceEngine:
 
         Raises:
             MemoryError: the device has no room; the engine stays suspended.
-            RuntimeError: the engine is closed.
+            RuntimeError: the engine is closed, or has given back the weights.
         """
-        self._refuse_closed("resume")
+        self._require_weights("resume")
         if self.is_suspended:
             self._check_weights()  # first: old bytes need not come back
             try:
@@ -1040,6 +1150,51 @@ class DynamicInferenceEngine:
                 raise
             self.memory.keep(None)
             self.is_suspended = False
+
+    @exclusive
+    @interrupts_wait()
+    @on_all_ranks
+    def release_weights(self, keep: bool = True) -> None:
+        """Give back the memory of a suspended engine's weights, too, until `reacquire_weights`.
+
+        keep: their values wait in host memory; else they are dropped, and all have to be sent.
+
+        Raises:
+            ValueError: it is not the weights' alone, as in a model that is trained.
+            MemoryError: host memory has no room.
+            RuntimeError: the engine is not suspended, or updates its weights. In all cases nothing
+                has changed.
+        """
+        self._refuse_inside_step("release_weights")
+        self._refuse_closed("release_weights")
+        if not self.is_suspended or self.awaits_weights:
+            raise RuntimeError(
+                "release_weights() needs a suspended engine with whole weights: call suspend() "
+                "first, and finish_weight_update()"
+            )
+        if self._weight_memory.is_released:
+            return
+        self._check_weights()  # what is seen now is not seen afterwards
+        with self.ranks.together("giving back the weights"):
+            self._weight_memory.release(keep)
+
+    @exclusive
+    @interrupts_wait()
+    @on_all_ranks
+    def reacquire_weights(self) -> None:
+        """End what `release_weights` has begun. If the values were dropped, steps are refused until
+        an update, or `load_weights`, has given all of them. No effect on others.
+
+        Raises:
+            MemoryError: the device has no room; nothing has changed.
+            RuntimeError: the engine is closed.
+        """
+        self._refuse_closed("reacquire_weights")
+        with self.ranks.together("taking the memory of the weights again"):
+            is_lost = self._weight_memory.reacquire()
+        self._weights.accept()  # other addresses, and the same values
+        if is_lost:
+            self._updates.note_dropped()
 
     # Cache folders, closing --------------------------------------------------------------------
 
@@ -1165,6 +1320,7 @@ class DynamicInferenceEngine:
     @interrupts_wait()
     def _close(self) -> None:
         self._refuse_inside_step("close")
+        self._updates.leave()
         self.offload.close()
         self._start_over()
         for request in list(self.scheduler.waiting):

@@ -24,6 +24,7 @@ from megatron_hybrid.checkpoints.checkpoint import (
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import SAME, stacked
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.inference.weight_transfer import Part
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.packed_weight import PackedWeight, unpacked
 from megatron_hybrid.models.parameter_names import canonical_name, is_parameter, separate_expert
@@ -54,8 +55,9 @@ class WeightLoader:
         for of_rank in ranks.gather({name: num_experts_of(t) for name, t in self.own.items()}):
             experts |= of_rank
         self.names = _Names(model, experts)
-        self.num_written = 0
-        """Tensors of this rank that were written."""
+        self.written: set[str] = set()
+        """Names of this rank's tensors that were written."""
+        self._parts = _Pass(self, writes=True)
 
     def load(self, pairs: Pairs, is_led: bool) -> None:
         """Write the tensors into the model. If all ranks have them in a mapping or a sequence, they
@@ -75,16 +77,18 @@ class WeightLoader:
         if all(self._ranks.gather(isinstance(pairs, Sequence))):
             with self._ranks.together("checking new weights"):
                 heads = self._ranks.broadcast([_sent(p, "meta") for p in pairs]) if is_led else ()
-                _Pass(self, writes=False).take_all(heads if receives else pairs)
+                check = _Pass(self, writes=False)
+                check.take(heads if receives else pairs)
+                check.end()
         try:
-            taken = self._of_first_rank(pairs) if is_led else pairs
-            _Pass(self, writes=True).take_all(taken)
+            self._parts.take(self._of_first_rank(pairs) if is_led else pairs)
+            self._parts.end()
         except CheckpointError as error:
-            if not self.num_written:
+            if not self.written:
                 raise
             raise CheckpointError(
-                f"{error} {self.num_written} tensors of the model were written before: load all of "
-                "them again."
+                f"{error} {len(self.written)} tensors of the model were written before: load all "
+                "of them again."
             ) from error
 
     def write(self, name: str, whole: Tensor) -> None:
@@ -94,7 +98,28 @@ class WeightLoader:
                 copy_piece(value, self.parts[part], self.model)
         else:
             copy_piece(whole, self.own[name], self.model)
-        self.num_written += 1
+        self.written.add(name)
+
+    def load_part(self, part: Part) -> None:
+        """Write some of the tensors; `end` when all are there. Every rank has the same part.
+
+        Raises:
+            CheckpointError: as `load`; of this part nothing was written, unless a tensor was given
+                twice, or the trainer failed.
+        """
+        try:
+            with self._ranks.together("checking new weights"):
+                check = _Pass(self, writes=False)
+                check.take(part.heads)
+                check.require_known()
+        except Exception:
+            part.drop()
+            raise
+        self._parts.take(part.tensors())
+
+    def end(self) -> None:
+        """Raise CheckpointError if the parts lack something that belongs to what they had."""
+        self._parts.end()
 
     def _of_first_rank(self, pairs: Iterable) -> Iterator:
         """The pairs of the first rank, on all ranks."""
@@ -205,7 +230,7 @@ class _Pass:
         self._unknown: list[str] = []
         self._taken: dict[str, Callable[[], Tensor]] = {}  # names of ours, and what they are now
 
-    def take_all(self, pairs: Iterable) -> None:
+    def take(self, pairs: Iterable) -> None:
         """Take pairs until their end, also after an error, which is then raised."""
         failure: Exception | None = None
         for pair in pairs:
@@ -216,14 +241,22 @@ class _Pass:
                     failure = error
         if failure is not None:
             raise failure
+
+    def end(self) -> None:
+        """Raise CheckpointError for unknown names, and for tensors without others that belong to
+        them."""
         for number, parts in self._parts.items():
             tensor_map = self._names.maps[number]
             missing = [name for name in tensor_map.theirs if name not in parts]
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise CheckpointError(
                 f"{next(iter(parts))} was given without {missing[0]}{more}: they are one tensor of "
-                f"the model, {tensor_map.ours[0]}, so give all of them in one call."
+                f"the model, {tensor_map.ours[0]}, so give all of them in one update."
             )
+        self.require_known()
+
+    def require_known(self) -> None:
+        """Raise CheckpointError if the model has no such tensor as one that was given."""
         self._names.require_known(self._given, self._unknown)
 
     def _take(self, name: str, tensor: Tensor) -> None:

@@ -1,0 +1,260 @@
+"""Updates of the weights in parts: from a folder, from a trainer's group, from handles of CUDA."""
+
+import base64
+import os
+import pickle
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import greedy, random_tokens, tiny_engine, tiny_model
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_checkpoint
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.inference import weight_updates
+from megatron_hybrid.inference.weight_transfer import GroupInfo, WeightGroup, part_of
+
+PROMPT = random_tokens(100)
+LOGGED = greedy(5, return_log_probs=True, skip_prompt_log_probs=True)
+PATTERN = "M*-"
+OUTPUT = "output_layer.weight"
+
+
+def fresh_model(seed=0):
+    """One that no other test has."""
+    return tiny_model.__wrapped__(PATTERN, seed)
+
+
+def row(result):
+    return result.generated_tokens, result.log_probs, result.prefix.skipped_tokens
+
+
+def answer(engine):
+    return row(engine.generate([PROMPT], LOGGED)[0])
+
+
+class TrainersGroup:
+    """In place of a `WeightGroup`: what a trainer sends, in order. None: it has left."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, tensors):
+        self.left = list(tensors)
+
+    def broadcast(self, tensor):
+        sent = self.left.pop(0)
+        if sent is None:
+            raise weight_updates.TrainerError("the trainer's group has failed")
+        return tensor.copy_(sent)
+
+    def close(self):
+        self.left = []
+
+
+def info_of(named):
+    return {
+        "names": [name for name, _ in named],
+        "dtype_names": [str(tensor.dtype) for _, tensor in named],
+        "shapes": [list(tensor.shape) for _, tensor in named],
+    }
+
+
+def weights_of(model):
+    return [(name, tensor.detach()) for name, tensor in own_tensors(model).items()]
+
+
+@pytest.fixture
+def served():
+    """An engine that has answered, and what one with other weights answers."""
+    with tiny_engine(fresh_model(1)) as other:
+        expected = answer(other)
+    engine = tiny_engine(fresh_model())
+    with engine:
+        first = answer(engine)
+        assert first[:2] != expected[:2] and answer(engine)[2] == len(PROMPT)
+        yield engine, first, expected
+
+
+def test_a_folder_holds_an_update(served, tmp_path):
+    engine, _, expected = served
+    save_checkpoint(fresh_model(1), tmp_path)
+    engine.start_weight_update()
+    engine.receive_weights({"path": str(tmp_path)})
+    engine.finish_weight_update()
+    assert answer(engine) == expected and engine.epoch == 1
+
+
+def test_an_update_of_parts_is_one_epoch_and_no_step_runs_inside(served):
+    engine, first, expected = served
+    request = engine.add_request(PROMPT, greedy(8))
+    while request.num_generated < 3:
+        engine.step()
+    named = weights_of(fresh_model(1))
+    engine._updates._group = TrainersGroup(tensor for _, tensor in named)
+    engine.start_weight_update()
+    for start in range(0, len(named), 3):
+        with pytest.raises(RuntimeError, match=r"is under way: call finish_weight_update\(\)"):
+            engine.step()
+        engine.receive_weights(info_of(named[start : start + 3]))
+    assert engine.awaits_weights
+    engine.finish_weight_update()
+    while not request.done:
+        engine.step()
+    assert request.result().epochs == [(0, 0), (1, 3)]
+    assert request.generated_tokens[:3] == first[0][:3]
+    while engine.has_work:
+        engine.step()
+    engine.clear_cache()
+    assert answer(engine) == expected and engine.epoch == 1
+
+
+def test_a_mistake_in_the_first_part_changes_nothing_and_ends_the_update(served):
+    engine, first, _ = served
+    named = [("wrong", torch.zeros(2)), *weights_of(fresh_model(1))]
+    group = engine._updates._group = TrainersGroup(tensor for _, tensor in named)
+    engine.start_weight_update()
+    with pytest.raises(CheckpointError, match="no tensor wrong"):
+        engine.receive_weights(info_of(named))
+    assert not group.left  # what the trainer sends is taken all the same
+    assert not engine.awaits_weights and engine.epoch == 0
+    assert answer(engine) == (*first[:2], len(PROMPT))
+    with pytest.raises(RuntimeError, match=r"needs an update: call start_weight_update\(\)"):
+        engine.finish_weight_update()
+
+
+@pytest.mark.parametrize("failure", ["a mistake", "the trainer leaves", "a new start"])
+def test_half_an_update_is_never_used(served, failure):
+    engine, _, expected = served
+    named = weights_of(fresh_model(1))
+    tensors = [tensor for _, tensor in named]
+    group = TrainersGroup([*tensors[:2], None])
+    engine._updates._group = group
+    engine.start_weight_update()
+    engine.receive_weights(info_of(named[:1]))
+    if failure == "a mistake":
+        with pytest.raises(CheckpointError, match="no tensor wrong"):
+            engine.receive_weights(info_of([("wrong", tensors[1])]))
+    elif failure == "the trainer leaves":
+        with pytest.raises(weight_updates.TrainerError, match="has failed"):
+            engine.receive_weights(info_of(named[1:3]))
+        with pytest.raises(RuntimeError, match="needs an update"):
+            engine.receive_weights(info_of(named[:1]))
+    with pytest.raises(RuntimeError, match=r"not those of one model|is under way"):
+        engine.step()
+    engine._updates._group = TrainersGroup(tensors[1:] + tensors[:1])
+    engine.start_weight_update()
+    engine.receive_weights(info_of(named[1:]))
+    with pytest.raises(CheckpointError, match=f"{named[0][0]}.* was not sent"):
+        engine.finish_weight_update()
+    engine.receive_weights(info_of(named[:1]))
+    engine.finish_weight_update()
+    assert answer(engine) == expected and engine.epoch == 1
+
+
+def test_load_weights_and_update_weights_end_half_an_update(served):
+    engine, _, expected = served
+    named = weights_of(fresh_model(1))
+    for end in ("load_weights", "update_weights"):
+        engine._updates._group = TrainersGroup([named[0][1], None])
+        engine.start_weight_update()
+        with pytest.raises(weight_updates.TrainerError):
+            engine.receive_weights(info_of(named[:2]))
+        assert engine.awaits_weights
+        if end == "load_weights":
+            engine.load_weights(named[1:])
+            assert engine.awaits_weights
+            engine.load_weights(named)
+        else:
+            engine.update_weights()
+        assert answer(engine) == expected
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+def pickled(value):
+    return base64.b64encode(pickle.dumps(value)).decode()
+
+
+ONE = {"names": [OUTPUT], "dtype_names": ["torch.float32"], "shapes": [[97, 32]]}
+ARGUMENTS = (torch.Tensor, torch.Size([97, 32]), (32, 1), 0, torch.UntypedStorage, torch.float32)
+HANDLE = (rebuild_cuda_tensor, (*ARGUMENTS, 0, b"handle", 12416, 0, False, b"", 0, b"", True))
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/evil",)
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        (3, "update_info is an object with names, dtype_names, shapes"),
+        ({"names": []}, "update_info lacks dtype_names, shapes"),
+        ({**ONE, "colour": 1}, "update_info has 'colour', which is not known"),
+        ({**ONE, "names": "a"}, "update_info.names is a list"),
+        ({**ONE, "names": []}, "has 0 names, 1 dtype_names, 1 shapes"),
+        ({**ONE, "dtype_names": ["float33"]}, f"'float33', of {OUTPUT}, is no dtype"),
+        ({**ONE, "shapes": [[-1]]}, r"\[-1\] is no shape"),
+        ({**ONE, "packed": True}, "sent one by one here, leave packed out"),
+        (ONE, "no trainer's group was joined: call init_weight_transfer_engine"),
+        ({"path": "relative"}, "is 'relative'; it is the absolute path"),
+        ({"path": "/nowhere"}, "is '/nowhere'; it is the absolute path"),
+        ({"path": "/tmp", "names": []}, "update_info has 'names'"),
+        ({**ONE, "ipc_handles_pickled": 3}, "no pickled list in base64"),
+        ({**ONE, "ipc_handles_pickled": "????"}, "no pickled list in base64"),
+        ({**ONE, "ipc_handles_pickled": pickled(Evil())}, "has posix.system, which is no part"),
+        ({**ONE, "ipc_handles_pickled": pickled([3])}, "is no list of {GPU"),
+        ({**ONE, "ipc_handles_pickled": pickled([{"a": (torch.Size, ())}])}, "is no list of {GPU"),
+        ({**ONE, "ipc_handles_pickled": pickled([])}, "1 names and 0 handles"),
+        (
+            {**ONE, "ipc_handles_pickled": pickled([{"GPU": HANDLE}])},
+            "the model is on cpu, and memory is shared by CUDA IPC handles on a GPU alone",
+        ),
+    ],
+)
+def test_what_is_no_part_is_refused(info, message):
+    with pytest.raises(ValueError, match=message):
+        part_of(info, None, torch.device("cpu"))
+
+
+def test_handles_are_read_as_they_were_sent():
+    """As far as it goes without a GPU: what is unpickled is what torch makes there."""
+    part = part_of(
+        {**ONE, "ipc_handles_pickled": pickled([{"GPU-1": HANDLE}])}, None, torch.device("cuda")
+    )
+    assert part._handles == [{"GPU-1": HANDLE[1]}]
+    assert [(name, head.shape) for name, head in part.heads] == [(OUTPUT, (97, 32))]
+
+
+MEETING = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"master_port": 0}, "init_info.master_port is 0; it is a whole number from 1 on"),
+        ({"rank_offset": "x"}, "init_info.rank_offset is 'x'"),
+        ({"master_address": 3}, "init_info.master_address is 3; it is a text"),
+        ({"rank_offset": 2}, "rank 2 is outside of a group of 2 processes"),
+        ({"backend": "mpi"}, "backend is 'mpi'; use 'gloo' or 'nccl'"),
+        ({"backend": "nccl"}, "the model is on cpu: use 'gloo'"),
+    ],
+)
+def test_what_is_no_meeting_is_refused(change, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        GroupInfo.parse({**MEETING, **change}).join(0, torch.device("cpu"))
+    with pytest.raises(ValueError, match="init_info lacks world_size"):
+        GroupInfo.parse({k: v for k, v in MEETING.items() if k != "world_size"})
+
+
+def test_a_trainer_that_does_not_come_is_told(monkeypatch):
+    def waits(*_, **__):
+        raise dist.DistNetworkError("timed out")
+
+    monkeypatch.setattr(dist, "TCPStore", waits)
+    message = r"the group 'weights' at 127\.0\.0\.1:1 has not met: timed out"
+    with pytest.raises(weight_updates.TrainerError, match=message):
+        WeightGroup("127.0.0.1", 1, 1, 2)
