@@ -223,6 +223,11 @@ def _in_thread(
     return call
 
 
+PAUSE_MODES = ("abort", "wait", "keep")
+_PARTS = ("weights", "kv_cache", "scheduling")
+"""What `AsyncEngine.wake_up` takes, in the order in which it wakes them up."""
+
+
 class AsyncEngine:
     """A `DynamicInferenceEngine` for asyncio: requests of all coroutines run in one batch.
 
@@ -258,6 +263,9 @@ class AsyncEngine:
         self._queued: dict[_Call, float] = {}  # until when they may wait to begin
         self._mail: dict[asyncio.AbstractEventLoop, list[tuple[_Call, object]]] = {}
         self._abandoned: deque[_Call] = deque()
+        self._pause: str | None = None  # its mode
+        self._held: deque[tuple[_Call, Callable[[], None]]] = deque()  # not in the engine yet
+        self._on_empty: list[Future[None]] = []  # of those that wait until nothing runs
         closed = "this AsyncEngine is closed: make another one"
         self._thread = StepThread("async-engine", closed)
         self._guide_thread = DaemonThreads("guides", 1, niceness=NICENESS)
@@ -358,6 +366,91 @@ class AsyncEngine:
     update_weights = _in_thread(DynamicInferenceEngine.update_weights)
     check_integrity = _in_thread(DynamicInferenceEngine.check_integrity)
 
+    # Between updates of the weights. The names are vLLM's, where they mean the same.
+
+    init_weight_transfer_engine = _in_thread(DynamicInferenceEngine.init_weight_transfer_engine)
+    start_weight_update = _in_thread(DynamicInferenceEngine.start_weight_update)
+    receive_weights = _in_thread(DynamicInferenceEngine.receive_weights)
+    finish_weight_update = _in_thread(DynamicInferenceEngine.finish_weight_update)
+
+    async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Let no request begin until `resume_generation`; those that come meanwhile wait.
+
+        Args:
+            mode: what happens to requests that have begun. "abort": they end now, with what they
+                have, by the `finish_reason` "cancelled". "wait": they end first. "keep": they
+                stay where they are, and go on afterwards.
+            clear_cache: empty the cache, too; with "keep" it has no effect.
+
+        Raises:
+            ValueError: there is no such mode.
+            RuntimeError: "abort", and the engine is suspended.
+        """
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"mode is {mode!r}; use one of {', '.join(PAUSE_MODES)}")
+        await self._run(self._begin_pause, mode)
+        if mode == "keep":
+            return
+        empty: Future[None] = Future()
+        await self._run(self._tell_when_empty, empty)
+        await asyncio.wrap_future(empty)
+        if clear_cache:
+            await self._run(self._clear_paused)
+
+    async def resume_generation(self) -> None:
+        """End a pause: what was kept goes on, and what waited begins.
+
+        Raises:
+            RuntimeError: the engine sleeps.
+        """
+        await self._run(self._end_pause)
+
+    async def epoch(self) -> int:
+        """See `DynamicInferenceEngine.epoch`."""
+        return await self._run(lambda: self._engine.epoch)
+
+    async def is_paused(self) -> bool:
+        """Whether `pause_generation` or `sleep` holds requests back."""
+        return await self._run(lambda: self._pause is not None)
+
+    async def sleep(self, level: int = 1, mode: str = "abort", keep_cache: str = "drop") -> None:
+        """Pause, and give memory back until `wake_up`.
+
+        Args:
+            level: 0: pause alone. 1: the cache is given back, and the weights wait in host memory.
+                2: the weights are dropped, too, and all have to be sent after `wake_up`.
+            mode: as for `pause_generation`.
+            keep_cache: as for `DynamicInferenceEngine.suspend`.
+
+        Raises:
+            ValueError: there is no such level or mode, or as `suspend` and `release_weights`.
+            MemoryError: host memory has no room. It is paused then.
+        """
+        if level not in (0, 1, 2):
+            raise ValueError(f"level is {level!r}; use 0, 1 or 2")
+        await self.pause_generation(mode, clear_cache=False)
+        if level:
+            await self._run(self._sleep, level, keep_cache)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again, and end the pause when all is there.
+
+        tags: "weights", "kv_cache" or both; None: all. Weights may be sent between the two.
+
+        Raises:
+            ValueError: there is no such tag.
+            MemoryError: the device has no room.
+            RuntimeError: the cache is to wake up before the weights.
+        """
+        tags = _PARTS if tags is None else tags
+        if unknown := [tag for tag in tags if tag not in _PARTS]:
+            raise ValueError(f"there is no {unknown[0]!r} to wake up; use {', '.join(_PARTS)}")
+        await self._run(self._wake_up, tags)
+
+    async def is_sleeping(self) -> bool:
+        """Whether memory is given back."""
+        return await self._run(lambda: self._engine.is_suspended)
+
     @property
     def num_ranks(self) -> int:
         """Of the model."""
@@ -435,12 +528,70 @@ class AsyncEngine:
             if call.samples and call.samples[0].request_id in self._calls:
                 self._cancel(call)
                 self._go_on()  # with other ranks a cancellation is a part of the next step
+        was_frozen = self._is_frozen
         try:
             return job()
         except StopIteration as error:  # no future can hold it
             raise RuntimeError(f"a tokenizer raised {error!r}") from error
         finally:
+            self._let_in()
+            if was_frozen:
+                self._go_on()
             self._deliver()
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether no step may run."""
+        engine = self._engine
+        return self._pause == "keep" or engine.is_suspended or engine.awaits_weights
+
+    def _let_in(self) -> None:
+        """Give the engine the requests that were held back, if they may begin."""
+        while self._held and self._pause is None and not self._is_frozen:
+            call, add = self._held.popleft()
+            try:
+                add()
+            except Exception as error:
+                self._send(call, error)
+
+    def _begin_pause(self, mode: str) -> None:
+        if mode == "abort" and self._calls:
+            calls = self._live_calls()
+            self._take(self._engine.end([call.samples[0] for call in calls]))
+            for call in calls:
+                self._end(call, call.answer())
+        self._pause = mode
+
+    def _tell_when_empty(self, empty: Future[None]) -> None:
+        self._on_empty.append(empty)
+        self._note_empty()
+
+    def _note_empty(self) -> None:
+        if not self._calls:
+            waiting, self._on_empty = self._on_empty, []
+            for each in waiting:
+                each.set_result(None)
+
+    def _clear_paused(self) -> None:
+        if self._pause is not None and not self._engine.is_suspended:  # it is still paused
+            self._engine.clear_cache()
+
+    def _end_pause(self) -> None:
+        if self._engine.is_suspended:
+            raise RuntimeError("the engine sleeps: call wake_up first")
+        self._pause = None
+
+    def _sleep(self, level: int, keep_cache: str) -> None:
+        self._engine.suspend(keep_cache)
+        self._engine.release_weights(keep=level == 1)
+
+    def _wake_up(self, tags: Sequence[str]) -> None:
+        if "weights" in tags:
+            self._engine.reacquire_weights()
+        if "kv_cache" in tags:
+            self._engine.resume()
+        if not self._engine.is_suspended:
+            self._pause = None
 
     def _send(self, call: _Call, item: object) -> None:
         """Put an item into a call's mailbox, at the end of this job."""
@@ -463,6 +614,9 @@ class AsyncEngine:
     def _add(self, call: _Call, *args, **kwargs) -> None:
         if call.is_abandoned:
             return
+        if self._pause is not None or self._is_frozen:
+            self._held.append((call, partial(self._add, call, *args, **kwargs)))
+            return
         request = self._engine.add_request(*args, **kwargs, growing_text=call.streams)
         call.samples = request.samples
         call.num_unanswered = len(call.samples)
@@ -472,7 +626,7 @@ class AsyncEngine:
         self._go_on()
 
     def _go_on(self) -> None:
-        if not self._engine.has_work:
+        if self._is_frozen or not self._engine.has_work:
             return
         try:
             self._thread.submit_step(partial(self._between_steps, self._step))
@@ -480,6 +634,8 @@ class AsyncEngine:
             self._end_all()
 
     def _step(self) -> None:
+        if self._is_frozen:  # since it was queued
+            return
         try:
             self._take(self._engine.step())
         except BaseException as error:  # the thread survives every error
@@ -532,19 +688,22 @@ class AsyncEngine:
         self._answered.pop(call, None)
         self._queued.pop(call, None)
         self._send(call, item)
+        self._note_empty()
 
     def _cancel(self, call: _Call, error: BaseException | None = None) -> None:
         """Cancel a call. error: for its coroutine, if that waits for an answer."""
         self._end(call, call.answer() if call in self._answered else error)
         try:
-            self._engine.cancel(call.samples[0])
+            self._engine.cancel_soon(call.samples[0])
         except BaseException:  # such as a tokenizer's panic: the thread survives every error
             logger.exception("request %d is cancelled, but", call.samples[0].request_id)
 
     def _end_all(self) -> None:
+        text = "the AsyncEngine was closed before this request was answered: await it first"
         for call in self._live_calls():
-            text = "the AsyncEngine was closed before this request was answered: await it first"
             self._cancel(call, RuntimeError(text))
+        while self._held:
+            self._send(self._held.popleft()[0], RuntimeError(text))
 
     def _shut(self) -> None:
         self._end_all()
