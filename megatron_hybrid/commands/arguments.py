@@ -197,6 +197,14 @@ def add_served_engine(parser: argparse.ArgumentParser) -> None:
         help="Start at once. Kernels are then compiled when requests first need them, which wait "
         "for that. By default a GPU compiles them before the first request (warm_up).",
     )
+    parser.add_argument(
+        "--logprobs-mode",
+        default="raw_logprobs",
+        metavar="MODE",
+        help="Answer with these log-probabilities. raw_logprobs: the model's own. "
+        "processed_logprobs: those of the distribution that tokens are drawn from, with the "
+        "request's temperature and so on (logprobs_mode).",
+    )
 
 
 PYTHON_NAMES = "A name in brackets is that of the setting in Python, which errors use."
@@ -226,6 +234,7 @@ def served_config(options: argparse.Namespace):
         max_requests=options.max_requests,
         cuda_graphs=options.cuda_graphs,
         warm_up=options.warm_up,
+        logprobs_mode=options.logprobs_mode,
     )
 
 

@@ -148,6 +148,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "single API key does; with several they are closed. The option may be given several times.",
     )
     parser.add_argument(
+        "--take-weights",
+        action="store_true",
+        help="Let a trainer pause this server and send it new weights, by the operator's routes "
+        "/pause, /sleep, /update_weights and others. Whoever may call them changes the model. By "
+        "default there are no such routes.",
+    )
+    parser.add_argument(
         "--share-cache",
         action="store_true",
         help="Let all API keys share cached prefixes. By default each of several keys has its own.",
@@ -239,6 +246,7 @@ def run(options: argparse.Namespace) -> int:
         trusts_templates=options.trust_request_chat_template,
         tool_call_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser,
+        takes_weights=options.take_weights,
         shares_cache=options.share_cache,
         allowed_hosts=(*options.allowed_host, options.host),
         cors_origins=tuple(options.cors_origin),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_hybrid.checkpoints.checkpoint import own_tensors
+from megatron_hybrid.checkpoints.checkpoint import own_weights
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.inference.weight_loading import WeightLoader
 from megatron_hybrid.inference.weight_transfer import GroupInfo, TrainerError, WeightGroup, part_of
@@ -113,7 +113,7 @@ class WeightUpdates:
 
     def note_dropped(self) -> None:
         """No tensor has a value."""
-        self._lacking, self._is_whole = set(own_tensors(self._model)), False
+        self._lacking, self._is_whole = set(own_weights(self._model)), False
 
     def _require_open(self, name: str) -> None:
         if self._loader is None:

@@ -13,6 +13,7 @@ from json.encoder import encode_basestring
 from typing import Any, ClassVar
 
 from megatron_hybrid.cache.report import PrefixReport
+from megatron_hybrid.inference.metrics import FINISH_REASONS
 from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import CompletionFields, GenerationFields
@@ -128,7 +129,7 @@ class Answer:
         text = result.generated_text or ""
         choice: Json = {
             "index": index,
-            "finish_reason": result.finish_reason,
+            "finish_reason": FINISH_REASONS[result.finish_reason],
             "stop_reason": result.stop_reason,
         }
         logprobs = self.logprobs(
@@ -141,7 +142,7 @@ class Answer:
             choice["message"] = _message(parts)
             if echoed := self.echoed(0):
                 choice["message"]["content"] = echoed + (choice["message"]["content"] or "")
-            choice["finish_reason"] = parser.finish_reason(result.finish_reason)
+            choice["finish_reason"] = parser.finish_reason(choice["finish_reason"])
         else:
             if self.fields.echo:
                 text, logprobs = self._echoed(result, text)
@@ -151,6 +152,7 @@ class Answer:
         choice["logprobs"] = logprobs
         if self.fields.return_token_ids:
             choice["token_ids"] = result.generated_tokens
+            choice["weight_epochs"] = result.epochs
             if not self.is_chat:
                 choice["prompt_token_ids"] = result.prompt_tokens
         return choice
@@ -369,7 +371,7 @@ class GrowingChoice:
         given = output.tokens, output.log_probs, output.top_n_logprobs
         logprobs = self._answer.logprobs(*given, self._num_chars)
         self._num_chars += len(output.text)
-        reason = output.finish_reason
+        reason = output.finish_reason and FINISH_REASONS[output.finish_reason]
         if self._parser is None:
             said = [{"text": output.text}]
         else:
@@ -384,7 +386,7 @@ class GrowingChoice:
             said = [{"delta": delta} for part in parts for delta in _deltas(part)]
             said = said or [{"delta": {}}]
         if self._answer.fields.return_token_ids:
-            said[0]["token_ids"] = output.tokens
+            said[0] |= {"token_ids": output.tokens, "weight_epoch": output.epoch}
         elif not (output.text or reason or logprobs):
             return b""
         *others, last = said

@@ -48,6 +48,7 @@ from megatron_hybrid.serving.rendering import (
 )
 from megatron_hybrid.serving.responses import CHAT_NAMES, ResponseAnswer, ResponseFields
 from megatron_hybrid.serving.service import PromptStreams, Service, Ticket, until_gone
+from megatron_hybrid.serving.trainer_routes import add_trainer
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.version import __version__
 
@@ -90,6 +91,8 @@ def create_app(service: Service) -> FastAPI:
     _add_state(app, service)
     _add_cache(app, service)
     add_page(app, service)
+    if config.takes_weights:
+        add_trainer(app, service)
     describe(app)
     return app
 
@@ -105,7 +108,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         if first["type"] == "json_invalid":
             error = ApiError(400, f"the body is no JSON: {first['ctx']['error']}")
             return _refusal(error, request)
-        is_read = request.method == "POST"
+        is_read = request.method == "POST" and first["loc"][0] == "body"
         if is_read and "json" not in request.headers.get("content-type", ""):
             error = ApiError(400, "the body is JSON: send Content-Type: application/json")
             return _refusal(error, request)

@@ -299,7 +299,7 @@ class MessageAnswer:
         if result is not None:
             yield from self._close()
             reason = self._parser.finish_reason(result.finish_reason)
-            names = {"tool_calls": "tool_use", "length": "max_tokens"}
+            names = {"tool_calls": "tool_use", "length": "max_tokens", "cancelled": "pause_turn"}
             self._stop["stop_reason"] = names.get(reason, "end_turn")
             if reason == "stop" and isinstance(result.stop_reason, str):
                 self._stop = {"stop_reason": "stop_sequence", "stop_sequence": result.stop_reason}

@@ -39,7 +39,7 @@ def _answer(kind: str, choice: Json, optional: Json | None = None) -> Json:
 _CHOICE = {"index": COUNT, "finish_reason": TEXT_OR_NULL}
 _LOGPROBS = {"logprobs": {"type": ["object", "null"]}}
 _OF_PROMPT = {"prompt_token_ids": IDS, "prompt_logprobs": _list({"type": ["object", "null"]})}
-_TOKENS = {"token_ids": IDS}
+_TOKENS = {"token_ids": IDS, "weight_epochs": _list(_list(COUNT))}
 _CALL = _object(
     {
         "id": TEXT,
@@ -143,6 +143,18 @@ _ANSWERS: dict[str, Json] = {
     ),
     "/cache/reset": _object({"reset": {"const": True}}),
     "/cache/save": _object({"saved": {"const": True}}),
+    "/pause": _object({"status": {"const": "paused"}}),
+    "/resume": _object({"status": {"const": "resumed"}}),
+    "/is_paused": _object({"is_paused": {"type": "boolean"}}),
+    "/sleep": _object({"status": {"enum": ["paused", "sleeping"]}}),
+    "/wake_up": _object({"status": {"enum": ["sleeping", "awake"]}}),
+    "/is_sleeping": _object({"is_sleeping": {"type": "boolean"}}),
+    "/init_weight_transfer_engine": _object({"message": TEXT}),
+    "/start_weight_update": _object({"message": TEXT}),
+    "/update_weights": _object({"message": TEXT}),
+    "/finish_weight_update": _object({"message": TEXT, "weight_epoch": COUNT}),
+    "/weight_info": _object({"weight_version": TEXT_OR_NULL, "weight_epoch": COUNT}),
+    "/get_world_size": _object({"world_size": COUNT}),
     "/cache/tree": {"type": "object"},
     "/cache/history": {"type": "object", "additionalProperties": _list(NUMBER_OR_NULL)},
     "/requests": _object({"requests": _list({"type": "object"})}),
@@ -153,13 +165,16 @@ _ANSWERS: dict[str, Json] = {
 }
 """JSON of a route with status 200; the others answer with plain text."""
 _GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+_BETWEEN_UPDATES = ("/pause", "/resume", "/sleep", "/wake_up", "/init_weight_transfer_engine")
+_BETWEEN_UPDATES += ("/start_weight_update", "/update_weights", "/finish_weight_update")
 _OF_OPERATOR = ("/cache/explain", "/cache/reset", "/cache/save", "/cache/tree", "/cache/history")
+_OF_OPERATOR += (*_BETWEEN_UPDATES, "/is_paused", "/is_sleeping", "/weight_info", "/get_world_size")
 _MEANINGS = {
     400: "a field is wrong, or not supported: `param` names it",
     401: "the API key is missing or wrong",
     403: "the route is the operator's",
     404: "there is no such model",
-    409: "the cache cannot do so now",
+    409: "the cache, or the weights, cannot do so now",
     413: "the body is too large",
     429: "the key has too many unanswered requests",
     499: "the request was aborted",
@@ -212,7 +227,7 @@ def _responses(path: str, method: str) -> Json:
         statuses |= {400}
     if path in (*_OF_OPERATOR, "/requests"):
         statuses |= {403}
-    if path in ("/cache/reset", "/cache/save"):
+    if path in ("/cache/reset", "/cache/save", *_BETWEEN_UPDATES):
         statuses |= {409}
     if path in _GENERATING:
         content |= _EVENTS

@@ -400,7 +400,7 @@ class ResponseAnswer:
         item, kind = self._items[-1], self._open
         if kind is Reasoning and self._fields.include:
             item["encrypted_content"] = _encoded(item["content"][0]["text"])
-        item["status"] = "completed" if self._reason != "length" else "incomplete"
+        item["status"] = self._status
         (part,) = item["content"]
         name = "reasoning_text" if kind is Reasoning else "output_text"
         extra = {} if kind is Reasoning else {"logprobs": []}
@@ -445,7 +445,7 @@ class ResponseAnswer:
 
     @property
     def _status(self) -> str:
-        return "incomplete" if self._reason == "length" else "completed"
+        return "incomplete" if self._reason in ("length", "cancelled") else "completed"
 
     def _event(self, kind: str, **fields: Any) -> Json:
         self._num_events += 1
@@ -470,7 +470,9 @@ class ResponseAnswer:
                 "total_tokens": report.prompt_tokens + num_generated,
                 "prefix": prefix_block(report),
             }
-        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        reason = None
+        if status == "incomplete":
+            reason = {"reason": "max_output_tokens" if self._reason == "length" else "aborted"}
         return {
             "id": self._id,
             "object": "response",

@@ -67,6 +67,8 @@ class ServingConfig:
     """Name of the dialect of calls; "": as the chat template shows."""
     reasoning_parser: str = ""
     """The same of reasoning."""
+    takes_weights: bool = False
+    """Whether a trainer may pause the server and send it new weights, by routes of the operator."""
     shares_cache: bool = False
     """Whether keys share cached prefixes. Else each of several keys has a salt of its own."""
     allowed_hosts: tuple[str, ...] = ()

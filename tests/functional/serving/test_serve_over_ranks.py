@@ -14,13 +14,15 @@ from unittest import mock
 import httpx
 import psutil
 import pytest
+import remote_rollouts
+import torch
 from commands import Command, Launched, free_port
 from http_server import DEMO, running_server, wait_until
 from matrix import matrix_rows
-from reference import tiny_model
+from reference import greedy, random_tokens, tiny_model
 
 from megatron_hybrid import cli
-from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
+from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_checkpoint
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.serving.service import Service
@@ -45,6 +47,8 @@ GUIDED = {
         "max_tokens": 70,
     },
 }
+MODEL = dict(vocab_size=3072, mamba_num_groups=2, mamba_state_dim=128)
+MODEL |= dict(num_moe_experts=4, moe_router_topk=4)
 BODIES = {
     # Of every route that takes one, in this order.
     "/v1/completions": {**ANSWER, "logprobs": 2, "n": 2, "temperature": 0.8, "seed": 3},
@@ -113,6 +117,7 @@ class Ranks:
         arguments = ["serve", str(folder), layout, "2", *sizes, "--port", str(port)]
         arguments += ["--cache-dir", str(made / "cache")]
         arguments += ["--served-model-name", "demo", "--max-requests", "8", "--device", "cpu"]
+        arguments += ["--take-weights"]
         began = time.monotonic()
         self.command = Command(arguments, made / "printed", RANKS, checked_serve)
         self.command.wait_until(lambda: health(self.url)[0] == 200)
@@ -132,9 +137,7 @@ def health(url):
 def folder(tmp_path_factory):
     """A model with recurrent states, attention and experts, and the demo model's tokenizer."""
     folder = tmp_path_factory.mktemp("served")
-    fields = dict(vocab_size=3072, mamba_num_groups=2, mamba_state_dim=128)
-    fields |= dict(num_moe_experts=4, moe_router_topk=4)
-    save_checkpoint(tiny_model("M*GE", **fields), folder)
+    save_checkpoint(tiny_model("M*GE", **MODEL), folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / name, folder)
     return folder
@@ -236,6 +239,36 @@ def test_prompts_come_back_from_host_memory(ranks, one):
     own, other = of_both(ranks, one, "/v1/completions", again)
     assert own["usage"]["prefix"]["fetched_tokens"] > 0
     assert own["choices"] == other["choices"]
+
+
+def test_every_rank_takes_the_weights_of_a_trainer(ranks):
+    """Also while an answer is drawn; and gives back its memory, and takes it again."""
+    model = tiny_model("M*GE", 1, **MODEL)
+    prompt = random_tokens(40, vocab_size=3072)
+    params = greedy(8, return_log_probs=True, skip_prompt_log_probs=True, ignore_termination=True)
+    with DynamicInferenceEngine(model, None, InferenceConfig(cache_bytes=1 << 20)) as engine:
+        expected = engine.generate([prompt], params)[0]
+    trainer = remote_rollouts.Workers([ranks.url])
+    drawn, ids = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}, {"return_token_ids": True}
+    (before,) = trainer.generate([prompt], 1, **drawn)
+    trainer.connect("127.0.0.1", free_port())
+    running = events(ranks.url, "/v1/completions", {**LONG, "max_tokens": 80} | ids)
+    parts = [next(running)]
+    trainer.send((name, tensor.detach()) for name, tensor in own_tensors(model).items())
+    parts += running
+    epochs = [part["choices"][0]["weight_epoch"] for part in parts]
+    assert epochs[0] == 0 and epochs[-1] == 1 and epochs == sorted(epochs)
+    for _ in range(2):
+        (rollout,) = trainer.generate([prompt], 1, **drawn)
+        assert rollout.answer == expected.generated_tokens != before.answer
+        assert rollout.log_probs == pytest.approx(expected.log_probs, abs=1e-4)
+        trainer._all("/sleep?mode=keep")
+        assert httpx.get(f"{ranks.url}/is_sleeping").json() == {"is_sleeping": True}
+        trainer._all("/wake_up")
+    with pytest.raises(RuntimeError, match=r"answers 400.*no tensor wrong"):
+        trainer.send([("wrong", torch.zeros(2))])
+    assert trainer.generate([prompt], 1, **drawn)[0].answer == expected.generated_tokens
+    trainer.close()
 
 
 def test_the_end_of_a_rank_is_that_of_the_server(ranks, request):

@@ -1,0 +1,137 @@
+"""Routes of a trainer in another process: pause, sleep, new weights. They are the operator's, and
+are there only if they were asked for. Names, bodies and answers are vLLM's, where they mean the
+same."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from pydantic import BaseModel
+
+from megatron_hybrid.inference.rank_watch import RankFailedError
+from megatron_hybrid.inference.weight_transfer import TrainerError
+from megatron_hybrid.serving.body import BodyRoute
+from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.service import Service
+
+Json = dict[str, Any]
+Mode = Literal["abort", "wait", "keep"]
+Tags = Annotated[list[Literal["weights", "kv_cache", "scheduling"]] | None, Query()]
+
+
+class InitFields(BaseModel):
+    """Body of /init_weight_transfer_engine."""
+
+    init_info: Json
+
+
+class UpdateFields(BaseModel):
+    """Body of /update_weights."""
+
+    update_info: Json
+
+
+class FinishFields(BaseModel):
+    """Body of /finish_weight_update. weight_version: a name for the new weights."""
+
+    weight_version: str | None = None
+
+
+def add_trainer(app: FastAPI, service: Service) -> None:
+    """Add the routes."""
+    engine, version = service.engine, None
+
+    def check(request: Request) -> None:
+        service.check_admin(request.state.key)
+
+    routes = APIRouter(dependencies=[Depends(check)], route_class=BodyRoute)
+
+    @routes.post("/pause")
+    async def pause(mode: Mode = "abort", clear_cache: bool = True) -> Json:
+        async with _refusals():
+            await engine.pause_generation(mode, clear_cache)
+        return {"status": "paused"}
+
+    @routes.post("/resume")
+    async def resume() -> Json:
+        async with _refusals():
+            await engine.resume_generation()
+        return {"status": "resumed"}
+
+    @routes.get("/is_paused")
+    async def is_paused() -> Json:
+        return {"is_paused": await engine.is_paused()}
+
+    @routes.post("/sleep")
+    async def sleep(
+        level: Annotated[int, Query(ge=0, le=2)] = 1,
+        mode: Mode = "abort",
+        keep_cache: Literal["drop", "host", "disk"] = "drop",
+    ) -> Json:
+        async with _refusals():
+            await engine.sleep(level, mode, keep_cache)
+        return {"status": "sleeping" if level else "paused"}
+
+    @routes.post("/wake_up")
+    async def wake_up(tags: Tags = None) -> Json:
+        async with _refusals():
+            await engine.wake_up(tags)
+        return {"status": "sleeping" if await engine.is_sleeping() else "awake"}
+
+    @routes.get("/is_sleeping")
+    async def is_sleeping() -> Json:
+        return {"is_sleeping": await engine.is_sleeping()}
+
+    @routes.post("/init_weight_transfer_engine")
+    async def init(fields: InitFields) -> Json:
+        async with _refusals():
+            await engine.init_weight_transfer_engine(fields.init_info)
+        return {"message": "Weight transfer initialized"}
+
+    @routes.post("/start_weight_update")
+    async def start() -> Json:
+        async with _refusals():
+            await engine.start_weight_update()
+        return {"message": "Weight update started"}
+
+    @routes.post("/update_weights")
+    async def update(fields: UpdateFields) -> Json:
+        async with _refusals():
+            await engine.receive_weights(fields.update_info)
+        return {"message": "Weights updated"}
+
+    @routes.post("/finish_weight_update")
+    async def finish(fields: FinishFields | None = None) -> Json:
+        nonlocal version
+        async with _refusals():
+            await engine.finish_weight_update()
+        version = None if fields is None else fields.weight_version
+        return {"message": "Weight update finished", "weight_epoch": await engine.epoch()}
+
+    @routes.get("/weight_info")
+    async def weight_info() -> Json:
+        return {"weight_version": version, "weight_epoch": await engine.epoch()}
+
+    @routes.get("/get_world_size")
+    async def world_size() -> Json:
+        return {"world_size": engine.num_ranks}
+
+    app.include_router(routes)
+
+
+@asynccontextmanager
+async def _refusals() -> AsyncIterator[None]:
+    """Turns the engine's errors into ApiErrors."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ApiError(400, str(error)) from error
+    except RankFailedError as error:
+        raise ApiError(503, str(error)) from error
+    except TrainerError:
+        raise
+    except (RuntimeError, MemoryError) as error:
+        raise ApiError(409, str(error)) from error

@@ -1,0 +1,270 @@
+"""A trainer in another process than the servers that draw its rollouts."""
+
+import asyncio
+import json
+import shutil
+from dataclasses import replace
+from unittest import mock
+
+import httpx
+import pytest
+import remote_rollouts
+import torch
+from commands import free_port
+from http_server import DEMO, running_server
+from rank_processes import rank_context
+from reference import is_greedy, random_tokens, tiny_model
+
+from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_checkpoint
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.serving.app import create_app
+
+FIELDS = dict(vocab_size=3072, mamba_num_groups=2)
+ENGINE = {"cache_bytes": 4 << 20, "max_requests": 8, "max_sequence_length": 512}
+PROMPTS = [random_tokens(60, seed=seed, vocab_size=3072) for seed in range(2)]
+DRAWN = {"max_tokens": 6, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+LONG = {"prompt": PROMPTS[0], "max_tokens": 120, "temperature": 0, "ignore_eos": True}
+LONG |= {"stream": True, "return_token_ids": True}
+SAMPLES = 2
+
+
+def model_of(seed):
+    return tiny_model("M*-", seed, **FIELDS)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Of the old weights and of the new ones."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("old", "new")]
+    for seed, folder in enumerate(folders):
+        save_checkpoint(model_of(seed), folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(DEMO / name, folder)
+    return folders
+
+
+def serve(folder, pipe):
+    torch.set_num_threads(1)
+    with running_server(ENGINE, folder=folder, takes_weights=True) as server:
+        pipe.send(server.url)
+        pipe.recv()
+
+
+@pytest.fixture
+def workers(folders):
+    """URLs of two servers, each in a process of its own."""
+    context = rank_context()
+    pipes, processes = [], []
+    for _ in range(2):
+        pipe, other = context.Pipe()
+        processes.append(context.Process(target=serve, args=(folders[0], other)))
+        processes[-1].start()
+        pipes.append(pipe)
+    yield [pipe.recv() for pipe in pipes]
+    for pipe, process in zip(pipes, processes):
+        pipe.send("end")
+        process.join(20)
+        assert process.exitcode == 0
+
+
+def expected_of(model):
+    """Tokens and log-probabilities of each answer to each prompt."""
+    params = SamplingParams(
+        temperature=1.0,
+        seed=3,
+        num_tokens_to_generate=6,
+        ignore_termination=True,
+        return_log_probs=True,
+        skip_prompt_log_probs=True,
+    )
+    with DynamicInferenceEngine(model, None, InferenceConfig(**ENGINE)) as engine:
+        results = [engine.generate([prompt], params, n=SAMPLES)[0] for prompt in PROMPTS]
+    return [[(s.generated_tokens, s.log_probs) for s in result.samples] for result in results]
+
+
+def answers_of(url):
+    """The same, of a server; skipped tokens; epochs."""
+    rows, skipped, epochs = [], [], []
+    for prompt in PROMPTS:
+        body = {**DRAWN, "prompt": prompt, "n": SAMPLES, "logprobs": 0, "return_token_ids": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+        choices = answer["choices"]
+        rows.append([(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices])
+        skipped.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+        epochs += [c["weight_epochs"] for c in choices]
+    return rows, skipped, epochs
+
+
+def events_of(lines):
+    for line in lines:
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))["choices"][0]
+
+
+def test_a_trainer_in_another_process_sends_weights_to_two_workers(
+    workers, folders, monkeypatch, capsys
+):
+    old, new = model_of(0), model_of(1)
+    expected = {0: expected_of(old), 1: expected_of(new)}
+    for url in workers:
+        assert answers_of(url) == (expected[0], [0, 0], [[[0, 0]]] * 4)
+        assert answers_of(url)[1] == [60, 60]
+    trainer = remote_rollouts.Workers(workers)
+    monkeypatch.setattr(remote_rollouts, "PART_BYTES", 100_000)  # several parts
+    trainer.connect("127.0.0.1", free_port())
+    streams = [httpx.stream("POST", f"{url}/v1/completions", json=LONG) for url in workers]
+    events = [events_of(stream.__enter__().iter_lines()) for stream in streams]
+    begun = [next(each) for each in events]
+    trainer.send(((name, t.detach()) for name, t in own_tensors(new).items()), "first")
+    for url, first, rest, stream in zip(workers, begun, events, streams):
+        # A running answer goes on, with the new weights, and no byte of the old ones.
+        parts = [first, *rest]
+        stream.__exit__(None, None, None)
+        tokens = [token for part in parts for token in part["token_ids"]]
+        drawn_by = [part["weight_epoch"] for part in parts for _ in part["token_ids"]]
+        start = drawn_by.index(1)
+        assert drawn_by == sorted(drawn_by) and start > 0 and len(tokens) == 120
+        assert is_greedy(old, PROMPTS[0], tokens[:start])
+        assert is_greedy(new, PROMPTS[0] + tokens[:start], tokens[start:])
+        # Others are those of a model that was built with them, to the bit.
+        rows, skipped, epochs = answers_of(url)
+        assert rows == expected[1] and epochs == [[[1, 0]]] * 4
+        assert skipped[1] == 0  # the first prompt was computed for the stream
+        info = httpx.get(f"{url}/weight_info").json()
+        assert info == {"weight_version": "first", "weight_epoch": 1}
+    rollouts = trainer.generate(PROMPTS, SAMPLES, **DRAWN)
+    assert [(r.answer, r.log_probs) for r in rollouts] == [*expected[1][0], *expected[1][1]]
+    # A mistake is told, and the next update goes through.
+    with pytest.raises(RuntimeError, match=r"answers 400.*no tensor wrong"):
+        trainer.send([("wrong", torch.zeros(2))])
+    trainer.send(own_tensors(old).items())
+    for url in workers:
+        assert answers_of(url) == (expected[0], [0, 0], [[[2, 0]]] * 4)
+    trainer.close()
+    # The example's own loop, which makes a group anew.
+    port = str(free_port())
+    options = ["--model", str(folders[0]), "--port", port, "--updates", "2"]
+    remote_rollouts.main([*workers, *options])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and all(float(line.split()[-1]) < 1e-4 for line in lines)
+
+
+# Routes -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(folders):
+    with running_server(
+        ENGINE, folder=folders[0], takes_weights=True, api_keys=("one",), admin_keys=("root",)
+    ) as server:
+        yield server
+
+
+def call(server, method, path, key="root", **options):
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.request(method, server.url + path, headers=headers, timeout=60, **options)
+
+
+ROUTES = {
+    # In an order in which each can be called; after each, what `/is_paused` and `/is_sleeping` say.
+    ("POST", "/pause"): ({"status": "paused"}, True, False),
+    ("POST", "/resume"): ({"status": "resumed"}, False, False),
+    ("POST", "/pause?mode=keep"): ({"status": "paused"}, True, False),
+    ("POST", "/sleep?level=0&mode=wait"): ({"status": "paused"}, True, False),
+    ("POST", "/sleep?level=2"): ({"status": "sleeping"}, True, True),
+    ("POST", "/wake_up?tags=weights"): ({"status": "sleeping"}, True, True),
+    ("POST", "/start_weight_update"): ({"message": "Weight update started"}, True, True),
+    ("POST", "/update_weights"): ({"message": "Weights updated"}, True, True),
+    ("POST", "/finish_weight_update"): (
+        {"message": "Weight update finished", "weight_epoch": 1},
+        True,
+        True,
+    ),
+    ("POST", "/wake_up?tags=kv_cache"): ({"status": "awake"}, False, False),
+    ("GET", "/get_world_size"): ({"world_size": 1}, False, False),
+    ("GET", "/weight_info"): ({"weight_version": None, "weight_epoch": 1}, False, False),
+}
+
+
+def test_the_routes_of_a_trainer_answer_as_those_of_vllm(server, folders):
+    for (method, path), (expected, paused, sleeping) in ROUTES.items():
+        body = {"update_info": {"path": str(folders[1])}} if path == "/update_weights" else None
+        answer = call(server, method, path, json=body)
+        assert (answer.status_code, answer.json()) == (200, expected), path
+        assert call(server, "GET", "/is_paused").json() == {"is_paused": paused}, path
+        assert call(server, "GET", "/is_sleeping").json() == {"is_sleeping": sleeping}, path
+    body = {**DRAWN, "prompt": PROMPTS[0], "n": SAMPLES, "return_token_ids": True}
+    answer = call(server, "POST", "/v1/completions", "one", json=body).json()
+    tokens = [choice["token_ids"] for choice in answer["choices"]]
+    assert tokens == [tokens for tokens, _ in expected_of(model_of(1))[0]]
+
+
+def test_a_pause_ends_answers_with_what_they_have(server):
+    async def ask():
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            headers = {"Authorization": "Bearer one"}
+            forms = {
+                "/v1/completions": {**LONG, "stream": False},
+                "/v1/messages": {
+                    "messages": [{"role": "user", "content": "a"}],
+                    "max_tokens": 400,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                },
+                "/v1/responses": {"input": "a", "max_output_tokens": 400, "temperature": 0},
+            }
+            forms["/v1/chat/completions"] = forms["/v1/messages"]
+            forms["/v1/responses"]["ignore_eos"] = True
+            asked = [
+                asyncio.create_task(client.post(path, json=body, headers=headers))
+                for path, body in forms.items()
+            ]
+            while (await server.service.engine.stats())["requests_running"] < len(asked):
+                await asyncio.sleep(0.001)
+            await server.service.engine.pause_generation()
+            answers = dict(zip(forms, [(await each).json() for each in asked]))
+            await server.service.engine.resume_generation()
+            return answers
+
+    answers = asyncio.run(ask())
+    choice = answers["/v1/completions"]["choices"][0]
+    assert choice["finish_reason"] == "abort" and 0 < len(choice["token_ids"]) < 120
+    assert answers["/v1/chat/completions"]["choices"][0]["finish_reason"] == "abort"
+    assert answers["/v1/messages"]["stop_reason"] == "pause_turn"
+    assert answers["/v1/responses"]["status"] == "incomplete"
+    assert answers["/v1/responses"]["incomplete_details"] == {"reason": "aborted"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/pause?mode=stop", None, 400, "mode: "),
+        ("/sleep?level=3", None, 400, "level: "),
+        ("/wake_up?tags=all", None, 400, "tags"),
+        ("/update_weights", {"update_info": {}}, 409, "needs an update"),
+        ("/update_weights", {}, 400, "update_info: "),
+        ("/update_weights", {"update_info": [3]}, 400, "update_info: "),
+        ("/finish_weight_update", None, 409, "needs an update"),
+        ("/init_weight_transfer_engine", {"init_info": {}}, 400, "init_info lacks master_address"),
+    ],
+)
+def test_what_cannot_be_is_refused(server, path, body, status, message):
+    answer = call(server, "POST", path, json=body)
+    assert answer.status_code == status and message in answer.json()["error"]["message"]
+
+
+def test_the_routes_of_a_trainer_are_the_operators_and_are_off_unless_asked_for(server):
+    paths = {path.partition("?")[0] for _, path in ROUTES} | {"/init_weight_transfer_engine"}
+    for path in paths:
+        method = "GET" if path in ("/get_world_size", "/weight_info") else "POST"
+        assert call(server, method, path, "one").status_code == 403, path
+    described = call(server, "GET", "/openapi.json").json()["paths"]
+    assert paths <= described.keys()
+    for path in paths:
+        for operation in described[path].values():
+            assert "application/json" in operation["responses"]["200"]["content"]
+    service = server.service
+    with mock.patch.object(service, "config", replace(service.config, takes_weights=False)):
+        assert not paths & create_app(service).openapi()["paths"].keys()
