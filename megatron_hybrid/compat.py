@@ -263,3 +263,52 @@ def inference_context_arguments() -> tuple:
     from megatron.core.inference.config import InferenceConfig
 
     return (InferenceConfig(),)
+
+
+_OLDEST_COORDINATOR = (0, 19, 0)
+HAVE_COORDINATOR = MEGATRON_CORE_VERSION >= _OLDEST_COORDINATOR
+"""Whether megatron-core has a coordinator of inference whose messages are known here."""
+
+
+def coordinator_parts() -> SimpleNamespace:
+    """What speaks with megatron-core's coordinator of inference, by core's own names, with the
+    modules `zmq` and `msgpack`.
+
+    Raises:
+        ImportError: this megatron-core has no such coordinator, or a package that it needs is not
+            installed.
+    """
+    if not HAVE_COORDINATOR:
+        found, needed = (
+            ".".join(map(str, each)) for each in (MEGATRON_CORE_VERSION, _OLDEST_COORDINATOR[:2])
+        )
+        raise ImportError(
+            f"megatron-core {found} is installed, and this needs the coordinator of {needed} or "
+            f"newer: pip install 'megatron-core>={needed}'"
+        )
+    try:
+        import msgpack
+        import zmq
+    except ImportError as error:
+        raise ImportError(
+            f"{error}: megatron-core's coordinator needs pip install 'megatron_hybrid[kv-events]', "
+            "which has pyzmq and msgpack"
+        ) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about GPU libraries that these do not need
+        from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
+        from megatron.core.inference.data_parallel_inference_coordinator import (
+            DataParallelInferenceCoordinator,
+        )
+        from megatron.core.inference.engines.async_zmq_communicator import AsyncZMQCommunicator
+        from megatron.core.inference.headers import Headers
+        from megatron.core.inference.inference_client import InferenceClient
+    return SimpleNamespace(
+        zmq=zmq,
+        msgpack=msgpack,
+        AsyncZMQCommunicator=AsyncZMQCommunicator,
+        DataParallelInferenceCoordinator=DataParallelInferenceCoordinator,
+        Headers=Headers,
+        InferenceClient=InferenceClient,
+        PrefixCachingCoordinatorPolicy=PrefixCachingCoordinatorPolicy,
+    )

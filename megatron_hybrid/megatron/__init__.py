@@ -5,6 +5,7 @@ A script changes its imports to this package, or is started unchanged with
 field.
 """
 
+from megatron_hybrid.megatron.client import InferenceClient
 from megatron_hybrid.megatron.config import (
     AsyncScheduleMode,
     CudaGraphSizingDistribution,
@@ -19,9 +20,8 @@ from megatron_hybrid.megatron.controller import GPTInferenceWrapper, TextGenerat
 from megatron_hybrid.megatron.engine import (
     CoordinatorError,
     DynamicInferenceEngine,
-    EngineState,
     EngineSuspendedError,
-    InferenceClient,
+    StaticInferenceEngine,
 )
 from megatron_hybrid.megatron.errors import (
     ActiveRequestCountOverflowError,
@@ -42,6 +42,7 @@ from megatron_hybrid.megatron.request import (
     Status,
 )
 from megatron_hybrid.megatron.sampling_params import SamplingParams
+from megatron_hybrid.megatron.states import EngineState
 
 __all__ = [
     "ActiveRequestCountOverflowError",
@@ -72,6 +73,7 @@ __all__ = [
     "RequestOverflowError",
     "SamplingParams",
     "ServeConfig",
+    "StaticInferenceEngine",
     "Status",
     "TensorStateDeallocatedError",
     "TextGenerationController",

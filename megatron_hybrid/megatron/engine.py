@@ -8,10 +8,10 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from megatron_hybrid.inference.request import GenerationResult, Request, Request
 from megatron_hybrid.megatron.config import KVCacheManagementMode, engine_config
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.megatron.controller import TextGenerationController, require
+from megatron_hybrid.megatron.coordination import Coordination
 from megatron_hybrid.megatron.errors import BlockOverflowError, MaxSequenceLengthOverflowError
 from megatron_hybrid.megatron.request import (
     DynamicInferenceEventType,
@@ -30,35 +31,26 @@ from megatron_hybrid.megatron.request import (
     Status,
 )
 from megatron_hybrid.megatron.sampling_params import SamplingParams, engine_params
+from megatron_hybrid.megatron.states import EngineState
 
 logger = logging.getLogger(__name__)
 
 
-class EngineState(Enum):
-    """Megatron's states of an engine; without a coordinator it is RUNNING or SUSPENDED."""
-
-    RUNNING = auto()
-    PAUSING = auto()
-    PAUSED = auto()
-    UNPAUSING = auto()
-    SUSPENDING = auto()
-    SUSPENDED = auto()
-    RESUMING = auto()
-    RESUMED = auto()
-    STOPPING = auto()
-    STOPPED = auto()
-
-
 class CoordinatorError(NotImplementedError):
-    """A call that needs Megatron's coordinator process, which this package does not have."""
+    """A call that needs the coordinator of a newer megatron-core, or a package that is not
+    installed."""
 
 
-def refuse_coordinator(name: str) -> NoReturn:
-    """Raise CoordinatorError for a call."""
-    raise CoordinatorError(
-        f"{name} needs Megatron's coordinator, which megatron_hybrid does not have: serve one "
-        "replica in this process, with step_modern(), generate(), MegatronLLM or MegatronAsyncLLM"
-    )
+@contextmanager
+def coordinator_needed(name: str) -> Iterator[None]:
+    """Context in which an ImportError becomes a CoordinatorError. name: of the call."""
+    try:
+        yield
+    except ImportError as error:
+        raise CoordinatorError(
+            f"{name} needs Megatron's coordinator. {error}. Or serve one replica in this process, "
+            "with step_modern(), generate(), MegatronLLM or MegatronAsyncLLM"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -140,6 +132,7 @@ class DynamicInferenceEngine:
     """
 
     use_coordinator = False
+    """Whether a coordinator tells it what to do."""
     capture_stats = None
 
     def __init__(self, controller: TextGenerationController, context: DynamicInferenceContext):
@@ -166,6 +159,8 @@ class DynamicInferenceEngine:
         self._waiting: dict[int, RequestEntry] = {}  # not yet admitted, by the caller's id
         self._finished: list[DynamicInferenceRequestRecord] = []  # not yet returned
         self._num_preemptions = 0
+        self._generation_epochs: dict[int, int] = {}  # the caller's numbers, by epoch
+        self._coordination: Coordination | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # Requests ----------------------------------------------------------------------------------
@@ -346,7 +341,7 @@ class DynamicInferenceEngine:
                 self._take(output, step_time)
         if not self.requests:
             self._save_last_states()
-        finished, self._finished = self._finished, []
+        finished = self.take_finished()
         return {
             "active_request_ids": [
                 self._ids[request.request_id]
@@ -413,6 +408,24 @@ class DynamicInferenceEngine:
         del self.requests[request_id], self._ids[entry.handle.request_id]
         self._waiting.pop(request_id, None)
         _settle(entry.future, entry.future.cancel)
+
+    def fail_request(self, request_id: int, error: BaseException) -> None:
+        """End an unfinished request with an error, in the records of the next step.
+
+        Raises:
+            KeyError: there is no such unfinished request.
+        """
+        entry = self.requests[request_id]
+        self.engine.cancel(entry.handle)
+        del self.requests[request_id], self._ids[entry.handle.request_id]
+        self._waiting.pop(request_id, None)
+        _mark_failed(entry.request, error)
+        self._end(entry.record, entry.future)
+
+    def take_finished(self) -> list[DynamicInferenceRequestRecord]:
+        """The records that the next step would return without a step."""
+        finished, self._finished = self._finished, []
+        return finished
 
     def _note_moves(self) -> None:
         """Record admissions and preemptions."""
@@ -518,12 +531,27 @@ class DynamicInferenceEngine:
 
     def _write_epochs(self, request: DynamicInferenceRequest, result: GenerationResult) -> None:
         """Megatron marks the token whose forward pass was the first with the new weights."""
-        (first, _), *later = epochs = result.epochs or [(self.engine.epoch, 0)]
+        epochs = [
+            (self._generation_epoch(epoch), start)
+            for epoch, start in result.epochs or [(self.engine.epoch, 0)]
+        ]
+        (first, _), *later = epochs
         request.policy_epoch = [(0, first)]
         for epoch, start in later:
             if start < len(request.generated_tokens):  # else it was cut with a stop word
                 request.policy_epoch.append((request.prompt_length + start - 1, epoch))
         request.kv_cache_epoch = [(0, epochs[-1][0])]
+
+    def begin_generation_epoch(self, number: int) -> None:
+        """Say that the weights are new, and give their epoch a number of the caller's."""
+        if number != self._generation_epoch(self.engine.epoch):
+            self.engine.update_weights()
+            self._generation_epochs[self.engine.epoch] = number
+
+    def _generation_epoch(self, epoch: int) -> int:
+        """The caller's number of an epoch of our engine: the last one given by then, if any."""
+        given = [each for each in self._generation_epochs if each <= epoch]
+        return self._generation_epochs[max(given)] if given else epoch
 
     def _by_text(self, rows: list[dict[int, float]]) -> list[dict[str, float]]:
         """Tokens by their text, as in Megatron; of equal texts the most likely."""
@@ -592,26 +620,80 @@ class DynamicInferenceEngine:
 
     # Megatron's coordinator ----------------------------------------------------------------------
 
-    async def start_listening_to_data_parallel_coordinator(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: see `CoordinatorError`."""
-        refuse_coordinator("start_listening_to_data_parallel_coordinator()")
+    async def start_listening_to_data_parallel_coordinator(
+        self,
+        inference_coordinator_port: int | None = None,
+        launch_inference_coordinator: bool = True,
+        *,
+        hostname: str | None = None,
+        coordinator_schedule_output_path: str | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> str:
+        """Take requests from megatron-core's coordinator, in a task of this event loop. All ranks
+        of all data-parallel replicas call it.
 
-    async def run_engine_with_coordinator(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: see `CoordinatorError`."""
-        refuse_coordinator("run_engine_with_coordinator()")
+        Args:
+            inference_coordinator_port: of the coordinator; None: any.
+            launch_inference_coordinator: let the first rank of all start the coordinator, a process
+                of core's; else it is there, at this port.
+            hostname: of the coordinator; default 127.0.0.1 if the launcher says that all ranks are
+                on this machine, else this machine's name.
+            coordinator_schedule_output_path: of a file for the coordinator's decisions.
+            loop: this one, or None.
 
-    async def wait_until(self, state: EngineState) -> NoReturn:
-        """Refused: see `CoordinatorError`."""
-        refuse_coordinator("wait_until()")
+        Returns:
+            The coordinator's address, for `InferenceClient`.
+
+        Raises:
+            CoordinatorError: this megatron-core has no such coordinator.
+            ValueError: there is no tokenizer.
+            RuntimeError: the coordinator has ended, or the engine has one.
+        """
+        name = "start_listening_to_data_parallel_coordinator()"
+        if self._coordination is not None:
+            raise RuntimeError(f"{name} was called before: make another engine")
+        with coordinator_needed(name):
+            coordination = Coordination(self)
+        address = await coordination.start(
+            inference_coordinator_port,
+            launch_inference_coordinator,
+            hostname,
+            coordinator_schedule_output_path,
+        )
+        self._coordination = coordination
+        return address
 
     @property
-    def engine_loop_task(self) -> NoReturn:
-        """Refused: see `CoordinatorError`."""
-        refuse_coordinator("engine_loop_task")
+    def engine_loop_task(self) -> asyncio.Task[None]:
+        """The task that takes requests from a coordinator; it ends with the engine."""
+        return self._coordinated("engine_loop_task").task
+
+    async def wait_until(self, state: EngineState) -> None:
+        """Wait until a coordinator's client has brought the engine into a state.
+
+        Raises:
+            ValueError: it is one that does not last.
+            RuntimeError: no coordinator was joined.
+        """
+        await self._coordinated("wait_until()").wait_until(state)
+
+    def _coordinated(self, name: str) -> Coordination:
+        if self._coordination is None:
+            raise RuntimeError(
+                f"{name} is of an engine that has joined a coordinator: await "
+                "start_listening_to_data_parallel_coordinator() first"
+            )
+        return self._coordination
 
 
-class InferenceClient:
-    """Refused: see `CoordinatorError`."""
+class StaticInferenceEngine:
+    """Refused: the engine of Megatron that ends a whole batch before the next one. Its answers are
+    those of `DynamicInferenceEngine.generate`, which begins requests as others end."""
 
     def __init__(self, *_: Any, **__: Any):
-        refuse_coordinator("InferenceClient")
+        raise NotImplementedError(
+            "StaticInferenceEngine is not supported: build DynamicInferenceContext(model.config, "
+            "InferenceConfig()), a GPTInferenceWrapper and a TextGenerationController with it, and "
+            "call DynamicInferenceEngine(controller, context).generate(prompts, sampling_params), "
+            "or MegatronLLM(model=model, tokenizer=tokenizer, use_coordinator=False).generate(...)"
+        )

@@ -5,26 +5,34 @@ from __future__ import annotations
 import asyncio
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from megatron_hybrid.compat import coordinator_parts
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
 from megatron_hybrid.interrupts import result_of
+from megatron_hybrid.megatron.client import InferenceClient
 from megatron_hybrid.megatron.config import InferenceConfig
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.megatron.controller import GPTInferenceWrapper, TextGenerationController
-from megatron_hybrid.megatron.engine import DynamicInferenceEngine, EngineState
+from megatron_hybrid.megatron.engine import DynamicInferenceEngine, coordinator_needed
 from megatron_hybrid.megatron.request import DynamicInferenceRequest
 from megatron_hybrid.megatron.sampling_params import SamplingParams
+from megatron_hybrid.megatron.states import EngineState
+from megatron_hybrid.models.hybrid_model import unwrap
+from megatron_hybrid.processes import HomeProcess
+from megatron_hybrid.ranks import replica_of
+from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.validation import is_int
 
+T = TypeVar("T")
 Prompts = str | list[int] | list[str] | list[list[int]]
 
 
@@ -73,9 +81,6 @@ class _Replica:
 
     Args:
         model, tokenizer, config: of the engine.
-
-    Raises:
-        ValueError: there are several data-parallel replicas.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, config: InferenceConfig | None):
@@ -103,13 +108,6 @@ class _Replica:
         if device is not None:  # on which the ranks of the model meet
             torch.cuda.set_device(device)
         engine = _build_engine(model, tokenizer, config)
-        replicas = engine.engine.replica[1]
-        if replicas > 1:
-            raise ValueError(
-                f"use_coordinator=True serves one replica, and the dp group makes {replicas}, "
-                "between which nothing would spread the prompts: use "
-                "MegatronLLM(use_coordinator=False) on every rank, or one job for each replica"
-            )
         use_device_of(engine.engine)
         return engine
 
@@ -152,8 +150,21 @@ class _Replica:
         with suppress(RuntimeError):  # it was shut down
             self.submit(partial(self.abort, [request_id for request_id, _ in adding.result()]))
 
-    def set_state(self, state: EngineState) -> None:
-        """Pause, unpause, suspend or resume."""
+    def change(self, state: EngineState) -> Future[None]:
+        """Pause, unpause, suspend or resume.
+
+        Raises:
+            RuntimeError: this rank follows the first one.
+        """
+        if not self.is_primary:
+            raise RuntimeError(
+                "pause(), unpause(), suspend() or resume() was called on rank "
+                f"{self.engine.engine.ranks.rank} of the model, which follows rank 0: call it "
+                "there alone, where is_primary_rank is True"
+            )
+        return self.submit(partial(self._set_state, state))
+
+    def _set_state(self, state: EngineState) -> None:
         if state is EngineState.SUSPENDED:
             self.engine.suspend()
         elif state is EngineState.RESUMED:
@@ -213,12 +224,157 @@ class _Replica:
         return self._thread.end(self._shut)
 
 
+class _Replicas:
+    """Several data-parallel replicas behind megatron-core's coordinator, with the interface of
+    `_Replica`. Each rank's engine has a thread of its own; the first rank of all takes requests.
+
+    Args:
+        model, tokenizer, config: of the engine.
+        host, port: of the coordinator; None: any.
+
+    Raises:
+        CoordinatorError: this megatron-core has no such coordinator.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        config: InferenceConfig | None,
+        host: str | None,
+        port: int | None,
+    ):
+        with coordinator_needed("MegatronLLM(use_coordinator=True) of several replicas"):
+            coordinator_parts()
+        self._loop, self._home = asyncio.new_event_loop(), HomeProcess()
+        self._ending: Future[None] | None = None
+        self._lock = threading.Lock()
+        self.is_over = threading.Event()
+        self.engine = _build_engine(model, tokenizer, config)
+        ours = self.engine.engine
+        self.is_primary = ours.replica[0] == 0 and ours.ranks.is_first
+        self._thread = threading.Thread(target=self._run, name="megatron-replicas", daemon=True)
+        self._thread.start()
+        try:
+            result_of(self._in_loop(self._start(host, port)))
+        except BaseException:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            ours.close()
+            raise
+
+    def _run(self) -> None:
+        use_device_of(self.engine.engine)
+        self._loop.run_forever()
+
+    def _in_loop(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _start(self, host: str | None, port: int | None) -> None:
+        address = await self.engine.start_listening_to_data_parallel_coordinator(
+            port, hostname=host
+        )
+        self.engine.engine_loop_task.add_done_callback(lambda _: self.is_over.set())
+        if self.is_primary:
+            self._client = InferenceClient(address)
+            self._client.start(loop=self._loop)
+
+    def require_home(self) -> None:
+        """Raise RuntimeError in a fork."""
+        self._home.require("this engine")
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Run a job in the thread."""
+        self.require_home()
+
+        async def run() -> T:
+            return job()
+
+        with self._lock:
+            if self._ending is not None:
+                raise RuntimeError("it was shut down: make another one")
+            return self._in_loop(run())
+
+    # In the thread -------------------------------------------------------------------------------
+
+    def add(
+        self, prompts: Sequence[str | list[int]], params: SamplingParams
+    ) -> list[tuple[asyncio.Future, Future[DynamicInferenceRequest]]]:
+        """Give prompts to the coordinator. Returns the client's future and ours of each."""
+        added = []
+        for prompt in prompts:
+            answer, future = self._client.add_request(prompt, params), Future()
+            future.set_running_or_notify_cancel()
+            answer.add_done_callback(partial(_settle_answer, future))
+            added.append((answer, future))
+        return added
+
+    def abort(self, answers: Sequence[asyncio.Future]) -> None:
+        """Nobody waits for these any more. They run to their end: a client cannot end them."""
+        for answer in answers:
+            answer.cancel()
+
+    def abandon(self, adding: Future[list[tuple[asyncio.Future, Future]]]) -> None:
+        """As `_Replica.abandon`."""
+        if adding.cancelled() or adding.exception() is not None:
+            return
+        with suppress(RuntimeError):  # it was shut down
+            self.submit(partial(self.abort, [answer for answer, _ in adding.result()]))
+
+    # States --------------------------------------------------------------------------------------
+
+    def change(self, state: EngineState) -> Future[None]:
+        """Pause, unpause, suspend or resume all replicas; on other ranks, wait for it."""
+        return self._in_loop(self._change(state))
+
+    async def _change(self, state: EngineState) -> None:
+        if self.is_primary:
+            client = self._client
+            signal = {
+                EngineState.PAUSED: client.pause_engines,
+                EngineState.RUNNING: client.unpause_engines,
+                EngineState.SUSPENDED: client.suspend_engines,
+                EngineState.RESUMED: client.resume_engines,
+            }[state]
+            signal()
+        await self.engine.wait_until(state)
+
+    def shutdown(self) -> Future[None]:
+        """Stop all replicas, the coordinator and the thread; on other ranks, wait for it."""
+        with self._lock:
+            if self._ending is None:
+                self._ending = self._in_loop(self._stop())
+                self._ending.add_done_callback(
+                    lambda _: self._loop.call_soon_threadsafe(self._loop.stop)
+                )
+            return self._ending
+
+    async def _stop(self) -> None:
+        if self.is_primary:
+            if self.engine.state is EngineState.RUNNING:
+                await self._change(EngineState.PAUSED)
+            self._client.stop_engines()
+        await self.engine.wait_until(EngineState.STOPPED)
+        if self.is_primary:
+            self._client.shutdown_coordinator()
+            await asyncio.sleep(0.1)  # its socket does not linger
+            self._client.stop()
+        self.engine.engine.close()
+
+
+def _settle_answer(future: Future[DynamicInferenceRequest], answer: asyncio.Future) -> None:
+    if answer.cancelled():
+        future.set_exception(RuntimeError("shut down before this request was answered"))
+    else:
+        future.set_result(DynamicInferenceRequest.deserialize(answer.result()))
+
+
 class _LLM:
     """What both classes share.
 
-    With `use_coordinator` the engine has a thread of its own; there is no coordinator process, and
-    one replica. All ranks of the model make it; the first one then takes requests and changes of
-    state, and the others only `shutdown` and `wait_for_shutdown`, which wait for the first one.
+    With `use_coordinator` the engine has a thread of its own. Of one replica there is no
+    coordinator process: all ranks of the model make it; the first one then takes requests and
+    changes of state, and the others only `shutdown` and `wait_for_shutdown`, which wait for the
+    first one. Several data-parallel replicas are behind megatron-core's coordinator.
     """
 
     def __init__(
@@ -237,18 +393,26 @@ class _LLM:
                 f"inference_wrapper_cls is {inference_wrapper_cls!r}; only GPTInferenceWrapper of "
                 "megatron_hybrid.megatron is supported"
             )
+        groups = getattr(unwrap(model), "pg_collection", None)
+        has_replicas = use_coordinator and replica_of(groups)[1] > 1
         for name, value in (("host", coordinator_host), ("port", coordinator_port)):
             if value is None:
                 continue
             if not use_coordinator:
                 raise ValueError(f"coordinator_{name} requires use_coordinator=True")
-            warnings.warn(
-                f"coordinator_{name}={value!r} has no effect: there is no coordinator process",
-                stacklevel=3,
-            )
-        self._replica: _Replica | None = None
+            if not has_replicas:
+                warnings.warn(
+                    f"coordinator_{name}={value!r} has no effect: of one replica there is no "
+                    "coordinator process",
+                    stacklevel=3,
+                )
+        self._replica: _Replica | _Replicas | None = None
         if use_coordinator:
-            self._replica = _Replica(model, tokenizer, inference_config)
+            parts = model, tokenizer, inference_config
+            if has_replicas:
+                self._replica = _Replicas(*parts, coordinator_host, coordinator_port)
+            else:
+                self._replica = _Replica(*parts)
             self.engine = self._replica.engine
         else:
             self.engine = _build_engine(model, tokenizer, inference_config)
@@ -276,8 +440,7 @@ class _LLM:
     def _set_state(self, state: EngineState) -> Future[None]:
         if self._replica is None:
             raise RuntimeError("this method requires use_coordinator=True")
-        self._require_primary("pause(), unpause(), suspend() or resume")
-        return self._replica.submit(partial(self._replica.set_state, state))
+        return self._replica.change(state)
 
     def _shut_down(self) -> Future[None]:
         if self._replica is not None:
@@ -295,13 +458,16 @@ class MegatronLLM(_LLM):
         tokenizer: with `tokenize`, `detokenize` and `eod`.
         inference_config: default `InferenceConfig()`.
         use_coordinator: run the engine in a thread, with `pause`, `suspend` and so on; the first
-            rank of a model over several ranks makes all calls. False: in the caller's thread, and
-            all ranks make the same calls.
-        coordinator_host, coordinator_port: no effect, with a warning.
+            rank of all makes all calls, and prompts are spread over data-parallel replicas by
+            megatron-core's coordinator. False: in the caller's thread, and all ranks make the same
+            calls.
+        coordinator_host, coordinator_port: of the coordinator of several data-parallel replicas;
+            of one they have no effect, with a warning.
         inference_wrapper_cls: None, or GPTInferenceWrapper.
 
     Raises:
         TypeError, ValueError: the model cannot be served; the message says why.
+        CoordinatorError: there are several replicas, and this megatron-core cannot spread prompts.
     """
 
     def generate(
@@ -370,6 +536,7 @@ class MegatronAsyncLLM(_LLM):
         if not use_coordinator:
             raise ValueError("MegatronAsyncLLM requires use_coordinator=True: or use MegatronLLM")
         super().__init__(use_coordinator=True, **arguments)
+        self._serving: asyncio.Task[None] | None = None
 
     async def generate(
         self, prompts: Prompts, sampling_params: SamplingParams | None = None
@@ -409,15 +576,56 @@ class MegatronAsyncLLM(_LLM):
         """End a suspension; `unpause` afterwards."""
         await asyncio.wrap_future(self._set_state(EngineState.RESUMED))
 
-    async def serve(self, serve_config: ServeConfig, *, blocking: bool = True) -> NoReturn:
-        """Refused: there is no HTTP server yet."""
-        raise NotImplementedError(
-            "MegatronAsyncLLM.serve() is not supported: there is no HTTP server yet; call "
-            "generate(), or megatron_hybrid.AsyncEngine for streams"
+    async def serve(self, serve_config: ServeConfig, *, blocking: bool = True) -> None:
+        """Serve HTTP by `megatron-hybrid serve`'s server, with an engine of its own in place of
+        this one, until a signal or `shutdown`.
+
+        Args:
+            serve_config: `host` and `port` are used.
+            blocking: return when the server has ended; else, when it is about to listen.
+
+        Raises:
+            ValueError: the tokenizer is not one of `load_pretrained`, the model is split over
+                ranks or has replicas, or the address cannot be used.
+            RuntimeError: requests are unanswered, or it was shut down.
+            OSError: the address is taken.
+        """
+        engine, tokenizer = self.engine.engine, self.engine.controller.tokenizer
+        if engine.ranks.size > 1 or engine.replica[1] > 1:
+            raise ValueError(
+                f"serve() has one model on one rank, and there are {engine.ranks.size} ranks and "
+                f"{engine.replica[1]} replicas: use megatron-hybrid serve --tp for each replica"
+            )
+        if not isinstance(tokenizer, Tokenizer):
+            raise ValueError(
+                f"serve() writes chats and the bytes of tokens, which {type(tokenizer).__name__} "
+                "does not know: use the tokenizer of megatron_hybrid.load_pretrained(folder)"
+            )
+        if self.engine.requests:
+            raise RuntimeError(f"{len(self.engine.requests)} requests are unanswered: await them")
+        from megatron_hybrid.serving.run import Address, ServingConfig
+        from megatron_hybrid.serving.run import serve as serve_http
+
+        address = Address(serve_config.host, serve_config.port)
+        bound = address.bind()
+        await asyncio.shield(asyncio.wrap_future(self._shut_down()))
+        self._asked = asyncio.Event()
+        model = self.engine.controller.inference_wrapped_model.hybrid_model
+        config = ServingConfig("megatron", allowed_hosts=(serve_config.host,))
+        self._serving = asyncio.create_task(
+            serve_http(
+                model, tokenizer, engine.config, config, address, bound, None, asked=self._asked
+            )
         )
+        if blocking:
+            await self._serving
 
     async def shutdown(self) -> None:
-        """End the thread; unanswered requests get a RuntimeError. A second call has no effect."""
+        """End the thread, or the server; unanswered requests get a RuntimeError. A second call has
+        no effect."""
+        if self._serving is not None:
+            self._asked.set()
+            await asyncio.wait([self._serving])
         await asyncio.shield(asyncio.wrap_future(self._shut_down()))
 
     async def wait_for_shutdown(self) -> None:

@@ -10,6 +10,7 @@ from importlib.util import module_from_spec
 from types import ModuleType
 
 import megatron_hybrid.megatron as door
+from megatron_hybrid.compat import HAVE_COORDINATOR
 
 _CORE = "megatron.core.inference"
 _CONTEXT = (
@@ -48,13 +49,15 @@ NAMES = {
         "MaxSequenceLengthOverflowError",
         "TensorStateDeallocatedError",
     ),
-    f"{_CORE}.engines": _ENGINE,
+    f"{_CORE}.engines": (*_ENGINE, "StaticInferenceEngine"),
     f"{_CORE}.engines.dynamic_engine": (*_ENGINE, "EngineState"),
+    f"{_CORE}.engines.static_engine": ("StaticInferenceEngine",),
     f"{_CORE}.model_inference_wrappers.gpt.gpt_inference_wrapper": ("GPTInferenceWrapper",),
     f"{_CORE}.text_generation_controllers.text_generation_controller": (
         "TextGenerationController",
     ),
-    f"{_CORE}.inference_client": ("InferenceClient",),
+    # Newer releases' own client speaks with their own coordinator.
+    **({} if HAVE_COORDINATOR else {f"{_CORE}.inference_client": ("InferenceClient",)}),
     f"{_CORE}.apis": (
         "DynamicInferenceRequest",
         "DynamicInferenceRequestRecord",

@@ -195,9 +195,11 @@ class _Server(uvicorn.Server):
     """Drains at the first signal, and ends at the second. Drains when a rank has failed: what runs
     has got the error."""
 
-    def __init__(self, config: uvicorn.Config, service: Service):
+    def __init__(
+        self, config: uvicorn.Config, service: Service, asked: asyncio.Event | None = None
+    ):
         super().__init__(config)
-        self._service = service
+        self._service, self._asked = service, asked
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task | None = None
         self._signaled_at = -math.inf
@@ -216,6 +218,8 @@ class _Server(uvicorn.Server):
         if failure is not None and self._draining is None:
             logger.error("the server ends: %s", failure)
             self._draining = asyncio.ensure_future(self._drain())
+        if self._asked is not None and self._asked.is_set() and self._draining is None:
+            self._end()
         return await super().on_tick(counter)
 
     def _end(self) -> None:
@@ -246,13 +250,15 @@ async def serve(
     config: ServingConfig,
     address: Address,
     bound: socket.socket | None,
-    loading: Loading,
+    loading: Loading | None,
     publisher: KvPublisher | None = None,
+    asked: asyncio.Event | None = None,
 ) -> None:
-    """Serve until a signal. Then requests run to their end, and the cache's folder is completed.
+    """Serve until a signal, or until `asked` is set. Then requests run to their end, and the
+    cache's folder is completed.
 
     bound: what `address.bind()` has returned.
-    loading: ends when all is there.
+    loading: ends when all is there. None: nothing answers before.
     publisher: of what is cached; it is closed at the end. None: nobody is told.
 
     Raises:
@@ -279,8 +285,9 @@ async def serve(
         gc.collect()
         gc.freeze()
         logger.info("running on %s (Ctrl-C ends it)", address.url(bound))
-        await asyncio.to_thread(loading.close)
-        await _Server(settings, service).serve(None if bound is None else [bound])
+        if loading is not None:
+            await asyncio.to_thread(loading.close)
+        await _Server(settings, service, asked).serve(None if bound is None else [bound])
         if engine.rank_failure is not None:
             raise RankFailedError(f"the server has ended, as {engine.rank_failure}")
     finally:

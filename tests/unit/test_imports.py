@@ -45,7 +45,8 @@ PROGRAM = "serving.dynamo"
 """A program of its own, as it needs Dynamo before it can read its options."""
 DOORS = {"__main__", "cli", "commands", "megatron", "serving", "tools", "training", PROGRAM}
 """What users come in by: they may import every wing. `commands` may import what commands run, `cli`
-the commands, `__main__` `cli`; `PROGRAM` has options of commands, and nobody imports it."""
+the commands, `__main__` `cli`, `megatron` the server; `PROGRAM` has options of commands, and
+nobody imports it."""
 
 
 def modules_of(root: Path) -> dict[str, Path]:
@@ -97,6 +98,7 @@ def may_import(importer: str, imported: str) -> bool:
     if importer in DOORS:
         beside = {
             "commands": {"serving", "tools", "training"},
+            "megatron": {"serving"},
             "cli": {"commands"},
             "__main__": {"cli"},
             PROGRAM: {"cli", "commands", "serving"},

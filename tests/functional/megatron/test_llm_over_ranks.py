@@ -2,6 +2,7 @@
 answers as one rank does."""
 
 import asyncio
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,15 @@ from megatron.core import parallel_state
 from rank_processes import join_ranks, run_ranks
 from reference import random_tokens, tiny_model
 
+from megatron_hybrid import compat
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
-from megatron_hybrid.megatron import EngineState, InferenceConfig, MegatronAsyncLLM, MegatronLLM
+from megatron_hybrid.megatron import (
+    CoordinatorError,
+    EngineState,
+    InferenceConfig,
+    MegatronAsyncLLM,
+    MegatronLLM,
+)
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 MODEL = dict(
@@ -100,7 +108,11 @@ def refusals(model):
 
 
 def refused_replicas():
-    with pytest.raises(ValueError) as raised:
+    """As with an older megatron-core."""
+    with (
+        mock.patch.object(compat, "HAVE_COORDINATOR", False),
+        pytest.raises(CoordinatorError) as raised,
+    ):
         MegatronLLM(**arguments(tiny_model(**MODEL)))
     return str(raised.value)
 
@@ -143,5 +155,7 @@ def test_other_ranks_take_no_calls_but_those_that_wait(by_rank):
     assert all("rank 1 of the model, which follows rank 0" in m for m in by_rank[1]["refusals"])
 
 
-def test_several_replicas_are_refused(by_rank):
-    assert all("dp group makes 2" in rank["replicas"] for rank in by_rank)
+def test_several_replicas_are_refused_without_a_coordinator(by_rank):
+    version = ".".join(map(str, compat.MEGATRON_CORE_VERSION))
+    for rank in by_rank:
+        assert f"megatron-core {version} is installed, and this needs" in rank["replicas"]

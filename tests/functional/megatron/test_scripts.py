@@ -14,10 +14,12 @@ import torch
 from commands import Command, run_script
 from reference import full_logits, greedy_tokens, random_tokens, tiny_model
 
+from megatron_hybrid import compat
 from megatron_hybrid.megatron.__main__ import main
 
 ROOT = Path(__file__).parents[3]
 EVERY_CALL = Path(__file__).with_name("every_call.py")
+COORDINATED = Path(__file__).with_name("coordinated.py")
 EXAMPLE = ROOT / "examples" / "megatron_inference.py"
 PROMPT = random_tokens(48, vocab_size=95)
 
@@ -125,7 +127,10 @@ def test_every_other_entry():
     assert seen()["cached"] == len(PROMPT)
     assert seen()["legacy"] == [1, 0]
     assert seen()["failed"] == ["FAILED", "FAIL"]
-    assert seen()["refused"] == [True] * 4
+    first, second, static = seen()["refused"]
+    for text in (first, second):
+        assert "await start_listening_to_data_parallel_coordinator() first" in text
+    assert "DynamicInferenceEngine(controller, context).generate(" in static
     assert seen()["llm"] == expected[:1] and seen()["async_llm"] == expected[0]
 
 
@@ -178,3 +183,38 @@ def run_module(arguments: list[str]) -> None:
 def test_a_missing_script_is_named():
     with pytest.raises(SystemExit, match=r"nowhere.py is no file"):
         main(["nowhere.py"])
+
+
+if compat.HAVE_COORDINATOR:  # 0.16 has another one
+
+    @pytest.mark.matrix
+    @pytest.mark.parametrize("num_engines", [1, 2])
+    def test_a_script_with_the_coordinator_runs_unchanged(num_engines, tmp_path):
+        """Core's coordinator in its own process, core's client, and an engine of ours a rank."""
+        arguments = [str(COORDINATED), str(tmp_path / "schedule.json")]
+        command = Command(arguments, tmp_path / "printed", num_engines, main)
+        assert command.wait() == [0] * num_engines, command.printed()
+        first, *others = (json.loads(command.out(rank)) for rank in range(num_engines))
+        model, prompts = tiny_model("M*-"), [random_tokens(40, s, 95) for s in range(6)]
+        expected = [greedy_tokens(model, prompt, 6) for prompt in prompts]
+        assert first["high level"]["answers"] == expected
+        assert first["high level"]["again"] == expected[:1]
+        assert all(not other["high level"]["is_primary"] for other in others)
+        found = first["coordinator"]
+        assert found["address"].startswith("tcp://127.0.0.1:")
+        *asked, hello = found["first"]
+        assert [row["tokens"] for row in asked] == expected and hello["prompt_length"] == 11
+        for row in (*asked, hello):
+            assert row["text"] == "".join(chr(t + 32) for t in row["tokens"] if t < 95)
+            assert len(row["log_probs"]) == 6 and row["policy_epoch"] == [[0, 0]]
+        # Each prompt comes to the engine that knows it.
+        assert [row["tokens"] for row in found["again"]] == expected
+        assert [row["cached"] for row in found["again"]] == [40] * 6
+        records = json.loads((tmp_path / "schedule.json").read_text())["records"]
+        assert {record["rank_index"] for record in records} == set(range(num_engines))
+        assert found["failed"] == ["FAILED", "MaxSequenceLengthOverflowError"]
+        assert found["empty"][0] == "FAILED" and "the prompt is empty" in found["empty"][1]
+        changed = found["new weights"]
+        assert changed["policy_epoch"] == [[0, 7]] and changed["cached"] == 0
+        assert changed["tokens"] != expected[0]
+        assert all(other["coordinator"]["steps"] for other in others)

@@ -5,6 +5,7 @@ import math
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ from megatron_hybrid.megatron import (
     KVCacheManagementMode,
     MaxSequenceLengthOverflowError,
     SamplingParams,
+    StaticInferenceEngine,
     Status,
     TextGenerationController,
 )
@@ -569,20 +571,25 @@ def test_an_error_of_the_tokenizer_fails_its_request_only():
     assert answers[2].succeeded()
 
 
-def test_the_coordinators_calls_are_refused_by_name():
+def test_the_coordinators_calls_are_refused_by_the_version_that_lacks_it():
     engine = door_engine()
-    for call in (
-        engine.start_listening_to_data_parallel_coordinator,
-        engine.run_engine_with_coordinator,
-        lambda: engine.wait_until(EngineState.RUNNING),
-    ):
-        with pytest.raises(CoordinatorError, match="coordinator"):
-            asyncio.run(call())
-    with pytest.raises(CoordinatorError, match="engine_loop_task"):
+    version = ".".join(map(str, compat.MEGATRON_CORE_VERSION))
+    message = rf"megatron-core {version} is installed, and this needs the coordinator of 0\.19"
+    with mock.patch.object(compat, "HAVE_COORDINATOR", False):
+        with pytest.raises(CoordinatorError, match=message):
+            asyncio.run(engine.start_listening_to_data_parallel_coordinator())
+        with pytest.raises(CoordinatorError, match=f"InferenceClient needs.*{message}"):
+            InferenceClient("tcp://127.0.0.1:5000")
+    with pytest.raises(RuntimeError, match="engine_loop_task is of an engine that has joined"):
         _ = engine.engine_loop_task
-    with pytest.raises(CoordinatorError, match="InferenceClient"):
-        InferenceClient("tcp://127.0.0.1:5000")
+    with pytest.raises(RuntimeError, match=r"wait_until\(\) is of an engine that has joined"):
+        asyncio.run(engine.wait_until(EngineState.RUNNING))
     assert not engine.use_coordinator
+
+
+def test_the_static_engine_is_refused_with_what_to_call():
+    with pytest.raises(NotImplementedError, match=r"\(controller, context\)\.generate\(prompts"):
+        StaticInferenceEngine(door_engine().controller, max_batch_size=4)
 
 
 def test_parts_of_other_packages_are_refused():

@@ -3,11 +3,15 @@
 import asyncio
 import threading
 
+import httpx
 import pytest
+import torch
+from commands import free_port
 from door import MIB, LetterTokenizer, greedy_params
 from forks import in_fork
 from reference import is_greedy, random_tokens, tiny_model
 
+from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.megatron import (
     DynamicInferenceRequest,
     EngineState,
@@ -273,7 +277,30 @@ def test_what_the_async_class_does_not_do_is_refused():
 
     async def serve() -> None:
         async with MegatronAsyncLLM(**arguments()) as llm:
-            with pytest.raises(NotImplementedError, match="HTTP"):
+            with pytest.raises(ValueError, match="the bytes of tokens, which LetterTokenizer does"):
                 await llm.serve(ServeConfig(port=1))
+
+    asyncio.run(serve())
+
+
+def test_serve_is_our_server():
+    model, tokenizer = load_pretrained("demo", device="cpu", dtype=torch.float32)
+    prompt = tokenizer.tokenize("Once upon a time there was a king")
+
+    async def serve() -> None:
+        async with MegatronAsyncLLM(**arguments(model=model, tokenizer=tokenizer)) as llm:
+            expected = (await llm.generate(prompt, greedy_params(6))).generated_tokens
+            config = ServeConfig(host="127.0.0.1", port=free_port())
+            await llm.serve(config, blocking=False)
+            with pytest.raises(RuntimeError, match="shut down"):
+                await llm.generate(prompt, greedy_params(6))
+            url = f"http://127.0.0.1:{config.port}"
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+                answer = await client.post(
+                    "/v1/completions", json=body | {"return_token_ids": True}
+                )
+            assert answer.json()["choices"][0]["token_ids"] == expected
+        assert llm._serving.done()
 
     asyncio.run(serve())

@@ -1,0 +1,301 @@
+"""Coordination: an engine behind megatron-core's own coordinator of data-parallel replicas.
+
+The coordinator is a process of core's, and so are its clients. What is ours is the part of an
+engine: it takes requests and signals from the coordinator, steps, and replies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import socket
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_hybrid.compat import coordinator_parts
+from megatron_hybrid.megatron.errors import ContextErrorFactory, ContextOverflowError
+from megatron_hybrid.megatron.request import DynamicInferenceRequestRecord
+from megatron_hybrid.megatron.sampling_params import SamplingParams
+from megatron_hybrid.megatron.states import EngineState
+from megatron_hybrid.ranks import is_one_machine
+
+logger = logging.getLogger(__name__)
+_POLL_SECONDS = 0.005
+_STABLE = ("RUNNING", "PAUSED", "SUSPENDED", "RESUMED", "STOPPED")
+
+
+def _run_coordinator(policy: str, **arguments: Any) -> None:
+    """In a process of its own."""
+    core = coordinator_parts()
+    core.DataParallelInferenceCoordinator.entrypoint(
+        prefix_caching_coordinator_policy=core.PrefixCachingCoordinatorPolicy(policy), **arguments
+    )
+
+
+class Coordination:
+    """Runs one engine as a coordinator tells.
+
+    Args:
+        engine: a DynamicInferenceEngine of this package, which imports this module. Of a model over
+            several ranks each has one; the first one speaks with the coordinator, and leads the
+            others.
+
+    Raises:
+        ImportError: see `compat.coordinator_parts`.
+        ValueError: the engine has no tokenizer, which the coordinator needs.
+    """
+
+    def __init__(self, engine: Any):
+        self._core = coordinator_parts()
+        if engine.controller.tokenizer is None:
+            raise ValueError(
+                "Megatron's coordinator writes the texts of answers, and this engine has no "
+                "tokenizer: give the controller one"
+            )
+        self._engine = engine
+        self._reached = {EngineState[name]: asyncio.Event() for name in _STABLE}
+        self._reached[EngineState.RUNNING].set()
+        self._signals: deque[list] = deque()
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._socket: Any = None
+        self._barrier: Any = None
+        self._is_over = False
+        self.task: asyncio.Task[None] | None = None
+
+    async def start(
+        self,
+        port: int | None,
+        launches: bool,
+        hostname: str | None,
+        schedule_output_path: str | None,
+    ) -> str:
+        """Start the coordinator on the first rank of all, if it is not there yet, and join it on
+        all ranks. Returns its address."""
+        ours, ranks = self._engine.engine, self._engine.engine.ranks
+        replica, replicas = ours.replica
+        is_local = is_one_machine() or dist.get_world_size() == 1
+        host = hostname or ("127.0.0.1" if is_local else socket.gethostname())
+        address, ready = f"tcp://{host}:{port}", None
+        if launches and replica == 0 and ranks.is_first:
+            address, ready = await self._launch(port, host, schedule_output_path)
+        if launches:
+            address = self._of_first_replica(address)
+        self._engine.use_coordinator = True
+        if not ranks.is_first:
+            self.task = asyncio.ensure_future(self._follow())
+            return address
+        zmq = self._core.zmq
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, f"mp-coord-{replica}".encode())
+        self._socket.connect(address)
+        self._socket.send(b"")  # which registers it
+        dp = self._engine.pg_collection.dp
+        if replicas > 1 and dp.size() == replicas:  # else other ranks of the models are in it
+            self._barrier = self._core.AsyncZMQCommunicator(
+                zmq.Context.instance(), process_group=dp, hostname=host
+            )
+        if ready is not None:
+            await self._await(ready)
+        self.task = asyncio.ensure_future(self._run())
+        return address
+
+    async def _launch(
+        self, port: int | None, host: str, schedule_output_path: str | None
+    ) -> tuple[str, Callable[[], bool]]:
+        """Start core's process. Returns its address, and whether it takes requests."""
+        context = multiprocessing.get_context("spawn")
+        pipe, other = context.Pipe()
+        ready = context.Event()
+        config = self._engine.context.config
+        self._process = context.Process(
+            target=_run_coordinator,
+            args=(config.prefix_caching_coordinator_policy.value,),
+            kwargs={
+                "pipe_connection": other,
+                "ready_event": ready,
+                "data_parallel_size": self._engine.engine.replica[1],
+                "tokenizer": self._engine.controller.tokenizer,
+                "max_requests": self._engine.context.max_requests,
+                "inference_coordinator_port": port,
+                "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
+                "block_size_tokens": self._engine.context.block_size_tokens,
+                "enable_prefix_caching": self._engine.context.enable_prefix_caching,
+                "prefix_caching_routing_alpha": config.prefix_caching_routing_alpha,
+                "schedule_output_path": schedule_output_path,
+                "hostname": host,
+            },
+            daemon=True,  # it ends with this process
+        )
+        self._process.start()
+        await self._await(pipe.poll)
+        address = pipe.recv()
+        if port is not None and not address.endswith(f":{port}"):
+            logger.warning("port %d is in use: Megatron's coordinator is at %s", port, address)
+        return address, ready.is_set
+
+    async def _await(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            if not self._process.is_alive():
+                raise RuntimeError(
+                    f"Megatron's coordinator has ended with exit code {self._process.exitcode}, as "
+                    "it says above"
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _of_first_replica(self, address: str) -> str:
+        """The address that the first rank of all knows."""
+        dp, told = self._engine.pg_collection.dp, [address]
+        if dp.size() > 1:
+            dist.broadcast_object_list(told, src=dist.get_global_rank(dp, 0), group=dp)
+        return self._engine.engine.ranks.broadcast(told[0])
+
+    # States ------------------------------------------------------------------------------------
+
+    async def wait_until(self, state: EngineState) -> None:
+        """Wait until the engine is in one of the states that last.
+
+        Raises:
+            ValueError: it is another one.
+            RuntimeError: this rank follows the first one of its model, which alone knows.
+        """
+        if state not in self._reached:
+            raise ValueError(f"{state.name} does not last: wait for one of {', '.join(_STABLE)}")
+        if self._socket is None and state is not EngineState.STOPPED and not self._is_over:
+            raise RuntimeError(
+                f"this rank follows rank 0 of the model: wait for {state.name} there, or for "
+                "STOPPED"
+            )
+        await self._reached[state].wait()
+
+    async def _apply(self, signal: list) -> None:
+        """Apply a signal, on all replicas together."""
+        headers, engine = self._core.Headers, self._engine
+        header, state = headers(signal[0]), engine.state
+        if header == headers.PAUSE and state is EngineState.RUNNING:
+            await self._enter(EngineState.PAUSED, leaves=EngineState.RUNNING)
+        elif header == headers.UNPAUSE and state is EngineState.PAUSED:
+            await self._enter(EngineState.RUNNING, leaves=EngineState.PAUSED)
+        elif header == headers.SUSPEND and state is EngineState.PAUSED:
+            engine.suspend()
+            await self._enter(EngineState.SUSPENDED, leaves=EngineState.RESUMED)
+        elif header == headers.RESUME and state is EngineState.SUSPENDED:
+            engine.resume()
+            await self._enter(EngineState.RESUMED, leaves=EngineState.SUSPENDED)
+            engine.state = EngineState.PAUSED
+        elif header == headers.STOP and state in (EngineState.PAUSED, EngineState.SUSPENDED):
+            self._reached[EngineState.SUSPENDED].clear()
+            await self._meet()
+            self._is_over = True
+        else:
+            logger.warning("%s has no effect on an engine that is %s", header.name, state.name)
+
+    async def _enter(self, state: EngineState, leaves: EngineState) -> None:
+        self._reached[leaves].clear()
+        await self._meet()
+        self._engine.state = state
+        self._reached[state].set()
+
+    async def _meet(self) -> None:
+        """Wait for all replicas to come here."""
+        if self._barrier is not None:
+            await self._barrier.all_reduce_max(1)
+
+    # The loop ----------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        engine = self._engine
+        try:
+            with engine.engine.lead():
+                while not self._is_over:
+                    self._take_messages()
+                    if self._signals:
+                        await self._apply(self._signals.popleft())
+                    elif engine.state is EngineState.RUNNING and engine.has_unfinished_requests():
+                        self._step()
+                        await asyncio.sleep(0)  # for the other tasks of this loop
+                    else:
+                        await asyncio.sleep(_POLL_SECONDS)
+        finally:
+            self._close()
+
+    async def _follow(self) -> None:
+        try:
+            await asyncio.to_thread(self._engine.engine.follow)
+        finally:
+            self._close()
+
+    def _take_messages(self) -> None:
+        headers, unpack = self._core.Headers, self._core.msgpack.unpackb
+        while True:
+            try:
+                message = unpack(self._socket.recv(self._core.zmq.NOBLOCK), raw=False)
+            except self._core.zmq.Again:
+                return
+            header = headers(message[0])
+            if header == headers.SUBMIT_REQUEST:
+                _, request_id, prompt, params = message
+                self._submit(request_id, prompt, SamplingParams.deserialize(params))
+            elif header == headers.SET_GENERATION_EPOCH:
+                self._engine.begin_generation_epoch(message[1])
+            elif header in (headers.START_CUDA_PROFILER, headers.STOP_CUDA_PROFILER):
+                logger.warning("%s has no effect: use megatron-hybrid profile", header.name)
+            else:
+                self._signals.append(message)
+
+    def _submit(self, request_id: int, prompt: Any, params: SamplingParams) -> None:
+        self._engine.add_request(request_id, prompt, params)
+        if request_id not in self._engine.requests:  # it has failed
+            self._reply(self._engine.take_finished())
+
+    def _step(self) -> None:
+        engine = self._engine
+        try:
+            records = engine.step_modern()["finished_request_records"]
+        except Exception as error:
+            logger.exception("a step failed: its requests get the error")
+            failed = set(engine.engine.take_failed())
+            for request_id, entry in list(engine.requests.items()):
+                if entry.handle in failed:
+                    engine.fail_request(request_id, error)
+            records = engine.take_finished()
+        self._reply(records)
+
+    def _reply(self, records: list[DynamicInferenceRequestRecord]) -> None:
+        if records:
+            reply = [self._core.Headers.ENGINE_REPLY.value, [_plain(each) for each in records]]
+            self._socket.send(self._core.msgpack.packb(reply, use_bin_type=True))
+
+    def _close(self) -> None:
+        engine = self._engine
+        engine.state = EngineState.STOPPED
+        engine.use_coordinator = False
+        for entry in engine.requests.values():
+            if not entry.future.done():
+                entry.future.cancel()
+        if self._socket is not None:
+            gone = self._core.msgpack.packb([self._core.Headers.DISCONNECT.value])
+            self._socket.send(gone, self._core.zmq.NOBLOCK)
+            self._socket.close(linger=1000)
+        if self._barrier is not None:
+            self._barrier.close()
+        self._is_over = True
+        self._reached[EngineState.STOPPED].set()
+
+
+def _plain(record: DynamicInferenceRequestRecord) -> dict[str, Any]:
+    """A record as core's client reads it."""
+    data = record.merge().serialize()
+    del data["uid"]  # of ours alone
+    for event in data["events"]:
+        payload = event["payload"]
+        if isinstance(payload, dict) and "message" in payload and "is_transient" not in payload:
+            error = ContextOverflowError(
+                data["request_id"], f"{payload['type']}: {payload['message']}", is_transient=False
+            )
+            event["payload"] = ContextErrorFactory.serialize(error)
+    return data

@@ -1,0 +1,138 @@
+"""Engines behind megatron-core's own coordinator, asked by its own client: all in one process."""
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+from multiprocessing import Pipe
+from types import SimpleNamespace
+
+import pytest
+from commands import free_port
+from door import LetterTokenizer, door_engine, greedy_params
+from reference import is_greedy, random_tokens, tiny_model
+
+from megatron_hybrid import compat
+from megatron_hybrid.megatron import EngineState, InferenceClient
+from megatron_hybrid.megatron import coordination as module
+
+PROMPTS = [random_tokens(40, seed=seed, vocab_size=95) for seed in range(4)]
+
+if compat.HAVE_COORDINATOR:  # 0.16 has another one
+
+    @asynccontextmanager
+    async def coordinated(num_engines):
+        """Engines that have joined a coordinator in a thread, and a client of it."""
+        port, ours = free_port(), compat.coordinator_parts()
+        (pipe, other), ready = Pipe(), threading.Event()
+        thread = threading.Thread(
+            target=ours.DataParallelInferenceCoordinator.entrypoint,
+            kwargs={
+                "pipe_connection": other,
+                "ready_event": ready,
+                "data_parallel_size": num_engines,
+                "tokenizer": LetterTokenizer(),
+                "max_requests": 8,
+                "inference_coordinator_port": port,
+                "block_size_tokens": 16,
+                "enable_prefix_caching": True,
+                "prefix_caching_coordinator_policy": (
+                    ours.PrefixCachingCoordinatorPolicy.LONGEST_PREFIX
+                ),
+                "hostname": "127.0.0.1",
+            },
+            daemon=True,
+        )
+        thread.start()
+        address = await asyncio.to_thread(pipe.recv)
+        engines = [door_engine(tiny_model.__wrapped__("M*-")) for _ in range(num_engines)]
+        for number, engine in enumerate(engines):
+            engine.engine.replica = number, num_engines
+            assert address == await engine.start_listening_to_data_parallel_coordinator(
+                port, launch_inference_coordinator=False, hostname="127.0.0.1"
+            )
+        await asyncio.to_thread(ready.wait)  # before, it takes a client for an engine
+        client = InferenceClient(address)
+        client.start()
+        try:
+            yield client, engines
+        finally:
+            client.pause_engines()
+            for engine in engines:
+                await engine.wait_until(EngineState.PAUSED)
+            client.stop_engines()
+            for engine in engines:
+                await engine.engine_loop_task
+                assert engine.state is EngineState.STOPPED and not engine.use_coordinator
+            client.shutdown_coordinator()
+            await asyncio.to_thread(thread.join, 10)
+            client.stop()
+            assert not thread.is_alive()
+
+    async def all_of(engines, state):
+        for engine in engines:
+            await engine.wait_until(state)
+            assert engine.state is (EngineState.PAUSED if state is EngineState.RESUMED else state)
+
+    @pytest.mark.parametrize("num_engines", [1, 2])
+    def test_a_client_is_answered_and_changes_states(num_engines):
+        async def run():
+            async with coordinated(num_engines) as (client, engines):
+                assert all(engine.use_coordinator for engine in engines)
+                params = greedy_params(4)
+                asked = [client.add_request(prompt, params) for prompt in (*PROMPTS, "Hello")]
+                answers = await asyncio.gather(*asked)
+                for prompt, answer in zip(PROMPTS, answers):
+                    assert is_greedy(tiny_model("M*-"), prompt, answer["generated_tokens"])
+                text = LetterTokenizer().detokenize(answers[-1]["generated_tokens"])
+                assert answers[-1]["generated_text"] == text
+                assert all(engine.engine.num_steps for engine in engines)
+                again = [await client.add_request(prompt, params) for prompt in PROMPTS]
+                assert all(answer["num_cached_tokens"] == 40 for answer in again)
+                client.pause_engines()
+                await all_of(engines, EngineState.PAUSED)
+                waits = client.add_request(PROMPTS[0], params)
+                client.suspend_engines()
+                await all_of(engines, EngineState.SUSPENDED)
+                client.set_generation_epoch(5)
+                client.resume_engines()
+                await all_of(engines, EngineState.RESUMED)
+                assert not waits.done()
+                client.unpause_engines()
+                await all_of(engines, EngineState.RUNNING)
+                answer = await waits
+                assert answer["policy_epoch"] == [[0, 5]] and answer["num_cached_tokens"] == 0
+                with pytest.raises(ValueError, match="PAUSING does not last"):
+                    await engines[0].wait_until(EngineState.PAUSING)
+                with pytest.raises(RuntimeError, match="was called before: make another engine"):
+                    await engines[0].start_listening_to_data_parallel_coordinator()
+
+        asyncio.run(run())
+
+    def test_requests_that_cannot_be_served_are_answered(monkeypatch):
+        async def run():
+            async with coordinated(1) as (client, (engine,)):
+                empty = await client.add_request([], greedy_params(2))
+                assert empty["status"] == "FAILED"
+                assert empty["events"][-2]["payload"]["type"] == "ContextOverflowError"
+                forward, left = engine.engine.runner.forward, [None] * 3
+
+                def fails(plan):
+                    if left:
+                        left.pop()
+                        raise ArithmeticError("the device is broken")
+                    return forward(plan)
+
+                monkeypatch.setattr(engine.engine.runner, "forward", fails)
+                failed = await client.add_request(PROMPTS[0], greedy_params(2))
+                message = failed["events"][-2]["payload"]["message"]
+                assert failed["status"] == "FAILED"
+                assert message == "ArithmeticError: the device is broken"
+                answer = await client.add_request(PROMPTS[0], greedy_params(2))
+                assert answer["status"] == "COMPLETED"
+
+        asyncio.run(run())
+
+    def test_an_engine_without_a_tokenizer_is_refused():
+        engine = SimpleNamespace(controller=SimpleNamespace(tokenizer=None))
+        with pytest.raises(ValueError, match="writes the texts of answers, and this engine has"):
+            module.Coordination(engine)
