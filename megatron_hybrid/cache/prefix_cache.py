@@ -478,6 +478,11 @@ class PrefixCache:
             found += range(lease.next_rung, end + 1, self.policy.rung_tokens)
         return found
 
+    def known_after(self, lease: Lease, tokens: np.ndarray, most: int) -> np.ndarray:
+        """Return up to `most` tokens (int32) that are known behind all of the lease's `tokens`
+        (int32 [L]), under its salt: where several follow, those used last. No side effects."""
+        return self._index.known_after(lease.salt, tokens, most, lease.path)
+
     def want(self, lease: Lease, position: int) -> None:
         """Also save the state at a later position, where another request will leave this prompt."""
         self._want(lease, {position: Kind.JUNCTION, **lease.wanted})

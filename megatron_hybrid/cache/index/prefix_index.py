@@ -123,6 +123,21 @@ class PrefixIndex:
                 break
         return edge, known
 
+    def known_after(
+        self, salt: str, tokens: np.ndarray, most: int, seen: Path | None = None
+    ) -> np.ndarray:
+        """Return up to `most` tokens (int32) that are known behind all of `tokens` (int32 [L]):
+        where paths part, those of the edge used last. seen: as in `reach`."""
+        edge, known = self.reach(salt, tokens, seen)
+        if edge is None or known < len(tokens):
+            return tokens[:0]
+        parts, found = [edge.tokens[known - edge.start :][:most]], edge.end - known
+        while found < most and edge.children:
+            edge = max(edge.children.values(), key=lambda child: child.last_access)
+            parts.append(edge.tokens[: most - found])
+            found += edge.end - edge.start
+        return np.concatenate(parts)
+
     def held_edge(self, path: Path, position: int) -> Edge | None:
         """Return the edge that spans a position on an earlier path, if KV is held up to there.
         None: it is not held, or only a look-up can tell."""
