@@ -38,7 +38,7 @@ GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
 .PHONY: demo tour demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-serve-ranks test-attacks test-dynamo dynamo-tests bench-dynamo dynamo-bench \
-        unit functional test-matrix test-clients soak soak-ranks soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
+        unit functional test-matrix test-clients speculation-fuzz soak soak-ranks soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
 
 help:
 	@echo "make demo          the demo: three cache modes side by side"
@@ -61,6 +61,7 @@ help:
 	@echo "make soak          200 clients of a server, five minutes; Ctrl-C in 3,000"
 	@echo "                   engines; 100,000 steps with failing allocations, under"
 	@echo "                   an hour; 20,000 random guides of each kind, 1,000 caches"
+	@echo "make speculation-fuzz  20,000 requests with drafts and without; an hour"
 	@echo "make soak-ranks    one rank of three is killed, stopped, stuck or raises; half"
 	@echo "                   an hour"
 	@echo "make soak-training 30 kills of a training run: of a rank, of all, of torchrun;"
@@ -194,6 +195,10 @@ soak: $(VENV)/.installed-test
 	$(BIN)/python tests/helpers/interrupted.py
 	$(BIN)/python tests/helpers/memory_fuzz.py
 	GUIDE_EXAMPLES=20000 CACHE_EXAMPLES=1000 PARSER_EXAMPLES=20000 $(BIN)/python -m pytest tests/unit/serving/test_parsers.py tests/unit/text/test_guide_fuzz.py tests/unit/cache/test_prefix_cache_machine.py
+
+# Random runs of engines with drafts, of 20,000 requests; an hour.
+speculation-fuzz: $(VENV)/.installed-test
+	$(BIN)/python tests/helpers/drafted.py 20000
 
 # The time until all ranks have ended, for each fault at each moment.
 soak-ranks: $(VENV)/.installed-test

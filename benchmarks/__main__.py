@@ -25,6 +25,7 @@ def main() -> None:
         preprocess,
         ranks,
         server,
+        speculation,
         tiers,
         training_step,
     )
@@ -40,6 +41,7 @@ def main() -> None:
         "tiers": tiers,
         "ranks": ranks,
         "server": server,
+        "speculation": speculation,
         "batch_bits": batch_bits,
         "training_step": training_step,
         "preprocess": preprocess,

@@ -185,6 +185,20 @@ def add_served_engine(parser: argparse.ArgumentParser) -> None:
         help="Run at most N requests at a time.",
     )
     parser.add_argument(
+        "--speculation",
+        default="off",
+        metavar="HOW",
+        help="Guess the next tokens of answers and check several in a step; answers are the same. "
+        "lookup guesses what followed the same tokens before. off guesses nothing.",
+    )
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        default=3,
+        metavar="N",
+        help="With --speculation lookup, guess at most N tokens at a time.",
+    )
+    parser.add_argument(
         "--cuda-graphs",
         action="store_true",
         help="Record the steps that generate a token as CUDA graphs, and replay them. A GPU then "
@@ -232,6 +246,8 @@ def served_config(options: argparse.Namespace):
     return inference_config(
         options,
         max_requests=options.max_requests,
+        speculation=options.speculation,
+        num_speculative_tokens=options.num_speculative_tokens,
         cuda_graphs=options.cuda_graphs,
         warm_up=options.warm_up,
         logprobs_mode=options.logprobs_mode,

@@ -11,6 +11,7 @@ from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.validation import is_int, is_number
 
 STATE_ENCODINGS = ("exact", "bf16", "int8")
+SPECULATIONS = ("off", "lookup")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
@@ -68,6 +69,15 @@ class InferenceConfig:
     disk_cache_bytes: int = 64 << 30
     """Most bytes of records in `cache_dir`, for each rank."""
 
+    speculation: str = "off"
+    """Draft tokens of answers, to compute several in a step; outputs are the same. "off": none.
+    "lookup": what followed the same tokens before, in the request or in other answers of its salt
+    (docs/speculation.md)."""
+
+    num_speculative_tokens: int = 3
+    """Most drafts of a request in a step. Each takes room for a live state of every request that
+    may run."""
+
     cuda_graphs: bool = False
     """Capture the forward of decodes as CUDA graphs, one for each of a few numbers of decodes, in
     the warm-up, or without one at the first step of each. What cannot be captured runs without, and
@@ -110,7 +120,10 @@ class InferenceConfig:
             raise ValueError(
                 f"logprobs_mode is {self.logprobs_mode!r}; use one of {LOGPROBS_MODES}."
             )
+        if self.speculation not in SPECULATIONS:
+            raise ValueError(f"speculation is {self.speculation!r}; use one of {SPECULATIONS}.")
         for field in (
+            "num_speculative_tokens",
             "block_size_tokens",
             "cache_bytes",
             "max_requests",

@@ -179,10 +179,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         captures = []
         for work, offset in zip(works, offsets.tolist()):
             self._update_tables(work.slot, work.tables)
-            for save in work.saves:
-                # The state at the end of the chunk is the live slot itself, after the forward.
-                if save.position < work.end:
-                    captures.append(offset + save.position - work.start)
+            # The state at the end of the chunk is the live slot itself, after the forward.
+            captures += [offset + position - work.start for position in work.captures]
         num_padding = num_rows - num_tokens
         if is_recorded:
             self._layout = self._fixed_layout(num_requests, num_padding)
@@ -270,8 +268,8 @@ class DynamicInferenceContext(BaseInferenceContext):
             self._tables[first:last, slot, : len(table)] = table.T
 
     def captured_states(self) -> Tensor:
-        """Slot bytes of the states captured inside the last forward, in the order of the plan's
-        saves before chunk ends, uint8 [captures, slot_bytes]."""
+        """Slot bytes of the states captured inside the last forward, those of each `Work.captures`
+        in the order of the plan, uint8 [captures, slot_bytes]."""
         return self._staging
 
     # For the model -----------------------------------------------------------------------------

@@ -32,6 +32,8 @@ from megatron_hybrid.inference.context import (
     input_bytes,
     input_fields,
 )
+from megatron_hybrid.inference.drafters import Drafts
+from megatron_hybrid.inference.drafters.lookup import KnownAnswers, OwnTokens
 from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError, exclusive
 from megatron_hybrid.inference.fingerprint import fingerprint
 from megatron_hybrid.inference.graph_runner import GraphRunner, planned_bytes, refusal
@@ -68,7 +70,7 @@ from megatron_hybrid.inference.request_builder import (
     check_salt,
 )
 from megatron_hybrid.inference.request_view import EndedRequests, RequestView, view_request
-from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.inference.sampling_params import Sampled, SamplingParams
 from megatron_hybrid.inference.scheduler import RestoreFailedError, Scheduler, max_captures
 from megatron_hybrid.inference.step_profile import measured_step_bytes
 from megatron_hybrid.inference.stream import Stream
@@ -220,7 +222,9 @@ class DynamicInferenceEngine:
         )
         device = parameter.device
         sizes = config.max_requests, config.max_tokens, config.max_sequence_length
-        captures = max_captures(spec, *sizes[:2])
+        drafts = config.num_speculative_tokens if config.speculation != "off" else 0
+        # A state before each draft, beside those to save.
+        captures = max_captures(spec, *sizes[:2]) + drafts * config.max_requests
         has_graphs = config.cuda_graphs
         if has_graphs and (reason := refusal(model, device)) is not None:
             has_graphs = False
@@ -301,11 +305,13 @@ class DynamicInferenceEngine:
             self.ranks,
             GraphRunner(self.model, self.context, most_decodes) if has_graphs else None,
         )
+        drafters = [KnownAnswers(self.cache), OwnTokens()]
         self.scheduler = Scheduler(
             self.cache,
             self.offload.fetches,
             config.max_requests,
             config.max_tokens,
+            Drafts(drafters, drafts, model.config.vocab_size) if drafts else None,
         )
         self.request_builder = RequestBuilder(
             config, self.cache, tokenizer, model.config.vocab_size
@@ -549,15 +555,25 @@ class DynamicInferenceEngine:
         if self.config.verify_ranks:
             check_equal_decisions(self.ranks, self.num_steps, self.scheduler, plan)
         result = self.runner.run(plan)
+        gained = self.scheduler.accept(result.accepted, self._append) if result.accepted else []
         owners = self.scheduler.complete(plan, result)
+        if any(work.draft_draws for work in plan.work):
+            self.runner.take_back(plan, {r.request_id: r.num_computed for r in owners})
         for request in owners:
-            self._changed[request] = None
-            if self.output.append(request, result.sampled[request.request_id]):
+            if not request.done:  # by a draft
+                gained.append(request)
+                self._append(request, result.sampled[request.request_id])
+            if request.done:
                 self.output.finish(request)
                 self.scheduler.finish(request)
                 self._note_end(request)
-        self.meter.note_tokens(owners, time.perf_counter())
+        self.meter.note_tokens(gained, time.perf_counter())
         self._run_moves()
+
+    def _append(self, request: Request, sampled: Sampled) -> bool:
+        """Append a drawn token. Returns whether the request is answered."""
+        self._changed[request] = None
+        return self.output.append(request, sampled)
 
     def _note_end(self, request: Request) -> None:
         with errors.optional_work(lambda error: None):  # the page may lack it
@@ -1382,6 +1398,8 @@ class DynamicInferenceEngine:
             "forward_tokens": self.scheduler.num_forward_tokens,
             "prefill_tokens": self.scheduler.num_prefill_tokens,
             "generation_tokens": self.meter.num_generated,
+            "draft_tokens": self.scheduler.num_drafts,
+            "draft_tokens_accepted": self.scheduler.num_accepted,
             "preemptions": self.scheduler.num_preemptions,
             "step_failures": self.scheduler.num_failures,
             "request_restarts": self.scheduler.num_restarts,

@@ -46,7 +46,7 @@ class Meter:
         """Requests that have ended, each sample by itself, by `finish_reason`."""
 
     def note_tokens(self, requests: Sequence[Request], now: float) -> None:
-        """Each of the requests got a token."""
+        """Each of the requests got a token; those that got several come as often."""
         self.num_generated += len(requests)
         num_since: dict[float, int] = {}  # most got their last one in the same step
         for request in requests:

@@ -34,6 +34,8 @@ COUNTERS = {
     "forward_tokens": "Tokens that were computed, of prompts and of answers.",
     "prefill_tokens": "Of these, tokens of prefills: of prompts, and of answers computed again.",
     "generation_tokens": "Tokens that were drawn, stop tokens included.",
+    "draft_tokens": "Drafts of tokens that were computed beside the last known ones.",
+    "draft_tokens_accepted": "Of these, those that were drawn and kept.",
     "preemptions": "Running requests that gave up their pages for others.",
     "step_failures": "Steps that raised an error.",
     "request_restarts": "Running requests that began again from what is cached, for a failed step "
@@ -123,6 +125,7 @@ _GROUPS = {
         "forward_",
         "prefill_",
         "generation_",
+        "draft_",
         "step",
         "graph",
         "warm_up",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hybrid.cache.index.tree import common_prefix
 from megatron_hybrid.errors import optional_work
 from megatron_hybrid.inference.context import DynamicInferenceContext
 from megatron_hybrid.inference.graph_runner import GraphRunner
@@ -34,6 +35,7 @@ from megatron_hybrid.inference.step_plan import (
     StepPlan,
     StepResult,
     Unpark,
+    Work,
 )
 from megatron_hybrid.models.derived_weights import keep_derived
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -157,10 +159,14 @@ class ModelRunner:
             *((result.unsaved, key) for key in plan.save_keys()),
         ]
         numbers = [key in failed for failed, key in optional]
-        draws = plan.draws() if self._has_stages else {}
-        numbers += [
-            result.sampled[request_id].token if self._is_last_stage else -1 for request_id in draws
-        ]
+        draws = plan.draws() if self._has_stages else []
+        drawn = {
+            request_id: [*result.accepted.get(request_id, ()), last]
+            for request_id, last in result.sampled.items()
+        }
+        of_rows = {request_id: iter(tokens) for request_id, tokens in drawn.items()}
+        rejected = Sampled(-1)
+        numbers += [next(of_rows.get(owner, iter(())), rejected).token for owner, _ in draws]
         agreed = self.ranks.maximum(numbers)
         for (failed, key), has_failed in zip(optional, agreed):
             if has_failed:
@@ -169,12 +175,15 @@ class ModelRunner:
             return
         tokens = agreed[len(optional) :]
         if any(work.scored for work in plan.work) or any(
-            draw.params.return_log_probs for draw in draws.values()
+            draw.params.return_log_probs for _, draw in draws
         ):
-            scored = result.sampled, result.prompt_scores
-            result.sampled, result.prompt_scores = self.ranks.broadcast(scored, self._last_rank)
+            scored = drawn, result.prompt_scores
+            drawn, result.prompt_scores = self.ranks.broadcast(scored, self._last_rank)
         else:
-            result.sampled = dict(zip(draws, map(Sampled, tokens)))
+            drawn = {}
+            for (owner, _), token in zip(draws, tokens):
+                drawn.setdefault(owner, []).extend([Sampled(token)] if token >= 0 else [])
+        _note_drawn(result, drawn)
 
     def _park(self, park: Park) -> None:
         blocks, *local = park.tables
@@ -233,8 +242,10 @@ class ModelRunner:
             *((ready, 1) for ready in plan.ready),
         ]:
             end += count
-            draws += entry.draws.values()
-            rows += [end - 1] * len(entry.draws)
+            drafted = entry.draft_draws if isinstance(entry, Work) else []
+            known = end - 1 - len(drafted)
+            draws += (*entry.draws.values(), *drafted)
+            rows += [known] * len(entry.draws) + list(range(known + 1, end))
         if not draws:
             return None
         if rows != list(range(len(logits_nV))):
@@ -297,7 +308,16 @@ class ModelRunner:
             log_probs, top_rows = next(values), _top_rows(values)
             result.prompt_scores[request_id] = PromptScores(log_probs, top_rows or [])
         if drawn is not None:
-            result.sampled = dict(zip(plan.draws(), self._sampled(drawn, values)))
+            rows: dict[int, list[Sampled]] = {}
+            for (owner, _), sampled in zip(plan.draws(), self._sampled(drawn, values)):
+                rows.setdefault(owner, []).append(sampled)
+            for work in plan.work:
+                if work.draft_draws:
+                    own = rows[work.request_id]
+                    drawn_n = np.array([sampled.token for sampled in own[:-1]])
+                    count = common_prefix(drawn_n, work.drafts)
+                    del own[1 + count :]
+            _note_drawn(result, rows)
 
     def _sampled(self, drawn: Drawn, values: Iterator[list]) -> list[Sampled]:
         """What was drawn, from the values of its tensors. Rows whose token was not among the
@@ -316,13 +336,35 @@ class ModelRunner:
         return sampled
 
     def _save(self, plan: StepPlan, result: StepResult) -> None:
-        captured = iter(self.context.captured_states())
+        captured, first = self.context.captured_states(), 0
         for work in plan.work:
+            positions = work.captures
             for save in work.saves:
                 # The state at the end is the live slot itself.
-                is_end = save.position == work.end
-                state = self.memory.slots[work.slot] if is_end else next(captured)
+                if save.position == work.end:
+                    state = self.memory.slots[work.slot]
+                else:
+                    state = captured[first + positions.index(save.position)]
                 self._save_state(state, save, work.request_id, result)
+            first += len(positions)
+
+    @torch.inference_mode()
+    def take_back(self, plan: StepPlan, ends: Mapping[int, int]) -> None:
+        """Set the live slots of a plan that has just run to the states before its rejected drafts.
+
+        ends: by request id, the number of tokens that its state is to have seen.
+        """
+        slots, rows, first = [], [], 0
+        for work in plan.work:
+            positions = work.captures
+            if work.draft_draws and (end := ends[work.request_id]) < work.end:
+                slots.append(work.slot)
+                rows.append(first + positions.index(end))
+            first += len(positions)
+        if slots:
+            slots_n, rows_n = to_device((slots, rows), self.memory.device)
+            states = self.context.captured_states().index_select(0, rows_n)
+            self.memory.slots.index_copy_(0, slots_n, states)
 
     def _save_state(self, state: Tensor, save: Save, request_id: int, result: StepResult) -> None:
         with optional_work(partial(_note, result.unsaved, (request_id, save.position))):
@@ -336,7 +378,7 @@ class Drawn:
     logits_nV: Tensor
     """The rows that were drawn from."""
     draws: list[Draw]
-    """In the order of `StepPlan.draws`."""
+    """Those of `StepPlan.draws`."""
     num_candidates: int
     """As `sample` was given it."""
     tokens_n: Tensor
@@ -353,6 +395,14 @@ def _top_rows(values: Iterator[list]) -> list[dict[int, float]]:
     asked for."""
     log_probs, ids = next(values), next(values)
     return [dict(zip(*row)) for row in zip(ids, log_probs) if row[0]]
+
+
+def _note_drawn(result: StepResult, drawn: dict[int, list[Sampled]]) -> None:
+    """Note what counts of each request's draws, by its id."""
+    for request_id, (*accepted, last) in drawn.items():
+        result.sampled[request_id] = last
+        if accepted:
+            result.accepted[request_id] = accepted
 
 
 def _note(failed: dict, key, error: Exception) -> None:

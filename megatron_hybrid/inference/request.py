@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -315,6 +316,30 @@ class Request:
             if must_end_thought
             else (self.allowed if matcher is None else matcher.allowed),
         )
+
+    def draft_draws(self, drafts: Sequence[int]) -> list[Draw]:
+        """The draw behind each draft, as if it and those before it had been drawn. Fewer than there
+        are drafts: the next one cannot be drawn, or it ends the answer, so that nothing is drawn
+        behind it. The drafts lie in `tokens` behind the known ones, as long as none is appended."""
+        num_tokens, thought, draws = self.num_tokens, self.thought, []
+        self.thought = copy(thought)
+        try:
+            for token in drafts:
+                if self.is_stop(token) or not (self.matcher is None or self.matcher.allows(token)):
+                    break
+                self.tokens[self.num_tokens] = token
+                self.num_tokens += 1
+                try:
+                    if self.follow_guide():
+                        break
+                except ValueError:  # nothing can follow; if it is drawn, the answer fails
+                    break
+                draws.append(self.draw())
+        finally:
+            self.num_tokens, self.thought = num_tokens, thought
+            if self.matcher is not None:
+                self.matcher.go_back_to(self.num_generated)
+        return draws
 
     def _bad_ends(self) -> Iterator[int]:
         """Tokens that would complete one of `bad_words_ids`."""

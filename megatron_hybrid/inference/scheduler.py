@@ -8,6 +8,7 @@ the order of requests and on numbers that are equal on all ranks.
 
 import math
 from bisect import insort
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -22,7 +23,9 @@ from megatron_hybrid.errors import (
     note_decided_by_memory,
     optional_decision,
 )
+from megatron_hybrid.inference.drafters import Drafts
 from megatron_hybrid.inference.request import MAX_FAILURES, Request, RequestStatus
+from megatron_hybrid.inference.sampling_params import Sampled
 from megatron_hybrid.inference.step_draft import Chunk, StepDraft, copies_of, tables_of
 from megatron_hybrid.inference.step_plan import Park, Restore, StepPlan, StepResult, Unpark
 from megatron_hybrid.inference.waiting_queue import WaitingQueue
@@ -53,6 +56,7 @@ class Scheduler:
         fetches: from the tiers.
         max_requests: number of live slots.
         max_tokens: token budget of one forward pass.
+        drafts: of the decodes; None: there are none.
     """
 
     def __init__(
@@ -61,8 +65,10 @@ class Scheduler:
         fetches: "Fetches",
         max_requests: int,
         max_tokens: int,
+        drafts: Drafts | None = None,
     ):
         self.cache = cache
+        self.drafts = drafts
         self.fetches = fetches
         self.max_tokens = max_tokens
         self.max_waiting_looked_at = 2 * max_requests
@@ -80,6 +86,8 @@ class Scheduler:
         self.num_failures = 0
         self.num_forward_tokens = 0
         self.num_prefill_tokens = 0
+        self.num_drafts = 0
+        self.num_accepted = 0
 
     def add(self, request: Request) -> None:
         self.waiting.add(request)
@@ -100,6 +108,9 @@ class Scheduler:
         for request in list(self.running):
             if request.status in (RequestStatus.DECODE, RequestStatus.CLOSING):
                 self._plan_work(draft, request)
+        if self.drafts is not None:
+            for chunk in draft.chunks:
+                self._plan_drafts(draft, chunk)
         for request in list(self.running):
             if request.status is RequestStatus.PREFILL:
                 self._plan_work(draft, request)
@@ -163,12 +174,28 @@ class Scheduler:
         draws = start + count == request.num_tokens and not request.done
         draft.add(Chunk(request, start, start + count, draws))
 
+    def _plan_drafts(self, draft: StepDraft, chunk: Chunk) -> None:
+        """Let a decode go on by drafts, as far as there is room. They preempt nobody."""
+        request = chunk.request
+        # What a restore without memory has drawn is void, so nothing may be appended to it.
+        if not chunk.draws or request in draft.restores:
+            return
+        most = min(
+            self.drafts.most,
+            self._budget(draft),
+            request.longest_forward - (chunk.end - chunk.start),
+            request.params.num_tokens_to_generate - request.num_generated - 1,
+        )
+        drafts = self.drafts.propose(request, most) if most > 0 else []
+        if drafts and self.cache.extend(request.lease, chunk.end + len(drafts)):
+            draft.add_drafts(chunk, request.draft_draws(drafts))
+
     def _reserve_checkpoints(self, draft: StepDraft) -> None:
         """Reserve room for the states to save in this step; those without room are left out."""
         captures_left, spares = self.max_captures, []
         for chunk in draft.chunks:
             lease = chunk.request.lease
-            positions = self.cache.positions_to_save(lease, chunk.end)
+            positions = self.cache.positions_to_save(lease, chunk.last)
             if chunk.request.status is RequestStatus.CLOSING:
                 positions = [chunk.end]
             if not positions:
@@ -363,6 +390,30 @@ class Scheduler:
 
     # After the forward -------------------------------------------------------------------------
 
+    def accept(
+        self,
+        accepted: dict[int, list[Sampled]],
+        append: Callable[[Request, Sampled], bool],
+    ) -> list[Request]:
+        """Append the accepted drafts of the plan, before `complete`: what an answer has behind its
+        end is neither computed nor committed.
+
+        Args:
+            accepted: `StepResult.accepted`.
+            append: appends a token, and returns whether the request is answered.
+
+        Returns:
+            Their requests, once for each token.
+        """
+        owners = []
+        for chunk in self._draft.chunks:
+            for sampled in accepted.get(chunk.request.request_id, ()):
+                owners.append(chunk.request)
+                if append(chunk.request, sampled):
+                    break
+                chunk.num_accepted += 1
+        return owners
+
     def complete(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Record the results of a step: blocks and saved states become visible to others. Returns
         the requests with a token in `result.sampled`: those of the plan, each before its forks.
@@ -381,11 +432,15 @@ class Scheduler:
             request = chunk.request
             if request.status is RequestStatus.PREFILL:
                 self.num_prefill_tokens += chunk.end - chunk.start
-            request.num_computed = chunk.end
+            self.num_drafts += len(chunk.draft_draws)
+            self.num_accepted += chunk.num_accepted
             if (scores := result.prompt_scores.get(request.request_id)) is not None:
                 request.prompt_log_probs += scores.log_probs
                 request.prompt_top_n_logprobs += scores.top_n_logprobs
-            self.cache.commit(request.lease, request.tokens, chunk.end)
+            # One by one: after several tokens they would become visible at once.
+            for end in range(chunk.end, chunk.end + chunk.num_accepted + 1):
+                request.num_computed = end
+                self.cache.commit(request.lease, request.tokens, end)
             self._publish(request, chunk.reservations, result)
             if chunk.draws:
                 request.status = RequestStatus.DECODE
@@ -427,9 +482,12 @@ class Scheduler:
     def _publish(
         self, request: Request, reservations: list[Reservation], result: StepResult
     ) -> None:
-        """Publish saved states, and release the reservations of unsaved ones."""
+        """Publish saved states, and release the reservations of others: of unsaved ones, and of
+        those behind a rejected draft."""
         for reservation in reservations:
             position = reservation.position
+            if position > request.num_computed:
+                continue
             if (request.request_id, position) in result.unsaved:
                 self.cache.decline(request.lease, [position])
                 continue

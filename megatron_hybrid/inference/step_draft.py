@@ -30,7 +30,16 @@ class Chunk:
     end: int
     draws: bool
     """The known tokens end with its last row, so the next token is drawn."""
+    draft_draws: list[Draw] = field(default_factory=list)
+    """As `Work.draft_draws`; the drafts lie behind the request's known tokens."""
+    num_accepted: int = 0
+    """Of the drafts, after the forward."""
     reservations: list[Reservation] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        """The end of its drafts."""
+        return self.end + len(self.draft_draws)
 
     def work(self) -> Work:
         request, lease = self.request, self.request.lease
@@ -38,7 +47,7 @@ class Chunk:
             request.request_id,
             request.slot,
             self.start,
-            request.tokens[self.start : self.end],
+            request.tokens[self.start : self.last],
             lease.shared_tokens,
             tables_of(lease),
             saves=[
@@ -47,7 +56,8 @@ class Chunk:
             ],
         )
         if self.draws:
-            work.num_logits, work.draws = 1, draws_of(request)
+            work.num_logits, work.draws = 1 + len(self.draft_draws), draws_of(request)
+            work.draft_draws = self.draft_draws
         if request.prompt_needs_logits:
             work.num_logits = self.end - self.start
             # A preempted request that computes its prompt again has some of them already.
@@ -95,10 +105,15 @@ class StepDraft:
         self.chunks.append(chunk)
         self.num_tokens += chunk.end - chunk.start
 
+    def add_drafts(self, chunk: Chunk, draws: list[Draw]) -> None:
+        """Let a chunk of it go on by drafts."""
+        chunk.draft_draws = draws
+        self.num_tokens += len(draws)
+
     def remove(self, request: Request) -> None:
         """Take out a request that was preempted, or ended, while the step was planned."""
         self.chunks = [chunk for chunk in self.chunks if chunk.request is not request]
-        self.num_tokens = sum(chunk.end - chunk.start for chunk in self.chunks)
+        self.num_tokens = sum(chunk.last - chunk.start for chunk in self.chunks)
         self.ready = [ready for ready in self.ready if ready is not request]
         self.restores.pop(request, None)
         self.ending.pop(request, None)
@@ -110,7 +125,8 @@ class StepDraft:
             parks=list(self.parks.values()),
             loads=loads,
             restores=list(self.restores.values()),
-            work=[chunk.work() for chunk in self.chunks],
+            # Decodes first, which take one step of a recurrence; drafts make a short scan of them.
+            work=[chunk.work() for chunk in sorted(self.chunks, key=lambda c: bool(c.draft_draws))],
             ready=[Ready(r.request_id, r.slot, draws_of(r)) for r in self.ready],
             saves=[
                 SlotSave(saved.position, saved.pages, r.request_id, r.slot)

@@ -97,7 +97,11 @@ class Work:
     num_logits: int = 0
     """Number of last rows that need logits: 0, 1, or all to score the prompt."""
     draws: dict[int, Draw] = field(default_factory=dict)
-    """From the last row, by request id: for the request, and for the samples to fork from it."""
+    """From the row of the last known token, by request id: for the request, and for the samples to
+    fork from it."""
+    draft_draws: list[Draw] = field(default_factory=list)
+    """The last tokens are so many drafts. One draw from the row of each, which counts if this draft
+    and those before it are what the rows before them draw."""
     scored: Scored | None = None
     """Prompt tokens that need a log-probability."""
     saves: list[Save] = field(default_factory=list)
@@ -106,6 +110,19 @@ class Work:
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    @property
+    def drafts(self) -> np.ndarray:
+        """int32 [len(draft_draws)]."""
+        return self.tokens[len(self.tokens) - len(self.draft_draws) :]
+
+    @property
+    def captures(self) -> list[int]:
+        """Positions before the end whose states the forward keeps, ascending: those to save, and
+        with drafts, which begin at the last known token, all at which they may be rejected."""
+        if self.draft_draws:
+            return list(range(self.end - len(self.draft_draws), self.end))
+        return [save.position for save in self.saves if save.position < self.end]
 
 
 @dataclass
@@ -146,13 +163,13 @@ class StepPlan:
         moves = self.drops or self.parks or self.loads or self.restores or self.saves
         return bool(moves or self.work or self.ready)
 
-    def draws(self) -> dict[int, Draw]:
-        """All draws of the step, by request id, in the order of the logits."""
-        return {
-            request_id: draw
-            for entry in (*self.work, *self.ready)
-            for request_id, draw in entry.draws.items()
-        }
+    def draws(self) -> list[tuple[int, Draw]]:
+        """All draws of the step, each with its request's id, in the order of the logits."""
+        found = []
+        for work in self.work:
+            found += work.draws.items()
+            found += [(work.request_id, draw) for draw in work.draft_draws]
+        return found + [drawn for ready in self.ready for drawn in ready.draws.items()]
 
     def save_keys(self) -> list[tuple[int, int]]:
         """Request id and position of each save, as in `StepResult.unsaved`."""
@@ -172,7 +189,9 @@ class StepResult:
     """The result of a plan. Parts that lacked memory are left out, with the error's text."""
 
     sampled: dict[int, Sampled] = field(default_factory=dict)
-    """By request id."""
+    """By request id: the last draw of each that counts."""
+    accepted: dict[int, list[Sampled]] = field(default_factory=dict)
+    """The draws before it, equal to the first drafts, by the ids of requests that have any."""
     not_parked: dict[int, str] = field(default_factory=dict)
     """Parks that lacked memory, by request id."""
     unloaded: dict[bytes, str] = field(default_factory=dict)

@@ -354,6 +354,17 @@ class GuideMatcher:
                 "the guide allows no token of this tokenizer behind the answer so far: relax it"
             )
 
+    def allows(self, token: int) -> bool:
+        """Whether a token may come next."""
+        return bool(self.allowed[token >> 5] >> (token & 31) & 1)
+
+    def go_back_to(self, num_tokens: int) -> None:
+        """Take back the tokens behind the first `num_tokens` (at least 1, if it has seen any)."""
+        if num_tokens < self.num_tokens:
+            self._matcher.rollback(self.num_tokens - num_tokens)
+            self.num_tokens = num_tokens
+            self._look()
+
     def _accept(self, token: int) -> bool:
         if self._first is None or self.num_tokens:
             return self._matcher.accept_token(token)

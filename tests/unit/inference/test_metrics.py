@@ -81,6 +81,8 @@ def test_what_only_grows_is_a_counter(engine):
         "preemptions",
         "rank_bytes",
         "generation_tokens",
+        "draft_tokens",
+        "draft_tokens_accepted",
         "step_failures",
         "request_restarts",
         "weight_changes",

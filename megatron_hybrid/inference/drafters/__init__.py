@@ -1,0 +1,81 @@
+"""Drafters: what the next tokens of an answer may be.
+
+A step computes a draft's row beside that of the last known token, and draws from both. Where the
+first draw is the draft, the second one counts, too. So drafts change the number of steps, and
+nothing else: a drafter may say what it likes. All ranks must hear the same from it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from megatron_hybrid.errors import is_lack_of_memory, note_decided_by_memory
+from megatron_hybrid.inference.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class Drafter(Protocol):
+    """Guesses tokens, without changing anything that another one sees."""
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """The likely next tokens behind `request.tokens[:request.num_tokens]`, at most `most` (at
+        least 1), the nearest first; none: it has no guess."""
+
+
+class Drafts:
+    """Drafts of some drafters: those of the first one that has any.
+
+    Args:
+        drafters: asked in this order. One that fails costs its drafts, and a line in the log.
+        most: drafts of a request in a step, at least 1.
+        vocab_size: of the model.
+    """
+
+    def __init__(self, drafters: Sequence[Drafter], most: int, vocab_size: int):
+        self.drafters = list(drafters)
+        self.most = most
+        self._vocab_size = vocab_size
+        self._told: set[str] = set()
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        """As `Drafter.propose`; all of them are tokens of the model."""
+        for drafter in self.drafters:
+            try:
+                tokens = [int(token) for token in drafter.propose(request, most)[:most]]
+                if outside := [token for token in tokens if not 0 <= token < self._vocab_size]:
+                    raise ValueError(
+                        f"token {outside[0]} is outside of the vocabulary [0, {self._vocab_size})"
+                    )
+            except Exception as error:
+                if is_lack_of_memory(error):
+                    note_decided_by_memory()  # other ranks may have drafts
+                self._tell(f"{type(drafter).__name__}: {type(error).__name__}: {error}")
+                continue
+            if tokens:
+                return tokens
+        return []
+
+    def _tell(self, failure: str) -> None:
+        if failure not in self._told and len(self._told) < 16:
+            self._told.add(failure)
+            logger.warning("a drafter has failed, and its drafts are left out: %s", failure)
+
+
+def last_occurrence(tokens: np.ndarray, tail: np.ndarray, least: int, longest: int) -> int:
+    """Return the index behind the last of the longest matches of the end of `tail` in `tokens`
+    (int32 `[n]` each) that some token follows; 0: none has `least` tokens. Matches are compared up
+    to `longest` tokens."""
+    places = np.flatnonzero(tokens[:-1] == tail[-1]) + 1
+    length = 1
+    while len(places) and length < min(longest, len(tail)):
+        longer = places[places > length]
+        longer = longer[tokens[longer - length - 1] == tail[-length - 1]]
+        if not len(longer):
+            break
+        places, length = longer, length + 1
+    return int(places[-1]) if len(places) and length >= least else 0

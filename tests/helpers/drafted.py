@@ -1,0 +1,298 @@
+"""Random runs of an engine with drafts, each compared with the same requests without drafts.
+
+A run is drawn from one seed: the layer pattern, the cache, the requests, the drafter. What lies
+behind rejected drafts is filled with NaN in every step. `python tests/helpers/drafted.py 20000`
+makes runs of as many requests.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from differential import PATTERNS, SYMBOLS, InjectedError, failing_forward, poison
+from reference import VOCAB_SIZE, tiny_engine, tiny_model
+from scripted import ByteTokenizer
+
+from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
+from megatron_hybrid.inference.config import STATE_ENCODINGS
+from megatron_hybrid.inference.drafters import Drafter, Drafts
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.request import GenerationResult, Request
+from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.text.guide import Guide
+
+GUIDES = [
+    Guide.regex("(ab|b|cd){3,12}STOP"),
+    Guide.regex("[a-f]{2,30}"),
+    Guide.choices(["ab", "abSTOP", "fed"]),
+]
+
+
+class Oracle:
+    """A drafter that knows the answers, by request id, and is wrong in a part of its tokens."""
+
+    def __init__(self, answers: dict[int, list[int]], wrong: float = 0.0, seed: int = 0):
+        self.answers, self.wrong = answers, wrong
+        self.random = np.random.default_rng(seed)
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        tokens = self.answers[request.request_id][request.num_generated :][:most]
+        return [(t + 1) % VOCAB_SIZE if self.random.random() < self.wrong else t for t in tokens]
+
+
+class Failing:
+    """A drafter that raises in half of its calls, and else proposes anything."""
+
+    def __init__(self):
+        self.random = np.random.default_rng(0)
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        if self.random.random() < 0.5:
+            raise KeyError("no draft")
+        return self.random.integers(-3, VOCAB_SIZE + 3, most).tolist()
+
+
+def draft_with(engine: DynamicInferenceEngine, *drafters: Drafter, most: int | None = None) -> None:
+    """Let an engine that speculates ask these drafters instead of its own."""
+    drafts = engine.scheduler.drafts
+    engine.scheduler.drafts = Drafts(drafters, most or drafts.most, VOCAB_SIZE)
+
+
+def poison_rejected(engine: DynamicInferenceEngine) -> None:
+    """From now on KV behind rejected drafts, and the states inside of a forward with drafts, are
+    NaN as soon as the step no longer needs them."""
+    take_back, memory = engine.runner.take_back, engine.memory
+
+    def poisoned(plan, ends):
+        take_back(plan, ends)
+        engine.context.captured_states().fill_(0xFF)
+        for work in plan.work:
+            if not work.draft_draws:
+                continue
+            for layer, (group, column) in memory.table_of_layer.items():
+                table = work.tables[0 if group is None else 1 + group]
+                for position in range(ends[work.request_id], work.end):
+                    block, row = divmod(position, memory.spec.block_size_tokens)
+                    for pages in memory.kv_pages(layer):
+                        pages[int(table[block, column]), row] = torch.nan
+
+    engine.runner.take_back = poisoned
+
+
+@dataclass
+class Asked:
+    """A request of a script."""
+
+    prompt: list[int]
+    turn_of: int | None
+    """The earlier request whose prompt and answer come first; None: of none."""
+    params: SamplingParams
+    options: dict
+
+
+@dataclass
+class DraftedRun:
+    """One run, drawn from its seed.
+
+    Args:
+        num_requests: how many requests come.
+        scale: factor of the lengths of prompts and answers.
+    """
+
+    seed: int
+    num_requests: int = 20
+    scale: int = 1
+    stats: Counter = field(default_factory=Counter)
+
+    def __post_init__(self):
+        self.random = np.random.default_rng(self.seed)
+        pattern = "".join(self._choose(SYMBOLS) for _ in range(self.random.integers(1, 4)))
+        if self.scale > 1:
+            pattern = self._choose(PATTERNS)
+        self.model = tiny_model(
+            pattern,
+            layernorm_epsilon=1e-2,
+            mamba_norm_epsilon=1e-2,
+            sliding_window=int(self._choose([7, 24])),
+            mamba_chunk_size=int(self._choose([4, 16])),
+        )
+        self.is_crowded = self._chance(0.3)
+        self.is_sequential = not self.is_crowded and self._chance(0.3)
+        self.fields = {
+            "prefix_caching": str(self._choose((*PREFIX_CACHING_MODES, "restore", "restore"))),
+            "state_encoding": "exact",
+            "block_size_tokens": int(self._choose([16, 16, 32])),
+            "max_tokens": int(self._choose([7, 33, 200])),
+            "max_requests": int(self._choose([3, 6, 10])),
+            "max_sequence_length": 100 * self.scale,
+            "cache_bytes": (1 << 20) * self.scale,
+            "logprobs_mode": str(self._choose(["raw_logprobs", "processed_logprobs"])),
+        }
+        if self.is_sequential:  # side by side, requests may resume at other states, rounded ones
+            self.fields["state_encoding"] = str(self._choose(STATE_ENCODINGS))
+        if self.is_crowded:
+            spec = tiny_engine(self.model, **self.fields).cache.spec
+            pages = (spec.num_blocks(100 * self.scale) + 1) * sum(spec.pages_per_block) + 2
+            pages += int(self.random.integers(0, 4))
+            self.fields["cache_bytes"] = pages * spec.page_bytes
+        elif self.fields["prefix_caching"] == "restore" and self._chance(0.3):
+            self.fields["host_cache_bytes"] = 1 << 20
+        self.most = int(self._choose([1, 2, 3, 5]))
+        self.families = [self._tokens(self.scale * int(self._choose([20, 35]))) for _ in range(2)]
+        self.script = [self._ask(i) for i in range(self.num_requests)]
+
+    def _chance(self, probability: float) -> bool:
+        return bool(self.random.random() < probability)
+
+    def _choose(self, values):
+        return values[self.random.integers(len(values))]
+
+    def _tokens(self, length: int) -> list[int]:
+        return self.random.integers(0, VOCAB_SIZE, length).tolist()
+
+    def _ask(self, index: int) -> Asked:
+        family = self._choose(self.families)
+        cut = len(family) if self._chance(0.4) else int(self.random.integers(0, len(family) + 1))
+        turn_of = int(self.random.integers(index)) if index and self._chance(0.1) else None
+        more = self._tokens(int(self.random.integers(1, 12)))
+        prompt = more if turn_of is not None else family[:cut] + more
+        params = SamplingParams(
+            **{"top_k": 1}
+            if self._chance(0.5)
+            else {
+                "temperature": float(self._choose([0.3, 1.0])),
+                "top_p": float(self._choose([0.0, 0.5, 0.95])),
+                "top_k": int(self._choose([0, 5])),
+            },
+            seed=int(self.random.integers(1 << 30)),
+            num_tokens_to_generate=self.scale * int(self._choose([0, 1, 4, 8, 8])),
+            stop_token_ids=tuple(self._tokens(3)) if self._chance(0.3) else (),
+            stop_words=("a", "STOP", "gh") if self._chance(0.3) else (),
+            detokenize_stop_sequence=self._chance(0.3),
+        )
+        scored = self._chance(0.3)
+        params = replace(
+            params,
+            return_log_probs=scored,
+            skip_prompt_log_probs=scored and self._chance(0.7),
+            top_n_logprobs=2 if scored and self._chance(0.5) else 0,
+            repetition_penalty=1.3 if self._chance(0.2) else 1.0,
+            frequency_penalty=0.5 if self._chance(0.2) else 0.0,
+            min_tokens=min(3, params.num_tokens_to_generate) if self._chance(0.2) else 0,
+        )
+        guide = self._choose(GUIDES) if self._chance(0.15) else None
+        if guide is None and self._chance(0.2):
+            params = replace(params, bad_words_ids=(self._tokens(1), self._tokens(2)))
+        options = {
+            "guide": guide,
+            "salt": str(self._choose(["", "", "other"])),
+            "n": int(min(self._choose([1, 1, 1, 3]), self.fields["max_requests"])),
+            "priority": int(self._choose([0, 0, 1])),
+        }
+        return Asked(prompt, turn_of, params, options)
+
+    def run(self) -> None:
+        """Raises AssertionError where drafts make a difference."""
+        expected = self._answers(speculation="off")
+        by_id = {sample.request_id: sample.generated_tokens for sample in expected}
+        drafters: dict[str, Callable[[], Drafter | None]] = {
+            "lookup": lambda: None,
+            "perfect": lambda: Oracle(by_id),
+            "30 % wrong": lambda: Oracle(by_id, 0.3, self.seed),
+            "wrong": lambda: Oracle(by_id, 1.0),
+            "failing": Failing,
+        }
+        name = list(drafters)[self.seed % len(drafters)]
+        drafted = self._answers(
+            drafters[name](), speculation="lookup", num_speculative_tokens=self.most
+        )
+        for before, after in zip(expected, drafted, strict=True):
+            self._compare(before, after, name)
+
+    def _compare(self, before: GenerationResult, after: GenerationResult, name: str) -> None:
+        about = f"seed {self.seed}, {self.model.config.layer_pattern}, {self.fields}, {name}"
+        for part in ("generated_tokens", "generated_text", "finish_reason", "stop_reason", "error"):
+            assert getattr(before, part) == getattr(after, part), (about, part, before, after)
+        for part in ("log_probs", "prompt_log_probs"):
+            if (own := getattr(before, part)) is not None:
+                given = torch.tensor(getattr(after, part))
+                torch.testing.assert_close(
+                    given, torch.tensor(own), atol=2e-5, rtol=1e-5, msg=about
+                )
+        if before.top_n_logprobs:
+            assert [list(top) for top in before.top_n_logprobs] == [
+                list(top) for top in after.top_n_logprobs
+            ], about
+        if self.is_sequential:
+            assert replace(before.prefix) == replace(after.prefix), about
+        self.stats["requests"] += 1
+
+    def _answers(self, drafter: Drafter | None = None, **fields) -> list[GenerationResult]:
+        engine = tiny_engine(self.model, ByteTokenizer(), **self.fields, **fields)
+        if drafter is not None:
+            draft_with(engine, drafter)
+        poison_rejected(engine)
+        random = np.random.default_rng(self.seed)
+        fails = fields["speculation"] != "off" and not self.is_sequential
+        found: list[Request] = []
+        sent: dict[int, list[int]] = {}
+
+        def settle() -> None:
+            while engine.has_work:
+                if fails and random.random() < 0.02:
+                    with failing_forward(engine), suppress(InjectedError):
+                        engine.step()
+                else:
+                    for output in engine.step():
+                        sent.setdefault(output.request_id, []).extend(output.tokens)
+                if random.random() < 0.3:
+                    engine.check_integrity()
+                poison(engine)
+
+        for asked in self.script:
+            prompt = asked.prompt
+            if asked.turn_of is not None:
+                settle()
+                before = [r for r in found if not r.sample_index][asked.turn_of]
+                prompt = [*before.tokens[: before.num_tokens].tolist(), *prompt]
+            limit = self.fields["max_sequence_length"] - asked.params.num_tokens_to_generate
+            request = engine.add_request(prompt[-limit:], asked.params, **asked.options)
+            found += request.samples
+            if self.is_sequential:
+                settle()
+        settle()
+        results = [request.result() for request in found]
+        for result in results:
+            assert sent.get(result.request_id, []) == result.generated_tokens
+        assert not engine.cache.allocator.ref_counts.any()
+        if fields["speculation"] != "off":
+            self.stats.update(
+                {
+                    key: engine.stats()[key]
+                    for key in ("draft_tokens", "draft_tokens_accepted", "preemptions", "steps")
+                }
+            )
+        return results
+
+
+def main(num_requests: int) -> None:
+    total, seed, tied = Counter(), 0, 0
+    while total["requests"] < num_requests:
+        run = DraftedRun(seed, scale=1 if seed % 4 else 3)
+        try:
+            run.run()
+        except AssertionError as error:
+            tied += 1
+            print(f"seed {seed}: {error}", flush=True)
+        total.update(run.stats)
+        seed += 1
+    print(f"{tied} of {seed} runs differ; {dict(total)}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]))

@@ -1,0 +1,304 @@
+"""Drafts change the number of steps and nothing else (tests/helpers/drafted.py makes random runs).
+
+The tests named after faults are those of other engines: each gives the tokens of a run without
+drafts.
+"""
+
+import logging
+
+import pytest
+from drafted import DraftedRun, Failing, Oracle, draft_with, poison_rejected
+from matrix import matrix_rows
+from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+from scripted import ByteTokenizer, scripted_engine
+
+from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.text.guide import Guide
+
+MODEL = tiny_model("MW*")
+BASE = random_tokens(40)
+PROMPTS = [BASE + random_tokens(n, n) for n in (3, 17)]
+KINDS = ("M*", "G*", "K*", "S*", "C*", "W", "L*", "H", "MG*-W-")
+
+
+def drafting(model=MODEL, drafter=None, tokenizer=None, most=3, **fields):
+    """An engine with drafts, of a drafter or of its own ones."""
+    fields = {"speculation": "lookup", "num_speculative_tokens": most, **fields}
+    engine = tiny_engine(model, tokenizer, **fields)
+    if drafter is not None:
+        draft_with(engine, drafter)
+    poison_rejected(engine)
+    return engine
+
+
+def answers(engine, prompts, params, **options):
+    """Answers of prompts in turn, then of their second turns: what is compared of each."""
+    found = [engine.generate([prompt], params, **options)[0] for prompt in prompts]
+    turns = [[*r.prompt_tokens, *r.generated_tokens, *random_tokens(5)] for r in found]
+    found += [engine.generate([turn], params, **options)[0] for turn in turns]
+    engine.check_integrity()
+    return [(r.generated_tokens, r.generated_text, r.finish_reason, r.prefix) for r in found]
+
+
+def oracle_of(rows, wrong=0.0) -> Oracle:
+    return Oracle({i: tokens for i, (tokens, *_) in enumerate(rows)}, wrong)
+
+
+@pytest.mark.parametrize("seed", range(7))
+def test_random_run(seed):
+    DraftedRun(seed).run()
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.0])
+def test_a_perfect_drafter_gives_all_tokens_of_a_step_and_a_wrong_one_its_own(wrong):
+    expected = tiny_engine(MODEL).generate([BASE], greedy(17))[0].generated_tokens
+    engine = drafting(drafter=Oracle({0: expected}, wrong))
+    request = engine.add_request(BASE, greedy(17))
+    numbers = []
+    while not request.done:
+        numbers.append(sum(len(output.tokens) for output in engine.step()))
+    assert request.generated_tokens == expected
+    assert numbers == ([1] * 17 if wrong else [1, 4, 4, 4, 4])
+    stats = engine.stats()
+    # With one token missing, two, three .. fewer are proposed.
+    proposed = 13 * 3 + 2 + 1 if wrong else 12
+    assert (stats["draft_tokens"], stats["draft_tokens_accepted"]) == (
+        proposed,
+        0 if wrong else 12,
+    )
+
+
+def test_speculation_that_is_off_plans_no_draft_and_captures_no_state():
+    engine = tiny_engine(MODEL)
+    plans = []
+    run = engine.runner.run
+    engine.runner.run = lambda plan: (plans.append(plan), run(plan))[1]
+    engine.generate([BASE + BASE], greedy(8))
+    assert engine.scheduler.drafts is None
+    assert not any(work.draft_draws for plan in plans for work in plan.work)
+    assert all(len(work.tokens) == 1 and not work.captures for p in plans[1:] for work in p.work)
+
+
+@pytest.mark.parametrize("pattern", matrix_rows(KINDS, *KINDS[:4], "W"))
+def test_every_layer_kind_and_cache_mode(pattern):
+    model = tiny_model(pattern, sliding_window=7)
+    params = SamplingParams(temperature=0.9, top_p=0.95, seed=7, num_tokens_to_generate=12)
+    for mode in ("off", "memory_only", "restore"):
+        expected = answers(tiny_engine(model, prefix_caching=mode), PROMPTS[:1], params)
+        drafter = oracle_of(expected, 0.3)
+        engine = drafting(model, drafter, most=4, prefix_caching=mode, num_speculative_tokens=4)
+        assert answers(engine, PROMPTS[:1], params) == expected
+        assert 0 < engine.stats()["draft_tokens_accepted"] < engine.stats()["draft_tokens"]
+
+
+class EverySecond(Oracle):
+    """Drafts in every second step only."""
+
+    calls = 0
+
+    def propose(self, request, most):
+        self.calls += 1
+        return super().propose(request, most) if self.calls % 2 else []
+
+
+@pytest.mark.parametrize("max_tokens", [1, 512])
+def test_a_step_without_drafts_after_one_that_accepted_some(max_tokens):
+    """And with chunks of one token each, which leave no room for drafts."""
+    expected = answers(tiny_engine(MODEL), PROMPTS, greedy(11))
+    drafter = EverySecond(oracle_of(expected).answers, 0.2)
+    engine = drafting(drafter=drafter, max_tokens=max_tokens)
+    assert answers(engine, PROMPTS, greedy(11)) == expected
+    assert bool(engine.stats()["draft_tokens"]) == (max_tokens > 1)
+
+
+def test_prefill_cut_off_the_grid_then_another_prompt_then_the_first_again():
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[0]]
+    expected = answers(tiny_engine(MODEL, max_tokens=37), prompts, greedy(12))
+    for wrong in (0.0, 0.5):
+        engine = drafting(drafter=oracle_of(expected, wrong), max_tokens=37)
+        assert answers(engine, prompts, greedy(12)) == expected
+
+
+def test_hits_are_those_of_a_run_without_drafts_to_a_token():
+    """They end at junctions, and never behind rejected rows."""
+    params = greedy(14)
+    expected = answers(tiny_engine(MODEL), PROMPTS, params)
+    assert all(prefix.skipped_tokens for *_, prefix in expected[2:])  # second turns
+    for wrong in (0.0, 0.3, 1.0):
+        engine = drafting(drafter=oracle_of(expected, wrong))
+        assert answers(engine, PROMPTS, params) == expected  # with the reports
+
+
+def stored_states(engine):
+    """Positions and roles of all states in the cache, and the tokens that are held."""
+    states = [(c.position, c.kind) for c in engine.cache.stored_checkpoints()]
+    return sorted(states), engine.stats()["cached_tokens"]
+
+
+def test_an_accepted_run_crosses_a_checkpoint_position():
+    def run(engine):
+        engine.cache.policy.rung_tokens = 16
+        return answers(engine, [BASE], greedy(40)), stored_states(engine)
+
+    expected = run(tiny_engine(MODEL))
+    assert len(expected[1][0]) > 4
+    for wrong in (0.0, 0.4, 1.0):
+        assert run(drafting(drafter=oracle_of(expected[0], wrong))) == expected
+
+
+def test_preemption_and_reuse_of_slots():
+    """Requests park between a step that accepted drafts and the next one."""
+    fields = {"max_requests": 4, "max_tokens": 64, "cache_bytes": 70 << 10}
+    fields["max_sequence_length"] = 64
+    params = SamplingParams(temperature=0.8, seed=3, num_tokens_to_generate=24)
+    prompts = [random_tokens(20, seed) for seed in range(7)]
+    plain = tiny_engine(MODEL, **fields)
+    expected = [r.generated_tokens for r in plain.generate(prompts, params)]
+    engine = drafting(drafter=Oracle(dict(enumerate(expected)), 0.3), **fields)
+    assert [r.generated_tokens for r in engine.generate(prompts, params)] == expected
+    assert min(plain.stats()["preemptions"], engine.stats()["preemptions"]) > 0
+
+
+def test_blocks_of_a_window_are_freed_by_the_accepted_end():
+    model = tiny_model("WM", sliding_window=16)
+    expected = answers(tiny_engine(model), [BASE], greedy(40))
+    engine = drafting(model, oracle_of(expected, 0.7), most=9)
+    assert answers(engine, [BASE], greedy(40)) == expected
+
+
+def test_a_tier_from_which_nothing_is_fetched():
+    fields = {"host_cache_bytes": 1 << 20}
+    expected = answers(tiny_engine(MODEL, **fields), PROMPTS, greedy(12))
+    engine = drafting(drafter=oracle_of(expected, 0.3), **fields)
+    assert answers(engine, PROMPTS, greedy(12)) == expected
+
+
+def test_no_drafts_for_a_while_and_then_all_are_accepted_again():
+    expected = tiny_engine(MODEL).generate([BASE], greedy(33))[0].generated_tokens
+    engine = drafting(drafter=Oracle({0: expected}))
+    drafts, request = engine.scheduler.drafts, engine.add_request(BASE, greedy(33))
+    numbers = []
+    while not request.done:
+        engine.scheduler.drafts = None if 3 <= len(numbers) < 11 else drafts
+        numbers.append(sum(len(output.tokens) for output in engine.step()))
+    assert request.generated_tokens == expected
+    assert numbers == [1, 4, 4, *[1] * 8, 4, 4, 4, 4]
+
+
+def test_acceptance_that_rises_is_that_of_the_right_tokens():
+    """Loops are easy to draft, also those that a wrong state makes."""
+    engine = drafting(tiny_model("M-"))
+    result = engine.generate([BASE], greedy(120))[0]
+    assert is_greedy(engine.model, BASE, result.generated_tokens)
+    assert engine.num_steps < 90 and engine.stats()["draft_tokens_accepted"] > 40
+
+
+STOPPED = {
+    "a stop string early in a run": {"stop_words": ["ST"], "num_tokens_to_generate": 12},
+    "a stop token in a run": {"stop_token_ids": [3], "num_tokens_to_generate": 12},
+    "and it is kept": {
+        "stop_token_ids": [3],
+        "num_tokens_to_generate": 12,
+        "detokenize_stop_sequence": True,
+    },
+    "a stop string and the length limit": {"stop_words": ["ST"], "num_tokens_to_generate": 5},
+    "the length limit alone": {"num_tokens_to_generate": 7, "stop_words": ["xyz"]},
+    "no end before so many tokens": {
+        "stop_token_ids": [3],
+        "min_tokens": 6,
+        "num_tokens_to_generate": 9,
+    },
+}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_an_answer_that_ends_inside_of_a_run(name, monkeypatch):
+    """Nothing behind its end is in tokens, text, log-probs or cache."""
+    script = [0, 1, 20, 0, 3, 1, 1, 20, 0, 3, 0, 1]
+    params = SamplingParams(
+        seed=5, return_log_probs=True, skip_prompt_log_probs=True, **STOPPED[name]
+    )
+    rows = []
+    for fields in ({}, {"speculation": "lookup", "num_speculative_tokens": 7}):
+        engine = scripted_engine(monkeypatch, {5: script}, **fields)
+        if fields:
+            draft_with(engine, Oracle({0: script}))
+            poison_rejected(engine)
+        result = engine.generate([[1, 2, 3, 4]], params)[0]
+        assert len(result.log_probs) == len(result.generated_tokens)
+        stored = engine.stats()["cached_tokens"], engine.stats()["checkpoints"]
+        rows.append(
+            (
+                result.generated_tokens,
+                result.generated_text,
+                result.finish_reason,
+                result.stop_reason,
+                result.log_probs,
+                stored,
+            )
+        )
+    assert rows[1][:4] == rows[0][:4] and rows[1][5] == rows[0][5]
+    assert rows[1][4] == pytest.approx(rows[0][4], abs=1e-5)
+    assert engine.stats()["draft_tokens_accepted"] > 0
+
+
+def test_log_probs_penalties_and_samples():
+    params = SamplingParams(
+        temperature=0.8,
+        seed=1,
+        num_tokens_to_generate=20,
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        return_log_probs=True,
+        top_n_logprobs=2,
+    )
+    expected = tiny_engine(MODEL).generate([BASE], params, n=3)[0].samples
+    engine = drafting(drafter=Oracle({r.request_id: r.generated_tokens for r in expected}, 0.2))
+    for own, other in zip(engine.generate([BASE], params, n=3)[0].samples, expected, strict=True):
+        assert own.generated_tokens == other.generated_tokens
+        assert own.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+        assert list(map(list, own.top_n_logprobs)) == list(map(list, other.top_n_logprobs))
+
+
+GUIDES = {
+    "masks of each row": Guide.regex("(ab|cd|ef){2,9}g"),
+    "an end inside of a run": Guide.choices(["abcdefgh"]),
+    "what may end or go on": Guide.regex("[a-d]{2,12}"),
+}
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_guided_answers(name):
+    params = SamplingParams(seed=4, num_tokens_to_generate=24)
+    engine = tiny_engine(MODEL, ByteTokenizer())
+    expected = answers(engine, [BASE], params, guide=GUIDES[name])
+    assert expected[0][2] == "stop"
+    for wrong in (0.0, 0.4):
+        engine = drafting(MODEL, oracle_of(expected, wrong), ByteTokenizer(), most=5)
+        assert answers(engine, [BASE], params, guide=GUIDES[name]) == expected
+
+
+def test_a_drafter_that_raises_costs_only_its_drafts(caplog):
+    expected = answers(tiny_engine(MODEL), PROMPTS, greedy(11))
+    engine = drafting(drafter=Failing())
+    with caplog.at_level(logging.WARNING):
+        assert answers(engine, PROMPTS, greedy(11)) == expected
+    assert "Failing: KeyError: 'no draft'" in caplog.text
+    assert "outside of the vocabulary" in caplog.text
+    assert len(caplog.records) < 20 and engine.stats()["step_failures"] == 0
+
+
+def test_drafts_take_no_budget_of_other_decodes():
+    """The first requests do not draft at the cost of the last ones' tokens."""
+    prompts = [random_tokens(9, seed) for seed in range(6)]
+    expected = [r.generated_tokens for r in tiny_engine(MODEL).generate(prompts, greedy(12))]
+    engine = drafting(drafter=Oracle(dict(enumerate(expected))), max_tokens=10)
+    requests = [engine.add_request(prompt, greedy(12)) for prompt in prompts]
+    while not all(request.num_generated for request in requests):
+        engine.step()
+    before = [request.num_generated for request in requests]
+    engine.step()
+    assert all(r.done or r.num_generated > n for r, n in zip(requests, before, strict=True))
+    while engine.has_work:
+        engine.step()
+    assert [request.generated_tokens for request in requests] == expected
