@@ -34,8 +34,10 @@ def input_fields(
     max_tokens: int,
     max_sequence_length: int,
     max_captures: int,
+    max_drafts: int = 0,
 ) -> Fields:
     """Inputs of a step at their largest; the block tables are the last ones."""
+    num_sequences = max_requests * (1 + max_drafts)
     columns = sum(spec.pages_per_block)
     max_blocks = -(-max_sequence_length // spec.block_size_tokens)
     num_tokens = min(max_tokens, max_requests * max_sequence_length)
@@ -43,12 +45,13 @@ def input_fields(
     int32, int64 = torch.int32, torch.int64
     return {
         "ready_slots": ((max_requests,), int64),
-        "slots": ((max_requests,), int64),
+        "slots": ((num_sequences,), int64),
+        "live_slots": ((max_requests,), int64),
         "last_rows": ((max_requests,), int64),
-        "cu_queries": ((max_requests + 1,), int32),
-        "cu_keys": ((max_requests + 1,), int32),
-        "kv_lengths": ((max_requests,), int32),
-        "starts": ((max_requests,), int32),
+        "cu_queries": ((num_sequences + 1,), int32),
+        "cu_keys": ((num_sequences + 1,), int32),
+        "kv_lengths": ((num_sequences,), int32),
+        "starts": ((num_sequences,), int32),
         "capture_rows": ((min(max_captures, num_tokens),), int64),
         "input_ids": ((num_rows,), int64),
         "positions": ((num_rows,), int64),
@@ -57,7 +60,7 @@ def input_fields(
         "logit_rows": ((num_tokens,), int64),
         # Last, as only its used part is copied: the tables of a step side by side. On the
         # device they are spread, so that a row's address does not follow from the others.
-        "tables": ((columns * max_requests * max_blocks,), int32),
+        "tables": ((columns * num_sequences * max_blocks,), int32),
     }
 
 
@@ -81,6 +84,10 @@ class DynamicInferenceContext(BaseInferenceContext):
         max_tokens: of a step.
         max_sequence_length: tokens of one request, prompt and answer.
         max_captures: states captured inside a step's forward.
+        max_drafts: of a request in a step.
+
+    A decode with drafts is laid out as so many decodes, each of which continues the one before it
+    (`RaggedLayout.depths`): all have the bits of decodes in steps of their own.
 
     Rows that fill up a recorded step (`begin_step`) use a live slot of their own, number
     `max_requests`, which only a memory for recorded steps has.
@@ -98,6 +105,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         max_tokens: int,
         max_sequence_length: int,
         max_captures: int,
+        max_drafts: int = 0,
     ):
         super().__init__(*inference_context_arguments())
         self.memory = memory
@@ -112,14 +120,16 @@ class DynamicInferenceContext(BaseInferenceContext):
         # Positional block tables, one plane for each page column: [columns, slots, blocks].
         max_blocks = -(-max_sequence_length // self.block_size_tokens)
         shape = bounds[-1], len(memory.slots), max_blocks
-        sizes = max_requests, max_tokens, max_sequence_length, max_captures
+        sizes = max_requests, max_tokens, max_sequence_length, max_captures, max_drafts
         self._tables = np.full(shape, NULL_PAGE, dtype=np.int32)
         self._known_tables: list[list[np.ndarray]] = [[]] * shape[1]  # in `_tables`, by slot
         self._buffer = StepBuffer(input_fields(spec, *sizes), memory.device)
         self._inputs: dict[str, Tensor] = {}  # the used parts of the last step's, by name
         with torch.inference_mode(False):
             self._step_tables = torch.zeros(
-                (shape[0], max_requests, max_blocks), dtype=torch.int32, device=memory.device
+                (shape[0], max_requests * (1 + max_drafts), max_blocks),
+                dtype=torch.int32,
+                device=memory.device,
             )
         self._staging = memory.staging(0)
         # Writes to the null page, as no blocks are in its table.
@@ -168,25 +178,37 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     def _lay_out(self, works: list[Work], is_recorded: bool = False) -> None:
         block = self.block_size_tokens
-        counts = [len(work.tokens) for work in works]
+        lengths = [len(work.tokens) for work in works]
+        counts, depths = lengths, ()
         starts = np.asarray([work.start for work in works], dtype=np.int64)
-        slots = [work.slot for work in works]
-        num_requests, num_tokens = len(works), sum(counts)
+        slots = live_slots = [work.slot for work in works]
+        if any(work.draft_draws for work in works):
+            rows_of = [len(work.tokens) if work.draft_draws else 1 for work in works]
+            depths = [depth for rows in rows_of for depth in range(rows)]
+            starts = np.repeat(starts, rows_of) + depths
+            slots = np.repeat(slots, rows_of).tolist()
+            counts = [
+                count
+                for work, length in zip(works, lengths)
+                for count in ([1] * length if work.draft_draws else [length])
+            ]
+        num_sequences, num_tokens = len(counts), sum(lengths)
         num_rows = -(-num_tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
         ends = np.cumsum(counts, dtype=np.int64)
         offsets = ends - counts
+        work_ends = np.cumsum(lengths, dtype=np.int64)
 
         captures = []
-        for work, offset in zip(works, offsets.tolist()):
+        for work, offset in zip(works, (work_ends - lengths).tolist()):
             self._update_tables(work.slot, work.tables)
             # The state at the end of the chunk is the live slot itself, after the forward.
             captures += [offset + position - work.start for position in work.captures]
         num_padding = num_rows - num_tokens
         if is_recorded:
-            self._layout = self._fixed_layout(num_requests, num_padding)
+            self._layout = self._fixed_layout(num_sequences, num_padding)
         else:
             self._layout = RaggedLayout(
-                tuple(counts), tuple(starts.tolist()), tuple(captures), num_padding
+                tuple(counts), tuple(starts.tolist()), tuple(captures), num_padding, depths=depths
             )
         self._counts = counts
 
@@ -219,25 +241,28 @@ class DynamicInferenceContext(BaseInferenceContext):
         ]
         write_pages[:, num_tokens:] = NULL_PAGE
         shared = np.repeat(
-            np.asarray([work.shared_tokens for work in works], dtype=np.int64), counts
+            np.asarray([work.shared_tokens for work in works], dtype=np.int64), lengths
         )
         suppressed = np.flatnonzero(positions[:num_tokens] < shared)
         write_pages[: self._full_columns, suppressed] = NULL_PAGE
         np.remainder(positions, block, out=array("write_rows", num_rows))
 
-        kv_lengths = array("kv_lengths", num_requests)
+        kv_lengths = array("kv_lengths", num_sequences)
         np.add(starts, counts, out=kv_lengths, casting="unsafe")
-        array("starts", num_requests)[:] = starts
-        array("cu_queries", num_requests + 1)[1:] = ends  # behind a zero, always
-        np.cumsum(kv_lengths, out=array("cu_keys", num_requests + 1)[1:])
-        array("slots", num_requests)[:] = slots
-        np.subtract(ends, 1, out=array("last_rows", num_requests))
+        array("starts", num_sequences)[:] = starts
+        array("cu_queries", num_sequences + 1)[1:] = ends  # behind a zero, always
+        np.cumsum(kv_lengths, out=array("cu_keys", num_sequences + 1)[1:])
+        array("slots", num_sequences)[:] = slots
+        array("live_slots", len(works))[:] = live_slots
+        np.subtract(work_ends, 1, out=array("last_rows", len(works)))
         np.subtract(captures, 1, out=array("capture_rows", len(captures)), casting="unsafe")
-        rows = [np.arange(end - work.num_logits, end) for work, end in zip(works, ends.tolist())]
+        rows = [
+            np.arange(end - work.num_logits, end) for work, end in zip(works, work_ends.tolist())
+        ]
         num_logits = sum(map(len, rows))
         np.concatenate(rows, out=array("logit_rows", num_logits))
 
-        shape = len(self._tables), num_requests, -(-int(kv_lengths.max()) // block)
+        shape = len(self._tables), num_sequences, -(-int(kv_lengths.max()) // block)
         num_entries = math.prod(shape)
         np.take(
             self._tables[:, :, : shape[2]],
@@ -247,7 +272,7 @@ class DynamicInferenceContext(BaseInferenceContext):
             mode="clip",
         )
         self._buffer.upload("tables", num_entries)
-        tables = self._step_tables[:, :num_requests]
+        tables = self._step_tables[:, :num_sequences]
         used = tables[:, :, : shape[2]]
         used.copy_(self._buffer.device["tables"][:num_entries].view(shape))
         self._block_tables = tables if is_recorded else used
@@ -395,7 +420,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         """
         hidden_TH, inputs = hidden_1TH[0], self._inputs
         live = self.memory.hidden()
-        live[inputs["slots"]] = hidden_TH[inputs["last_rows"]].to(live.dtype)
+        live[inputs["live_slots"]] = hidden_TH[inputs["last_rows"]].to(live.dtype)
         if len(self._staging):
             self.memory.hidden(self._staging).copy_(hidden_TH[inputs["capture_rows"]])
         return torch.cat([hidden_TH[inputs["logit_rows"]], self.ready_hidden().to(hidden_TH.dtype)])

@@ -245,9 +245,9 @@ class DynamicInferenceEngine:
                 encoding,
                 hidden_dtype=parameter.dtype,
             )
-            return DynamicInferenceContext(memory, *sizes, captures)
+            return DynamicInferenceContext(memory, *sizes, captures, drafts)
 
-        on_host, on_device = input_bytes(input_fields(spec, *sizes, captures), device)
+        on_host, on_device = input_bytes(input_fields(spec, *sizes, captures, drafts), device)
         lengths = "max_sequence_length or max_requests"
         beside = [
             Part(num_slots * spec.slot_bytes, "live slots", "max_requests"),

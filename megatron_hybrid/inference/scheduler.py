@@ -178,12 +178,12 @@ class Scheduler:
         """Let a decode go on by drafts, as far as there is room. They preempt nobody."""
         request = chunk.request
         # What a restore without memory has drawn is void, so nothing may be appended to it.
-        if not chunk.draws or request in draft.restores:
+        if not chunk.draws or request in draft.restores or chunk.end - chunk.start > 1:
             return
         most = min(
             self.drafts.most,
             self._budget(draft),
-            request.longest_forward - (chunk.end - chunk.start),
+            request.longest_forward - 1,
             request.params.num_tokens_to_generate - request.num_generated - 1,
         )
         drafts = self.drafts.propose(request, most) if most > 0 else []

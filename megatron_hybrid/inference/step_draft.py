@@ -125,8 +125,7 @@ class StepDraft:
             parks=list(self.parks.values()),
             loads=loads,
             restores=list(self.restores.values()),
-            # Decodes first, which take one step of a recurrence; drafts make a short scan of them.
-            work=[chunk.work() for chunk in sorted(self.chunks, key=lambda c: bool(c.draft_draws))],
+            work=[chunk.work() for chunk in self.chunks],
             ready=[Ready(r.request_id, r.slot, draws_of(r)) for r in self.ready],
             saves=[
                 SlotSave(saved.position, saved.pages, r.request_id, r.slot)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,18 @@ from megatron_hybrid.ops.to_device import to_device
 # a row the same bits at any place and beside any other rows. Exceptions measured: with inputs of
 # 192 or wider, 8 rows differ from 16 or more; layers of 2 or 3 outputs.
 ROW_ALIGNMENT = 8
+
+
+class Pass(NamedTuple):
+    """The sequences of one depth of a layout, and where they are in its tensors."""
+
+    layout: RaggedLayout
+    rows_T: torch.Tensor
+    """int64: flat rows."""
+    sequences_R: torch.Tensor
+    """int64."""
+    captures_n: torch.Tensor
+    """int64."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +57,13 @@ class RaggedLayout:
     """int32 `[R]`: start positions that only the device knows, in steps that are recorded once and
     replayed at other positions. `start_positions` are then the largest that they may be, and each
     sequence has one token."""
+    depths: tuple[int, ...] = ()
+    """Of each sequence, how many before it continue the same state, in this call and token by token
+    (drafts of a decode): it has one token, and starts where the one before it ends, whose depth is
+    less by one. Empty: all are 0. An op on live slots takes a depth after the other."""
 
     def __post_init__(self) -> None:
-        for name in ("lengths", "start_positions", "captures"):
+        for name in ("lengths", "start_positions", "captures", "depths"):
             object.__setattr__(self, name, tuple(int(value) for value in getattr(self, name)))
         if not self.lengths:
             raise ValueError("a RaggedLayout needs at least one sequence, lengths is empty")
@@ -61,6 +77,12 @@ class RaggedLayout:
                 f"lengths holds {min(self.lengths)}; each sequence of a call needs at least 1 "
                 "token, leave out the ones that have none"
             )
+        for r, depth in enumerate(self.depths):
+            if depth and (self.lengths[r] > 1 or depth != self.depths[r - 1] + 1):
+                raise ValueError(
+                    f"sequence {r} of depth {depth} has {self.lengths[r]} tokens, behind one of "
+                    f"depth {self.depths[r - 1]}: it needs one token and one depth more"
+                )
         if min(self.start_positions) < 0:
             raise ValueError(
                 f"start_positions holds {min(self.start_positions)}; positions count from 0"
@@ -141,6 +163,25 @@ class RaggedLayout:
                 r += 1
             owners.append(r)
         return tuple(owners)
+
+    def passes(self, device: torch.device | str) -> list[Pass]:
+        """The sequences of each depth as a call of its own, in their order."""
+        return self.cached(
+            ("passes", torch.device(device)),
+            lambda: [self._pass(depth, device) for depth in range(max(self.depths) + 1)],
+        )
+
+    def _pass(self, depth: int, device: torch.device | str) -> Pass:
+        sequences = [r for r, own in enumerate(self.depths) if own == depth]
+        rows = [t for r in sequences for t in range(self.cu_seqlens[r], self.cu_seqlens[r + 1])]
+        captures = [i for i, r in enumerate(self.capture_sequences) if self.depths[r] == depth]
+        places = {row: place for place, row in enumerate(rows, start=1)} if captures else {}
+        layout = RaggedLayout(
+            tuple(self.lengths[r] for r in sequences),
+            tuple(self.start_positions[r] for r in sequences),
+            tuple(places[self.captures[i] - 1] for i in captures),
+        )
+        return Pass(layout, *(to_device(each, device) for each in (rows, sequences, captures)))
 
     def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """`make()`, cached under `key`, so that index tensors are built once and not per layer.

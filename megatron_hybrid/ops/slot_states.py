@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_hybrid.ops.checks import check_shape, compute_dtype, states_or_zeros
+from megatron_hybrid.ops.dispatch import Op
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.to_device import to_device
 
@@ -22,7 +23,7 @@ class SlotStates(NamedTuple):
     pool_S: torch.Tensor
     """The state in every live slot, `[S, *shape]`: a view of the pool, with any strides."""
     slot_ids_R: torch.Tensor
-    """int64 `[R]`, all different."""
+    """int64 `[R]`, all different but for those of other depths."""
     captured_n: torch.Tensor | None = None
     """Output for the states at the layout's captures, `[n, *shape]`; None: the layout has none."""
 
@@ -37,6 +38,46 @@ class SlotStates(NamedTuple):
         """States of sequences that start and are not kept."""
         pool = torch.zeros((num_sequences, *shape), dtype=dtype, device=device)
         return cls(pool, torch.arange(num_sequences, device=device))
+
+
+class SlotOp(Op):
+    """An op that continues states in live slots.
+
+    Args:
+        name, reference: as of `Op`.
+        place: number of its argument `SlotStates`; the next one is the layout.
+        flat: numbers of its flat tensors.
+    """
+
+    def __init__(
+        self, name: str, reference: Callable[..., Any], place: int, flat: tuple[int, ...]
+    ) -> None:
+        super().__init__(name, reference)
+        self._place, self._flat = place, flat
+
+    def __call__(self, *inputs: Any) -> Any:
+        """As `Op.__call__`; where sequences continue each other, a depth after the other, by the
+        same steps that they would take in a call each."""
+        states, layout = inputs[self._place], inputs[self._place + 1]
+        if not layout.depths:
+            return super().__call__(*inputs)
+        own, outputs = list(inputs), None
+        for part in layout.passes(inputs[0].device):
+            for number in self._flat:
+                own[number] = inputs[number].index_select(0, part.rows_T)
+            captured = None
+            if part.layout.captures:
+                captured = torch.empty_like(states.captured_n[: len(part.layout.captures)])
+            slots_R = states.slot_ids_R.index_select(0, part.sequences_R)
+            own[self._place] = SlotStates(states.pool_S, slots_R, captured)
+            own[self._place + 1] = part.layout
+            y = super().__call__(*own)
+            if outputs is None:
+                outputs = y.new_zeros(layout.num_rows, *y.shape[1:])
+            outputs.index_copy_(0, part.rows_T, y)
+            if captured is not None:
+                states.captured_n.index_copy_(0, part.captures_n, captured)
+        return outputs
 
 
 def in_slots(

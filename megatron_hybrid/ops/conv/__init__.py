@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 from megatron_hybrid.ops.conv import reference
-from megatron_hybrid.ops.dispatch import Op
 from megatron_hybrid.ops.kernels import TRITON, kernel_backend
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.slot_states import SlotStates, in_slots
+from megatron_hybrid.ops.slot_states import SlotOp, SlotStates, in_slots
 
-_causal_conv1d = Op("causal_conv1d", in_slots(reference.causal_conv1d, 3))
+_causal_conv1d = SlotOp("causal_conv1d", in_slots(reference.causal_conv1d, 3), 3, (0,))
 _causal_conv1d.register(
     kernel_backend("triton", "megatron_hybrid.ops.conv.triton", TRITON, priority=10)
 )

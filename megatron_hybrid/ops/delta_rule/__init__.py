@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 
 from megatron_hybrid.ops.delta_rule import reference
-from megatron_hybrid.ops.dispatch import Op
 from megatron_hybrid.ops.kernels import TRITON, kernel_backend
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.slot_states import SlotStates, in_slots
+from megatron_hybrid.ops.slot_states import SlotOp, SlotStates, in_slots
 
-_gated_delta_rule = Op("gated_delta_rule", in_slots(reference.gated_delta_rule, 5, True))
-_kimi_delta_attention = Op(
-    "kimi_delta_attention", in_slots(reference.kimi_delta_attention, 5, True)
+_FLAT = 0, 1, 2, 3, 4
+_gated_delta_rule = SlotOp(
+    "gated_delta_rule", in_slots(reference.gated_delta_rule, 5, True), 5, _FLAT
+)
+_kimi_delta_attention = SlotOp(
+    "kimi_delta_attention", in_slots(reference.kimi_delta_attention, 5, True), 5, _FLAT
 )
 for _op in (_gated_delta_rule, _kimi_delta_attention):
     _op.register(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from megatron_hybrid.ops.dispatch import Op
 from megatron_hybrid.ops.kernels import TRITON, kernel_backend
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.selective_scan import reference
-from megatron_hybrid.ops.slot_states import SlotStates, in_slots
+from megatron_hybrid.ops.slot_states import SlotOp, SlotStates, in_slots
 
-_selective_scan = Op("selective_scan", in_slots(reference.selective_scan, 6))
+_selective_scan = SlotOp("selective_scan", in_slots(reference.selective_scan, 6), 6, (0, 1, 3, 4))
 _selective_scan.register(
     kernel_backend("triton", "megatron_hybrid.ops.selective_scan.triton", TRITON, priority=10)
 )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from megatron_hybrid.ops.dispatch import Op
 from megatron_hybrid.ops.kernels import TRITON, kernel_backend
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.slot_states import SlotStates, in_slots
+from megatron_hybrid.ops.slot_states import SlotOp, SlotStates, in_slots
 from megatron_hybrid.ops.ssd import reference
 
-_ssd_scan = Op("ssd_scan", in_slots(reference.ssd_scan, 6, True))
+_ssd_scan = SlotOp("ssd_scan", in_slots(reference.ssd_scan, 6, True), 6, (0, 1, 3, 4))
 _ssd_scan.register(
     kernel_backend(
         "mcore",

@@ -91,6 +91,17 @@ def test_every_layer_kind_and_cache_mode(pattern):
         assert 0 < engine.stats()["draft_tokens_accepted"] < engine.stats()["draft_tokens"]
 
 
+def test_rows_of_drafts_have_the_bits_of_decodes_in_bf16_too():
+    """Where a rounding is a hundred times that of fp32, any other order of sums would show."""
+    model = tiny_model.__wrapped__("MGK*-SCW").bfloat16()
+    params = SamplingParams(seed=2, num_tokens_to_generate=24, return_log_probs=True)
+    expected = tiny_engine(model).generate([BASE, BASE[:20]], params)
+    drafter = Oracle({i: result.generated_tokens for i, result in enumerate(expected)}, 0.3)
+    for own, other in zip(drafting(model, drafter).generate([BASE, BASE[:20]], params), expected):
+        assert own.generated_tokens == other.generated_tokens
+        assert own.log_probs == other.log_probs
+
+
 class EverySecond(Oracle):
     """Drafts in every second step only."""
 

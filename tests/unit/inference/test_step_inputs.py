@@ -46,6 +46,7 @@ def expected_inputs(plan: StepPlan, block: int) -> dict[str, list]:
         "write_pages": [column + padding for column in pages],
         "write_rows": [position % block for _, position in rows] + padding,
         "slots": [work.slot for work in works],
+        "live_slots": [work.slot for work in works],
         "last_rows": [end - 1 for end in ends],
         "capture_rows": captures,
         "logit_rows": [

@@ -51,6 +51,8 @@ def test_uniform_and_packed():
         (((2,), (0,), (0,)), "captures holds 0 after 0"),
         (((4,), (0,), (2, 2)), "captures holds 2 after 2"),
         (((4,), (0,), (3, 1)), "captures holds 1 after 3"),
+        (((1, 1), (0, 1), (), 0, None, (0, 2)), "sequence 1 of depth 2 has 1 tokens"),
+        (((1, 2), (0, 1), (), 0, None, (0, 1)), "sequence 1 of depth 1 has 2 tokens"),
         (((4,), (0,), (5,)), r"captures holds 5 .* in 1\.\.4"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from recurrences import CONV, GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, SELECTIVE_SCAN, SSD, seeded
 
 from megatron_hybrid import ops
 from megatron_hybrid.ops import RaggedLayout, SlotStates, slot_states
@@ -98,3 +99,46 @@ def test_steps_are_in_place_only_where_nothing_else_can_tell():
         assert not are_in_place(lengths=(1, 4))
         assert not are_in_place(starts=torch.tensor([5, 6], dtype=torch.int32))
     assert not are_in_place()  # a graph of gradients may need the states before
+
+
+ALL = (SSD, SELECTIVE_SCAN, GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, CONV)
+
+
+@pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
+@torch.inference_mode()
+def test_sequences_that_continue_each_other_have_the_bits_of_calls_of_their_own(op):
+    """Also beside a prefill, and with a state captured behind each."""
+    slots, starts = (4, 7, 7, 7, 7, 2, 2, 0), (5, 17, 18, 19, 20, 3, 4, 40)
+    lengths, depths = (1,) * 7 + (9,), (0, 0, 1, 2, 3, 0, 1, 0)
+    captures = (2, 3, 4, 6, 11)
+    layout = RaggedLayout(lengths, starts, captures, num_padding=3, depths=depths)
+    generator = seeded(0)
+    inputs, parameters = op.inputs(layout.num_rows, generator), op.parameters(generator)
+    pool = torch.randn(SLOTS, *op.state_shape, generator=generator)
+    expected_pool, expected_y = pool.clone(), []
+
+    def call(rows, pool, slots, layout, captured=None):
+        i, p = [each[rows] for each in inputs], parameters
+        if op in (SSD, SELECTIVE_SCAN):
+            i = [*i[:2], p[0], *i[2:], p[1]]
+        elif op is CONV:
+            i = [*i, *p]
+        states = SlotStates(pool, torch.tensor(slots), captured)
+        return getattr(ops, op.name)(*i, states, layout)
+
+    captured = torch.empty(len(captures), *op.state_shape)
+    y = call(slice(None), pool, slots, layout, captured)
+    assert not y[16:].any()
+    expected_captured = torch.empty_like(captured)
+    for r, (slot, start, length) in enumerate(zip(slots, starts, lengths)):
+        first = layout.cu_seqlens[r]
+        own = [i for i, owner in enumerate(layout.capture_sequences) if owner == r]
+        counts = tuple(captures[i] - first for i in own)
+        part = expected_captured[own]
+        alone = RaggedLayout((length,), (start,), counts)
+        rows = slice(first, first + length)
+        expected_y.append(call(rows, expected_pool, (slot,), alone, part if own else None))
+        expected_captured[own] = part
+    assert torch.equal(y[:16], torch.cat(expected_y))
+    assert torch.equal(pool, expected_pool)
+    assert torch.equal(captured, expected_captured)
