@@ -78,6 +78,13 @@ def sampled_in_a_crowd(engine):
     return [sample.generated_tokens for result in results for sample in result.samples]
 
 
+def drafted(engine):
+    """The same twice: the second time by drafts of the first; then answers with log-probs."""
+    found = [sampled_in_a_crowd(engine) for _ in range(2)]
+    logged = engine.generate([BASE[:70]] * 2, LOGGED)
+    return *found, [(result.generated_tokens, result.log_probs) for result in logged]
+
+
 def guided(engine):
     """Guided answers beside others, in a small pool."""
     params = SamplingParams(num_tokens_to_generate=40, seed=7, ignore_termination=True)
@@ -130,6 +137,7 @@ def jobs(folder, page_bytes, cases):
     found = {f"{mode}, {cut}": (make_config(mode, cut), answers) for mode, cut in cases}
     crowd = make_config(cache_bytes=40 * page_bytes, max_tokens=64, max_sequence_length=80)
     found["crowd"] = crowd, sampled_in_a_crowd
+    found["drafted"] = replace(crowd, speculation="lookup"), drafted
     found["guided"] = crowd, guided
     tiers = make_config(host_cache_bytes=60 * page_bytes, cache_dir=folder)
     found["tiers"] = tiers, from_tiers
@@ -186,7 +194,10 @@ def run_rank(rank, size, name, folder, cases):
             counts = engine.stats()
             given[f"{job}: counts"] = {
                 key: counts[key]
-                for key in ("preemptions", "fetches", "skipped_tokens", "disk_states", "leases")
+                for key in (
+                    *("preemptions", "fetches", "skipped_tokens", "disk_states", "leases"),
+                    *("draft_tokens", "draft_tokens_accepted"),
+                )
             }
     torch.save(given, f"{folder}/{name}.{rank}.pt")
     dist.destroy_process_group()
@@ -266,6 +277,15 @@ def test_ranks_answer_and_skip_as_one(by_rank, alone, case):
 def test_ranks_draw_as_one_under_preemption(by_rank, alone):
     assert by_rank[0]["crowd"] == alone["crowd"]
     assert by_rank[0]["crowd: counts"]["preemptions"] > 0
+
+
+def test_ranks_draft_as_one_and_as_without_drafts(by_rank, alone):
+    first, second, logged = by_rank[0]["drafted"]
+    assert first == second == alone["crowd"]
+    for own, their in zip(logged, alone["drafted"][2], strict=True):
+        assert own[0] == their[0]
+        assert own[1] == pytest.approx(their[1], abs=1e-5)
+    assert by_rank[0]["drafted: counts"]["draft_tokens_accepted"] > 20
 
 
 def test_ranks_guide_as_one(by_rank, alone):
