@@ -45,7 +45,12 @@ from megatron_hybrid.inference.memory import (
 )
 from megatron_hybrid.inference.memory_budget import Part, pool_pages, step_bytes
 from megatron_hybrid.inference.meter import ActivityLog, Meter
-from megatron_hybrid.inference.metrics import Stats, prometheus_text, requests_text
+from megatron_hybrid.inference.metrics import (
+    Stats,
+    drafts_text,
+    prometheus_text,
+    requests_text,
+)
 from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.output import OutputProcessor
 from megatron_hybrid.inference.rank_checks import (
@@ -1399,7 +1404,7 @@ class DynamicInferenceEngine:
             "prefill_tokens": self.scheduler.num_prefill_tokens,
             "generation_tokens": self.meter.num_generated,
             "draft_tokens": self.scheduler.num_drafts,
-            "draft_tokens_accepted": self.scheduler.num_accepted,
+            "draft_tokens_accepted": self.scheduler.accepted_at.total(),
             "preemptions": self.scheduler.num_preemptions,
             "step_failures": self.scheduler.num_failures,
             "request_restarts": self.scheduler.num_restarts,
@@ -1485,9 +1490,14 @@ class DynamicInferenceEngine:
             "prefix_caching": config.prefix_caching,
             "state_encoding": config.state_encoding,
         }
-        return prometheus_text(self.stats(), self.meter.histograms) + requests_text(
-            self.meter.num_ended, info
-        )
+        parts = [
+            prometheus_text(self.stats(), self.meter.histograms),
+            requests_text(self.meter.num_ended, info),
+        ]
+        if (drafts := self.scheduler.drafts) is not None:
+            accepted_at = self.scheduler.accepted_at
+            parts.append(drafts_text([accepted_at[place] for place in range(drafts.most)]))
+        return "".join(parts)
 
     def _kv_blocks_in_use(self) -> int:
         """Number of distinct KV blocks of the running requests."""

@@ -5,7 +5,7 @@ https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from textwrap import wrap
 
@@ -101,6 +101,8 @@ VLLM_NAMES = {
     "num_preemptions": ("preemptions",),
     "prompt_tokens": ("prompt_tokens",),
     "generation_tokens": ("generation_tokens",),
+    "spec_decode_num_draft_tokens": ("draft_tokens",),
+    "spec_decode_num_accepted_tokens": ("draft_tokens_accepted",),
     "prefix_cache_queries": ("prompt_tokens",),
     "prefix_cache_hits": ("skipped_tokens",),
     "time_to_first_token_seconds": ("time_to_first_token_seconds",),
@@ -220,6 +222,19 @@ def requests_text(ended: Mapping[str, int], settings: Mapping[str, object]) -> s
         lines += _lines(f"{prefix}request_success_total", "counter", text, counts)
         text = "Settings of the cache, as labels."
         lines += _lines(f"{prefix}cache_config_info", "gauge", text, {f"{{{labels}}}": 1})
+    return "".join(f"{line}\n" for line in lines)
+
+
+def drafts_text(accepted: Sequence[int]) -> str:
+    """Metrics of accepted drafts by their place in a step, under our names and vLLM's. accepted:
+    from the first place on."""
+    counts = {f'{{position="{place}"}}': count for place, count in enumerate(accepted)}
+    text = "Drafts that were drawn and kept, by their place in a step."
+    names = (
+        f"{PREFIX}draft_tokens_accepted_per_pos",
+        f"{VLLM_PREFIX}spec_decode_num_accepted_tokens_per_pos",
+    )
+    lines = [line for name in names for line in _lines(f"{name}_total", "counter", text, counts)]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -8,6 +8,7 @@ the order of requests and on numbers that are equal on all ranks.
 
 import math
 from bisect import insort
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import islice
@@ -87,7 +88,8 @@ class Scheduler:
         self.num_forward_tokens = 0
         self.num_prefill_tokens = 0
         self.num_drafts = 0
-        self.num_accepted = 0
+        self.accepted_at: Counter[int] = Counter()
+        """Accepted drafts by their place in a step, from 0."""
 
     def add(self, request: Request) -> None:
         self.waiting.add(request)
@@ -433,7 +435,7 @@ class Scheduler:
             if request.status is RequestStatus.PREFILL:
                 self.num_prefill_tokens += chunk.end - chunk.start
             self.num_drafts += len(chunk.draft_draws)
-            self.num_accepted += chunk.num_accepted
+            self.accepted_at.update(range(chunk.num_accepted))
             if (scores := result.prompt_scores.get(request.request_id)) is not None:
                 request.prompt_log_probs += scores.log_probs
                 request.prompt_top_n_logprobs += scores.top_n_logprobs

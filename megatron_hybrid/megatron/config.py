@@ -244,7 +244,7 @@ def _member(name: str, kind: type[StrEnum], value: object) -> StrEnum:
 
 
 REFUSED = {
-    "num_speculative_tokens": "there is no speculative decoding yet; leave it 0",
+    "num_speculative_tokens": "a part of the model drafts nothing yet; leave it 0",
     "image_preprocessing_config": "prompts are text; leave it None",
 }
 """Fields with a value that would change answers, and why it is refused."""

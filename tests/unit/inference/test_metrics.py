@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as TheirHistogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from reference import random_tokens, tiny_engine, tiny_model
+from reference import greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.report import CacheStats, MissReason
 from megatron_hybrid.inference.meter import BOUNDS, LOG_SECONDS, ActivityLog, Histogram
@@ -242,3 +242,20 @@ def test_a_line_every_ten_seconds_while_there_is_work(caplog):
     assert LOG_SECONDS == 10 and len(caplog.messages) == 3
     assert "prefill 5.0 tokens/s, decode 5.0 tokens/s; 100.0% of 50 new" in caplog.messages[0]
     assert "prefill 10.0 tokens/s" in caplog.messages[2]
+
+
+def test_accepted_drafts_are_counted_by_their_place_under_the_names_of_vllm():
+    engine = tiny_engine(tiny_model("M*"), speculation="lookup", num_speculative_tokens=2)
+    for _ in range(2):
+        engine.generate([random_tokens(20)], greedy(30))
+    samples = {
+        (sample.name, sample.labels.get("position")): sample.value
+        for family in text_string_to_metric_families(engine.metrics())
+        for sample in family.samples
+    }
+    stats, vllm = engine.stats(), "vllm:spec_decode_num_"
+    places = [samples[f"{vllm}accepted_tokens_per_pos_total", str(i)] for i in range(2)]
+    assert sum(places) == stats["draft_tokens_accepted"] > 10 and places[0] >= places[1]
+    assert samples[f"{vllm}accepted_tokens_total", None] == sum(places)
+    assert samples[f"{vllm}draft_tokens_total", None] == stats["draft_tokens"]
+    assert ("megatron_hybrid_draft_tokens_accepted_per_pos_total", "2") not in samples

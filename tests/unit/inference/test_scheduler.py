@@ -9,6 +9,7 @@ import pytest
 
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.inference.drafters import Drafts
 from megatron_hybrid.inference.request import Request, RequestStatus
 from megatron_hybrid.inference.sampling_params import Sampled, SamplingParams
 from megatron_hybrid.inference.scheduler import Scheduler
@@ -487,3 +488,55 @@ loaded = {name.removeprefix("megatron_hybrid.inference.") for name in sys.module
 assert not loaded & {"torch", "megatron", "memory", "context", "model_runner"}, loaded
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Counting:
+    """A drafter that goes on counting."""
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        return [int(request.tokens[request.num_tokens - 1]) + 1 + i for i in range(most)]
+
+
+def test_drafts_of_a_plan_and_what_is_committed_of_them():
+    each = scheduler(max_tokens=23)
+    each.drafts = Drafts([Counting()], 3, vocab_size=2000)
+    first, second = request(0, 8, answer=9), request(1, 8, answer=3)
+    each.add(first)
+    each.add(second)
+    run(each)
+    assert first.num_generated == second.num_generated == 1
+    plan = each.schedule()
+    shapes = [(work.start, work.tokens.tolist(), work.num_logits) for work in plan.work]
+    # As many as may still be drawn, but for the last one.
+    assert shapes == [(8, [1, 2, 3, 4], 4), (8, [1, 2], 2)]
+    assert [draw.position for draw in plan.work[0].draft_draws] == [10, 11, 12]
+    assert plan.work[0].captures == [9, 10, 11]
+    appended, free = [], each.cache.allocator.num_free
+
+    def append(request: Request, sampled: Sampled) -> bool:
+        appended.append((request.request_id, sampled.token))
+        request.tokens[request.num_tokens] = sampled.token
+        request.num_tokens += 1
+        return sampled.token == 3  # ends the answer
+
+    accepted = {0: [Sampled(2), Sampled(3), Sampled(4)]}
+    assert each.accept(accepted, append) == [first, first]
+    each.complete(plan, StepResult({0: Sampled(9), 1: Sampled(9)}, accepted))
+    assert appended == [(0, 2), (0, 3)]  # nothing behind its end
+    assert (first.num_computed, first.lease.done, first.num_tokens) == (10, 10, 11)
+    assert (second.num_computed, second.lease.done, second.num_tokens) == (9, 9, 9)
+    assert each.accepted_at == {0: 1} and each.num_drafts == 4
+    assert each.cache.allocator.num_free == free
+    each.cache.check_integrity()
+
+
+def test_drafts_take_what_decodes_leave_before_prompts_do():
+    each = scheduler(max_tokens=10)
+    each.drafts = Drafts([Counting()], 5, vocab_size=2000)
+    each.add(request(0, 4))
+    each.add(request(1, 4))
+    run(each)
+    each.add(request(2, 30))
+    plan = each.schedule()
+    assert [len(work.tokens) for work in plan.work] == [6, 4]
+    assert [len(work.draft_draws) for work in plan.work] == [5, 3]

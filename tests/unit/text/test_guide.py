@@ -431,3 +431,18 @@ def test_without_xgrammar_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(ImportError, match=r"need xgrammar: pip install '\.\[serve\]'"):
         GuideCompiler(PIECES, VOCAB_SIZE)
+
+
+def test_a_matcher_that_goes_back_is_as_it_was():
+    guide = Guide.choices(["yes sir", "yesterday"])
+    matcher = reached(guide, b"yes")
+    before = {name: getattr(matcher, name) for name in ("stops_are_text", "is_over", "is_stuck")}
+    tokens = allowed_tokens(matcher)
+    assert [token for token in range(VOCAB_SIZE) if matcher.allows(token)] == sorted(tokens)
+    matcher.add(list(b"terday"))
+    assert matcher.is_over
+    matcher.go_back_to(3)
+    assert allowed_tokens(matcher) == tokens and matcher.num_tokens == 3
+    assert {name: getattr(matcher, name) for name in before} == before
+    matcher.add(list(b" sir"))
+    assert matcher.is_over

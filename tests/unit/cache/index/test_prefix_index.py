@@ -1025,3 +1025,21 @@ def test_how_many_tokens_a_tree_knows_beside_a_pool():
     assert known_limit(with_kv, 1000) == known_limit(states_only, 1000) == MIN_KNOWN_TOKENS
     assert known_limit(with_kv, 1 << 20) == int(1.4 * 16 * (1 << 20))
     assert known_limit(states_only, 1 << 20) == 1024 << 20
+
+
+def test_tokens_known_behind_others_are_those_of_the_edge_used_last():
+    tree = Tree()
+    base = list(range(20))
+    tree.add([*base, 50, 51, 52])
+    tree.add([*base, 60, 61])
+
+    def known_after(tokens, most, salt=""):
+        return tree.index.known_after(salt, np.array(tokens, np.int32), most).tolist()
+
+    assert known_after(base[:18], 2) == [18, 19]
+    assert known_after(base[:18], 9) == [18, 19, 60, 61]
+    assert known_after([*base, 50], 9) == [51, 52]
+    tree.add([*base, 50, 51, 52, 53])
+    assert known_after(base, 3) == [50, 51, 52]
+    assert known_after([*base, 50, 51, 52, 53], 3) == []
+    assert known_after([*base, 70], 3) == known_after(base, 3, "other") == []
