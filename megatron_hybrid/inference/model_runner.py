@@ -363,8 +363,10 @@ class ModelRunner:
             first += len(positions)
         if slots:
             slots_n, rows_n = to_device((slots, rows), self.memory.device)
-            states = self.context.captured_states().index_select(0, rows_n)
-            self.memory.slots.index_copy_(0, slots_n, states)
+            # As words: copies of single bytes take several times as long.
+            captured = self.context.captured_states().view(torch.int64)
+            states = captured.index_select(0, rows_n)
+            self.memory.slots.view(torch.int64).index_copy_(0, slots_n, states)
 
     def _save_state(self, state: Tensor, save: Save, request_id: int, result: StepResult) -> None:
         with optional_work(partial(_note, result.unsaved, (request_id, save.position))):
