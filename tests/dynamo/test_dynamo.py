@@ -43,14 +43,14 @@ CACHE_MIB = 16
 LEAST_GAIN = 8.0
 """Points of skipped tokens, of the router with events over one without."""
 ROUNDS = 3
-SIZES = {"num_chats": 10, "turns": 4, "tokens": 16}
+SIZES = {"num_chats": 9, "turns": 4, "tokens": 12}
 SIZE = 16
 """Tokens of a block."""
 EXAMPLES = Path(__file__).parents[2] / "examples" / "dynamo"
 PROMPT = "Once upon a time there was a king who had three daughters, and the youngest of them"
 GREEDY, SEEDED = {"temperature": 0}, {"temperature": 0.9, "seed": 11}
 ANSWER = {"prompt": PROMPT, "max_tokens": 12, **GREEDY}
-LONG = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
+LONG = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, **GREEDY}
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}}
 SCHEMA |= {"required": ["age"], "additionalProperties": False}
@@ -358,8 +358,7 @@ def test_streams_end_on_a_worker_that_drains(made, frontend, workers, texts):
 
 def test_streams_go_on_where_a_worker_is_killed(made, frontend, workers, texts):
     """On a worker of two ranks, which then loses one."""
-    for body in (LONG | GREEDY, LONG | SEEDED):
-        ask(frontend, "completions", body)  # so that the router sends the streams there
+    ask(frontend, "completions", ANSWER)  # so that the router sends the streams there
     ranks = made.worker("--cache-mib", str(CACHE_MIB), "--tp", "2")
     made.wait_until_ready(frontend, 2)
     worker, streams, at = signaled(frontend, workers, signal.SIGKILL)
