@@ -291,6 +291,8 @@ def _plain(record: DynamicInferenceRequestRecord) -> dict[str, Any]:
     """A record as core's client reads it."""
     data = record.merge().serialize()
     del data["uid"]  # of ours alone
+    data["inference_parameters"] = None  # an older name of `sampling_params`
+    data["block_size_tokens"] = None  # by which core would hash the prompt again
     for event in data["events"]:
         payload = event["payload"]
         if isinstance(payload, dict) and "message" in payload and "is_transient" not in payload:

@@ -156,8 +156,9 @@ class DynamicInferenceRequest:
 
     @classmethod
     def deserialize(cls, data: dict[str, Any]) -> DynamicInferenceRequest:
-        """Inverse of `serialize`."""
+        """Inverse of `serialize`, also of a reply of Megatron's coordinator."""
         data = dict(data)
+        data.pop("inference_parameters", None)
         data["status"] = data["status"] and Status[data["status"]]
         params = data["sampling_params"]
         data["sampling_params"] = params and SamplingParams.deserialize(params)

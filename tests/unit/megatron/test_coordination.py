@@ -18,9 +18,11 @@ from megatron_hybrid.megatron import coordination as module
 PROMPTS = [random_tokens(40, seed=seed, vocab_size=95) for seed in range(4)]
 
 if compat.HAVE_COORDINATOR:  # 0.16 has another one
+    from megatron.core.inference.contexts.dynamic_context import ContextOverflowError as CoreError
+    from megatron.core.inference.inference_request import DynamicInferenceRequest as CoreRequest
 
     @asynccontextmanager
-    async def coordinated(num_engines):
+    async def coordinated(num_engines, deserialize=False):
         """Engines that have joined a coordinator in a thread, and a client of it."""
         port, ours = free_port(), compat.coordinator_parts()
         (pipe, other), ready = Pipe(), threading.Event()
@@ -51,7 +53,7 @@ if compat.HAVE_COORDINATOR:  # 0.16 has another one
                 port, launch_inference_coordinator=False, hostname="127.0.0.1"
             )
         await asyncio.to_thread(ready.wait)  # before, it takes a client for an engine
-        client = InferenceClient(address)
+        client = InferenceClient(address, deserialize=deserialize)
         client.start()
         try:
             yield client, engines
@@ -108,12 +110,12 @@ if compat.HAVE_COORDINATOR:  # 0.16 has another one
 
         asyncio.run(run())
 
-    def test_requests_that_cannot_be_served_are_answered(monkeypatch):
+    def test_cores_own_requests_are_read_of_replies_failures_too(monkeypatch):
         async def run():
-            async with coordinated(1) as (client, (engine,)):
+            async with coordinated(1, deserialize=True) as (client, (engine,)):
                 empty = await client.add_request([], greedy_params(2))
-                assert empty["status"] == "FAILED"
-                assert empty["events"][-2]["payload"]["type"] == "ContextOverflowError"
+                assert isinstance(empty, CoreRequest) and empty.status.name == "FAILED"
+                assert isinstance(empty.events[-2].payload, CoreError)
                 forward, left = engine.engine.runner.forward, [None] * 3
 
                 def fails(plan):
@@ -124,11 +126,14 @@ if compat.HAVE_COORDINATOR:  # 0.16 has another one
 
                 monkeypatch.setattr(engine.engine.runner, "forward", fails)
                 failed = await client.add_request(PROMPTS[0], greedy_params(2))
-                message = failed["events"][-2]["payload"]["message"]
-                assert failed["status"] == "FAILED"
+                message = failed.events[-2].payload.message
+                assert failed.status.name == "FAILED"
                 assert message == "ArithmeticError: the device is broken"
-                answer = await client.add_request(PROMPTS[0], greedy_params(2))
-                assert answer["status"] == "COMPLETED"
+                params = greedy_params(2, return_prompt_tokens=True)
+                answer = await client.add_request(PROMPTS[0], params)
+                assert answer.status.name == "COMPLETED" and answer.prompt_length == 40
+                assert answer.prompt_tokens.tolist() == PROMPTS[0]
+                assert is_greedy(tiny_model("M*-"), PROMPTS[0], answer.generated_tokens)
 
         asyncio.run(run())
 
