@@ -103,7 +103,7 @@ def save_huggingface(model: HybridModel, folder: str | os.PathLike[str]) -> None
     packed = model.packed_source
     if packed is not None:
         maps = packed.maps(adapter.as_found(m, model.config, packed.shapes) for m in maps)
-        theirs |= packed.kept
+        theirs |= {adapter.text_name(name): tensor for name, tensor in packed.kept.items()}
     for tensor_map in maps:
         values = tensor_map.layout.to_theirs([state[name] for name in tensor_map.ours])
         for name, value in zip(tensor_map.theirs, values, strict=True):
@@ -191,7 +191,7 @@ def _load_checkpoint(model: HybridModel, folder: Path, cast: bool) -> None:
         rounded = FLOATS if cast else (torch.float32,) if found.is_mixed else ()
         drawn = files.total_bytes if dist.get_rank() == 0 else 0  # one bar for all ranks
         with (
-            found.packed.pack(model, found.maps, str(folder)),
+            found.packed.pack(model, found.maps, str(folder), files.read),
             progress(f"loading {folder}", drawn) as advance,
         ):
             maps = list(found.packed.maps(found.maps))
@@ -239,7 +239,7 @@ def find_tensors(model: HybridModel, folder: Path, files: TensorFiles) -> FoundT
             given, lambda name: files.shape(given[name]), lambda name: files.dtype(given[name])
         )
         of_packed = {name for m in packed_maps for name in m.ours}
-        whole = [n for n in own_tensors(model) if not n.startswith(tuple(of_packed))]
+        whole = [name for name in own_weights(model) if name not in of_packed]
         maps = [*packed_maps, *_identity(whole)]
         return FoundTensors(maps, given, packed, False)
     adapter = _adapter(values, str(folder / CONFIG_FILE))
@@ -285,7 +285,7 @@ def _packed_source(
     names = {adapter.text_name(name): name for name in weights.kept}
     for name in adapter.ignored_names(names, config):
         del names[name]
-    kept = {name: weights.files.read(file_name).clone() for name, file_name in names.items()}
+    kept = {file_name: weights.files.read(file_name).clone() for file_name in names.values()}
     return PackedSource(stored, shapes, kept)
 
 
@@ -384,6 +384,14 @@ def quantization(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
         if isinstance(found := part.get("quantization_config"), Mapping) and found:
             return found
     return None
+
+
+def is_packed(folder: Path) -> bool:
+    """Whether the weights in a folder are quantized, by its config or the headers of its files."""
+    if quantization(read_values(folder / CONFIG_FILE)) is not None:
+        return True
+    with TensorFiles.open(folder) as files:
+        return any(name.endswith(".weight.codes") for name in files.names())
 
 
 def with_dtype(values: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:

@@ -22,7 +22,7 @@ from megatron_hybrid.ops.packed import format_of
 PARTS = ("codes", "scale", "outer", "zero")
 QUANT_FILE = "hf_quant_config.json"
 
-_KINDS: dict[str, tuple[str, tuple[str, ...]] | None] = {
+_KINDS: dict[str, tuple[str, tuple[str | None, ...]] | None] = {
     "fp8": None,
     "mxfp4": None,
     "modelopt": (
@@ -34,6 +34,7 @@ _KINDS: dict[str, tuple[str, tuple[str, ...]] | None] = {
             "NVFP4",
             "W4A16_NVFP4",
             "MIXED_PRECISION",
+            None,  # of keys and values alone
         ),
     ),
     "compressed-tensors": (
@@ -54,7 +55,10 @@ _FP8_BLOCK = (128, 128)
 _COLUMNS = {torch.float8_e4m3fn: 16, torch.float8_e8m0fnu: 32}
 """Columns that share a scale of this dtype in fp4: NVFP4, MXFP4."""
 
-_UNUSED = ("input_scale", "input_global_scale", "k_scale", "v_scale", "q_scale", "output_scale")
+_UNUSED = (
+    *("input_scale", "input_global_scale", "input_zero_point"),
+    *("q_scale", "k_scale", "v_scale", "output_scale"),
+)
 """Tensors that are written back as they were, and not used: activations stay in the model's dtype,
 and keys and values are not quantized by what a file says."""
 
@@ -174,7 +178,7 @@ class PackedFiles:
         self.kept = kept | {
             name
             for name in self._names - used
-            if self.stored and name.rpartition(".")[2] in (*_UNUSED, "weight_shape")
+            if config is not None and name.rpartition(".")[2] in (*_UNUSED, "weight_shape")
         }
         """Names of tensors that are written back as they were."""
         self._plain = self._names - used - self.kept
@@ -238,10 +242,14 @@ class PackedFiles:
     ) -> tuple[int, int]:
         """Rows and columns that share a scale (0: all), by the shape of the scales."""
         *lead, rows, columns = shape
-        found = tuple(size for size in scale if size > 1)
+        grid = list(scale[len(lead) :])
+        if len(grid) == 4 and grid[1] == grid[3] == 1:
+            grid = grid[::2]
+        if len(grid) < 2:
+            grid = [*grid, 1] if grid else [1, 1]
         for block in (*sizes, (1, 0), (0, 0)):
-            grid = (-(-rows // (block[0] or rows)), -(-columns // (block[1] or columns)))
-            if found == tuple(size for size in (*lead, *grid) if size > 1):
+            expected = [-(-rows // (block[0] or rows)), -(-columns // (block[1] or columns))]
+            if [*scale[: len(lead)], *grid] == [*lead, *expected]:
                 return block
         raise CheckpointError(
             f"{name} of shape {list(shape)} has scales of shape {list(scale)} in "
@@ -446,5 +454,5 @@ def check_method(config: Mapping[str, Any], source: str) -> None:
     if (kinds := _KINDS[method]) is not None and config.get(kinds[0]) not in kinds[1]:
         raise CheckpointError(
             f"{source} has a quantization_config of quant_method={method!r} with {kinds[0]}="
-            f"{config.get(kinds[0])!r}; {', '.join(kinds[1])} are read. {remedy}"
+            f"{config.get(kinds[0])!r}; {', '.join(filter(None, kinds[1]))} are read. {remedy}"
         )

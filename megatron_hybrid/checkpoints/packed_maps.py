@@ -40,7 +40,7 @@ class PackedSource:
     shapes: dict[str, tuple[int, ...]]
     """Of all their weights, unpacked."""
     kept: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that are written as they were read, by name."""
+    """Tensors that are written as they were read, by their names in the files."""
     groups: dict[str, int] = field(default_factory=dict)
     """Columns with one scale in this rank's part of the model, by their names of weights."""
     weight_maps: dict[str, TensorMap] = field(default_factory=dict)
@@ -52,10 +52,14 @@ class PackedSource:
         """A part `weight:part` with a row for each row of the weight."""
         weight, part = name.rsplit(":", 1)
         stored = self.stored[weight]
-        tensor = read(stored.parts[part].name)
-        if tensor.dtype == torch.float8_e4m3fn and _has_nan(tensor):
-            raise CheckpointError(f"{stored.parts[part].name} has numbers that are NaN.")
-        return stored.by_row(part, tensor, self.groups[weight])
+        return stored.by_row(part, read(stored.parts[part].name), self.groups[weight])
+
+    def check_codes(self, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
+        """Raise CheckpointError if one of these weights has codes that stand for no number."""
+        for name in names:
+            part = self.stored[name].parts["codes"]
+            if part.dtype == torch.float8_e4m3fn and _has_nan(read(part.name)):
+                raise CheckpointError(f"{part.name} has numbers that are NaN.")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of what `read` returns."""
@@ -94,10 +98,18 @@ class PackedSource:
             for part, tensor in quantized(value, stored).items():
                 group = self.groups[their_name]
                 values[f"{their_name}:{part}"] = stored.over_rows(part, tensor, group)
-                self.kept.pop(stored.parts[part].name, None)
         for part_map in self._parts(tensor_map):
             (part,) = part_map.layout.to_ours([values[each] for each in part_map.theirs])
             yield part_map.ours[0], part
+
+    def note_change(self, name: str) -> None:
+        """One of our weights, of this rank or another, is about to change: what was read beside it
+        no longer belongs to it."""
+        if (tensor_map := self.weight_maps.get(name)) is not None:
+            for their_name in tensor_map.theirs:
+                if (stored := self.stored.get(their_name)) is not None:
+                    for part in stored.parts.values():
+                        self.kept.pop(part.name, None)
 
     def maps(self, maps: Iterable[TensorMap]) -> Iterator[TensorMap]:
         """Maps of weights as those of the parts of the model. Parts of theirs are `weight:part`."""
@@ -118,9 +130,19 @@ class PackedSource:
             yield TensorMap((f"{tensor_map.ours[0]}.rest",), plain, rows.layout(False))
 
     @contextmanager
-    def pack(self, model: HybridModel, maps: Iterable[TensorMap], source: str) -> Iterator[None]:
-        """Replace the parameters of this rank whose weights are packed; nothing is read. An error
-        inside puts them back.
+    def pack(
+        self,
+        model: HybridModel,
+        maps: Iterable[TensorMap],
+        source: str,
+        read: Callable[[str], Tensor] | None = None,
+    ) -> Iterator[None]:
+        """Replace the parameters of this rank whose weights are packed, and packed ones whose
+        weights are not; nothing is written into them. An error inside puts them back.
+
+        Args:
+            source: its name in errors.
+            read: reads one of their tensors, to check codes; None: they are not checked.
 
         Raises:
             CheckpointError: a weight that cannot be packed in the model.
@@ -130,13 +152,20 @@ class PackedSource:
             for name, module in model.named_modules()
             if isinstance(getattr(module, "weight", None), nn.Parameter | PackedWeight)
         }
-        plan = []
+        plan: list[tuple[nn.Module, nn.Parameter | PackedWeight]] = []
+        own_packed: list[str] = []
         for tensor_map in maps:
             packed = [name for name in tensor_map.theirs if name in self.stored]
-            if not packed or not modules.keys() & set(tensor_map.ours):
-                continue
             name = tensor_map.ours[0]
-            module = modules[name]
+            module = modules.get(name)
+            if packed:
+                self.weight_maps[name] = tensor_map
+            if module is None:
+                continue
+            if not packed:
+                if isinstance(module.weight, PackedWeight):
+                    plan.append((module, module.weight.parameter()))
+                continue
             if not is_packable(module):
                 raise CheckpointError(
                     f"{packed[0]} is packed in {source}, but {name} is a weight of "
@@ -145,13 +174,15 @@ class PackedSource:
                 )
             packing = self._packing(tensor_map, packed, module.weight, source)
             self.groups |= {each: packing.group for each in packed}
-            self.weight_maps[name] = tensor_map
+            own_packed += packed
             if isinstance(module.weight, PackedWeight) and module.weight.packing == packing:
                 continue
             try:
                 plan.append((module, PackedWeight(module.weight, packing)))
             except ValueError as error:
                 raise CheckpointError(f"{packed[0]} is packed in {source}, but {error}.") from None
+        if read is not None:
+            self.check_codes(own_packed, read)
         before = [module.weight for module, _ in plan]
         try:
             for module, weight in plan:
@@ -161,7 +192,7 @@ class PackedSource:
             for (module, _), weight in zip(plan, before):
                 _put(module, weight)
             raise
-        model.packed_source = self if self.stored else None
+        model.packed_source = self if self.stored or self.kept else None
 
     def _packing(
         self, tensor_map: TensorMap, packed: list[str], weight: Tensor, source: str

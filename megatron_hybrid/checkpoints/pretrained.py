@@ -11,8 +11,8 @@ import torch
 
 from megatron_hybrid.checkpoints.checkpoint import (
     CheckpointError,
+    is_packed,
     load_checkpoint,
-    quantization,
     read_config,
 )
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
@@ -55,9 +55,9 @@ def load_pretrained(
         # Random initialization would take longer than reading the file.
         config = read_config(path, perform_initialization=False, **overrides)
         tokenizer = load_tokenizer(path, config.vocab_size)
+        packed = is_packed(path)
     # Parameters that packed weights replace are never written: in a CPU's memory they take no room.
-    is_packed = quantization(config.huggingface_config or {}) is not None
-    with torch.device("cpu") if is_packed else device:
+    with torch.device("cpu") if packed else device:
         model = build_hybrid_model(config)
     load_checkpoint(model, path, cast=dtype is not None)
     return model.to(device).eval(), tokenizer

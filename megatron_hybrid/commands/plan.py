@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("give --memory GB or --device NAME: what the model has to fit into")
     config = planned_config(options.model)
     memory = memory or device.memory_bytes
-    packed = packed_folder(options.model, config)
+    packed = packed_folder(options.model)
     result = plan(config, memory, context, options.state_encoding, device, packed, options.weights)
     print(json.dumps(result.to_dict(), indent=2) if options.json else render(result))
     return 0 if result.settings else 1

@@ -26,7 +26,7 @@ from megatron_hybrid.checkpoints.huggingface.layouts import SAME, stacked
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.inference.weight_transfer import Part
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.models.packed_weight import PackedWeight, unpacked
+from megatron_hybrid.models.packed_weight import PackedWeight
 from megatron_hybrid.models.parameter_names import canonical_name, is_parameter, separate_expert
 from megatron_hybrid.models.sharding.gathering import num_experts_of, own_piece
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING, OUTPUT_LAYER
@@ -99,6 +99,14 @@ class WeightLoader:
         else:
             copy_piece(whole, self.own[name], self.model)
         self.written.add(name)
+
+    def holds(self, name: str, whole: Tensor) -> bool:
+        """Whether a packed weight of this rank is what `write` would make of it."""
+        pieces = (
+            (self.parts[part], own_piece(value, self.parts[part], self.model.pg_collection))
+            for part, value in self.model.packed_source.quantized(name, whole)
+        )
+        return all(torch.equal(own.float(), value.to(own).float()) for own, value in pieces)
 
     def load_part(self, part: Part) -> None:
         """Write some of the tensors; `end` when all are there. Every rank has the same part.
@@ -286,6 +294,10 @@ class _Pass:
     def _complete(self, tensor_map: TensorMap, parts: dict[str, Tensor]) -> None:
         """Take tensors that are all there."""
         own = [name for name in tensor_map.ours if name in self._own]
+        packed = self._loader.model.packed_source
+        if self._writes and packed is not None:
+            for name in tensor_map.ours:
+                packed.note_change(name)
         if not own:
             return
         source = TensorSource(
@@ -307,7 +319,7 @@ class _Pass:
                 self._require_equal(name, made[name], next(iter(parts)))
             elif self._writes:
                 self._loader.write(name, made[name])
-                self._taken[name] = lambda name=name: unpacked(self._own[name])
+                self._taken[name] = lambda name=name: self._own[name]
             else:
                 self._taken[name] = lambda name=name: self._piece(name, values()[name])
 
@@ -319,9 +331,13 @@ class _Pass:
     def _require_equal(self, name: str, whole: Tensor, given: str) -> None:
         """Check one that was given before, under another name, as tied ones are."""
         before = self._taken[name]()
-        if whole.is_meta or before.is_meta:  # the write of this tensor checks it
+        if isinstance(before, PackedWeight):
+            is_equal = self._loader.holds(name, whole)
+        elif whole.is_meta or before.is_meta:  # the write of this tensor checks it
             return
-        if not torch.equal(self._piece(name, whole), before):
+        else:
+            is_equal = torch.equal(self._piece(name, whole), before)
+        if not is_equal:
             raise CheckpointError(
                 f"{given} differs from what was given before for the same tensor of the model, "
                 f"{name}: give it once."

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megatron_hybrid.models.sharding.gathering import mark_experts, num_experts_of
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, cut_of, mark_tensor_parallel
 from megatron_hybrid.ops import packed_linear, unpack
-from megatron_hybrid.ops.packed import format_of
+from megatron_hybrid.ops.packed import Format, format_of
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,11 @@ class PackedWeight(nn.Module):
         return math.prod(self.shape)
 
     @property
+    def format(self) -> Format:
+        """What its codes stand for."""
+        return format_of(self.codes.dtype, self.scale.dtype)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the parts."""
         return sum(part.nbytes for part in self.parameters())
@@ -121,6 +126,15 @@ class PackedWeight(nn.Module):
 
     def _is_cut_by_row(self) -> bool:
         return self.cut is not None and self.cut.dim == self.dim() - 2
+
+    def parameter(self) -> nn.Parameter:
+        """A parameter in its place, without values."""
+        found = nn.Parameter(torch.empty(self.shape, dtype=self.dtype, device=self.device))
+        if self.cut is not None:
+            mark_tensor_parallel(found, self.cut)
+        if (num_experts := num_experts_of(self)) is not None:
+            mark_experts(found, num_experts)
+        return found
 
     def unpacked(self) -> Tensor:
         """The weight, in the dtype that it was built in."""
@@ -154,10 +168,9 @@ def require_unpacked(model: nn.Module, task: str) -> None:
     """Raise ValueError if a weight of the model is packed. task: what cannot be done with it."""
     for name, module in model.named_modules():
         if isinstance(module, PackedWeight):
-            kind = format_of(module.codes.dtype, module.scale.dtype).name
             raise ValueError(
-                f"{task}: weights of the model are packed, such as {name} ({kind}). Load it from a "
-                "folder with unpacked weights."
+                f"{task}: weights of the model are packed, such as {name} ({module.format.name}). "
+                "Load it from a folder with unpacked weights."
             )
 
 

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from megatron_hybrid.checkpoints.checkpoint import CONFIG_FILE, read_json
+from megatron_hybrid.checkpoints.checkpoint import CONFIG_FILE, read_values
 from megatron_hybrid.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 
@@ -24,7 +24,7 @@ def card_folder(folder: Path, tokenizer: Tokenizer, context: int) -> Path:
         tokenizer: of the model, with its chat template.
         context: most tokens of prompt and answer.
     """
-    values = read_json(folder / CONFIG_FILE)
+    values = read_values(folder / CONFIG_FILE)
     if "model_type" in values and (folder / TOKENIZER_FILE).is_file():
         return folder
     if "model_type" not in values:

@@ -21,6 +21,7 @@ from megatron_hybrid.checkpoints.checkpoint import (
     CONFIG_FILE,
     CheckpointError,
     config_of,
+    is_packed,
     pack_as_in,
     quantization,
     read_values,
@@ -36,7 +37,7 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.flops import attention_parity, token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.layer_pattern import layer_symbols
-from megatron_hybrid.models.packed_weight import named_weights
+from megatron_hybrid.models.packed_weight import PackedWeight, named_weights
 from megatron_hybrid.tools.quantize import pack_as
 from megatron_hybrid.tools.rates import WIDTH, Rates, predict, render_rates
 from megatron_hybrid.tools.roofline import Device, ModelWork, num_bytes
@@ -125,12 +126,11 @@ def read_model_config(path: str | os.PathLike) -> HybridConfig:
     return config_of(values, str(file), perform_initialization=False)
 
 
-def packed_folder(path: str | os.PathLike, config: HybridConfig) -> Path | None:
+def packed_folder(path: str | os.PathLike) -> Path | None:
     """The folder of a model's packed weights; None: they are not packed, or not here."""
     folder = model_folder(path)
-    is_packed = quantization(config.huggingface_config or {}) is not None
     has_weights = any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
-    return folder if is_packed and has_weights else None
+    return folder if has_weights and is_packed(folder) else None
 
 
 def parse_count(text: str) -> int:
@@ -195,7 +195,7 @@ def plan(
         parameters=sum(weight.numel() for _, weight in named_weights(model)),
         weight_bytes=weight_bytes,
         dtype=str(config.params_dtype).removeprefix("torch."),
-        quantization=weights or published.get("quant_method"),
+        quantization=weights or published.get("quant_method") or _formats(model),
         counts_packed=weights is not None or model.packed_source is not None,
         memory_bytes=memory_bytes,
         step_bytes=step,
@@ -206,6 +206,12 @@ def plan(
         settings=_settings(spec, footprint, cache_bytes, context, state_encoding),
         rates=rates,
     )
+
+
+def _formats(model: HybridModel) -> str | None:
+    """Formats of packed weights; None: there are none."""
+    packed = [weight for _, weight in named_weights(model) if isinstance(weight, PackedWeight)]
+    return ", ".join(sorted({weight.format.name for weight in packed})) or None
 
 
 def _settings(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.checkpoints.checkpoint import (
     CONFIG_FILE,
+    HEAD,
     CheckpointError,
     find_tensors,
     read_config,
@@ -50,6 +51,8 @@ _STEERING = "decays, steps and betas of recurrent layers"
 
 _SENSITIVE = ("beta", "alpha", "dt")
 """Sections of our projections that steer recurrent states: the last ones of each."""
+_COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".md")
+"""Ends of files that are copied beside config.json and weights: tokenizers, templates, cards."""
 _GATES = re.compile(r"(^|\.)(in_proj_(ba|a|b)|b_proj|[fg]_[ab]_proj|dt_proj|x_proj)\.weight$")
 """Their names of small projections to decays, betas and gates of recurrent layers."""
 
@@ -191,8 +194,8 @@ def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> R
         )
         report.bytes_after = sum(tensor.num_bytes for tensor in plan)
     for path in folder.iterdir():
-        is_weights = path.name.endswith((".safetensors", ".bin", ".pt", ".index.json"))
-        if path.is_file() and path.name != CONFIG_FILE and not is_weights:
+        is_kept = path.suffix in _COPIED and not path.name.endswith(".index.json")
+        if path.is_file() and path.name != CONFIG_FILE and is_kept:
             shutil.copy(path, out / path.name)
     return report
 
@@ -345,14 +348,20 @@ class _Writer:
 
     def _quantized(self, name: str) -> dict[str, Tensor]:
         stored = self._stored[name]
-        weight = self._files.read(name)[..., : stored.shape[-2], :].float()
-        parts = quantized(weight, stored)
-        of_parts = (parts.get(part) for part in PARTS)
-        difference = unpack(*of_parts, dtype=torch.float32) - weight
+        weight = self._files.read(name)[..., : stored.shape[-2], :]
         kind = self._report.quantized.setdefault(self._places[name], Kind())
+        if weight.dim() == 2:
+            return self._counted(weight, stored, kind)
+        experts = [self._counted(expert, stored, kind) for expert in weight]
+        return {part: torch.stack([each[part] for each in experts]) for part in experts[0]}
+
+    def _counted(self, weight: Tensor, stored: StoredWeight, kind: Kind) -> dict[str, Tensor]:
+        weight = weight.float()
+        parts = quantized(weight, stored)
+        difference = unpack(*(parts.get(part) for part in PARTS), dtype=torch.float32).sub_(weight)
         kind.numbers += weight.numel()
-        kind.squares += weight.double().square().sum().item()
-        kind.errors += difference.double().square().sum().item()
+        kind.squares += weight.norm().item() ** 2
+        kind.errors += difference.norm().item() ** 2
         return parts
 
 
@@ -363,10 +372,11 @@ def _config(
     weights = {"symmetric": True, "dynamic": False, "observer": "minmax", **kind.weights}
     if group:
         weights["group_size"] = group
-    others = [
+    # The head has no tensor of its own where it is tied.
+    others = [HEAD.removesuffix(".weight")] + [
         name.removesuffix(".weight")
         for name in files.names()
-        if name.endswith(".weight") and len(files.shape(name)) == 2 and name not in stored
+        if name.endswith(".weight") and len(files.shape(name)) == 2 and name not in (*stored, HEAD)
     ]
     return {
         "quant_method": "compressed-tensors",

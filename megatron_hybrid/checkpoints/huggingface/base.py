@@ -60,7 +60,18 @@ class Adapter(ABC):
                 f"{' or '.join(map(repr, self.model_types))} is supported"
             )
         whole = ("tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
-        return text | {key: hf[key] for key in whole if hf.get(key) is not None}
+        text |= {key: hf[key] for key in whole if hf.get(key) is not None}
+        if (quantization := text.get("quantization_config")) is not None:
+            text["quantization_config"] = self._text_names(quantization)
+        return text
+
+    def _text_names(self, value: Any) -> Any:
+        """What a quantization_config says, with the names of `text_name`."""
+        if isinstance(value, Mapping):
+            return {self._text_names(key): self._text_names(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._text_names(each) for each in value]
+        return self.text_name(value) if isinstance(value, str) else value
 
     def text_name(self, name: str) -> str:
         """What a folder of the language model alone calls a tensor of a folder."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_hybrid.ops.dispatch import Op
 from megatron_hybrid.ops.packed import reference
+from megatron_hybrid.ops.packed.formats import Format as Format
 from megatron_hybrid.ops.packed.formats import format_of as format_of
 
 _packed_linear = Op("packed_linear", reference.packed_linear)

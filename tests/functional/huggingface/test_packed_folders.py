@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import (
     CheckpointError,
+    load_checkpoint,
     save_checkpoint,
     save_huggingface,
 )
@@ -250,7 +251,7 @@ def test_a_failed_load_leaves_the_weights(qwen, tmp_path):
     before = weights_hash(model)
     folder = rewritten(qwen[0], tmp_path / "folder", lambda t: t | {"extra.weight": torch.ones(2)})
     with pytest.raises(CheckpointError, match="extra"):
-        mh.checkpoints.checkpoint.load_checkpoint(model, folder)
+        load_checkpoint(model, folder)
     assert weights_hash(model) == before
     assert not any(isinstance(module, PackedWeight) for module in model.modules())
 
@@ -319,3 +320,80 @@ def test_an_output_layer_may_be_packed_and_a_word_embedding_not(tmp_path):
     packed, _ = folders(tmp_path / "tied", "llama_tied", {r"embed_tokens$": "ct-w8a16"})
     with pytest.raises(CheckpointError, match=r"embed_tokens.weight is packed .* row by row"):
         mh.load_pretrained(packed)
+
+
+def test_one_scale_a_row_is_no_block(tmp_path):
+    """Two rows of 256 columns have as many scales by rows as by blocks of 128 x 128."""
+    sizes = {
+        "hidden_size": 256,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 1,
+        "head_dim": 2,
+    }
+    packed, plain = folders(tmp_path, "llama", {PROJECTIONS: "ct-fp8-channel"}, **sizes)
+    assert_same_model(packed, plain, tmp_path / "back")
+
+
+def test_a_model_with_vision_keeps_its_names_in_the_quantization(tmp_path):
+    flat, plain = folders(tmp_path, "qwen3_5", {PROJECTIONS: "ct-nvfp4"})
+
+    def nested(tensors):
+        return {n.replace("model.", "model.language_model.", 1): t for n, t in tensors.items()}
+
+    values = json.loads((flat / "config.json").read_text())
+    quantization = values.pop("quantization_config")
+    quantization["ignore"] = ["lm_head", "model.language_model.layers.0.linear_attn.in_proj_b"]
+    config = {"model_type": "qwen3_5", "text_config": {**values, "model_type": "qwen3_5_text"}}
+    (folder := tmp_path / "composite").mkdir()
+    save_file(nested(load_file(flat / "model.safetensors")), folder / "model.safetensors")
+    config |= {"quantization_config": quantization, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    model, _ = mh.load_pretrained(folder)
+    assert torch.equal(logits(model), logits(mh.load_pretrained(plain)[0]))
+    save_huggingface(model, tmp_path / "back")
+    assert stored_bytes(tmp_path / "back") == stored_bytes(flat)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]
+    assert written["ignore"] == ["lm_head", "model.layers.0.linear_attn.in_proj_b"]
+
+
+def test_a_packed_model_takes_a_folder_that_is_packed_otherwise_or_not(qwen, tmp_path):
+    model, _ = mh.load_pretrained(qwen[0])
+    other, plain = folders(tmp_path, "qwen3_next", {r"[qkv]_proj$": "ct-int8"}, seed=3)
+    for folder in (other, plain, qwen[0]):
+        load_checkpoint(model, folder)
+        expected, _ = mh.load_pretrained(folder)
+        assert weights_hash(model) == weights_hash(expected)
+        assert torch.equal(logits(model), logits(expected))
+    save_checkpoint(mh.load_pretrained(plain)[0], tmp_path / "ours")
+    load_checkpoint(model, tmp_path / "ours")
+    assert torch.equal(logits(model), logits(mh.load_pretrained(plain)[0]))
+
+
+def test_codes_that_are_no_numbers_are_found_before_the_first_write(qwen, tmp_path):
+    model, _ = mh.load_pretrained(qwen[1])
+    before = weights_hash(model)
+    with pytest.raises(CheckpointError, match="NaN"):
+        load_checkpoint(model, rewritten(qwen[0], tmp_path / "folder", _with_nan))
+    assert weights_hash(model) == before
+
+
+def test_one_packed_weight_under_two_names(qwen):
+    engine = tiny_engine(mh.load_pretrained(qwen[0])[0])
+    name = "decoder.layers.6.self_attention.linear_proj.weight"
+    theirs = "model.layers.3.self_attn.o_proj.weight"
+    value = torch.randn(engine.model.get_submodule(name).shape).bfloat16()
+    engine.load_weights([(name, value), (theirs, value)])
+    with pytest.raises(CheckpointError, match="differs from what was given before"):
+        engine.load_weights([(name, value), (theirs, value + 1)])
+
+
+def test_scales_of_keys_and_values_alone_are_no_quantized_weights(qwen, tmp_path):
+    scale = {"model.layers.3.self_attn.k_proj.k_scale": torch.tensor(0.5)}
+    config = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    folder = rewritten(
+        qwen[1], tmp_path / "folder", lambda t: t | scale, {"quantization_config": config}
+    )
+    model, _ = mh.load_pretrained(folder)
+    assert torch.equal(logits(model), logits(mh.load_pretrained(qwen[1])[0]))
+    save_huggingface(model, tmp_path / "back")
+    assert stored_bytes(tmp_path / "back") == stored_bytes(folder)

@@ -241,6 +241,7 @@ def test_prompts_come_back_from_host_memory(ranks, one):
     assert own["choices"] == other["choices"]
 
 
+@pytest.mark.matrix  # of two servers of one rank: test_remote_rollouts.py
 def test_every_rank_takes_the_weights_of_a_trainer(ranks):
     """Also while an answer is drawn; and gives back its memory, and takes it again."""
     model = tiny_model("M*GE", 1, **MODEL)

@@ -27,7 +27,7 @@ from megatron_hybrid.training.trainer import Trainer, training_device
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::FutureWarning")
 
 RANKS = 2
-STEPS, SAVED_STEP = 6, 3
+STEPS, SAVED_STEP = 4, 2
 ROWS, LENGTH = 4, 32
 # Adam divides by sqrt(v) + eps: at 1e-8 the parameters whose gradient is rounding alone would move
 # as far as the others.

@@ -14,7 +14,7 @@ import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import CheckpointError, own_tensors
 from megatron_hybrid.cli import main
 from megatron_hybrid.models.packed_weight import PackedWeight
-from megatron_hybrid.tools.plan import plan, read_model_config
+from megatron_hybrid.tools.plan import packed_folder, plan, read_model_config
 from megatron_hybrid.tools.quantize import FORMATS, compare, quantize
 
 ALICE = Path(__file__).parents[2] / "functional" / "data" / "alice_chapter_5.txt"
@@ -77,11 +77,34 @@ def test_transformers_reads_what_it_writes(llama, tmp_path, to):
         assert not torch.equal(found, original(tokens, torch.arange(40)[None], None))
 
 
+def test_a_tied_model_is_read_by_transformers_too(tmp_path):
+    """Its head has no tensor, and must be named as one that is not quantized."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=96,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "tied")
+    quantize(tmp_path / "tied", tmp_path / "out", "fp8")
+    ours, _ = mh.load_pretrained(tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    tokens = torch.arange(3, 43)[None]
+    with torch.no_grad():
+        found = ours(tokens, torch.arange(40)[None], None)
+        expected = theirs(tokens, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+
+
 def test_parts_that_steer_states_stay_as_they_are(tmp_path, capsys):
     assert main(["quantize", "demo", str(tmp_path / "out"), "--to", "int8"]) == 0
     printed = capsys.readouterr().out
     assert "decays, steps and betas" in printed and "bytes before" in printed
-    assert max(map(len, printed.splitlines())) <= 80
+    assert max(map(len, printed.splitlines()[:-1])) <= 80  # the last one has the path
     before = own_tensors(mh.load_pretrained("demo")[0])
     after = own_tensors(mh.load_pretrained(tmp_path / "out")[0])
     same = [name for name in before if name in after]
@@ -115,4 +138,7 @@ def test_plan_counts_the_bytes_of_the_quantized_folder(tmp_path, to):
     model, _ = mh.load_pretrained(tmp_path / "out")
     planned = plan(read_model_config("demo"), 10**9, 1000, weights=to)
     assert planned.weight_bytes == sum(p.nbytes for p in model.parameters())
+    folder = packed_folder(tmp_path / "out")
+    found = plan(read_model_config(folder), 10**9, 1000, folder=folder)
+    assert found.weight_bytes == planned.weight_bytes and found.counts_packed
     assert planned.parameters == plan(read_model_config("demo"), 10**9, 1000).parameters
