@@ -186,8 +186,9 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike[str], cast: bo
 
 def _load_checkpoint(model: HybridModel, folder: Path, cast: bool) -> None:
     """`load_checkpoint` on this rank alone."""
+    values = read_values(folder / CONFIG_FILE)
     with TensorFiles.open(folder) as files:
-        found = find_tensors(model, folder, files)
+        found = find_tensors(model, folder, files, values)
         rounded = FLOATS if cast else (torch.float32,) if found.is_mixed else ()
         drawn = files.total_bytes if dist.get_rank() == 0 else 0  # one bar for all ranks
         with (
@@ -207,8 +208,9 @@ def pack_as_in(model: HybridModel, folder: str | os.PathLike[str]) -> None:
         CheckpointError: unreadable, or not of this model.
     """
     folder = Path(folder)
+    values = read_values(folder / CONFIG_FILE)
     with TensorFiles.open(folder) as files:
-        found = find_tensors(model, folder, files)
+        found = find_tensors(model, folder, files, values)
         with found.packed.pack(model, found.maps, str(folder)):
             pass
 
@@ -226,13 +228,17 @@ class FoundTensors:
     """Whether values in fp32 are rounded, as the word embedding is in the model's dtype."""
 
 
-def find_tensors(model: HybridModel, folder: Path, files: TensorFiles) -> FoundTensors:
+def find_tensors(
+    model: HybridModel, folder: Path, files: TensorFiles, values: Mapping[str, Any]
+) -> FoundTensors:
     """Find what the files of a folder hold for a model, which may be on the meta device.
+
+    values: of its config.json (`read_values`).
 
     Raises:
         CheckpointError: unreadable, or not of this model.
     """
-    values, config = read_values(folder / CONFIG_FILE), model.config
+    config = model.config
     if not _is_huggingface(values):
         given = {canonical_name(name): name for name in files.names()}
         packed, packed_maps = own_source(

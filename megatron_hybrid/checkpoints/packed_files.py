@@ -451,7 +451,7 @@ def check_method(config: Mapping[str, Any], source: str) -> None:
             f"{source} has a quantization_config of quant_method={method!r}; "
             f"{', '.join(_KINDS)} are read. {remedy}"
         )
-    if (kinds := _KINDS[method]) is not None and config.get(kinds[0]) not in kinds[1]:
+    if (kinds := _KINDS[method]) is not None and config.get(kinds[0], "") not in kinds[1]:
         raise CheckpointError(
             f"{source} has a quantization_config of quant_method={method!r} with {kinds[0]}="
             f"{config.get(kinds[0])!r}; {', '.join(filter(None, kinds[1]))} are read. {remedy}"

@@ -150,7 +150,7 @@ def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> R
         model = build_hybrid_model(config)
     report = Report()
     with TensorFiles.open(folder) as files:
-        found = find_tensors(model, folder, files)
+        found = find_tensors(model, folder, files, values)
         if found.packed.stored:
             raise CheckpointError(f"{folder} is quantized already. Name an unquantized folder.")
         is_theirs = config.huggingface_config is not None and "layer_pattern" not in values

@@ -13,6 +13,8 @@ import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import full_state_dict
 from megatron_hybrid.models.sharding.parallel_setup import process_groups
 
+pytestmark = pytest.mark.matrix
+
 RANKS, VOCAB = 4, 64
 HYBRID = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
 HYBRID |= {"add_bias_linear": False}

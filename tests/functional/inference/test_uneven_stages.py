@@ -17,6 +17,8 @@ from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.ranks import RankError
 
+pytestmark = pytest.mark.matrix
+
 RANKS = 2
 STAGES, SPLIT = {"pipeline_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}
 TIED = {"share_embeddings_and_output_weights": True}

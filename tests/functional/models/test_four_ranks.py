@@ -29,6 +29,8 @@ from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
+pytestmark = pytest.mark.matrix
+
 RANKS = 4
 SIZES = dict(
     hidden_size=32,

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning:torch.distributed.*", "ignore:The .grad attribute"
 )
 
+pytestmark = pytest.mark.matrix
+
 RANKS, LENGTH, MICRO_BATCHES, STEPS = 2, 23, 2, 3
 LAYOUTS = {
     "one": {},

@@ -145,6 +145,7 @@ def stopped(start, folder):
     return command, step_of(path)
 
 
+@pytest.mark.matrix
 def test_sigterm_to_torchrun_finishes_the_step_and_saves(stopped, folder):
     command, step = stopped
     assert SAVED_EVERY < step < STEPS
