@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from matrix import matrix_rows
 from triton.runtime.autotuner import Config
 from triton.runtime.errors import OutOfResources
 
@@ -24,7 +23,8 @@ NOT_COMPUTED = re.compile(
 """What checks say of kernels that did not run."""
 
 
-@pytest.mark.parametrize("which", matrix_rows(["kept", "others"], "kept"))
+@pytest.mark.matrix
+@pytest.mark.parametrize("which", ["kept", "others"])
 def test_each_part_runs_to_its_end_and_only_values_are_wrong(which):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(

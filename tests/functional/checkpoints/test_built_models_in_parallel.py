@@ -9,6 +9,8 @@ from rank_processes import join_ranks, run_ranks
 
 import megatron_hybrid as mh
 
+pytestmark = pytest.mark.matrix
+
 RANKS, VOCAB = 2, 64
 FIELDS = {
     "gated_linear_unit": True,
