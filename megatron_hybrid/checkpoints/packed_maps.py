@@ -26,7 +26,12 @@ from megatron_hybrid.models.mixers.projections import (
     LocalRowLinear,
     ReplicatedLinear,
 )
-from megatron_hybrid.models.packed_weight import PackedWeight, Packing, common_group
+from megatron_hybrid.models.packed_weight import (
+    PackedWeight,
+    Packing,
+    common_group,
+    replace_weight,
+)
 
 _PACKABLE = (LocalColumnLinear, LocalRowLinear, ReplicatedLinear, StackedLinear)
 
@@ -186,11 +191,11 @@ class PackedSource:
         before = [module.weight for module, _ in plan]
         try:
             for module, weight in plan:
-                _put(module, weight)
+                replace_weight(module, weight)
             yield
         except BaseException:
             for (module, _), weight in zip(plan, before):
-                _put(module, weight)
+                replace_weight(module, weight)
             raise
         model.packed_source = self if self.stored or self.kept else None
 
@@ -255,11 +260,6 @@ def is_packable(module: nn.Module) -> bool:
 
 def _has_nan(codes: Tensor) -> bool:
     return bool((codes.view(torch.uint8) & 127 == 127).any())
-
-
-def _put(module: nn.Module, weight: nn.Parameter | PackedWeight) -> None:
-    del module.weight
-    module.weight = weight
 
 
 @dataclass(frozen=True)

@@ -157,9 +157,8 @@ class PackedWeight(nn.Module):
         return super()._apply(moved, recurse)
 
 
-def replace_weight(module: nn.Module, packing: Packing) -> None:
-    """Pack the weight of a layer, without values. Raises ValueError if it cannot be so."""
-    weight = PackedWeight(module.weight, packing)
+def replace_weight(module: nn.Module, weight: nn.Parameter | PackedWeight) -> None:
+    """Put a weight, packed or not, in the place of a layer's."""
     del module.weight
     module.weight = weight
 

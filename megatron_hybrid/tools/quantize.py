@@ -39,7 +39,7 @@ from megatron_hybrid.checkpoints.quantize import quantized
 from megatron_hybrid.checkpoints.tensor_files import TensorFiles, TensorPlan, write_tensors
 from megatron_hybrid.files import replace_file
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
-from megatron_hybrid.models.packed_weight import Packing, replace_weight
+from megatron_hybrid.models.packed_weight import PackedWeight, Packing, replace_weight
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.models.sharding.tensor_sharding import cut_of
 from megatron_hybrid.ops import unpack
@@ -215,10 +215,8 @@ def pack_as(model: HybridModel, to: str) -> None:
         if columns % (group or kind.multiple) == 0:
             has_outer = kind.scale == torch.float8_e4m3fn
             rows = rest.get(model.canonical_name(f"{name}.weight"), 0)
-            replace_weight(
-                module,
-                Packing(kind.codes, kind.scale, group or columns, has_outer, num_rest=rows),
-            )
+            packing = Packing(kind.codes, kind.scale, group or columns, has_outer, num_rest=rows)
+            replace_weight(module, PackedWeight(module.weight, packing))
 
 
 def report_reason(report: Report, reason: str, numbers: int) -> None:
