@@ -60,6 +60,7 @@ def test_each_part_runs_to_its_end_and_only_values_are_wrong(which):
     assert served == {"triton", "mcore", "fla", "grouped_mm"}
 
 
+@pytest.mark.matrix
 def test_a_call_runs_its_parts_as_processes(monkeypatch, tmp_path):
     monkeypatch.delenv("TRITON_INTERPRET")
     places = ["--results", str(tmp_path), "--logs", str(tmp_path)]

@@ -27,6 +27,8 @@ from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.trainer import Trainer
 
+pytestmark = pytest.mark.matrix
+
 RANKS = 2
 MODEL = {
     "layer_pattern": "M*-",
