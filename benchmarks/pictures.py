@@ -1,6 +1,6 @@
-"""The two pictures of README.md: `python -m benchmarks.pictures` writes them into docs/.
+"""The chart of README.md: `python -m benchmarks.pictures` writes it into docs/.
 
-The chart is made from `benchmarks/results/replay.json`, which `make bench-replay` measures.
+It is made from `benchmarks/results/replay.json`, which `make bench-replay` measures.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 WIDTH = 760
 FONT = "font-family='Helvetica, Arial, sans-serif'"
-INK, FAINT, GREEN, GREY, ORANGE = "#1f2328", "#656d76", "#2da44e", "#afb8c1", "#d4762c"
+INK, FAINT, GREEN, GREY = "#1f2328", "#656d76", "#2da44e", "#afb8c1"
 BOLD = "font-weight='bold'"
 ROWS = (
     ("short prompts, a cache of 1 GB", "short-classify", 1),
@@ -89,68 +89,10 @@ def chart(cells: Sequence[dict]) -> str:
     return picture("Share of prompt tokens that need no computation", y, parts)
 
 
-def prompt(x: float, y: float, tokens: int, colour: str, per_token: float) -> list[str]:
-    """A prompt as KV blocks of 16 tokens."""
-    found = []
-    for start in range(0, tokens, 16):
-        width = (min(16, tokens - start)) * per_token - 1.5
-        found.append(box(x + start * per_token, y, width, 18, colour))
-    return found
-
-
-def state(x: float, y: float) -> str:
-    """A saved state."""
-    return (
-        f"<circle cx='{x:.1f}' cy='{y}' r='7' fill='{ORANGE}' stroke='#ffffff' stroke-width='2'/>"
-    )
-
-
-def idea() -> str:
-    """One prompt that comes twice, and a second turn, where states are saved at the ends of blocks
-    and where they are saved at any token."""
-    x, per_token = 140, 0.9
-    parts = [
-        text(16, 26, "A recurrent layer resumes only where its state was saved", 15, more=BOLD),
-        box(16, 40, 14, 14, GREY),
-        text(36, 52, "computed", 12, FAINT),
-        box(116, 40, 14, 14, GREEN),
-        text(136, 52, "skipped", 12, FAINT),
-        state(214, 47),
-        text(
-            228,
-            52,
-            "saved state of the recurrent layers; small boxes are KV blocks of 16 tokens",
-            12,
-            FAINT,
-        ),
-        text(16, 88, "States at the ends of blocks of 528 tokens", 13, more=BOLD),
-        text(16, 114, "479 tokens", 12),
-        *prompt(x, 100, 479, GREY, per_token),
-        text(16, 142, "the same again", 12),
-        *prompt(x, 128, 479, GREY, per_token),
-        text(x + 438, 142, "0 skipped", 12),
-        text(16, 184, "States at any token (megatron_hybrid)", 13, more=BOLD),
-        text(16, 210, "479 tokens", 12),
-        *prompt(x, 196, 479, GREY, per_token),
-        state(x + 479 * per_token, 205),
-        text(16, 238, "the same again", 12),
-        *prompt(x, 224, 479, GREEN, per_token),
-        state(x + 479 * per_token, 233),
-        text(x + 444, 238, "479 skipped", 12),
-        text(16, 266, "answer, next turn", 12),
-        *prompt(x, 252, 519, GREEN, per_token),
-        state(x + 519 * per_token, 261),
-        *prompt(x + 519 * per_token, 252, 32, GREY, per_token),
-        text(x + 504, 266, "519 skipped", 12),
-    ]
-    return picture("States at any token let a prompt be skipped whole", 286, parts)
-
-
 def main() -> None:
-    """Write both."""
+    """Write it."""
     replay = ROOT / "benchmarks" / "results" / "replay.json"
     cells = json.loads(replay.read_text(encoding="utf-8"))["cells"]
-    (ROOT / "docs" / "idea.svg").write_text(idea(), encoding="utf-8")
     (ROOT / "docs" / "skipped.svg").write_text(chart(cells), encoding="utf-8")
 
 

@@ -1,0 +1,1 @@
+"""The drawings of the docs: `python -m benchmarks.drawings` writes them into docs/drawings."""
