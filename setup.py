@@ -37,8 +37,6 @@ setup(
         "megatron_hybrid": [
             "py.typed",
             "demo_model/*",
-            "cache/README.md",
-            "cache/policy/README.md",
             "serving/page/*",
             "serving/page/vendor/*",
             "training/recipes/*.yaml",

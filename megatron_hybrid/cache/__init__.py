@@ -1,1 +1,1 @@
-"""Bookkeeping of cached prefixes: see README.md. Numpy and the standard library only."""
+"""Bookkeeping of cached prefixes: see docs/how/cache.md. Numpy and the standard library only."""

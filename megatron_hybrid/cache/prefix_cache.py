@@ -1,7 +1,7 @@
 """PrefixCache: the facade between a scheduler and the cache.
 
 It combines the tree (cached prefixes), the allocator (holders of pages) and the evictor (order of
-eviction) into atomic operations. README.md beside this file shows the life of a request in calls.
+eviction) into atomic operations. docs/how/cache.md shows the life of a request in calls.
 
 Page counts follow from the leases, their reservations and the tree. An operation that raises is
 rolled back by a recount (`rolled_back`).

@@ -57,7 +57,7 @@ class InferenceConfig:
     """Encoding of recurrent states in checkpoints; convolution tails and live states are always
     exact. "exact": in their own dtype. "bf16": rounded, half of fp32's bytes. "int8": a byte per
     element, a quarter of fp32's bytes, with errors about as large as those of bf16, but several
-    times larger in small heads, such as 16 x 16 (docs/encodings.md)."""
+    times larger in small heads, such as 16 x 16 (docs/how/encodings.md)."""
 
     host_cache_bytes: int = 0
     """Bytes of host memory on each rank for records evicted from the pool; 0: none."""

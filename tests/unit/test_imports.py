@@ -1,6 +1,7 @@
 """The package's imports run one way, without a circle. Those inside of functions count, too."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -43,10 +44,18 @@ BELOW = {
 
 PROGRAM = "serving.dynamo"
 """A program of its own, as it needs Dynamo before it can read its options."""
-DOORS = {"__main__", "cli", "commands", "megatron", "serving", "tools", "training", PROGRAM}
-"""What users come in by: they may import every wing. `commands` may import what commands run, `cli`
-the commands, `__main__` `cli`, `megatron` the server; `PROGRAM` has options of commands, and
-nobody imports it."""
+DOORS = {
+    "serving": set(),
+    "training": set(),
+    "megatron": {"serving"},
+    "tools": set(),
+    "commands": {"serving", "tools", "training"},
+    "cli": {"commands"},
+    "__main__": {"cli"},
+    PROGRAM: {"cli", "commands", "serving"},
+}
+"""What users come in by -> the other doors that it may import, beside every wing. Nobody imports
+`PROGRAM`, which has options of commands."""
 
 
 def modules_of(root: Path) -> dict[str, Path]:
@@ -96,14 +105,7 @@ def may_import(importer: str, imported: str) -> bool:
     if importer == imported or imported in FOUNDATION or importer == "__init__":
         return True
     if importer in DOORS:
-        beside = {
-            "commands": {"serving", "tools", "training"},
-            "megatron": {"serving"},
-            "cli": {"commands"},
-            "__main__": {"cli"},
-            PROGRAM: {"cli", "commands", "serving"},
-        }
-        return imported in BELOW or imported in beside.get(importer, ())
+        return imported in BELOW or imported in DOORS[importer]
     return imported in BELOW.get(importer, ())
 
 
@@ -132,6 +134,16 @@ def test_imports_run_one_way():
 
 def test_there_is_no_circle():
     assert first_circle(INSIDE) == []
+
+
+def test_the_map_of_the_code_has_this_order():
+    page = (ROOT.parent / "docs" / "how" / "code.md").read_text(encoding="utf-8")
+    imports = page.partition("## Imports")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", imports, re.MULTILINE)
+    told = {name: set(re.findall(r"`(\w+)`", others)) for name, others in rows}
+    assert told == BELOW | {name: DOORS[name] for name in DOORS.keys() - {"__main__", PROGRAM}}
+    assert {name for name, others in rows if "the seven above" in others} == told.keys() - BELOW
+    assert len(BELOW) == 7
 
 
 def test_the_wings_below_import_each_other_in_one_direction():

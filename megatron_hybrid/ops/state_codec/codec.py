@@ -10,8 +10,9 @@ A state is a matrix for each head. Three measures beat rounding to 255 levels:
 3. The integers are entropy-coded (Rice codes, a parameter for each block of 64) in one budget for
    all states: simple ones leave their bits to complex ones. The step is the smallest that fits.
 
-So the states of a model always take the same number of bytes. docs/encodings.md has figures and
-alternatives. On a GPU neither shapes nor loops depend on values, so that nothing waits for it.
+So the states of a model always take the same number of bytes. docs/how/encodings.md says why,
+docs/measured/accuracy.md has figures and alternatives. On a GPU neither shapes nor loops depend on
+values, so that nothing waits for it.
 Shape letters: S states, H heads, N rows, P columns (of any meaning), B blocks of 64 elements, W
 words of 64 bits, K of them with streams.
 """

@@ -1,4 +1,4 @@
-"""The invariants of docs/design.md, section 7, that the cache keeps, each under its number.
+"""The invariants of docs/how/code.md that the cache keeps, each under its number.
 
 Numbers 1 and 6 are the engine's. Under random operations: test_prefix_cache_machine.py.
 """

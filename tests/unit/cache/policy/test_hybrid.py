@@ -1,4 +1,4 @@
-"""The shipped policy: the example of policy/README.md, number by number, and its parts."""
+"""The shipped policy: the example of docs/how/policy.md, number by number, and its parts."""
 
 import re
 from dataclasses import fields
@@ -27,7 +27,7 @@ def tokens(n, seed):
     return np.random.default_rng(seed).integers(0, 50_000, n).tolist()
 
 
-def test_the_example_of_the_readme():
+def test_the_example_of_the_docs():
     """A chat of three turns and the first turn of another one, behind one system prompt."""
     sim = Simulator(settled(PrefixCache(SPEC, 1001)))
     cache, policy = sim.cache, sim.cache.policy
@@ -47,8 +47,9 @@ def test_the_example_of_the_readme():
 
     cache._evictor.refresh(10)
     found = {row_of(policy, cache, state) for state in cache.stored_checkpoints()}
-    readme = (Path(hybrid.__file__).parent / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (?:chat|other|both) \| (\d.*) \|$", readme, re.MULTILINE)
+    page = Path(hybrid.__file__).parents[3] / "docs" / "how" / "policy.md"
+    text = page.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?:chat|other|both) \| (\d.*) \|$", text, re.MULTILINE)
     assert len(rows) == 9 and set(rows) == found
 
     states = cache.stored_checkpoints()
