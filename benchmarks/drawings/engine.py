@@ -88,7 +88,7 @@ def layers(shade: str) -> str:
     layer(264, 312, 240, "models", "layers, parameters, config", "soft orange")
     layer(264, 366, 240, "ops", "ragged batches, kernels", "soft orange")
     top = "ranks, errors, compat, files, validation, ...: all may import these"
-    layer(16, 420, 488, "files at the top of the package", top, "soft grey")
+    layer(16, 420, 488, "the top of the package", top, "soft grey")
     return sheet.svg()
 
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from html import escape
 
 WIDTH = 520
-"""Units across a drawing. Text of 13 is 10 pixels high on a screen of 400, and 18 on 700."""
+"""Units across a drawing. Text of 13 is 10 pixels high on a screen of 400."""
+SHOWN = 640
+"""Pixels across a drawing where a page is wider."""
 FONT = "Helvetica, Arial, sans-serif"
 PALETTES = {
     "light": {
@@ -131,6 +133,6 @@ class Sheet:
         """The file."""
         head = (
             f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {self._height}'"
-            f" role='img' font-family='{FONT}'>"
+            f" width='{SHOWN}' role='img' font-family='{FONT}'>"
         )
         return "\n".join([head, *self._parts, "</svg>\n"])
