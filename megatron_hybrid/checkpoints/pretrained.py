@@ -18,7 +18,8 @@ from megatron_hybrid.checkpoints.checkpoint import (
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.ranks import fail_together
-from megatron_hybrid.text.tokenizer import Tokenizer, find_tokenizer
+from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.text.tokenizer_files import find_tokenizer
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"

@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 
 from megatron_hybrid.checkpoints.checkpoint import CONFIG_FILE, read_values
-from megatron_hybrid.text.tokenizer import TOKENIZER_FILE, Tokenizer
+from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.text.tokenizer_files import TOKENIZER_FILE
 
 
 def card_folder(folder: Path, tokenizer: Tokenizer, context: int) -> Path:

@@ -10,7 +10,6 @@ import copy
 import hashlib
 import json
 import os
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -19,42 +18,24 @@ from typing import Any
 
 import tokenizers
 
-from megatron_hybrid.files import replace_file
 from megatron_hybrid.text.chat_template import ChatTemplate, Message, common_length
+from megatron_hybrid.text.token_bytes import TokenBytes
+from megatron_hybrid.text.tokenizer_files import (
+    CHAT_TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TokenizerFiles,
+    named_tokens,
+    read_tokenizer_files,
+    write_tokenizer_files,
+)
 from megatron_hybrid.validation import check_text
-
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
-CHAT_TEMPLATE_FOLDER = "additional_chat_templates"
-SPECIAL_TOKENS_FILE = "special_tokens_map.json"  # of older checkpoints
-GENERATION_CONFIG_FILE = "generation_config.json"
 
 # Its tokens tell apart tokenizers with the same vocabulary.
 _PROBE = " Don't the naïve  漢字\t🙂 cost\r\n\n    $1234567.89 (or more)?"
 
-# Byte-level tokens are written with printable characters: those of Latin-1 stand for themselves,
-# the other bytes for U+0100 and on. A token of byte fallback is named after its byte.
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTE_OF = {
-    **{chr(byte): byte for byte in _PRINTABLE},
-    **{chr(0x100 + index): byte for index, byte in enumerate(_OTHERS)},
-}
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-
 # Characters or tokens from which on a call is made as a batch of one: in batches alone the library
 # lets other threads run. Small ones stay out of its thread pool, of which forks would warn.
 _LONG = 4096
-
-# Sources of a tokenizer for `transformers` without tokenizer.json.
-FOREIGN_FILES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
-
-
-def find_tokenizer(folder: str | os.PathLike[str]) -> Path | None:
-    """The file for `Tokenizer.from_folder` to read first; None: the folder has no tokenizer."""
-    paths = (Path(folder) / name for name in (TOKENIZER_FILE, *FOREIGN_FILES))
-    return next((path for path in paths if path.is_file()), None)
 
 
 class Tokenizer:
@@ -92,7 +73,7 @@ class Tokenizer:
         self.generation_config = dict(generation_config or {})
         if eod is not None:
             self._settings["eos_token"] = tokenizer.id_to_token(eod)
-        self._named = _named_tokens(self._settings)
+        self._named = named_tokens(self._settings)
         self.end_tokens = tuple(dict.fromkeys([*([] if eod is None else [eod]), *end_tokens]))
         self.eod = self.end_tokens[0] if self.end_tokens else None
         bos = self._named.get("bos_token")
@@ -111,40 +92,14 @@ class Tokenizer:
         Raises:
             ValueError: a file is missing, unreadable, or contradicts another.
         """
-        folder = Path(folder)
-        path = find_tokenizer(folder)
-        if path is None:
-            raise ValueError(
-                f"{folder / TOKENIZER_FILE} does not exist, nor {', '.join(FOREIGN_FILES)} beside "
-                "it: the folder has no tokenizer."
-            )
-        settings = _read_settings(folder)
-        templates = _read_templates(folder, settings)
-        if path.name == TOKENIZER_FILE:
-            tokenizer = _read_tokenizer(path)
-        else:
-            tokenizer, names = _convert(path)
-            settings.update(names)
-        # Truncation and padding are for batches of training data.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
-        config_path = folder / TOKENIZER_CONFIG_FILE
-        try:
-            _add_tokens(tokenizer, settings)
-            name = _named_tokens(settings).get("eos_token")
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{config_path} does not fit {path}: {error}") from error
-        eod = None if name is None else tokenizer.token_to_id(name)
-        if name is not None and eod is None:
-            raise ValueError(f"{config_path} names the end token {name!r}, which {path} lacks.")
+        files = read_tokenizer_files(Path(folder))
         return cls(
-            tokenizer,
-            eod,
-            end_tokens=_read_end_tokens(folder),
-            settings=settings,
-            chat_templates=templates,
-            generation_config=_read_if_there(folder / GENERATION_CONFIG_FILE),
+            files.tokenizer,
+            files.eod,
+            end_tokens=files.end_tokens,
+            settings=files.settings,
+            chat_templates=files.chat_templates,
+            generation_config=files.generation_config,
         )
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -154,25 +109,9 @@ class Tokenizer:
         Save the model's config first: if its end tokens and those of the other files are not
         `end_tokens`, these are added to generation_config.json.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / TOKENIZER_FILE, lambda path: self._tokenizer.save(str(path)))
-        # `transformers` takes tokenizer.json as it is for this class.
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": None}
-        _write_json(folder / TOKENIZER_CONFIG_FILE, {**settings, **self._settings})
-        for path in (folder / SPECIAL_TOKENS_FILE, *_template_files(folder).values()):
-            path.unlink(missing_ok=True)  # of an earlier tokenizer
-        for name, template in self._templates.items():
-            path = _template_file(folder, name)
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(template.source, encoding="utf-8")
-        path = folder / GENERATION_CONFIG_FILE
-        if self.generation_config:
-            _write_json(path, self.generation_config)
-        name = self._named.get("eos_token")
-        stated = [] if name is None else [self._tokenizer.token_to_id(name)]
-        if tuple(dict.fromkeys([*stated, *_read_end_tokens(folder)])) != self.end_tokens:
-            _write_json(path, {**_read_if_there(path), "eos_token_id": list(self.end_tokens)})
+        content = self._settings, self._templates, self.generation_config
+        files = TokenizerFiles(self._tokenizer, self.eod, self.end_tokens, *content)
+        write_tokenizer_files(Path(folder), files)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -233,6 +172,10 @@ class Tokenizer:
         return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     @cached_property
+    def _bytes(self) -> TokenBytes:
+        return TokenBytes(self._tokenizer, self.vocab_size)
+
+    @property
     def token_bytes(self) -> list[bytes]:
         """Bytes that each token adds to a text; none for special tokens, which `detokenize` leaves
         out, and for ids that are no tokens. The first token of a text may add others:
@@ -241,57 +184,16 @@ class Tokenizer:
         Raises:
             ValueError: the tokenizer has a decoder that is not known here.
         """
-        if self._is_word_piece:
-            # Its decoder sees one token at a time, and whether it is the first.
-            first, twice = self.first_token_bytes, self._decoded_each(2)
-            return [text[len(start) :] for start, text in zip(first, twice)]
-        steps = self._decoder_steps
-        kinds = {step.get("type") for step in steps}
-        if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
-            names = ", ".join(sorted(map(str, kinds)))
-            raise ValueError(
-                f"the bytes of this tokenizer's tokens are unknown: its decoder is {names}; those "
-                "known are ByteLevel, ByteFallback, Metaspace and WordPiece"
-            )
-        found = [b""] * self.vocab_size
-        for text, token in self._text_tokens:
-            found[token] = _decoded(text, steps)
-        return found
+        return self._bytes.later
 
-    @cached_property
+    @property
     def first_token_bytes(self) -> list[bytes]:
-        """As `token_bytes`, of the first token of a text: WordPiece writes it without the space
-        before a word, and with the "##" of a word's part.
+        """As `token_bytes`, of the first token of a text.
 
         Raises:
             ValueError: as `token_bytes`.
         """
-        return self._decoded_each(1) if self._is_word_piece else self.token_bytes
-
-    @property
-    def _is_word_piece(self) -> bool:
-        return [step.get("type") for step in self._decoder_steps] == ["WordPiece"]
-
-    @property
-    def _text_tokens(self) -> list[tuple[str, int]]:
-        """Names and ids of all tokens but special ones."""
-        added = self._tokenizer.get_added_tokens_decoder()
-        items = self._tokenizer.get_vocab().items()
-        return [each for each in items if each[1] not in added or not added[each[1]].special]
-
-    def _decoded_each(self, times: int) -> list[bytes]:
-        """For each id, the bytes of a text that has its token so many times."""
-        tokens = [token for _, token in self._text_tokens]
-        texts = self._tokenizer.decode_batch([[token] * times for token in tokens])
-        found = [b""] * self.vocab_size
-        for token, text in zip(tokens, texts):
-            found[token] = text.encode()
-        return found
-
-    @cached_property
-    def _decoder_steps(self) -> list[dict[str, Any]]:
-        decoder = json.loads(self._tokenizer.to_str())["decoder"] or {}
-        return decoder.get("decoders", [decoder])
+        return self._bytes.first
 
     def shown_bytes(self, token: int) -> bytes:
         """What to show of a token: its bytes in a text, or the name of a special one."""
@@ -347,8 +249,7 @@ class Tokenizer:
         for token in state["added_tokens"]:
             token["special"] &= token["content"] not in shown
         self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(state))
-        for name in ("token_bytes", "first_token_bytes"):
-            vars(self).pop(name, None)
+        vars(self).pop("_bytes", None)  # of special tokens as they were
 
     def takes_parts(self, role: str) -> bool:
         """Whether the chat template writes the texts of a message of this role, if its content is a
@@ -525,187 +426,3 @@ class Tokenizer:
                 f"nor a (default) chat_template in {TOKENIZER_CONFIG_FILE}. Send text or tokens."
             )
         return template
-
-
-# Files -------------------------------------------------------------------------------------------
-
-
-def _decoded(text: str, steps: Sequence[Mapping[str, Any]]) -> bytes:
-    """Bytes of one token's text, by the steps of a decoder."""
-    for step in steps:
-        kind = step.get("type")
-        if kind == "ByteLevel" and all(character in _BYTE_OF for character in text):
-            return bytes(_BYTE_OF[character] for character in text)
-        if kind == "ByteFallback" and (byte := _BYTE_TOKEN.fullmatch(text)):
-            return bytes([int(byte[1], 16)])
-        if kind == "Replace" and "String" in step["pattern"]:
-            text = text.replace(step["pattern"]["String"], step["content"])
-        if kind == "Metaspace":
-            text = text.replace(step["replacement"], " ")
-    return text.encode()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} cannot be read as JSON: it holds no object")
-    return values
-
-
-def _read_if_there(path: Path) -> dict[str, Any]:
-    return _read_json(path) if path.exists() else {}
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-    replace_file(path, lambda path: path.write_text(text, encoding="utf-8"))
-
-
-def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    try:
-        # from_file raises a bare Exception for every error; reading here distinguishes them.
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from error
-
-
-def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """Make a tokenizer from files of another kind. Returns it and its special tokens by role."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ValueError(
-            f"{path.parent / TOKENIZER_FILE} does not exist. To make it from {path.name}: pip "
-            "install transformers"
-        ) from error
-    try:
-        loaded = AutoTokenizer.from_pretrained(
-            str(path.parent), local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:
-        raise ValueError(f"transformers cannot read {path} as a tokenizer: {error}") from error
-    tokenizer = getattr(loaded, "backend_tokenizer", None)
-    if not isinstance(tokenizer, tokenizers.Tokenizer):
-        raise ValueError(
-            f"{path.parent / TOKENIZER_FILE} does not exist, and the {type(loaded).__name__} that "
-            f"transformers makes from {path.name} cannot be written as one."
-        )
-    return tokenizer, loaded.special_tokens_map
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, merged with the separate file of older checkpoints."""
-    path = folder / TOKENIZER_CONFIG_FILE
-    settings = _read_if_there(path)
-    older = folder / SPECIAL_TOKENS_FILE
-    if "added_tokens_decoder" not in settings and older.exists():
-        settings.update(_read_json(older))
-    return settings
-
-
-def _template_file(folder: Path, name: str) -> Path:
-    if name == "default":
-        return folder / CHAT_TEMPLATE_FILE
-    return folder / CHAT_TEMPLATE_FOLDER / f"{name}.jinja"
-
-
-def _template_files(folder: Path) -> dict[str, Path]:
-    """Template files of a folder, by name."""
-    paths = {p.stem: p for p in sorted((folder / CHAT_TEMPLATE_FOLDER).glob("*.jinja"))}
-    if (folder / CHAT_TEMPLATE_FILE).exists():
-        paths["default"] = folder / CHAT_TEMPLATE_FILE
-    return paths
-
-
-def _read_templates(folder: Path, settings: dict[str, Any]) -> dict[str, ChatTemplate]:
-    """Read the templates, and take those in `settings` out; template files take precedence."""
-    stated = settings.pop("chat_template", None)
-    templates = {}
-    for name, path in _template_files(folder).items():
-        try:
-            templates[name] = ChatTemplate(path.read_text(encoding="utf-8"), str(path))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error
-    if templates or stated is None:
-        return templates
-    origin = f"chat_template of {folder / TOKENIZER_CONFIG_FILE}"
-    if isinstance(stated, str):
-        stated = [{"name": "default", "template": stated}]
-    try:
-        sources = {entry["name"]: entry["template"] for entry in stated}
-        # Names become file names when the tokenizer is saved.
-        sound = all(re.fullmatch(r"\w[\w.-]*", name) for name in sources)
-        sound = sound and all(isinstance(source, str) for source in sources.values())
-    except (TypeError, KeyError):
-        sound = False
-    if not sound:
-        raise ValueError(f"{origin} must be a string or a list of {{name, template}}")
-    return {name: ChatTemplate(source, origin) for name, source in sources.items()}
-
-
-def _read_end_tokens(folder: Path) -> list[int]:
-    """Ids that end an answer, from generation_config.json, else config.json."""
-    for name in (GENERATION_CONFIG_FILE, "config.json"):
-        path = folder / name
-        values = _read_if_there(path)
-        ids = values.get("eos_token_id")
-        if ids is None and isinstance(values.get("text_config"), dict):
-            ids = values["text_config"].get("eos_token_id")
-        if ids is None:
-            continue
-        ids = ids if isinstance(ids, list) else [ids]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise ValueError(f"eos_token_id in {path} must be an int or a list of them, got {ids}")
-        return [i for i in ids if i >= 0]  # -1 stands for none
-    return []
-
-
-# Special tokens ----------------------------------------------------------------------------------
-
-
-def _content(token: Any) -> str | None:
-    """Text of a token, which Hugging Face's files hold as a string or an object."""
-    if isinstance(token, Mapping):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
-
-
-def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of special tokens by role: `bos_token`, a model's own such as `image_token`, ..."""
-    roles = {key: value for key, value in settings.items() if key.endswith("_token")}
-    extra = settings.get("extra_special_tokens")
-    if isinstance(extra, Mapping):
-        roles.update(extra)
-    texts = {role: _content(token) for role, token in roles.items()}
-    for role in ("bos_token", "eos_token"):
-        if roles.get(role) is not None and texts[role] is None:
-            raise ValueError(f"{role} is {roles[role]!r}, which is no token")
-    return {role: text for role, text in texts.items() if text is not None}
-
-
-def _add_tokens(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
-    """Add the added and special tokens of the settings, as `transformers` does."""
-    added = tokenizer.get_added_tokens_decoder().values()
-    present = {token.content: token.__getstate__() for token in added}
-    stated = {}
-    for number, state in (settings.get("added_tokens_decoder") or {}).items():
-        stated[int(number)] = tokenizers.AddedToken(**state)
-    for number, token in sorted(stated.items()):
-        if present.get(token.content) != token.__getstate__():
-            tokenizer.add_tokens([token])
-        if tokenizer.token_to_id(token.content) != number:
-            raise ValueError(
-                f"it gives {token.content!r} the id {number}, which is "
-                f"{tokenizer.token_to_id(token.content)} there"
-            )
-        present[token.content] = token.__getstate__()
-    named = list(_named_tokens(settings).values())
-    for key in ("extra_special_tokens", "additional_special_tokens"):
-        if isinstance(settings.get(key), list):
-            named += filter(None, map(_content, settings[key]))
-    # Tokens outside the vocabulary have no embedding; their text stays plain text.
-    known = {name for name in named if tokenizer.token_to_id(name) is not None}
-    tokenizer.add_special_tokens(sorted(known - set(present)))

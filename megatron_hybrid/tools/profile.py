@@ -19,7 +19,8 @@ from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.request_builder import check_messages
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.text.tokenizer import Tokenizer, find_tokenizer
+from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.text.tokenizer_files import find_tokenizer
 from megatron_hybrid.tools.plan import GB, spec_of
 from megatron_hybrid.tools.replay.jsonl import load_jsonl
 from megatron_hybrid.tools.replay.lru import Ceiling

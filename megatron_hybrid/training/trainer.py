@@ -36,7 +36,8 @@ from megatron_hybrid.models.packed_weight import require_unpacked
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed, process_groups
 from megatron_hybrid.process_life import ends_with_launcher
 from megatron_hybrid.ranks import fail_together
-from megatron_hybrid.text.tokenizer import Tokenizer, find_tokenizer
+from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.text.tokenizer_files import find_tokenizer
 from megatron_hybrid.training import checkpoints
 from megatron_hybrid.training.checkpoints import Checkpoints, check_shared_folder
 from megatron_hybrid.training.cpu_seam import cpu_seam

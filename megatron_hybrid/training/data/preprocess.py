@@ -17,7 +17,8 @@ from megatron_hybrid.checkpoints.pretrained import model_folder
 from megatron_hybrid.checkpoints.progress import progress
 from megatron_hybrid.text.document_encoder import EncodedChunk, encode_all, token_dtype
 from megatron_hybrid.text.document_files import check_files, read_chunks, read_texts
-from megatron_hybrid.text.tokenizer import Tokenizer, find_tokenizer
+from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.text.tokenizer_files import find_tokenizer
 from megatron_hybrid.text.train_tokenizer import train_tokenizer
 from megatron_hybrid.training.data.index_files import ANSWERS, Description
 

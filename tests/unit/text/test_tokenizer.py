@@ -12,7 +12,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from megatron_hybrid.text.chat_template import ChatTemplate
-from megatron_hybrid.text.tokenizer import Tokenizer, find_tokenizer
+from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.text.tokenizer_files import find_tokenizer
 from megatron_hybrid.text.train_tokenizer import train_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -1141,6 +1142,7 @@ def test_marks_of_calls_become_text_and_ends_stay_special(write):
     mark = next(t.content for t in special if t.content != tokenizer._settings.get("eos_token"))
     ids = tokenizer.tokenize(f"a{mark}b", add_special_tokens=False)
     assert mark not in tokenizer.detokenize(ids)
+    assert mark.encode() not in tokenizer.token_bytes
     tokenizer.show_special_tokens([f"<{mark}>", tokenizer._settings.get("eos_token", "")])
     assert tokenizer.tokenize(f"a{mark}b", add_special_tokens=False) == ids
     assert mark in tokenizer.detokenize(ids)

@@ -1,0 +1,271 @@
+"""The files of a checkpoint's tokenizer: tokenizer.json, or one that `transformers` converts, its
+settings, its chat templates, and the ids that end an answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from megatron_hybrid.files import replace_file
+from megatron_hybrid.text.chat_template import ChatTemplate
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+CHAT_TEMPLATE_FOLDER = "additional_chat_templates"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"  # of older checkpoints
+GENERATION_CONFIG_FILE = "generation_config.json"
+
+# Sources of a tokenizer for `transformers` without tokenizer.json.
+FOREIGN_FILES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
+
+
+def find_tokenizer(folder: str | os.PathLike[str]) -> Path | None:
+    """The file for `Tokenizer.from_folder` to read first; None: the folder has no tokenizer."""
+    paths = (Path(folder) / name for name in (TOKENIZER_FILE, *FOREIGN_FILES))
+    return next((path for path in paths if path.is_file()), None)
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What the files say; the arguments of `Tokenizer`."""
+
+    tokenizer: tokenizers.Tokenizer
+    eod: int | None
+    end_tokens: Sequence[int]
+    settings: Mapping[str, Any]
+    chat_templates: Mapping[str, ChatTemplate]
+    generation_config: Mapping[str, Any]
+
+
+def read_tokenizer_files(folder: Path) -> TokenizerFiles:
+    """See `Tokenizer.from_folder`."""
+    path = find_tokenizer(folder)
+    if path is None:
+        raise ValueError(
+            f"{folder / TOKENIZER_FILE} does not exist, nor {', '.join(FOREIGN_FILES)} beside "
+            "it: the folder has no tokenizer."
+        )
+    settings = _read_settings(folder)
+    templates = _read_templates(folder, settings)
+    if path.name == TOKENIZER_FILE:
+        tokenizer = _read_tokenizer(path)
+    else:
+        tokenizer, names = _convert(path)
+        settings.update(names)
+    # Truncation and padding are for batches of training data.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
+    config_path = folder / TOKENIZER_CONFIG_FILE
+    try:
+        _add_tokens(tokenizer, settings)
+        name = named_tokens(settings).get("eos_token")
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{config_path} does not fit {path}: {error}") from error
+    eod = None if name is None else tokenizer.token_to_id(name)
+    if name is not None and eod is None:
+        raise ValueError(f"{config_path} names the end token {name!r}, which {path} lacks.")
+    return TokenizerFiles(
+        tokenizer,
+        eod,
+        end_tokens=_read_end_tokens(folder),
+        settings=settings,
+        chat_templates=templates,
+        generation_config=_read_if_there(folder / GENERATION_CONFIG_FILE),
+    )
+
+
+def write_tokenizer_files(folder: Path, files: TokenizerFiles) -> None:
+    """See `Tokenizer.save`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_file(folder / TOKENIZER_FILE, lambda path: files.tokenizer.save(str(path)))
+    # `transformers` takes tokenizer.json as it is for this class.
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": None}
+    _write_json(folder / TOKENIZER_CONFIG_FILE, {**settings, **files.settings})
+    for path in (folder / SPECIAL_TOKENS_FILE, *_template_files(folder).values()):
+        path.unlink(missing_ok=True)  # of an earlier tokenizer
+    for name, template in files.chat_templates.items():
+        path = _template_file(folder, name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(template.source, encoding="utf-8")
+    path = folder / GENERATION_CONFIG_FILE
+    if files.generation_config:
+        _write_json(path, files.generation_config)
+    name = named_tokens(files.settings).get("eos_token")
+    stated = [] if name is None else [files.tokenizer.token_to_id(name)]
+    if tuple(dict.fromkeys([*stated, *_read_end_tokens(folder)])) != files.end_tokens:
+        _write_json(path, {**_read_if_there(path), "eos_token_id": list(files.end_tokens)})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} cannot be read as JSON: it holds no object")
+    return values
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return _read_json(path) if path.exists() else {}
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    replace_file(path, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    try:
+        # from_file raises a bare Exception for every error; reading here distinguishes them.
+        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from error
+
+
+def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """Make a tokenizer from files of another kind. Returns it and its special tokens by role."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ValueError(
+            f"{path.parent / TOKENIZER_FILE} does not exist. To make it from {path.name}: pip "
+            "install transformers"
+        ) from error
+    try:
+        loaded = AutoTokenizer.from_pretrained(
+            str(path.parent), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise ValueError(f"transformers cannot read {path} as a tokenizer: {error}") from error
+    tokenizer = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(tokenizer, tokenizers.Tokenizer):
+        raise ValueError(
+            f"{path.parent / TOKENIZER_FILE} does not exist, and the {type(loaded).__name__} that "
+            f"transformers makes from {path.name} cannot be written as one."
+        )
+    return tokenizer, loaded.special_tokens_map
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, merged with the separate file of older checkpoints."""
+    path = folder / TOKENIZER_CONFIG_FILE
+    settings = _read_if_there(path)
+    older = folder / SPECIAL_TOKENS_FILE
+    if "added_tokens_decoder" not in settings and older.exists():
+        settings.update(_read_json(older))
+    return settings
+
+
+def _template_file(folder: Path, name: str) -> Path:
+    if name == "default":
+        return folder / CHAT_TEMPLATE_FILE
+    return folder / CHAT_TEMPLATE_FOLDER / f"{name}.jinja"
+
+
+def _template_files(folder: Path) -> dict[str, Path]:
+    """Template files of a folder, by name."""
+    paths = {p.stem: p for p in sorted((folder / CHAT_TEMPLATE_FOLDER).glob("*.jinja"))}
+    if (folder / CHAT_TEMPLATE_FILE).exists():
+        paths["default"] = folder / CHAT_TEMPLATE_FILE
+    return paths
+
+
+def _read_templates(folder: Path, settings: dict[str, Any]) -> dict[str, ChatTemplate]:
+    """Read the templates, and take those in `settings` out; template files take precedence."""
+    stated = settings.pop("chat_template", None)
+    templates = {}
+    for name, path in _template_files(folder).items():
+        try:
+            templates[name] = ChatTemplate(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+    if templates or stated is None:
+        return templates
+    origin = f"chat_template of {folder / TOKENIZER_CONFIG_FILE}"
+    if isinstance(stated, str):
+        stated = [{"name": "default", "template": stated}]
+    try:
+        sources = {entry["name"]: entry["template"] for entry in stated}
+        # Names become file names when the tokenizer is saved.
+        sound = all(re.fullmatch(r"\w[\w.-]*", name) for name in sources)
+        sound = sound and all(isinstance(source, str) for source in sources.values())
+    except (TypeError, KeyError):
+        sound = False
+    if not sound:
+        raise ValueError(f"{origin} must be a string or a list of {{name, template}}")
+    return {name: ChatTemplate(source, origin) for name, source in sources.items()}
+
+
+def _read_end_tokens(folder: Path) -> list[int]:
+    """Ids that end an answer, from generation_config.json, else config.json."""
+    for name in (GENERATION_CONFIG_FILE, "config.json"):
+        path = folder / name
+        values = _read_if_there(path)
+        ids = values.get("eos_token_id")
+        if ids is None and isinstance(values.get("text_config"), dict):
+            ids = values["text_config"].get("eos_token_id")
+        if ids is None:
+            continue
+        ids = ids if isinstance(ids, list) else [ids]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise ValueError(f"eos_token_id in {path} must be an int or a list of them, got {ids}")
+        return [i for i in ids if i >= 0]  # -1 stands for none
+    return []
+
+
+# Special tokens ----------------------------------------------------------------------------------
+
+
+def _content(token: Any) -> str | None:
+    """Text of a token, which Hugging Face's files hold as a string or an object."""
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of special tokens by role: `bos_token`, a model's own such as `image_token`, ..."""
+    roles = {key: value for key, value in settings.items() if key.endswith("_token")}
+    extra = settings.get("extra_special_tokens")
+    if isinstance(extra, Mapping):
+        roles.update(extra)
+    texts = {role: _content(token) for role, token in roles.items()}
+    for role in ("bos_token", "eos_token"):
+        if roles.get(role) is not None and texts[role] is None:
+            raise ValueError(f"{role} is {roles[role]!r}, which is no token")
+    return {role: text for role, text in texts.items() if text is not None}
+
+
+def _add_tokens(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
+    """Add the added and special tokens of the settings, as `transformers` does."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    present = {token.content: token.__getstate__() for token in added}
+    stated = {}
+    for number, state in (settings.get("added_tokens_decoder") or {}).items():
+        stated[int(number)] = tokenizers.AddedToken(**state)
+    for number, token in sorted(stated.items()):
+        if present.get(token.content) != token.__getstate__():
+            tokenizer.add_tokens([token])
+        if tokenizer.token_to_id(token.content) != number:
+            raise ValueError(
+                f"it gives {token.content!r} the id {number}, which is "
+                f"{tokenizer.token_to_id(token.content)} there"
+            )
+        present[token.content] = token.__getstate__()
+    named = list(named_tokens(settings).values())
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        if isinstance(settings.get(key), list):
+            named += filter(None, map(_content, settings[key]))
+    # Tokens outside the vocabulary have no embedding; their text stays plain text.
+    known = {name for name in named if tokenizer.token_to_id(name) is not None}
+    tokenizer.add_special_tokens(sorted(known - set(present)))
