@@ -35,7 +35,7 @@ def find_tokenizer(folder: str | os.PathLike[str]) -> Path | None:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What the files say; the arguments of `Tokenizer`."""
+    """What the files say: the arguments of `Tokenizer`."""
 
     tokenizer: tokenizers.Tokenizer
     eod: int | None

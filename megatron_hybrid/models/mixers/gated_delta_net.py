@@ -9,18 +9,12 @@ from torch import Tensor
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import (
-    LayerCache,
-    Mixer,
     MixerSubmodules,
     StateTensor,
 )
 from megatron_hybrid.models.mixers.gated_norm import GatedHeadNorm
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
-from megatron_hybrid.models.mixers.projections import (
-    build_input_projection,
-    build_output_projection,
-)
-from megatron_hybrid.models.mixers.short_conv import ShortConv
+from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
 from megatron_hybrid.models.mixers.time_step import typical_decay
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_parameter
 from megatron_hybrid.ops import gated_delta_rule, time_steps
@@ -28,7 +22,7 @@ from megatron_hybrid.ops import gated_delta_rule, time_steps
 _A_RANGE = (1.0, 16.0)
 
 
-class GatedDeltaNetMixer(Mixer):
+class GatedDeltaNetMixer(RecurrentMixer):
     """With P = exp(g) S_{t-1}:  S_t = P + beta k_t (x) (v_t - k_t P),  o_t = q_t S_t.
 
     Args:
@@ -39,8 +33,6 @@ class GatedDeltaNetMixer(Mixer):
     """
 
     recompute_name = "gated_delta_net"
-
-    splits_rows = True
     input_projection = "in_proj"
 
     def __init__(
@@ -50,60 +42,41 @@ class GatedDeltaNetMixer(Mixer):
         layer_number: int,
         pg_collection: ProcessGroupCollection,
     ):
-        super().__init__(config)
-        self.layer_number = layer_number
-        self.key_dim = config.linear_key_head_dim
-        self.value_dim = config.linear_value_head_dim
+        key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
-        keys, values = key_heads * self.key_dim, value_heads * self.value_dim
+        keys, values = key_heads * key_dim, value_heads * value_dim
         tp_size = pg_collection.tp.size()
-        self.num_key_heads = max(1, key_heads // tp_size)
         copies = max(1, tp_size // key_heads)  # of a key head, on the ranks with its value heads
+        sections = {"query": keys, "key": keys, "value": values, "z": values}
+        super().__init__(
+            config,
+            submodules.input_projection,
+            layer_number,
+            pg_collection,
+            sections={**sections, "beta": value_heads, "alpha": value_heads},
+            convolved=("query", "key", "value"),
+            kernel_size=config.linear_conv_kernel_dim,
+            copies={"query": copies, "key": copies},
+        )
+        self.key_dim, self.value_dim = key_dim, value_dim
+        self.num_key_heads = max(1, key_heads // tp_size)
         self.num_value_heads = value_heads // tp_size
         self.max_beta = 2.0 if config.linear_allow_neg_eigval else 1.0
-
-        self.in_proj = build_input_projection(
-            submodules.input_projection,
-            config,
-            (keys, keys, values, values, value_heads, value_heads),
-            pg_collection,
-            comm_buffer="fc1",
-            section_names=("query", "key", "value", "z", "beta", "alpha"),
-            copies=(copies, copies, 1, 1, 1, 1),
-        )
         widths = self.in_proj.weight.cut.local_sections
         self.split_sizes = [sum(widths[:3]), *widths[3:]]
-        self.conv1d = ShortConv(
-            (keys, keys, values),
-            ("query", "key", "value"),
-            config.linear_conv_kernel_dim,
-            bias=False,
-            tp_group=pg_collection.tp,
-            dtype=config.params_dtype,
-            copies=(copies, copies, 1),
-        )
         # Decay and time step stay in fp32 in a bf16 model, as in Mamba-2.
         cut, rank = Cut(0, (value_heads,), tp_size), pg_collection.tp.rank()
         A_log = torch.empty(value_heads).uniform_(*_A_RANGE).log()
         self.A_log = sharded_parameter(A_log, cut, rank)
         self.dt_bias = sharded_parameter(torch.ones(value_heads), cut, rank)
-        self.out_norm = GatedHeadNorm(config, self.value_dim, pg_collection.tp, "silu")
-        self.out_proj = build_output_projection(
-            submodules.row, config, values, pg_collection, comm_buffer="fc2"
-        )
+        self.out_norm = GatedHeadNorm(config, value_dim, pg_collection.tp, "silu")
+        self.out_proj = self._build_output(submodules.row, values)
 
-    def cache_requirements(self) -> LayerCache:
-        """A convolution tail and the state, [H, N, P]."""
+    def recurrent_states(self) -> tuple[StateTensor, ...]:
+        """[H, N, P]."""
         shape = (self.num_value_heads, self.key_dim, self.value_dim)
-        decay_H = typical_decay(self.A_log, self.dt_bias)
-        state = StateTensor(
-            "delta",
-            shape,
-            self.config.recurrent_state_dtype,
-            decay_H[:, None, None],
-            self.config.linear_num_value_heads,
-        )
-        return LayerCache(states=(self.conv1d.state(), state))
+        decay_HNP = typical_decay(self.A_log, self.dt_bias)[:, None, None]
+        return (self._state("delta", shape, self.config.linear_num_value_heads, decay_HNP),)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""

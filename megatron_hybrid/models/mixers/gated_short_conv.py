@@ -6,16 +6,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerSubmodules
+from megatron_hybrid.models.mixers.base import MixerSubmodules
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
-from megatron_hybrid.models.mixers.projections import (
-    build_input_projection,
-    build_output_projection,
-)
-from megatron_hybrid.models.mixers.short_conv import ShortConv
+from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
 
 
-class GatedShortConvMixer(Mixer):
+class GatedShortConvMixer(RecurrentMixer):
     """y = C * conv(B * x), where B, C and x are projections of the layer's input.
 
     Args:
@@ -26,8 +22,6 @@ class GatedShortConvMixer(Mixer):
     """
 
     recompute_name = "short_conv"
-
-    splits_rows = True
     input_projection = "in_proj"
 
     def __init__(
@@ -37,34 +31,20 @@ class GatedShortConvMixer(Mixer):
         layer_number: int,
         pg_collection: ProcessGroupCollection,
     ):
-        super().__init__(config)
-        self.layer_number = layer_number
         width, bias = config.hidden_size, config.short_conv_bias
-        self.in_proj = build_input_projection(
-            submodules.input_projection,
+        super().__init__(
             config,
-            (width, width, width),
+            submodules.input_projection,
+            layer_number,
             pg_collection,
-            comm_buffer="fc1",
-            section_names=("B", "C", "x"),
+            sections=dict.fromkeys(("B", "C", "x"), width),
+            convolved=("x",),
+            kernel_size=config.short_conv_kernel,
             bias=bias,
-        )
-        self.conv1d = ShortConv(
-            (width,),
-            ("x",),
-            config.short_conv_kernel,
-            bias=bias,
-            tp_group=pg_collection.tp,
-            dtype=config.params_dtype,
+            conv_bias=bias,
             activation=None,
         )
-        self.out_proj = build_output_projection(
-            submodules.row, config, width, pg_collection, comm_buffer="fc2", bias=bias
-        )
-
-    def cache_requirements(self) -> LayerCache:
-        """A convolution tail."""
-        return LayerCache(states=(self.conv1d.state(),))
+        self.out_proj = self._build_output(submodules.row, width, bias)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""

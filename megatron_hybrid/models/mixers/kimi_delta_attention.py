@@ -9,8 +9,6 @@ from torch import Tensor
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import (
-    LayerCache,
-    Mixer,
     MixerSubmodules,
     StateTensor,
 )
@@ -19,9 +17,8 @@ from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
     ReplicatedLinear,
     build_input_projection,
-    build_output_projection,
 )
-from megatron_hybrid.models.mixers.short_conv import ShortConv
+from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
 from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_parameter
 from megatron_hybrid.ops import kimi_delta_attention, time_steps
@@ -29,7 +26,7 @@ from megatron_hybrid.ops import kimi_delta_attention, time_steps
 _A_RANGE = (1.0, 16.0)
 
 
-class KimiDeltaAttentionMixer(Mixer):
+class KimiDeltaAttentionMixer(RecurrentMixer):
     """With P = Diag(exp(g)) S_{t-1}:  S_t = P + beta k_t (x) (v_t - k_t P),  o_t = q_t S_t.
 
     g = -exp(A) softplus(f(x) + dt_bias) has a value for each channel of the keys. f and the output
@@ -44,8 +41,6 @@ class KimiDeltaAttentionMixer(Mixer):
 
     recompute_name = "kimi_delta_attention"
 
-    splits_rows = True
-
     def __init__(
         self,
         config: HybridConfig,
@@ -53,33 +48,22 @@ class KimiDeltaAttentionMixer(Mixer):
         layer_number: int,
         pg_collection: ProcessGroupCollection,
     ):
-        super().__init__(config)
-        self.layer_number = layer_number
-        self.key_dim = config.linear_key_head_dim
-        self.value_dim = config.linear_value_head_dim
+        key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         heads = config.linear_num_key_heads
-        keys, values = heads * self.key_dim, heads * self.value_dim
-        tp_size = pg_collection.tp.size()
-        self.num_heads = heads // tp_size
-        self.max_beta = 2.0 if config.linear_allow_neg_eigval else 1.0
-
+        keys, values = heads * key_dim, heads * value_dim
         # Heads are split over the ranks; the inner dimension of the low-rank gates is replicated.
-        self.in_proj = build_input_projection(
-            submodules.column,
+        super().__init__(
             config,
-            (keys, keys, values, heads),
+            submodules.column,
+            layer_number,
             pg_collection,
-            comm_buffer="fc1",
-            section_names=("query", "key", "value", "beta"),
+            sections={"query": keys, "key": keys, "value": values, "beta": heads},
+            convolved=("query", "key", "value"),
+            kernel_size=config.linear_conv_kernel_dim,
         )
-        self.conv1d = ShortConv(
-            (keys, keys, values),
-            ("query", "key", "value"),
-            config.linear_conv_kernel_dim,
-            bias=False,
-            tp_group=pg_collection.tp,
-            dtype=config.params_dtype,
-        )
+        tp_size = pg_collection.tp.size()
+        self.key_dim, self.value_dim, self.num_heads = key_dim, value_dim, heads // tp_size
+        self.max_beta = 2.0 if config.linear_allow_neg_eigval else 1.0
         self.f_a_proj, self.g_a_proj = (
             ReplicatedLinear(config, config.hidden_size, self.value_dim) for _ in range(2)
         )
@@ -100,23 +84,14 @@ class KimiDeltaAttentionMixer(Mixer):
         self.A_log = sharded_parameter(A_log, Cut(0, (heads,), tp_size), rank)
         self.dt_bias = sharded_parameter(initial_dt_bias(keys), Cut(0, (keys,), tp_size), rank)
         self.out_norm = GatedHeadNorm(config, self.value_dim, pg_collection.tp, "sigmoid")
-        self.out_proj = build_output_projection(
-            submodules.row, config, values, pg_collection, comm_buffer="fc2"
-        )
+        self.out_proj = self._build_output(submodules.row, values)
 
-    def cache_requirements(self) -> LayerCache:
-        """A convolution tail and the state, [H, N, P]."""
+    def recurrent_states(self) -> tuple[StateTensor, ...]:
+        """[H, N, P]."""
         shape = (self.num_heads, self.key_dim, self.value_dim)
         dt_bias_HN = self.dt_bias.view(self.num_heads, self.key_dim)
-        decay_HN = typical_decay(self.A_log[:, None], dt_bias_HN)
-        state = StateTensor(
-            "delta",
-            shape,
-            self.config.recurrent_state_dtype,
-            decay_HN[:, :, None],
-            self.config.linear_num_key_heads,
-        )
-        return LayerCache(states=(self.conv1d.state(), state))
+        decay_HNP = typical_decay(self.A_log[:, None], dt_bias_HN)[:, :, None]
+        return (self._state("delta", shape, self.config.linear_num_key_heads, decay_HNP),)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""

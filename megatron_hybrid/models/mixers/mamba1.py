@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import (
-    LayerCache,
-    Mixer,
     MixerSubmodules,
     StateTensor,
 )
@@ -21,13 +19,13 @@ from megatron_hybrid.models.mixers.projections import (
     build_input_projection,
     build_output_projection,
 )
-from megatron_hybrid.models.mixers.short_conv import ShortConv
+from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
 from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, shard, sharded_parameter
 from megatron_hybrid.ops import selective_scan, time_steps
 
 
-class Mamba1Mixer(Mixer):
+class Mamba1Mixer(RecurrentMixer):
     """h_t = exp(dt_t A) h_{t-1} + dt_t x_t (x) B_t,  y_t = h_t C_t + D x_t, gated.
 
     Channels are split over the ranks; dt, B and C are sums over the channels of all ranks.
@@ -40,8 +38,6 @@ class Mamba1Mixer(Mixer):
     """
 
     recompute_name = "mamba"
-
-    splits_rows = True
     input_projection = "in_proj"
 
     def __init__(
@@ -51,32 +47,23 @@ class Mamba1Mixer(Mixer):
         layer_number: int,
         pg_collection: ProcessGroupCollection,
     ):
-        super().__init__(config)
-        self.layer_number = layer_number
-        self.tp_group = pg_collection.tp
-        tp_size, tp_rank = pg_collection.tp.size(), pg_collection.tp.rank()
         inner, rank = config.mamba1_inner_size, config.mamba1_dt_rank
+        super().__init__(
+            config,
+            submodules.input_projection,
+            layer_number,
+            pg_collection,
+            sections={"x": inner, "z": inner},
+            convolved=("x",),
+            kernel_size=config.mamba1_conv_kernel,
+            bias=config.mamba1_proj_bias,
+            conv_bias=config.mamba1_conv_bias,
+        )
+        tp_size, tp_rank = pg_collection.tp.size(), pg_collection.tp.rank()
         self.state_dim = config.mamba1_state_dim
         self.num_channels, self.num_full_channels = inner // tp_size, inner
         self.split_sizes = [rank, self.state_dim, self.state_dim]
 
-        self.in_proj = build_input_projection(
-            submodules.input_projection,
-            config,
-            (inner, inner),
-            pg_collection,
-            comm_buffer="fc1",
-            section_names=("x", "z"),
-            bias=config.mamba1_proj_bias,
-        )
-        self.conv1d = ShortConv(
-            (inner,),
-            ("x",),
-            config.mamba1_conv_kernel,
-            bias=config.mamba1_conv_bias,
-            tp_group=pg_collection.tp,
-            dtype=config.params_dtype,
-        )
         # dt, B and C are sums over the channels of all ranks, in all rows.
         config = config.with_all_rows()
         self.x_proj = build_output_projection(
@@ -109,23 +96,13 @@ class Mamba1Mixer(Mixer):
         cut, decay = Cut(0, (inner,), tp_size), torch.arange(1.0, self.state_dim + 1.0).log()
         self.A_log = sharded_parameter(decay.repeat(inner, 1), cut, tp_rank)
         self.D = sharded_parameter(torch.ones(inner), cut, tp_rank)
-        self.out_proj = build_output_projection(
-            submodules.row,
-            self.config,
-            inner,
-            pg_collection,
-            comm_buffer="fc2",
-            bias=config.mamba1_proj_bias,
-        )
+        self.out_proj = self._build_output(submodules.row, inner, config.mamba1_proj_bias)
 
-    def cache_requirements(self) -> LayerCache:
-        """A convolution tail and the state, [C, N]."""
+    def recurrent_states(self) -> tuple[StateTensor, ...]:
+        """[C, N]."""
         shape = (self.num_channels, self.state_dim)
         decay_CN = typical_decay(self.A_log, self.dt_proj.bias[:, None])
-        state = StateTensor(
-            "ssm", shape, self.config.recurrent_state_dtype, decay_CN, self.num_full_channels
-        )
-        return LayerCache(states=(self.conv1d.state(), state))
+        return (self._state("ssm", shape, self.num_full_channels, decay_CN),)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""
@@ -138,7 +115,7 @@ class Mamba1Mixer(Mixer):
         # Every rank uses all of B and C for its own channels: their gradients are summed over
         # ranks.
         B_TN, C_TN = (
-            copy_to_tensor_model_parallel_region(norm(part), self.tp_group)
+            copy_to_tensor_model_parallel_region(norm(part), self.pg_collection.tp)
             for norm, part in ((self.b_layernorm, B_TN), (self.c_layernorm, C_TN))
         )
         y_TC = selective_scan(

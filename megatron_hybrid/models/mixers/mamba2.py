@@ -9,18 +9,12 @@ from torch import Tensor
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import (
-    LayerCache,
-    Mixer,
     MixerSubmodules,
     StateTensor,
 )
 from megatron_hybrid.models.mixers.gated_norm import GatedGroupNorm, gated
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
-from megatron_hybrid.models.mixers.projections import (
-    build_input_projection,
-    build_output_projection,
-)
-from megatron_hybrid.models.mixers.short_conv import ShortConv
+from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
 from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_parameter
 from megatron_hybrid.ops import ssd_scan, time_steps
@@ -28,7 +22,7 @@ from megatron_hybrid.ops import ssd_scan, time_steps
 _A_RANGE = (1.0, 16.0)
 
 
-class Mamba2Mixer(Mixer):
+class Mamba2Mixer(RecurrentMixer):
     """S_t = exp(dt A) S_{t-1} + dt x_t (x) B_t,  y_t = S_t C_t + D x_t, gated and normed.
 
     Args:
@@ -39,8 +33,6 @@ class Mamba2Mixer(Mixer):
     """
 
     recompute_name = "mamba"
-
-    splits_rows = True
     input_projection = "in_proj"
 
     def __init__(
@@ -50,30 +42,26 @@ class Mamba2Mixer(Mixer):
         layer_number: int,
         pg_collection: ProcessGroupCollection,
     ):
-        super().__init__(config)
-        self.layer_number = layer_number
-        self.head_dim = config.mamba_head_dim
-        self.state_dim = config.mamba_state_dim
-        self.chunk_size = config.mamba_chunk_size
         heads, groups = config.mamba_num_heads, config.mamba_num_groups
-        inner = heads * self.head_dim
-        group_states = groups * self.state_dim
+        inner, group_states = heads * config.mamba_head_dim, groups * config.mamba_state_dim
         tp_size = pg_collection.tp.size()
-        self.num_heads = heads // tp_size
-        self.num_groups = max(1, groups // tp_size)
         copies = max(1, tp_size // groups)  # of a group's B and C, on the ranks with its heads
-
-        sections = (inner, inner, group_states, group_states, heads)
-        self.in_proj = build_input_projection(
-            submodules.input_projection,
+        groups_states = {"B": group_states, "C": group_states}
+        super().__init__(
             config,
-            sections,
+            submodules.input_projection,
+            layer_number,
             pg_collection,
-            comm_buffer="fc1",
-            section_names=("z", "x", "B", "C", "dt"),
-            copies=(1, 1, copies, copies, 1),
+            sections={"z": inner, "x": inner, **groups_states, "dt": heads},
+            convolved=("x", "B", "C"),
+            kernel_size=config.mamba_conv_kernel,
+            copies={"B": copies, "C": copies},
             bias=config.mamba_proj_bias,
+            conv_bias=config.mamba_conv_bias,
         )
+        self.head_dim, self.state_dim = config.mamba_head_dim, config.mamba_state_dim
+        self.chunk_size = config.mamba_chunk_size
+        self.num_heads, self.num_groups = heads // tp_size, max(1, groups // tp_size)
         widths = self.in_proj.weight.cut.local_sections
         self.split_sizes = [widths[0], sum(widths[1:4]), widths[4]]
         multipliers = None
@@ -81,15 +69,6 @@ class Mamba2Mixer(Mixer):
             factors = torch.tensor(config.mamba_section_multipliers, dtype=config.params_dtype)
             multipliers = torch.cat([f.expand(width) for f, width in zip(factors, widths)])
         self.register_buffer("multipliers", multipliers, persistent=False)
-        self.conv1d = ShortConv(
-            (inner, group_states, group_states),
-            ("x", "B", "C"),
-            config.mamba_conv_kernel,
-            bias=config.mamba_conv_bias,
-            tp_group=pg_collection.tp,
-            dtype=config.params_dtype,
-            copies=(1, copies, copies),
-        )
         # Time step, decay and skip stay in fp32 in a bf16 model; in core the last two do.
         cut, rank = Cut(0, (heads,), tp_size), pg_collection.tp.rank()
         self.dt_bias = sharded_parameter(initial_dt_bias(heads), cut, rank)
@@ -105,27 +84,13 @@ class Mamba2Mixer(Mixer):
                 dtype=config.params_dtype,
                 norm_before_gate=config.mamba_gated_norm == "norm_first",
             )
-        self.out_proj = build_output_projection(
-            submodules.row,
-            config,
-            inner,
-            pg_collection,
-            comm_buffer="fc2",
-            bias=config.mamba_proj_bias,
-        )
+        self.out_proj = self._build_output(submodules.row, inner, config.mamba_proj_bias)
 
-    def cache_requirements(self) -> LayerCache:
-        """A convolution tail and the state, [H, P, N]."""
+    def recurrent_states(self) -> tuple[StateTensor, ...]:
+        """[H, P, N]."""
         shape = (self.num_heads, self.head_dim, self.state_dim)
-        decay_H = typical_decay(self.A_log, self.dt_bias)
-        state = StateTensor(
-            "ssm",
-            shape,
-            self.config.recurrent_state_dtype,
-            decay_H[:, None, None],
-            self.config.mamba_num_heads,
-        )
-        return LayerCache(states=(self.conv1d.state(), state))
+        decay_HPN = typical_decay(self.A_log, self.dt_bias)[:, None, None]
+        return (self._state("ssm", shape, self.config.mamba_num_heads, decay_HPN),)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""
