@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Every test runs on one core.
 TESTED := not gpu and not matrix
-ALL    := --ignore=tests/kernels --ignore=tests/page --ignore=tests/dynamo tests
+ALL    := --ignore=tests/kernels --ignore=tests/page --ignore=tests/dynamo --ignore=tests/ray tests
 PYTEST  = $(BIN)/python -m pytest -m "$(TESTED)" -n auto --maxprocesses 8 --dist worksteal
 
 # The tests of the door to Megatron's scripts run on the newest pinned megatron-core, too, unless an environment was chosen.
@@ -37,7 +37,7 @@ GPU_CONTAINER := nvcr.io/nvidia/pytorch:25.12-py3
 GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
-.PHONY: demo tour demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-serve-ranks test-attacks test-dynamo dynamo-tests bench-dynamo dynamo-bench \
+.PHONY: demo tour demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-serve-ranks test-attacks test-dynamo dynamo-tests bench-dynamo dynamo-bench test-ray ray-tests \
         unit functional test-matrix test-clients speculation-fuzz soak soak-ranks soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
 
 help:
@@ -54,6 +54,8 @@ help:
 	@echo "                   and their end; two minutes, and a part of make test-matrix"
 	@echo "make test-dynamo   NVIDIA Dynamo's frontend before two workers, in .venv-dynamo;"
 	@echo "                   four minutes; make bench-dynamo: what it costs and brings"
+	@echo "make test-ray      replicas of Ray Serve, of one rank and of two, in .venv-ray;"
+	@echo "                   three minutes"
 	@echo "make test-attacks  clients of a server that would stop the others; a minute"
 	@echo "make test-gpu      the tests that need GPUs, in NVIDIA's container for PyTorch"
 	@echo "make gpu-wheels    wheels that benchmarks.gpu.first_run needs, into wheels/gpu"
@@ -151,6 +153,18 @@ dynamo-bench: $(VENV)/.dynamo
 $(VENV)/.dynamo: $(VENV)/.installed-test tests/dynamo/requirements.txt
 	@echo "Installing Dynamo into $(VENV)"
 	@$(BIN)/python -m pip $(QUIET) --disable-pip-version-check install --no-deps -r tests/dynamo/requirements.txt
+	@touch $@
+
+# In an environment of its own: Ray brings some forty packages.
+test-ray:
+	@$(MAKE) --no-print-directory ray-tests VENV=.venv-ray
+
+ray-tests: $(VENV)/.ray
+	$(BIN)/python -m pytest -s tests/ray
+
+$(VENV)/.ray: $(VENV)/.installed-test tests/ray/requirements.txt
+	@echo "Installing Ray into $(VENV)"
+	@$(PIP) install -r tests/ray/requirements.txt
 	@touch $@
 
 test-attacks: $(VENV)/.installed-test

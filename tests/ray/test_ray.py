@@ -1,0 +1,191 @@
+"""`make test-ray`: `serve run` of the example's YAML file, with replicas of one rank and of two."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+from http_server import running_server, wait_until
+from ray.serve.schema import ServeDeploySchema
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray"
+READY_SECONDS = 120
+PROMPT = "Once upon a time there was a king who had three daughters, and the youngest of them"
+GREEDY = {"model": "demo", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+LONG = {**GREEDY, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+ASKED = {
+    "greedy": {},
+    "samples": {"n": 3, "temperature": 0.8, "seed": 3},
+    "log-probabilities": {"logprobs": 3, "temperature": 0.9, "seed": 11},
+    "a regex": {"structured_outputs": {"regex": "(yes|no), [0-9]{3}"}},
+    "a stop string": {"stop": ["the"], "max_tokens": 40},
+}
+
+
+class Cluster:
+    """A `serve run` on this machine. Attributes: url (of HTTP)."""
+
+    def __init__(self, folder: Path, port: int, **changed: int):
+        settings = yaml.safe_load((EXAMPLE / "ray_serve.yaml").read_text())
+        settings["http_options"]["port"] = port
+        (application,) = settings["applications"]
+        application["args"] |= {"cpus": 0.5, **changed}
+        if changed:
+            application["deployments"][0]["num_replicas"] = 1
+        path = folder / "app.yaml"
+        path.write_text(yaml.safe_dump(settings))
+        self.url, self.log = f"http://127.0.0.1:{port}", folder / "log"
+        command = [Path(sys.executable).with_name("serve"), "run", str(path)]
+        with open(self.log, "w") as file:
+            self.process = subprocess.Popen(
+                command, cwd=EXAMPLE, stdout=file, stderr=subprocess.STDOUT
+            )
+        self.client = httpx.Client(base_url=self.url, timeout=60)
+
+    def ask(self, fields: dict, session: str = "") -> dict:
+        """The answer to a completion."""
+        headers = {"X-Session-Id": session} if session else {}
+        answer = self.client.post("/v1/completions", json=fields, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def answers(self) -> bool:
+        """Whether a completion is answered."""
+        assert self.process.poll() is None, self.log.read_text()
+        with suppress(httpx.TransportError):
+            return self.client.post("/v1/completions", json=GREEDY).status_code == 200
+        return False
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """Those of actors with this name."""
+        found = []
+        for each in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                found += [each] if name in " ".join(each.cmdline()) else []
+        return found
+
+    def end(self) -> None:
+        self.client.close()
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(30)
+        finally:
+            for child in children:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+
+
+@contextmanager
+def cluster(folder: Path, port: int, **changed: int) -> Iterator[Cluster]:
+    made = Cluster(folder, port, **changed)
+    try:
+        wait_until(made.answers, READY_SECONDS)
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("two"), 18_651) as made:
+        wait_until(lambda: len(made.processes("ray::ServeReplica")) == 2, READY_SECONDS)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[httpx.Client]:
+    with (
+        running_server({"cache_bytes": 64 << 20, "max_sequence_length": 2048}) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        yield client
+
+
+def told(answer: dict) -> list:
+    return [[each["text"], each["finish_reason"], each["logprobs"]] for each in answer["choices"]]
+
+
+def test_the_file_is_what_ray_serve_reads():
+    settings = yaml.safe_load((EXAMPLE / "ray_serve.yaml").read_text())
+    (application,) = ServeDeploySchema(**settings).applications
+    assert application.import_path == "ray_serve:build"
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_answers_are_those_of_the_server(two, plain, what):
+    fields = {**GREEDY, **ASKED[what]}
+    expected = plain.post("/v1/completions", json=fields).json()
+    assert told(two.ask(fields)) == told(expected)
+
+
+def test_a_stream_comes_in_pieces_and_its_text_is_the_answer(two):
+    pieces = []
+    with two.client.stream("POST", "/v1/completions", json={**GREEDY, "stream": True}) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                pieces += [each["text"] for each in json.loads(line[6:])["choices"]]
+    assert len(pieces) > 3 and "".join(pieces) == two.ask(GREEDY)["choices"][0]["text"]
+
+
+def test_a_refusal_keeps_its_text(two):
+    answer = two.client.post("/v1/completions", json={**GREEDY, "temperature": -1})
+    assert answer.status_code == 400 and "temperature" in answer.json()["error"]["message"]
+
+
+def test_the_turns_of_a_session_find_the_prefix_of_the_turn_before(two):
+    asked = skipped = 0
+    prompts = {f"chat-{i}": f"Chat {i}. {PROMPT}" for i in range(6)}
+    for turn in range(3):
+        for session, prompt in prompts.items():
+            answer = two.ask({**GREEDY, "prompt": prompt}, session)
+            if turn:
+                asked += answer["usage"]["prompt_tokens"]
+                skipped += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            prompts[session] = f"{prompt}{answer['choices'][0]['text']} And then?"
+    assert skipped > 0.7 * asked
+
+
+def test_a_client_that_leaves_ends_its_request(two):
+    session = {"X-Session-Id": "leaving"}
+
+    def statuses() -> set[str]:
+        answer = two.client.get("/requests", headers=session).json()
+        return {each["status"] for each in answer["requests"]}
+
+    with two.client.stream("POST", "/v1/completions", json=LONG, headers=session) as answer:
+        next(answer.iter_lines())
+    wait_until(lambda: "cancelled" in statuses(), 10)
+
+
+def test_a_replica_that_is_killed_is_replaced(two):
+    before = told(two.ask(GREEDY))
+    for replica in two.processes("ray::ServeReplica"):
+        replica.kill()
+    began = time.monotonic()
+    wait_until(two.answers, READY_SECONDS)
+    print(f"answered {time.monotonic() - began:.1f} s after both replicas were killed")
+    assert told(two.ask(GREEDY)) == before
+
+
+def test_a_replica_of_two_ranks_answers_and_is_replaced_when_a_rank_is_killed(tmp_path, two, plain):
+    two.end()
+    expected = told(plain.post("/v1/completions", json=GREEDY).json())
+    with cluster(tmp_path, 18_652, tp=2) as split:
+        assert told(split.ask(GREEDY))[0][0] == expected[0][0]
+        (rank,) = split.processes("ray::Rank")
+        rank.kill()
+        rank.wait()
+        began = time.monotonic()
+        wait_until(lambda: len(split.processes("ray::Rank")) == 1, READY_SECONDS)
+        wait_until(split.answers, READY_SECONDS)
+        print(f"answered {time.monotonic() - began:.1f} s after a rank was killed")
+        assert told(split.ask(GREEDY))[0][0] == expected[0][0]
