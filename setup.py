@@ -60,7 +60,7 @@ setup(
     ],
     extras_require={
         # NVIDIA's apex is used when it is installed; PyPI's `apex` is another project: see
-        # docs/installing.md.
+        # docs/start/install.md.
         # Kernels; no compiler is needed. Of fla-core parts are called, which may move.
         "gpu": ["triton>=3.6", "fla-core>=0.6,<0.7"],
         "te": ["transformer-engine[pytorch]>=2.0"],  # builds a part of it, with nvcc

@@ -74,5 +74,5 @@ class RunFields(FieldGroup):
             raise ValueError(
                 "gradient_accumulation_fusion=True needs NVIDIA's apex with its CUDA extensions "
                 "(the `apex` on PyPI is another project), which is not installed. Build it as "
-                "docs/installing.md says, or leave the field at False."
+                "docs/start/install.md says, or leave the field at False."
             )
