@@ -173,7 +173,9 @@ def _with_ints(value: Any) -> Any:
 class Fields(BaseModel):
     """A body, or an object in one."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=(), strict=True)
+    model_config = ConfigDict(
+        extra="allow", protected_namespaces=(), strict=True, use_attribute_docstrings=True
+    )
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
@@ -210,7 +212,8 @@ class Fields(BaseModel):
         found = handler(core_schema)
         properties = handler.resolve_ref_schema(found)["properties"]
         for name in _left_out_by_null(cls):
-            properties[name] = {"anyOf": [properties[name], {"type": "null"}]}
+            about = properties[name].pop("description", "")
+            properties[name] = {"anyOf": [properties[name], {"type": "null"}], "description": about}
         for name, nothing in cls.refused().items():
             values = [value for value in nothing if value is not None]
             properties[name] = {"enum": [*values, None], "description": "It is not supported."}
@@ -261,14 +264,18 @@ class StreamOptions(Fields):
     """Of a stream."""
 
     include_usage: bool = False
+    """One more chunk at the end has the usage."""
     continuous_usage_stats: bool = False
+    """With `include_usage`, each chunk with tokens has the usage so far."""
 
 
 class JsonSchema(Fields):
     """In a `response_format`."""
 
     name: str | None = None
+    """A label."""
     schema_: dict[str, Any] | bool = Field(True, alias="schema")
+    """That the answer fits. Keywords that a guide cannot hold are 400."""
 
 
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
@@ -278,11 +285,17 @@ class ResponseFormat(Fields):
     """As in OpenAI's API."""
 
     type: Literal[FORMATS]
+    """What the answer is."""
     json_schema: JsonSchema | None = None
+    """Needed by the type of this name."""
     format: dict[str, Any] | None = None
+    """Of a structural tag: texts with tags of a form, as xgrammar has them."""
     structures: list[dict[str, Any]] | None = None
+    """Of a structural tag in its older form, beside `triggers`."""
     triggers: list[str] | None = None
+    """Texts that begin a tag of `structures`."""
     at_least_one: bool | None = None
+    """Whether one of `structures` has to come."""
 
     @model_validator(mode="after")
     def _has_schema(self) -> Self:
@@ -312,11 +325,18 @@ class StructuredOutputs(Fields):
     model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
 
     json_: Something | bool | Text | None = Field(None, alias="json")
+    """JSON Schema, as an object or as its text, that the answer fits."""
     regex: Text | None = None
+    """Regular expression that the whole answer matches."""
     choice: Texts | None = None
+    """Texts of which the answer is one."""
     json_object: bool | None = None
+    """Whether the answer is any JSON object."""
     grammar: Text | None = None
+    """EBNF as xgrammar reads it, from the rule `root`: at most 64 Ki characters, 200 open brackets
+    and 1000 repeats of a part."""
     structural_tag: Something | Text | None = None
+    """As in `response_format`, as an object or as its text."""
 
     @model_validator(mode="after")
     def _knows_all(self) -> Self:
@@ -354,42 +374,85 @@ class SharedFields(Body):
     """What all routes that generate share."""
 
     model: str | None = None
+    """Name of the served model, or none."""
     temperature: Annotated[float, Field(ge=0)] | None = None
+    """Divides the logits; 0 is greedy. This and the next three are by default those of the model's
+    generation_config.json."""
     top_p: Probability | None = None
+    """Draw from the most likely tokens whose probabilities add up to this; 0 and 1 keep all."""
     top_k: int | None = None
+    """Draw from so many most likely tokens; 0 and less keep all."""
     min_p: Probability | None = None
+    """Draw from tokens that are at least this many times as likely as the most likely one."""
     presence_penalty: Penalty | None = None
+    """Subtracted from the logits of tokens that the answer has."""
     frequency_penalty: Penalty | None = None
+    """Subtracted for each time that the answer has a token."""
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    """Divides positive logits of tokens in prompt or answer, and multiplies negative ones."""
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = None
+    """Token id -> what is added to its logit."""
     min_tokens: Count | None = None
+    """No stop token ends an answer that has fewer tokens; texts of `stop` still do."""
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None  # exact as floats
+    """Of the draws: equal requests with equal seeds have equal answers. -1 is a seed as any other.
+    By default each request has another one."""
     stop: Annotated[str, Field(max_length=1024)] | Words | None = None
+    """Texts that end the answer. An empty text is none; one in a list is 400."""
     stop_token_ids: Annotated[list[Token], Field(max_length=1024)] | None = None
+    """Tokens that end the answer, beside the model's own."""
     include_stop_str_in_output: bool = False
+    """Show the text of `stop` that ended the answer."""
     ignore_eos: bool = False
+    """Go on past the model's own stop tokens."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of texts. If false, texts have all but the stop token that ends an
+    answer."""
     structured_outputs: StructuredOutputs | None = None
+    """What the answer may look like. 400 beside another field that says so."""
     stream: bool = False
+    """Answer with server-sent events."""
     cache_salt: Text | None = None
+    """Prefixes are shared among equal salts only."""
     cache_breakpoints: list[Count] | None = None
+    """Positions in the prompt, in tokens, where a state is worth keeping, such as the end of a
+    shared document."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """Keep so many tokens of the prompt; -1: as many as there is room for beside the answer."""
     truncation_side: Literal["left", "right"] = "left"
+    """Where the prompt is cut: left keeps its last tokens, right its first."""
     allowed_token_ids: list[Token] | None = None
+    """No other token is drawn, so stop tokens belong to them. 400 beside a guide."""
     bad_words: Words | None = None
+    """Words that do not come: the last token of one, as the tokenizer writes it with and without a
+    space before it, is not drawn behind the others. The same word in other tokens may come. 400
+    beside a guide."""
     priority: int = 0
+    """Lower ones start first among those that wait."""
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """A label, in place of the header X-Request-Id. Several requests may have the same; /abort ends
+    those of the own key."""
 
 
 class GenerationFields(SharedFields):
     """What completions and chats share."""
 
     n: Positive = 1
+    """Answers to each prompt. Each counts as a request."""
     response_format: ResponseFormat | None = None
+    """What the answer may look like, as in OpenAI's API."""
     stream_options: StreamOptions | None = None
+    """400 without `stream`."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Log-probabilities of the prompt's tokens, with so many of the most likely ones at each place.
+    All of the prompt is computed. `rank` is null for a token that is not among them. 400 in a
+    stream."""
     return_token_ids: bool = False
+    """Answers have `token_ids` and `weight_epochs`, the weights that drew each token, and
+    `prompt_token_ids`: of each choice of a completion, once of a chat, and in the first chunk of a
+    stream."""
     return_tokens_as_token_ids: bool = False
+    """Log-probabilities name all tokens `token_id:N`."""
 
     @property
     def stops(self) -> list[str]:
@@ -435,10 +498,19 @@ class CompletionFields(GenerationFields):
     """Body of /v1/completions."""
 
     prompt: str | Tokens | Texts | Annotated[list[Tokens], Field(min_length=1)]
+    """A text, several, token ids, or several lists of them."""
     max_tokens: Count | None = 16
+    """Most tokens of an answer; 0 computes the prompt alone; null: what there is room for."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Log-probabilities of the answer's tokens, with so many of the most likely ones.
+    `top_logprobs` has the drawn token, too. A part of a character is named by its bytes,
+    `bytes:\\xe2`; of several tokens with one text the others are named `token_id:N`."""
     echo: bool = False
+    """The prompt comes before the answer, in a stream as its first chunk. 400 with `logprobs` in a
+    stream."""
     add_special_tokens: bool = True
+    """Put the tokenizer's special tokens, such as that of the beginning, around a prompt that is a
+    text."""
 
     @property
     def num_top(self) -> int | None:
@@ -466,15 +538,20 @@ class Function(Fields):
     """That an answer may call."""
 
     name: Text
+    """Of the function."""
     description: str | None = None
+    """For the model."""
     parameters: dict[str, Any] | None = None
+    """JSON Schema of the arguments. `$ref` leads to its own definitions."""
 
 
 class Tool(Fields):
     """A function."""
 
     type: Literal["function"]
+    """A function."""
     function: Function
+    """That may be called."""
 
 
 _OF_TEMPLATE = frozenset(
@@ -490,26 +567,41 @@ class SharedTemplateFields(Body):
     """What all routes with chats say of the template."""
 
     chat_template: Text | None = None
+    """Jinja template in place of the model's, which shows the form of calls and reasoning, too. 400
+    unless the server has --trust-request-chat-template."""
     chat_template_kwargs: Object | None = None
+    """Variables of the template, before those of `reasoning_effort`. Names of other fields, such as
+    tools, are 400."""
     documents: list[Object] | None = None
+    """For templates that show documents."""
 
 
 class SharedChatFields(SharedTemplateFields, SharedFields):
     """What all routes that answer chats share."""
 
     tool_choice: str | Object | None = None
+    """auto, none, required, or a function by its name. The last two guide the answer; a name has
+    one call."""
     parallel_tool_calls: bool = True
+    """If false, calls behind the first one are left out."""
     thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
+    """After so many tokens of reasoning its end is drawn, such as </think>; -1: no limit. 400 for
+    models without reasoning between two tokens, and beside `allowed_token_ids`."""
 
 
 class TemplateFields(SharedTemplateFields):
     """What a chat's template writes."""
 
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    """Of the chat."""
     add_generation_prompt: bool = True
+    """Write the beginning of the assistant's answer behind the messages."""
     continue_final_message: bool = False
+    """The answer goes on with the last message, which is the assistant's."""
     reasoning_effort: str | None = None
+    """Goes to the template, with `enable_thinking` and `thinking`, which are false for none."""
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    """Functions that the answer may call: at most 262,144 characters of JSON."""
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -544,11 +636,20 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
     """Body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
+    """Of the chat. A list of texts as `content` is joined by newlines, or given as parts to a
+    template that writes parts; others, such as images, are 400. The role developer is the system's
+    where the template has no developer. `reasoning` of the assistant's messages goes to the
+    template."""
     max_tokens: Count | None = None
+    """The older name of `max_completion_tokens`."""
     max_completion_tokens: Count | None = None
+    """Most tokens of an answer, reasoning included; by default what there is room for."""
     logprobs: bool = False
+    """Whether the answer's tokens have log-probabilities."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """With so many of the most likely tokens at each place. 400 without `logprobs`."""
     echo: bool = False
+    """The assistant's last message comes before the answer."""
 
     @property
     def num_top(self) -> int | None:
@@ -620,26 +721,36 @@ class TokenizeFields(TemplateFields):
     )
 
     model: str | None = None
+    """Name of the served model, or none."""
     prompt: str | None = None
+    """A text. Give it or `messages`."""
     add_special_tokens: bool = True
+    """Put the tokenizer's special tokens around `prompt`."""
     return_token_strs: bool = False
+    """Also tell the text of each token."""
 
 
 class DetokenizeFields(Body):
     """Body of /detokenize."""
 
     model: str | None = None
+    """Name of the served model, or none."""
     tokens: list[Token]
+    """Ids."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
 
 
 class ExplainFields(TokenizeFields):
     """Body of /cache/explain."""
 
     cache_salt: str | None = None
+    """Explain the prompt under this salt. With several API keys the prefixes of each key are under
+    another one, unless the server has --share-cache."""
 
 
 class AbortFields(Body):
     """Body of /abort."""
 
     request_id: str
+    """Of the requests to end: the header X-Request-Id, or the field of this name."""

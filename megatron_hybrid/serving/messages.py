@@ -50,21 +50,35 @@ class MessageTool(Fields):
     """A function, as this route has it."""
 
     type: Literal["custom"] | None = None
+    """A function. Anthropic's own tools are 400."""
     name: Annotated[str, Field(min_length=1)]
+    """Of the function."""
     description: str | None = None
+    """For the model."""
     input_schema: dict[str, Any]
+    """JSON Schema of the arguments."""
 
 
 class PromptFields(Fields):
     """What a prompt is made of: the body of /v1/messages/count_tokens."""
 
     model: str | None = None
+    """Name of the served model, or none."""
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    """Of the user and the assistant: texts, thinking, uses of tools and their results. Images and
+    documents are 400. `cache_control` changes nothing: all prompts are cached."""
     system: str | list[dict[str, Any]] | None = None
+    """Instructions, before the messages."""
     tools: list[MessageTool] | None = None
+    """Functions that the answer may call."""
     tool_choice: dict[str, Any] | None = None
+    """Its `type` is auto, any, tool or none; `disable_parallel_tool_use` leaves one call."""
     thinking: dict[str, Any] | None = None
+    """The types enabled and adaptive set `enable_thinking` and `thinking` of the template, disabled
+    unsets them; `budget_tokens` is the `thinking_token_budget` of chats."""
     output_config: dict[str, Any] | None = None
+    """`effort` is the `reasoning_effort` of chats, and `format` a JSON Schema that the answer
+    fits."""
 
     def to_chat(self, **more: Any) -> ChatFields:
         """The same as a chat.
@@ -116,13 +130,21 @@ class MessageFields(PromptFields):
     """Body of /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1)]
+    """Most tokens of the answer, thinking included."""
     temperature: float | None = None
+    """As of chats."""
     top_p: float | None = None
+    """As of chats."""
     top_k: int | None = None
+    """As of chats."""
     stop_sequences: list[str] | None = None
+    """Texts that end the answer."""
     stream: bool = False
+    """Answer with Anthropic's events."""
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    """Prefixes are shared among equal salts only."""
     priority: int = 0
+    """Lower ones start first among those that wait."""
 
     def to_chat(self, **more: Any) -> ChatFields:
         """As of all."""

@@ -76,12 +76,14 @@ class FlatTool(Function):
     """A function, as this route has it."""
 
     type: Literal["function"]
+    """A function."""
 
 
 class TextOptions(Fields):
     """What the answer's text looks like."""
 
     format: Object | None = None
+    """`type` is one of those of `response_format` in chats; a schema stands beside it."""
 
     @classmethod
     def refused(cls) -> dict[str, tuple]:
@@ -93,6 +95,7 @@ class ReasoningOptions(Fields):
     """How the model thinks."""
 
     effort: str | None = None
+    """The `reasoning_effort` of chats. There are no summaries."""
 
 
 def _item(kind: str, required: Sequence[str], **properties: Any) -> Json:
@@ -128,13 +131,23 @@ class ResponseFields(SharedChatFields):
     """Body of /v1/responses."""
 
     input: str | Annotated[list[Item], Field(min_length=1)]
+    """A text of the user's, or all items of the conversation. Reasoning, a text and calls in a row
+    are one message of the assistant's, as the model wrote it."""
     instructions: str | None = None
+    """The system's message, before `input`."""
     max_output_tokens: Count | None = None
+    """Most tokens of the answer, reasoning included."""
     tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
+    """Functions that the answer may call."""
     text: TextOptions | None = None
+    """What the answer's text looks like."""
     reasoning: ReasoningOptions | None = None
+    """How the model thinks."""
     include: list[Literal["reasoning.encrypted_content"]] | None = None
+    """Reasoning comes back in a form that the next request may send. It is encoded, not encrypted:
+    `content` shows the same."""
     metadata: Object | None = None
+    """A label."""
 
     @classmethod
     @cache

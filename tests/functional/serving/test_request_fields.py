@@ -1,4 +1,4 @@
-"""Each field of OpenAI, vLLM and SGLang is used, or refused by name: see docs/serving.md."""
+"""Each field of OpenAI, vLLM and SGLang is used, or refused by name: see docs/guides/http_api.md."""
 
 import asyncio
 import json
@@ -559,6 +559,17 @@ def test_a_request_id_is_a_label_and_no_lock(call):
         assert call(CHAT, BODIES[CHAT], headers={"X-Request-Id": "same"}).status_code == 200
         assert isinstance(alice, Ticket) and not alice.is_aborted
         assert call("/abort", {"request_id": "same"}).json() == {"aborted": False}
+
+
+def test_each_field_is_described():
+    kinds = [fields.Fields]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    all_fields = {(k.__name__, n): field for k in kinds for n, field in k.model_fields.items()}
+    assert len(all_fields) > 150
+    assert [name for name, field in all_fields.items() if not field.description] == []
+    properties = fields.ChatFields.model_json_schema()["properties"]
+    assert [name for name, schema in properties.items() if not schema.get("description")] == []
 
 
 def test_the_description_of_the_api_is_true(call):
