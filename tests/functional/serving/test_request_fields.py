@@ -1,4 +1,4 @@
-"""Each field of OpenAI, vLLM and SGLang is used, or refused by name: see docs/guides/http_api.md."""
+"""Each field of OpenAI, vLLM and SGLang is used, or refused by name: docs/guides/http_api.md."""
 
 import asyncio
 import json

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -15,6 +16,7 @@ from megatron_hybrid.serving.dynamo_card import card_folder
 from megatron_hybrid.serving.dynamo_requests import GROUPS, Chunks, read_request
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import CompletionFields
+from megatron_hybrid.serving.origins import Origins
 from megatron_hybrid.serving.parsers import style_of
 from megatron_hybrid.serving.rendering import guide_of, sampling_params
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -243,3 +245,6 @@ def test_manifests_leave_time_to_drain_and_name_the_flags_that_there_are():
     assert options.kv_events_endpoint == f"tcp://*:{ports['socketPort']}"
     assert options.kv_events_replay_endpoint == f"tcp://*:{ports['replaySocketPort']}"
     assert options.kv_events_topic.startswith(events["topicFilter"])
+    producer = next(p["parameters"] for p in plugins if p["type"] == "token-producer")
+    host = urlsplit(producer["vllm"]["url"]).netloc
+    Origins((*options.allowed_host, options.host)).check(host, None)
