@@ -18,7 +18,7 @@ SERVER = (
 KV_EVENTS = ("pyzmq>=26", "msgpack>=1.0.5")
 # What ai-dynamo 1.6.1 and ai-dynamo-runtime 1.6.1 import for a frontend and our workers. These two
 # come by `pip install --no-deps`: they ask for a package that is on another index, and for an older
-# pydantic than the server, and need neither (docs/dynamo.md).
+# pydantic than the server, and need neither (docs/guides/many_machines.md).
 DYNAMO = (
     *("aiohttp>=3.14.3,<4", "msgspec>=0.19", "prometheus-client>=0.23.1,<1", "pyzmq>=26"),
     *("tqdm>=4", "transformers>=4.56", "typing-extensions>=4.10", "uvloop>=0.21"),

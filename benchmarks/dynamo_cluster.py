@@ -22,7 +22,7 @@ import httpx
 READY_SECONDS = 120
 MODEL = "demo"
 HYBRID_FLAGS = ("--router-mode", "kv", "--no-router-track-active-blocks")
-"""Of a router before hybrids, see docs/dynamo.md."""
+"""Of a router before hybrids, see docs/guides/many_machines.md."""
 GUESSING_FLAGS = (*HYBRID_FLAGS, "--no-router-kv-events")
 """The router reads no events: it guesses from its own decisions what is cached."""
 BLIND_FLAGS = ("--router-mode", "kv", "--load-aware")

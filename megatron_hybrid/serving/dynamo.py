@@ -1,8 +1,8 @@
 """A worker of NVIDIA Dynamo over one `AsyncEngine`: python -m megatron_hybrid.serving.dynamo MODEL
 
 Dynamo's frontend speaks HTTP, writes chats, tokenizes and detokenizes, and sends each prompt to one
-of its workers; docs/dynamo.md shows how they are started. What a request may ask, its limits, its
-guides and the end are those of `megatron-hybrid serve`.
+of its workers; docs/guides/many_machines.md shows how they are started. What a request may ask, its
+limits, its guides and the end are those of `megatron-hybrid serve`.
 """
 
 from __future__ import annotations

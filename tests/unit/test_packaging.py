@@ -89,7 +89,7 @@ def test_what_dynamo_needs_beside_itself_is_pinned(file):
         beside["ai-dynamo"]
     )
     assert named in (ROOT / "megatron_hybrid" / "serving" / "dynamo.py").read_text()
-    assert named in (ROOT / "docs" / "dynamo.md").read_text()
+    assert named in (ROOT / "docs" / "guides" / "many_machines.md").read_text()
 
 
 def recorded(torch: Version) -> list[str]:
