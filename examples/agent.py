@@ -9,7 +9,7 @@ at random. Let a model that was trained for it choose: `megatron-hybrid serve
 FOLDER`, with its own template, and `python examples/agent.py --auto`.
 
 The history only grows, and each message of the model goes back as it came. So
-each prompt begins with all of the one before. docs/agents.md says what breaks
+each prompt begins with all of the one before. docs/guides/agents.md says what breaks
 this.
 """
 

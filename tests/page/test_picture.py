@@ -1,5 +1,5 @@
-"""The picture in docs/serving.md: a tree of the engine with states of all tiers, and the charts of
-a simulated day. It is written to runs/page/page.png: copy it to docs/page.png."""
+"""The picture in docs/start/chat.md: a tree of the engine with states of all tiers, and the charts
+of a simulated day. It is written to runs/page/page.png: copy it to docs/page.png."""
 
 import random
 import time

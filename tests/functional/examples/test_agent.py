@@ -47,16 +47,9 @@ def test_the_tools_of_the_agent_answer_and_tell_what_was_wrong(agent):
     assert all(agent.result_of(*each).startswith("error: ") for each in [*wrong, ("look_up", "{")])
 
 
-def said(explanation):
-    """Without the list of states, which the policy chooses."""
-    return [line for line in explanation.splitlines() if not line.startswith("   ")]
-
-
 def test_the_page_of_agents_shows_what_explain_says(server, capsys):
-    page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```\n(?:\n```\n(.*?)```)?", page, re.DOTALL)
-    names = {}
-    for code, shown in blocks:
-        exec(code.replace("http://127.0.0.1:8000", server.url), names)
-        assert said(capsys.readouterr().out) == said(shown)
-    assert sum(bool(shown) for _, shown in blocks) == 6
+    page = (ROOT / "docs" / "guides" / "agents.md").read_text(encoding="utf-8")
+    pattern = r"```python\n(.*?)```\n\n```text\n(.*?)```"
+    ((code, shown),) = re.findall(pattern, page, re.DOTALL)
+    exec(code.replace("http://127.0.0.1:8000", server.url), {})
+    assert capsys.readouterr().out == shown

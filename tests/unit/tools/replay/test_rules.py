@@ -59,7 +59,7 @@ MEASURED = {
     ("fluctuating", 32): (68.72, 77.48),
 }
 FURTHER_FROM_VLLM = {("chat", 1): -2.96, ("agent", 16): 6.77}
-"""Points by which the model skips more, where it is off by more than 2.5: docs/seeing.md."""
+"""Points by which the model skips more, where off by more than 2.5: docs/guides/why_no_hit.md."""
 
 
 @pytest.mark.parametrize(("workload", "memory"), MEASURED)
