@@ -273,9 +273,9 @@ class JsonSchema(Fields):
     """In a `response_format`."""
 
     name: str | None = None
-    """A label."""
+    """A label without an effect."""
     schema_: dict[str, Any] | bool = Field(True, alias="schema")
-    """That the answer fits. Keywords that a guide cannot hold are 400."""
+    """The schema that the answer fits. Keywords that a guide cannot hold are 400."""
 
 
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
@@ -285,13 +285,13 @@ class ResponseFormat(Fields):
     """As in OpenAI's API."""
 
     type: Literal[FORMATS]
-    """What the answer is."""
+    """The kind of the format."""
     json_schema: JsonSchema | None = None
-    """Needed by the type of this name."""
+    """The schema. The type json_schema needs it."""
     format: dict[str, Any] | None = None
-    """Of a structural tag: texts with tags of a form, as xgrammar has them."""
+    """The format of a structural tag, as xgrammar has it: texts with tags of a form."""
     structures: list[dict[str, Any]] | None = None
-    """Of a structural tag in its older form, beside `triggers`."""
+    """The tags of a structural tag in its older form, which has `triggers`, too."""
     triggers: list[str] | None = None
     """Texts that begin a tag of `structures`."""
     at_least_one: bool | None = None
@@ -325,16 +325,16 @@ class StructuredOutputs(Fields):
     model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
 
     json_: Something | bool | Text | None = Field(None, alias="json")
-    """JSON Schema, as an object or as its text, that the answer fits."""
+    """The JSON Schema that the answer fits, as an object or as its text."""
     regex: Text | None = None
-    """Regular expression that the whole answer matches."""
+    """The regular expression that the whole answer matches."""
     choice: Texts | None = None
     """Texts of which the answer is one."""
     json_object: bool | None = None
     """Whether the answer is any JSON object."""
     grammar: Text | None = None
-    """EBNF as xgrammar reads it, from the rule `root`: at most 64 Ki characters, 200 open brackets
-    and 1000 repeats of a part."""
+    """The grammar in EBNF, as xgrammar reads it, from the rule `root`: at most 64 Ki characters,
+    200 open brackets and 1000 repeats of a part."""
     structural_tag: Something | Text | None = None
     """As in `response_format`, as an object or as its text."""
 
@@ -374,7 +374,7 @@ class SharedFields(Body):
     """What all routes that generate share."""
 
     model: str | None = None
-    """Name of the served model, or none."""
+    """The name of the served model. It may be left out."""
     temperature: Annotated[float, Field(ge=0)] | None = None
     """Divides the logits; 0 is greedy. This and the next three are by default those of the model's
     generation_config.json."""
@@ -391,11 +391,11 @@ class SharedFields(Body):
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     """Divides positive logits of tokens in prompt or answer, and multiplies negative ones."""
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = None
-    """Token id -> what is added to its logit."""
+    """What is added to the logits of tokens, by their ids."""
     min_tokens: Count | None = None
     """No stop token ends an answer that has fewer tokens; texts of `stop` still do."""
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None  # exact as floats
-    """Of the draws: equal requests with equal seeds have equal answers. -1 is a seed as any other.
+    """The seed of the draws: equal requests with equal seeds draw alike. -1 is a seed as any other.
     By default each request has another one."""
     stop: Annotated[str, Field(max_length=1024)] | Words | None = None
     """Texts that end the answer. An empty text is none; one in a list is 400."""
@@ -538,20 +538,20 @@ class Function(Fields):
     """That an answer may call."""
 
     name: Text
-    """Of the function."""
+    """The name of the function."""
     description: str | None = None
-    """For the model."""
+    """What the function does, for the model."""
     parameters: dict[str, Any] | None = None
-    """JSON Schema of the arguments. `$ref` leads to its own definitions."""
+    """The JSON Schema of the arguments. `$ref` leads to its own definitions."""
 
 
 class Tool(Fields):
     """A function."""
 
     type: Literal["function"]
-    """A function."""
+    """The kind of the tool."""
     function: Function
-    """That may be called."""
+    """The function that may be called."""
 
 
 _OF_TEMPLATE = frozenset(
@@ -570,10 +570,10 @@ class SharedTemplateFields(Body):
     """Jinja template in place of the model's, which shows the form of calls and reasoning, too. 400
     unless the server has --trust-request-chat-template."""
     chat_template_kwargs: Object | None = None
-    """Variables of the template, before those of `reasoning_effort`. Names of other fields, such as
-    tools, are 400."""
+    """Variables of the template. They win over those of `reasoning_effort`. Names of other fields,
+    such as tools, are 400."""
     documents: list[Object] | None = None
-    """For templates that show documents."""
+    """Documents for templates that show them."""
 
 
 class SharedChatFields(SharedTemplateFields, SharedFields):
@@ -593,7 +593,7 @@ class TemplateFields(SharedTemplateFields):
     """What a chat's template writes."""
 
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    """Of the chat."""
+    """The messages of the chat."""
     add_generation_prompt: bool = True
     """Write the beginning of the assistant's answer behind the messages."""
     continue_final_message: bool = False
@@ -636,10 +636,10 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
     """Body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    """Of the chat. A list of texts as `content` is joined by newlines, or given as parts to a
-    template that writes parts; others, such as images, are 400. The role developer is the system's
-    where the template has no developer. `reasoning` of the assistant's messages goes to the
-    template."""
+    """The messages of the chat. A list of texts as `content` is joined by newlines, or given as
+    parts to a template that writes parts; others, such as images, are 400. The role developer is
+    the system's where the template has no developer. `reasoning` of the assistant's messages goes
+    to the template."""
     max_tokens: Count | None = None
     """The older name of `max_completion_tokens`."""
     max_completion_tokens: Count | None = None
@@ -721,7 +721,7 @@ class TokenizeFields(TemplateFields):
     )
 
     model: str | None = None
-    """Name of the served model, or none."""
+    """The name of the served model. It may be left out."""
     prompt: str | None = None
     """A text. Give it or `messages`."""
     add_special_tokens: bool = True
@@ -734,9 +734,9 @@ class DetokenizeFields(Body):
     """Body of /detokenize."""
 
     model: str | None = None
-    """Name of the served model, or none."""
+    """The name of the served model. It may be left out."""
     tokens: list[Token]
-    """Ids."""
+    """The token ids."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
 
@@ -753,4 +753,4 @@ class AbortFields(Body):
     """Body of /abort."""
 
     request_id: str
-    """Of the requests to end: the header X-Request-Id, or the field of this name."""
+    """The id of the requests to end: the header X-Request-Id, or the field of this name."""

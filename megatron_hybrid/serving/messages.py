@@ -50,23 +50,23 @@ class MessageTool(Fields):
     """A function, as this route has it."""
 
     type: Literal["custom"] | None = None
-    """A function. Anthropic's own tools are 400."""
+    """The kind of the tool. Anthropic's own tools are 400."""
     name: Annotated[str, Field(min_length=1)]
-    """Of the function."""
+    """The name of the function."""
     description: str | None = None
-    """For the model."""
+    """What the function does, for the model."""
     input_schema: dict[str, Any]
-    """JSON Schema of the arguments."""
+    """The JSON Schema of the arguments."""
 
 
 class PromptFields(Fields):
     """What a prompt is made of: the body of /v1/messages/count_tokens."""
 
     model: str | None = None
-    """Name of the served model, or none."""
+    """The name of the served model. It may be left out."""
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    """Of the user and the assistant: texts, thinking, uses of tools and their results. Images and
-    documents are 400. `cache_control` changes nothing: all prompts are cached."""
+    """The messages of the user and the assistant: texts, thinking, uses of tools and their results.
+    Images and documents are 400. `cache_control` changes nothing: all prompts are cached."""
     system: str | list[dict[str, Any]] | None = None
     """Instructions, before the messages."""
     tools: list[MessageTool] | None = None

@@ -76,7 +76,7 @@ class FlatTool(Function):
     """A function, as this route has it."""
 
     type: Literal["function"]
-    """A function."""
+    """The kind of the tool."""
 
 
 class TextOptions(Fields):
@@ -131,7 +131,7 @@ class ResponseFields(SharedChatFields):
     """Body of /v1/responses."""
 
     input: str | Annotated[list[Item], Field(min_length=1)]
-    """A text of the user's, or all items of the conversation. Reasoning, a text and calls in a row
+    """The user's text, or all items of the conversation. Reasoning, a text and calls in a row
     are one message of the assistant's, as the model wrote it."""
     instructions: str | None = None
     """The system's message, before `input`."""
@@ -147,7 +147,7 @@ class ResponseFields(SharedChatFields):
     """Reasoning comes back in a form that the next request may send. It is encoded, not encrypted:
     `content` shows the same."""
     metadata: Object | None = None
-    """A label."""
+    """A label without an effect."""
 
     @classmethod
     @cache
