@@ -171,7 +171,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--cache-dir",
         metavar="FOLDER",
         help="Save the cache in this folder at the end, and begin with what is saved there: "
-        "prompts of at least 16 tokens. By default nothing is saved.",
+        "prompts of at least 16 tokens. Each rank has a folder in it. By default nothing is saved.",
     )
 
 

@@ -79,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=256,
         metavar="N",
-        help="Let at most N requests wait beside those that run; more are refused with 503.",
+        help="Let at most N requests wait beside those that run; more are refused with 503. Each "
+        "sample of each prompt counts.",
     )
     parser.add_argument(
         "--max-requests-per-key",
@@ -93,13 +94,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ENDPOINT",
         help="Tell routers here which blocks of prompts are cached, by ZeroMQ, as vLLM does: such "
         "as tcp://127.0.0.1:5557. Whoever reaches it reads the tokens of prompts. By default "
-        "nobody is told. It needs pip install 'megatron_hybrid[kv-events]'.",
+        "nobody is told. The server listens there, and never connects. It needs pip install "
+        "'megatron_hybrid[kv-events]'.",
     )
     parser.add_argument(
         "--kv-events-replay-endpoint",
         metavar="ENDPOINT",
-        help="Give routers that missed some of these messages the last 10,000 again, here. By "
-        "default nobody does.",
+        help="Let routers that missed some of these messages ask for the last 10,000 again, here. "
+        "By default they cannot.",
     )
     parser.add_argument(
         "--kv-events-topic",
@@ -175,8 +177,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--queue-timeout",
         type=float,
         metavar="SECONDS",
-        help="Refuse a request that has waited this long, with 503. By default it waits as long as "
-        "it has to.",
+        help="Refuse a request that has waited this long, with 503; of several prompts, for the "
+        "first to begin. By default it waits as long as it has to.",
     )
     parser.add_argument(
         "--request-timeout",
