@@ -88,6 +88,8 @@ setup(
         ],
         "page": ["playwright>=1.49"],  # tests of the server's page; drives Debian's chromium
         "bench": ["matplotlib>=3.8"],  # plots
+        # The site of the docs, which reads the package's source and imports no torch.
+        "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0", "ruff>=0.12"],
         "dev": ["ruff>=0.12", "mypy>=2", "pyright[nodejs]>=1.1.400", "uv>=0.9", "matplotlib>=3.8"],
     },
     entry_points={"console_scripts": ["megatron-hybrid = megatron_hybrid.cli:main"]},
