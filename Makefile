@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Every test runs on one core.
 TESTED := not gpu and not matrix
-ALL    := --ignore=tests/kernels --ignore=tests/page --ignore=tests/dynamo --ignore=tests/ray tests
+ALL    := --ignore=tests/kernels --ignore=tests/page --ignore=tests/dynamo --ignore=tests/docs --ignore=tests/ray tests
 PYTEST  = $(BIN)/python -m pytest -m "$(TESTED)" -n auto --maxprocesses 8 --dist worksteal
 
 # The tests of the door to Megatron's scripts run on the newest pinned megatron-core, too, unless an environment was chosen.
@@ -38,7 +38,7 @@ GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
 .PHONY: demo tour demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-serve-ranks test-attacks test-dynamo dynamo-tests bench-dynamo dynamo-bench test-ray ray-tests \
-        unit functional test-matrix test-clients speculation-fuzz soak soak-ranks soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table lint format lock bench bench-replay bench-replay-models clean help
+        unit functional test-matrix test-clients speculation-fuzz soak soak-ranks soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table docs docs-serve build-docs serve-docs test-docs lint format lock bench bench-replay bench-replay-models clean help
 
 help:
 	@echo "make demo          the demo: three cache modes side by side"
@@ -70,7 +70,11 @@ help:
 	@echo "                   a quarter of an hour"
 	@echo "make test-newest   all tests on the newest releases, in .venv-newest"
 	@echo "make test-wheel    the demo from a built wheel in an empty environment"
-	@echo "make models-table  the adapters' tests; writes the table of docs/models.md"
+	@echo "make models-table  the adapters' tests; writes the table of"
+	@echo "                   docs/reference/models.md"
+	@echo "make docs          the docs site, in site/; make docs-serve: at port 8001, anew"
+	@echo "                   after each change of a page"
+	@echo "make test-docs     the code blocks of the docs, run on the demo model"
 	@echo "make lint          ruff check and format check, types of the public API;"
 	@echo "                   make format: repairs"
 	@echo "make lock          resolve the pins of constraints/ anew"
@@ -258,6 +262,32 @@ models-table: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/functional/huggingface --models-table \
 	    --deselect tests/functional/huggingface/test_adapters.py::test_the_table_in_the_docs_is_of_these_models
 
+# In an environment of its own, without torch: the site is made from the package's source.
+docs:
+	@$(MAKE) --no-print-directory build-docs VENV=.venv-docs
+
+docs-serve:
+	@$(MAKE) --no-print-directory serve-docs VENV=.venv-docs
+
+build-docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+serve-docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8001 --watch megatron_hybrid --watch docs_tools
+
+# What the extra asks for alone: the package's own requirements are not needed.
+$(VENV)/.docs: setup.py $(PINS)
+	@echo "Installing what builds the docs into $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(if $(PINS),cp $(PINS) $(VENV)/constraints.txt)
+	@$(PIP) install --upgrade pip setuptools
+	@$(PIP) install $$($(BIN)/python -c "import setuptools, distutils.core as core; print(*core.run_setup('setup.py', stop_after='init').extras_require['docs'])")
+	@touch $@
+
+# Every block of a page runs, on a demo server at port 8000 where it calls one.
+test-docs: $(VENV)/.installed-test
+	$(BIN)/python -m pytest tests/docs
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -295,7 +325,7 @@ $(VENV)/.installed-%: $(VENV)/.base setup.py
 define resolve
 printf "%s\n" pip setuptools $(3) | .venv-lock/bin/uv pip compile --quiet --upgrade \
     --python-version $(2) --python-platform linux --no-annotate --custom-compile-command "make lock" \
-    --extra test --extra kernels --extra page --extra bench --extra dev --output-file constraints/$(1).txt setup.py -
+    --extra test --extra kernels --extra page --extra bench --extra dev --extra docs --output-file constraints/$(1).txt setup.py -
 endef
 
 # In an environment of its own: that of the tests may not install while a pin is wrong. The interpreter of torch 2.11's Triton cannot read

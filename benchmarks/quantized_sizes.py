@@ -1,4 +1,5 @@
-"""Which released models fit on which GPU, by the format of their weights: docs/models.md's table.
+"""Which released models fit on which GPU, by the format of their weights: the table of
+docs/guides/quantized_weights.md.
 
     python -m benchmarks.quantized_sizes
 
@@ -12,7 +13,7 @@ from pathlib import Path
 from megatron_hybrid.tools.plan import GB, plan, read_model_config
 from megatron_hybrid.tools.roofline import DEVICES
 
-DOCS = Path(__file__).parents[1] / "docs" / "models.md"
+DOCS = Path(__file__).parents[1] / "docs" / "guides" / "quantized_weights.md"
 CONFIGS = Path(__file__).parents[1] / "tests" / "functional" / "huggingface" / "hub_configs"
 BEGIN, END = "<!-- sizes: begin -->\n", "<!-- sizes: end -->"
 MODELS = (

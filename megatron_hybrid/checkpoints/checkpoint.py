@@ -593,7 +593,7 @@ def check_map(
         if dtype not in FLOATS:
             remedy = (
                 "Quantized weights are read with the scales beside them, in the formats of "
-                "docs/models.md; dequantize others first."
+                "docs/guides/quantized_weights.md; dequantize others first."
             )
         elif torch.promote_types(dtype, expected.dtype) == expected.dtype:
             continue

@@ -35,7 +35,7 @@ def load_pretrained(
 
     Args:
         folder: a checkpoint of ours, a model folder of Hugging Face (one of the architectures in
-            docs/models.md), or "demo" for the small model in the package.
+            docs/reference/models.md), or "demo" for the small model in the package.
         device: of the weights, such as "cuda"; None: torch's default device.
         dtype: of the weights; None: as saved. In half precision, the operands of fp32 computations
             stay in fp32, unrounded: routers, their biases, and the `A_log`, `D` and `dt_bias` of

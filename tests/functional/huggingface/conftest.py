@@ -1,4 +1,4 @@
-"""`pytest tests/functional/huggingface --models-table` writes the table in docs/models.md."""
+"""`pytest tests/functional/huggingface --models-table` writes docs/reference/models.md's table."""
 
 import pytest
 from huggingface import config_names
@@ -8,7 +8,7 @@ _ROWS = pytest.StashKey[list]()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--models-table", action="store_true", help="write docs/models.md's table")
+    parser.addoption("--models-table", action="store_true", help="write the table of models")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,4 +1,4 @@
-"""The table in docs/models.md: one row for each tiny model, made by the test run."""
+"""The table in docs/reference/models.md: one row for each tiny model, made by the test run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_hybrid.inference.memory import cache_spec_of
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols
 
-TABLE = Path(__file__).parents[3] / "docs" / "models.md"
+TABLE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
 _START, _END = "<!-- table: made by `make models-table` -->", "<!-- end of table -->"
 
 

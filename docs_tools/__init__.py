@@ -1,0 +1,1 @@
+"""What makes the docs site from the package's source. `make docs` runs it."""

@@ -1,0 +1,123 @@
+"""The generated parts of reference pages: what `<!-- generated: KIND ... -->` in a page stands for.
+
+command_line        every command, from its parser
+fields CLASS        the fields that a class declares itself
+config_groups CLASS the fields of a class's bases, with a heading for each base
+metrics             the metrics of an engine, from the tables that /metrics is made of
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Sequence
+
+from docs_tools.source import Class, read_class, table
+from megatron_hybrid.cli import COMMANDS, command_parser
+
+MARK = re.compile(r"^<!-- generated: (\w+) ?([\w.]*) -->$", re.MULTILINE)
+_METRICS = "megatron_hybrid.inference.metrics"
+
+
+def expand(markdown: str) -> str:
+    """A page with what its marks stand for."""
+    makers = {
+        "command_line": lambda _: command_line(),
+        "fields": lambda name: fields_table(read_class(name)),
+        "config_groups": config_groups,
+        "metrics": lambda _: metrics(),
+    }
+    return MARK.sub(lambda found: makers[found[1]](found[2]), markdown)
+
+
+def command_line() -> str:
+    """A heading, the usage and a table of options for each command."""
+    parts = []
+    for name, command in COMMANDS.items():
+        parser = command_parser(name)
+        parts.append(f"## {name}\n\n{escaped(command.HELP)}\n")
+        rows = [_option(action) for action in parser._actions if action.help != argparse.SUPPRESS]
+        parts.append(rows_table(("argument", "default", "meaning"), [row for row in rows if row]))
+        if parser.epilog:
+            parts.append(f"{escaped(parser.epilog)}\n")
+    return "\n".join(parts)
+
+
+def _option(action: argparse.Action) -> tuple[str, str, str] | None:
+    if action.dest == "help":
+        return None
+    values = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
+    if action.choices and not action.metavar:
+        values = "|".join(map(str, action.choices))
+    values = " ".join(values) if isinstance(values, tuple) else values
+    names = ", ".join(action.option_strings)
+    shown = f"{names} {values}".strip() + (" ..." if action.nargs in ("*", "+") else "")
+    is_shown = action.default not in (None, False, [], "", argparse.SUPPRESS, float("inf"))
+    about = (action.help or "") % {**vars(action), "prog": "megatron-hybrid"}
+    return code(shown), code(action.default) if is_shown else "", escaped(about)
+
+
+def config_groups(dotted: str) -> str:
+    """A heading and a table for each base of a class that declares fields."""
+    parts = []
+    for base in read_class(dotted).bases:
+        if not base.endswith("Fields"):  # megatron-core's, which has docs of its own
+            continue
+        group = read_class(base)
+        title, _, rest = " ".join(group.about.partition("\n\n")[0].split()).partition(".")
+        if group.fields:
+            parts.append(f"### {title}\n\n{escaped(rest)}\n\n{fields_table(group)}")
+    return "\n".join(parts)
+
+
+def fields_table(of: Class) -> str:
+    """A row for each field."""
+    has_text = any(field.about for field in of.fields)
+    heads = ("field", "type", "default", *(("meaning",) if has_text else ()))
+    rows = []
+    for field in of.fields:
+        default = "needed" if field.default is None else code(field.default)
+        about = (escaped(field.about),) if has_text else ()
+        rows.append((code(field.name), code(field.type), default, *about))
+    return rows_table(heads, rows)
+
+
+def metrics() -> str:
+    """Counters, gauges, histograms, and the second names of those that vLLM has, too."""
+    prefix, seconds = table(_METRICS, "PREFIX"), table(_METRICS, "VLLM_NAMES")
+    vllm = table(_METRICS, "VLLM_PREFIX")
+    parts, kinds = [], {}
+    for kind, suffix in (("COUNTERS", "_total"), ("GAUGES", ""), ("HISTOGRAMS", "")):
+        known = table(_METRICS, kind)
+        kinds |= dict.fromkeys(known, suffix)
+        rows = [(code(f"{prefix}{key}{suffix}"), escaped(text)) for key, text in known.items()]
+        parts.append(f"## {kind.capitalize()}\n\n{rows_table(('metric', 'meaning'), rows)}")
+    rows = [
+        (
+            code(f"{vllm}{name}{kinds[keys[0]] if len(keys) == 1 else ''}"),
+            " / ".join(code(f"{prefix}{key}{kinds[key]}") for key in keys),
+        )
+        for name, keys in seconds.items()
+    ]
+    parts.append(f"## Names of vLLM\n\n{rows_table(('metric', 'the same as'), rows)}")
+    return "\n".join(parts)
+
+
+def rows_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def code(value: object) -> str:
+    """Text in backticks that may stand in a cell."""
+    text = str(value).replace("|", "\\|")
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def escaped(text: str) -> str:
+    """Text of a docstring or a help, for a cell: what is not between backticks is no Markdown."""
+    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    for place in range(0, len(parts), 2):
+        parts[place] = re.sub(r"([*_\[\]])", r"\\\1", parts[place]).replace("<", "&lt;")
+    return "".join(parts).replace("|", "\\|")

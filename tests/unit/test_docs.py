@@ -1,0 +1,124 @@
+"""The pages of the docs: links lead somewhere, words stay few, and the site has every page."""
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from docs_tools.reference import expand
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SITE = sorted(DOCS.rglob("*.md"))
+PAGES = [*SITE, *ROOT.glob("*.md"), *ROOT.glob("megatron_hybrid/**/*.md")]
+MOST_WORDS, MOST_WORDS_OF_A_PAGE = 15_000, 1_200
+
+
+def without_code(text: str) -> str:
+    """A page without its blocks of code, in which brackets and # mean something else."""
+    return re.sub(r"^( *)(`{3,}).*?^\1\2 *$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+@cache
+def read(page: Path) -> str:
+    """A page, with its generated parts."""
+    return expand(page.read_text(encoding="utf-8"))
+
+
+def links(text: str) -> Iterator[str]:
+    """Targets of links and pictures within the repository."""
+    plain = re.sub(r"(`+).+?\1", "", without_code(text), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", plain):
+        if not re.match(r"[a-z]+:", target):
+            yield target
+
+
+def anchors(text: str) -> set[str]:
+    """What headings are called in links. The site and GitHub number equal headings differently, so
+    only the first of them counts."""
+    names = set()
+    for heading in re.findall(r"^#{1,6} +(.+?) *#*$", without_code(text), re.MULTILINE):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        names.add(re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-"))
+    return names
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links of a page that lead nowhere, or from the site to what is not on it."""
+    broken = []
+    for link in links(read(page)):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        found = target.exists() and (DOCS not in page.parents or DOCS in target.parents)
+        # A picture's anchor says which colours it is for; that of a name is made by the site.
+        if anchor and target.suffix == ".md" and not anchor.startswith("megatron_hybrid."):
+            found = found and anchor in anchors(read(target))
+        if not found:
+            broken.append(link)
+    return broken
+
+
+def prose(text: str) -> list[str]:
+    """Words outside of code, tables, headings, pictures and comments, of what is not generated."""
+    text = re.sub(
+        r"<!--.*?-->|!\[[^\]]*\]\([^)]*\)(\{[^}]*\})?", "", without_code(text), flags=re.S
+    )
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    lines = [line for line in text.split("\n") if not re.match(r"\s*(\||#|:::|<)", line)]
+    return [word for word in " ".join(lines).split() if re.search(r"\w", word)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_relative_links_lead_to_files_and_headings(page):
+    assert broken_links(page) == []
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path):
+    (tmp_path / "other.md").write_text("# One `two`: three\n\n## Twice\n\n## Twice\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Here\n[a](other.md) [b](other.md#one-two-three) [c](other.md#twice) [d](#here) "
+        "[e](https://example.org/x) `[f](gone.md)`\n```\n# no-heading\n[g](gone.md)\n```\n"
+        "[h](gone.md) [i](other.md#twice-1) ![j](gone.png) [k](#no-heading)\n"
+    )
+    assert broken_links(page) == ["gone.md", "other.md#twice-1", "gone.png", "#no-heading"]
+
+
+def test_links_from_the_site_to_the_code_are_broken(monkeypatch, tmp_path):
+    monkeypatch.setitem(globals(), "DOCS", tmp_path / "docs")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "code.py").write_text("")
+    page = tmp_path / "docs" / "page.md"
+    page.write_text("[a](../code.py) [b](page.md)\n")
+    assert broken_links(page) == ["../code.py"]
+
+
+def test_the_site_has_every_page_once():
+    named = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(named) == len(set(named))
+    assert set(named) == {str(page.relative_to(DOCS)) for page in SITE}
+
+
+@pytest.mark.parametrize("page", SITE, ids=[str(page.relative_to(DOCS)) for page in SITE])
+def test_a_page_begins_with_what_it_is_for_and_is_short(page):
+    text = page.read_text(encoding="utf-8")
+    head = re.match(r"# [^\n]+\n\n(\S.*?)(?:\n\n|\Z)", text, re.DOTALL)
+    assert head and len(prose(head[1])) >= 5, "the first paragraph says what the reader can do"
+    assert len(prose(text)) <= MOST_WORDS_OF_A_PAGE
+
+
+def test_all_pages_together_are_short():
+    assert sum(len(prose(page.read_text(encoding="utf-8"))) for page in SITE) <= MOST_WORDS
+
+
+def test_words_of_prose_are_counted():
+    page = "# A\n\nOne [two](x.md) `three`\n\n| b |\n```text\nc\n```\n<!-- d\ne -->![f](g.svg)\n"
+    assert prose(page) == ["One", "two", "`three`"]
+
+
+def test_tests_that_a_page_names_exist():
+    tests = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py"))
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    assert named and [name for name in named if f"def {name}(" not in tests] == []
