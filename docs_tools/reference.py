@@ -23,7 +23,7 @@ def expand(markdown: str) -> str:
     """A page with what its marks stand for."""
     makers = {
         "command_line": lambda _: command_line(),
-        "fields": lambda name: fields_table(read_class(name)),
+        "fields": lambda name: fields_table(read_class(name), is_json=".serving." in name),
         "config_groups": config_groups,
         "metrics": lambda _: metrics(),
     }
@@ -70,16 +70,24 @@ def config_groups(dotted: str) -> str:
     return "\n".join(parts)
 
 
-def fields_table(of: Class) -> str:
-    """A row for each field."""
+def fields_table(of: Class, is_json: bool = False) -> str:
+    """A row for each field. is_json: callers write its values as JSON."""
+
+    def shown(text: str) -> str:
+        return code(re.sub(r"\b(None|True|False)\b", _in_json, text) if is_json else text)
+
     has_text = any(field.about for field in of.fields)
     heads = ("field", "type", "default", *(("meaning",) if has_text else ()))
     rows = []
     for field in of.fields:
-        default = "needed" if field.default is None else code(field.default)
+        default = "needed" if field.default is None else shown(field.default)
         about = (escaped(field.about),) if has_text else ()
-        rows.append((code(field.name), code(field.type), default, *about))
+        rows.append((code(field.name), shown(field.type), default, *about))
     return rows_table(heads, rows)
+
+
+def _in_json(value: re.Match) -> str:
+    return {"None": "null", "True": "true", "False": "false"}[value[0]]
 
 
 def metrics() -> str:

@@ -88,9 +88,11 @@ def _fields(module_name: str, node: ast.ClassDef) -> Iterator[Field]:
             name = ast.literal_eval(keywords["alias"]) if "alias" in keywords else name
             factory = keywords.get("default_factory")
             default = next(iter(default.args), factory)
-            default = default.body if isinstance(default, ast.Lambda) else default
+            if isinstance(default, ast.Lambda):
+                default = default.body
+            elif isinstance(default, ast.Name):  # a class: of a list, or of fields by name
+                default = ast.parse("[]" if default.id == "list" else "{}", mode="eval").body
         text = None if default is None else ast.unparse(default)
-        text = {"list": "[]", "dict": "{}"}.get(text, text)
         yield Field(name, shown_type(module_name, each.annotation), text, about)
 
 

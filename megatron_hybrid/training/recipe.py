@@ -77,12 +77,17 @@ class Recipe:
     tokenizer: str
     """A folder with a tokenizer, or "demo"."""
     data: DataFields
+    """What the model reads."""
     run: RunFields = field(default_factory=RunFields)
+    """How long the run is, and how large its batches are."""
     optimizer: OptimizerFields = field(default_factory=OptimizerFields)
+    """The optimizer, and its rates."""
     lora: LoraFields | None = None
     """Train adapters of a pretrained model alone."""
     checkpoints: CheckpointFields = field(default_factory=CheckpointFields)
+    """When the run is saved, and what is kept."""
     reports: ReportFields = field(default_factory=ReportFields)
+    """What the log has."""
 
     @staticmethod
     def path_of(source: str | Path) -> Path:
