@@ -1,13 +1,18 @@
 """MkDocs calls these while it builds the site."""
 
+import logging
 import re
+from typing import Any
 
 from docs_tools.reference import expand
 
 _CODE = re.compile(r"(`+).+?\1")
+_TAG = re.compile(r"(<[^>]+>)")
+_PAGE = re.compile(r"(?<![\w/])docs/([\w/]+\.md)\b")
+_LOG = logging.getLogger("mkdocs.hooks.docs_tools")
 
 
-def on_page_markdown(markdown: str, **_) -> str:
+def on_page_markdown(markdown: str, **_: Any) -> str:
     """The page, with its generated parts. In code in a table's cell GitHub asks for `\\|`; MkDocs
     takes `|`, and would show both characters."""
     lines = expand(markdown).split("\n")
@@ -16,3 +21,18 @@ def on_page_markdown(markdown: str, **_) -> str:
         for line in lines
     )
     return "\n".join(shown)
+
+
+def on_page_content(html: str, page: Any, files: Any, **_: Any) -> str:
+    """The page, with links where a docstring or a help says `docs/index.md`."""
+
+    def link(found: re.Match) -> str:
+        target = files.get_file_from_path(found[1])
+        if target is None:
+            _LOG.warning("%s names docs/%s, which is no page", page.file.src_path, found[1])
+            return found[0]
+        return f'<a href="{target.url_relative_to(page.file)}">{target.page.title or found[1]}</a>'
+
+    parts = _TAG.split(html)
+    parts[::2] = [_PAGE.sub(link, text) for text in parts[::2]]
+    return "".join(parts)

@@ -122,3 +122,11 @@ def test_tests_that_a_page_names_exist():
     tests = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py"))
     named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
     assert named and [name for name in named if f"def {name}(" not in tests] == []
+
+
+def test_pages_that_the_code_names_exist():
+    folders = ("megatron_hybrid", "benchmarks", "examples", "docs_tools")
+    files = [path for folder in folders for path in ROOT.glob(f"{folder}/**/*.py")]
+    text = "".join(path.read_text() for path in (*files, ROOT / "Makefile", ROOT / "setup.py"))
+    named = set(re.findall(r"(?<![\w/])docs/[\w/]+\.md\b", text))
+    assert named and [page for page in sorted(named) if not (ROOT / page).exists()] == []

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import megatron_hybrid
+from docs_tools.hook import on_page_markdown
 from docs_tools.reference import MARK, expand
 from docs_tools.source import read_class
 from megatron_hybrid import HybridConfig, InferenceConfig
@@ -141,3 +142,8 @@ def test_metrics_are_those_that_are_scraped():
     )
     named = re.findall(r"`((?:vllm:|megatron_hybrid_)\w+)`", expand(page("metrics.md")))
     assert set(named) == set(re.findall(r"^# TYPE (\S+)", scraped, re.MULTILINE))
+
+
+def test_a_pipe_in_code_is_shown_without_what_the_table_needs():
+    row = "| `a \\| b` \\| c | `d` |\n"
+    assert on_page_markdown(row + "`a \\| b`\n") == "| `a | b` \\| c | `d` |\n`a \\| b`\n"
