@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NOT_RUN = re.compile(r"<!-- not run: (\S.*?) -->")
-KINDS = ("python", "bash", "text", "yaml", "json")
+KINDS = ("python", "bash", "yaml", "json", "text", "diff")
 
 
 @dataclass(frozen=True)

@@ -333,20 +333,23 @@ def _module_errors(module: str, arguments: list[str]) -> Iterator[str]:
         files = [*path.glob("__main__.py"), *path.parent.glob(f"{path.name}.py")]
         if not files:
             yield f"there is no module {module} to run"
-        elif module == f"{OURS}.serving.dynamo":  # it needs a foreign package
-            actions = command_parser("serve")._actions
-            shared = "".join(f'"{name}"' for each in actions for name in each.option_strings)
-            yield from _missing_options(files[0].read_text() + shared, arguments, module)
-        elif module.startswith("benchmarks"):
+        elif module.startswith("benchmarks") or module == f"{OURS}.serving.dynamo":
             yield from _missing_options(files[0].read_text(), arguments, module)
 
 
 def _missing_options(source: str, arguments: list[str], name: str) -> Iterator[str]:
-    """Options that a script, whose parser is made where it runs, does not spell."""
+    """Options that a script neither spells, nor can have from a command: its parser is made where
+    it runs, and it may need a foreign package."""
     for word in arguments:
         option = word.partition("=")[0]
-        if option.startswith("--") and f'"{option}"' not in source:
+        if option.startswith("--") and f'"{option}"' not in source and option not in _options():
             yield f"{name} has no option {option}"
+
+
+@cache
+def _options() -> set[str]:
+    actions = [action for name in COMMANDS for action in command_parser(name)._actions]
+    return {option for action in actions for option in action.option_strings}
 
 
 def _cli_errors(arguments: list[str]) -> Iterator[str]:
