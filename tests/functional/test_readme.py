@@ -23,8 +23,9 @@ def test_the_ten_lines_skip_what_was_seen(capsys):
     assert re.search(r"\d+ of \d+ prompt tokens are skipped", printed)
 
 
-def test_the_chat_of_the_library_page_runs_on_the_demo_model():
-    (block,) = [block for block in blocks("docs/library.md") if block.startswith("messages =")]
+def test_the_chat_of_the_python_guide_runs_on_the_demo_model():
+    page = "docs/guides/python.md"
+    (block,) = [block for block in blocks(page) if block.startswith("messages =")]
     model, tokenizer = mh.load_pretrained("demo")
     config = mh.InferenceConfig(cache_bytes=32 << 20)
     engine = mh.DynamicInferenceEngine(model, tokenizer, config)
