@@ -1,8 +1,7 @@
 """The door for Megatron's inference scripts: the names that they import, over our engine.
 
 A script changes its imports to this package, or is started unchanged with
-`python -m megatron_hybrid.megatron SCRIPT ...`. `docs/from_megatron.md` compares both, field by
-field.
+`python -m megatron_hybrid.megatron SCRIPT ...`. `docs/guides/from_megatron.md` compares both.
 """
 
 from megatron_hybrid.megatron.client import InferenceClient

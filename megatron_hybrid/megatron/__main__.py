@@ -11,8 +11,9 @@ USAGE = """usage: python -m megatron_hybrid.megatron SCRIPT [ARGUMENT ...]
        python -m megatron_hybrid.megatron -m MODULE [ARGUMENT ...]
 
 Runs a script of Megatron's dynamic engine, unchanged, on megatron_hybrid's: what it
-imports from megatron.core.inference is this package's. docs/from_megatron.md says
-what differs. With torchrun: torchrun ... -m megatron_hybrid.megatron SCRIPT ...
+imports from megatron.core.inference is this package's.
+docs/guides/from_megatron.md says what differs.
+With torchrun: torchrun ... -m megatron_hybrid.megatron SCRIPT ...
 """
 
 

@@ -1,7 +1,7 @@
 """Megatron's InferenceConfig, and its translation for our engine.
 
-Fields and defaults are those of megatron-core 0.19 and of Megatron-LM main. `docs/from_megatron.md`
-has the table of all fields.
+Fields and defaults are those of megatron-core 0.19 and of Megatron-LM main.
+`docs/reference/megatron_fields.md` has the table of all fields.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class MambaInferenceStateConfig:
 
 @dataclass
 class InferenceConfig:
-    """Megatron's inference settings; `docs/from_megatron.md` says what each of them does here.
-    One of megatron-core itself does as well.
+    """Megatron's inference settings; `docs/reference/megatron_fields.md` says what each of them
+    does here. One of megatron-core itself does as well.
 
     Raises:
         ValueError: a field has a value that it never has; the message names the legal ones.

@@ -12,7 +12,8 @@ from megatron_hybrid.validation import is_int
 
 @dataclass
 class SamplingParams:
-    """Megatron's sampling parameters of a request; `docs/from_megatron.md` has a table of them."""
+    """Megatron's sampling parameters of a request; `docs/reference/megatron_fields.md` has a
+    table of them."""
 
     temperature: float = 1.0
     top_k: int = 0

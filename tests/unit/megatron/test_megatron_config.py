@@ -27,7 +27,7 @@ from megatron_hybrid.megatron import (
     sampling_params,
 )
 
-DOC = Path(__file__).parents[3] / "docs" / "from_megatron.md"
+DOC = Path(__file__).parents[3] / "docs" / "reference" / "megatron_fields.md"
 PROMPT = random_tokens(40)
 OTHER_VALUES = {
     "paused_buffer_size_gb": 2,
