@@ -105,7 +105,7 @@ def refuse_fsdp(given: nn.Module | Sequence[nn.Module], model: HybridModel) -> N
             "the model is wrapped by FSDP, which spreads its parameters over data-parallel ranks: "
             "build a second model of the same config for the engine, and send it the whole tensors "
             "after each update, with engine.load_weights((name, parameter.full_tensor()) for name, "
-            "parameter in model.named_parameters()) on all ranks (docs/rollouts.md)"
+            "parameter in model.named_parameters()) on all ranks (docs/guides/rollouts.md)"
         )
 
 

@@ -268,7 +268,7 @@ def test_hooks_that_come_and_go_are_noticed(register):
     ids=["broadcast", "all_reduce", "scatter", "data"],
 )
 def test_writes_that_torch_does_not_count_need_the_call(write):
-    """docs/rollouts.md lists them. If torch counts one, it is noticed, and that list is wrong."""
+    """docs/guides/rollouts.md lists them. If torch counts one, that list is wrong."""
     model = fresh_model()
     engine = tiny_engine(model)
     engine.generate([PROMPT], greedy(2))
