@@ -43,7 +43,7 @@ GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 help:
 	@echo "make demo          the demo: three cache modes side by side"
 	@echo "make tour          the cells of examples/tour.ipynb, one minute"
-	@echo "make demo-curve    200 steps of the demo model's training; docs/demo_model.md"
+	@echo "make demo-curve    200 steps of the demo model's training; docs/guides/demo_training.md"
 	@echo "make test          all tests, those of the door on megatron-core $(NEWEST_CORE), too;"
 	@echo "                   make unit, make functional, make kernel-tests: a part of them"
 	@echo "make test-matrix   all rows of matrices, of which make test runs one of each kind"

@@ -1,4 +1,4 @@
-"""Train the demo model's first steps, and compare its held-out loss with docs/demo_model.md.
+"""Train the demo model's first steps, and compare their loss with docs/guides/demo_training.md.
 
     torchrun --nproc-per-node 2 examples/demo_curve.py
 
@@ -20,7 +20,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.training.trainer import Trainer, training_device
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "demo_model.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "guides" / "demo_training.md"
 TOLERANCE = 0.03
 
 
@@ -39,7 +39,7 @@ def held_out_loss(model: mh.HybridModel, prefix: str) -> float:
 
 
 def documented_loss(step: int) -> float:
-    """The held-out loss at a step, from the table in docs/demo_model.md."""
+    """The held-out loss at a step, from the table in docs/guides/demo_training.md."""
     row = re.search(rf"^\| {step:,} \|[^|]*\|[^|]*\| ([\d.]+) \|", DOCUMENT.read_text(), re.M)
     if row is None:
         raise SystemExit(f"the table in {DOCUMENT} has no step {step:,}")
@@ -60,7 +60,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(
                 f"held-out loss at step {trainer.progress.step}: {loss:.3f}, "
-                f"in docs/demo_model.md {expected:.3f}"
+                f"in docs/guides/demo_training.md {expected:.3f}"
             )
     if trainer.progress.step != options.step:
         raise SystemExit(f"{options.folder} is at step {trainer.progress.step}: name another one")

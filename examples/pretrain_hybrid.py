@@ -19,7 +19,7 @@ from megatron_hybrid.training.trainer import Trainer, training_device
 
 FOLDER = Path("runs/pretrain_hybrid")
 TEXT = FOLDER / "text"
-DOCUMENTS = sorted(Path(__file__).parents[1].glob("docs/*.md"))
+DOCUMENTS = sorted(Path(__file__).parents[1].glob("docs/**/*.md"))
 RECIPE = {
     "model": {
         "layer_pattern": "M-G-*E",  # Mamba-2, Gated DeltaNet, attention; MLPs, experts

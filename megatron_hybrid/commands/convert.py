@@ -7,7 +7,10 @@ HELP = "Convert a checkpoint between this package, Hugging Face and Megatron-LM 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", metavar="SOURCE", help="Read this checkpoint folder, of any of these kinds."
+        "source",
+        metavar="SOURCE",
+        help="Read this checkpoint folder, of any of these kinds. Of a training run's folder the "
+        "newest checkpoint is read.",
     )
     parser.add_argument(
         "target", metavar="TARGET", help="Write to this folder, which must be new or empty."

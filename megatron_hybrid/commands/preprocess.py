@@ -10,7 +10,8 @@ HELP = "Turn texts or conversations into a dataset of tokens, for training."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Writes PREFIX.bin and PREFIX.idx (megatron-core's format) and PREFIX.json (which "
-        "tokenizer made them). Documents keep their order."
+        "tokenizer made them). Documents keep their order. Empty ones are left "
+        "out and counted."
     )
     parser.add_argument(
         "inputs",
@@ -58,7 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--one-per-line", action="store_true", help="Each line of a text file is one document."
     )
     parser.add_argument(
-        "--skip-broken", action="store_true", help="Leave out lines that are not documents."
+        "--skip-broken",
+        action="store_true",
+        help="Leave out lines that are not documents or have more than 16 MiB, and count them. By "
+        "default such a line ends the command.",
     )
     parser.add_argument(
         "--train-tokenizer",

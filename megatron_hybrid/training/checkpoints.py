@@ -55,7 +55,7 @@ class CheckpointFields(Fields):
     """When a run saves, and how much it keeps."""
 
     every_steps: int = 1000
-    """0: at the end alone."""
+    """Steps between two checkpoints; 0: there is one, at the end."""
 
     keep: int = 2
     """Newest checkpoints that are kept; 0: all."""

@@ -38,7 +38,9 @@ class OptimizerFields(Fields):
 
     name: Literal["adam", "muon", "sgd"] = "adam"
     """AdamW (that of Transformer Engine or apex where there is one), SGD, or Muon (Jordan et al.
-    2024) for the weight matrices of the layers and AdamW for all else."""
+    2024) for the weight matrices of the layers and AdamW for all else. Muon's updates are scaled to
+    the size of Adam's, so both take one learning rate. It needs torch 2.9 and whole matrices:
+    neither tensor parallelism nor `distributed`."""
 
     learning_rate: float = 3e-4
     """The highest one, reached after the warm-up."""
@@ -54,7 +56,7 @@ class OptimizerFields(Fields):
     the last `decay_steps`, over which it falls linearly."""
 
     decay_steps: int | None = None
-    """Of `WSD`."""
+    """Steps of the fall of `WSD`, which needs them; the other schedules refuse them."""
 
     weight_decay: float = 0.1
     """Decoupled. Embeddings and the matrices of the layers decay; vectors, norms, convolutions and

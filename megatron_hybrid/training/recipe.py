@@ -83,7 +83,8 @@ class Recipe:
     optimizer: OptimizerFields = field(default_factory=OptimizerFields)
     """The optimizer, and its rates."""
     lora: LoraFields | None = None
-    """Train adapters of a pretrained model alone."""
+    """Train adapters of `model.pretrained`, and nothing else; `{}` takes all defaults. None: all
+    parameters are trained."""
     checkpoints: CheckpointFields = field(default_factory=CheckpointFields)
     """When the run is saved, and what is kept."""
     reports: ReportFields = field(default_factory=ReportFields)

@@ -26,11 +26,12 @@ class ReportFields(Fields):
     """Steps whose mean makes a line."""
 
     tensorboard: bool = False
-    """Write events for tensorboard, too; needs the package `tensorboard`."""
+    """Write events for tensorboard, too; needs the package `tensorboard`,
+    which the extra `train` installs."""
 
     peak_tflops: float | None = None
-    """Of one device in the model's dtype, for the FLOPs utilisation; None: by the device's name,
-    and on an unknown one there is no utilisation."""
+    """Of one device in the model's dtype, for the FLOPs utilisation; None: by the device's name
+    (H100, H200, GH200, B200, A100); on another one there is no utilisation."""
 
     def check(self) -> None:
         """See `Fields.check`."""

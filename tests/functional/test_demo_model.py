@@ -1,8 +1,9 @@
 """The model that ships in the package: what it is made of, and that it learned English.
 
 The sample is a chapter of Alice's Adventures in Wonderland (1865, public domain) that the training
-script keeps out of the training text. The bounds leave some room above what docs/demo_model.md
-measured, so that a retrained model passes; an untrained one is at log(vocabulary) = 8.03.
+script keeps out of the training text. The bounds leave some room above what
+docs/guides/demo_training.md measured, so that a retrained model passes; an untrained one is
+at log(vocabulary) = 8.03.
 """
 
 import itertools

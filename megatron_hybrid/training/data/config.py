@@ -45,7 +45,7 @@ class DataFields(Fields):
     """The blend to evaluate on while training."""
 
     test: list = field(default_factory=list)
-    """The blend to evaluate on at the end."""
+    """For `build_datasets` in a script: `megatron-hybrid train` does not read it."""
 
     seed: int = 1234
     """Seed of the order of documents and rows."""
@@ -62,7 +62,8 @@ class DataFields(Fields):
     so many tokens, longer ones are cut (Li et al. 2022, arXiv:2108.06084). Rows stay as long."""
 
     cache_path: str | PathLike | None = None
-    """Folder for the order of rows, which is computed once. None: a folder `PREFIX/cache`."""
+    """Folder for the order of rows, which is computed once. None: a folder `PREFIX/cache`
+    beside the data."""
 
     workers: int = 0
     """Processes of each rank that read ahead; 0: the rank reads when it needs the data."""

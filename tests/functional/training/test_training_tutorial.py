@@ -1,4 +1,4 @@
-"""The commands of docs/training_tutorial.md run, cut down, and what they train learns."""
+"""The commands of docs/guides/training_tutorial.md run, cut down, and what they train learns."""
 
 import ast
 import io
@@ -19,7 +19,7 @@ from megatron_hybrid.cli import main
 from megatron_hybrid.training.lora import TARGETS
 from megatron_hybrid.training.reports import LOG, read_log
 
-PAGE = (Path(__file__).parents[3] / "docs/training_tutorial.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs/guides/training_tutorial.md").read_text(encoding="utf-8")
 SMALLER = {
     "laptop": [
         "model.hidden_size=64",

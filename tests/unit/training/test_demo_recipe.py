@@ -1,4 +1,4 @@
-"""The recipe of the demo model makes the model that is shipped, as docs/demo_model.md says."""
+"""The recipe of the demo model makes the shipped one, as docs/guides/demo_training.md says."""
 
 import pytest
 import torch
