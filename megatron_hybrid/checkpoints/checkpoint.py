@@ -462,7 +462,7 @@ def _adapter(hf: Mapping[str, Any], source: str) -> Adapter:
     if not isinstance(model_type, str) or model_type not in adapters():
         raise CheckpointError(
             f"{source} has the model_type {model_type!r}, which no adapter reads. Known: "
-            f"{', '.join(sorted(adapters()))}. docs/adding_a_model.md says how to add one."
+            f"{', '.join(sorted(adapters()))}. docs/guides/own_model.md says how to add one."
         )
     return adapters()[model_type]
 

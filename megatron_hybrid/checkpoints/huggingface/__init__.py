@@ -1,7 +1,7 @@
 """Hugging Face architectures, one file each: their config and tensors, here and back again.
 
 A file holds an `ADAPTER`; the names under which `config.json` knows it are its `model_types`. The
-file's own name does not matter. See docs/adding_a_model.md.
+file's own name does not matter. See docs/guides/own_model.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Errors over thousands of tokens; `docs/long_sequences.md` has those over 200,000.
+"""Errors over thousands of tokens; `docs/guides/long_sequences.md` has those over 200,000.
 
 A token recurrence multiplies by decays near 1, which fp32 rounds, once a token; the chunked scans
 add up their logarithms in float64. So Mamba layers have a limit of their own, token by token.
