@@ -72,11 +72,11 @@ class InferenceConfig:
     speculation: str = "off"
     """Draft tokens of answers, to compute several in a step; outputs are the same. "off": none.
     "lookup": what followed the same tokens before, in the request or in other answers of its salt
-    (docs/speculation.md)."""
+    (docs/guides/speculation.md)."""
 
     num_speculative_tokens: int = 3
-    """Most drafts of a request in a step. Each takes room for a live state of every request that
-    may run."""
+    """Most drafts of a request in a step; there are fewer, or none, where these would lower the
+    tokens per second. Each takes room for a live state of every request that may run."""
 
     cuda_graphs: bool = False
     """Capture the forward of decodes as CUDA graphs, one for each of a few numbers of decodes, in
@@ -86,7 +86,8 @@ class InferenceConfig:
     warm_up: bool = True
     """On a CUDA device, run steps of no request before the first one, so that no request waits for
     kernels to be compiled, loaded and tuned. It leaves nothing behind but these. A CPU compiles
-    nothing, and has no warm-up."""
+    nothing. With `speculation` a few steps are timed on any device, to see how many drafts pay;
+    with False they all count as worth their time."""
 
     logprobs_mode: str = "raw_logprobs"
     """Which log-probabilities requests return. "raw_logprobs": the model's own. With

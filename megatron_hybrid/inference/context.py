@@ -110,6 +110,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         super().__init__(*inference_context_arguments())
         self.memory = memory
         self.max_requests = max_requests
+        self.max_drafts = max_drafts
         self.max_sequence_length = max_sequence_length
         self.block_size_tokens = memory.spec.block_size_tokens
         spec = memory.spec

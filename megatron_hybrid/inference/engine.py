@@ -47,7 +47,6 @@ from megatron_hybrid.inference.memory_budget import Part, pool_pages, step_bytes
 from megatron_hybrid.inference.meter import ActivityLog, Meter
 from megatron_hybrid.inference.metrics import (
     Stats,
-    drafts_text,
     prometheus_text,
     requests_text,
 )
@@ -79,7 +78,7 @@ from megatron_hybrid.inference.sampling_params import Sampled, SamplingParams
 from megatron_hybrid.inference.scheduler import RestoreFailedError, Scheduler, max_captures
 from megatron_hybrid.inference.step_profile import measured_step_bytes
 from megatron_hybrid.inference.stream import Stream
-from megatron_hybrid.inference.warm_up import WARMED, warm_up
+from megatron_hybrid.inference.warm_up import WARMED, measure_draft_costs, warm_up
 from megatron_hybrid.inference.weight_loading import Pairs, WeightLoader
 from megatron_hybrid.inference.weight_memory import WeightMemory
 from megatron_hybrid.inference.weight_updates import WeightUpdates
@@ -331,10 +330,14 @@ class DynamicInferenceEngine:
                 spec.states_in(num_pages - 1),
             )
         self.warm_up_seconds = 0.0
-        if config.warm_up and device.type in WARMED:
+        if config.warm_up:
             try:
-                saves = config.prefix_caching == "restore"
-                self.warm_up_seconds = warm_up(self.runner, config.max_tokens, saves)
+                if device.type in WARMED:
+                    saves = config.prefix_caching == "restore"
+                    self.warm_up_seconds = warm_up(self.runner, config.max_tokens, saves)
+                if drafts:
+                    costs = measure_draft_costs(self.runner, config.max_tokens)
+                    self.scheduler.draft_costs = costs
             except BaseException as error:
                 self._control.report(error)  # other ranks may be in the same forward
                 raise
@@ -1405,6 +1408,7 @@ class DynamicInferenceEngine:
             "generation_tokens": self.meter.num_generated,
             "draft_tokens": self.scheduler.num_drafts,
             "draft_tokens_accepted": self.scheduler.accepted_at.total(),
+            **self.scheduler.draft_counts(),
             "preemptions": self.scheduler.num_preemptions,
             "step_failures": self.scheduler.num_failures,
             "request_restarts": self.scheduler.num_restarts,
@@ -1490,14 +1494,8 @@ class DynamicInferenceEngine:
             "prefix_caching": config.prefix_caching,
             "state_encoding": config.state_encoding,
         }
-        parts = [
-            prometheus_text(self.stats(), self.meter.histograms),
-            requests_text(self.meter.num_ended, info),
-        ]
-        if (drafts := self.scheduler.drafts) is not None:
-            accepted_at = self.scheduler.accepted_at
-            parts.append(drafts_text([accepted_at[place] for place in range(drafts.most)]))
-        return "".join(parts)
+        text = prometheus_text(self.stats(), self.meter.histograms)
+        return text + requests_text(self.meter.num_ended, info)
 
     def _kv_blocks_in_use(self) -> int:
         """Number of distinct KV blocks of the running requests."""

@@ -5,7 +5,7 @@ https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import accumulate
 from textwrap import wrap
 
@@ -15,6 +15,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of an HTTP response with these metrics."""
 PREFIX = "megatron_hybrid_"
 _LOST = "lost_tokens_"
+_ACCEPTED_AT = "draft_tokens_accepted_at_"
 
 COUNTERS = {
     "requests": "Requests that were admitted to the cache, forked samples included.",
@@ -72,6 +73,7 @@ GAUGES = {
     "live_slot_bytes": "Size of the live slots.",
     "graphs": "CUDA graphs, one for each number of decodes.",
     "graph_bytes": "Device memory of the CUDA graphs.",
+    "draft_break_even_permille": "Acceptance, in thousandths, above which drafts pay at this load.",
     "warm_up_ms": "Milliseconds that the engine warmed up for before its first request.",
     "parked_bytes": "Host memory that preempted requests wait in.",
     "host_bytes": "Host memory that holds cached prefixes.",
@@ -115,7 +117,10 @@ VLLM_NAMES = {
 such as llm-d's, and dashboards, read them by name, so that they work with this engine unchanged.
 Hits are tokens that were not computed, as there."""
 _LOST_HELP = "Prompt tokens that were known, or in the making, and computed again, by reason."
-
+_ACCEPTED_NAMES = (
+    f"{PREFIX}draft_tokens_accepted_per_pos_total",
+    f"{VLLM_PREFIX}spec_decode_num_accepted_tokens_per_pos_total",
+)
 
 _GROUPS = {
     "requests": ("request", "leases", "preemptions", "refused", "held_back", "parked"),
@@ -172,8 +177,9 @@ def prometheus_text(
     """Format `engine.stats()` or `PrefixCache.stats()` as metrics, one for each key, with
     histograms, and the names of VLLM_NAMES for those that are there.
 
-    Names are `megatron_hybrid_` and the key; counters end in `_total`, and `lost_tokens_<reason>`
-    is one metric with the label `reason`.
+    Names are `megatron_hybrid_` and the key; counters end in `_total`. `lost_tokens_<reason>` is
+    one metric with the label `reason`, and `draft_tokens_accepted_at_<place>` one with the label
+    `position`, from 0, also under vLLM's name.
 
     Raises:
         ValueError: a key is neither in COUNTERS nor in GAUGES nor in HISTOGRAMS.
@@ -181,15 +187,19 @@ def prometheus_text(
     values: dict[str, int | Histogram] = {**stats, **(histograms or {})}
     lines: list[str] = []
     for key, value in values.items():
-        if not key.startswith(_LOST):
+        if not key.startswith((_LOST, _ACCEPTED_AT)):
             lines += _metric(PREFIX + key, key, value)
-    lost = {
-        f'{{reason="{key[len(_LOST) :]}"}}': value
-        for key, value in stats.items()
-        if key.startswith(_LOST)
-    }
-    if lost:
-        lines += _lines(f"{PREFIX}{_LOST}total", "counter", _LOST_HELP, lost)
+    for head, label, names, text in (
+        (_LOST, "reason", (f"{PREFIX}{_LOST}total",), _LOST_HELP),
+        (_ACCEPTED_AT, "position", _ACCEPTED_NAMES, "Accepted drafts by their place in a step."),
+    ):
+        counts = {
+            f'{{{label}="{key.removeprefix(head)}"}}': value
+            for key, value in stats.items()
+            if key.startswith(head)
+        }
+        for name in names if counts else ():
+            lines += _lines(name, "counter", text, counts)
     for name, keys in VLLM_NAMES.items():
         if all(key in values for key in keys):
             value = values[keys[0]]
@@ -222,19 +232,6 @@ def requests_text(ended: Mapping[str, int], settings: Mapping[str, object]) -> s
         lines += _lines(f"{prefix}request_success_total", "counter", text, counts)
         text = "Settings of the cache, as labels."
         lines += _lines(f"{prefix}cache_config_info", "gauge", text, {f"{{{labels}}}": 1})
-    return "".join(f"{line}\n" for line in lines)
-
-
-def drafts_text(accepted: Sequence[int]) -> str:
-    """Metrics of accepted drafts by their place in a step, under our names and vLLM's. accepted:
-    from the first place on."""
-    counts = {f'{{position="{place}"}}': count for place, count in enumerate(accepted)}
-    text = "Drafts that were drawn and kept, by their place in a step."
-    names = (
-        f"{PREFIX}draft_tokens_accepted_per_pos",
-        f"{VLLM_PREFIX}spec_decode_num_accepted_tokens_per_pos",
-    )
-    lines = [line for name in names for line in _lines(f"{name}_total", "counter", text, counts)]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.report import MissReason, PrefixReport
+from megatron_hybrid.inference.draft_length import DraftLength
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams, ThinkingBudget
 from megatron_hybrid.text.guide import Guide, GuideMatcher
 
@@ -60,6 +61,10 @@ class GenerationResult:
     """The one of `stop_token_ids` or `stop_words` that ended the answer; None: what else did."""
     error: str | None = None
     """The tokenizer's error for this answer's text, which is then None."""
+    draft_tokens: int = field(default=0, compare=False)
+    """Drafts of its tokens that were computed (`InferenceConfig.speculation`)."""
+    accepted_draft_tokens: int = field(default=0, compare=False)
+    """Of these, those that are in the answer."""
     other_samples: list["GenerationResult"] = field(default_factory=list, repr=False, compare=False)
     """In the first sample's result: the n - 1 others."""
 
@@ -73,10 +78,12 @@ class GenerationResult:
         line = line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
         reason = self.prefix and self.prefix.miss_reason
         skipped = self.prefix.skipped_tokens if self.prefix else 0
+        drafts = self.accepted_draft_tokens, self.draft_tokens
         return (
             f"{line}\ntokens: prompt {len(self.prompt_tokens)}, skipped {skipped}"
             f"{f' ({reason.value})' if reason else ''}, new {len(self.generated_tokens)} "
             f"({self.finish_reason})"
+            f"{f', drafts {drafts[0]} of {drafts[1]}' if drafts[1] else ''}"
         )
 
     @property
@@ -188,6 +195,7 @@ class Request:
     num_failures: int = 0  # failed steps that it was blamed for, in a row
     failed_at: tuple[int, int] = (0, 0)  # furthest (num_tokens, num_computed) at one of them
     lease_before: Lease | None = None  # released; its wanted positions pass to the next lease
+    draft_length: DraftLength = field(default_factory=DraftLength)
     siblings: "list[Request]" = field(default_factory=list)  # samples to fork after the prefill
     other_samples: "list[Request]" = field(default_factory=list)  # on the first one only
 
@@ -397,6 +405,8 @@ class Request:
             total_time=None if self.finished_at is None else self.finished_at - self.added_at,
             stop_reason=self.stop_reason,
             error=self.error,
+            draft_tokens=self.draft_length.num_drafts,
+            accepted_draft_tokens=self.draft_length.num_accepted,
             other_samples=[request.result() for request in self.other_samples],
         )
 

@@ -39,6 +39,10 @@ class RequestView:
     computed_tokens: int
     """All that are computed by now, skipped ones included, of the prompt and of the answer."""
     generated_tokens: int
+    draft_tokens: int
+    """Drafts of its answer that were computed."""
+    accepted_draft_tokens: int
+    """Of these, those that were drawn and kept."""
     miss_reason: MissReason | None
     edge: int = 0
     """Number of the edge that spans its last known token, see `TreeView`; 0: none is known."""
@@ -64,6 +68,8 @@ def view_request(request: Request) -> RequestView:
         report.fetched_tokens if report else 0,
         request.num_computed,
         request.num_generated,
+        request.draft_length.num_drafts,
+        request.draft_length.num_accepted,
         report.miss_reason if report else None,
     )
 

@@ -54,7 +54,7 @@ _FLOATS = (
 )
 _INTS = (
     *("top_k", "num_tokens_to_generate", "min_tokens", "seed", "top_n_logprobs"),
-    "termination_id",
+    *("termination_id", "num_speculative_tokens"),
 )
 
 
@@ -187,6 +187,10 @@ class SamplingParams:
     add_BOS: bool = False
     """Prepend the tokenizer's `bos` token to a text prompt."""
 
+    num_speculative_tokens: int | None = None
+    """Most drafts of this request in a step, up to `InferenceConfig.num_speculative_tokens`; 0:
+    none, None: as many as there. Answers are the same (docs/guides/speculation.md)."""
+
     def __post_init__(self) -> None:
         def check(ok: bool, message: str) -> None:
             if not ok:
@@ -278,6 +282,11 @@ class SamplingParams:
         check(
             is_int(self.top_n_logprobs) and self.top_n_logprobs >= 0,
             f"top_n_logprobs must be an int >= 0, got {self.top_n_logprobs!r}",
+        )
+        drafts = self.num_speculative_tokens
+        check(
+            drafts is None or (is_int(drafts) and drafts >= 0),
+            f"num_speculative_tokens must be an int >= 0, or None, got {drafts!r}",
         )
         for field in fields(self):
             value = getattr(self, field.name)

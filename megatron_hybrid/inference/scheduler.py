@@ -24,6 +24,7 @@ from megatron_hybrid.errors import (
     note_decided_by_memory,
     optional_decision,
 )
+from megatron_hybrid.inference.draft_length import DraftCosts
 from megatron_hybrid.inference.drafters import Drafts
 from megatron_hybrid.inference.request import MAX_FAILURES, Request, RequestStatus
 from megatron_hybrid.inference.sampling_params import Sampled
@@ -70,6 +71,7 @@ class Scheduler:
     ):
         self.cache = cache
         self.drafts = drafts
+        self.draft_costs = DraftCosts()
         self.fetches = fetches
         self.max_tokens = max_tokens
         self.max_waiting_looked_at = 2 * max_requests
@@ -91,6 +93,16 @@ class Scheduler:
         self.accepted_at: Counter[int] = Counter()
         """Accepted drafts by their place in a step, from 0."""
 
+    def draft_counts(self) -> dict[str, int]:
+        """What `stats` tells of drafts, if there are any."""
+        if self.drafts is None:
+            return {}
+        decoding = sum(request.status is RequestStatus.DECODE for request in self.running)
+        cost = self.draft_costs.at(max(1, decoding))
+        places = range(self.drafts.most)
+        accepted = {f"draft_tokens_accepted_at_{i}": self.accepted_at[i] for i in places}
+        return accepted | {"draft_break_even_permille": round(1000 * cost)}
+
     def add(self, request: Request) -> None:
         self.waiting.add(request)
 
@@ -111,8 +123,9 @@ class Scheduler:
             if request.status in (RequestStatus.DECODE, RequestStatus.CLOSING):
                 self._plan_work(draft, request)
         if self.drafts is not None:
+            cost = self.draft_costs.at(len(draft.chunks))
             for chunk in draft.chunks:
-                self._plan_drafts(draft, chunk)
+                self._plan_drafts(draft, chunk, cost)
         for request in list(self.running):
             if request.status is RequestStatus.PREFILL:
                 self._plan_work(draft, request)
@@ -176,8 +189,11 @@ class Scheduler:
         draws = start + count == request.num_tokens and not request.done
         draft.add(Chunk(request, start, start + count, draws))
 
-    def _plan_drafts(self, draft: StepDraft, chunk: Chunk) -> None:
-        """Let a decode go on by drafts, as far as there is room. They preempt nobody."""
+    def _plan_drafts(self, draft: StepDraft, chunk: Chunk, cost: float) -> None:
+        """Let a decode go on by drafts, as far as they pay and there is room. They preempt nobody.
+
+        cost: as of `best_length`.
+        """
         request = chunk.request
         # What a restore without memory has drawn is void, so nothing may be appended to it.
         if not chunk.draws or request in draft.restores or chunk.end - chunk.start > 1:
@@ -188,7 +204,10 @@ class Scheduler:
             request.longest_forward - 1,
             request.params.num_tokens_to_generate - request.num_generated - 1,
         )
-        drafts = self.drafts.propose(request, most) if most > 0 else []
+        if (limit := request.params.num_speculative_tokens) is not None:
+            most = min(most, limit)
+        most = request.draft_length.choose(cost, most) if most > 0 else 0
+        drafts = self.drafts.propose(request, most) if most else []
         if drafts and self.cache.extend(request.lease, chunk.end + len(drafts)):
             draft.add_drafts(chunk, request.draft_draws(drafts))
 
@@ -434,8 +453,10 @@ class Scheduler:
             request = chunk.request
             if request.status is RequestStatus.PREFILL:
                 self.num_prefill_tokens += chunk.end - chunk.start
-            self.num_drafts += len(chunk.draft_draws)
-            self.accepted_at.update(range(chunk.num_accepted))
+            if chunk.draft_draws:
+                self.num_drafts += len(chunk.draft_draws)
+                self.accepted_at.update(range(chunk.num_accepted))
+                request.draft_length.note(len(chunk.draft_draws), chunk.num_accepted)
             if (scores := result.prompt_scores.get(request.request_id)) is not None:
                 request.prompt_log_probs += scores.log_probs
                 request.prompt_top_n_logprobs += scores.top_n_logprobs

@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from itertools import cycle
+from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megatron_hybrid.errors import is_lack_of_memory
 from megatron_hybrid.inference.context import DynamicInferenceContext
+from megatron_hybrid.inference.draft_length import DraftCosts
 from megatron_hybrid.inference.graph_runner import sizes_up_to
 from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
@@ -40,6 +43,12 @@ _DRAWN = [
     ).resolved(),
 ]
 """Ways to draw tokens that launch different kernels."""
+_TIMED_DECODES = {"cpu": (1, 8), "cuda": (1, 8, 64)}
+"""Numbers of decodes whose drafts are timed, by the type of a device; a CPU is busy with the last
+one."""
+_TIMED_STEPS = 3
+_TIMED_POSITION = 512
+"""Tokens before them, at most."""
 
 
 def warm_up(runner: ModelRunner, max_tokens: int, saves: bool) -> float:
@@ -82,6 +91,61 @@ def warm_up(runner: ModelRunner, max_tokens: int, saves: bool) -> float:
     return time.perf_counter() - began
 
 
+@torch.inference_mode()
+def measure_draft_costs(runner: ModelRunner, max_tokens: int) -> DraftCosts:
+    """Time steps of decodes without drafts and with as many as there may be, all rejected, on all
+    ranks of a model, and return what all of them use. Call it as `warm_up`, and after it.
+
+    max_tokens: of a step.
+    """
+    context, memory, most = runner.context, runner.memory, runner.context.max_drafts
+    start = min(_TIMED_POSITION, context.max_sequence_length - 1 - most)
+    tables = null_tables(memory.spec, context.max_sequence_length)
+    found: dict[int, float] = {}
+    for size in _TIMED_DECODES[memory.device.type]:
+        drafts = min(most, max_tokens // size - 1)
+        if size > context.max_requests or drafts < 1 or start < 0:
+            break
+        plans = [StepPlan(work=_decodes(size, each, start, tables)) for each in (0, drafts)]
+        times = [[_seconds(runner, plan) for plan in plans] for _ in range(1 + _TIMED_STEPS)]
+        plain, drafted = map(min, zip(*times[1:]))  # the first ones compile and load kernels
+        (cost,) = runner.ranks.maximum([round(1e6 * (drafted / plain - 1) / drafts)])
+        found[size] = max(0, cost) / 1e6
+        for slot in range(size):
+            memory.clear_slot(slot)
+    memory.pool[0].zero_()
+    costs = DraftCosts(tuple(found), tuple(found.values())) if found else DraftCosts()
+    if runner.ranks.is_first:
+        logger.info(
+            "drafts pay above an acceptance of %s",
+            ", ".join(f"{cost:.2f} at {size} decodes" for size, cost in found.items()),
+        )
+    return costs
+
+
+def _seconds(runner: ModelRunner, plan: StepPlan) -> float:
+    began = time.perf_counter()
+    runner.run(plan)
+    runner.take_back(plan, {work.request_id: work.start + 1 for work in plan.work})
+    if runner.memory.device.type == "cuda":
+        torch.cuda.synchronize(runner.memory.device)
+    return time.perf_counter() - began
+
+
+def _decodes(
+    size: int, num_drafts: int, start: int, tables: list[np.ndarray], kinds: Any = None
+) -> list[Work]:
+    """So many decodes with drafts at a position. kinds: an iterator over ways to draw."""
+    made, count = [], 1 + num_drafts
+    for slot in range(size):
+        params = next(kinds or iter(_DRAWN))
+        draws = [Draw(params, 0, 0, start + i) for i in range(1, 1 + count)]
+        work = Work(slot, slot, start, np.zeros(count, np.int32), start + count, tables, count)
+        work.draws, work.draft_draws = {slot: draws[0]}, draws[1:]
+        made.append(work)
+    return made
+
+
 def _plans(
     context: DynamicInferenceContext, max_tokens: int, pages: np.ndarray | None
 ) -> Iterator[StepPlan]:
@@ -113,8 +177,9 @@ def _plans(
     if (num_decodes := min(most, max_tokens // 2) - 1) > 0:
         prompt = min(max_tokens - num_decodes, longest)
         yield StepPlan(work=works([1] * num_decodes + [prompt]))
-    for size in reversed(sizes_up_to(min(most, max_tokens))):
-        yield StepPlan(work=works([1] * size))
+    for drafts in {0, context.max_drafts}:
+        for size in reversed(sizes_up_to(min(most, max_tokens // (1 + drafts)))):
+            yield StepPlan(work=_decodes(size, drafts, 0, tables, kinds))
     null = np.zeros(1, np.int32)
     sources = [{}, {"source_slot": most - 1}]
     if pages is not None:

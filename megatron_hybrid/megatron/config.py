@@ -244,7 +244,6 @@ def _member(name: str, kind: type[StrEnum], value: object) -> StrEnum:
 
 
 REFUSED = {
-    "num_speculative_tokens": "a part of the model drafts nothing yet; leave it 0",
     "image_preprocessing_config": "prompts are text; leave it None",
 }
 """Fields with a value that would change answers, and why it is refused."""
@@ -374,6 +373,8 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
         max_requests=max_requests,
         max_tokens=max_tokens,
         max_sequence_length=config.max_sequence_length,
+        speculation="lookup" if config.num_speculative_tokens else "off",
+        num_speculative_tokens=config.num_speculative_tokens or 1,
         cuda_graphs=_wants_graphs(model_config),
         logprobs_mode=config.logprobs_mode,
         random_seed=seed,

@@ -427,6 +427,8 @@ class SharedFields(Body):
     """Words that do not come: the last token of one, as the tokenizer writes it with and without a
     space before it, is not drawn behind the others. The same word in other tokens may come. 400
     beside a guide."""
+    num_speculative_tokens: Count | None = None
+    """At most so many drafts of a step, where the server drafts; 0: none. Answers are the same."""
     priority: int = 0
     """Lower ones start first among those that wait."""
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None

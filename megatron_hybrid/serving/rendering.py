@@ -312,6 +312,7 @@ def sampling_params(
             return_log_probs=fields.num_top is not None or fields.scores_prompt,
             skip_prompt_log_probs=not fields.scores_prompt,
             top_n_logprobs=max(fields.num_top or 0, fields.prompt_logprobs or 0),
+            num_speculative_tokens=fields.num_speculative_tokens,
         )
     except (TypeError, ValueError) as error:
         raise refusal_of(error, fields.caller_names) from error

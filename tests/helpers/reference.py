@@ -61,6 +61,7 @@ def tiny_engine(model: HybridModel | None = None, tokenizer=None, **fields):
             "max_requests": 8,
             "max_tokens": 512,
             "max_sequence_length": 1024,
+            "warm_up": "speculation" not in fields,  # else drafts depend on times of steps
             **fields,
         }
     )

@@ -80,6 +80,9 @@ function fillRow(row, request, longest) {
     words(request.status),
     `${count(skipped)} of ${count(prompt)} skipped${reason}`,
     `${count(request.generated_tokens)} new`,
+    ...(request.draft_tokens
+      ? [`${count(request.accepted_draft_tokens)} of ${count(request.draft_tokens)} drafts accepted`]
+      : []),
     ...(first === null ? [] : [`first token ${(1000 * first).toFixed(0)} ms`]),
     ...(request.text ? [`“…${request.text}”`] : []),
   ];

@@ -15,7 +15,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from pydantic import ValidationError
 
-from megatron_hybrid.serving import fields, responses
+from megatron_hybrid.serving import fields, rendering, responses
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.parsers import REASONING_PARSERS, Thoughts
@@ -737,6 +737,17 @@ def test_bad_words_are_not_written(call, route):
     assert call.refused(route, bad_words=["a"], structured_outputs={"regex": "a"})["param"] == (
         "bad_words"
     )
+
+
+@ROUTES
+def test_a_request_says_how_many_drafts_it_wants(call, route):
+    """It reaches the engine; what it does there, tests of the engine show."""
+    for most in (0, 2, None):
+        fields_ = KINDS[route].model_validate({**BODIES[route], "num_speculative_tokens": most})
+        fields_ = fields_.to_chat() if route == RESPONSE else fields_
+        params = rendering.sampling_params(call.service.tokenizer, fields_, 5)
+        assert params.num_speculative_tokens == most
+    assert call.refused(route, num_speculative_tokens=-1)["param"] == "num_speculative_tokens"
 
 
 def test_special_tokens_are_in_the_text_if_wanted(call):

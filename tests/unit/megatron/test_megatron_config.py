@@ -61,9 +61,7 @@ def test_every_field_without_effect_warns_by_name_and_reason():
         assert config.WITHOUT_EFFECT[name] in str(warning.message)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("num_speculative_tokens", 2), ("image_preprocessing_config", object())]
-)
+@pytest.mark.parametrize(("field", "value"), [("image_preprocessing_config", object())])
 def test_what_would_change_answers_is_refused_by_name(field, value):
     assert field in config.REFUSED
     with pytest.raises(ValueError, match=f"InferenceConfig.{field} is .*: "):
@@ -190,6 +188,17 @@ def test_decodes_are_captured_where_the_models_config_asks_for_it(fields, wanted
     small = InferenceConfig(buffer_size_gb=4 * MIB)
     made = config.engine_config(small, tiny_model(), SimpleNamespace(**fields))
     assert made.cuda_graphs is wanted
+
+
+def test_drafts_are_looked_up_where_the_config_asks_for_speculative_tokens():
+    """Answers are the same, so any drafter will do."""
+    for most, speculation in ((0, "off"), (2, "lookup")):
+        small = InferenceConfig(buffer_size_gb=4 * MIB, num_speculative_tokens=most)
+        made = config.engine_config(small, tiny_model(), None)
+        assert (made.speculation, made.num_speculative_tokens) == (speculation, most or 1)
+    with pytest.raises(ValueError, match="num_speculative_tokens is -1"):
+        small = InferenceConfig(buffer_size_gb=4 * MIB, num_speculative_tokens=-1)
+        config.engine_config(small, tiny_model(), None)
 
 
 def test_the_seed_is_the_models():

@@ -1,0 +1,160 @@
+"""How many tokens are drafted: a table of acceptances and loads, and the way down and up again."""
+
+import pytest
+from drafted import Oracle, draft_with
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import greedy, random_tokens, tiny_engine, tiny_model
+
+from megatron_hybrid.inference import warm_up
+from megatron_hybrid.inference.draft_length import (
+    FIRST_ACCEPTANCE,
+    TRIAL_STEPS,
+    DraftCosts,
+    DraftLength,
+    best_length,
+)
+from megatron_hybrid.inference.sampling_params import SamplingParams
+
+# Parts of a step's time, as measured with the demo model on a CPU of one thread.
+ALONE, BUSY = 0.15, 0.65
+COSTS = DraftCosts((1, 8), (ALONE, BUSY))
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "cost", "length"),
+    [
+        (1.0, 0.0, 7),
+        (0.01, 0.0, 7),
+        (1.0, ALONE, 7),
+        (0.9, ALONE, 7),
+        (0.5, ALONE, 2),
+        (0.2, ALONE, 1),
+        (0.14, ALONE, 0),
+        (1.0, BUSY, 7),
+        (0.9, BUSY, 2),
+        (0.7, BUSY, 1),
+        (0.64, BUSY, 0),
+        (1.0, 1.0, 0),
+        (0.0, 0.0, 0),
+    ],
+)
+def test_number_of_drafts_by_acceptance_and_cost(acceptance, cost, length):
+    assert best_length(acceptance, cost, 7) == length
+
+
+@given(acceptance=st.floats(0, 1), cost=st.floats(0, 2), most=st.integers(0, 9))
+def test_no_other_number_gives_more_tokens_per_second(acceptance, cost, most):
+    def rate(length):
+        return sum(acceptance**i for i in range(length + 1)) / (1 + cost * length)
+
+    best = max(rate(length) for length in range(most + 1))
+    assert rate(best_length(acceptance, cost, most)) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "cost"),
+    [(1, ALONE), (3, ALONE + 2 / 7 * (BUSY - ALONE)), (8, BUSY), (64, BUSY)],
+)
+def test_cost_at_a_load(num_decodes, cost):
+    assert COSTS.at(num_decodes) == pytest.approx(cost)
+    assert DraftCosts().at(num_decodes) == 0
+
+
+@pytest.mark.parametrize(("sizes", "costs"), [((8, 1), (0.1, 0.2)), ((1,), ()), ((1,), (-0.1,))])
+def test_costs_that_are_none_are_refused(sizes, costs):
+    with pytest.raises(ValueError, match="ascending"):
+        DraftCosts(sizes, costs)
+
+
+def test_wrong_drafts_end_below_the_cost_and_are_tried_again():
+    length, lengths = DraftLength(), []
+    for _ in range(60):
+        lengths.append(length.choose(BUSY, 3))
+        if lengths[-1]:
+            length.note(lengths[-1], 0)
+    trial = [0] * (TRIAL_STEPS - 1) + [1]
+    assert lengths[0] == 1 and lengths[1:] == (trial * 4)[:59]
+    assert length.acceptance < BUSY < FIRST_ACCEPTANCE
+    while length.acceptance < 0.88:  # they are right from here on
+        length.note(1, 1)
+    assert length.choose(BUSY, 3) == 2
+
+
+def test_a_load_that_comes_and_goes_costs_no_acceptance():
+    length = DraftLength()
+    length.note(3, 3)
+    before = length.acceptance
+    assert length.choose(ALONE, 3) == 3
+    assert [length.choose(1.5, 3) for _ in range(50)] == [0] * 50  # no trial either
+    assert (length.acceptance, length.choose(ALONE, 3)) == (before, 3)
+
+
+def test_a_request_that_is_joined_by_others_drafts_less_until_they_end():
+    """And its answer is the same, and acceptance, too."""
+    model, prompt = tiny_model("M*"), random_tokens(20)
+    expected = tiny_engine(model).generate([prompt], greedy(60))[0].generated_tokens
+    engine = tiny_engine(model, speculation="lookup", num_speculative_tokens=3)
+    draft_with(engine, Oracle({0: expected, **{i: [] for i in range(1, 6)}}))
+    engine.scheduler.draft_costs = DraftCosts((1, 2, 4), (0.1, 0.1, 1.5))
+    request = engine.add_request(prompt, greedy(60))
+    counts = []
+    while not request.done:
+        if len(counts) == 4:
+            for i in range(4):
+                engine.add_request(random_tokens(5, i), greedy(11))
+        before = request.num_generated
+        engine.step()
+        counts.append(request.num_generated - before)
+    assert request.generated_tokens == expected
+    assert counts[:4] == [1, 4, 4, 4] and counts[5:15] == [1] * 10 and counts[16:18] == [4, 4]
+    assert request.draft_length.num_accepted == request.draft_length.num_drafts > 0
+
+
+def test_a_request_says_how_many_drafts_it_wants_and_its_result_how_many_it_had():
+    model, prompt = tiny_model("M*"), random_tokens(20)
+    engine = tiny_engine(model, speculation="lookup", num_speculative_tokens=3)
+    plain = engine.generate([prompt], greedy(25))[0]
+    numbers = []
+    for most in (0, 1, None, 9):
+        params = SamplingParams(top_k=1, num_tokens_to_generate=25, num_speculative_tokens=most)
+        steps = engine.num_steps
+        result = engine.generate([prompt], params)[0]
+        assert result.generated_tokens == plain.generated_tokens
+        numbers.append((engine.num_steps - steps, result.accepted_draft_tokens))
+        drafts = result.draft_tokens
+        assert result.accepted_draft_tokens == drafts
+        assert (f", drafts {drafts} of {drafts}" in str(result)) == (most != 0)
+    # The last token runs for its state.
+    assert numbers == [(26, 0), (1 + 12 + 1, 12), (1 + 6 + 1, 18), (1 + 6 + 1, 18)]
+    (*_, view) = engine.requests()
+    assert engine.requests()[0].accepted_draft_tokens == 18
+    assert view.draft_tokens == plain.draft_tokens
+    with pytest.raises(ValueError, match="num_speculative_tokens must be an int >= 0"):
+        SamplingParams(num_speculative_tokens=-1)
+
+
+def test_costs_are_measured_when_an_engine_is_made_and_those_of_the_slowest_rank(monkeypatch):
+    """Steps of no request leave nothing behind."""
+    agreed = []
+
+    def seconds(runner, plan):
+        runner.run(plan)
+        drafts = sum(len(work.draft_draws) for work in plan.work)
+        return 0.01 * (1 + 0.05 * drafts)
+
+    monkeypatch.setattr(warm_up, "_seconds", seconds)
+    engine = tiny_engine(tiny_model("M*"), speculation="lookup", warm_up=True)
+    assert engine.scheduler.draft_costs == DraftCosts((1, 8), (0.05, 0.4))
+    assert engine.stats()["draft_break_even_permille"] == 50
+    assert not engine.memory.slots.any() and not engine.memory.pool.any()
+    assert engine.stats()["draft_tokens"] == 0
+
+    def slowest(own):
+        agreed.append(own)
+        return [700_000]
+
+    monkeypatch.setattr(engine.runner.ranks, "maximum", slowest)
+    costs = warm_up.measure_draft_costs(engine.runner, 512)
+    assert costs.costs == (0.7, 0.7) and agreed == [[50_000], [400_000]]
+    assert warm_up.measure_draft_costs(engine.runner, 1) == DraftCosts()
