@@ -52,6 +52,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Count the weights of the layers in this format, as megatron-hybrid quantize writes "
         "them. The default is as they are.",
     )
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Count the states that take back N drafts of each request (serve --speculation).",
+    )
+    parser.add_argument(
+        "--cuda-graphs",
+        action="store_true",
+        help="Count the memory of CUDA graphs of 64 requests, with drafts and without.",
+    )
     add_state_encoding(parser)
     add_json(parser)
 
@@ -70,6 +82,9 @@ def run(options: argparse.Namespace) -> int:
     config = planned_config(options.model)
     memory = memory or device.memory_bytes
     packed = packed_folder(options.model)
-    result = plan(config, memory, context, options.state_encoding, device, packed, options.weights)
+    result = plan(
+        *(config, memory, context, options.state_encoding, device, packed, options.weights),
+        *(options.num_speculative_tokens, options.cuda_graphs),
+    )
     print(json.dumps(result.to_dict(), indent=2) if options.json else render(result))
     return 0 if result.settings else 1

@@ -79,9 +79,9 @@ class InferenceConfig:
     tokens per second. Each takes room for a live state of every request that may run."""
 
     cuda_graphs: bool = False
-    """Capture the forward of decodes as CUDA graphs, one for each of a few numbers of decodes, in
-    the warm-up, or without one at the first step of each. What cannot be captured runs without, and
-    the log says why. Steps with a part of a prompt always do."""
+    """Capture the forward of decodes as CUDA graphs, one for each of a few numbers of decodes (two
+    with drafts), in the warm-up, or without one at the first step of each. What cannot be captured
+    runs without, and the log says why. Steps with a part of a prompt always do."""
 
     warm_up: bool = True
     """On a CUDA device, run steps of no request before the first one, so that no request waits for

@@ -46,8 +46,8 @@ def input_fields(
     return {
         "ready_slots": ((max_requests,), int64),
         "slots": ((num_sequences,), int64),
-        "live_slots": ((max_requests,), int64),
-        "last_rows": ((max_requests,), int64),
+        "live_slots": ((num_sequences,), int64),
+        "last_rows": ((num_sequences,), int64),
         "cu_queries": ((num_sequences + 1,), int32),
         "cu_keys": ((num_sequences + 1,), int32),
         "kv_lengths": ((num_sequences,), int32),
@@ -70,6 +70,11 @@ def input_bytes(fields: Fields, device: torch.device) -> tuple[int, int]:
     (num_entries,), dtype = fields["tables"]
     tables, buffer = num_entries * dtype.itemsize, buffer_bytes(fields)
     return tables + (0 if device.type == "cpu" else buffer), tables + buffer
+
+
+def _captured_rows(num_tokens: int, num_rows: int) -> list[int]:
+    """`RaggedLayout.captures` of decodes of so many rows each: behind all but their last ones."""
+    return [row for row in range(1, num_tokens) if row % num_rows]
 
 
 class DynamicInferenceContext(BaseInferenceContext):
@@ -135,23 +140,34 @@ class DynamicInferenceContext(BaseInferenceContext):
         self._staging = memory.staging(0)
         # Writes to the null page, as no blocks are in its table.
         self._filler = Work(-1, max_requests, 0, np.zeros(1, np.int32), 0, [], num_logits=1)
-        self._fixed_layouts: dict[int, RaggedLayout] = {}  # by number of decodes
+        # By number of decodes, and of rows of each.
+        self._fixed_layouts: dict[tuple[int, int], RaggedLayout] = {}
+        self._fixed_staging: Tensor | None = None
+        self._max_recorded = min(max_requests, max_tokens // (1 + max_drafts))
+        self.first_captures: list[int] = []
+        """Of each `StepPlan.work` of the last step, where its states begin in
+        `captured_states`."""
 
     # Laying out a step -------------------------------------------------------------------------
 
-    def begin_step(self, plan: StepPlan, num_decodes: int | None = None) -> None:
+    def begin_step(self, plan: StepPlan, num_decodes: int | None = None, num_rows: int = 1) -> None:
         """Build the batch of `plan`, after its restores.
 
-        num_decodes: for a recorded step of so many decodes: those of the plan, which has nothing
-            else, and rows of no request behind them. All that a forward reads then has shapes and
-            addresses that depend on this number alone, and the host tells it bounds of positions.
+        Args:
+            num_decodes: for a recorded step of so many decodes: those of the plan, which has
+                nothing else, and rows of no request behind each and behind them all. All that a
+                forward reads then has shapes and addresses that depend on this number and
+                `num_rows` alone, and the host tells it bounds of positions.
+            num_rows: of each of these decodes: one, or with `max_drafts` drafts.
         """
         self._buffer.begin()
         num_ready = len(plan.ready)
         self._buffer.host["ready_slots"][:num_ready] = [ready.slot for ready in plan.ready]
         self._ready_slots = self._buffer.device["ready_slots"][:num_ready]
         if num_decodes is not None:
-            self._lay_out(plan.work + [self._filler] * (num_decodes - len(plan.work)), True)
+            works = plan.work + [self._filler] * (num_decodes - len(plan.work))
+            filled = [[work, *[self._filler] * (num_rows - len(work.tokens))] for work in works]
+            self._lay_out([work for group in filled for work in group], num_rows)
         elif plan.work:
             self._lay_out(plan.work)
         else:
@@ -163,21 +179,36 @@ class DynamicInferenceContext(BaseInferenceContext):
         positions may be of other ones."""
         self._layout.forget_derived()
 
-    def _fixed_layout(self, num_decodes: int, num_padding: int) -> RaggedLayout:
+    def _fixed_layout(self, num_sequences: int, num_rows: int, num_padding: int) -> RaggedLayout:
         """The layout of a recorded step; always the same one, as it holds tensors."""
-        if num_decodes not in self._fixed_layouts:
+        key = num_sequences // num_rows, num_rows
+        if key not in self._fixed_layouts:
             last = self.max_sequence_length - 1
-            starts = self._buffer.device["starts"][:num_decodes]
-            self._fixed_layouts[num_decodes] = RaggedLayout(
-                (1,) * num_decodes, (last,) * num_decodes, (), num_padding, starts
+            depths = tuple(range(num_rows)) * key[0] if num_rows > 1 else ()
+            self._fixed_layouts[key] = RaggedLayout(
+                (1,) * num_sequences,
+                (last,) * num_sequences,
+                tuple(_captured_rows(num_sequences, num_rows)),
+                num_padding,
+                self._buffer.device["starts"][:num_sequences],
+                depths,
             )
-        return self._fixed_layouts[num_decodes]
+        return self._fixed_layouts[key]
+
+    def _fixed_states(self, count: int) -> Tensor:
+        """Room for the captures of a recorded step; always the same one."""
+        if self._fixed_staging is None:
+            self._fixed_staging = self.memory.staging(self.max_drafts * self._max_recorded)
+        return self._fixed_staging[:count]
 
     def forget_layouts(self) -> None:
         """Drop what recorded steps have made for their layouts."""
         self._fixed_layouts.clear()
+        self._fixed_staging = None
 
-    def _lay_out(self, works: list[Work], is_recorded: bool = False) -> None:
+    def _lay_out(self, works: list[Work], num_rows_each: int | None = None) -> None:
+        """num_rows_each: as `begin_step`, of a recorded step; None: any other one."""
+        is_recorded = num_rows_each is not None
         block = self.block_size_tokens
         lengths = [len(work.tokens) for work in works]
         counts, depths = lengths, ()
@@ -199,15 +230,24 @@ class DynamicInferenceContext(BaseInferenceContext):
         offsets = ends - counts
         work_ends = np.cumsum(lengths, dtype=np.int64)
 
-        captures = []
+        captures, self.first_captures = [], []
         for work, offset in zip(works, (work_ends - lengths).tolist()):
             self._update_tables(work.slot, work.tables)
+            self.first_captures.append(len(captures))
             # The state at the end of the chunk is the live slot itself, after the forward.
             captures += [offset + position - work.start for position in work.captures]
         num_padding = num_rows - num_tokens
         if is_recorded:
-            self._layout = self._fixed_layout(num_sequences, num_padding)
+            first_rows = (work_ends - lengths)[[work is not self._filler for work in works]]
+            self.first_captures = (first_rows // num_rows_each * (num_rows_each - 1)).tolist()
+            captures = _captured_rows(num_tokens, num_rows_each)
+            # Each row is the last one of a work, or of none.
+            live_slots = np.full(num_tokens, self._filler.slot)
+            live_slots[work_ends - 1] = [work.slot for work in works]
+            last_rows = np.arange(num_tokens)
+            self._layout = self._fixed_layout(num_sequences, num_rows_each, num_padding)
         else:
+            last_rows = work_ends - 1
             self._layout = RaggedLayout(
                 tuple(counts), tuple(starts.tolist()), tuple(captures), num_padding, depths=depths
             )
@@ -254,8 +294,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         array("cu_queries", num_sequences + 1)[1:] = ends  # behind a zero, always
         np.cumsum(kv_lengths, out=array("cu_keys", num_sequences + 1)[1:])
         array("slots", num_sequences)[:] = slots
-        array("live_slots", len(works))[:] = live_slots
-        np.subtract(work_ends, 1, out=array("last_rows", len(works)))
+        array("live_slots", len(live_slots))[:] = live_slots
+        array("last_rows", len(last_rows))[:] = last_rows
         np.subtract(captures, 1, out=array("capture_rows", len(captures)), casting="unsafe")
         rows = [
             np.arange(end - work.num_logits, end) for work, end in zip(works, work_ends.tolist())
@@ -277,7 +317,10 @@ class DynamicInferenceContext(BaseInferenceContext):
         used = tables[:, :, : shape[2]]
         used.copy_(self._buffer.device["tables"][:num_entries].view(shape))
         self._block_tables = tables if is_recorded else used
-        self._staging = self.memory.staging(len(captures))
+        if is_recorded and captures:
+            self._staging = self._fixed_states(len(captures))
+        else:
+            self._staging = self.memory.staging(len(captures))
 
     @property
     def input_ids(self) -> Tensor:
@@ -294,8 +337,8 @@ class DynamicInferenceContext(BaseInferenceContext):
             self._tables[first:last, slot, : len(table)] = table.T
 
     def captured_states(self) -> Tensor:
-        """Slot bytes of the states captured inside the last forward, those of each `Work.captures`
-        in the order of the plan, uint8 [captures, slot_bytes]."""
+        """Slot bytes of the states captured inside the last forward, uint8 [n, slot_bytes]: those
+        of each `Work.captures`, from `first_captures` on."""
         return self._staging
 
     # For the model -----------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from megatron_hybrid.inference.drafters import Drafts
 from megatron_hybrid.inference.drafters.lookup import KnownAnswers, OwnTokens
 from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError, exclusive
 from megatron_hybrid.inference.fingerprint import fingerprint
-from megatron_hybrid.inference.graph_runner import GraphRunner, planned_bytes, refusal
+from megatron_hybrid.inference.graph_runner import GraphRunner, graph_sizes, planned_bytes, refusal
 from megatron_hybrid.inference.memory import (
     CacheMemory,
     agree_on_spec,
@@ -226,7 +226,8 @@ class DynamicInferenceEngine:
         )
         device = parameter.device
         sizes = config.max_requests, config.max_tokens, config.max_sequence_length
-        drafts = config.num_speculative_tokens if config.speculation != "off" else 0
+        longest = min(config.num_speculative_tokens, config.max_sequence_length - 1)
+        drafts = longest if config.speculation != "off" else 0
         # A state before each draft, beside those to save.
         captures = max_captures(spec, *sizes[:2]) + drafts * config.max_requests
         has_graphs = config.cuda_graphs
@@ -235,7 +236,7 @@ class DynamicInferenceEngine:
             if self.ranks.is_first:
                 logger.warning("decodes run without CUDA graphs: %s", reason)
         num_slots = config.max_requests + has_graphs  # one for rows that fill up a graph
-        most_decodes = min(sizes[:2])
+        graphed = graph_sizes(*sizes[:2], drafts)
 
         def new_context(num_pages: int) -> DynamicInferenceContext:
             memory = CacheMemory(
@@ -260,9 +261,7 @@ class DynamicInferenceEngine:
             Part(config.host_cache_bytes, "the host tier", "host_cache_bytes", on_host=True),
         ]
         if has_graphs:
-            decodes = step_bytes(model, spec, 0, most_decodes, most_decodes, sizes[2])
-            row_bytes = model.vocab_size * parameter.dtype.itemsize
-            asked = planned_bytes(decodes, most_decodes, row_bytes)
+            asked = planned_bytes(model, spec, graphed, sizes[2])
             beside.append(Part(asked, "CUDA graphs", "max_requests, or turn cuda_graphs off"))
         step = 0
         if config.cache_bytes is None and device.type == "cuda":
@@ -307,7 +306,7 @@ class DynamicInferenceEngine:
             load,
             config.logprobs_mode,
             self.ranks,
-            GraphRunner(self.model, self.context, most_decodes) if has_graphs else None,
+            GraphRunner(self.model, self.context, graphed) if has_graphs else None,
         )
         drafters = [KnownAnswers(self.cache), OwnTokens()]
         self.scheduler = Scheduler(

@@ -1,8 +1,8 @@
 """GraphRunner: steps of decodes as CUDA graphs, which launch all kernels of a forward at once.
 
 A graph replays the launches of one forward as they were captured: the same kernels, grids, numbers
-and addresses. So it serves steps of one number of decodes, whose inputs are in the step's buffer;
-a step of fewer is filled up with rows of no request.
+and addresses. So it serves steps of one number of decodes, all with one row or all with rows of
+drafts, whose inputs are in the step's buffer; a step of fewer is filled up with rows of no request.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
+from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.inference.context import DynamicInferenceContext
+from megatron_hybrid.inference.memory_budget import step_bytes
 from megatron_hybrid.inference.step_plan import StepPlan
 from megatron_hybrid.inference.weight_watch import forward_hooks
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.ops.to_device import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -59,16 +62,40 @@ def sizes_up_to(most: int) -> list[int]:
     return [*sizes, most]
 
 
-def planned_bytes(step_bytes: int, most: int, row_bytes: int) -> int:
-    """Return about how much device memory the graphs of all sizes take.
+def graph_sizes(max_requests: int, max_tokens: int, max_drafts: int) -> dict[int, list[int]]:
+    """Return the numbers of decodes that have a graph, ascending, by the rows of each: one, and
+    with all drafts.
 
     Args:
-        step_bytes: of one step of the largest size. Graphs share this memory.
-        most: decodes of a step.
-        row_bytes: of a row of logits, of which each graph has its own.
+        max_requests: live slots.
+        max_tokens: rows of a step.
+        max_drafts: of a request in a step.
     """
-    sizes = sizes_up_to(most)
-    return step_bytes + sum(sizes) * row_bytes + len(sizes) * _GRAPH_BYTES + _WORKSPACE_BYTES
+    most = {rows: min(max_requests, max_tokens // rows) for rows in (1, 1 + max_drafts)}
+    return {rows: sizes_up_to(number) for rows, number in most.items() if number}
+
+
+def planned_bytes(
+    model: HybridModel, spec: CacheSpec, sizes: dict[int, list[int]], max_sequence_length: int
+) -> int:
+    """Return about how much device memory the graphs of all sizes take, with the states before
+    drafts.
+
+    They share the memory of the step of the most rows, and each has logits of its own.
+
+    sizes: from `graph_sizes`.
+    """
+    most_rows = max(rows * each[-1] for rows, each in sizes.items())
+    states = sum((rows - 1) * each[-1] for rows, each in sizes.items())
+    step = step_bytes(model, spec, states, sizes[1][-1], most_rows, max_sequence_length)
+    logits = sum(rows * sum(each) for rows, each in sizes.items()) * model.vocab_size
+    num_graphs = sum(map(len, sizes.values()))
+    return (
+        step
+        + logits * model.config.params_dtype.itemsize
+        + num_graphs * _GRAPH_BYTES
+        + _WORKSPACE_BYTES
+    )
 
 
 def refusal(model: HybridModel, device: torch.device) -> str | None:
@@ -92,14 +119,14 @@ class GraphRunner:
     Args:
         model: in eval mode.
         context: over a memory with one live slot more than requests.
-        most: decodes of a step.
+        sizes: from `graph_sizes`.
     """
 
-    def __init__(self, model: HybridModel, context: DynamicInferenceContext, most: int):
-        self._model, self._context = model, context
-        self.sizes = sizes_up_to(most)
-        """Numbers of decodes that have a graph, ascending."""
-        self._graphs: dict[int, Graph] = {}
+    def __init__(
+        self, model: HybridModel, context: DynamicInferenceContext, sizes: dict[int, list[int]]
+    ):
+        self._model, self._context, self.sizes = model, context, sizes
+        self._graphs: dict[tuple[int, int], Graph] = {}
         self._pool: Any = None
         self.reason: str | None = None
         """Why decodes run without graphs; None: they need not."""
@@ -123,40 +150,46 @@ class GraphRunner:
         self._pool, self.reason = None, None
 
     def forward(self, plan: StepPlan) -> Tensor | None:
-        """Logits [n, V] of a plan, one row for each of its `work`, valid until the next step. None:
-        it cannot be replayed, and nothing has changed."""
+        """Logits [n, V] of a plan, `num_logits` rows for each of its `work`, valid until the next
+        step. None: it cannot be replayed, and nothing has changed."""
         if self.reason is not None or not _is_of_decodes(plan):
             return None
-        size = next(size for size in self.sizes if size >= len(plan.work))
-        if not self.capture(size):
+        counts = [len(work.tokens) for work in plan.work]
+        num_rows = next((rows for rows in self.sizes if rows >= max(counts)), 0)
+        size = next((size for size in self.sizes.get(num_rows, ()) if size >= len(counts)), 0)
+        if not size or not self.capture(size, num_rows):
             return None
-        self._context.begin_step(plan, size)
-        graph = self._graphs[size]
+        self._context.begin_step(plan, size, num_rows)
+        graph = self._graphs[size, num_rows]
         graph.replay()
         self.num_replays += 1
-        return graph.output[: len(plan.work)]
+        if min(counts) == num_rows:
+            return graph.output[: num_rows * len(counts)]
+        rows = [i * num_rows + j for i, count in enumerate(counts) for j in range(count)]
+        return graph.output.index_select(0, to_device(rows, graph.output.device))
 
-    def capture(self, size: int) -> bool:
-        """Capture steps of `size` decodes, unless that is done. Returns whether there is a graph;
-        else `reason` says why not."""
-        if self.reason is None and size not in self._graphs:
+    def capture(self, size: int, num_rows: int) -> bool:
+        """Capture steps of `size` decodes of so many rows, unless that is done. Returns whether
+        there is a graph; else `reason` says why not."""
+        key = size, num_rows
+        if self.reason is None and key not in self._graphs:
             try:
-                self._graphs[size] = self._capture(size)
+                self._graphs[key] = self._capture(size, num_rows)
             except (RuntimeError, MemoryError) as error:
                 self.drop()
                 self.reason = str(error).strip().split("\n")[0]
                 if self.reason not in self._told:
                     self._told.add(self.reason)
                     logger.warning("decodes run without CUDA graphs: %s", self.reason)
-        return size in self._graphs
+        return key in self._graphs
 
-    def _capture(self, size: int) -> Graph:
+    def _capture(self, size: int, num_rows: int) -> Graph:
         """Capture steps of `size` decodes, by one of rows of no request."""
         hooks = chain.from_iterable(map(forward_hooks, self._model.modules()))
         if any((*hooks, _global_forward_hooks, _global_forward_pre_hooks)):
             raise RuntimeError("a module has forward hooks, which a replay would not call")
         context = self._context
-        context.begin_step(StepPlan(), size)
+        context.begin_step(StepPlan(), size, num_rows)
 
         def run() -> Tensor:
             context.begin_pass()
@@ -168,13 +201,21 @@ class GraphRunner:
             self._pool = capture.new_pool()
         graph = capture(run, device, self._pool)
         context.begin_pass()  # what was worked out in the graph's memory is of no use outside
-        logger.info("captured a graph of %d decodes: %d bytes", size, graph.num_bytes)
+        logger.info(
+            "captured a graph of %d decodes, %d rows each: %d bytes",
+            *(size, num_rows, graph.num_bytes),
+        )
         return graph
 
 
 def _is_of_decodes(plan: StepPlan) -> bool:
-    counts = [(len(work.tokens), work.num_logits) for work in plan.work]
-    return bool(counts) and not plan.ready and all(count == (1, 1) for count in counts)
+    return (
+        bool(plan.work)
+        and not plan.ready
+        and all(
+            len(work.tokens) == work.num_logits == 1 + len(work.draft_draws) for work in plan.work
+        )
+    )
 
 
 class CudaGraph:

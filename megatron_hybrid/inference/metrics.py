@@ -71,7 +71,7 @@ GAUGES = {
     "pool_states": "States that the pool holds if it holds nothing else.",
     "kv_blocks_in_use": "KV blocks of running requests; a shared one counts once.",
     "live_slot_bytes": "Size of the live slots.",
-    "graphs": "CUDA graphs, one for each number of decodes.",
+    "graphs": "CUDA graphs, one for each number of decodes, and one of them with drafts.",
     "graph_bytes": "Device memory of the CUDA graphs.",
     "draft_break_even_permille": "Acceptance, in thousandths, above which drafts pay at this load.",
     "warm_up_ms": "Milliseconds that the engine warmed up for before its first request.",

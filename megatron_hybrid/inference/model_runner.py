@@ -100,10 +100,10 @@ class ModelRunner:
             self.graphs.drop()
 
     @torch.inference_mode()
-    def capture_graph(self, size: int) -> None:
-        """Capture the graph of `size` decodes: see `GraphRunner.capture`."""
+    def capture_graph(self, size: int, num_rows: int) -> None:
+        """Capture a graph: see `GraphRunner.capture`."""
         with keep_derived(self._derived):
-            self.graphs.capture(size)
+            self.graphs.capture(size, num_rows)
 
     def graph_counts(self) -> dict[str, int]:
         """What `stats` tells of graphs."""
@@ -336,8 +336,8 @@ class ModelRunner:
         return sampled
 
     def _save(self, plan: StepPlan, result: StepResult) -> None:
-        captured, first = self.context.captured_states(), 0
-        for work in plan.work:
+        captured = self.context.captured_states()
+        for work, first in zip(plan.work, self.context.first_captures):
             positions = work.captures
             for save in work.saves:
                 # The state at the end is the live slot itself.
@@ -346,7 +346,6 @@ class ModelRunner:
                 else:
                     state = captured[first + positions.index(save.position)]
                 self._save_state(state, save, work.request_id, result)
-            first += len(positions)
 
     @torch.inference_mode()
     def take_back(self, plan: StepPlan, ends: Mapping[int, int]) -> None:
@@ -354,13 +353,11 @@ class ModelRunner:
 
         ends: by request id, the number of tokens that its state is to have seen.
         """
-        slots, rows, first = [], [], 0
-        for work in plan.work:
-            positions = work.captures
+        slots, rows = [], []
+        for work, first in zip(plan.work, self.context.first_captures):
             if work.draft_draws and (end := ends[work.request_id]) < work.end:
                 slots.append(work.slot)
-                rows.append(first + positions.index(end))
-            first += len(positions)
+                rows.append(first + work.captures.index(end))
         if slots:
             slots_n, rows_n = to_device((slots, rows), self.memory.device)
             # As words: copies of single bytes take several times as long.

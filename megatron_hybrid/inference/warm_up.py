@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from megatron_hybrid.errors import is_lack_of_memory
 from megatron_hybrid.inference.context import DynamicInferenceContext
 from megatron_hybrid.inference.draft_length import DraftCosts
-from megatron_hybrid.inference.graph_runner import sizes_up_to
+from megatron_hybrid.inference.graph_runner import graph_sizes
 from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
 from megatron_hybrid.inference.step_plan import Restore, Save, StepPlan, Work
@@ -46,7 +46,10 @@ _DRAWN = [
 _TIMED_DECODES = {"cpu": (1, 8), "cuda": (1, 8, 64)}
 """Numbers of decodes whose drafts are timed, by the type of a device; a CPU is busy with the last
 one."""
-_TIMED_STEPS = 3
+_TIMED_STEPS = 3, 12
+_TIMED_MICROSECONDS = 300_000
+"""Of each number of decodes, about, between the least and the most steps: others may run on the
+machine, and then the shortest of many steps tells more."""
 _TIMED_POSITION = 512
 """Tokens before them, at most."""
 
@@ -70,7 +73,8 @@ def warm_up(runner: ModelRunner, max_tokens: int, saves: bool) -> float:
     num_pages = len(memory.pool) - 1
     pages = np.arange(1, 1 + memory.spec.checkpoint_pages, dtype=np.int32)
     plans = list(_plans(context, max_tokens, pages if saves and len(pages) <= num_pages else None))
-    sizes = [] if graphs is None else graphs.sizes[::-1]
+    by_rows = {} if graphs is None else graphs.sizes
+    sizes = [(size, rows) for rows, each in by_rows.items() for size in reversed(each)]
     with _progress(len(plans) + len(sizes), runner.ranks.is_first) as advance:
         try:
             for plan in plans:
@@ -84,8 +88,8 @@ def warm_up(runner: ModelRunner, max_tokens: int, saves: bool) -> float:
                 f"max_requests={context.max_requests} beside the pool ({error}): lower one of "
                 "them, or cache_bytes; with warm_up=False the first such step fails"
             ) from error
-        for size in sizes:
-            runner.capture_graph(size)
+        for size, num_rows in sizes:
+            runner.capture_graph(size, num_rows)
             advance()
     memory.refill()
     return time.perf_counter() - began
@@ -104,16 +108,22 @@ def measure_draft_costs(runner: ModelRunner, max_tokens: int) -> DraftCosts:
     found: dict[int, float] = {}
     for size in _TIMED_DECODES[memory.device.type]:
         drafts = min(most, max_tokens // size - 1)
-        if size > context.max_requests or drafts < 1 or start < 0:
+        if size > context.max_requests or drafts < 1:
             break
         plans = [StepPlan(work=_decodes(size, each, start, tables)) for each in (0, drafts)]
-        times = [[_seconds(runner, plan) for plan in plans] for _ in range(1 + _TIMED_STEPS)]
-        plain, drafted = map(min, zip(*times[1:]))  # the first ones compile and load kernels
+        for _ in range(2):  # the first ones compile and load kernels
+            first = sum(_seconds(runner, plan) for plan in plans)
+        (longest,) = runner.ranks.maximum([round(1e6 * first)])
+        count = min(max(_TIMED_MICROSECONDS // max(1, longest), _TIMED_STEPS[0]), _TIMED_STEPS[1])
+        times = [[_seconds(runner, plan) for plan in plans] for _ in range(count)]
+        plain, drafted = map(min, zip(*times))
         (cost,) = runner.ranks.maximum([round(1e6 * (drafted / plain - 1) / drafts)])
         found[size] = max(0, cost) / 1e6
-        for slot in range(size):
+        for slot in (*range(size), len(memory.slots) - 1):  # the last one fills up graphs
             memory.clear_slot(slot)
     memory.pool[0].zero_()
+    if runner.graphs is not None:
+        runner.graphs.num_replays = 0
     costs = DraftCosts(tuple(found), tuple(found.values())) if found else DraftCosts()
     if runner.ranks.is_first:
         logger.info(
@@ -177,9 +187,9 @@ def _plans(
     if (num_decodes := min(most, max_tokens // 2) - 1) > 0:
         prompt = min(max_tokens - num_decodes, longest)
         yield StepPlan(work=works([1] * num_decodes + [prompt]))
-    for drafts in {0, context.max_drafts}:
-        for size in reversed(sizes_up_to(min(most, max_tokens // (1 + drafts)))):
-            yield StepPlan(work=_decodes(size, drafts, 0, tables, kinds))
+    for rows, sizes in graph_sizes(most, max_tokens, context.max_drafts).items():
+        for size in reversed(sizes):
+            yield StepPlan(work=_decodes(size, rows - 1, 0, tables, kinds))
     null = np.zeros(1, np.int32)
     sources = [{}, {"source_slot": most - 1}]
     if pages is not None:

@@ -55,8 +55,8 @@ class RaggedLayout:
     """Trailing rows of the flat tensors that belong to no sequence; outputs are zero there."""
     starts: torch.Tensor | None = field(default=None, compare=False, repr=False)
     """int32 `[R]`: start positions that only the device knows, in steps that are recorded once and
-    replayed at other positions. `start_positions` are then the largest that they may be, and each
-    sequence has one token."""
+    replayed at other positions. `start_positions` are then the largest that they may be, each
+    sequence has one token, and `depths` count up to one number again and again."""
     depths: tuple[int, ...] = ()
     """Of each sequence, how many before it continue the same state, in this call and token by token
     (drafts of a decode): it has one token, and starts where the one before it ends, whose depth is
@@ -89,10 +89,13 @@ class RaggedLayout:
             )
         if self.num_padding < 0:
             raise ValueError(f"num_padding is {self.num_padding}; it must be at least 0")
-        if self.starts is not None and (max(self.lengths) > 1 or self.captures):
+        if self.starts is not None and (
+            max(self.lengths) > 1
+            or self.depths != tuple(range(self.num_depths)) * (len(self.depths) // self.num_depths)
+        ):
             raise ValueError(
-                f"lengths go up to {max(self.lengths)}, with {len(self.captures)} captures: where "
-                "start positions are on the device, each sequence has one token, and none a capture"
+                f"lengths go up to {max(self.lengths)}, of depths {self.depths}: where start "
+                "positions are on the device, each sequence has one token, and depths repeat"
             )
         for before, count in pairwise((0, *self.captures)):
             if count <= before or count > self.num_tokens:
@@ -164,11 +167,16 @@ class RaggedLayout:
             owners.append(r)
         return tuple(owners)
 
+    @property
+    def num_depths(self) -> int:
+        """Number of different `depths`, at least 1."""
+        return 1 + max(self.depths, default=0)
+
     def passes(self, device: torch.device | str) -> list[Pass]:
         """The sequences of each depth as a call of its own, in their order."""
         return self.cached(
             ("passes", torch.device(device)),
-            lambda: [self._pass(depth, device) for depth in range(max(self.depths) + 1)],
+            lambda: [self._pass(depth, device) for depth in range(self.num_depths)],
         )
 
     def _pass(self, depth: int, device: torch.device | str) -> Pass:
@@ -180,6 +188,7 @@ class RaggedLayout:
             tuple(self.lengths[r] for r in sequences),
             tuple(self.start_positions[r] for r in sequences),
             tuple(places[self.captures[i] - 1] for i in captures),
+            starts=None if self.starts is None else self.starts[depth :: self.num_depths],
         )
         return Pass(layout, *(to_device(each, device) for each in (rows, sequences, captures)))
 

@@ -30,6 +30,7 @@ from megatron_hybrid.checkpoints.checkpoint import (
 from megatron_hybrid.checkpoints.pretrained import hub_advice, model_folder
 from megatron_hybrid.checkpoints.tensor_files import INDEX_FILE, WEIGHTS_FILE
 from megatron_hybrid.inference.config import STATE_ENCODINGS, InferenceConfig
+from megatron_hybrid.inference.graph_runner import graph_sizes, planned_bytes
 from megatron_hybrid.inference.memory import cache_spec_of
 from megatron_hybrid.inference.memory_budget import step_bytes
 from megatron_hybrid.inference.scheduler import max_captures
@@ -67,7 +68,7 @@ class Footprint:
     break_even_tokens: int | None
     """Tokens whose KV costs as much as one checkpoint; None: no KV, or nothing to save."""
     request_bytes: int
-    """One running request at the context."""
+    """One running request at the context, with the states that take its drafts back."""
     largest_batch: int
     """Most concurrent requests at the context."""
     cached_prefixes: int
@@ -94,6 +95,8 @@ class Plan:
     memory_bytes: int
     step_bytes: int
     """Of the largest step, beside weights, requests and cache."""
+    graph_bytes: int
+    """Of CUDA graphs; 0: there are none."""
     cache_bytes: int
     """Bytes for live requests and cached prefixes: the default part of what weights and step leave;
     0: they do not fit."""
@@ -154,6 +157,8 @@ def plan(
     device: Device | None = None,
     folder: str | os.PathLike | None = None,
     weights: str | None = None,
+    num_speculative_tokens: int = 0,
+    cuda_graphs: bool = False,
 ) -> Plan:
     """Compute how a model fits into one device's memory, and how fast it is at best.
 
@@ -166,11 +171,17 @@ def plan(
         folder: with the model's weights, whose headers say which are packed; None: all count as
             unpacked.
         weights: count those of the layers in this format of `tools.quantize`; None: as they are.
+        num_speculative_tokens: drafts of each request in a step; 0: none.
+        cuda_graphs: whether decodes are captured.
 
     Raises:
-        ValueError: an unknown encoding.
+        ValueError: an unknown encoding, or a negative number of drafts.
         CheckpointError: the weights in the folder are not of this model.
     """
+    if num_speculative_tokens < 0:
+        raise ValueError(
+            f"num_speculative_tokens is {num_speculative_tokens}; it must be 0 or more."
+        )
     with torch.device("meta"):
         model = build_hybrid_model(config)
     if weights is not None:
@@ -182,13 +193,20 @@ def plan(
     spec = spec_of(model, block, state_encoding)
     sizes = InferenceConfig.max_requests, InferenceConfig.max_tokens
     step = step_bytes(model, spec, max_captures(spec, *sizes), *sizes, context)
-    cache_bytes = max(0, int((memory_bytes - weight_bytes - step) * MEMORY_FRACTION))
-    footprint = _footprint(spec, cache_bytes, context)
+    graphs = 0
+    if cuda_graphs:
+        sizes_of_graphs = graph_sizes(*sizes, num_speculative_tokens)
+        graphs = planned_bytes(model, spec, sizes_of_graphs, context)
+    cache_bytes = max(0, int((memory_bytes - weight_bytes - step - graphs) * MEMORY_FRACTION))
+    footprint = _footprint(spec, cache_bytes, context, num_speculative_tokens)
     published = quantization(config.huggingface_config or {}) or {}
     rates = None
     if device is not None:
         lengths = sorted({*_RATED_LENGTHS, context})
-        batches = {n: _footprint(spec, cache_bytes, n).largest_batch for n in lengths}
+        batches = {
+            n: _footprint(spec, cache_bytes, n, num_speculative_tokens).largest_batch
+            for n in lengths
+        }
         rates = predict(ModelWork.of(model, spec), device, batches)
     return Plan(
         layer_pattern=config.layer_pattern,
@@ -199,11 +217,15 @@ def plan(
         counts_packed=weights is not None or model.packed_source is not None,
         memory_bytes=memory_bytes,
         step_bytes=step,
+        graph_bytes=graphs,
         cache_bytes=cache_bytes,
         context=context,
         model=footprint,
         pure_attention=_footprint(_pure_attention(spec, config, model), cache_bytes, context),
-        settings=_settings(spec, footprint, cache_bytes, context, state_encoding),
+        settings=_settings(
+            *(spec, footprint, cache_bytes, context, state_encoding),
+            *(num_speculative_tokens, cuda_graphs),
+        ),
         rates=rates,
     )
 
@@ -215,7 +237,13 @@ def _formats(model: HybridModel) -> str | None:
 
 
 def _settings(
-    spec: CacheSpec, footprint: Footprint, cache_bytes: int, context: int, state_encoding: str
+    spec: CacheSpec,
+    footprint: Footprint,
+    cache_bytes: int,
+    context: int,
+    state_encoding: str,
+    num_drafts: int,
+    cuda_graphs: bool,
 ) -> dict[str, Any] | None:
     """As in `Plan.settings`, for half of the largest batch, so that half of the memory can hold
     cached prefixes."""
@@ -226,9 +254,12 @@ def _settings(
         "prefix_caching": "restore",
         "block_size_tokens": spec.block_size_tokens,
         "state_encoding": state_encoding,
-        "cache_bytes": cache_bytes - requests * (spec.state_bytes + spec.hidden_bytes),
+        "cache_bytes": cache_bytes
+        - requests * (1 + num_drafts) * (spec.state_bytes + spec.hidden_bytes),
         "max_requests": requests,
         "max_sequence_length": context,
+        **({"speculation": "lookup", "num_speculative_tokens": num_drafts} if num_drafts else {}),
+        **({"cuda_graphs": True} if cuda_graphs else {}),
     }
 
 
@@ -246,7 +277,7 @@ def spec_of(model: HybridModel, block: int, state_encoding: str) -> CacheSpec:
     return cache_spec_of(layers, config.hidden_size, dtype, block, state_encoding, parity)
 
 
-def _footprint(spec: CacheSpec, cache_bytes: int, context: int) -> Footprint:
+def _footprint(spec: CacheSpec, cache_bytes: int, context: int, num_drafts: int = 0) -> Footprint:
     per_token = window = 0
     for index, group in enumerate(spec.groups):
         token_bytes = group.num_layers * group.bytes_per_token
@@ -256,7 +287,9 @@ def _footprint(spec: CacheSpec, cache_bytes: int, context: int) -> Footprint:
             reach = min(context, group.window or group.chunk)
             window += spec.num_blocks(reach) * spec.block_size_tokens * token_bytes
     checkpoint = window + spec.checkpoint_bytes if spec.needs_state else 0
-    request = context * per_token + window + spec.state_bytes + spec.hidden_bytes
+    request = (
+        context * per_token + window + (1 + num_drafts) * (spec.state_bytes + spec.hidden_bytes)
+    )
     prefix = context * per_token + checkpoint
     num_pages = cache_bytes // spec.page_bytes
     return Footprint(
@@ -339,6 +372,7 @@ def render(result: Plan) -> str:
             f"weights {size(result.weight_bytes)} in {result.dtype}{published}",
             WIDTH,
         ),
+        *([f"{size(result.graph_bytes)} of memory for CUDA graphs,"] if result.graph_bytes else []),
         f"{size(result.memory_bytes)} of memory, {size(result.step_bytes)} for the largest step, "
         f"{MEMORY_FRACTION:.0%} of the rest:",
         f"{size(result.cache_bytes)} for requests and cache",

@@ -137,7 +137,7 @@ def jobs(folder, page_bytes, cases):
     found = {f"{mode}, {cut}": (make_config(mode, cut), answers) for mode, cut in cases}
     crowd = make_config(cache_bytes=40 * page_bytes, max_tokens=64, max_sequence_length=80)
     found["crowd"] = crowd, sampled_in_a_crowd
-    found["drafted"] = replace(crowd, speculation="lookup"), drafted
+    found["drafted"] = replace(crowd, speculation="lookup", warm_up=False), drafted
     found["guided"] = crowd, guided
     tiers = make_config(host_cache_bytes=60 * page_bytes, cache_dir=folder)
     found["tiers"] = tiers, from_tiers

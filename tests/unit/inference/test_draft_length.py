@@ -156,5 +156,5 @@ def test_costs_are_measured_when_an_engine_is_made_and_those_of_the_slowest_rank
 
     monkeypatch.setattr(engine.runner.ranks, "maximum", slowest)
     costs = warm_up.measure_draft_costs(engine.runner, 512)
-    assert costs.costs == (0.7, 0.7) and agreed == [[50_000], [400_000]]
+    assert costs.costs == (0.7, 0.7) and agreed[1::2] == [[50_000], [400_000]]
     assert warm_up.measure_draft_costs(engine.runner, 1) == DraftCosts()

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from differential import RandomRun
+from drafted import Oracle, draft_with, poison_rejected
 from graph_recorder import RecordedGraph, recorded_graphs
 from grouped_experts import grouped_experts
 from matrix import matrix_rows
@@ -53,6 +54,41 @@ def test_replayed_decodes_give_the_tokens_of_launched_ones(pattern):
     stats = engines[1].stats()
     assert stats["graphs"] == 3 and stats["graph_steps"] >= 8
     assert engines[0].stats()["graph_steps"] == 0
+
+
+@pytest.mark.parametrize(
+    "pattern", matrix_rows(["M*GW-", "S*C", "+E", "K-", "H", "L-", "Z", "P*", "B"], "M*GW-")
+)
+def test_replayed_decodes_with_drafts_give_the_tokens_of_launched_ones(pattern):
+    """Requests with all drafts, with some and with none in a step, right ones and wrong ones; what
+    is behind them is NaN."""
+    model = tiny_model(pattern)
+    params = [greedy(26), SamplingParams(seed=1, num_tokens_to_generate=7), greedy(9)]
+    with grouped_experts() if {"E", "B"} & set(pattern) else nullcontext():
+        plain = tiny_engine(model).generate(PROMPTS, params)
+        expected = [result.generated_tokens for result in plain]
+        engine = tiny_engine(model, cuda_graphs=True, speculation="lookup")
+        draft_with(engine, Oracle(dict(enumerate(expected)), 0.3))
+        poison_rejected(engine)
+        found = engine.generate(PROMPTS, params)
+    assert [result.generated_tokens for result in found] == expected
+    stats, graphs = engine.stats(), engine.runner.graphs._graphs
+    assert 0 < stats["draft_tokens_accepted"] < stats["draft_tokens"]
+    assert stats["graph_steps"] >= 6 and {(4, 4), (1, 4)} <= graphs.keys()
+
+
+def test_steps_with_drafts_beyond_the_budget_of_a_graph_are_launched():
+    """A graph's rows are as many as a step's, at most; a step of few drafts may have more
+    decodes."""
+    prompts = [random_tokens(9, seed) for seed in range(5)]
+    expected = [r.generated_tokens for r in tiny_engine(MODEL).generate(prompts, greedy(8))]
+    engine = tiny_engine(MODEL, cuda_graphs=True, speculation="lookup", max_tokens=14)
+    draft_with(engine, Oracle(dict(enumerate(expected))))
+    assert engine.runner.graphs.sizes == {1: [1, 2, 4, 8], 4: [1, 2, 3]}
+    assert [r.generated_tokens for r in engine.generate(prompts, greedy(8))] == expected
+    assert engine.stats()["draft_tokens_accepted"] > 5
+    engine = tiny_engine(MODEL, cuda_graphs=True, speculation="lookup", max_tokens=3)
+    assert engine.runner.graphs.sizes == {1: [1, 2, 3]}
 
 
 class GraphRun(RandomRun):
@@ -171,8 +207,16 @@ def test_memory_of_graphs_is_asked_for_beside_the_pool(monkeypatch):
     monkeypatch.setattr(engine_module, "pool_pages", noted)
     engine = tiny_engine(MODEL, cuda_graphs=True)
     logits = sum(sizes_up_to(8)) * MODEL.vocab_size * 4
-    assert asked["CUDA graphs"] > logits + len(sizes_up_to(8)) * (4 << 20)
-    assert asked["live slots"] == engine.memory.slots.numel() == 9 * engine.cache.spec.slot_bytes
+    without = asked["CUDA graphs"]
+    assert without > logits + len(sizes_up_to(8)) * (4 << 20)
+    slot_bytes = engine.cache.spec.slot_bytes
+    assert asked["live slots"] == engine.memory.slots.numel() == 9 * slot_bytes
+    inputs = asked["inputs of a step"]
+    tiny_engine(MODEL, cuda_graphs=True, speculation="lookup", num_speculative_tokens=3)
+    # As many graphs again, of four rows each, with the states before each draft.
+    states = 8 * 3 * slot_bytes
+    assert asked["CUDA graphs"] > without + 4 * logits + 4 * (4 << 20) + states
+    assert asked["inputs of a step"] > inputs
 
 
 NUMBERS = torch.arange(8.0)

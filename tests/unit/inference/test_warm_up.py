@@ -104,6 +104,18 @@ def test_its_steps_are_of_all_sizes_within_the_limits(sizes, largest, warmed, st
     assert any(plan.restores for plan in steps)
 
 
+def test_it_warms_steps_with_drafts_and_times_them(warmed, steps):
+    with recorded_graphs():
+        fields = {"speculation": "lookup", "num_speculative_tokens": 2, "warm_up": True}
+        engine = tiny_engine(tiny_model("M*"), cuda_graphs=True, **fields, **SMALL)
+    rows = {tuple(len(work.draft_draws) for work in plan.work) for plan in steps}
+    assert rows >= {(2,) * size for size in (1, 2, 3)}
+    stats = engine.stats()
+    assert (stats["graphs"], stats["graph_steps"], stats["draft_tokens"]) == (6, 0, 0)
+    assert engine.scheduler.draft_costs.num_decodes == (1,)
+    assert not engine.memory.pool.any() and not engine.memory.slots.any()
+
+
 def test_all_graphs_are_there_before_the_first_request(warmed, caplog):
     with recorded_graphs(), caplog.at_level(logging.INFO):
         engine = tiny_engine(MODEL, cuda_graphs=True, **SMALL)

@@ -9,7 +9,7 @@ from reference import random_tokens, tiny_engine, tiny_model
 from megatron_hybrid.checkpoints.checkpoint import CheckpointError
 from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.tools.plan import parse_count, plan, read_model_config, render
+from megatron_hybrid.tools.plan import parse_count, plan, read_model_config, render, size
 
 # Nemotron-H-8B (arXiv 2504.03624): 24 Mamba-2, 4 attention and 24 MLP layers.
 NEMOTRON_H_8B = HybridConfig(
@@ -71,6 +71,34 @@ def test_the_engine_agrees(pattern, encoding):
     spec = engine.cache.spec
     pages = spec.num_blocks(512) * spec.kv_pages_per_block * spec.page_bytes
     assert pages == pytest.approx(512 * result.model.kv_bytes_per_token, rel=0.1)
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_states_of_drafts_and_graphs_are_counted(cuda_graphs):
+    """As a real engine asks for them, and the recommended settings run."""
+    plain, drafting = (
+        plan(NEMOTRON_H_8B, 80 * 10**9, 8000, num_speculative_tokens=k, cuda_graphs=cuda_graphs)
+        for k in (0, 3)
+    )
+    slot_bytes = plain.model.state_bytes + 4096 * 2
+    assert drafting.model.request_bytes == plain.model.request_bytes + 3 * slot_bytes
+    assert drafting.model.largest_batch < plain.model.largest_batch
+    assert (plain.graph_bytes > 0) is cuda_graphs
+    if cuda_graphs:  # 64 requests with the states before three drafts each
+        assert drafting.graph_bytes > plain.graph_bytes + 64 * 3 * slot_bytes
+        assert f"{size(drafting.graph_bytes)} of memory for CUDA graphs" in render(drafting)
+    assert max(map(len, render(drafting).splitlines())) <= 80
+    settings = plan(
+        *(tiny_model("M*").config, 1 << 30, 512),
+        num_speculative_tokens=3,
+        cuda_graphs=cuda_graphs,
+    ).settings
+    assert settings["num_speculative_tokens"] == 3
+    assert settings.get("cuda_graphs", False) is cuda_graphs
+    engine = tiny_engine(tiny_model("M*"), **{**settings, "max_requests": 2})
+    assert engine.scheduler.drafts.most == 3
+    with pytest.raises(ValueError, match="num_speculative_tokens is -1"):
+        plan(NEMOTRON_H_8B, 80 * 10**9, 8000, num_speculative_tokens=-1)
 
 
 def test_windows_are_counted_up_to_the_context():
