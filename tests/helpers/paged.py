@@ -17,9 +17,12 @@ localities = st.one_of(
 )
 softcaps = st.sampled_from((None, None, 0.5, 3.0))
 patterns = st.builds(
-    lambda locality, softcap: AttentionPattern(SCALE, softcap=softcap, **locality),
+    lambda locality, softcap, skips_first: AttentionPattern(
+        SCALE, softcap=softcap, skips_first=skips_first, **locality
+    ),
     localities,
     softcaps,
+    st.sampled_from((False, False, True)),
 )
 group_sizes = st.sampled_from((1, 2, 4))
 value_dims = st.sampled_from((D, D, 5, 11))
@@ -45,6 +48,8 @@ def visibility(query_positions, key_positions, pattern):
         visible &= rows - columns < pattern.window
     if pattern.chunk is not None:
         visible &= rows // pattern.chunk == columns // pattern.chunk
+    if pattern.skips_first:
+        visible &= (columns > 0) | (rows == 0)
     return visible
 
 

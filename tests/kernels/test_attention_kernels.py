@@ -67,7 +67,11 @@ def small_parts(monkeypatch):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(
     "pattern",
-    [PLAIN, kernels.AttentionPattern(0.3, window=50), kernels.AttentionPattern(0.3, chunk=200)],
+    [
+        PLAIN,
+        kernels.AttentionPattern(0.3, window=50, skips_first=True),
+        kernels.AttentionPattern(0.3, chunk=200),
+    ],
 )
 @pytest.mark.usefixtures("small_parts")
 def test_keys_of_few_queries_are_split_and_joined(pattern, sinks):

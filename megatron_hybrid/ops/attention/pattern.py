@@ -24,6 +24,9 @@ class AttentionPattern:
     None: not chunked."""
     softcap: float | None = None
     """A score s becomes softcap * tanh(s / softcap) (Gemma 2); None: no cap."""
+    skips_first: bool = False
+    """Whether only the first token sees its position: the layers of multi-token prediction begin
+    with the second one, and their rows lie in the places of all tokens."""
     dropout: float = 0.0
     """Probability with which each weight of the softmax becomes 0; the others grow by
     1 / (1 - dropout). In training alone."""
@@ -46,12 +49,22 @@ class AttentionPattern:
 
     @property
     def is_local(self) -> bool:
-        """Whether some tokens do not see all tokens before them."""
+        """Whether a token sees a bounded number of tokens before it."""
         return self.window is not None or self.chunk is not None
+
+    @property
+    def hides_past(self) -> bool:
+        """Whether some tokens do not see all tokens before them."""
+        return self.is_local or self.skips_first
 
     def first_visible(self, position: int | torch.Tensor) -> int | torch.Tensor:
         """The first position that the token at `position` sees; negative where a window reaches
         before the start of the sequence."""
         if self.window is not None:
-            return position - self.window + 1
-        return 0 if self.chunk is None else position // self.chunk * self.chunk
+            first = position - self.window + 1
+        else:
+            first = 0 if self.chunk is None else position // self.chunk * self.chunk
+        if not self.skips_first:
+            return first
+        least = (position > 0) * 1
+        return first + (first < least) * (least - first)

@@ -130,7 +130,7 @@ def _attend(
         rows = torch.arange(start + i, high, device=q.device).unsqueeze(1)
         columns = torch.arange(low, high, device=q.device)
         visible = columns <= rows
-        if pattern.is_local:
+        if pattern.hides_past:
             visible &= columns >= pattern.first_visible(rows)
         keys = slice(low - first_key, high - first_key)
         o = _softmax_average(
@@ -299,7 +299,7 @@ def _decode_groups(
         positions = first * B + torch.arange(size * B, device=device)
         visible = positions < length
         edges = [slice(min(lengths[r] - firsts[r] * B for r in group), size * B)]
-        if pattern.is_local:
+        if pattern.hides_past:
             visible &= positions >= low
             edges.append(slice(0, B))
         hidden = [(edge, ~visible[:, edge, None, None]) for edge in edges if edge.start < edge.stop]

@@ -76,6 +76,7 @@ def attention_kernel(
     B: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
+    SKIPS_FIRST: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -122,7 +123,7 @@ def attention_kernel(
     average = tl.zeros((BLOCK_M, BLOCK_P), tl.float32)
     begin = low // BLOCK_N * BLOCK_N
     whole = begin
-    if WINDOW == 0 and CHUNK == 0 and (SPLIT or D <= 256):
+    if WINDOW == 0 and CHUNK == 0 and not SKIPS_FIRST and (SPLIT or D <= 256):
         # Up to here all rows see all keys. A row's bits do not depend on where that is: both loops
         # compute the same, and say themselves what is fused. With rows that are wider, what both
         # loops keep would spill.
@@ -167,6 +168,8 @@ def attention_kernel(
                     seen = seen & (j[None, :] > position[:, None] - WINDOW)
                 if CHUNK > 0:
                     seen = seen & (j[None, :] >= position[:, None] // CHUNK * CHUNK)
+                if SKIPS_FIRST:
+                    seen = seen & (j[None, :] >= tl.minimum(position[:, None], 1))
                 scores = tl.where(seen, scores, float("-inf"))
             new = tl.maximum(largest, tl.max(scores, 1) * factor)
             shift = tl.where(new == float("-inf"), 0.0, new)
@@ -352,6 +355,7 @@ def run(
             B=B,
             WINDOW=pattern.window or 0,
             CHUNK=pattern.chunk or 0,
+            SKIPS_FIRST=pattern.skips_first,
             HAS_SOFTCAP=pattern.softcap is not None,
             HAS_SINKS=sinks_H is not None,
             SPLIT=few,

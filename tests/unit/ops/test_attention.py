@@ -33,6 +33,7 @@ some = {
     "window": AttentionPattern(SCALE, window=40),
     "chunk": AttentionPattern(SCALE, chunk=48),
     "softcap": AttentionPattern(SCALE, window=40, softcap=0.7),
+    "skips_first": AttentionPattern(SCALE, skips_first=True),
 }
 each_pattern = pytest.mark.parametrize("pattern", some.values(), ids=some.keys())
 with_or_without_sinks = pytest.mark.parametrize("with_sinks", [False, True])
