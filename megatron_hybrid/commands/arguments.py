@@ -189,14 +189,15 @@ def add_served_engine(parser: argparse.ArgumentParser) -> None:
         default="off",
         metavar="HOW",
         help="Guess the next tokens of answers and check several in a step; answers are the same. "
-        "lookup guesses what followed the same tokens before. off guesses nothing.",
+        "lookup guesses what followed the same tokens before. mtp guesses by the part of the model "
+        "for multi-token prediction, if it has one. off guesses nothing.",
     )
     parser.add_argument(
         "--num-speculative-tokens",
         type=int,
         default=3,
         metavar="N",
-        help="With --speculation lookup, guess at most N tokens at a time.",
+        help="With --speculation lookup or mtp, guess at most N tokens at a time.",
     )
     parser.add_argument(
         "--cuda-graphs",

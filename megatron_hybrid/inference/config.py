@@ -11,7 +11,7 @@ from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.validation import is_int, is_number
 
 STATE_ENCODINGS = ("exact", "bf16", "int8")
-SPECULATIONS = ("off", "lookup")
+SPECULATIONS = ("off", "lookup", "mtp")
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
@@ -71,8 +71,8 @@ class InferenceConfig:
 
     speculation: str = "off"
     """Draft tokens of answers, to compute several in a step; outputs are the same. "off": none.
-    "lookup": what followed the same tokens before, in the request or in other answers of its salt
-    (docs/guides/speculation.md)."""
+    "lookup": what followed the same tokens before, in the request or in other answers of its salt.
+    "mtp": by the model's part for multi-token prediction (docs/guides/speculation.md)."""
 
     num_speculative_tokens: int = 3
     """Most drafts of a request in a step; there are fewer, or none, where these would lower the

@@ -21,6 +21,7 @@ from megatron_hybrid.compat import (
     inference_context_arguments,
 )
 from megatron_hybrid.inference.memory import CacheMemory
+from megatron_hybrid.inference.prediction_context import PredictionContext
 from megatron_hybrid.inference.step_buffer import Fields, StepBuffer, buffer_bytes
 from megatron_hybrid.inference.step_plan import StepPlan, Work
 from megatron_hybrid.models.mixers.mixer_context import LatentHeads
@@ -48,6 +49,8 @@ def input_fields(
         "slots": ((num_sequences,), int64),
         "live_slots": ((num_sequences,), int64),
         "last_rows": ((num_sequences,), int64),
+        "first_slots": ((num_sequences,), int64),
+        "first_rows": ((num_sequences,), int64),
         "cu_queries": ((num_sequences + 1,), int32),
         "cu_keys": ((num_sequences + 1,), int32),
         "kv_lengths": ((num_sequences,), int32),
@@ -90,6 +93,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         max_sequence_length: tokens of one request, prompt and answer.
         max_captures: states captured inside a step's forward.
         max_drafts: of a request in a step.
+        num_model_layers: those in front of the part for multi-token prediction, whose layers the
+            memory has, too; None: it has none.
 
     A decode with drafts is laid out as so many decodes, each of which continues the one before it
     (`RaggedLayout.depths`): all have the bits of decodes in steps of their own.
@@ -111,9 +116,14 @@ class DynamicInferenceContext(BaseInferenceContext):
         max_sequence_length: int,
         max_captures: int,
         max_drafts: int = 0,
+        num_model_layers: int | None = None,
     ):
         super().__init__(*inference_context_arguments())
         self.memory = memory
+        self.prediction = (
+            None if num_model_layers is None else PredictionContext(self, num_model_layers)
+        )
+        """The same batch for the part for multi-token prediction; None: it keeps nothing."""
         self.max_requests = max_requests
         self.max_drafts = max_drafts
         self.max_sequence_length = max_sequence_length
@@ -238,16 +248,19 @@ class DynamicInferenceContext(BaseInferenceContext):
             captures += [offset + position - work.start for position in work.captures]
         num_padding = num_rows - num_tokens
         if is_recorded:
-            first_rows = (work_ends - lengths)[[work is not self._filler for work in works]]
-            self.first_captures = (first_rows // num_rows_each * (num_rows_each - 1)).tolist()
+            begins = (work_ends - lengths)[[work is not self._filler for work in works]]
+            self.first_captures = (begins // num_rows_each * (num_rows_each - 1)).tolist()
             captures = _captured_rows(num_tokens, num_rows_each)
-            # Each row is the last one of a work, or of none.
-            live_slots = np.full(num_tokens, self._filler.slot)
-            live_slots[work_ends - 1] = [work.slot for work in works]
+            # Each row is the last one of a work, or of none; and the first one likewise.
+            own_slots = [work.slot for work in works]
+            live_slots, first_slots = (np.full(num_tokens, self._filler.slot) for _ in range(2))
+            live_slots[work_ends - 1] = first_slots[work_ends - lengths] = own_slots
             last_rows = np.arange(num_tokens)
+            first_rows = np.full(num_tokens, num_rows)
+            first_rows[work_ends - lengths] = work_ends - lengths
             self._layout = self._fixed_layout(num_sequences, num_rows_each, num_padding)
         else:
-            last_rows = work_ends - 1
+            first_slots, first_rows, last_rows = live_slots, work_ends - lengths, work_ends - 1
             self._layout = RaggedLayout(
                 tuple(counts), tuple(starts.tolist()), tuple(captures), num_padding, depths=depths
             )
@@ -296,6 +309,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         array("slots", num_sequences)[:] = slots
         array("live_slots", len(live_slots))[:] = live_slots
         array("last_rows", len(last_rows))[:] = last_rows
+        array("first_slots", len(first_slots))[:] = first_slots
+        array("first_rows", len(first_rows))[:] = first_rows
         np.subtract(captures, 1, out=array("capture_rows", len(captures)), casting="unsafe")
         rows = [
             np.arange(end - work.num_logits, end) for work, end in zip(works, work_ends.tolist())
@@ -468,6 +483,18 @@ class DynamicInferenceContext(BaseInferenceContext):
         if len(self._staging):
             self.memory.hidden(self._staging).copy_(hidden_TH[inputs["capture_rows"]])
         return torch.cat([hidden_TH[inputs["logit_rows"]], self.ready_hidden().to(hidden_TH.dtype)])
+
+    def previous_hidden(self, hidden_Th: Tensor) -> Tensor:
+        """For each row, the hidden state of the token before, [T padded, H]: of the row before or,
+        for the first one of a request, `live_hidden`. Call it before `last_token_logits`."""
+        previous_Th = torch.cat((hidden_Th[:1], hidden_Th))  # the last one is of no row
+        live_nH = self.live_hidden().to(hidden_Th.dtype)
+        return previous_Th.index_copy_(0, self._inputs["first_rows"], live_nH)[:-1]
+
+    def live_hidden(self) -> Tensor:
+        """The hidden states in the requests' live slots, [n, H]: of the token before the first one
+        of the step; zeros where there is none."""
+        return self.memory.hidden()[self._inputs["first_slots"]]
 
     def ready_hidden(self) -> Tensor:
         """Last hidden states of the plan's ready requests, [n, H]."""

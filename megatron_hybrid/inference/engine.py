@@ -32,8 +32,9 @@ from megatron_hybrid.inference.context import (
     input_bytes,
     input_fields,
 )
-from megatron_hybrid.inference.drafters import Drafts
+from megatron_hybrid.inference.drafters import Drafter, Drafts
 from megatron_hybrid.inference.drafters.lookup import KnownAnswers, OwnTokens
+from megatron_hybrid.inference.drafters.prediction import PartDrafter, require_part
 from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError, exclusive
 from megatron_hybrid.inference.fingerprint import fingerprint
 from megatron_hybrid.inference.graph_runner import GraphRunner, graph_sizes, planned_bytes, refusal
@@ -87,6 +88,7 @@ from megatron_hybrid.interrupts import interrupts_wait
 from megatron_hybrid.meetings import BEGIN_SECONDS, coming
 from megatron_hybrid.models.flops import token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
+from megatron_hybrid.models.mixers.base import LayerCache
 from megatron_hybrid.offload.disk_store import DiskStore, real_path
 from megatron_hybrid.offload.offload import Offload, check_capacities, disk_tier
 from megatron_hybrid.offload.page_mover import PageMover
@@ -206,24 +208,35 @@ class DynamicInferenceEngine:
         parameter = next(model.parameters())
         dtype = config.kv_cache_dtype or parameter.dtype
         self._dtype = dtype
-        layers = model.cache_requirements()
+        model_layers = model.cache_requirements()
+        self._uses_part = config.speculation == "mtp"
+        if self._uses_part:
+            require_part(model)
+        layers = self._cached_layers()
         hidden_size = model.config.hidden_size
         encoding = config.state_encoding
-        own_spec = cache_spec_of(
-            layers,
-            hidden_size,
-            dtype,
-            config.block_size_tokens,
-            encoding,
-            hidden_dtype=parameter.dtype,
-        )
+        own_specs = [
+            cache_spec_of(
+                each,
+                hidden_size,
+                dtype,
+                config.block_size_tokens,
+                encoding,
+                hidden_dtype=parameter.dtype,
+            )
+            for each in (layers, model_layers)
+        ]
         spec = agree_on_spec(
-            own_spec,
-            full_bytes(layers, own_spec, dtype),
+            own_specs[0],
+            full_bytes(model_layers, own_specs[1], dtype),
             *token_flops(model),
             self.ranks,
             stage,
         )
+        if self._uses_part:
+            # States are saved at the positions at which they are without drafts.
+            rung_bytes = own_specs[1].rung_bytes if spec.model_bytes is None else spec.model_bytes
+            spec = replace(spec, model_bytes=rung_bytes)
         device = parameter.device
         sizes = config.max_requests, config.max_tokens, config.max_sequence_length
         longest = min(config.num_speculative_tokens, config.max_sequence_length - 1)
@@ -250,7 +263,8 @@ class DynamicInferenceEngine:
                 encoding,
                 hidden_dtype=parameter.dtype,
             )
-            return DynamicInferenceContext(memory, *sizes, captures, drafts)
+            before_part = len(model_layers) if self._uses_part else None
+            return DynamicInferenceContext(memory, *sizes, captures, drafts, before_part)
 
         on_host, on_device = input_bytes(input_fields(spec, *sizes, captures, drafts), device)
         lengths = "max_sequence_length or max_requests"
@@ -308,13 +322,16 @@ class DynamicInferenceEngine:
             self.ranks,
             GraphRunner(self.model, self.context, graphed) if has_graphs else None,
         )
-        drafters = [KnownAnswers(self.cache), OwnTokens()]
+        drafters: list[Drafter] = [KnownAnswers(self.cache), OwnTokens()]
+        if self._uses_part:
+            drafters = [PartDrafter(self.runner.predict)]
         self.scheduler = Scheduler(
             self.cache,
             self.offload.fetches,
             config.max_requests,
             config.max_tokens,
             Drafts(drafters, drafts, model.config.vocab_size) if drafts else None,
+            drafts_need_hidden=self._uses_part,
         )
         self.request_builder = RequestBuilder(
             config, self.cache, tokenizer, model.config.vocab_size
@@ -340,6 +357,12 @@ class DynamicInferenceEngine:
             except BaseException as error:
                 self._control.report(error)  # other ranks may be in the same forward
                 raise
+
+    def _cached_layers(self) -> list[LayerCache]:
+        """What the layers of this rank keep: those of the model and, where it drafts, of its part
+        for multi-token prediction."""
+        part = self.model.prediction_requirements() if self._uses_part else []
+        return self.model.cache_requirements() + part
 
     # One request ----------------------------------------------------------------------------------
 
@@ -1304,7 +1327,7 @@ class DynamicInferenceEngine:
                 self.offload.clear()  # first: it waits for the loads into the pool
             finally:
                 self.cache.clear()
-            self.memory.weights_changed(self.model.cache_requirements())
+            self.memory.weights_changed(self._cached_layers())
             self.runner.drop_old_weights()
             self._fingerprint = None
             disk = self.offload.disk

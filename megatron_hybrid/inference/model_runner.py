@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.cache.index.tree import common_prefix
@@ -231,6 +232,37 @@ class ModelRunner:
             return output[0]
         dist.send(output, group=stages, group_dst=stages.rank() + 1)
         return None
+
+    @torch.inference_mode()
+    def predict(self, works: list[Work], most: list[int]) -> list[list[int]]:
+        """Tokens that the part for multi-token prediction expects behind those of some decodes.
+
+        Args:
+            works: each has its request's newest token alone, whose live slot has the state before.
+                Keys and values of the part are written there and at the drafts but the last.
+            most: drafts of each, at least 1, descending.
+        """
+        context, drafts = self.context.prediction, []
+        context.begin_drafts()
+        try:
+            with keep_derived(self._derived):
+                for number in range(most[0]):
+                    count = sum(own > number for own in most)
+                    at = [replace(own, start=own.start + number) for own in works[:count]]
+                    self.context.begin_step(StepPlan(work=at))
+                    ids_T = self.context.input_ids[0]
+                    if number:
+                        ids_T = F.pad(drafts[-1][:count], (0, len(ids_T) - count))
+                    else:
+                        hidden_Th = self.context.live_hidden()
+                    hidden_Th = hidden_Th[:count].to(self.model.config.params_dtype)
+                    hidden_Th = F.pad(hidden_Th, (0, 0, 0, len(ids_T) - count))
+                    hidden_Th = self.model.predict(hidden_Th, ids_T, context)
+                    drafts.append(self.model.compute_logits(hidden_Th[:count]).argmax(-1))
+        finally:
+            context.end_drafts()
+        columns = to_host(drafts)
+        return [[column[i] for column in columns[:own]] for i, own in enumerate(most)]
 
     def sample(self, plan: StepPlan, logits_nV: Tensor) -> Drawn | None:
         """Draw the tokens of a plan, on the device. None: it has no draws."""

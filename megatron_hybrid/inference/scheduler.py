@@ -9,7 +9,7 @@ the order of requests and on numbers that are equal on all ranks.
 import math
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -59,6 +59,7 @@ class Scheduler:
         max_requests: number of live slots.
         max_tokens: token budget of one forward pass.
         drafts: of the decodes; None: there are none.
+        drafts_need_hidden: whether drafts follow from the hidden states of the tokens before.
     """
 
     def __init__(
@@ -68,10 +69,12 @@ class Scheduler:
         max_requests: int,
         max_tokens: int,
         drafts: Drafts | None = None,
+        drafts_need_hidden: bool = False,
     ):
         self.cache = cache
         self.drafts = drafts
         self.draft_costs = DraftCosts()
+        self.drafts_need_hidden = drafts_need_hidden
         self.fetches = fetches
         self.max_tokens = max_tokens
         self.max_waiting_looked_at = 2 * max_requests
@@ -119,13 +122,15 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan one step. The plan is empty if there is nothing to do."""
         draft = self._begin()
+        lengths = {} if self.drafts is None else self._draft_lengths(draft)
+        if lengths and self.drafts.batch_drafters:
+            self._prepare_drafts(lengths)
         for request in list(self.running):
             if request.status in (RequestStatus.DECODE, RequestStatus.CLOSING):
                 self._plan_work(draft, request)
-        if self.drafts is not None:
-            cost = self.draft_costs.at(len(draft.chunks))
+        if lengths:
             for chunk in draft.chunks:
-                self._plan_drafts(draft, chunk, cost)
+                self._plan_drafts(draft, chunk, lengths)
         for request in list(self.running):
             if request.status is RequestStatus.PREFILL:
                 self._plan_work(draft, request)
@@ -189,27 +194,54 @@ class Scheduler:
         draws = start + count == request.num_tokens and not request.done
         draft.add(Chunk(request, start, start + count, draws))
 
-    def _plan_drafts(self, draft: StepDraft, chunk: Chunk, cost: float) -> None:
-        """Let a decode go on by drafts, as far as they pay and there is room. They preempt nobody.
+    def _plan_drafts(self, draft: StepDraft, chunk: Chunk, lengths: Mapping[Request, int]) -> None:
+        """Let a decode go on by drafts, as far as there is room. They preempt nobody.
 
-        cost: as of `best_length`.
+        lengths: of `_draft_lengths`.
         """
         request = chunk.request
         # What a restore without memory has drawn is void, so nothing may be appended to it.
         if not chunk.draws or request in draft.restores or chunk.end - chunk.start > 1:
             return
-        most = min(
-            self.drafts.most,
-            self._budget(draft),
-            request.longest_forward - 1,
-            request.params.num_tokens_to_generate - request.num_generated - 1,
-        )
-        if (limit := request.params.num_speculative_tokens) is not None:
-            most = min(most, limit)
-        most = request.draft_length.choose(cost, most) if most > 0 else 0
-        drafts = self.drafts.propose(request, most) if most else []
+        most = min(self._budget(draft), lengths.get(request, 0))
+        drafts = self.drafts.propose(request, most) if most > 0 else []
         if drafts and self.cache.extend(request.lease, chunk.end + len(drafts)):
             draft.add_drafts(chunk, request.draft_draws(drafts))
+
+    def _draft_lengths(self, draft: StepDraft) -> dict[Request, int]:
+        """The drafts of each decode that may have some, as many as pay."""
+        decodes = [
+            request
+            for request in self.running
+            if request.status is RequestStatus.DECODE
+            and request.num_computed + 1 == request.num_tokens
+            and request not in draft.restores
+        ]
+        cost, lengths = self.draft_costs.at(max(1, len(decodes))), {}
+        for request in decodes:
+            params = request.params
+            most = min(
+                self.drafts.most,
+                request.longest_forward - 1,
+                params.num_tokens_to_generate - request.num_generated - 1,
+            )
+            if params.num_speculative_tokens is not None:
+                most = min(most, params.num_speculative_tokens)
+            if most > 0 and (length := request.draft_length.choose(cost, most)):
+                lengths[request] = length
+        return lengths
+
+    def _prepare_drafts(self, lengths: Mapping[Request, int]) -> None:
+        """Have the drafts of all decodes computed, as far as there is room beside what they need
+        without drafts. It writes pages, so it comes before the plan moves any."""
+        if all(self.cache.extend(one.lease, one.num_tokens) for one in lengths):
+            self.drafts.prepare(
+                {
+                    request: length
+                    for request, length in lengths.items()
+                    if self.cache.extend(request.lease, request.num_tokens + length)
+                }
+            )
 
     def _reserve_checkpoints(self, draft: StepDraft) -> None:
         """Reserve room for the states to save in this step; those without room are left out."""
@@ -310,6 +342,9 @@ class Scheduler:
             request.request_id, request.slot, *copies_of(lease), lease.checkpoint_pages
         )
         request.num_computed = lease.skipped_tokens
+        if self.drafts_need_hidden and lease.skipped_tokens and lease.checkpoint_pages is None:
+            # The part for multi-token prediction needs the last hidden state before the next token.
+            request.num_computed -= 1
         if request.num_computed == request.num_tokens:
             request.status = RequestStatus.DECODE
             draft.ready.append(request)

@@ -269,6 +269,22 @@ class HybridModel(_LanguageModule):
         """State that each layer of this stage keeps between calls; index is layer_number - 1."""
         return [layer.cache_requirements() for layer in self.decoder.layers]
 
+    def prediction_requirements(self) -> list[LayerCache]:
+        """The same of the layers of the first part for multi-token prediction, whose numbers go on
+        from those of the model; empty without one."""
+        return self.mtp.layers[0].cache_requirements() if hasattr(self, "mtp") else []
+
+    def predict(self, hidden_Th: Tensor, ids_T: Tensor, context: MixerContext) -> Tensor:
+        """The first part for multi-token prediction: normed hidden states `[T, hidden]`, of the
+        token before each (the model's, or such ones), and the tokens (int64 `[T]`) -> normed hidden
+        states of the next tokens, `[T, hidden]`."""
+        embedding_Th = self._rounded(self._embed_words(ids_T))
+        if not self.config.sequence_parallel:
+            return self.mtp.layers[0](hidden_Th, embedding_Th, context)
+        tp = self.pg_collection.tp
+        rows = split_rows(hidden_Th, tp), split_rows(embedding_Th, tp)
+        return gather_rows(self.mtp.layers[0](*rows, context), tp)
+
     def forward(
         self,
         input_ids: Tensor | None,
@@ -365,6 +381,12 @@ class HybridModel(_LanguageModule):
         if splits_rows:
             hidden_Th = gather_rows(hidden_Th, tp)[: b * s]
         if inference_context is not None:
+            # Only a context that drafts by it has one.
+            if (kept := getattr(inference_context, "prediction", None)) is not None:
+                rows = inference_context.previous_hidden(hidden_Th), inputs.embedding_Th
+                if splits_rows:
+                    rows = tuple(split_rows(one, tp) for one in rows)
+                self.mtp.layers[0].keep(*rows, kept)
             rows_nh = inference_context.last_token_logits(hidden_Th.unsqueeze(0))
             return self.compute_logits(rows_nh).unsqueeze(0)
         if labels is not None:

@@ -2,7 +2,8 @@
 layer pattern, with the parameters of core's MultiTokenPredictionBlock.
 
 In training the k-th part predicts, from the hidden states of the one before it and the embedding of
-the k-th next token, the token after that. Serving runs none of them.
+the k-th next token, the token after that. Serving drafts with the first (docs/speculation.md),
+or runs none of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
 from megatron_hybrid.models.layer_pattern import prediction_symbols
 from megatron_hybrid.models.layer_specs import get_layer_spec, get_norm
-from megatron_hybrid.models.mixers.base import StackInputs
+from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import LocalColumnLinear, build_input_projection
 from megatron_hybrid.models.mixers.router import Router
@@ -67,15 +68,31 @@ class PredictionLayers(MegatronModule):
 
     def forward(self, hidden_Th: Tensor, embedding_Th: Tensor, context: MixerContext) -> Tensor:
         """[T, hidden], twice -> [T, hidden]; this rank's rows under sequence parallelism."""
+        x_Th = self._input(hidden_Th, embedding_Th)
+        x_Th = self.mtp_model_layer(x_Th, context, StackInputs(None))
+        return self.final_layernorm(x_Th.to(embedding_Th.dtype))
+
+    def cache_requirements(self) -> list[LayerCache]:
+        """State that each layer keeps between calls."""
+        return [layer.cache_requirements() for layer in self.mtp_model_layer.layers]
+
+    def keep(self, hidden_Th: Tensor, embedding_Th: Tensor, context: MixerContext) -> None:
+        """`forward` up to the last layer that keeps something, for what the layers keep."""
+        kept = [n for n, cache in enumerate(self.cache_requirements()) if cache != LayerCache()]
+        if not kept:
+            return
+        x_Th = self._input(hidden_Th, embedding_Th)
+        for layer in self.mtp_model_layer.layers[: kept[-1] + 1]:
+            x_Th = layer(x_Th, context, StackInputs(None))
+
+    def _input(self, hidden_Th: Tensor, embedding_Th: Tensor) -> Tensor:
+        """The input of the layers."""
         config = self.config
         x_Tc = torch.cat((self.enorm(embedding_Th), self.hnorm(hidden_Th)), -1)
         x_Th = gather_last_dim(self.eh_proj(x_Tc)[0], self.tp_group)
         if config.sequence_parallel:
             x_Th = split_rows(x_Th, self.tp_group)
-        if config.fp32_residual_connection:
-            x_Th = x_Th.float()
-        x_Th = self.mtp_model_layer(x_Th, context, StackInputs(None))
-        return self.final_layernorm(x_Th.to(embedding_Th.dtype))
+        return x_Th.float() if config.fp32_residual_connection else x_Th
 
 
 class MultiTokenPrediction(MegatronModule):

@@ -83,6 +83,17 @@ def poison_rejected(engine: DynamicInferenceEngine) -> None:
     engine.runner.take_back = poisoned
 
 
+DRAFTERS: dict[str, Callable[[dict[int, list[int]], int], Drafter | None]] = {
+    "lookup": lambda answers, seed: None,
+    "perfect": lambda answers, seed: Oracle(answers),
+    "30 % wrong": lambda answers, seed: Oracle(answers, 0.3, seed),
+    "wrong": lambda answers, seed: Oracle(answers, 1.0),
+    "failing": lambda answers, seed: Failing(),
+    "part": lambda answers, seed: None,
+}
+"""Makers of drafters, from the answers by request id; None: the engine's own."""
+
+
 @dataclass
 class Asked:
     """A request of a script."""
@@ -113,6 +124,9 @@ class DraftedRun:
         pattern = "".join(self._choose(SYMBOLS) for _ in range(self.random.integers(1, 4)))
         if self.scale > 1:
             pattern = self._choose(PATTERNS)
+        self.drafter = list(DRAFTERS)[self.seed % len(DRAFTERS)]
+        if self.drafter == "part":
+            pattern += "/" + self._choose(["*", "*-*", "+E"])
         self.model = tiny_model(
             pattern,
             layernorm_epsilon=1e-2,
@@ -120,7 +134,8 @@ class DraftedRun:
             sliding_window=int(self._choose([7, 24])),
             mamba_chunk_size=int(self._choose([4, 16])),
         )
-        self.is_crowded = self._chance(0.3)
+        # The keys of a part take pages, so fewer are left for what is cached.
+        self.is_crowded = self._chance(0.3) and self.drafter != "part"
         self.is_sequential = not self.is_crowded and self._chance(0.3)
         self.fields = {
             "prefix_caching": str(self._choose((*PREFIX_CACHING_MODES, "restore", "restore"))),
@@ -129,7 +144,7 @@ class DraftedRun:
             "max_tokens": int(self._choose([7, 33, 200])),
             "max_requests": int(self._choose([3, 6, 10])),
             "max_sequence_length": 100 * self.scale,
-            "cache_bytes": (1 << 20) * self.scale,
+            "cache_bytes": (4 << 20 if self.drafter == "part" else 1 << 20) * self.scale,
             "logprobs_mode": str(self._choose(["raw_logprobs", "processed_logprobs"])),
         }
         if self.is_sequential:  # side by side, requests may resume at other states, rounded ones
@@ -199,25 +214,24 @@ class DraftedRun:
         """Raises AssertionError where drafts make a difference."""
         expected = self._answers(speculation="off")
         by_id = {sample.request_id: sample.generated_tokens for sample in expected}
-        drafters: dict[str, Callable[[], Drafter | None]] = {
-            "lookup": lambda: None,
-            "perfect": lambda: Oracle(by_id),
-            "30 % wrong": lambda: Oracle(by_id, 0.3, self.seed),
-            "wrong": lambda: Oracle(by_id, 1.0),
-            "failing": Failing,
-        }
-        name = list(drafters)[self.seed % len(drafters)]
         drafted = self._answers(
-            drafters[name](), speculation="lookup", num_speculative_tokens=self.most
+            DRAFTERS[self.drafter](by_id, self.seed),
+            speculation="mtp" if self.drafter == "part" else "lookup",
+            num_speculative_tokens=self.most,
         )
         for before, after in zip(expected, drafted, strict=True):
-            self._compare(before, after, name)
+            self._compare(before, after)
 
-    def _compare(self, before: GenerationResult, after: GenerationResult, name: str) -> None:
-        about = f"seed {self.seed}, {self.model.config.layer_pattern}, {self.fields}, {name}"
+    def _compare(self, before: GenerationResult, after: GenerationResult) -> None:
+        about = (
+            f"seed {self.seed}, {self.model.config.layer_pattern}, {self.fields}, {self.drafter}"
+        )
         for part in ("generated_tokens", "generated_text", "finish_reason", "stop_reason", "error"):
             assert getattr(before, part) == getattr(after, part), (about, part, before, after)
         if self.is_sequential:
+            if self.drafter == "part":  # its keys and values are shared where the model has none
+                assert before.prefix.skipped_tokens == after.prefix.skipped_tokens, about
+                after = replace(after, prefix=before.prefix)
             assert before == replace(
                 after,
                 time_to_first_token=before.time_to_first_token,

@@ -8,7 +8,7 @@ nothing else: a drafter may say what it likes. All ranks must hear the same from
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +27,16 @@ class Drafter(Protocol):
         least 1), the nearest first; none: it has no guess."""
 
 
+class BatchDrafter(Drafter):
+    """A drafter that works for all decodes at a time, on the device."""
+
+    def prepare(self, most: Mapping[Request, int]) -> None:
+        """Called before a step is planned, with the decodes that may get drafts and how many.
+        Nothing of the step has been moved yet, and each lease has room for so many tokens behind
+        the known ones, which the drafter may write."""
+        raise NotImplementedError
+
+
 class Drafts:
     """Drafts of some drafters: those of the first one that has any.
 
@@ -42,6 +52,19 @@ class Drafts:
         self._vocab_size = vocab_size
         self._told: set[str] = set()
 
+    @property
+    def batch_drafters(self) -> list[BatchDrafter]:
+        """Those to prepare before a step is planned."""
+        return [one for one in self.drafters if isinstance(one, BatchDrafter)]
+
+    def prepare(self, most: Mapping[Request, int]) -> None:
+        """As `BatchDrafter.prepare`."""
+        for drafter in self.batch_drafters:
+            try:
+                drafter.prepare(most)
+            except Exception as error:
+                self._note_failure(drafter, error)
+
     def propose(self, request: Request, most: int) -> list[int]:
         """As `Drafter.propose`; all of them are tokens of the model."""
         for drafter in self.drafters:
@@ -52,15 +75,16 @@ class Drafts:
                         f"token {outside[0]} is outside of the vocabulary [0, {self._vocab_size})"
                     )
             except Exception as error:
-                if is_lack_of_memory(error):
-                    note_decided_by_memory()  # other ranks may have drafts
-                self._tell(f"{type(drafter).__name__}: {type(error).__name__}: {error}")
+                self._note_failure(drafter, error)
                 continue
             if tokens:
                 return tokens
         return []
 
-    def _tell(self, failure: str) -> None:
+    def _note_failure(self, drafter: Drafter, error: Exception) -> None:
+        if is_lack_of_memory(error):
+            note_decided_by_memory()  # other ranks may have drafts
+        failure = f"{type(drafter).__name__}: {type(error).__name__}: {error}"
         if failure not in self._told and len(self._told) < 16:
             self._told.add(failure)
             logger.warning("a drafter has failed, and its drafts are left out: %s", failure)

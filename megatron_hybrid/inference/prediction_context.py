@@ -1,0 +1,96 @@
+"""PredictionContext: a step's batch as the part for multi-token prediction sees it.
+
+The row of a token has the token's embedding and the hidden state of the token before. In training
+it lies in that token's place; here it lies in the token's own, so that it depends on no later
+token, and blocks and states of the part are shared as those of the model's layers. Rotary
+embeddings do not see the difference. The first token has no row, and no other token sees its place;
+a state folds it in all the same, with a hidden state of zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.models.mixers.mixer_context import LatentHeads, MixerContext
+from megatron_hybrid.ops import AttentionPattern, SlotStates
+from megatron_hybrid.ops.ragged import RaggedLayout
+
+
+class PredictionContext:
+    """The `MixerContext` of a part, whose layers come behind those of the model.
+
+    Args:
+        context: of the model; keys, values and states are its own.
+        num_layers: of the model.
+    """
+
+    same_tokens_on_expert_ranks = True  # see MixerContext
+    padding_mask_T = None
+
+    def __init__(self, context: MixerContext, num_layers: int):
+        self._context = context
+        self._num_layers = num_layers
+        self._copies: dict[tuple[int, str], Tensor] | None = None
+
+    def begin_drafts(self) -> None:
+        """States of the steps up to `end_drafts` are copies: what they compute is not known to be
+        accepted. Keys and values need none, as they lie behind all that is."""
+        self._copies = {}
+
+    def end_drafts(self) -> None:
+        """See `begin_drafts`."""
+        self._copies = None
+
+    def ragged_layout(self) -> RaggedLayout:
+        """See `MixerContext`."""
+        return self._context.ragged_layout()
+
+    def token_positions(self) -> Tensor:
+        """See `MixerContext`."""
+        return self._context.token_positions()
+
+    def states(self, layer_number: int, name: str) -> SlotStates:
+        """See `MixerContext`."""
+        states = self._context.states(self._num_layers + layer_number, name)
+        if self._copies is None:
+            return states
+        count = len(states.slot_ids_R)
+        key = layer_number, name
+        if key not in self._copies:
+            self._copies[key] = states.pool_S.index_select(0, states.slot_ids_R)
+        rows = torch.arange(count, device=states.slot_ids_R.device)
+        return SlotStates(self._copies[key], rows)
+
+    def attend(
+        self,
+        layer_number: int,
+        q_THD: Tensor,
+        k_TKD: Tensor | None,
+        v_TKP: Tensor | None,
+        pattern: AttentionPattern,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """See `MixerContext`."""
+        number, seen = self._num_layers + layer_number, _without_first(pattern)
+        return self._context.attend(number, q_THD, k_TKD, v_TKP, seen, sinks_H)
+
+    def attend_latents(
+        self,
+        layer_number: int,
+        q_THD: Tensor,
+        latents_TL: Tensor,
+        heads: LatentHeads,
+        pattern: AttentionPattern,
+    ) -> Tensor:
+        """See `MixerContext`."""
+        number, seen = self._num_layers + layer_number, _without_first(pattern)
+        return self._context.attend_latents(number, q_THD, latents_TL, heads, seen)
+
+
+@lru_cache(maxsize=64)
+def _without_first(pattern: AttentionPattern) -> AttentionPattern:
+    return replace(pattern, skips_first=True)
