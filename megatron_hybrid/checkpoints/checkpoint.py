@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from megatron_hybrid.checkpoints.tensor_files import (
 from megatron_hybrid.files import replace_file
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.layer_pattern import PREDICTION_BOUNDARY
 from megatron_hybrid.models.packed_weight import PackedWeight
 from megatron_hybrid.models.parameter_names import (
     canonical_name,
@@ -109,6 +110,9 @@ def save_huggingface(model: HybridModel, folder: str | os.PathLike[str]) -> None
         for name, value in zip(tensor_map.theirs, values, strict=True):
             written = {name: value} if packed is None else packed.written(name, value)
             theirs |= {adapter.text_name(name): value for name, value in written.items()}
+    for name, original in adapter.copies(model.config).items():
+        if original in theirs:  # else packed, and among `kept`
+            theirs[name] = theirs[original]
     dtype = str(model.config.params_dtype).removeprefix("torch.")
     _write(folder, {**hf, "dtype": dtype}, theirs)
 
@@ -251,6 +255,9 @@ def find_tensors(
     adapter = _adapter(values, str(folder / CONFIG_FILE))
     weights = PackedFiles(files, quantization(values))
     given = {adapter.text_name(name): name for name in weights.names()}
+    for name, original in adapter.copies(config).items():
+        if given.keys() >= {name, original} and given[original] not in weights.stored:
+            _drop_copy(name, original, given, files, str(folder), "multi-token prediction")
     for name in adapter.ignored_names(given, config):
         del given[name]
     shapes = {name: weights.shape(file_name) for name, file_name in given.items()}
@@ -267,7 +274,7 @@ def find_tensors(
             )
     if is_tied and HEAD in given:
         if embedding in given:
-            _drop_copy(HEAD, embedding, given, files, str(folder))
+            _drop_copy(HEAD, embedding, given, files, str(folder), "tie_word_embeddings")
         else:  # the tied tensor is stored under the head's name
             given[embedding] = given.pop(HEAD)
     is_mixed = embedding in given and files.dtype(given[embedding]) == config.params_dtype
@@ -354,12 +361,33 @@ def read_config(folder: str | os.PathLike[str], **overrides: Any) -> HybridConfi
     values = read_values(path)
     if (found := quantization(values)) is not None:
         check_method(found, str(path))
-    return config_of(with_dtype(values, path.parent), str(path), **overrides)
+    values = with_dtype(values, path.parent)
+    return config_of(values, str(path), tensor_names(path.parent), **overrides)
 
 
-def config_of(values: Mapping[str, Any], source: str, **overrides: Any) -> HybridConfig:
+def tensor_names(folder: Path) -> list[str]:
+    """Of all weights in a folder; none: it has none, or unreadable ones, which their loading
+    reports."""
+    try:
+        with TensorFiles.open(folder) as files:
+            return list(files.names())
+    except CheckpointError:
+        return []
+
+
+def config_of(
+    values: Mapping[str, Any],
+    source: str,
+    tensor_names: Collection[str] | None = (),
+    **overrides: Any,
+) -> HybridConfig:
     """Convert the content of a config.json. A quantization is ignored: the config is that of the
     dequantized model.
+
+    Args:
+        tensor_names: of the weights of a Hugging Face folder, which say whether it has a part for
+            multi-token prediction; such a part is left out over several pipeline stages. None: what
+            config.json says of that.
 
     Raises:
         CheckpointError: not a usable config, or of an unknown architecture.
@@ -367,7 +395,7 @@ def config_of(values: Mapping[str, Any], source: str, **overrides: Any) -> Hybri
     """
     try:
         if _is_huggingface(values):
-            return _huggingface_config(values, source, **overrides)
+            return _huggingface_config(values, source, tensor_names, **overrides)
         if "layer_pattern" not in values:
             raise CheckpointError(
                 f"{source} has neither a layer_pattern, as ours have, nor a model_type, as those "
@@ -378,7 +406,9 @@ def config_of(values: Mapping[str, Any], source: str, **overrides: Any) -> Hybri
         raise
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         if overrides:
-            config_of(values, source)  # raises CheckpointError if the file is at fault
+            config_of(
+                values, source, tensor_names
+            )  # raises CheckpointError if the file is at fault
             raise
         raise CheckpointError(f"{source} is no usable config: {error}") from error
 
@@ -473,25 +503,36 @@ def adapter_of(config: HybridConfig) -> Adapter | None:
     return None if hf is None else _adapter(hf, "huggingface_config")
 
 
-def _huggingface_config(hf: Mapping[str, Any], source: str, **overrides: Any) -> HybridConfig:
+def _huggingface_config(
+    hf: Mapping[str, Any],
+    source: str,
+    tensor_names: Collection[str] | None = (),
+    **overrides: Any,
+) -> HybridConfig:
     adapter = _adapter(hf, source)
     hf = adapter.text_config(hf)
     check_general_keys(hf)
     fields = {**adapter.config(hf), "huggingface_config": hf}
+    if tensor_names is not None:
+        tensor_names = {adapter.text_name(name) for name in tensor_names}
+    part = adapter.prediction_layers(hf, tensor_names)
+    has_stages = (overrides.get("pipeline_model_parallel_size") or 1) != 1
+    if part and not has_stages and ("E" not in part or "num_moe_experts" in fields):
+        fields["layer_pattern"] += PREDICTION_BOUNDARY + part
     dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     fields["params_dtype"] = getattr(torch, str(dtype).removeprefix("torch."), dtype)
     return HybridConfig(**{**fields, **overrides})
 
 
 def _drop_copy(
-    name: str, original: str, given: dict[str, str], files: TensorFiles, source: str
+    name: str, original: str, given: dict[str, str], files: TensorFiles, source: str, why: str
 ) -> None:
-    """Ignore a stored output layer that is tied to the stored word embedding."""
+    """Ignore a stored tensor that is the same as another one."""
     copy = files.read(given.pop(name))
     if not torch.equal(copy, files.read(given[original])):
         raise CheckpointError(
-            f"{name} differs from {original} in {source}, though config.json says that they are "
-            "one (tie_word_embeddings). Config and weights do not belong together."
+            f"{name} differs from {original} in {source}, but they are one in the model "
+            f"({why}). Config and weights do not belong together."
         )
 
 

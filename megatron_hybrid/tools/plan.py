@@ -25,6 +25,7 @@ from megatron_hybrid.checkpoints.checkpoint import (
     pack_as_in,
     quantization,
     read_values,
+    tensor_names,
     with_dtype,
 )
 from megatron_hybrid.checkpoints.pretrained import hub_advice, model_folder
@@ -126,7 +127,8 @@ def read_model_config(path: str | os.PathLike) -> HybridConfig:
     if not file.exists() and (advice := hub_advice(path)):
         raise CheckpointError(f"{path} is no folder here.{advice}")
     values = with_dtype(read_values(file), file.parent)
-    return config_of(values, str(file), perform_initialization=False)
+    names = tensor_names(file.parent) or None
+    return config_of(values, str(file), names, perform_initialization=False)
 
 
 def packed_folder(path: str | os.PathLike) -> Path | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface.layouts import SAME, Layout
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.layer_pattern import prediction_symbols
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,9 @@ class Adapter(ABC):
 
     composite_tied: bool = False
     """`tie_word_embeddings` of such a model whose config.json does not say it."""
+
+    prediction_names: tuple[str, ...] = ()
+    """Regular expressions of the tensor names of parts for multi-token prediction."""
 
     ignored: tuple[str, ...] = ()
     """Regular expressions of tensor names that hold nothing of the model, such as tables that are
@@ -82,9 +86,14 @@ class Adapter(ABC):
         return name
 
     def ignored_names(self, names: Collection[str], config: HybridConfig) -> set[str]:
-        """Which tensors of a folder (`text_name`) hold nothing of the model: those of `ignored`."""
-        patterns = [re.compile(pattern) for pattern in self.ignored]
-        return {name for name in names if any(pattern.fullmatch(name) for pattern in patterns)}
+        """Which tensors of a folder (`text_name`) hold nothing of the model: those of `ignored`,
+        copies, and those of a part for multi-token prediction that the config does not have."""
+        ignored = self.ignored
+        if not prediction_symbols(config.layer_pattern):
+            ignored += self.prediction_names
+        patterns = [re.compile(pattern) for pattern in ignored]
+        found = {name for name in names if any(pattern.fullmatch(name) for pattern in patterns)}
+        return found | (set(names) & self.copies(config).keys())
 
     @abstractmethod
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,6 +107,19 @@ class Adapter(ABC):
     @abstractmethod
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
         """Every tensor of the model, once; `config.huggingface_config` is the config.json."""
+
+    def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
+        """The layers of a part for multi-token prediction; "": there is none, or none that is read.
+
+        Args:
+            hf: config.json (`text_config`).
+            names: of the tensors of its folder (`text_name`); None: as config.json announces.
+        """
+        return ""
+
+    def copies(self, config: HybridConfig) -> dict[str, str]:
+        """Tensors of a folder that are copies of others, with the names of these."""
+        return {}
 
     def as_found(
         self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]

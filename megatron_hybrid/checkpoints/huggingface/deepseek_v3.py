@@ -18,14 +18,17 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
     rotary_fields,
 )
 from megatron_hybrid.checkpoints.huggingface.tensors import (
+    has_tensor,
     latent_attention_tensors,
     layer_norms,
     mlp_tensors,
     model_tensors,
     moe_tensors,
+    prediction_layer,
+    prediction_tensors,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
+from megatron_hybrid.models.layer_pattern import layer_symbols, prediction_symbols
 from megatron_hybrid.models.mixers.rotary import yarn_scale
 
 _FURTHER = re.compile(r"(model\.layers\.(\d+)\.)(eh_proj|enorm|hnorm|shared_head)\..*")
@@ -79,12 +82,45 @@ class DeepseekV3(Adapter):
                 config, f"{mixer}.self_attention", f"{theirs}.self_attn"
             )
             yield from mlps[symbol](config, f"{mlp}.mlp", f"{theirs}.mlp")
+        for symbols in prediction_symbols(config.layer_pattern):
+            theirs = f"model.layers.{config.num_layers // 2}"
+            names = (f"{theirs}.{name}" for name in ("enorm", "hnorm", "eh_proj"))
+            yield from prediction_tensors(*names, f"{theirs}.shared_head.norm")
+            mixer, mlp = prediction_layer(0), prediction_layer(1)
+            yield from layer_norms(mixer, mlp, theirs)
+            mixer = f"{mixer}.self_attention"
+            yield from latent_attention_tensors(config, mixer, f"{theirs}.self_attn")
+            yield from mlps[symbols[1]](config, f"{mlp}.mlp", f"{theirs}.mlp")
+
+    def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
+        """See `Adapter.prediction_layers`."""
+        if names is None:
+            return "+E" if hf.get("num_nextn_predict_layers") == 1 else ""
+        number = required(hf, "num_hidden_layers")
+        found, further = (f"model.layers.{n}." for n in (number, number + 1))
+        if not has_tensor(names, f"{found}eh_proj.") or has_tensor(names, further):
+            return ""
+        return "+E" if has_tensor(names, f"{found}mlp.experts.") else "+-"
+
+    def copies(self, config: HybridConfig) -> dict[str, str]:
+        """See `Adapter.copies`."""
+        if not prediction_symbols(config.layer_pattern):
+            return {}
+        theirs, embedding = f"model.layers.{config.num_layers // 2}", "model.embed_tokens.weight"
+        is_tied = config.share_embeddings_and_output_weights
+        return {
+            f"{theirs}.embed_tokens.weight": embedding,
+            f"{theirs}.shared_head.head.weight": embedding if is_tied else "lm_head.weight",
+        }
 
     def ignored_names(self, names: Collection[str], config: HybridConfig) -> set[str]:
-        """See `Adapter.ignored_names`: layers behind the last one that predict further tokens.
+        """See `Adapter.ignored_names`: layers behind the last one that predict further tokens,
+        unless the config has them.
 
         A layer is one by what only these have, not by its number alone: an ordinary layer that
         config.json does not count is a contradiction, and refused."""
+        if prediction_symbols(config.layer_pattern):
+            return super().ignored_names(names, config)
         num_layers = config.num_layers // 2
         further = {
             match[1]

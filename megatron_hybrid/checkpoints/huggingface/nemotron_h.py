@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,17 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
 )
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     attention_tensors,
+    has_tensor,
     mamba2_tensors,
     mlp_tensors,
     model_tensors,
     moe_tensors,
+    prediction_layer,
+    prediction_tensors,
     same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols
+from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols, prediction_symbols
 
 _OLD_NAMES = {
     "mamba_n_groups": "n_groups",
@@ -42,7 +45,7 @@ class NemotronH(Adapter):
     """`NemotronHForCausalLM`."""
 
     model_types = ("nemotron_h",)
-    ignored = (r"mtp\..*",)  # heads that predict several tokens
+    prediction_names = (r"mtp\..*",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         """See `Adapter.config`."""
@@ -93,6 +96,27 @@ class NemotronH(Adapter):
             yield same(f"{ours}.{kind.norm_name}.weight", f"{theirs}.norm.weight")
             own = config.for_layer(i + 1)
             yield from parts[symbol](own, f"{ours}.{kind.mixer_name}", f"{theirs}.mixer")
+        for symbols in prediction_symbols(config.layer_pattern):
+            names = (f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj"))
+            last = f"mtp.layers.{len(symbols) - 1}.final_layernorm"
+            yield from prediction_tensors(*names, last)
+            for i, symbol in enumerate(symbols):
+                ours, theirs, kind = prediction_layer(i), f"mtp.layers.{i}", KINDS[symbol]
+                yield same(f"{ours}.{kind.norm_name}.weight", f"{theirs}.norm.weight")
+                own = config.for_prediction(symbol)
+                yield from parts[symbol](own, f"{ours}.{kind.mixer_name}", f"{theirs}.mixer")
+
+    def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
+        """See `Adapter.prediction_layers`."""
+        pattern = hf.get("mtp_hybrid_override_pattern")
+        if pattern is None:
+            types = hf.get("mtp_layers_block_type") or ["full_attention", "moe"]
+            pattern = "".join(symbols_of(types, MAMBA2_SYMBOLS, len(types)))
+        if names is None:
+            return pattern if hf.get("num_nextn_predict_layers") == 1 else ""
+        is_here = has_tensor(names, "mtp.layers.0.eh_proj.")
+        is_sole = not has_tensor(names, f"mtp.layers.{len(pattern)}.")
+        return pattern if is_here and is_sole else ""
 
 
 def _pattern(hf: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ class Qwen35(Qwen3Next):
 
     model_types = ("qwen3_5_text",)
     composite_types = ("qwen3_5",)
-    ignored = (r"mtp\..*", r"model\.visual\..*")
+    ignored = (r"model\.visual\..*",)
     key_value_heads = 4
     """Where config.json leaves them out."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
@@ -18,13 +18,17 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
 from megatron_hybrid.checkpoints.huggingface.layouts import ungrouped
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     attention_tensors,
+    has_tensor,
+    layer_norms,
     mlp_tensors,
     model_tensors,
     moe_tensors,
+    prediction_layer,
+    prediction_tensors,
     same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
+from megatron_hybrid.models.layer_pattern import layer_symbols, prediction_symbols
 
 _SYMBOLS = {"linear_attention": "G", "full_attention": "*"}
 
@@ -33,7 +37,7 @@ class Qwen3Next(Adapter):
     """`Qwen3NextForCausalLM`."""
 
     model_types = ("qwen3_next",)
-    ignored = (r"mtp\..*",)  # the head that predicts several tokens
+    prediction_names = (r"mtp\..*",)
     key_value_heads = 2
     """Where config.json leaves them out."""
 
@@ -84,6 +88,27 @@ class Qwen3Next(Adapter):
                 yield from moe_tensors(config, mlp, f"{theirs}.mlp", shared="shared_expert")
             else:
                 yield from mlp_tensors(config, mlp, f"{theirs}.mlp")
+        for symbols in prediction_symbols(config.layer_pattern):
+            names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
+            yield from prediction_tensors(*names)
+            mixer, mlp, theirs = prediction_layer(0), prediction_layer(1), "mtp.layers.0"
+            yield from layer_norms(mixer, mlp, theirs)
+            mixer = f"{mixer}.self_attention"
+            yield from attention_tensors(config, mixer, f"{theirs}.self_attn")
+            if symbols[1] == "E":
+                yield from moe_tensors(
+                    config, f"{mlp}.mlp", f"{theirs}.mlp", shared="shared_expert"
+                )
+            else:
+                yield from mlp_tensors(config, f"{mlp}.mlp", f"{theirs}.mlp")
+
+    def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
+        """See `Adapter.prediction_layers`."""
+        if names is None:
+            return f"*{self._mlps(hf)[-1]}" if hf.get("mtp_num_hidden_layers") == 1 else ""
+        if not has_tensor(names, "mtp.fc.") or has_tensor(names, "mtp.layers.1."):
+            return ""
+        return "*E" if has_tensor(names, "mtp.layers.0.mlp.experts.") else "*-"
 
     def _mlps(self, hf: Mapping[str, Any]) -> str:
         """E or - for each of their layers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import (
@@ -33,6 +33,29 @@ def model_tensors(
     yield same("decoder.final_norm.weight", norm)
     if not config.share_embeddings_and_output_weights:
         yield same("output_layer.weight", head)
+
+
+PREDICTION = "mtp.layers.0"
+"""Prefix of our part for multi-token prediction; its layers are `prediction_layer`."""
+
+
+def prediction_layer(index: int) -> str:
+    """Prefix of one of its layers."""
+    return f"{PREDICTION}.mtp_model_layer.layers.{index}"
+
+
+def prediction_tensors(enorm: str, hnorm: str, projection: str, norm: str) -> Iterator[TensorMap]:
+    """What a part for multi-token prediction has around its layers, by their names: the norms of
+    the embedding and of the hidden state, the projection of both, in this order, and the last norm.
+    """
+    names = {"enorm": enorm, "hnorm": hnorm, "eh_proj": projection, "final_layernorm": norm}
+    for own, theirs in names.items():
+        yield same(f"{PREDICTION}.{own}.weight", f"{theirs}.weight")
+
+
+def has_tensor(names: Collection[str], prefix: str) -> bool:
+    """Whether the name of a tensor begins so."""
+    return any(name.startswith(prefix) for name in names)
 
 
 def layer_norms(mixer: str, mlp: str, theirs: str) -> Iterator[TensorMap]:

@@ -1,0 +1,164 @@
+"""Parts for multi-token prediction in Hugging Face folders, against layers of transformers."""
+
+import json
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from huggingface import build
+from reference import tiny_engine
+from safetensors.torch import load_file, save_file
+
+import megatron_hybrid as mh
+from megatron_hybrid.checkpoints.checkpoint import CheckpointError, save_huggingface
+from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.tools.plan import plan, read_model_config
+
+OF_QWEN = {
+    "enorm": "mtp.pre_fc_norm_embedding",
+    "hnorm": "mtp.pre_fc_norm_hidden",
+    "eh_proj": "mtp.fc",
+    "norm": "mtp.norm",
+}
+GREEDY = SamplingParams(top_k=1, num_tokens_to_generate=8)
+
+
+@dataclass
+class Released:
+    """How an architecture's folders name the part, whose layers are those of another model."""
+
+    pattern: str
+    layers: dict[str, str]
+    """Of the other model, and their names in the part."""
+    names: dict[str, str] = field(default_factory=OF_QWEN.copy)
+    announced: dict = field(default_factory=lambda: {"mtp_num_hidden_layers": 1})
+    copies: dict[str, str] = field(default_factory=dict)
+
+
+ONE = "model.layers.3."
+RELEASED = {
+    "qwen3_next": Released("*E", {"model.layers.3.": "mtp.layers.0."}, announced={}),
+    "qwen3_5": Released("*-", {"model.layers.3.": "mtp.layers.0."}),
+    "qwen3_5_moe": Released("*E", {"model.layers.3.": "mtp.layers.0."}),
+    "deepseek_v3": Released(
+        "+E",
+        {"model.layers.2.": ONE},
+        {name: f"{ONE}{name}" for name in ("enorm", "hnorm", "eh_proj")}
+        | {"norm": f"{ONE}shared_head.norm"},
+        {"num_nextn_predict_layers": 1},
+        {
+            f"{ONE}embed_tokens.weight": "model.embed_tokens.weight",
+            f"{ONE}shared_head.head.weight": "lm_head.weight",
+        },
+    ),
+    "nemotron_h_moe": Released(
+        "*E",
+        {"backbone.layers.2.": "mtp.layers.0.", "backbone.layers.3.": "mtp.layers.1."},
+        {name: f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj")}
+        | {"norm": "mtp.layers.1.final_layernorm"},
+        {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
+    ),
+}
+
+
+class Reference:
+    """The model and its part, of transformers' modules, without any cache."""
+
+    def __init__(self, name: str):
+        self.model, other = build(name), build(name, seed=7)
+        self.other = other
+        numbers = [int(layer.split(".")[2]) for layer in RELEASED[name].layers]
+        self.layers = [other.get_decoder().layers[number] for number in numbers]
+        decoder = self.model.get_decoder()
+        norm = getattr(decoder, "norm", None) or decoder.norm_f
+        torch.manual_seed(3)
+        self.norms = {own: deepcopy(norm) for own in ("enorm", "hnorm", "norm")}
+        for each in self.norms.values():
+            each.weight.data += torch.randn_like(each.weight) * 0.2
+        size = self.model.config.hidden_size
+        self.eh_proj = torch.randn(size, 2 * size) * size**-0.5
+
+    def save(self, folder, released: Released) -> dict[str, torch.Tensor]:
+        """Write a folder as released; its tensors."""
+        self.other.save_pretrained(folder / "other")
+        self.model.save_pretrained(folder)
+        tensors = load_file(folder / "model.safetensors")
+        for name, tensor in load_file(folder / "other" / "model.safetensors").items():
+            for layer, own in released.layers.items():
+                if name.startswith(layer):
+                    tensors[own + name.removeprefix(layer)] = tensor
+        for name, norm in self.norms.items():
+            tensors[f"{released.names[name]}.weight"] = norm.weight.detach().clone()
+        tensors[f"{released.names['eh_proj']}.weight"] = self.eh_proj
+        tensors |= {name: tensors[other].clone() for name, other in released.copies.items()}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        config = json.loads((folder / "config.json").read_text()) | released.announced
+        (folder / "config.json").write_text(json.dumps(config))
+        return tensors
+
+    @torch.no_grad()
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        decoder, drafts = self.model.get_decoder(), []
+        ids = torch.tensor([tokens])
+        hidden = decoder(ids, use_cache=False).last_hidden_state[:, :-1]
+        for _ in range(count):
+            embedding = self.model.get_input_embeddings()(ids[:, 1:])
+            x = torch.cat((self.norms["enorm"](embedding), self.norms["hnorm"](hidden)), -1)
+            x, size = x @ self.eh_proj.T, x.shape[1]
+            mask = torch.full((size, size), torch.finfo(x.dtype).min).triu(1)[None, None]
+            positions = torch.arange(size)[None]
+            more = {"position_ids": positions}
+            if hasattr(decoder, "rotary_emb"):
+                more["position_embeddings"] = decoder.rotary_emb(x, positions)
+            for layer in self.layers:
+                x = layer(x, attention_mask=mask, **more)
+            rows = self.norms["norm"](x)[:, -1:]
+            drafts.append(int(self.model.lm_head(rows).argmax()))
+            ids = torch.cat((ids, torch.tensor([drafts[-1:]])), 1)
+            hidden = torch.cat((hidden, rows), 1)
+        return drafts
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_folders_part_drafts_as_in_transformers_and_is_written_back(tmp_path, name):
+    released, reference = RELEASED[name], Reference(name)
+    tensors = reference.save(tmp_path, released)
+    model, _ = mh.load_pretrained(tmp_path)
+    assert model.config.layer_pattern.partition("/")[2] == released.pattern
+
+    prompt = torch.randint(3, 100, (21,), generator=torch.Generator().manual_seed(1)).tolist()
+    expected = tiny_engine(model).generate([prompt], GREEDY)[0].generated_tokens
+    engine = tiny_engine(model, speculation="mtp", num_speculative_tokens=2)
+    told, propose = [], engine.scheduler.drafts.propose
+
+    def noted(request, most):
+        told.append((request.tokens[: request.num_tokens].tolist(), propose(request, most)))
+        return told[-1][1]
+
+    engine.scheduler.drafts.propose = noted
+    for each in (prompt, [*prompt, *expected, 5, 6]):
+        engine.generate([each], GREEDY)
+    assert engine.generate([prompt], GREEDY)[0].generated_tokens == expected
+    for tokens, drafts in told:
+        assert drafts and drafts == reference.drafts(tokens, len(drafts))
+
+    save_huggingface(model, tmp_path / "written")
+    written = load_file(tmp_path / "written" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[key], tensor) for key, tensor in tensors.items())
+
+    # What is announced, or is here, is counted.
+    for path in (tmp_path, *([tmp_path / "written" / "config.json"] if released.announced else [])):
+        (tmp_path / "written" / "model.safetensors").unlink(missing_ok=True)
+        config = read_model_config(path)
+        result = plan(config, 10**9, 512)
+        assert result.parameters == sum(map(torch.numel, model.parameters()))
+
+
+def test_a_part_with_an_embedding_of_its_own_is_refused(tmp_path):
+    tensors = Reference("deepseek_v3").save(tmp_path, RELEASED["deepseek_v3"])
+    tensors[f"{ONE}embed_tokens.weight"] += 1
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight differs .*multi-token"):
+        mh.load_pretrained(tmp_path)
