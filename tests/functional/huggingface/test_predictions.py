@@ -1,18 +1,25 @@
 """Parts for multi-token prediction in Hugging Face folders, against layers of transformers."""
 
 import json
+import re
+import shutil
 from copy import deepcopy
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 from huggingface import build
+from packed_folders import FORMATS as FORMATS_OF
+from packed_folders import write_folders
 from reference import tiny_engine
 from safetensors.torch import load_file, save_file
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import CheckpointError, save_huggingface
 from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.models.mixers.mixer_context import UncachedContext
+from megatron_hybrid.models.packed_weight import PackedWeight
+from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.tools.plan import plan, read_model_config
 
 OF_QWEN = {
@@ -154,6 +161,44 @@ def test_a_folders_part_drafts_as_in_transformers_and_is_written_back(tmp_path, 
         config = read_model_config(path)
         result = plan(config, 10**9, 512)
         assert result.parameters == sum(map(torch.numel, model.parameters()))
+
+
+PROJECTIONS = r"(_proj|experts\.\d+\.\w+|shared_experts?\.\w+)$"
+FORMATS = [("qwen3_next", "fp8-block"), ("deepseek_v3", "fp8-block"), ("nemotron_h_moe", "ct-int8")]
+
+
+@pytest.mark.parametrize(("name", "kind"), FORMATS)
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_part_beside_packed_weights_may_be_packed_or_not(tmp_path, name, kind, is_packed):
+    released, source = RELEASED[name], tmp_path / "source"
+    tensors = Reference(name).save(source, released)
+    shutil.rmtree(source / "other")
+    tensors = {key: tensor.bfloat16() for key, tensor in tensors.items()}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (source / "config.json").write_text(json.dumps(config))
+    own = "|".join(map(re.escape, [*released.layers.values(), "eh_proj"]))
+    others = rf"^(?!{own})(?!.*eh_proj).*{PROJECTIONS}"
+    packed, plain = write_folders(
+        source, tmp_path, {PROJECTIONS if is_packed else others: kind}, FORMATS_OF[kind][1]
+    )
+    model, other = (mh.load_pretrained(folder)[0] for folder in (packed, plain))
+    of_part = [each for each in model.mtp.modules() if isinstance(each, PackedWeight)]
+    assert bool(of_part) == is_packed
+    hidden, ids = torch.randn(9, 48, dtype=torch.bfloat16), torch.arange(9)
+    context = UncachedContext(RaggedLayout((9,), (0,)), "cpu")
+    with torch.no_grad():
+        rows = [each.predict(hidden, ids, context) for each in (model, other)]
+    torch.testing.assert_close(*rows, rtol=0, atol=0)
+    save_huggingface(model, tmp_path / "back")
+    found, given = (load_file(f / "model.safetensors") for f in (tmp_path / "back", packed))
+    assert found.keys() == given.keys()
+    for key, tensor in given.items():
+        assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
+    config = read_model_config(packed)
+    assert plan(config, 10**9, 512, folder=packed).weight_bytes == sum(
+        p.nbytes for p in model.parameters()
+    )
 
 
 def test_a_part_with_an_embedding_of_its_own_is_refused(tmp_path):
