@@ -46,7 +46,7 @@ def training_flops(model: HybridModel) -> tuple[float, float]:
     layers, groups = layers_with_configs(model), ExpertGroups.of(model.pg_collection)
     # The experts' ranks bring tokens of their own, but for tensor-parallel ones.
     tokens_of_ranks = groups.num_parts * groups.tp.size() / model.pg_collection.tp.size()
-    parts = list(model.mtp.layers) if hasattr(model, "mtp") else []
+    parts = model.mtp.parts if hasattr(model, "mtp") else []
     for part in parts:
         stack = part.mtp_model_layer
         layers += zip(stack.layers, map(model.config.for_prediction, stack.layer_type_list))

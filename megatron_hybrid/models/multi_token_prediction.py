@@ -8,6 +8,7 @@ or runs none of them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -105,9 +106,13 @@ class MultiTokenPrediction(MegatronModule):
 
     def __init__(self, config: HybridConfig, pg_collection: ProcessGroupCollection):
         super().__init__(config)
+        parts = prediction_symbols(config.layer_pattern)
+        self.num_parts = len(parts)
+        if config.mtp_use_repeated_layer:
+            config = _counted_once(config, len(parts))
+            parts = parts[:1]
         self.layers = nn.ModuleList(
-            PredictionLayers(config, symbols, pg_collection)
-            for symbols in prediction_symbols(config.layer_pattern)
+            PredictionLayers(config, symbols, pg_collection) for symbols in parts
         )
         for number, part in enumerate(self.layers, config.num_layers + 1):
             for module in part.modules():
@@ -115,6 +120,11 @@ class MultiTokenPrediction(MegatronModule):
                     module.set_layer_number(number)
         self.losses: Tensor | None = None
         """Mean loss of each part in the last forward pass of training, [parts] fp32."""
+
+    @property
+    def parts(self) -> list[PredictionLayers]:
+        """In the order of their use; with `mtp_use_repeated_layer` all are the same one."""
+        return list(self.layers) * (self.num_parts // len(self.layers))
 
     def attach_losses(
         self,
@@ -142,18 +152,29 @@ class MultiTokenPrediction(MegatronModule):
         ends = torch.tensor(layout.cu_seqlens[1:], device=ids_T.device) - 1
         num_tokens = mask_T.sum()
         attached, means = hidden_Th, []
-        for part in self.layers:
+        for part in self.parts:
             ids_T, labels_T, mask_T = (_next(one, ends) for one in (ids_T, labels_T, mask_T))
             hidden_Th = part(hidden_Th, embed(ids_T), new_context())
             losses_T = loss_of(hidden_Th, labels_T) * mask_T
             count = mask_T.sum().clamp(min=1)
-            scale = self.config.mtp_loss_scaling_factor / len(self.layers) / count
+            scale = self.config.mtp_loss_scaling_factor / self.num_parts / count
             if self.config.calculate_per_token_loss:
                 scale = scale * num_tokens  # by which core divides all gradients
             attached = MTPLossAutoScaler.apply(attached, losses_T * scale)
             means.append((losses_T.sum() / count).detach())
         self.losses = torch.stack(means)
         return attached
+
+
+def _counted_once(config: HybridConfig, uses: int) -> HybridConfig:
+    """The config of layers that are used several times in a forward pass, but whose losses that
+    balance experts count once, as in core."""
+    config, coefficient = copy.copy(config), config.moe_aux_loss_coeff
+    several = isinstance(coefficient, list)
+    config.moe_aux_loss_coeff = (
+        [one / uses for one in coefficient] if several else coefficient / uses
+    )
+    return config
 
 
 def _next(x_T: Tensor, ends: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ from megatron_hybrid.models.layer_pattern import (
 from megatron_hybrid.models.parameter_names import canonical_name
 from megatron_hybrid.ops.activations import gelu_tanh, quick_gelu, squared_relu
 
-"""Before the layers for multi-token prediction in a hybrid layer pattern."""
+FIRST_OF_PART = "mtp.layers.0.enorm.weight"
+"""A parameter that every part for multi-token prediction has."""
 
 _PATTERN_ARGUMENTS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Names of the layer pattern: from 0.17 on, and before."""
@@ -81,6 +82,8 @@ def fields_of_args(args: Namespace, names: Collection[str], num_stages: int = 1)
     pattern = _layer_pattern(values, names)
     if pattern is not None and pattern.count(STAGE_BOUNDARY) + 1 != num_stages:
         pattern = pattern.replace(STAGE_BOUNDARY, "")
+    if pattern is not None and num_stages > 1:
+        pattern = split_predictions(pattern)[0]
     # Core's hybrid layer specs leave out the norms of queries and keys, whatever the arguments say.
     marks = (".self_attention.q_layernorm.weight", ".self_attention.kv_layernorm.weight")
     has_head_norms = any(canonical_name(name).endswith(marks) for name in names)
@@ -89,6 +92,7 @@ def fields_of_args(args: Namespace, names: Collection[str], num_stages: int = 1)
         layer_pattern=pattern,
         vocab_size=_vocab_size(values),
         share_embeddings_and_output_weights=not values["untie_embeddings_and_output_weights"],
+        mtp_use_repeated_layer=bool(values.get("mtp_use_repeated_layer")),  # core's since 0.19
         qk_layernorm=has_head_norms,
         qk_l2_norm=bool(values.get("qk_l2_norm")) and pattern is None,
         **({} if values.get("multi_latent_attention") else _position_fields(values)),
@@ -105,11 +109,12 @@ def is_gpt(args: Namespace, names: Collection[str]) -> bool:
 
 
 def _layer_pattern(values: Mapping[str, Any], names: Collection[str]) -> str | None:
-    """A hybrid model's pattern in core's symbols, without multi-token prediction; None: the model
-    is a GPTModel. Megatron before 0.17 could also place layers by ratios: then the tensors tell."""
+    """A hybrid model's pattern in core's symbols, with the parts for multi-token prediction that
+    are among the tensors; None: the model is a GPTModel. Megatron before 0.17 could also place
+    layers by ratios: then the tensors tell."""
     for argument in _PATTERN_ARGUMENTS:
         if pattern := values.get(argument):
-            return split_predictions(pattern)[0]
+            return pattern if FIRST_OF_PART in names else split_predictions(pattern)[0]
     if "decoder.final_norm.weight" not in names:
         return None
     symbols: dict[int, str] = {}
@@ -198,6 +203,7 @@ def args_of_config(config: HybridConfig) -> Namespace:
     values = {
         **{name: value for name, value in own.items() if not callable(value)},
         **{theirs: getattr(config, ours) for theirs, ours in _RENAMED.items()},
+        "mtp_use_repeated_layer": config.mtp_use_repeated_layer,
         "params_dtype": config.params_dtype,
         "bf16": config.bf16,
         "fp16": config.fp16,

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hybrid import compat
+from megatron_hybrid.checkpoints.megatron.args import FIRST_OF_PART
 from megatron_hybrid.checkpoints.megatron.core_config import hybrid_config_fields, rotary_fields
 from megatron_hybrid.checkpoints.megatron.names import gpt_to_hybrid_name
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
+from megatron_hybrid.models.layer_pattern import split_predictions
 from megatron_hybrid.models.mixers.experts import SeparateLinear
 from megatron_hybrid.models.mixers.rotary import frequencies
 from megatron_hybrid.models.parameter_names import canonical_name, group_experts, is_parameter
@@ -106,7 +108,11 @@ def _layer_pattern(stock: nn.Module) -> str:
     """The pattern of a hybrid model, which 0.16 may have made from ratios."""
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         if pattern := getattr(stock, name, None):
-            return pattern
+            main, parts = split_predictions(pattern)
+            if not parts or FIRST_OF_PART in dict(stock.named_parameters()):
+                return pattern
+            logger.warning("the layers for multi-token prediction are not here, and left out")
+            return main
     return "".join(stock.decoder.layer_type_list)
 
 
@@ -209,7 +215,7 @@ def _check_rotary(served: HybridModel, stock: nn.Module) -> None:
 
 def _adopt(served: HybridModel, stock: nn.Module, is_gpt: bool) -> None:
     """Put the model's parameters and buffers in place of the served model's."""
-    given, experts = group_experts(_tensors(stock, is_gpt))
+    given, experts = group_experts(_tensors(stock, is_gpt, hasattr(served, "mtp")))
     own = set(filter(is_parameter, served.state_dict()))
     unknown = [name for name, tensor in given.items() if isinstance(tensor, nn.Parameter)]
     lacking = sorted(own - given.keys() - experts.keys())
@@ -300,15 +306,18 @@ def _checked(name: str, given: Tensor, old: Tensor) -> Tensor:
     return given
 
 
-def _tensors(stock: nn.Module, is_gpt: bool) -> dict[str, Tensor]:
-    """Parameters and buffers by the names of a HybridModel, without multi-token prediction."""
+def _tensors(stock: nn.Module, is_gpt: bool, has_part: bool) -> dict[str, Tensor]:
+    """Parameters and buffers by the names of a HybridModel. has_part: whether it has one for
+    multi-token prediction."""
     tensors = {**dict(stock.named_parameters()), **dict(stock.named_buffers())}
-    served = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
-    if is_gpt and len(served) < len(tensors):
-        logger.warning("the layers for multi-token prediction are not served")
+    if not has_part:
+        served = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
+        if is_gpt and len(served) < len(tensors):
+            logger.warning("the layers for multi-token prediction are not served")
+        tensors = served
     return {
         canonical_name(gpt_to_hybrid_name(name) if is_gpt else name): tensor
-        for name, tensor in served.items()
+        for name, tensor in tensors.items()
     }
 
 

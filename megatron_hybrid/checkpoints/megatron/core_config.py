@@ -21,7 +21,12 @@ from megatron_hybrid.models.config.field_group import ModelFields
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.mlp import MLPFields
 from megatron_hybrid.models.config.unsupported import RESULT_FIELDS
-from megatron_hybrid.models.layer_pattern import KINDS, STAGE_BOUNDARY, split_predictions
+from megatron_hybrid.models.layer_pattern import (
+    KINDS,
+    PREDICTION_BOUNDARY,
+    STAGE_BOUNDARY,
+    split_predictions,
+)
 from megatron_hybrid.models.mixers.rotary import yarn_scale
 from megatron_hybrid.ops.activations import ACTIVATIONS, gelu_tanh, quick_gelu, squared_relu
 
@@ -73,14 +78,21 @@ def hybrid_config_fields(
     if layer_pattern is None:
         pattern, layers_per_number = _gpt_pattern(values), 2
     else:
-        pattern, layers_per_number = _decoder_pattern(layer_pattern), 1
+        layer_pattern, parts = split_predictions(layer_pattern)
+        pattern, layers_per_number = _known_symbols(layer_pattern), 1
     pattern, overrides = _place_attention(pattern, values, layers_per_number)
+    if layer_pattern is None:
+        parts = []
+    elif parts and (reason := _refusal_of_parts(pattern, parts, values, fields)) is not None:
+        logger.warning("the layers for multi-token prediction are left out: %s", reason)
+        parts = []
     result = {
         "params_dtype": _params_dtype(values),
         **_carried(values, pattern),
         **_refused(values),
         **fields,
-        "layer_pattern": pattern,
+        "layer_pattern": PREDICTION_BOUNDARY.join((pattern, *parts)),
+        "mtp_num_layers": None,  # it follows from the pattern
         "layer_overrides": overrides,
         "is_gpt_model": layer_pattern is None,
         "activation_func": _activation(values),
@@ -188,14 +200,22 @@ def _gpt_pattern(values: Mapping[str, Any]) -> str:
     )
 
 
-def _decoder_pattern(pattern: str) -> str:
-    """A hybrid model's pattern without its layers for multi-token prediction."""
-    pattern, predictions = split_predictions(pattern)
-    if any(predictions):
-        logger.warning(
-            "the layers for multi-token prediction, /%s in the layer pattern, are not served",
-            "/".join(predictions),
-        )
+def _refusal_of_parts(
+    pattern: str, parts: list[str], values: Mapping[str, Any], fields: Mapping[str, Any]
+) -> str | None:
+    """Why the parts for multi-token prediction of a hybrid model cannot be taken; None: they
+    can."""
+    if fields.get("pipeline_model_parallel_size", 1) > 1 or STAGE_BOUNDARY in pattern:
+        return "they embed tokens, and the last pipeline stage has no embedding"
+    if "W" in pattern or values["no_rope_freq"]:
+        return "attention differs from layer to layer"
+    if not set("".join(parts)) <= set(_SYMBOLS):
+        return f"they have layers that HybridModel does not serve, /{parts[0]}"
+    return None
+
+
+def _known_symbols(pattern: str) -> str:
+    """A hybrid model's pattern, if all of its layers can be served."""
     for place, symbol in enumerate(pattern, 1):
         if symbol not in _SYMBOLS + STAGE_BOUNDARY:
             meaning = "DeepSeek sparse attention" if symbol == "D" else "a layer"

@@ -95,9 +95,9 @@ def load_megatron(
     """Load a `torch_dist` checkpoint of Megatron-LM, or of our own training, in eval mode, whatever
     layout saved it.
 
-    Hybrid models and GPT models are read; optimizer and random states are left, and so are
-    Megatron's layers for multi-token prediction. Such folders hold no tokenizer: give the engine
-    the one that the model was trained with.
+    Hybrid models and GPT models are read; optimizer and random states are left, and so are layers
+    for multi-token prediction of GPT models, and over several pipeline stages. Such folders hold no
+    tokenizer: give the engine the one that the model was trained with.
 
     Args:
         folder: that of `--save`, of which the latest iteration is taken, or one iteration in it.
@@ -124,6 +124,10 @@ def load_megatron(
         model = build_hybrid_model(config)
     with fail_together(CheckpointError):
         given = files.given()
+        of_parts = [name for name in given if name.startswith(_PREDICTION)]
+        if of_parts and not hasattr(model, "mtp"):
+            logger.warning("%s: layers for multi-token prediction are left out", files.path)
+            given = {name: key for name, key in given.items() if name not in of_parts}
         source = TensorSource(str(files.path), given, files.shape, files.dtype, files.read)
         maps = [_as_stored(m, files, given, config.vocab_size) for m in _tensor_maps(model)]
         drawn = files.total_bytes if dist.get_rank() == 0 else 0  # one bar for all ranks
@@ -236,11 +240,6 @@ class DistributedTensors:
                     self._tensors[key] = value
             for index, where in metadata.storage_data.items():
                 self._where[index.fqn, index.offset and tuple(index.offset)] = where
-            predicts = any(key.startswith(_PREDICTION) for key in self._tensors)
-            if predicts and self._own_config is None:
-                logger.warning("%s: layers for multi-token prediction are left out", self.path)
-                for key in [key for key in self._tensors if key.startswith(_PREDICTION)]:
-                    del self._tensors[key]
             self._layers = dict(self._per_layer())
         except (AttributeError, TypeError) as error:
             raise CheckpointError(

@@ -24,6 +24,9 @@ class ArchitectureFields(ModelFields):
     """One symbol per layer, `|` between pipeline stages, `/` before each part for multi-token
     prediction; see `models/layer_pattern.py`."""
 
+    mtp_use_repeated_layer: bool = False
+    """Use the layers of the first part for multi-token prediction as those of all parts."""
+
     layer_overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Fields that differ in some layers: by layer symbol, or by layer number (from 1, through the
     whole model; it wins over the symbol): `{"W": {"rotary_base": 1e4}, "7": {"qk_layernorm":

@@ -80,7 +80,6 @@ NOT_SUPPORTED: dict[str, str] = {
     "use_mup": "scale the learning rates outside of the model",
     "qk_clip": "use qk_layernorm",
     "moe_enable_routing_replay": "route by the router",
-    "mtp_use_repeated_layer": "use layers of its own for each part",
     "mtp_detach_heads": "train the model by all losses",
 }
 """Field -> what to do without it."""

@@ -10,9 +10,12 @@ from megatron.core.transformer.multi_token_prediction import (
     MTPLossLoggingHelper,
 )
 from reference import greedy, tiny_engine, tiny_model
-from small_models import random_tokens, small_config, small_model
+from small_models import random_tokens, small_config
 
-from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
+from megatron_hybrid.checkpoints.megatron.built_model import from_megatron
+from megatron_hybrid.checkpoints.megatron.torch_dist import load_megatron, save_megatron
+from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.mixers.base import StackInputs
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
@@ -89,9 +92,12 @@ def test_gradients_are_those_of_the_sum_of_all_losses(fields):
 
 if not stock_megatron.IS_0_16:  # whose hybrid model has none
 
-    @pytest.mark.parametrize("per_token", [False, True])
-    def test_core_computes_the_same(per_token, monkeypatch):
-        own = model("M*-/*M/*M", calculate_per_token_loss=per_token)
+    @pytest.mark.parametrize(
+        "fields", [{}, {"calculate_per_token_loss": True}, {"mtp_use_repeated_layer": True}]
+    )
+    def test_core_computes_the_same(fields, monkeypatch):
+        per_token = "calculate_per_token_loss" in fields
+        own = model("M*-/*M/*M", **fields)
         expected = dict(own.named_parameters())
         with stock_megatron.on_cpu(monkeypatch):
             stock = stock_megatron.mamba_model(own.config).train()
@@ -112,6 +118,10 @@ if not stock_megatron.IS_0_16:  # whose hybrid model has none
             theirs = stock.get_parameter(names[name]).grad
             bound = 1e-5 * theirs.abs().max().item()
             torch.testing.assert_close(parameter.grad, theirs, atol=bound, rtol=1e-4)
+        served = from_megatron(stock)  # a part drafts, its own parameters
+        assert served.config.layer_pattern == own.config.layer_pattern
+        theirs = {id(p) for p in stock.parameters()}
+        assert {id(p) for p in served.parameters()} == theirs
         logged = MTPLossLoggingHelper.tracker.pop("loss_values")
         torch.testing.assert_close(own.mtp.losses, logged, atol=1e-5, rtol=1e-5)
 
@@ -184,14 +194,18 @@ def test_names_are_those_of_core():
     assert "mtp.layers.0.eh_proj.weight" in keys
 
 
-def test_a_folder_keeps_the_weights(tmp_path):
-    own = model()
-    save_checkpoint(own, tmp_path)
-    read = small_model(PATTERN)
-    load_checkpoint(read, tmp_path)
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_folder_keeps_the_weights(tmp_path, repeats):
+    own = model(mtp_use_repeated_layer=repeats)
+    save_checkpoint(own, tmp_path / "ours")
+    save_megatron(own, tmp_path / "theirs")
     expected = dict(own.named_parameters())
-    assert all(torch.equal(p, expected[name]) for name, p in read.named_parameters())
-    assert read.config.layer_pattern == PATTERN and read.config.mtp_num_layers == 2
+    assert any(name.startswith("mtp.layers.1.") for name in expected) != repeats
+    for read in (load_pretrained(tmp_path / "ours")[0], load_megatron(tmp_path / "theirs")):
+        assert {name for name, _ in read.named_parameters()} == expected.keys()
+        assert all(torch.equal(p, expected[name]) for name, p in read.named_parameters())
+        assert read.config.layer_pattern == PATTERN and read.config.mtp_num_layers == 2
+        assert read.config.mtp_use_repeated_layer == repeats
 
 
 def test_serving_and_evaluation_run_the_model_alone():
