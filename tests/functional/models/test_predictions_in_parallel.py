@@ -1,4 +1,4 @@
-"""Multi-token prediction over two tensor-parallel ranks trains as on one."""
+"""Multi-token prediction over two tensor-parallel ranks trains and drafts as on one."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from rank_processes import train_on_ranks
+from reference import greedy, tiny_engine
 from small_models import small_config
 from split_models import assert_close
 
@@ -75,6 +76,45 @@ def train(folder, layout):
             parameter.grad = parameter.main_grad
         optimizer.step()
     return torch.cat(losses), full_state_dict(own)
+
+
+def draft(folder, layout):
+    """Answers with drafts, and the drafts."""
+    sizes = LAYOUTS[layout]
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(sizes.get("tensor_model_parallel_size", 1))
+    model = build_hybrid_model(small_config("M*-G/*-", **sizes)).eval()
+    load_checkpoint(model, folder / "weights")
+    engine = tiny_engine(model, speculation="mtp", verify_ranks=True)
+    told, propose = [], engine.scheduler.drafts.propose
+
+    def noted(request, most):
+        told.append(propose(request, most))
+        return told[-1]
+
+    engine.scheduler.drafts.propose = noted
+    prompts = [list(range(20)), [*range(12), 3, 1]]
+    results = [r for _ in range(2) for r in engine.generate(prompts, greedy(12))]
+    return [(r.generated_tokens, r.prefix.skipped_tokens) for r in results], told
+
+
+def draft_all(folder, layouts):
+    return {layout: draft(folder, layout) for layout in layouts}
+
+
+def test_two_ranks_draft_as_one(tmp_path):
+    torch.manual_seed(4)
+    save_checkpoint(build_hybrid_model(small_config("M*-G/*-")), tmp_path / "weights")
+    results = {}
+    for num_ranks, layouts in ((1, ["one"]), (RANKS, ["tensor", "sequence"])):
+        folder = tmp_path / str(num_ranks)
+        folder.mkdir()
+        ranks = train_on_ranks(draft_all, num_ranks, folder, tmp_path, layouts)
+        found = [result for result, _ in ranks]
+        assert all(each == found[0] for each in found)
+        results |= found[0]
+    assert results["tensor"] == results["sequence"] == results["one"]
+    assert sum(map(len, results["one"][1])) > 40
 
 
 def run(folder, layouts):

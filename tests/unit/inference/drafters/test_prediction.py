@@ -3,6 +3,8 @@
 import pytest
 import torch
 from drafted import poison_rejected
+from graph_recorder import recorded_graphs
+from grouped_experts import grouped_experts
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.sampling_params import SamplingParams
@@ -34,20 +36,26 @@ def written_out(model, tokens, count):
     return drafts
 
 
+def noted(engine, used=True):
+    """A list that gets the tokens before each step's drafts, and these."""
+    told, propose = [], engine.scheduler.drafts.propose
+
+    def propose_noted(request, most):
+        drafts = propose(request, most)
+        told.append((request.tokens[: request.num_tokens].tolist(), drafts))
+        return drafts if used else []
+
+    engine.scheduler.drafts.propose = propose_noted
+    return told
+
+
 def answers(model, params, **fields):
     """Answers of prompts in turn, of one again, of second turns, of several together, with hits."""
     engine = tiny_engine(model, **fields)
     told = []
     if fields:
         poison_rejected(engine)
-        propose = engine.scheduler.drafts.propose
-
-        def noted(request, most):
-            drafts = propose(request, most)
-            told.append((request.tokens[: request.num_tokens].tolist(), drafts))
-            return drafts
-
-        engine.scheduler.drafts.propose = noted
+        told = noted(engine)
     found = [engine.generate([prompt], params)[0] for prompt in (*PROMPTS, PROMPTS[0])]
     more = [[*r.prompt_tokens, *r.generated_tokens, *random_tokens(5)] for r in found[:2]]
     found += engine.generate([more[0]], params) + engine.generate([more[1], *PROMPTS], params)
@@ -92,6 +100,17 @@ def test_a_perfect_part_gives_all_tokens_of_a_step():
     while not request.done:
         numbers.append(sum(len(output.tokens) for output in engine.step()))
     assert numbers == [1, 4, 4, 4, 4]
+
+
+def test_replayed_decodes_keep_the_rows_of_the_part():
+    model, found = tiny_model(PATTERNS[0]), []
+    with recorded_graphs(), grouped_experts():
+        for has_graphs in (False, True):
+            engine = tiny_engine(model, speculation="mtp", cuda_graphs=has_graphs)
+            found.append(noted(engine, used=False))
+            engine.generate(PROMPTS, greedy(6))
+            assert bool(engine.stats()["graph_steps"]) == has_graphs
+    assert found[0] == found[1] and len(found[0]) == 8
 
 
 def test_a_part_that_raises_costs_only_its_drafts(monkeypatch, caplog):
