@@ -238,7 +238,8 @@ class ModelRunner:
         """Tokens that the part for multi-token prediction expects behind those of some decodes.
 
         Args:
-            works: each has its request's newest token alone, whose live slot has the state before.
+            works: each has its request's newest token alone, whose live slot has the state before,
+                and the draw of the next one.
                 Keys and values of the part are written there and at the drafts but the last.
             most: drafts of each, at least 1, descending.
         """
@@ -258,7 +259,15 @@ class ModelRunner:
                     hidden_Th = hidden_Th[:count].to(self.model.config.params_dtype)
                     hidden_Th = F.pad(hidden_Th, (0, 0, 0, len(ids_T) - count))
                     hidden_Th = self.model.predict(hidden_Th, ids_T, context)
-                    drafts.append(self.model.compute_logits(hidden_Th[:count]).argmax(-1))
+                    logits_nV = self.model.compute_logits(hidden_Th[:count])
+                    draws = [
+                        replace(draw, position=draw.position + number)
+                        for own in at
+                        for draw in own.draws.values()
+                    ]
+                    tokens_n = sample(logits_nV, draws)
+                    # Of those that would be drawn again, the likeliest token.
+                    drafts.append(torch.where(tokens_n < 0, logits_nV.argmax(-1), tokens_n))
         finally:
             context.end_drafts()
         columns = to_host(drafts)

@@ -170,10 +170,10 @@ def _counted_once(config: HybridConfig, uses: int) -> HybridConfig:
     """The config of layers that are used several times in a forward pass, but whose losses that
     balance experts count once, as in core."""
     config, coefficient = copy.copy(config), config.moe_aux_loss_coeff
-    several = isinstance(coefficient, list)
-    config.moe_aux_loss_coeff = (
-        [one / uses for one in coefficient] if several else coefficient / uses
-    )
+    if isinstance(coefficient, list):
+        config.moe_aux_loss_coeff = [one / uses for one in coefficient]
+    else:
+        config.moe_aux_loss_coeff = coefficient / uses
     return config
 
 

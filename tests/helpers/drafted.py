@@ -134,8 +134,7 @@ class DraftedRun:
             sliding_window=int(self._choose([7, 24])),
             mamba_chunk_size=int(self._choose([4, 16])),
         )
-        # The keys of a part take pages, so fewer are left for what is cached.
-        self.is_crowded = self._chance(0.3) and self.drafter != "part"
+        self.is_crowded = self._chance(0.3)
         self.is_sequential = not self.is_crowded and self._chance(0.3)
         self.fields = {
             "prefix_caching": str(self._choose((*PREFIX_CACHING_MODES, "restore", "restore"))),
@@ -144,21 +143,30 @@ class DraftedRun:
             "max_tokens": int(self._choose([7, 33, 200])),
             "max_requests": int(self._choose([3, 6, 10])),
             "max_sequence_length": 100 * self.scale,
+            # The keys of a part take pages, and as much is to be left for what is cached.
             "cache_bytes": (4 << 20 if self.drafter == "part" else 1 << 20) * self.scale,
             "logprobs_mode": str(self._choose(["raw_logprobs", "processed_logprobs"])),
         }
         if self.is_sequential:  # side by side, requests may resume at other states, rounded ones
             self.fields["state_encoding"] = str(self._choose(STATE_ENCODINGS))
         if self.is_crowded:
-            spec = tiny_engine(self.model, **self.fields).cache.spec
-            pages = (spec.num_blocks(100 * self.scale) + 1) * sum(spec.pages_per_block) + 2
-            pages += int(self.random.integers(0, 4))
-            self.fields["cache_bytes"] = pages * spec.page_bytes
+            kinds = ("off", "mtp") if self.drafter == "part" else ("off",)
+            more = int(self.random.integers(0, 4))
+            self.fields["cache_bytes"] = max(
+                self._least_bytes(tiny_engine(self.model, **self.fields, speculation=kind), more)
+                for kind in kinds
+            )
         elif self.fields["prefix_caching"] == "restore" and self._chance(0.3):
             self.fields["host_cache_bytes"] = 1 << 20
         self.most = int(self._choose([1, 2, 3, 5]))
         self.families = [self._tokens(self.scale * int(self._choose([20, 35]))) for _ in range(2)]
         self.script = [self._ask(i) for i in range(self.num_requests)]
+
+    def _least_bytes(self, engine: DynamicInferenceEngine, more: int) -> int:
+        """Of a pool for one request, and of a few pages more."""
+        spec = engine.cache.spec
+        pages = (spec.num_blocks(100 * self.scale) + 1) * sum(spec.pages_per_block) + 2
+        return (pages + more) * spec.page_bytes
 
     def _chance(self, probability: float) -> bool:
         return bool(self.random.random() < probability)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from megatron_hybrid.inference.drafters import BatchDrafter
 from megatron_hybrid.inference.request import Request
+from megatron_hybrid.inference.sampling_params import Draw
 from megatron_hybrid.inference.step_draft import tables_of
 from megatron_hybrid.inference.step_plan import Work
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -27,6 +28,12 @@ def require_part(model: HybridModel) -> None:
             "keeps states or a window of keys, which the layers before it do not: prompts would "
             "resume at saved states alone. Use speculation='lookup'."
         )
+
+
+def _draw(request: Request) -> Draw:
+    """The draw of its next token, without what depends on the tokens before: a draft that is drawn
+    from the part's logits with the same noise is more often the token than the likeliest one."""
+    return Draw(request.params, request.seed, request.sample_index, request.num_tokens)
 
 
 def _is_local(layer: LayerCache) -> bool:
@@ -60,6 +67,7 @@ class PartDrafter(BatchDrafter):
                 request.lease.shared_tokens,
                 tables_of(request.lease),
                 num_logits=1,
+                draws={request.request_id: _draw(request)},
             )
             for request in requests
         ]

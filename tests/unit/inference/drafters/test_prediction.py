@@ -7,7 +7,8 @@ from graph_recorder import recorded_graphs
 from grouped_experts import grouped_experts
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.inference.sampling import sample
+from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
 from megatron_hybrid.models.mixers.base import StackInputs
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.ops.ragged import RaggedLayout
@@ -19,9 +20,10 @@ SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, num_tokens_to_generate=6, s
 
 
 @torch.no_grad()
-def written_out(model, tokens, count):
+def written_out(model, tokens, count, params):
     """Drafts behind `tokens`: the row of each token but the first has its embedding and the hidden
-    state before; each further one the draft and what gave it."""
+    state before; each further one the draft and what gave it. Drawn ones have the noise of the
+    token itself."""
     part, embed = model.mtp.layers[0], model.embedding.word_embeddings.weight
     ids = torch.tensor(tokens)
     hidden = model.decoder(
@@ -31,7 +33,8 @@ def written_out(model, tokens, count):
     for _ in range(count):
         layout = RaggedLayout((len(hidden),), (0,))
         rows = part(hidden, embed[ids[1:]], UncachedContext(layout, "cpu"))[-1:]
-        drafts.append(int(model.compute_logits(rows).argmax()))
+        draw = Draw(params.resolved(), params.seed or 0, 0, len(ids))
+        drafts.append(int(sample(model.compute_logits(rows), [draw])))
         ids, hidden = torch.cat((ids, torch.tensor(drafts[-1:]))), torch.cat((hidden, rows))
     return drafts
 
@@ -78,7 +81,7 @@ def test_tokens_and_hits_are_those_without_drafts(pattern, params):
             torch.testing.assert_close(torch.tensor(own[1]), torch.tensor(log_probs))
     assert after["draft_tokens"] > 30 and after["steps"] <= before["steps"]
     for tokens, drafts in told[::7] + told[-3:]:
-        assert drafts and drafts == written_out(model, tokens, len(drafts))
+        assert drafts and drafts == written_out(model, tokens, len(drafts), params)
 
 
 def perfect_model():
