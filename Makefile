@@ -79,7 +79,7 @@ help:
 	@echo "                   make format: repairs"
 	@echo "make lock          resolve the pins of constraints/ anew"
 	@echo "make bench         the benchmarks of benchmarks/, measured side by side"
-	@echo "make bench-replay  request traces through prefix caches; docs/replay.md"
+	@echo "make bench-replay  request traces through prefix caches; docs/measured/replay.md"
 	@echo "make bench-replay-models  the same for five models; over an hour"
 	@echo "make clean         remove the environments and what was built"
 	@echo "Each installs into .venv first; make ... CORE=0.19.2 takes that megatron-core,"
@@ -125,7 +125,7 @@ kernel-tests-torch-2.11:
 interpreted-tests: $(VENV)/.installed-kernels
 	$(PYTEST) tests/kernels
 
-# A line of JSON for each kernel, then the table of docs/gpu.md. About an hour on two cores.
+# A line of JSON for each kernel, then the table of docs/measured/gpu.md. About an hour on two cores.
 compile-kernels:
 	@$(MAKE) --no-print-directory compiled-kernels VENV=.venv-kernels CORE=$(NEWEST_CORE)
 
@@ -251,12 +251,13 @@ bench: $(VENV)/.installed
 
 bench-replay: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.replay --memory --json benchmarks/results/replay.json \
-	    --plots benchmarks/results --markdown docs/replay.md
+	    --plots docs/plots --markdown docs/measured/replay.md
 
 bench-replay-models: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.replay --full --engines ours ours-int8 vllm mcore marconi \
 	    lru-16 lru-528 \
-	    --json benchmarks/results/replay_models.json --markdown docs/replay_models.md
+	    --json benchmarks/results/replay_models.json \
+	    --plots docs/plots --markdown docs/measured/replay.md
 
 models-table: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/functional/huggingface --models-table \

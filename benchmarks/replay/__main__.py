@@ -1,6 +1,6 @@
 """`python -m benchmarks.replay`: request traces through prefix caches, without a model.
 
-docs/replay.md says what the columns mean.
+docs/measured/replay.md says what the columns mean.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     names = {"nargs": "+", "metavar": "NAME"}
     add("--workloads", choices=WORKLOADS, help="default: all, or none with --trace", **names)
-    add("--trace", type=Path, metavar="FILE", help="a recorded trace (see docs/replay.md)")
+    add("--trace", type=Path, metavar="FILE", help="a recorded trace (see docs/measured/replay.md)")
     add("--geometry", choices=GEOMETRIES, default=["nemotron-h-8b"], **names)
     add("--engines", choices=ENGINES, help="default: those of note that are installed", **names)
     add("--budgets", nargs="+", type=gigabytes, metavar="GB", help="default: each workload's own")
@@ -59,12 +59,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--full", action="store_true", help="all workloads, geometries, engines; 1 and 8 in flight")
     add("--memory", action="store_true", help="also weigh the index; with --trace all of it")
     add("--json", type=Path, metavar="FILE", help="write the numbers to this file")
-    add("--plots", type=Path, metavar="DIR", help="write PNG plots into this folder")
+    add("--plots", type=Path, metavar="DIR", help="write SVG plots into this folder")
     add(
         "--markdown",
         type=Path,
         metavar="FILE",
-        help="write the tables into this page (--full: short ones)",
+        help="write the tables into this page (--full: the cells where others are ahead)",
     )
     return parser.parse_args(arguments)
 
@@ -85,7 +85,8 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.open("a").close()
-    page = table.around_results(options.markdown) if options.markdown else None
+    of = "models" if options.full else "results"
+    page = table.around_results(options.markdown, of) if options.markdown else None
     trace = list(traces.load(options.trace, options.limit)) if options.trace else []
     console = Console()
     engines = chosen_engines(options, console)
@@ -105,7 +106,10 @@ def run(options: argparse.Namespace) -> None:
     }
     if options.memory:
         results["memory"] = weigh(options, console)
-    if options.plots:
+    if options.plots and options.full:
+        for path in plots.models(cells, options.plots):
+            console.print(f"wrote {path}")
+    elif options.plots:
         found = [cliff.measure(CLIFF_GEOMETRY, engine, CLIFF_LENGTHS) for engine in engines]
         results["cliffs"] = [asdict(each) for each in found]
         for path in plots.hit_rates(cells, options.plots) + plots.cliffs(found, options.plots):
@@ -113,7 +117,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if page:
-        tables = table.overview(cells) if options.full else table.markdown(cells)
+        tables = table.cells_behind(cells) if options.full else table.markdown(cells)
         text = f"{page[0]}\n{tables}{page[1]}"
         options.markdown.write_text(text, encoding="utf-8")
 

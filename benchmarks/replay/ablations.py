@@ -1,7 +1,7 @@
 """`python -m benchmarks.replay.ablations`: what each part of the policy brings.
 
-Traces are replayed with one part after the other taken out of the cache: docs/replay.md, "What each
-part brings".
+Traces are replayed with one part after the other taken out of the cache: docs/measured/replay.md,
+"What each part brings".
 """
 
 from __future__ import annotations

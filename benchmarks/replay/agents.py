@@ -1,7 +1,7 @@
 """`python -m benchmarks.replay.agents`: what bounds an online policy for the workload "agent".
 
 An idealised cache that serves this workload alone, told more than any policy can learn, beside
-ours: docs/replay.md, "What bounds an online policy".
+ours: docs/measured/replay.md, "What bounds an online policy".
 """
 
 from __future__ import annotations

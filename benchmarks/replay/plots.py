@@ -1,99 +1,144 @@
-"""PNG plots of the results (matplotlib)."""
+"""Plots of the results (matplotlib)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.plots import OURS, REST, drawn
 from benchmarks.replay.cliff import Cliff
 from benchmarks.replay.sweep import Cell
-from megatron_hybrid.tools.plots import pyplot
+from benchmarks.replay.table import by, is_rival, skipped
 
 STYLES = {
-    "ours": ("C0", "-", 2.4),
-    "ours-int8": ("C0", "--", 2.0),
-    "vllm": ("C1", "-", 1.6),
-    "mcore": ("C2", "-", 1.6),
-    "marconi": ("C3", "-", 1.6),
+    "ours": (OURS, "-", 2.4),
+    "ours-int8": (OURS, "--", 2.0),
+    "vllm": ("#d4762c", "-", 1.6),
+    "mcore": ("#a475f9", "-", 1.6),
+    "marconi": ("#3b82c4", "-", 1.6),
 }
-"""Colour, dashes and width of the engines that are drawn. More lines hide one another; the tables
+"""Colour, dashes and width of the engines that are drawn. More lines hide one another; the results
 have all engines."""
+BEST = "best other"
 
 
 def hit_rates(cells: Sequence[Cell], folder: Path) -> list[Path]:
-    """Prompt tokens skipped over the memory budget: per geometry and number in flight one file,
+    """Prompt tokens skipped over the memory budget: per geometry and number in flight one plot,
     with a panel for each workload."""
-    plt = pyplot("--plots")
-    pictures: dict[tuple[str, int], dict[str, list[Cell]]] = {}
-    for cell in cells:
-        panels = pictures.setdefault((cell.geometry, cell.in_flight), {})
-        panels.setdefault(cell.workload, []).append(cell)
     paths = []
-    for (geometry, in_flight), panels in pictures.items():
-        columns = min(4, len(panels))
-        rows = -(-len(panels) // columns)
-        figure, axes = plt.subplots(
-            rows, columns, figsize=(4.4 * columns, 3.6 * rows), squeeze=False, layout="constrained"
-        )
-        for axis, (workload, panel) in zip(axes.flat, panels.items()):
-            _hit_rate_panel(axis, panel)
-            axis.set_title(workload)
-        for axis in axes.flat[len(panels) :]:
-            axis.set_visible(False)
-        lines = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
-        # As wide as the panels.
-        place = {"loc": "outside lower center", "ncols": 2 * columns, "fontsize": 8}
-        figure.legend(lines.values(), lines.keys(), **place)
-        figure.suptitle(f"Prompt tokens skipped, {geometry}, {in_flight} in flight")
-        paths.append(folder / f"replay_{geometry}_{in_flight}_in_flight.png")
-        figure.savefig(paths[-1], dpi=110)
-        plt.close(figure)
+    for (geometry, in_flight), group in by(cells, "geometry", "in_flight").items():
+        panels = by(group, "workload")
+
+        def draw(plt, faint: str, panels=panels, geometry=geometry, in_flight=in_flight):
+            columns = min(4, len(panels))
+            rows = -(-len(panels) // columns)
+            size = (3.2 * columns, 2.9 * rows)
+            figure, axes = plt.subplots(
+                rows, columns, figsize=size, squeeze=False, layout="constrained"
+            )
+            for axis, ((workload,), panel) in zip(axes.flat, panels.items()):
+                points = {engine: _points(panel, engine) for engine in STYLES}
+                _panel(axis, {engine: row for engine, row in points.items() if row})
+                axis.set_title(workload)
+                axis.set_xlabel("cache, GB")
+                axis.set_ylabel("% of prompt tokens")
+            for axis in axes.flat[len(panels) :]:
+                axis.set_visible(False)
+            _legend(figure, axes)
+            figure.suptitle(f"Prompt tokens skipped, {geometry}, {in_flight} in flight")
+            return figure
+
+        paths += drawn(f"replay_{geometry}_{in_flight}_in_flight", draw, folder)
     return paths
 
 
-def _hit_rate_panel(axis, cells: list[Cell]) -> None:
-    budgets = sorted({cell.budget_gb for cell in cells if cell.budget_gb is not None})
-    for engine, (color, dashes, width) in STYLES.items():
-        points = {c.budget_gb: c.skipped_percent for c in cells if c.engine == engine}
-        if not points:
-            continue
-        if None in points:
-            points = dict.fromkeys(budgets, points[None])
+def models(cells: Sequence[Cell], folder: Path) -> list[Path]:
+    """The same of many models: per number in flight one plot, with a row for each workload and a
+    column for each model; ours, and the best of the others at each budget."""
+    paths = []
+    for (in_flight,), group in by(cells, "in_flight").items():
+        panels = by(group, "workload", "geometry")
+        workloads, geometries = (list(dict.fromkeys(names)) for names in zip(*panels))
+
+        def draw(plt, faint: str, panels=panels, rows=workloads, columns=geometries, n=in_flight):
+            size = (2.1 * len(columns), 1.6 * len(rows) + 1)
+            figure, axes = plt.subplots(
+                len(rows),
+                len(columns),
+                figsize=size,
+                squeeze=False,
+                sharey=True,
+                layout="constrained",
+            )
+            for (workload, geometry), panel in panels.items():
+                axis = axes[rows.index(workload), columns.index(geometry)]
+                best = {
+                    budget: max(map(skipped, rivals))
+                    for (budget,), at in by(panel, "budget_gb").items()
+                    if (rivals := [cell for cell in at if is_rival(cell)])
+                }
+                ours = {engine: _points(panel, engine) for engine in ("ours", "ours-int8")}
+                _panel(axis, {BEST: best, **{name: row for name, row in ours.items() if row}})
+            for axis, geometry in zip(axes[0], columns, strict=True):
+                axis.set_title(geometry, fontsize=9)
+            for axis, workload in zip(axes[:, 0], rows, strict=True):
+                axis.set_ylabel(workload)
+            _legend(figure, axes)
+            figure.suptitle(f"% of prompt tokens skipped over GB of cache, {n} in flight")
+            return figure
+
+        paths += drawn(f"replay_models_{in_flight}_in_flight", draw, folder)
+    return paths
+
+
+def _points(cells: Sequence[Cell], engine: str) -> dict[float, float]:
+    return {c.budget_gb: c.skipped_percent for c in cells if c.engine == engine}
+
+
+def _panel(axis, lines: dict[str, dict[float, float]]) -> None:
+    for name, points in lines.items():
+        colour, dashes, width = STYLES.get(name, (REST, "-", 1.6))
         xs = sorted(points)
         ys = [points[x] for x in xs]
-        axis.plot(xs, ys, linestyle=dashes, color=color, lw=width, marker=".", label=engine)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(budgets, [f"{budget:g}" for budget in budgets])
-    axis.set_xlabel("cache, GB")
-    axis.set_ylabel("% of prompt tokens")
+        axis.plot(xs, ys, linestyle=dashes, color=colour, lw=width, marker=".", label=name)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(xs, [f"{budget:g}" for budget in xs])
+    axis.minorticks_off()
     axis.set_ylim(0, 100)
-    axis.grid(alpha=0.3)
+    axis.grid(visible=True)
+
+
+def _legend(figure, axes) -> None:
+    lines = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+    place = {"loc": "outside lower center", "ncols": len(lines), "fontsize": 9}
+    figure.legend(lines.values(), lines.keys(), **place)
 
 
 def cliffs(found: Sequence[Cliff], folder: Path) -> list[Path]:
-    """Tokens computed again over length, one file per geometry."""
-    plt = pyplot("--plots")
+    """Tokens computed again over length, one plot per geometry."""
     paths = []
-    for geometry in dict.fromkeys(cliff.geometry for cliff in found):
-        figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-        for cliff in found:
-            if cliff.geometry != geometry or cliff.engine not in STYLES:
-                continue
-            color, dashes, width = STYLES[cliff.engine]
-            for axis, values in zip(axes, (cliff.repeated, cliff.forked)):
-                style = {"linestyle": dashes, "color": color, "lw": width}
-                axis.plot(cliff.lengths, values, label=cliff.engine, **style)
-        axes[0].set_title("the same prompt again")
-        axes[0].set_xlabel("prompt tokens")
-        axes[0].set_ylabel("tokens computed the second time")
-        axes[1].set_title("a first fork after a shared prefix")
-        axes[1].set_xlabel("shared tokens")
-        axes[1].set_ylabel("shared tokens computed again")
-        for axis in axes:
-            axis.grid(alpha=0.3)
-        axes[0].legend(fontsize=8)
-        figure.suptitle(geometry)
-        paths.append(folder / f"replay_cliff_{geometry}.png")
-        figure.savefig(paths[-1], dpi=110)
-        plt.close(figure)
+    for (geometry,), group in by(found, "geometry").items():
+
+        def draw(plt, faint: str, group=group, geometry=geometry):
+            figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+            for cliff in group:
+                if cliff.engine not in STYLES:
+                    continue
+                colour, dashes, width = STYLES[cliff.engine]
+                for axis, values in zip(axes, (cliff.repeated, cliff.forked), strict=True):
+                    style = {"linestyle": dashes, "color": colour, "lw": width}
+                    axis.plot(cliff.lengths, values, label=cliff.engine, **style)
+            axes[0].set_title("the same prompt again")
+            axes[0].set_xlabel("prompt tokens")
+            axes[0].set_ylabel("tokens computed the second time")
+            axes[1].set_title("a first fork after a shared prefix")
+            axes[1].set_xlabel("shared tokens")
+            axes[1].set_ylabel("shared tokens computed again")
+            for axis in axes:
+                axis.grid(visible=True)
+            axes[0].legend(fontsize=9)
+            figure.suptitle(geometry)
+            return figure
+
+        paths += drawn(f"replay_cliff_{geometry}", draw, folder)
     return paths

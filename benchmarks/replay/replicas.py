@@ -2,7 +2,7 @@
 of their memory.
 
 Each replica is a `PrefixCache` with its part of the pool, called as by its engine, behind one of
-`routers`: docs/replay.md, "More than one replica".
+`routers`: docs/measured/replay.md, "More than one replica".
 """
 
 from __future__ import annotations

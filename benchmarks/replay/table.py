@@ -12,7 +12,10 @@ from benchmarks.replay.sweep import Cell
 OURS = ("ours", "ours-int8")
 AHEAD = 0.1
 """Points from which on an engine counts as ahead."""
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
+"""Lines around results in a page, by what they are of."""
+TIMED = ("ours", "ours-int8", "vllm", "vllm-fine", "mcore", "marconi")
+"""Engines whose bookkeeping a page shows: the others are models of a rule."""
 
 _ENGINE_WIDTH, _BUDGET_WIDTH = 22, 26
 """Columns of a terminal for the longest name, and for a budget's two numbers."""
@@ -76,15 +79,35 @@ def lost_table(cells, title: str, budgets: list[float], engines: dict) -> Iterat
 
 
 def markdown(cells: Sequence[Cell]) -> str:
-    """The same as Markdown, without what was lost."""
+    """The same as Markdown, without what was lost: per geometry and number in flight a table of
+    tokens skipped, with a column for each workload and its budgets, and one of the bookkeeping at
+    the middle budget."""
     lines = []
-    for title, budgets, engines in grouped(cells):
-        heads = [f"{budget:g} GB" for budget in budgets] or ["no limit"]
-        others = [column for head in heads for column in (f"{head}, %", "us")]
-        lines += [f"**{title}**", "", header("engine", others)]
-        for engine, row in engines.items():
-            shown = " | ".join(f"{c.skipped_percent:.1f} | {micros(c)}" for c in row)
-            lines.append(f"| {engine} | {shown} |")
+    for (geometry, in_flight), group in by(cells, "geometry", "in_flight").items():
+        tables = {workload: table for (workload,), table in by(group, "workload").items()}
+        shapes = {name: next(grouped(table))[1:] for name, table in tables.items()}
+        heads = [
+            f"{name}, {joined(f'{budget:g}' for budget in budgets) or 'no limit'}"
+            for name, (budgets, _) in shapes.items()
+        ]
+        engines = dict.fromkeys(cell.engine for cell in group)
+        lines += [f"**{geometry}, {in_flight} in flight: % of the prompt tokens skipped**", ""]
+        lines.append(header("engine (GB)", heads))
+        for engine in engines:
+            rows = [shape.get(engine, []) for _, shape in shapes.values()]
+            texts = [[f"{skipped(cell):.1f}" for cell in row] for row in rows]
+            shown = (joined(text if len(set(text)) > 1 else text[:1]) for text in texts)
+            lines.append(f"| {engine} | {' | '.join(shown)} |")
+        timed = [engine for engine in engines if engine in TIMED]
+        if timed:
+            lines += [
+                "",
+                "**Microseconds of a request at the middle size, median / 95th percentile**",
+            ]
+            lines += ["", header("engine", list(shapes))]
+        for engine in timed:
+            rows = [shape[engine] for _, shape in shapes.values() if engine in shape]
+            lines.append(f"| {engine} | {' | '.join(micros(row[len(row) // 2]) for row in rows)} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -94,28 +117,7 @@ def header(first: str, others: Sequence[str]) -> str:
     return f"| {first} | {' | '.join(others)} |\n| --- |{' ---: |' * len(others)}"
 
 
-def overview(cells: Sequence[Cell]) -> str:
-    """Where a rival is ahead; then many models in one Markdown table per number in flight: ours and
-    the best of the rivals at each budget."""
-    lines = [*cells_behind(cells)]
-    for (in_flight,), compared in sorted(by(cells, "in_flight").items()):
-        lines += [f"**{in_flight} in flight, % of the prompt tokens skipped**", ""]
-        lines.append("| workload | model | GB | ours | ours-int8 | best other | which |")
-        lines.append("| --- | --- | --- | ---: | ---: | ---: | --- |")
-        for names, group in by(compared, "workload", "geometry").items():
-            budgets = sorted({cell.budget_gb for cell in group if cell.budget_gb is not None})
-            at = [{c.engine: c for c in group if c.budget_gb == budget} for budget in budgets]
-            best = [max(filter(is_rival, e.values()), key=skipped, default=None) for e in at]
-            columns = [*names, joined(f"{budget:g}" for budget in budgets)]
-            for row in ([e.get("ours") for e in at], [e.get("ours-int8") for e in at], best):
-                columns.append(joined(f"{skipped(cell):.1f}" if cell else "-" for cell in row))
-            columns.append(joined(cell.engine if cell else "-" for cell in best))
-            lines.append(f"| {' | '.join(columns)} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def cells_behind(cells: Sequence[Cell]) -> Iterator[str]:
+def cells_behind(cells: Sequence[Cell]) -> str:
     """A Markdown table of the cells in which a rival skips more than ours in either encoding."""
     rows, compared = [], 0
     for where, group in by(cells, "workload", "geometry", "in_flight", "budget_gb").items():
@@ -130,12 +132,12 @@ def cells_behind(cells: Sequence[Cell]) -> Iterator[str]:
             row = f"| {workload} | {model} | {in_flight} | {budget:g} | {skipped(ours):.1f} | "
             rows.append((-lead, f"{row}{skipped(other):.1f} | {other.engine} |"))
     ahead = f"in {len(rows)} of {compared} cells, by {AHEAD} points or more"
-    yield f"**Another engine is ahead {ahead}**"
-    yield ""
-    yield "| workload | model | in flight | GB | ours, better encoding | best other | which |"
-    yield "| --- | --- | ---: | ---: | ---: | ---: | --- |"
-    yield from (row for _, row in sorted(rows))
-    yield ""
+    lines = [f"**Another engine is ahead {ahead}**", ""]
+    lines.append(
+        "| workload | model | in flight | GB | ours, better encoding | best other | which |"
+    )
+    lines.append("| --- | --- | ---: | ---: | ---: | ---: | --- |")
+    return "\n".join([*lines, *(row for _, row in sorted(rows)), ""])
 
 
 def joined(parts: Iterable[str]) -> str:
@@ -159,20 +161,24 @@ def is_rival(cell: Cell) -> bool:
     return not cell.engine.startswith(("ours", "clairvoyant", "lru-free", "ceiling"))
 
 
-def around_results(path: Path) -> tuple[str, str]:
-    """What stands before and after the results in a Markdown file, the two marks included.
+def around_results(path: Path, name: str) -> tuple[str, str]:
+    """What stands before and after results in a Markdown file, their two marks included.
+
+    Args:
+        name: of the results: "results", or "models" for many models.
 
     Raises:
         ValueError: there is no such file, or it lacks the marks.
     """
+    begin, end = BEGIN.format(name), END.format(name)
     try:
         page = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ValueError(
             f"{path} does not exist: results go into a page that is there, between the lines "
-            f"{BEGIN!r} and {END!r}"
+            f"{begin!r} and {end!r}"
         ) from None
-    if BEGIN not in page or END not in page:
-        raise ValueError(f"{path} has no {BEGIN!r} and {END!r}: add these lines where results go")
-    before, rest = page.split(BEGIN, 1)
-    return before + BEGIN, END + rest.split(END, 1)[1]
+    if begin not in page or end not in page:
+        raise ValueError(f"{path} has no {begin!r} and {end!r}: add these lines where results go")
+    before, rest = page.split(begin, 1)
+    return before + begin, end + rest.split(end, 1)[1]

@@ -1,8 +1,9 @@
-"""The plots draw a few of the engines."""
+"""The plots draw a few of the engines, as words and lines, on light and on dark paper."""
 
+from benchmarks.plots import THEMES
 from benchmarks.replay.cliff import Cliff
 from benchmarks.replay.engines import ENGINES
-from benchmarks.replay.plots import STYLES, cliffs, hit_rates
+from benchmarks.replay.plots import BEST, STYLES, cliffs, hit_rates, models
 from benchmarks.replay.sweep import Cell
 
 
@@ -14,5 +15,10 @@ def test_at_most_five_engines_are_drawn(tmp_path):
         for budget in ((None,) if engine == "ceiling" else (1.0, 4.0))
     ]
     found = [Cliff("qwen3.5-4b", engine, [16, 32], [16, 0], [0, 16]) for engine in ENGINES]
-    paths = hit_rates(cells, tmp_path) + cliffs(found, tmp_path)
-    assert [path.read_bytes()[:4] for path in paths] == [b"\x89PNG"] * 2
+    paths = hit_rates(cells, tmp_path), cliffs(found, tmp_path), models(cells, tmp_path)
+    for pair, words in zip(paths, (STYLES, STYLES, ("ours", "ours-int8", BEST)), strict=True):
+        assert [path.name.endswith("-dark.svg") for path in pair] == [False, True]
+        for path, (paper, ink, _) in zip(pair, THEMES.values(), strict=True):
+            drawn = path.read_text(encoding="utf-8")
+            assert [word for word in words if f">{word}</text>" not in drawn] == []
+            assert paper in drawn and ink in drawn and ">lru-16<" not in drawn

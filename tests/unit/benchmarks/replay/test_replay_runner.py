@@ -9,12 +9,13 @@ from itertools import count
 import numpy as np
 import pytest
 
+from benchmarks.plots import RESULTS, ROOT
 from benchmarks.replay.__main__ import main
 from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.memory import deep_size, footprint
 from benchmarks.replay.sweep import Cell
-from benchmarks.replay.table import BEGIN, END, overview
+from benchmarks.replay.table import BEGIN, END, cells_behind, markdown
 from benchmarks.replay.workloads import WORKLOADS
 from megatron_hybrid.tools.replay.lru import LeastRecentlyUsed
 from megatron_hybrid.tools.replay.protocol import Attempts
@@ -191,7 +192,7 @@ ARGUMENTS = ["--workloads", "rl-group", "--limit", "32", "--budgets", "1", "4"]
 
 def test_command_line(tmp_path, capsys):
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    page.write_text(f"before\n{BEGIN.format('results')}\nold\n{END.format('results')}\nafter\n")
     engines = ["ours", "lru-16", "ceiling"]
     main(
         [
@@ -226,7 +227,7 @@ def test_several_numbers_in_flight(tmp_path):
     assert [cell["in_flight"] for cell in cells] == [2, 2, 1, 1]
 
 
-def test_overview_sets_ours_beside_the_best_that_one_could_have_instead():
+def test_cells_behind_set_ours_beside_the_best_that_one_could_have_instead():
     def cell(engine, budget, percent, geometry="a", in_flight=1):
         return Cell("chat", geometry, in_flight, budget, engine, None, 9, 99, percent, 1.0, 2.0, {})
 
@@ -237,15 +238,17 @@ def test_overview_sets_ours_beside_the_best_that_one_could_have_instead():
         cell("ceiling", None, 95.0),
         cell("ours", 4.0, 40.0, "b", 8), cell("vllm", 4.0, 41.0, "b", 8),
     ]  # fmt: skip
-    behind, cells_of_each = overview(cells).split("**1 in flight")
+    behind = cells_behind(cells)
     assert behind.startswith("**Another engine is ahead in 1 of 3 cells")
-    assert behind.strip().splitlines()[-1] == "| chat | b | 8 | 4 | 40.0 | 41.0 | vllm |"
-    alone, together = cells_of_each.split("**8 in flight")
-    row = "| chat | a | 0.5 / 4 | 20.0 / 70.0 | 30.0 / 80.0 | 10.2 / 60.0 | vllm / marconi |"
-    assert alone.strip().splitlines()[4:] == [row]
-    assert together.strip().splitlines()[-1] == "| chat | b | 4 | 40.0 | - | 41.0 | vllm |"
-    without = overview([cell("ours", 4.0, 40.0), cell("ceiling", None, 95.0)])
-    assert without.strip().splitlines()[-1] == "| chat | a | 4 | 40.0 | - | - | - |"
+    assert behind.strip().splitlines()[4:] == ["| chat | b | 8 | 4 | 40.0 | 41.0 | vllm |"]
+    assert "in 0 of 0 cells" in cells_behind([cell("ours", 4.0, 40.0), cell("ceiling", None, 95.0)])
+
+
+def test_the_page_has_the_tables_of_the_recorded_replays():
+    page = (ROOT / "docs" / "measured" / "replay.md").read_text(encoding="utf-8")
+    for name, write in (("replay", markdown), ("replay_models", cells_behind)):
+        recorded = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["cells"]
+        assert write([Cell(**cell) for cell in recorded]) in page
 
 
 def test_every_number_fits_a_narrow_terminal(tmp_path, capsys, monkeypatch):
@@ -271,7 +274,9 @@ def test_a_page_without_marks_is_refused(tmp_path):
 
 def test_a_page_does_not_lose_the_rows_of_engines_that_are_not_installed(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
-    page.write_text(results := f"{BEGIN}\n| vllm | 50.0 |\n{END}\n")
+    page.write_text(
+        results := f"{BEGIN.format('results')}\n| vllm | 50.0 |\n{END.format('results')}\n"
+    )
     monkeypatch.setitem(ENGINES, "vllm", replace(ENGINES["vllm"], module="nowhere"))
     with pytest.raises(SystemExit, match="would lose its rows of vllm, for which nowhere is not"):
         main([*ARGUMENTS, "--engines", "ceiling", "vllm", "--markdown", str(page)])

@@ -47,7 +47,7 @@ def nemotron_h_8b():
 
 
 # Prompt tokens skipped, %, by vLLM 0.33's KVCacheManager and by megatron-core 0.19's context, the
-# latter with the best of three splits of its memory: docs/replay.md.
+# latter with the best of three splits of its memory: docs/measured/replay.md.
 MEASURED = {
     ("short-classify", 4): (0.0, 76.21),
     ("chat", 1): (20.72, 16.4),

@@ -1,0 +1,119 @@
+"""`python -m benchmarks.plots` draws the plots of docs/plots anew, from benchmarks/results.
+
+Each is two SVG files: NAME.svg for light pages, NAME-dark.svg for dark ones. Words stay text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_hybrid.tools.plots import pyplot
+
+ROOT = Path(__file__).parents[1]
+RESULTS, FOLDER = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
+THEMES = {"": ("#ffffff", "#1f2328", "#656d76"), "-dark": ("#1e2129", "#e6edf3", "#9198a1")}
+"""Of a file name's end: paper, ink, and what is fainter."""
+OURS, INT8, REST = "#2da44e", "#1f883d", "#8c959f"
+ROWS = (
+    ("short prompts, a cache of 1 GB", "short-classify", 1),
+    ("chats, a cache of 4 GB", "chat", 4),
+    ("agents, a cache of 16 GB", "agent", 16),
+    ("questions to documents, a cache of 8 GB", "rag-fork", 8),
+)
+"""What it is called, workload, size of the cache."""
+BARS = (
+    ("vLLM 0.33", ("vllm", "vllm-fine"), "#afb8c1"),
+    ("megatron-core 0.19", ("mcore",), "#8c959f"),
+    ("Marconi", ("marconi",), "#6e7781"),
+    ("megatron_hybrid", ("ours",), OURS),
+    ("the same, int8 states", ("ours-int8",), INT8),
+    ("an infinite cache", ("ceiling",), "#b9a4e0"),
+)
+"""What it is called, engines of which the better one counts, colour."""
+
+
+def drawn(name: str, draw: Callable, folder: Path = FOLDER, option: str = "--plots") -> list[Path]:
+    """Both files of a plot.
+
+    Args:
+        draw: `(matplotlib.pyplot, colour of the fainter words) -> figure`.
+        option: of the command line, for the error where matplotlib is not installed.
+    """
+    plt = pyplot(option)
+    paths = []
+    for end, (paper, ink, faint) in THEMES.items():
+        parts = ("text", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+        style = {f"{part}.color" if part == "text" else part: ink for part in parts}
+        style |= {"figure.facecolor": paper, "axes.facecolor": paper, "legend.labelcolor": ink}
+        style |= {"svg.fonttype": "none", "svg.hashsalt": name, "grid.color": faint}
+        style |= {"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"]}
+        style |= {"legend.frameon": False, "grid.alpha": 0.3}
+        with plt.rc_context(style):
+            figure = draw(plt, faint)
+            paths.append(folder / f"{name}{end}.svg")
+            figure.savefig(paths[-1], metadata={"Date": None})
+            plt.close(figure)
+    return paths
+
+
+def skipped(cells: Sequence[dict], workload: str, gigabytes: int, engines: Sequence[str]) -> float:
+    """Percent of the prompt tokens that the best of some engines skips, one request at a time. An
+    infinite cache has no size."""
+    return max(
+        cell["skipped_percent"]
+        for cell in cells
+        if cell["workload"] == workload
+        and cell["engine"] in engines
+        and cell["in_flight"] == 1
+        and cell["budget_gb"] in (gigabytes, None)
+    )
+
+
+def chart(cells: Sequence[dict], folder: Path = FOLDER) -> list[Path]:
+    """Bars of the skipped share, for each workload one of each engine: README.md's picture."""
+
+    def draw(plt, faint: str):
+        figure, axes = plt.subplots(
+            len(ROWS), 1, figsize=(8, 7.2), sharex=True, layout="constrained"
+        )
+        for axis, (title, workload, gigabytes) in zip(axes, ROWS, strict=True):
+            percents = [skipped(cells, workload, gigabytes, engines) for _, engines, _ in BARS]
+            names, _, colours = zip(*BARS, strict=True)
+            bars = axis.barh(names, percents, color=colours, height=0.8)
+            axis.bar_label(bars, [f"{percent:.0f}" for percent in percents], padding=4, fontsize=9)
+            axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
+            axis.invert_yaxis()
+            axis.set_xlim(0, 100)
+            axis.xaxis.set_visible(False)
+            axis.spines[:].set_visible(False)
+            axis.tick_params(length=0, labelsize=9)
+        figure.suptitle("Prompt tokens that need no computation, in %", fontweight="bold")
+        note = "A replay of request traces in Nemotron-H-8B's sizes: no model runs."
+        figure.supxlabel(note, fontsize=9, color=faint)
+        return figure
+
+    return drawn("skipped", draw, folder)
+
+
+def main() -> None:
+    """Draw all that the replay measured."""
+    from benchmarks.replay.cliff import Cliff
+    from benchmarks.replay.plots import cliffs, hit_rates, models
+    from benchmarks.replay.sweep import Cell
+
+    def read(name: str) -> dict:
+        return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+    replay, five = read("replay.json"), read("replay_models.json")
+    paths = chart(replay["cells"])
+    paths += hit_rates([Cell(**cell) for cell in replay["cells"]], FOLDER)
+    paths += cliffs([Cliff(**cliff) for cliff in replay["cliffs"]], FOLDER)
+    paths += models([Cell(**cell) for cell in five["cells"]], FOLDER)
+    for path in paths:
+        print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
