@@ -1,7 +1,7 @@
 """`python -m benchmarks.long_states`: the error of recurrent layers over 200,000 tokens.
 
-Each op runs over one sequence in the ways of training and inference, with states in fp32 and in
-bf16, and is compared with itself in float64. Heads keep their past for 1 to 100,000 tokens.
+Each op runs over one sequence in the ways of training and inference, with states in fp32, bf16 and
+fp16, and is compared with itself in float64. Heads keep their past for 1 to 100,000 tokens.
 """
 
 from __future__ import annotations
@@ -9,30 +9,30 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.plots import FOLDER, drawn
 from megatron_hybrid.ops import RaggedLayout
 from megatron_hybrid.ops.conv.reference import causal_conv1d
 from megatron_hybrid.ops.delta_rule.reference import gated_delta_rule, kimi_delta_attention
 from megatron_hybrid.ops.selective_scan.reference import selective_scan
 from megatron_hybrid.ops.ssd.reference import ssd_scan
-from megatron_hybrid.tools.plots import pyplot
 
 TOKENS, SEGMENT = 200_000, 2_000
 GRADIENT_TOKENS = 16_000
 HEADS, WIDTH = 6, 16
 """Heads, and the width of keys and values; Mamba-1 has as many channels as these have numbers."""
 CHANNELS = HEADS * WIDTH
-PLOT = Path(__file__).parents[1] / "docs" / "long_states.png"
 WAYS = {
     "one call": "-",
     "segments, fp32": "--",
     "segments, bf16": "--",
+    "segments, fp16": "--",
     "steps, fp32": ":",
     "steps, bf16": ":",
+    "steps, fp16": ":",
 }
 """How the tokens run, and the dtype of the states between calls; and the line of the plot."""
 
@@ -171,19 +171,21 @@ def measure(kind: Kind, tokens: int = TOKENS, segment: int = SEGMENT) -> dict[st
     zeros = torch.zeros(1, *kind.state_shape)
     exact_state = zeros.double()
     states = {way: zeros for way in kind.ways}
-    whole = _one_call(kind, tokens, segment)
+    steps = [way for way in kind.ways if way.startswith("steps")]
+    whole = _one_call(kind, tokens, segment) if "one call" in kind.ways else None
     for first, inputs in _segments(kind, tokens, segment):
         layout = RaggedLayout((segment,), (first,))
         narrow = [tensor.float() for tensor in inputs]
         exact, exact_state, _ = kind.call(inputs, exact_state, layout)
+        found = dict(zip(steps, _step_by_step(kind, narrow, {w: states[w] for w in steps})))
         for way in kind.ways:
             if way == "one call":
                 y, state = whole[0][first : first + segment], whole[1][first // segment]
             elif way.startswith("segments"):
                 y, state, _ = kind.call(narrow, states[way], layout)
             else:
-                y, state = _step_by_step(kind, narrow, states[way], way.endswith("bf16"))
-            states[way] = state.bfloat16().float() if way.endswith("bf16") else state
+                y, state = found[way]
+            states[way] = _kept(state, way)
             output = _relative(y, exact, 1)
             errors[way].add(first + segment, output, _relative(states[way][0], exact_state[0], 0))
     return errors
@@ -204,19 +206,27 @@ def _one_call(kind: Kind, tokens: int, segment: int) -> tuple[Tensor, Tensor]:
     return y, captured.unsqueeze(1)
 
 
-_STEP = RaggedLayout((1,), (0,))
+def _kept(state: Tensor, way: str) -> Tensor:
+    """A state in fp32, rounded to the dtype in which it is kept between calls."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return state.to(dtypes.get(way[-4:], torch.float32)).float()
 
 
 def _step_by_step(
-    kind: Kind, inputs: list[Tensor], state: Tensor, rounded: bool
-) -> tuple[Tensor, Tensor]:
-    """A token at a time, as in decoding; states are rounded after each."""
-    ys = []
+    kind: Kind, inputs: list[Tensor], states: dict[str, Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """A token at a time, as in decoding, with the states of all ways as rows of a batch: outputs
+    and last state of each way."""
+    if not states:
+        return []
+    layout = RaggedLayout((1,) * len(states), (0,) * len(states))
+    state, ys = torch.cat(list(states.values())), []
     for token in zip(*(x.split(1) for x in inputs), strict=True):
-        y, state, _ = kind.call(token, state, _STEP)
-        state = state.bfloat16().float() if rounded else state
+        row = [x.expand(len(states), *x.shape[1:]).contiguous() for x in token]
+        y, state, _ = kind.call(row, state, layout)
+        state = torch.cat([_kept(s, way) for s, way in zip(state.split(1), states)])
         ys.append(y)
-    return torch.cat(ys), state
+    return list(zip(torch.stack(ys).unbind(1), state.split(1)))
 
 
 def gradient_errors(kind: Kind, tokens: int = GRADIENT_TOKENS) -> list[float]:
@@ -243,7 +253,7 @@ def gradient_errors(kind: Kind, tokens: int = GRADIENT_TOKENS) -> list[float]:
 def heading(positions: list[int]) -> str:
     """Of the table, 80 columns at most."""
     marks = "".join(f"{positions[i] // 1000:>7}k" for i in _marks(positions))
-    return f"{'outputs after this many tokens':33}{marks}{'state':>8}"
+    return f"{'outputs after this many tokens':32}{marks}{'state':>8}"
 
 
 def lines(kind: str, ways: dict[str, Errors]) -> Iterator[str]:
@@ -254,38 +264,41 @@ def lines(kind: str, ways: dict[str, Errors]) -> Iterator[str]:
 
 
 def _line(what: str, numbers: Iterable[float]) -> str:
-    return f"{what:33}" + "".join(f"{number:8.0e}" for number in numbers)
+    return f"{what:32}" + "".join(f"{number:8.0e}" for number in numbers)
 
 
 def _marks(positions: list[int]) -> list[int]:
     return [i for i in (0, 4, 24, 49, 99) if i < len(positions)]
 
 
-def plot(results: dict[str, dict[str, Errors]], path: Path) -> None:
-    """One panel for each kind that has errors to show."""
-    plt = pyplot("--plot")
+def plot(results: dict[str, dict[str, Errors]]) -> None:
+    """One panel for each kind that has errors to show, into docs/plots."""
     shown = {kind: ways for kind, ways in results.items() if kind != "short convolution"}
-    figure, panels = plt.subplots(
-        1, len(shown), figsize=(11, 3.6), sharey=True, layout="constrained"
-    )
-    for panel, (kind, ways) in zip(panels, shown.items(), strict=True):
-        for way, errors in ways.items():
-            color = "tab:red" if way.endswith("bf16") else "tab:blue"
-            color = "black" if way == "one call" else color
-            panel.loglog(errors.positions, errors.outputs, WAYS[way], color=color, label=way)
-        panel.set_title(kind)
-        panel.set_xlabel("tokens")
-        panel.grid(alpha=0.3)
-    panels[0].set_ylabel("relative error of the outputs")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-    figure.savefig(path, dpi=80)
+    colours = {"bf16": "#cf4c4c", "fp16": "#d4a72c", "fp32": "#3b82c4"}
+
+    def draw(plt, faint: str):
+        figure, panels = plt.subplots(
+            1, len(shown), figsize=(11, 3.6), sharey=True, squeeze=False, layout="constrained"
+        )
+        for panel, (kind, ways) in zip(panels[0], shown.items(), strict=True):
+            for way, errors in ways.items():
+                colour = colours.get(way[-4:], faint)
+                panel.loglog(errors.positions, errors.outputs, WAYS[way], color=colour, label=way)
+            panel.set_title(kind)
+            panel.set_xlabel("tokens")
+            panel.grid(visible=True)
+        panels[0, 0].set_ylabel("relative error of the outputs")
+        handles, labels = panels[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4)
+        return figure
+
+    drawn("long_states", draw, FOLDER, "--plot")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.long_states", description=__doc__)
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"multiple of {SEGMENT}")
-    parser.add_argument("--plot", type=Path, help=f"write a plot, such as {PLOT.name} in docs/")
+    parser.add_argument("--plot", action="store_true", help="draw it into docs/plots")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("Relative errors of the worst head, against float64")
@@ -295,7 +308,7 @@ def main() -> None:
         results[kind.name] = measure(kind, options.tokens)
         print("\n".join(lines(kind.name, results[kind.name])), flush=True)
     memory = "".join(f"{round(1 / rate):8,}" for rate in rates().tolist())
-    print(f"\n{'outputs by memory, in tokens':33}{memory}")
+    print(f"\n{'outputs by memory, in tokens':32}{memory}")
     for kind in KINDS:
         for way, errors in results[kind.name].items():
             if way.startswith("steps") and kind.name != "short convolution":
@@ -304,7 +317,7 @@ def main() -> None:
     for kind in KINDS:
         print(_line(kind.name, gradient_errors(kind)))
     if options.plot:
-        plot(results, options.plot)
+        plot(results)
 
 
 if __name__ == "__main__":
