@@ -1,7 +1,7 @@
 """Is a longer prompt cheaper? Tokens computed of prompts around a block of 528 tokens.
 
-Ours: the engine with the demo model. Blocks: the rule of vLLM's `align` mode in Qwen3.5-4B's sizes,
-which `benchmarks/results/replay.json` has from vLLM's own manager.
+Ours: the engine with a small model of random weights. Blocks: the rule of vLLM's `align` mode in
+Qwen3.5-4B's sizes, which `benchmarks/results/replay.json` has from vLLM's own manager.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from math import inf
 
 import numpy as np
 
-from benchmarks.questions.common import aligned, answer, engine_of, random_tokens
+from benchmarks.questions.common import aligned, answer, engine_of, random_tokens, small_model
 from benchmarks.replay.geometry import GEOMETRIES
-from megatron_hybrid import load_pretrained
 from megatron_hybrid.tools.replay.request import Request
 from megatron_hybrid.tools.replay.rules import BlockAligned, unified_block
 from megatron_hybrid.tools.replay.runner import replay
 
 LENGTHS = range(479, 561)
+PATTERN = "M-G-*-"
 SHOWN = (479, 496, 512, 527, 528, 529, 544, 560)
 TAIL = 64
 """Tokens behind a shared prefix."""
@@ -57,7 +57,7 @@ def computed_in_blocks(tokens: Sequence[int], tails: Sequence[Sequence[int]]) ->
 
 def run(lengths: Sequence[int] = LENGTHS) -> Iterator[str]:
     """The lines of the table."""
-    model, _ = load_pretrained("demo")
+    model = small_model(PATTERN)
     engine = engine_of(model)
     tokens = random_tokens(0, model, max(lengths))
     tails = random_tokens(1, model, 3, TAIL)

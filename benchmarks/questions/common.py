@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+import torch
 
-from megatron_hybrid import DynamicInferenceEngine, InferenceConfig, SamplingParams
+from megatron_hybrid import (
+    DynamicInferenceEngine,
+    HybridConfig,
+    HybridModel,
+    InferenceConfig,
+    SamplingParams,
+    build_hybrid_model,
+)
 from megatron_hybrid.inference.request import GenerationResult
 
 WIDTH = 80
@@ -28,6 +36,21 @@ def aligned(rows: Iterable[Sequence[object]]) -> Iterator[str]:
         if len(line) > WIDTH:
             raise ValueError(f"{line!r} has {len(line)} columns, the limit is {WIDTH}")
         yield line
+
+
+def small_model(pattern: str, **fields) -> HybridModel:
+    """Random weights, 64 wide."""
+    torch.manual_seed(0)
+    config = HybridConfig(
+        layer_pattern=pattern,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=128,
+        vocab_size=512,
+        **fields,
+    )
+    return build_hybrid_model(config).eval()
 
 
 def engine_of(model, **fields) -> DynamicInferenceEngine:

@@ -5,27 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
-from benchmarks.questions.common import aligned, answer, engine_of, random_tokens
-from megatron_hybrid import HybridConfig, build_hybrid_model
+from benchmarks.questions.common import aligned, answer, engine_of, random_tokens, small_model
 
 SYSTEM, TURNS, USER, ANSWER, THOUGHT, WINDOW = 4096, 10, 40, 20, 10, 1024
-
-
-def windowed_model(window: int):
-    """Five layers with windows to one without, as in Gemma-3."""
-    torch.manual_seed(0)
-    config = HybridConfig(
-        layer_pattern="W-W-W-W-W-*-",
-        hidden_size=64,
-        num_attention_heads=4,
-        num_query_groups=2,
-        ffn_hidden_size=128,
-        vocab_size=512,
-        sliding_window=window,
-    )
-    return build_hybrid_model(config).eval()
+PATTERN = "W-W-W-W-W-*-"
+"""Five layers with windows to one without, as in Gemma-3."""
 
 
 def conversation(model, system: int, turns: int, thought: int) -> Iterator[tuple]:
@@ -45,7 +29,7 @@ def conversation(model, system: int, turns: int, thought: int) -> Iterator[tuple
 
 def run(system: int = SYSTEM, turns: int = TURNS, window: int = WINDOW) -> Iterator[str]:
     """The lines of the table."""
-    model = windowed_model(window)
+    model = small_model(PATTERN, sliding_window=window)
     chats = [list(conversation(model, system, turns, thought)) for thought in (0, THOUGHT)]
     rows: list[tuple] = [("turn", "prompt", "computed", "prompt", "computed")]
     for number, (whole, cut) in enumerate(zip(*chats, strict=True), 1):

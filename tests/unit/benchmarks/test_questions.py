@@ -16,8 +16,7 @@ from benchmarks.questions import (
     windows_keep_their_prefix,
 )
 from benchmarks.questions.__main__ import NAMES, PAGES
-from benchmarks.questions.common import WIDTH, aligned, engine_of, random_tokens
-from megatron_hybrid import load_pretrained
+from benchmarks.questions.common import WIDTH, aligned, engine_of, random_tokens, small_model
 
 
 def page(name: str) -> str:
@@ -57,7 +56,7 @@ def test_the_rule_of_blocks_computes_what_vllms_own_manager_did():
 
 
 def test_a_prompt_of_any_length_is_not_computed_again():
-    model, _ = load_pretrained("demo")
+    model = small_model(cheaper_when_longer.PATTERN)
     tokens, tails = random_tokens(0, model, 37), random_tokens(1, model, 3, 5)
     assert cheaper_when_longer.computed_here(engine_of(model), tokens, tails) == (0, 0)
 
