@@ -11,9 +11,9 @@ from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 REQUESTS, PROMPT, ANSWER = 10, 644, 16
 
 
-def run(requests: int = REQUESTS, prompt_tokens: int = PROMPT) -> Iterator[str]:
-    """The lines of the table."""
-    model, _ = load_pretrained("demo")
+def run(requests: int = REQUESTS, prompt_tokens: int = PROMPT, model=None) -> Iterator[str]:
+    """The lines of the table. model: the demo model, where none is given."""
+    model = model or load_pretrained("demo")[0]
     prompt = random_tokens(0, model, prompt_tokens)
     params = SamplingParams(top_k=1, num_tokens_to_generate=ANSWER, ignore_termination=True)
     rows = [("mode", "first", "each later", "all", "all, at once", "MiB, at once")]

@@ -15,10 +15,10 @@ ALL_PAGES = 1 << 30
 
 
 def run(
-    settings: Sequence[tuple[int, int]] = SETTINGS, prompt_tokens: int = PROMPT
+    settings: Sequence[tuple[int, int]] = SETTINGS, prompt_tokens: int = PROMPT, model=None
 ) -> Iterator[str]:
-    """The lines of the table."""
-    model, _ = load_pretrained("demo")
+    """The lines of the table. model: the demo model, where none is given."""
+    model = model or load_pretrained("demo")[0]
     prompt = random_tokens(0, model, prompt_tokens)
     turn = random_tokens(1, model, TURN)
     exact = answer(engine_of(model, prefix_caching="off"), prompt, ANSWER).generated_tokens

@@ -18,6 +18,8 @@ from benchmarks.questions import (
 from benchmarks.questions.__main__ import NAMES, PAGES
 from benchmarks.questions.common import WIDTH, aligned, engine_of, random_tokens, small_model
 
+MODEL = small_model(cheaper_when_longer.PATTERN)
+
 
 def page(name: str) -> str:
     return (PAGES / f"{name}.md").read_text(encoding="utf-8")
@@ -56,13 +58,12 @@ def test_the_rule_of_blocks_computes_what_vllms_own_manager_did():
 
 
 def test_a_prompt_of_any_length_is_not_computed_again():
-    model = small_model(cheaper_when_longer.PATTERN)
-    tokens, tails = random_tokens(0, model, 37), random_tokens(1, model, 3, 5)
-    assert cheaper_when_longer.computed_here(engine_of(model), tokens, tails) == (0, 0)
+    tokens, tails = random_tokens(0, MODEL, 37), random_tokens(1, MODEL, 3, 5)
+    assert cheaper_when_longer.computed_here(engine_of(MODEL), tokens, tails) == (0, 0)
 
 
 def test_no_flag_has_to_be_aligned():
-    *_, line = no_alignment_flags.run(((64, 50),), 120)
+    *_, line = no_alignment_flags.run(((64, 50),), 120, MODEL)
     assert cells(line) == ["64, 50", "120", "0", "0", "30", "yes"]
 
 
@@ -74,7 +75,7 @@ def test_windows_keep_their_prefix():
 
 
 def test_restore_computes_one_of_equal_prompts():
-    *_, off, shared, restored, same = memory_only_or_restore.run(2, 40)
+    *_, off, shared, restored, same = memory_only_or_restore.run(2, 40, MODEL)
     assert [cells(line)[:5] for line in (off, shared, restored)] == [
         ["off", "40", "40", "80", "80"],
         ["memory_only", "40", "40", "80", "80"],
