@@ -32,8 +32,6 @@ from megatron_hybrid.cache.index.tree import (
 from megatron_hybrid.cache.pages.allocator import PageAllocator, with_room
 from megatron_hybrid.cache.pages.spec import CacheSpec
 
-MAX_EMPTY_ROOTS = 256
-"""Most salts kept without an edge."""
 TOKENS_PER_PAGE = 1024
 """Without full attention, cached tokens cost no pages: the tree then knows at most this many tokens
 per page of the pool (4 KiB of host memory), or `MIN_KNOWN_TOKENS`."""
@@ -79,7 +77,6 @@ class PrefixIndex:
         self.journal: Journal[Edge] = Journal()
         """Edges by their last change, of their checkpoints too."""
         self._roots: dict[str, Root] = {}
-        self._forget_at = 2 * MAX_EMPTY_ROOTS
         self._forgettable: OrderedDict[Edge, None] = OrderedDict()  # leaves, oldest first
         self._cuts = 0  # how often an edge lost its end, which may invalidate older paths
         self.num_tokens = 0
@@ -194,8 +191,6 @@ class PrefixIndex:
             return path
         if path.root is None:
             path.root = self._roots[salt] = Root(salt, tokens[:0].copy(), pages[:0].copy())
-        elif not path.edges:  # move a salt in use behind the empty ones
-            self._roots[salt] = self._roots.pop(salt)
         last = path.edges[-1] if path.edges else path.root
         if path.known < last.end:
             last = path.edges[-1] = self._split(last, path.known)
@@ -465,7 +460,7 @@ class PrefixIndex:
         self.journal.remove(leaf, leaf.number)
         if parent.parent is None:
             if not parent.children:
-                self._forget_old_roots()
+                del self._roots[parent.salt]
             return
         if len(parent.children) == 1:
             (child,) = parent.children.values()
@@ -513,7 +508,9 @@ class PrefixIndex:
         self.on_tail(last)
 
     def recover(self) -> None:
-        """Join the edges that a failed change left split, and report all tails again."""
+        """Join the edges that a failed change left split, drop a root that it left empty, and
+        report all tails again."""
+        self._roots = {salt: root for salt, root in self._roots.items() if root.children}
         for edge in list(self.edges()):
             run = [edge]
             while len(run[-1].children) == 1:
@@ -525,15 +522,6 @@ class PrefixIndex:
                 self._join(run)
                 self._update_forgettable(run[-1])
                 self.on_tail(run[-1])
-
-    def _forget_old_roots(self) -> None:
-        """Drop old salts without an edge. This scans all salts, so it runs only when they have
-        doubled."""
-        if len(self._roots) >= self._forget_at:
-            empty = [salt for salt, root in self._roots.items() if not root.children]
-            for salt in empty[:-MAX_EMPTY_ROOTS]:
-                del self._roots[salt]
-            self._forget_at = 2 * (len(self._roots) + MAX_EMPTY_ROOTS)
 
     def clear(self) -> None:
         """Forget everything. MemoryError: everything is forgotten, but the pages were not
