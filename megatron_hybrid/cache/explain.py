@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from megatron_hybrid.cache.index.tree import Kind, Path
-from megatron_hybrid.cache.pages.lease import Match
-from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.cache.report import MissReason, PrefixReport
 
 _KINDS = {
     Kind.PROMPT_END: "end of a prompt",
@@ -61,7 +60,7 @@ class KnownPosition:
 class Explanation:
     """The result of `match` with reasons. `str` prints it in 80 columns."""
 
-    match: Match
+    match: PrefixReport
     held_tokens: int
     """Leading tokens whose KV is in the cache."""
     known_tokens: int
@@ -116,7 +115,9 @@ class Explanation:
         return "\n".join(part for line in lines for part in wrap(line, 80, subsequent_indent="  "))
 
 
-def explain(path: Path, match: Match, elsewhere_tokens: int, lacks_room: bool) -> Explanation:
+def explain(
+    path: Path, match: PrefixReport, elsewhere_tokens: int, lacks_room: bool
+) -> Explanation:
     """Return the explanation of a match along `path`. elsewhere_tokens: leading tokens known under
     another salt."""
     known = sorted(

@@ -9,9 +9,9 @@ import numpy as np
 
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import Checkpoint, Kind, Path, common_prefix
-from megatron_hybrid.cache.pages.lease import Lease, Match
+from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.pages.spec import CacheSpec
-from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.cache.report import MissReason, PrefixReport
 
 PREFIX_CACHING_MODES = ("off", "memory_only", "restore")
 
@@ -32,9 +32,9 @@ class Hit:
     in_flight: int = 0
     """Leading tokens for which a running request will soon save a state, if more than p."""
 
-    def match(self, prompt_tokens: int) -> Match:
-        """Return the part for callers of the cache."""
-        return Match(prompt_tokens, self.shared, self.skipped, self.reason)
+    def report(self, prompt_tokens: int) -> PrefixReport:
+        """Return the report of a request that starts here."""
+        return PrefixReport(prompt_tokens, self.shared, self.skipped, self.reason)
 
 
 def look_up(

@@ -28,7 +28,7 @@ from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Origin, unl
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES, Hit, look_up
 from megatron_hybrid.cache.pages.allocator import PageAllocator
-from megatron_hybrid.cache.pages.lease import NO_LOCAL_END, Lease, Match, Reservation
+from megatron_hybrid.cache.pages.lease import NO_LOCAL_END, Lease, Reservation
 from megatron_hybrid.cache.pages.lease_pages import LeasePages, forward_end, held_pages
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.hybrid import HybridPolicy
@@ -144,11 +144,11 @@ class PrefixCache:
 
     def match(
         self, tokens: np.ndarray, salt: str = "", *, recompute_reason: str | None = None
-    ) -> Match:
+    ) -> PrefixReport:
         """Return how much of `tokens` (int32 [L]) could be shared and skipped now. No side
         effects."""
         tokens = as_tokens(tokens)
-        return self._look_up(tokens, salt, recompute_reason).match(len(tokens))
+        return self._look_up(tokens, salt, recompute_reason).report(len(tokens))
 
     def explain(
         self,
@@ -171,7 +171,7 @@ class PrefixCache:
             lacks_room = bool(self._leases)
             if not lacks_room and path.depth:
                 hit = self._whole_blocks(tokens, salt, hit)
-        return explain(path, hit.match(len(tokens)), elsewhere, lacks_room)
+        return explain(path, hit.report(len(tokens)), elsewhere, lacks_room)
 
     def can_resume(self, position: int, num_tokens: int, chunk_tokens: int | None = None) -> bool:
         """Return whether a prompt of num_tokens tokens fits in the pool together with the state at
@@ -820,7 +820,7 @@ class PrefixCache:
             tokens=tokens,
             shared_tokens=hit.shared,
             skipped_tokens=hit.skipped,
-            report=PrefixReport(len(tokens), hit.shared, hit.skipped, hit.reason),
+            report=hit.report(len(tokens)),
             path=hit.path,
         )
         rows = hit.path.pages(self.spec.num_blocks(hit.shared)) if hit.shared else None

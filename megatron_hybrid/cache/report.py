@@ -44,8 +44,9 @@ class PrefixReport:
 
     prompt_tokens: int
     shared_tokens: int
-    """q: leading prompt tokens whose full-attention KV was reused; p without full attention. KV of
-    a local layer can be resumed, but not shared: it is written again from p on."""
+    """q: leading prompt tokens whose full-attention KV was reused (exact, not rounded to a block);
+    p without full attention. KV of a local layer can be resumed, but not shared: it is written
+    again from p on."""
     skipped_tokens: int
     """p: leading prompt tokens that were not computed; p <= q."""
     miss_reason: MissReason | None

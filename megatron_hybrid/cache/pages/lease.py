@@ -1,4 +1,4 @@
-"""Handles that `PrefixCache` returns: Match, Lease, Reservation. Data without decisions.
+"""Handles that `PrefixCache` returns: Lease, Reservation. Data without decisions.
 
 Shape letters: M block rows, n pages.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_hybrid.cache.index.tree import NO_ORIGIN, Kind, Origin, Path
 from megatron_hybrid.cache.policy.placement import NO_RUNG
-from megatron_hybrid.cache.report import MissReason, PrefixReport
+from megatron_hybrid.cache.report import PrefixReport
 
 NO_LOCAL_END = 1 << 62
 """`Lease.local_end` of a model without local groups."""
@@ -29,19 +29,6 @@ class PageCopy:
     """int32 [pages_per_block of the group]; private to the lease that owns the copy."""
     num_rows: int
     """Token rows [0, num_rows) of every layer's K and V are copied."""
-
-
-@dataclass(frozen=True)
-class Match:
-    """The cached part of a prompt now. It pins nothing."""
-
-    prompt_tokens: int
-    shared_tokens: int
-    """q: leading tokens whose KV is in the cache (exact, not rounded to a block); p without full
-    attention."""
-    skipped_tokens: int
-    """p <= q: leading tokens that need not be computed."""
-    miss_reason: MissReason | None
 
 
 @dataclass(eq=False)
