@@ -6,7 +6,6 @@ value, last use); the least key is evicted first.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator
 from itertools import chain
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Path
-from megatron_hybrid.cache.lazy_heap import MAX_STALE, Key, LazyHeap
+from megatron_hybrid.cache.lazy_heap import Key, LazyHeap
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE, PageAllocator, indices
 from megatron_hybrid.cache.pages.spec import CacheSpec
@@ -62,50 +61,27 @@ class PinnedItems:
         self.entries: dict[Edge | Checkpoint, tuple[Key, int]] = {}
         """Key and one page of each item."""
         self._allocator = allocator
-        self._heap: list[tuple[tuple[Key, int], int, Edge | Checkpoint]] = []
-        self._added = 0
-        self._compact_at = MAX_STALE
         self._num_unpinned = 0
 
-    def add(self, item: Edge | Checkpoint, key: Key, page: int) -> None:
-        """Enter an item, or change its key."""
-        entry = self.entries[item] = key, page
-        self._added += 1  # breaks ties in order of arrival
-        heapq.heappush(self._heap, (entry, self._added, item))
-        if len(self._heap) > self._compact_at:
-            self._compact()
-
-    def _compact(self) -> None:
-        """Drop stale entries: joined edges, states dropped with their KV, older keys."""
-        self.entries = {item: entry for item, entry in self.entries.items() if not is_gone(item)}
-        self._heap = [each for each in self._heap if self.entries.get(each[2]) is each[0]]
-        heapq.heapify(self._heap)
-        self._compact_at = 2 * len(self._heap) + MAX_STALE
-
     def pop(self) -> Edge | Checkpoint | None:
-        """Remove and return the item of the least key; None if there is none."""
-        while self._heap:
-            entry, _, item = heapq.heappop(self._heap)
-            if self.entries.get(item) is entry:
-                del self.entries[item]
-                return item
-        return None
+        """Remove and return the item of the least key; None if there is none. It looks at all:
+        that is the last resort, and running requests pin few."""
+        item = min(self.entries, key=self.entries.__getitem__, default=None)
+        self.entries.pop(item, None)
+        return item
 
     def unpin(self) -> list[Edge | Checkpoint]:
-        """Remove and return the items that no request holds now."""
+        """Remove and return the items that no request holds now. Drop those that are gone, such as
+        joined edges."""
         if not self.entries or self._allocator.num_unpinned == self._num_unpinned:
             return []
         self._num_unpinned = self._allocator.num_unpinned
-        pages = np.fromiter((page for _, page in self.entries.values()), np.intp, len(self.entries))
-        items = list(self.entries)
-        free = [items[i] for i in np.flatnonzero(self._allocator.ref_counts[pages] == 0).tolist()]
-        for item in free:
-            del self.entries[item]
-        return free
-
-    def clear(self) -> None:
-        self.entries.clear()
-        self._heap.clear()
+        items = [item for item in self.entries if not is_gone(item)]
+        entries = [self.entries[item] for item in items]
+        pages = np.fromiter((page for _, page in entries), np.intp, len(items))
+        is_held = self._allocator.ref_counts[pages].tolist()
+        self.entries = {item: each for item, each, held in zip(items, entries, is_held) if held}
+        return [item for item, held in zip(items, is_held) if not held]
 
 
 class Evictor:
@@ -168,7 +144,7 @@ class Evictor:
                 self.add(item)
                 raise
             if not gone:
-                self._pinned.add(item, key, self._last_page(item))
+                self._pinned.entries[item] = key, self._last_page(item)
         return self._allocator.num_free >= num_pages
 
     def _last_page(self, item: Edge | Checkpoint) -> int:
@@ -225,10 +201,8 @@ class Evictor:
 
     def clear(self) -> None:
         """Empty the heaps, after the index was cleared."""
-        self.tails.clear()
-        self.checkpoints.clear()
-        self.spares.clear()
-        self._pinned.clear()
+        for items in (self.tails, self.checkpoints, self.spares, self._pinned.entries):
+            items.clear()
 
     def least(self) -> tuple[Edge | Checkpoint, Key] | None:
         """Return the item of the least key in all heaps, and the key; None if they are empty."""

@@ -8,10 +8,16 @@ class Item:
         self.key, self.queued = key, None
 
 
+def take(queue):
+    item = queue.top()
+    queue.discard(item)
+    return item
+
+
 def drain(queue):
     items = []
     while queue.least() is not None:
-        items.append(queue.pop())
+        items.append(take(queue))
     return items
 
 
@@ -88,7 +94,7 @@ class TestLazyHeap:
         a.key = (0, 0.5, 0)
         queue.update(a)  # its first entry stays behind
         assert queue.least() == (0, 0.5, 0)
-        assert queue.pop() is a
+        assert take(queue) is a
         queue.refresh(99)
         assert len(queue) == 1
         queue.discard(b)
@@ -139,7 +145,7 @@ class TestLazyHeap:
             item.key = (0, item.key[1] + 5000, 0)
         assert queue.least() == (0, 5065, 0)
         assert len(looked_at) == 65
-        assert queue.pop() is items[64]
+        assert take(queue) is items[64]
         queue.refresh(1000)
         assert drain(queue) == items[:64] + items[65:]
 
