@@ -100,6 +100,12 @@ class LazyHeap:
         """Return the item of the least key; call `least` before."""
         return self._first()[0][2]
 
+    def pop(self):
+        """Remove and return the item of the least key; call `least` before."""
+        item = heapq.heappop(self._first())[2]
+        self.discard(item)
+        return item
+
     def discard(self, item) -> None:
         """Remove an item, if it is in the heap."""
         self._push(item, None)

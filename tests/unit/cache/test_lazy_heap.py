@@ -8,16 +8,10 @@ class Item:
         self.key, self.queued = key, None
 
 
-def take(queue):
-    item = queue.top()
-    queue.discard(item)
-    return item
-
-
 def drain(queue):
     items = []
     while queue.least() is not None:
-        items.append(take(queue))
+        items.append(queue.pop())
     return items
 
 
@@ -94,7 +88,7 @@ class TestLazyHeap:
         a.key = (0, 0.5, 0)
         queue.update(a)  # its first entry stays behind
         assert queue.least() == (0, 0.5, 0)
-        assert take(queue) is a
+        assert queue.pop() is a
         queue.refresh(99)
         assert len(queue) == 1
         queue.discard(b)
@@ -145,7 +139,7 @@ class TestLazyHeap:
             item.key = (0, item.key[1] + 5000, 0)
         assert queue.least() == (0, 5065, 0)
         assert len(looked_at) == 65
-        assert take(queue) is items[64]
+        assert queue.pop() is items[64]
         queue.refresh(1000)
         assert drain(queue) == items[:64] + items[65:]
 
