@@ -10,30 +10,30 @@ rolled back by a recount (`rolled_back`).
 from __future__ import annotations
 
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial, wraps
+from functools import wraps
 
 import numpy as np
 
+from megatron_hybrid.cache.arguments import as_tokens, check_whole
+from megatron_hybrid.cache.contents import CacheContents
 from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.explain import Explanation, explain
-from megatron_hybrid.cache.index.journal import Version
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex, known_limit
 from megatron_hybrid.cache.index.salt_index import SaltIndex
-from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Origin, unless_spare
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, unless_spare
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES, Hit, look_up
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.pages.lease import NO_LOCAL_END, Lease, Reservation
-from megatron_hybrid.cache.pages.lease_pages import LeasePages, forward_end, held_pages
+from megatron_hybrid.cache.pages.lease_pages import LeasePages, forward_end
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.hybrid import HybridPolicy
 from megatron_hybrid.cache.policy.placement import next_rung, saves_work
-from megatron_hybrid.cache.policy.protocol import NewState, Policy, Prompt
+from megatron_hybrid.cache.policy.protocol import NewState, Policy
 from megatron_hybrid.cache.report import (
     ADMITTED,
     CLEARED,
@@ -43,14 +43,7 @@ from megatron_hybrid.cache.report import (
     MissReason,
     PrefixReport,
 )
-from megatron_hybrid.cache.tree_view import (
-    TreeChanges,
-    TreeView,
-    tier_in_pool,
-    view_changes,
-    view_edge,
-    view_tree,
-)
+from megatron_hybrid.cache.wanted_states import WantedStates
 
 
 def rolled_back(operation: Callable) -> Callable:
@@ -107,11 +100,14 @@ class PrefixCache:
             spec, self._index, self.allocator, self._stats, self.policy, self._record
         )
         self._pages = LeasePages(spec, self.allocator, self._evictor)
+        self._wanted = WantedStates(self._index, self._evictor, self.policy)
+        refs = self.allocator.ref_counts
+        self.contents = CacheContents(
+            spec, self._index, lambda state: self.policy.state_value(state, refs)
+        )
         self._leases: dict[Lease, None] = {}
-        self._saving: dict[Lease, None] = {}  # leases that `saves_more`, and a few that did
         self._expected: dict[int, Checkpoint | None] = {}  # by request, what it is to resume from
         self._is_miscounted = False  # an operation failed; pages are not recounted yet
-        self._tick = 0
         self._digest = 0
         self._lost_tokens: Counter[MissReason] = Counter()
         self._salts = SaltIndex(spec.block_size_tokens)
@@ -126,13 +122,8 @@ class PrefixCache:
         chunk_tokens: longest forward of one request (for local groups only; default: all tokens in
         one forward). False: the request can never run; refuse it.
         """
-        spec = self.spec
-        blocks = spec.num_blocks(capacity_tokens)
-        pages = blocks * spec.kv_pages_per_block
-        for group in spec.local_groups:
-            held = spec.max_local_blocks(group, chunk_tokens or capacity_tokens)
-            pages += min(blocks, held) * spec.pages_per_block[group]
-        return pages < self.allocator.num_pages
+        most = self.spec.most_pages(capacity_tokens, chunk_tokens or capacity_tokens)
+        return most < self.allocator.num_pages
 
     def longest_forward(self, capacity_tokens: int, most_tokens: int) -> int:
         """Return the tokens of the longest forwards in which a request of capacity_tokens tokens
@@ -177,17 +168,7 @@ class PrefixCache:
         """Return whether a prompt of num_tokens tokens fits in the pool together with the state at
         `position` that it resumes from, and what the live leases hold. chunk_tokens: as for
         `acquire`."""
-        spec = self.spec
-        is_partial = position % spec.block_size_tokens > 0  # that block is copied
-        blocks = spec.num_blocks(max(num_tokens, position)) + is_partial
-        pages = blocks * spec.kv_pages_per_block
-        end = spec.num_blocks(
-            max(position, min(num_tokens, position + (chunk_tokens or num_tokens)))
-        )
-        for group in spec.local_groups:
-            blocks = end - spec.first_local_block(group, position) + is_partial
-            pages += blocks * spec.pages_per_block[group]
-        pages += spec.checkpoint_pages if spec.needs_state else 0
+        pages = self.spec.pages_to_resume(position, num_tokens, chunk_tokens or num_tokens)
         return pages + np.count_nonzero(self.allocator.ref_counts) < self.allocator.num_pages
 
     @rolled_back
@@ -241,7 +222,8 @@ class PrefixCache:
             self._stats.refused += 1
             return None
         if self.mode == "restore":
-            self._choose_positions(lease, hit.checkpoint, known, declared, messages)
+            has_room = self.allocator.num_free >= self.spec.checkpoint_pages
+            self._wanted.choose(lease, hit.checkpoint, known, declared, messages, has_room)
         if readmitted:
             return lease
         self._stats.count(lease.report)
@@ -328,7 +310,9 @@ class PrefixCache:
             lease.report, lease.origin = before.report, before.origin
             lease.tokens = before.tokens
             lease.next_rung = before.next_rung
-            self._want(lease, {p: kind for p, kind in before.wanted.items() if p > len(tokens)})
+            self._wanted.set(
+                lease, {p: kind for p, kind in before.wanted.items() if p > len(tokens)}
+            )
         return lease
 
     @rolled_back
@@ -347,7 +331,7 @@ class PrefixCache:
         The caller copies the live slot. capacity_tokens: default num_tokens + 1.
         None: it does not fit now, and nothing changed.
         """
-        check_live(lease)
+        lease.check_live()
         check_whole(num_tokens, capacity_tokens)
         if num_tokens != lease.done:
             raise ValueError(f"fork at token {num_tokens} of a lease that is at {lease.done}")
@@ -380,7 +364,7 @@ class PrefixCache:
     def restored(self, lease: Lease) -> None:
         """Unpin the sources of lease.copies and of the load of lease.checkpoint_pages, which have
         been issued, and empty both fields."""
-        check_live(lease)
+        lease.check_live()
         if lease.pins:
             self.allocator.release(np.concatenate([pages.ravel() for pages in lease.pins]))
         lease.pins, lease.copies, lease.checkpoint_pages = [], [], None
@@ -396,7 +380,7 @@ class PrefixCache:
         False: it does not fit now, and nothing changed. When no other lease is live, no reservation
         is pending and `fits` is true, it always fits.
         """
-        check_live(lease)
+        lease.check_live()
         end = forward_end(lease, capacity_tokens, chunk_tokens)
         if capacity_tokens <= lease.capacity_tokens and end <= lease.local_end:
             return True
@@ -428,7 +412,7 @@ class PrefixCache:
         blocks that no later token sees are then released. answered: the request is complete;
         implies flush. Lack of memory is no error: tokens then become visible later, or never.
         """
-        check_live(lease)
+        lease.check_live()
         before, room = lease.done, min(lease.capacity_tokens, lease.local_end)
         if not before <= num_tokens_done <= min(room, len(tokens)):
             raise ValueError(
@@ -448,7 +432,7 @@ class PrefixCache:
                 lease.next_rung += self.policy.rung_tokens
         lease.done, lease.answered = num_tokens_done, answered
         if before < lease.prompt_tokens:
-            self._note_saving(lease)
+            self._wanted.note_saving(lease)
         if flush:
             with suppress(MemoryError):
                 self._flush(lease, before)
@@ -485,7 +469,7 @@ class PrefixCache:
 
     def want(self, lease: Lease, position: int) -> None:
         """Also save the state at a later position, where another request will leave this prompt."""
-        self._want(lease, {position: Kind.JUNCTION, **lease.wanted})
+        self._wanted.set(lease, {position: Kind.JUNCTION, **lease.wanted})
 
     @rolled_back
     def reserve_checkpoint(
@@ -499,7 +483,7 @@ class PrefixCache:
         "restore", the state is already stored, or it would save no work. Raises ValueError if the
         position is before lease.done or beyond the room.
         """
-        check_live(lease)
+        lease.check_live()
         check_whole(position)
         limit = min(lease.capacity_tokens, lease.local_end)
         if not max(1, lease.done) <= position <= limit:
@@ -512,9 +496,9 @@ class PrefixCache:
             return None
         edge, known = self._index.reach(lease.salt, lease.tokens[:position], lease.path)
         previous = edge.deepest_on_path(known) if edge else None
-        kind, pages = self._kind(lease, position), self.spec.checkpoint_pages
+        kind, pages = self._wanted.kind(lease, position), self.spec.checkpoint_pages
         if previous is not None and previous.position == position:
-            self._keep(previous, kind, lease.origin)
+            self._wanted.keep(previous, kind, lease.origin)
             return None
         watched = edge.checkpoints.get(position) if known == position else None
         local_rows = self._local_rows(lease, position)
@@ -542,13 +526,13 @@ class PrefixCache:
             self.allocator.retain(rows)
         reservation = Reservation(lease, position, kind, self.allocator.allocate(pages), local_rows)
         lease.reservations.append(reservation)
-        self._note_saving(lease)
+        self._wanted.note_saving(lease)
         self._record(RESERVED, position)
         return reservation
 
     def decline(self, lease: Lease, positions: Sequence[int]) -> None:
         """Count the states at these positions as not saved for lack of room, without spare ones."""
-        positions = [p for p in positions if self._kind(lease, p) is not Kind.SPARE]
+        positions = [p for p in positions if self._wanted.kind(lease, p) is not Kind.SPARE]
         self._stats.checkpoints_no_room += len(positions)
         lease.report.checkpoints_skipped += len(positions)
         lease.refused.update(positions)
@@ -561,13 +545,13 @@ class PrefixCache:
         that reaches its position. Return False if another request published it first (the pages are
         released). Raises ValueError before that commit, or on the second call."""
         lease, position = reservation.lease, reservation.position
-        check_pending(reservation)
+        reservation.check_pending()
         if lease.done < position:
             raise ValueError(f"checkpoint at {position} published at {lease.done}: commit first")
         edge = self._index.held_edge(lease.path, position)
         if edge is None:
             edge = self._publish_tokens(lease, position)
-        checkpoint = self._watch(lease, edge, position, reservation.kind)
+        checkpoint = self._wanted.watch(lease, edge, position, reservation.kind)
         first = checkpoint.pages is None
         if first:
             self._index.store(checkpoint, reservation.pages, reservation.local_pages)
@@ -584,9 +568,9 @@ class PrefixCache:
     def abandon(self, reservation: Reservation) -> None:
         """Release a reservation whose forward did not run. Needs no memory. Raises ValueError on
         the second call."""
-        check_pending(reservation)
+        reservation.check_pending()
         reservation.lease.reservations.remove(reservation)
-        self._note_saving(reservation.lease)
+        self._wanted.note_saving(reservation.lease)
         if not self._is_miscounted:  # else the recount omits its pages
             with suppress(MemoryError):
                 self._drop_pages(reservation)
@@ -606,7 +590,7 @@ class PrefixCache:
     def release(self, lease: Lease) -> None:
         """Release all pages of a lease: pending reservations are abandoned, committed tokens stay
         cached. Needs no memory. Raises ValueError on the second call."""
-        check_live(lease)
+        lease.check_live()
         reservations, lease.reservations = lease.reservations, []
         self._end(lease)
         if lease.answered:
@@ -626,7 +610,7 @@ class PrefixCache:
     def _end(self, lease: Lease) -> None:
         """Remove a lease; the caller releases its pages."""
         del self._leases[lease]
-        self._saving.pop(lease, None)
+        self._wanted.saving.pop(lease, None)
         lease.released = True
 
     # ---- tiers and routers ----
@@ -643,60 +627,6 @@ class PrefixCache:
     def unwatch(self, listener: CacheListener) -> None:
         """Remove a listener. Raises ValueError if it was not added."""
         self._evictor.listeners.remove(listener)
-
-    def prefix(self, edge: Edge, position: int) -> tuple[str, np.ndarray, np.ndarray]:
-        """Return salt, tokens (int32 [position]) and rows of pages (int32 [ceil(position / B),
-        kv_pages_per_block]) of the prefix that ends at a held position of an edge."""
-        salt, tokens, path = self._index.prefix(edge, position)
-        return salt, tokens, path.pages(self.spec.num_blocks(position))
-
-    def stored_checkpoints(self) -> list[Checkpoint]:
-        """Return the stored states that are not spare, the most valuable first."""
-        refs = self.allocator.ref_counts
-        stored = (c for c in self._index.checkpoints() if c.pages is not None)
-        found = [c for c in stored if c.kind is not Kind.SPARE]
-        return sorted(found, key=lambda c: -self.policy.state_value(c, refs))
-
-    def view(
-        self,
-        tier_of: Callable[[Checkpoint], str] = tier_in_pool,
-        max_edges: int = 10_000,
-        num_tokens: int = 0,
-    ) -> TreeView:
-        """Return a snapshot of the tree; see `view_tree`."""
-        edges = self._index.edges()
-        return view_tree(edges, self._tick, self.spec.page_bytes, tier_of, max_edges, num_tokens)
-
-    def changes(
-        self,
-        since: Version | None,
-        limit: int | None = None,
-        tier_of: Callable[[Checkpoint], str] = tier_in_pool,
-        num_tokens: int = 0,
-    ) -> TreeChanges:
-        """Return what has changed in the tree since a version; see `view_changes`. The time is that
-        of the changes, whatever the size of the tree."""
-        view = partial(
-            view_edge, page_bytes=self.spec.page_bytes, tier_of=tier_of, num_tokens=num_tokens
-        )
-        journal = self._index.journal
-        return view_changes(journal, since, limit, len(journal), self._tick, view)
-
-    def note_change(self, checkpoint: Checkpoint) -> None:
-        """Note that what is known of a checkpoint outside of the cache has changed."""
-        if checkpoint.edge is not None:
-            self._index.note(checkpoint.edge)
-
-    def edge_number(self, tokens: np.ndarray, salt: str = "") -> int:
-        """Return the number of the edge that spans the last known one of the leading tokens
-        (int32); 0 if none is known."""
-        edge, known = self._index.reach(salt, tokens)
-        return edge.number if known else 0
-
-    def held_leaves(self) -> list[Edge]:
-        """Return the edges where held KV ends, the most recently used first."""
-        found = [edge for edge in self._index.edges() if edge.is_held_leaf()]
-        return sorted(found, key=lambda edge: -edge.last_access)
 
     # ---- the whole cache ----
 
@@ -751,10 +681,10 @@ class PrefixCache:
         self.allocator.check_integrity()
         self._index.check_integrity()
         for lease in self._leases:
-            if lease.saves_more and lease not in self._saving:
+            if lease.saves_more and lease not in self._wanted.saving:
                 raise RuntimeError(f"a lease at {lease.done} saves more, and look-ups do not know")
         counts = (
-            ("leases hold", self._num_holders(), self.allocator.ref_counts),
+            ("leases hold", self._pages.num_holders(self._leases), self.allocator.ref_counts),
             ("the index holds", self._index.num_holders(), self.allocator.cached_counts),
         )
         for holder, recounted, counted in counts:
@@ -772,27 +702,16 @@ class PrefixCache:
 
     def _recover(self) -> None:
         """Recount the holders of all pages after a failed operation, and refill the heaps."""
-        self.allocator.recount(self._num_holders(), self._index.num_holders())
+        self.allocator.recount(self._pages.num_holders(self._leases), self._index.num_holders())
         self._index.recover()
         for checkpoint in self._index.checkpoints():
             if checkpoint.pages is not None:
                 self._evictor.add(checkpoint)
         self._is_miscounted = False
 
-    def _num_holders(self) -> np.ndarray:
-        """Return the number of leases that hold each page, int16 [num_pages]."""
-        counts = np.zeros_like(self.allocator.ref_counts)
-        for lease in self._leases:
-            for pages in held_pages(lease):
-                np.add.at(counts, pages, 1)
-            for reservation in lease.reservations:
-                for pages in (reservation.pages, *reservation.local_pages):
-                    np.add.at(counts, pages.ravel(), 1)
-        return counts
-
     def _look_up(self, tokens: np.ndarray, salt: str, recompute_reason: str | None) -> Hit:
         return look_up(
-            self._index, self._saving, self.spec, self.mode, tokens, salt, recompute_reason
+            self._index, self._wanted.saving, self.spec, self.mode, tokens, salt, recompute_reason
         )
 
     def _known_elsewhere(self, tokens: np.ndarray, salt: str, known: int) -> int:
@@ -861,14 +780,13 @@ class PrefixCache:
         ):
             self._pages.release(lease)
             return None
-        self._tick += 1
         if is_new_request:
             self._held_back = 0
             lease.origin, lease.lost_fork = self.policy.on_request(
                 path, checkpoint, lease.prompt_tokens
             )
             self.policy.maintain(self._evictor)
-        self._index.touch(path, self._tick)  # eviction may change the path
+        self._index.touch(path)  # eviction may change the path
         if checkpoint is not None:
             lease.checkpoint_pages = checkpoint.pages
         self._open(lease, capacity_tokens, end)
@@ -905,98 +823,16 @@ class PrefixCache:
         Return the edge that spans the last token."""
         tokens = np.asarray(lease.tokens[:num_tokens], dtype=np.int32)
         rows = lease.block_table[: self.spec.num_blocks(num_tokens)]
-        self._tick += 1
         held = self._index.num_held_tokens
-        path = self._index.insert(lease.salt, tokens, rows, self._tick, lease.path)
+        path = self._index.insert(lease.salt, tokens, rows, lease.path)
         if new := self._index.num_held_tokens - held:
             for listener in self._evictor.listeners:
                 listener.on_publish_blocks(lease, num_tokens - new, num_tokens)
         if path.known >= lease.path.known:
             lease.path = path
         last = path.edges[-1]
-        for position in [p for p in lease.unwatched if p <= num_tokens]:
-            self._watch(lease, last.at(position), position, lease.unwatched.pop(position))
+        self._wanted.watch_up_to(lease, last, num_tokens)
         return last
-
-    def _watch(self, lease: Lease, edge: Edge, position: int, kind: Kind) -> Checkpoint:
-        """Return the checkpoint at a position of a lease's path, and watch it from now on."""
-        checkpoint = edge.checkpoints.get(position)
-        if checkpoint is None:
-            checkpoint = self._index.watch(edge, position, kind, self.policy.now, lease.origin)
-            if kind is not Kind.SPARE:
-                self.policy.on_watch(checkpoint)
-        elif checkpoint.kind is Kind.SPARE:
-            self._keep(checkpoint, kind, lease.origin)
-        elif kind is Kind.ANSWER_END and checkpoint.kind is Kind.RUNG:
-            checkpoint.kind, checkpoint.origin = kind, lease.origin  # the answer ends at a rung
-            self._index.note(edge)
-        checkpoint.refused |= position in lease.refused
-        return checkpoint
-
-    def _keep(self, checkpoint: Checkpoint, kind: Kind, origin: Origin) -> None:
-        """A stored state is wanted as one of this kind: if it was spare, it is kept by its value
-        from now on."""
-        if checkpoint.kind is Kind.SPARE and kind is not Kind.SPARE:
-            self._evictor.spares.discard(checkpoint)
-            checkpoint.kind, checkpoint.origin = kind, origin
-            checkpoint.born = checkpoint.last_use = self.policy.now
-            self._index.note(checkpoint.edge)
-            self.policy.on_watch(checkpoint)
-            self._evictor.on_store(checkpoint)
-
-    def _kind(self, lease: Lease, position: int) -> Kind:
-        """Return the kind of a position in a request."""
-        if position in lease.wanted:  # also in an answer: a repeated prefill has a part of it
-            return lease.wanted[position]
-        if position >= lease.next_rung and position % self.policy.rung_tokens == 0:
-            return Kind.RUNG
-        if position >= lease.prompt_tokens:
-            return Kind.PROMPT_END if position == lease.prompt_tokens else Kind.ANSWER_END
-        return Kind.JUNCTION
-
-    def _want(self, lease: Lease, wanted: dict[int, Kind]) -> None:
-        """Set the positions whose state a prefill should save."""
-        lease.wanted = dict(sorted(wanted.items()))
-        self._note_saving(lease)
-        lease.unwatched.update(
-            (p, k) for p, k in wanted.items() if p > lease.done and k is not Kind.SPARE
-        )
-
-    def _note_saving(self, lease: Lease) -> None:
-        """Update `_saving`: look-ups scan only leases that have a state to save."""
-        if lease.saves_more:
-            self._saving[lease] = None
-        else:
-            self._saving.pop(lease, None)
-
-    def _choose_positions(
-        self,
-        lease: Lease,
-        resumed: Checkpoint | None,
-        known: int,
-        declared: Sequence[int],
-        messages: Sequence[int],
-    ) -> None:
-        """Let the policy choose the positions of a prefill whose states are worth saving, as if
-        there were no spare states."""
-        skipped = lease.skipped_tokens
-        if resumed is not None and resumed.kind is Kind.SPARE:
-            kept = unless_spare(resumed)
-            skipped = kept.position if kept else 0
-        prompt = Prompt(
-            lease.prompt_tokens,
-            skipped,
-            known,
-            declared,
-            messages,
-            lease.lost_fork,
-            self.allocator.num_free >= self.spec.checkpoint_pages,
-        )
-        wanted, watched = self.policy.positions(prompt)
-        lease.unwatched.update(watched)
-        if lease.skipped_tokens in wanted:
-            self._keep(resumed, wanted[lease.skipped_tokens], lease.origin)
-        self._want(lease, {p: kind for p, kind in wanted.items() if p > lease.skipped_tokens})
 
     def _make_room_for_state(self, new: NewState) -> bool:
         """Make room for a state: evict candidates of a lesser value, or replace the previous state
@@ -1008,41 +844,3 @@ class PrefixCache:
 
     def _record(self, *decision: int) -> None:
         self._digest = hash((self._digest, *decision))
-
-
-def as_tokens(tokens: np.ndarray) -> np.ndarray:
-    """Return tokens as int32 [L], L >= 1. Raises ValueError otherwise."""
-    array = np.asarray(tokens)
-    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"tokens have shape {array.shape} and type {array.dtype}; a prompt is a "
-            f"one-dimensional array of at least one integer"
-        )
-    if array.dtype == np.int32:
-        return array
-    narrow = array.astype(np.int32)
-    if not np.array_equal(narrow, array):  # after a wrap, two tokens would be equal
-        raise ValueError(
-            f"tokens reach from {array.min()} to {array.max()}; they must fit in int32"
-        )
-    return narrow
-
-
-def check_whole(*numbers: int | None) -> None:
-    """Raise TypeError if a number is neither an integer nor None: page counts would take its
-    type."""
-    for number in numbers:
-        if number is not None:
-            operator.index(number)
-
-
-def check_live(lease: Lease) -> None:
-    """Raise ValueError for a released lease."""
-    if lease.released:
-        raise ValueError("this lease was released before")
-
-
-def check_pending(reservation: Reservation) -> None:
-    """Raise ValueError for a published or abandoned reservation."""
-    if reservation not in reservation.lease.reservations:
-        raise ValueError("this reservation was published or abandoned before")

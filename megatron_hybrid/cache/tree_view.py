@@ -1,12 +1,12 @@
-"""TreeView: a snapshot of the index as plain data, for drawing it."""
+"""TreeView: the index as plain data, for drawing it; `TreeChanges`: what has changed in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_hybrid.cache.index.journal import Journal, Version
+from megatron_hybrid.cache.index.journal import Version
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
 
 _KINDS = {kind: kind.name.lower() for kind in Kind}
@@ -91,72 +91,16 @@ def tier_in_pool(checkpoint: Checkpoint) -> str:
     return "evicted" if checkpoint.pages is None else "pool"
 
 
-def view_tree(
-    edges: Iterable[Edge],
-    tick: int,
-    page_bytes: int,
-    tier_of: Callable[[Checkpoint], str],
-    max_edges: int,
-    num_tokens: int,
-) -> TreeView:
-    """Return the view of a tree.
-
-    Args:
-        edges: all of them, parents first.
-        tick: the present.
-        page_bytes: of the pool.
-        tier_of: the tier of a state, as in `StateView`.
-        max_edges: most edges of the view.
-        num_tokens: first tokens of each edge in the view.
-    """
-    found = list(edges)
-    num_edges = len(found)
-    if num_edges > max_edges:
-        # Parents are used whenever their children are, and the sort is stable: none lacks its own.
-        found = sorted(found, key=lambda edge: -edge.last_access)[:max_edges]
-    views = [view_edge(edge, page_bytes, tier_of, num_tokens) for edge in found]
-    return TreeView(
-        num_edges,
-        tick,
-        numbers=[view.number for view in views],
-        parents=[view.parent for view in views],
-        starts=[view.start for view in views],
-        ends=[view.end for view in views],
-        held_ends=[view.held_end for view in views],
-        last_uses=[view.last_use for view in views],
-        first_tokens=[view.first_tokens for view in views] if num_tokens else [],
-        states=[state for view in views for state in view.states],
-    )
-
-
-def view_changes(
-    journal: Journal[Edge],
-    since: Version | None,
-    limit: int | None,
-    num_edges: int,
-    tick: int,
-    view: Callable[[Edge], EdgeView],
-) -> TreeChanges:
-    """Return what has changed since a version.
-
-    Args:
-        journal: of the tree.
-        since: None: all is new.
-        limit: most edges to view; None: any number.
-        num_edges, tick: as in `TreeView`.
-        view: of an edge.
-    """
-    is_whole = since is None or not journal.knows(since)
-    changed, removed, version = journal.since(None if is_whole else since, limit)
-    views = list(map(view, changed))
-    is_last = version == journal.version
-    return TreeChanges(is_whole, version, is_last, num_edges, tick, removed, views)
-
-
 def view_edge(
     edge: Edge, page_bytes: int, tier_of: Callable[[Checkpoint], str], num_tokens: int
 ) -> EdgeView:
-    """Return the view of an edge; arguments as for `view_tree`."""
+    """Return the view of an edge.
+
+    Args:
+        page_bytes: of the pool.
+        tier_of: the tier of a state, as in `StateView`.
+        num_tokens: first tokens of the edge in the view.
+    """
     return EdgeView(
         edge.number,
         edge.parent.number if edge.parent.parent else 0,

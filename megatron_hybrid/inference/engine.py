@@ -1463,7 +1463,7 @@ class DynamicInferenceEngine:
         return [
             replace(
                 view,
-                edge=self.cache.edge_number(tokens, salt),
+                edge=self.cache.contents.edge_number(tokens, salt),
                 last_tokens=tokens[: view.prompt_tokens][-num_tokens:].tolist()
                 if num_tokens
                 else [],
@@ -1476,7 +1476,7 @@ class DynamicInferenceEngine:
         """The tree of cached prefixes: its edges, those used last if there are more than
         `max_edges`, with the first `num_tokens` tokens of each, and where each state is. For
         operators, as `explain`."""
-        return self.cache.view(self.offload.tier_of, max_edges, num_tokens)
+        return self.cache.contents.view(self.offload.tier_of, max_edges, num_tokens)
 
     @exclusive
     def cache_changes(
@@ -1485,7 +1485,7 @@ class DynamicInferenceEngine:
         """What has changed in the tree of cached prefixes since an earlier answer's `version`
         (None: all of it), with at most `limit` edges and the first `num_tokens` tokens of each.
         Unlike `cache_tree` it looks at nothing else."""
-        return self.cache.changes(since, limit, self.offload.tier_of, num_tokens)
+        return self.cache.contents.changes(since, limit, self.offload.tier_of, num_tokens)
 
     @exclusive
     def watch_cache(self, make: Callable[[PrefixCache], Listener]) -> Listener:

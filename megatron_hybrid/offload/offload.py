@@ -206,7 +206,7 @@ class Offload(CacheListener):
         size, position = self.spec.block_size_tokens, checkpoint.position
         if position < size:
             return  # it is faster to compute less than a block
-        salt, tokens, rows = self.cache.prefix(checkpoint.edge, position)
+        salt, tokens, rows = self.cache.contents.prefix(checkpoint.edge, position)
         keys = self._keys.of(tokens, salt)
         full = position // size
         source = PoolSource(
@@ -234,7 +234,7 @@ class Offload(CacheListener):
         end = end // size * size
         if not end:
             return
-        salt, tokens, rows = self.cache.prefix(edge, end)
+        salt, tokens, rows = self.cache.contents.prefix(edge, end)
         keys, source = self._keys.of(tokens, salt), PoolSource(self._mover, rows, rows[:0])
         for tier in tiers:
             if tier.keep(keys.blocks(end // size), source):
@@ -285,10 +285,10 @@ class Offload(CacheListener):
             tier.capacity_bytes = max(tier.capacity_bytes, min(self._disk_bytes, room))
         offers = []
         if self.spec.needs_state:
-            for checkpoint in self.cache.stored_checkpoints():
+            for checkpoint in self.cache.contents.stored_checkpoints():
                 offers.append(partial(self._offer_state, checkpoint, [tier]))
         else:
-            for edge in self.cache.held_leaves():
+            for edge in self.cache.contents.held_leaves():
                 offers.append(partial(self._offer_blocks, edge, edge.held_end, [tier]))
         for other in self.tiers:
             if other is not tier:
@@ -317,7 +317,7 @@ def _note_state(
 ) -> None:
     """Note that a state may be in another tier than before, or in none."""
     if (checkpoint := offered.get(key)) is not None:
-        cache.note_change(checkpoint)
+        cache.contents.note_change(checkpoint)
         if not any(key in tier for tier in tiers):
             del offered[key]
 

@@ -15,7 +15,7 @@ class FollowedTree:
         self.version = None
 
     def ask(self, changes: Callable[..., TreeChanges], limit: int) -> TreeChanges:
-        """Take over what `PrefixCache.changes` or the engine's tells. Returns the last part."""
+        """Take over what `CacheContents.changes` or the engine's tells. Returns the last part."""
         while True:
             told = changes(self.version, limit)
             if told.is_whole:

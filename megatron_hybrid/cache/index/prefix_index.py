@@ -79,6 +79,8 @@ class PrefixIndex:
         self._roots: dict[str, Root] = {}
         self._forgettable: OrderedDict[Edge, None] = OrderedDict()  # leaves, oldest first
         self._cuts = 0  # how often an edge lost its end, which may invalidate older paths
+        self.tick = 0
+        """The present, in look-ups and commits: `Edge.last_access`."""
         self.num_tokens = 0
         self.num_held_tokens = 0
         self.num_checkpoints = 0
@@ -173,12 +175,7 @@ class PrefixIndex:
     # ---- growing ----
 
     def insert(
-        self,
-        salt: str,
-        tokens: np.ndarray,
-        pages: np.ndarray,
-        tick: int,
-        seen: Path | None = None,
+        self, salt: str, tokens: np.ndarray, pages: np.ndarray, seen: Path | None = None
     ) -> Path:
         """Make the tree hold all of tokens (int32 [n]). Return their path. seen: as for `walk`.
 
@@ -200,11 +197,11 @@ class PrefixIndex:
         if path.known < n:
             self._extend(path, tokens, pages)
         path.depth = path.known = n
-        self.touch(path, tick)
+        self.touch(path)
         self.on_tail(path.edges[-1])
         return path
 
-    def touch(self, path: Path, tick: int) -> None:
+    def touch(self, path: Path) -> None:
         """Mark the known tokens of a path as used now.
 
         All of an edge has one last use: the last edge is split where the match ends, and
@@ -213,8 +210,9 @@ class PrefixIndex:
         edges = path.edges
         if edges and path.known < edges[-1].end:
             edges[-1] = self._split(edges[-1], path.known)
+        self.tick += 1
         for edge in edges:
-            edge.last_access = tick
+            edge.last_access = self.tick
             self.note(edge)
         if edges and edges[-1] in self._forgettable:
             self._forgettable.move_to_end(edges[-1])

@@ -95,6 +95,11 @@ class Lease:
     def __post_init__(self):
         self.done = self.skipped_tokens
 
+    def check_live(self) -> None:
+        """Raise ValueError for a released lease."""
+        if self.released:
+            raise ValueError("this lease was released before")
+
     @property
     def prompt_tokens(self) -> int:
         """L: length of the prompt given to `acquire`."""
@@ -129,3 +134,8 @@ class Reservation:
     """int32 [checkpoint_pages]: targets of the state and the last hidden state."""
     local_pages: list[np.ndarray]
     """Per local group, int32 [blocks, pages_per_block]: the lease's own pages."""
+
+    def check_pending(self) -> None:
+        """Raise ValueError for a published or abandoned reservation."""
+        if self not in self.lease.reservations:
+            raise ValueError("this reservation was published or abandoned before")

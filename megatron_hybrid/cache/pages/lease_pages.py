@@ -163,6 +163,17 @@ class LeasePages:
         """Release all pages of a lease that has no reservations."""
         self._allocator.release(np.concatenate(list(held_pages(lease))))
 
+    def num_holders(self, leases: Iterable[Lease]) -> np.ndarray:
+        """Return the number of these leases that hold each page, int16 [num_pages]."""
+        counts = np.zeros_like(self._allocator.ref_counts)
+        for lease in leases:
+            for pages in held_pages(lease):
+                np.add.at(counts, pages, 1)
+            for reservation in lease.reservations:
+                for pages in (reservation.pages, *reservation.local_pages):
+                    np.add.at(counts, pages.ravel(), 1)
+        return counts
+
 
 def forward_end(lease: Lease, capacity_tokens: int, chunk_tokens: int | None) -> int:
     """Return the end of the next forward: local KV needs room up to this position."""

@@ -237,6 +237,28 @@ class CacheSpec:
         reach = self.groups[group].reach
         return self.num_blocks(reach - 1) + self.num_blocks(chunk_tokens - 1) + 1
 
+    def most_pages(self, capacity_tokens: int, chunk_tokens: int) -> int:
+        """Return the most pages that a request of capacity_tokens tokens holds if its forwards have
+        at most chunk_tokens tokens."""
+        blocks = self.num_blocks(capacity_tokens)
+        pages = blocks * self.kv_pages_per_block
+        for group in self.local_groups:
+            held = self.max_local_blocks(group, chunk_tokens)
+            pages += min(blocks, held) * self.pages_per_block[group]
+        return pages
+
+    def pages_to_resume(self, position: int, num_tokens: int, chunk_tokens: int) -> int:
+        """Return the pages that a prompt of num_tokens tokens takes for its first forward, of at
+        most chunk_tokens tokens, together with the state at `position` that it resumes from."""
+        is_partial = position % self.block_size_tokens > 0  # that block is copied
+        blocks = self.num_blocks(max(num_tokens, position)) + is_partial
+        pages = blocks * self.kv_pages_per_block
+        end = self.num_blocks(max(position, min(num_tokens, position + chunk_tokens)))
+        for group in self.local_groups:
+            blocks = end - self.first_local_block(group, position) + is_partial
+            pages += blocks * self.pages_per_block[group]
+        return pages + (self.checkpoint_pages if self.needs_state else 0)
+
 
 def common_spec(
     specs: Sequence[CacheSpec],

@@ -262,12 +262,12 @@ def test_an_answer_that_stops_at_a_rung_is_the_end_of_an_answer():
         for token in answer:
             running.tokens.append(int(token))
             assert sim.forward(running, 1)
-        followed.ask(sim.cache.changes, 100)
+        followed.ask(sim.cache.contents.changes, 100)
         sim.finish(running)
         positions = sim.cache.explain(joined(prompt, answer)).positions
         assert {p.position: p.kind for p in positions}[160] == kind
-        followed.ask(sim.cache.changes, 100)
-        followed.check(sim.cache.view())
+        followed.ask(sim.cache.contents.changes, 100)
+        followed.check(sim.cache.contents.view())
 
 
 def test_rungs_of_an_answer_take_no_room_from_what_is_worth_more():

@@ -92,9 +92,9 @@ class Room:
     def walk(self, tokens):
         return self.index.walk("", np.array(tokens, np.int32))
 
-    def add(self, tokens, tick=0):
+    def add(self, tokens):
         pages = self.pool.allocate(-(-len(tokens) // 16)).reshape(-1, 1)
-        self.index.insert("", np.array(tokens, np.int32), pages, tick)
+        self.index.insert("", np.array(tokens, np.int32), pages)
         self.pool.release(pages)
         return pages
 
@@ -163,9 +163,9 @@ class TestEvictor:
 
     def test_a_tail_that_starts_inside_a_block_is_dropped_whole(self):
         room = Room()
-        room.add(part(40, 0), tick=1)
+        room.add(part(40, 0))
         room.save(part(20, 0))
-        room.add([*part(20, 0), *part(30, 500)], tick=2)
+        room.add([*part(20, 0), *part(30, 500)])
         free = room.pool.num_free
         assert room.make_room(2)
         # (20, 40]: block 2, and its hold on block 1, whose page the edge above keeps; then the
@@ -243,7 +243,7 @@ class TestEvictor:
         room.pool.retain(pages)
         assert not room.make_room(95)
         more = room.pool.allocate(2).reshape(-1, 1)
-        room.index.insert("", np.array(part(128, 0), np.int32), np.concatenate([pages, more]), 1)
+        room.index.insert("", np.array(part(128, 0), np.int32), np.concatenate([pages, more]))
         room.pool.release(more)
         assert room.make_room(2)
         assert room.walk(part(128, 0)).depth == 96
@@ -410,14 +410,14 @@ class TestEvictor:
     def test_refresh_finds_a_tail_whose_rate_fell(self):
         """The old one was worth 16, the new one 8; then it is the other way."""
         room = Room(PURE)
-        room.add(part(32, 0), tick=0)
+        room.add(part(32, 0))
         old = room.watch(part(32, 0), 1.0)
-        room.add(part(32, 1000), tick=9)
+        room.add(part(32, 1000))
         room.watch(part(32, 1000), 0.5)
-        assert room.evictor.tails.least() == (1, 8.0, 9)
+        assert room.evictor.tails.least() == (1, 8.0, 2)
         room.rates.rates[old] = 0.25
         room.refresh()
-        assert room.evictor.tails.least() == (1, 4.0, 0)
+        assert room.evictor.tails.least() == (1, 4.0, 1)
         room.make_room(1)
         assert room.walk(part(32, 0)).depth == 16
 

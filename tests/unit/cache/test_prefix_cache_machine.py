@@ -301,8 +301,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @rule(limit=st.sampled_from([1, 3, 1000]))
     def follow(self, limit):
-        self.followed.ask(self.cache.changes, limit)
-        self.followed.check(self.cache.view(max_edges=1 << 20))
+        self.followed.ask(self.cache.contents.changes, limit)
+        self.followed.check(self.cache.contents.view(max_edges=1 << 20))
 
     # ---- what must hold ----
 
@@ -409,7 +409,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             (r.lease.block_table.tolist(), r.done, len(r.lease.reservations)) for r in self.running
         ]
         counts = pool.ref_counts.tolist(), pool.cached_counts.tolist(), pool.num_free
-        return tree, leases, counts, self.cache.digest(), self.cache._tick
+        return tree, leases, counts, self.cache.digest(), self.cache._index.tick
 
 
 TestPrefixCacheMachine = PrefixCacheMachine.TestCase

@@ -15,6 +15,7 @@ from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.pages.lease_pages import LeasePages, held_pages
 from megatron_hybrid.cache.policy.reuse import ReuseModel
 from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.cache.wanted_states import WantedStates
 
 OPERATIONS = {
     "acquire",
@@ -148,7 +149,7 @@ def tokens(length: int) -> np.ndarray:
         (LeasePages, "open"),
         (PageAllocator, "allocate"),
         (PageAllocator, "retain"),
-        (PrefixCache, "_choose_positions"),
+        (WantedStates, "choose"),
         (SaltIndex, "note"),
     ],
 )

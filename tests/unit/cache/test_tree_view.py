@@ -54,7 +54,7 @@ def known_in_view(view, tokens) -> tuple[int, int]:
 )
 def test_a_view_has_the_tokens_and_states_that_explain_tells_of(pages, families, seed):
     cache, prompts = grown_cache(pages, families, seed)
-    view = cache.view(num_tokens=1000)
+    view = cache.contents.view(num_tokens=1000)
     assert view.num_edges == len(view.numbers) == len(set(view.numbers))
     assert sum(map(len, view.first_tokens)) == cache.stats()["known_tokens"]
     held = sum(held - start for start, held in zip(view.starts, view.held_ends))
@@ -67,7 +67,7 @@ def test_a_view_has_the_tokens_and_states_that_explain_tells_of(pages, families,
     for tokens in prompts:
         told = cache.explain(tokens.astype(np.int32))
         assert known_in_view(view, tokens) == (told.known_tokens, told.edge)
-        assert cache.edge_number(tokens.astype(np.int32)) == told.edge
+        assert cache.contents.edge_number(tokens.astype(np.int32)) == told.edge
         on_path, number = set(), told.edge
         while number:
             on_path.add(number)
@@ -86,7 +86,7 @@ def test_a_view_has_the_tokens_and_states_that_explain_tells_of(pages, families,
 @pytest.mark.parametrize("limit", [1, 3, 8])
 def test_of_many_edges_those_used_last_are_told_with_all_before_them(limit):
     cache, _ = grown_cache(1500, 3, 0)
-    whole, view = cache.view(), cache.view(max_edges=limit)
+    whole, view = cache.contents.view(), cache.contents.view(max_edges=limit)
     assert view.num_edges == len(whole.numbers) > limit == len(view.numbers)
     assert set(view.parents) <= {0, *view.numbers}
     others = [
@@ -101,9 +101,9 @@ def test_an_edge_keeps_its_number_while_its_end_lives():
     sim = Simulator(settled(PrefixCache(SPEC, 1500)))
     prompt = np.arange(100, dtype=np.int32)
     sim.run(prompt)
-    (number,) = sim.cache.view().numbers
+    (number,) = sim.cache.contents.view().numbers
     sim.run(np.concatenate([prompt[:50], prompt[:30]]))  # a fork at 50
-    view = sim.cache.view()
+    view = sim.cache.contents.view()
     assert view.ends[view.numbers.index(number)] == 100
     assert view.starts[view.numbers.index(number)] == 50
     assert len(view.numbers) == 3

@@ -283,7 +283,7 @@ def test_encoded_states_follow_the_decays_of_the_new_weights(tmp_path):
     for each in (engine, again):
         assert each.generate([[*PROMPT, 3]], greedy(2))[0].prefix.skipped_tokens == 100
     (saved,), (expected,) = (
-        [c for c in each.cache.stored_checkpoints() if c.position == 100]
+        [c for c in each.cache.contents.stored_checkpoints() if c.position == 100]
         for each in (engine, again)
     )
     assert torch.equal(engine.memory.pool[saved.pages], again.memory.pool[expected.pages])

@@ -181,7 +181,7 @@ def test_a_forward_saves_so_many_states_and_no_more(monkeypatch):
     while engine.has_work:
         engine.step()
     assert max(counts) == limit
-    saved = [checkpoint.position for checkpoint in engine.cache.stored_checkpoints()]
+    saved = [checkpoint.position for checkpoint in engine.cache.contents.stored_checkpoints()]
     # the deepest ones, and the end of the prompt, whose state is not on its way
     assert {*range(300 - limit, 301)} <= set(saved)
     assert request.report.checkpoints_skipped == 299 - limit

@@ -142,7 +142,7 @@ def test_hits_are_those_of_a_run_without_drafts_to_a_token():
 
 def stored_states(engine):
     """Positions and roles of all states in the cache, and the tokens that are held."""
-    states = [(c.position, c.kind) for c in engine.cache.stored_checkpoints()]
+    states = [(c.position, c.kind) for c in engine.cache.contents.stored_checkpoints()]
     return sorted(states), engine.stats()["cached_tokens"]
 
 

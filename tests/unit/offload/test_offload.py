@@ -691,7 +691,7 @@ def test_what_leaves_the_pool_without_memory_for_its_keys_is_counted(monkeypatch
     def without_memory(*arguments):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(engine.cache, "prefix", without_memory)
+    monkeypatch.setattr(engine.cache.contents, "prefix", without_memory)
     empty_pool(engine)
     assert engine.stats()["host_without_memory"] > 0
     assert engine.stats()["host_states"] == 0

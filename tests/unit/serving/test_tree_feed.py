@@ -55,7 +55,7 @@ def follow(most_edges: int, monkeypatch) -> list[Client]:
     clients, simulator = [Client() for _ in range(3)], Simulator(cache)
 
     async def changes(since, limit, num_tokens):
-        return cache.changes(since, limit, num_tokens=num_tokens)
+        return cache.contents.changes(since, limit, num_tokens=num_tokens)
 
     async def run() -> None:
         engine = SimpleNamespace(cache_changes=changes)
@@ -68,7 +68,7 @@ def follow(most_edges: int, monkeypatch) -> list[Client]:
                 cache.clear()
             whole = Client()
             whole.take(await feed.columns("no version of ours"))
-            expected = cache.view(max_edges=1 << 20)
+            expected = cache.contents.view(max_edges=1 << 20)
             assert len(whole.edges) == min(most_edges, expected.num_edges)
             uses = [row[4] for row in whole.edges.values()]
             assert sorted(uses) == sorted(expected.last_uses)[-len(uses) :]  # those used last

@@ -88,7 +88,9 @@ def test_flops_per_byte():
     engine = engine_of(policy, 20)
     serve(engine, prompt(0, 32))
     serve(engine, prompt(0, 96))
-    upper, lower = sorted(engine.cache.stored_checkpoints(), key=lambda state: state.position)
+    upper, lower = sorted(
+        engine.cache.contents.stored_checkpoints(), key=lambda state: state.position
+    )
     state = 2 * HYBRID.page_bytes
     assert policy.flops_per_byte(upper) == 32 * 32 / state  # its KV leads on
     assert policy.flops_per_byte(lower) == (96 * 96 - 32 * 32) / (state + 64 * 128)

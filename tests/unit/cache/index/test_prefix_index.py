@@ -36,14 +36,12 @@ class Tree:
         self.index = PrefixIndex(B, pages_per_block, self.pool)
         self.index.on_tail = self.tails.append
         self.columns = pages_per_block
-        self.tick = 0
 
     def add(self, tokens, salt=""):
         tokens = np.asarray(tokens, dtype=np.int32)
         blocks = -(-len(tokens) // B)
         pages = self.pool.allocate(blocks * self.columns).reshape(blocks, self.columns)
-        self.tick += 1
-        path = self.index.insert(salt, tokens, pages, self.tick)
+        path = self.index.insert(salt, tokens, pages)
         assert (path.depth, path.known) == (len(tokens), len(tokens))
         self.pool.release(pages)
         self.check()
@@ -57,8 +55,8 @@ class Tree:
         assert path.known == len(tokens)
         return path.edges[-1]
 
-    def touch(self, tokens, tick):
-        self.index.touch(self.walk(tokens), tick)
+    def touch(self, tokens):
+        self.index.touch(self.walk(tokens))
         self.check()
 
     def drop(self, tokens, new_end):
@@ -187,7 +185,7 @@ def test_the_owner_grows_its_leaf_in_place():
     tree = Tree()
     pages = tree.pool.allocate(4).reshape(4, 1)
     for n in range(1, 60):
-        tree.index.insert("", np.arange(n, dtype=np.int32), pages[: -(-n // B)], n)
+        tree.index.insert("", np.arange(n, dtype=np.int32), pages[: -(-n // B)])
         tree.check()
     assert tree.spans() == [(0, 59)]
     assert tree.pool.cached_counts[pages.ravel()].tolist() == [1, 1, 1, 1]
@@ -214,11 +212,11 @@ def test_checkpoints_go_with_their_side_of_a_split_and_a_join():
     assert tree.walk(counting(9)).deepest_checkpoint() is None
     assert [points[60].previous(), points[31].previous()] == [points[31], points[30]]
     assert points[10].previous() is None
-    tree.touch(counting(60), 100)
+    tree.touch(counting(60))
     tree.drop([*counting(30), 999], 30)
     assert tree.index._forgettable
     tree.index.forget(0)
-    tree.touch(counting(60), 101)
+    tree.touch(counting(60))
     assert tree.spans() == [(0, 60)]
     (edge,) = tree.index.edges()
     assert {p: c for p, c in edge.checkpoints.items()} == points
@@ -229,10 +227,10 @@ def test_edges_used_apart_stay_apart_and_used_together_are_joined():
     """An edge is one unit of recency: a hot head does not keep a cold tail alive."""
     tree = Tree()
     tree.add(counting(60))
-    tree.touch(counting(24), 50)
+    tree.touch(counting(24))
     assert tree.spans() == [(0, 24), (24, 60)]
-    assert {e.end: e.last_access for e in tree.index.edges()} == {24: 50, 60: 1}
-    tree.touch(counting(60), 60)
+    assert {e.end: e.last_access for e in tree.index.edges()} == {24: 2, 60: 1}
+    tree.touch(counting(60))
     assert tree.spans() == [(0, 60)]
 
 
@@ -244,13 +242,13 @@ def test_any_number_of_edges_is_joined_at_once(kept, columns):
     tree, whole = Tree(pages_per_block=columns), counting(ends[-1])
     pages = tree.add(whole)
     states = [] if kept is not None or not columns else [tree.save(whole[:n]) for n in ends[::9]]
-    for tick, end in enumerate(ends[::-1], start=50):
-        tree.index.touch(tree.walk(whole[:end]), tick)
+    for end in ends[::-1]:
+        tree.index.touch(tree.walk(whole[:end]))
     assert tree.spans() == list(zip([0, *ends], ends))
     for end in [end for end in ends[::-1] if columns and kept is not None and end > kept]:
         tree.index.drop_kv(tree.leaf(whole[:end]), kept)
     held = min(ends[-1], kept) if columns and kept is not None else ends[-1]
-    tree.touch(whole, 10_000)
+    tree.touch(whole)
     assert tree.held() == [(0, held, ends[-1])]
     (edge,) = tree.index.edges()
     assert edge.stored == [state.position for state in states]
@@ -265,7 +263,7 @@ def test_a_fork_is_where_prompts_part():
     tree.add(LEFT)
     here, further = tree.watch(counting(20)), tree.watch(LEFT)
     assert not here.is_fork()
-    tree.touch(counting(20), 9)  # an edge of its own, with one child
+    tree.touch(counting(20))  # an edge of its own, with one child
     assert not here.is_fork()
     tree.add(RIGHT)
     assert here.is_fork()
@@ -336,7 +334,7 @@ def test_a_deeper_edge_counts_as_held_only_if_all_above_it_is():
     """`depth` must not jump over a gap, even if an edge beneath starts where the match stands."""
     tree = Tree()
     tree.add(counting(40))
-    tree.touch(counting(20), 5)
+    tree.touch(counting(20))
     tree.drop(counting(40), 0)
     tree.drop(counting(20), 7)
     assert tree.held() == [(0, 7, 20), (20, 20, 40)]
@@ -429,9 +427,9 @@ def test_the_owner_of_a_dropped_page_publishes_it_again():
     tree = Tree()
     pages = tree.pool.allocate(3).reshape(3, 1)
     tokens = np.arange(40, dtype=np.int32)
-    tree.index.insert("", tokens, pages, 1)
+    tree.index.insert("", tokens, pages)
     tree.drop(counting(40), 20)
-    tree.index.insert("", tokens, pages, 2)
+    tree.index.insert("", tokens, pages)
     tree.check()
     assert tree.pool.cached_counts[pages.ravel()].tolist() == [1, 1, 1]
 
@@ -441,11 +439,11 @@ def test_a_join_with_held_end_inside(kept):
     """Upper (0, 24], lower (24, 60], KV up to `kept` or up to 40: joined, it is where it was."""
     tree = Tree()
     pages = tree.add(counting(60))
-    tree.touch(counting(24), 50)
+    tree.touch(counting(24))
     tree.drop(counting(60), 0)
     tree.drop(counting(24), kept)
     assert tree.held() == [(0, kept, 24), (24, 24, 60)]
-    tree.touch(counting(60), 60)
+    tree.touch(counting(60))
     assert tree.held() == [(0, kept, 60)]
     blocks = -(-kept // B)
     if kept:
@@ -457,9 +455,9 @@ def test_a_join_with_held_end_inside(kept):
 def test_a_join_with_held_end_inside_the_lower_part():
     tree = Tree()
     pages = tree.add(counting(60))
-    tree.touch(counting(24), 50)
+    tree.touch(counting(24))
     tree.drop(counting(60), 40)
-    tree.touch(counting(60), 60)
+    tree.touch(counting(60))
     assert tree.held() == [(0, 40, 60)]
     assert np.array_equal(tree.walk(counting(60)).pages(3), pages[:3])
     assert tree.pool.cached_counts[pages.ravel()].tolist() == [1, 1, 1, 0]
@@ -569,11 +567,11 @@ def test_states_are_counted_on_every_edge_above_them():
 
     assert counts() == {0: 4, 20: 4, 40: 1, 50: 1}
     assert [point.is_covered() for point in points] == [True, True, False, False]
-    tree.touch(counting(15), 9)
+    tree.touch(counting(15))
     assert counts() == {0: 4, 15: 4, 20: 3, 40: 1, 50: 1}
     tree.index.drop_checkpoint(points[2])
     assert counts() == {0: 3, 15: 3, 20: 2, 40: 0, 50: 1}
-    tree.touch(RIGHT, 10)
+    tree.touch(RIGHT)
     assert counts() == {0: 3, 20: 3, 40: 0, 50: 1}
     tree.drop(RIGHT, 49)
     assert counts() == {0: 2, 20: 2, 40: 0, 50: 0}
@@ -630,7 +628,7 @@ def test_use_of_known_tokens_defers_their_end():
         tree.add(counting(30), salt)
     for salt in "ab":
         tree.index.drop_kv(tree.walk(counting(30), salt).edges[0], 0)
-    tree.index.touch(tree.walk(counting(30), "a"), 10)
+    tree.index.touch(tree.walk(counting(30), "a"))
     tree.index.forget(59)
     tree.check()
     assert [tree.walk(counting(30), salt).known for salt in "ab"] == [30, 0]
@@ -672,7 +670,7 @@ def test_two_are_one_when_what_parted_them_is_forgotten():
     tree = Tree()
     tree.add(LEFT)
     tree.add(RIGHT)
-    tree.touch(RIGHT, 9)
+    tree.touch(RIGHT)
     tree.drop(LEFT, 30)
     tree.drop(LEFT, 0)
     tree.index.forget(0)
@@ -702,7 +700,7 @@ def test_salts_without_content_are_forgotten():
     tree = Tree()
     tokens, page = np.array([1, 2, 3], dtype=np.int32), tree.pool.allocate(1).reshape(1, 1)
     for salt in range(1000):
-        tree.index.insert(str(salt), tokens, page, tick=1)
+        tree.index.insert(str(salt), tokens, page)
         if salt >= 300:
             tree.index.drop_kv(tree.index.walk(str(salt), tokens).edges[0], 0)
             tree.index.forget(900)
@@ -730,7 +728,7 @@ def test_a_split_announces_the_tail_that_it_makes():
     tree.add(counting(20))
     tree.save(counting(18))
     tree.tails.clear()
-    tree.touch(counting(18), 9)
+    tree.touch(counting(18))
     assert (18, 20) in [(edge.start, edge.end) for edge in tree.tails]
 
 
@@ -791,7 +789,7 @@ def test_depth_of_the_tree_costs_no_recursion():
     pages = tree.pool.allocate(188).reshape(188, 1)
     for n in reversed(range(1, 3000)):
         branch = np.append(tokens[:n], np.int32(1))
-        tree.index.insert("", branch, pages[: -(-(n + 1) // B)], 3000 - n)
+        tree.index.insert("", branch, pages[: -(-(n + 1) // B)])
     path = tree.walk(tokens)
     assert (path.depth, len(path.edges)) == (2999, 2999)
     assert path.deepest_checkpoint() is None
@@ -831,7 +829,7 @@ def test_random_operations_against_sets_of_prefixes(columns, seed, monkeypatch):
         items = list(items)
         return items[random.integers(len(items))] if items else None
 
-    for step in range(160):
+    for _ in range(160):
         operation = random.integers(8)
         if operation < 3:
             base = pick(prompts)
@@ -842,7 +840,7 @@ def test_random_operations_against_sets_of_prefixes(columns, seed, monkeypatch):
             for n in range(1, len(tokens) + 1):
                 for page in pages[(n - 1) // B]:
                     rows[page, (n - 1) % B] = tokens[:n]
-            index.insert("", np.array(tokens, np.int32), pages, step)
+            index.insert("", np.array(tokens, np.int32), pages)
             tree.pool.release(pages)
             held |= prefixes(tokens)
             known |= prefixes(tokens)
@@ -867,7 +865,7 @@ def test_random_operations_against_sets_of_prefixes(columns, seed, monkeypatch):
                 stored.remove(tokens_to(point.edge)[1][: point.position])
                 index.drop_checkpoint(point)
         elif operation == 6:
-            tree.touch(pick(prompts), step)
+            tree.touch(pick(prompts))
         elif operation == 7:
             limit = index.num_tokens - int(random.integers(20))
             index.forget(limit)
@@ -931,7 +929,7 @@ def test_only_known_tokens_are_packed(monkeypatch):
     tree.drop(RIGHT, 0)
     assert isinstance(leaf._tokens, PackedTokens)
     assert leaf.tokens.tolist() == RIGHT[20:]
-    tree.touch(RIGHT[:35], 9)  # cut in two: both are read, the lower one is packed again
+    tree.touch(RIGHT[:35])  # cut in two: both are read, the lower one is packed again
     assert isinstance(tree.leaf(RIGHT)._tokens, PackedTokens)
     assert tree.walk([*RIGHT[:45], 7]).known == 45
     tree.add(RIGHT)

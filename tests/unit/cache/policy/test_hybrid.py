@@ -46,13 +46,13 @@ def test_the_example_of_the_docs():
     assert origins == [NO_ORIGIN, NO_ORIGIN, *2 * [Origin(Kind.ANSWER_END)]]
 
     cache._evictor.refresh(10)
-    found = {row_of(policy, cache, state) for state in cache.stored_checkpoints()}
+    found = {row_of(policy, cache, state) for state in cache.contents.stored_checkpoints()}
     page = Path(hybrid.__file__).parents[3] / "docs" / "how" / "policy.md"
     text = page.read_text(encoding="utf-8")
     rows = re.findall(r"^\| (?:chat|other|both) \| (\d.*) \|$", text, re.MULTILINE)
     assert len(rows) == 9 and set(rows) == found
 
-    states = cache.stored_checkpoints()
+    states = cache.contents.stored_checkpoints()
     while sum(state.pages is not None for state in states) > 6:
         assert cache.evict(1)
     evicted = [(s.position, s.kind) for s in states if s.pages is None]

@@ -184,7 +184,7 @@ class Tree:
 
     def add(self, tokens):
         pages = self.pool.allocate(-(-len(tokens) // 16)).reshape(-1, 1)
-        self.index.insert("", np.array(tokens, np.int32), pages, self.model.now)
+        self.index.insert("", np.array(tokens, np.int32), pages)
         self.pool.release(pages)
 
     def watch(self, tokens, kind=Kind.JUNCTION):

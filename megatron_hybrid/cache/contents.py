@@ -1,0 +1,101 @@
+"""CacheContents: what a cache holds, read by the tiers below it and by those who draw it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from megatron_hybrid.cache.index.journal import Version
+from megatron_hybrid.cache.index.prefix_index import PrefixIndex
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
+from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.cache.tree_view import TreeChanges, TreeView, tier_in_pool, view_edge
+
+
+class CacheContents:
+    """Reads a cache without side effects.
+
+    Args:
+        spec, index: of the cache.
+        value: of a stored state, per page.
+    """
+
+    def __init__(self, spec: CacheSpec, index: PrefixIndex, value: Callable[[Checkpoint], float]):
+        self._spec = spec
+        self._index = index
+        self._value = value
+
+    def prefix(self, edge: Edge, position: int) -> tuple[str, np.ndarray, np.ndarray]:
+        """Return salt, tokens (int32 [position]) and rows of pages (int32 [ceil(position / B),
+        kv_pages_per_block]) of the prefix that ends at a held position of an edge."""
+        salt, tokens, path = self._index.prefix(edge, position)
+        return salt, tokens, path.pages(self._spec.num_blocks(position))
+
+    def stored_checkpoints(self) -> list[Checkpoint]:
+        """Return the stored states that are not spare, the most valuable first."""
+        stored = (c for c in self._index.checkpoints() if c.pages is not None)
+        found = [c for c in stored if c.kind is not Kind.SPARE]
+        return sorted(found, key=lambda checkpoint: -self._value(checkpoint))
+
+    def held_leaves(self) -> list[Edge]:
+        """Return the edges where held KV ends, the most recently used first."""
+        found = [edge for edge in self._index.edges() if edge.is_held_leaf()]
+        return sorted(found, key=lambda edge: -edge.last_access)
+
+    def view(
+        self,
+        tier_of: Callable[[Checkpoint], str] = tier_in_pool,
+        max_edges: int = 10_000,
+        num_tokens: int = 0,
+    ) -> TreeView:
+        """Return a snapshot of the tree, with at most max_edges edges. tier_of, num_tokens: as for
+        `view_edge`."""
+        found = list(self._index.edges())
+        num_edges = len(found)
+        if num_edges > max_edges:
+            # Parents are used whenever their children are, and the sort is stable: none lacks its
+            # own.
+            found = sorted(found, key=lambda edge: -edge.last_access)[:max_edges]
+        views = [view_edge(edge, self._spec.page_bytes, tier_of, num_tokens) for edge in found]
+        return TreeView(
+            num_edges,
+            self._index.tick,
+            numbers=[view.number for view in views],
+            parents=[view.parent for view in views],
+            starts=[view.start for view in views],
+            ends=[view.end for view in views],
+            held_ends=[view.held_end for view in views],
+            last_uses=[view.last_use for view in views],
+            first_tokens=[view.first_tokens for view in views] if num_tokens else [],
+            states=[state for view in views for state in view.states],
+        )
+
+    def changes(
+        self,
+        since: Version | None,
+        limit: int | None = None,
+        tier_of: Callable[[Checkpoint], str] = tier_in_pool,
+        num_tokens: int = 0,
+    ) -> TreeChanges:
+        """Return what has changed in the tree since a version (None: all is new), with at most
+        `limit` edges (None: any number). The time is that of the changes, whatever the size of the
+        tree. tier_of, num_tokens: as for `view_edge`."""
+        journal = self._index.journal
+        is_whole = since is None or not journal.knows(since)
+        changed, removed, version = journal.since(None if is_whole else since, limit)
+        views = [view_edge(edge, self._spec.page_bytes, tier_of, num_tokens) for edge in changed]
+        is_last = version == journal.version
+        tick = self._index.tick
+        return TreeChanges(is_whole, version, is_last, len(journal), tick, removed, views)
+
+    def note_change(self, checkpoint: Checkpoint) -> None:
+        """Note that what is known of a checkpoint outside of the cache has changed."""
+        if checkpoint.edge is not None:
+            self._index.note(checkpoint.edge)
+
+    def edge_number(self, tokens: np.ndarray, salt: str = "") -> int:
+        """Return the number of the edge that spans the last known one of the leading tokens
+        (int32); 0 if none is known."""
+        edge, known = self._index.reach(salt, tokens)
+        return edge.number if known else 0

@@ -1,0 +1,101 @@
+"""WantedStates: the positions of running requests whose states are saved, or only watched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_hybrid.cache.eviction import Evictor
+from megatron_hybrid.cache.index.prefix_index import PrefixIndex
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Origin, unless_spare
+from megatron_hybrid.cache.pages.lease import Lease
+from megatron_hybrid.cache.policy.protocol import Policy, Prompt
+
+
+class WantedStates:
+    """Lets the policy choose these positions, and keeps the records of them in the tree."""
+
+    def __init__(self, index: PrefixIndex, evictor: Evictor, policy: Policy):
+        self.saving: dict[Lease, None] = {}
+        """Leases that `saves_more`: look-ups scan only these."""
+        self._index = index
+        self._evictor = evictor
+        self._policy = policy
+
+    def choose(
+        self,
+        lease: Lease,
+        resumed: Checkpoint | None,
+        known: int,
+        declared: Sequence[int],
+        messages: Sequence[int],
+        has_room: bool,
+    ) -> None:
+        """Choose the positions of a prefill whose states are worth saving, as if there were no
+        spare states. Arguments as in `Prompt`; resumed: the state that it resumes from."""
+        skipped = lease.skipped_tokens
+        if resumed is not None and resumed.kind is Kind.SPARE:
+            kept = unless_spare(resumed)
+            skipped = kept.position if kept else 0
+        length = lease.prompt_tokens
+        prompt = Prompt(length, skipped, known, declared, messages, lease.lost_fork, has_room)
+        wanted, watched = self._policy.positions(prompt)
+        lease.unwatched.update(watched)
+        if lease.skipped_tokens in wanted:
+            self.keep(resumed, wanted[lease.skipped_tokens], lease.origin)
+        self.set(lease, {p: kind for p, kind in wanted.items() if p > lease.skipped_tokens})
+
+    def set(self, lease: Lease, wanted: dict[int, Kind]) -> None:
+        """Set the positions whose state a prefill should save."""
+        lease.wanted = dict(sorted(wanted.items()))
+        self.note_saving(lease)
+        lease.unwatched.update(
+            (p, k) for p, k in wanted.items() if p > lease.done and k is not Kind.SPARE
+        )
+
+    def note_saving(self, lease: Lease) -> None:
+        """Update `saving`."""
+        if lease.saves_more:
+            self.saving[lease] = None
+        else:
+            self.saving.pop(lease, None)
+
+    def kind(self, lease: Lease, position: int) -> Kind:
+        """Return the kind of a position in a request."""
+        if position in lease.wanted:  # also in an answer: a repeated prefill has a part of it
+            return lease.wanted[position]
+        if position >= lease.next_rung and position % self._policy.rung_tokens == 0:
+            return Kind.RUNG
+        if position >= lease.prompt_tokens:
+            return Kind.PROMPT_END if position == lease.prompt_tokens else Kind.ANSWER_END
+        return Kind.JUNCTION
+
+    def watch_up_to(self, lease: Lease, edge: Edge, num_tokens: int) -> None:
+        """Watch a lease's positions among its first num_tokens tokens; edge: that of the last."""
+        for position in [p for p in lease.unwatched if p <= num_tokens]:
+            self.watch(lease, edge.at(position), position, lease.unwatched.pop(position))
+
+    def watch(self, lease: Lease, edge: Edge, position: int, kind: Kind) -> Checkpoint:
+        """Return the checkpoint at a position of a lease's path, and watch it from now on."""
+        checkpoint = edge.checkpoints.get(position)
+        if checkpoint is None:
+            checkpoint = self._index.watch(edge, position, kind, self._policy.now, lease.origin)
+            if kind is not Kind.SPARE:
+                self._policy.on_watch(checkpoint)
+        elif checkpoint.kind is Kind.SPARE:
+            self.keep(checkpoint, kind, lease.origin)
+        elif kind is Kind.ANSWER_END and checkpoint.kind is Kind.RUNG:
+            checkpoint.kind, checkpoint.origin = kind, lease.origin  # the answer ends at a rung
+            self._index.note(edge)
+        checkpoint.refused |= position in lease.refused
+        return checkpoint
+
+    def keep(self, checkpoint: Checkpoint, kind: Kind, origin: Origin) -> None:
+        """A stored state is wanted as one of this kind: if it was spare, it is kept by its value
+        from now on."""
+        if checkpoint.kind is Kind.SPARE and kind is not Kind.SPARE:
+            self._evictor.spares.discard(checkpoint)
+            checkpoint.kind, checkpoint.origin = kind, origin
+            checkpoint.born = checkpoint.last_use = self._policy.now
+            self._index.note(checkpoint.edge)
+            self._policy.on_watch(checkpoint)
+            self._evictor.on_store(checkpoint)
