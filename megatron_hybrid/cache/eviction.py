@@ -29,10 +29,9 @@ def tail_start(edge: Edge, spec: CacheSpec) -> int:
     (a cut inside a block frees nothing); `edge.held_end` if there is none."""
     if edge.parent is None or not edge.is_held_leaf():
         return edge.held_end
-    deepest = edge.deepest_checkpoint(edge.held_end)
-    if deepest is None:
+    if not edge.stored:
         return edge.start
-    return min(spec.num_blocks(deepest.position) * spec.block_size_tokens, edge.held_end)
+    return min(spec.num_blocks(edge.stored[-1]) * spec.block_size_tokens, edge.held_end)
 
 
 def tail_key(edge: Edge, spec: CacheSpec, policy: Policy) -> Key | None:

@@ -63,7 +63,9 @@ class LazyHeap:
         self._items[item] = None
         self._pushed += 1  # breaks ties in order of arrival
         heapq.heappush(self._heap, (key, self._pushed, item))
-        if not self._old and len(self._heap) > 2 * len(self._items) + MAX_STALE:
+        if not self._old:
+            if len(self._heap) <= 2 * len(self._items) + MAX_STALE:
+                return
             self._heap, self._old = self._old, self._heap
         for _ in range(min(CLEANED_AT_ONCE, len(self._old))):
             entry = self._old.pop()  # the last one: the rest stays a heap

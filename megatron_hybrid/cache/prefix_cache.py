@@ -52,7 +52,8 @@ def rolled_back(operation: Callable) -> Callable:
 
     @wraps(operation)
     def whole(self, *args, **kwargs):
-        self._recover_if_needed()
+        if self._is_miscounted:
+            self._recover()
         num_leases = len(self._leases)
         try:
             return operation(self, *args, **kwargs)
@@ -443,9 +444,8 @@ class PrefixCache:
         size = self.spec.block_size_tokens
         if lease.done and self.mode != "off":
             self._publish_tokens(lease, lease.done)
-        local_start = lease.local_start
-        if self._pages.roll(lease):
-            self._evictor.on_release(lease.path, local_start * size)
+        if lease.local_tables and (start := self._pages.roll(lease)) is not None:
+            self._evictor.on_release(lease.path, start * size)
         if before < size <= lease.done:
             self._salts.note(lease.tokens, lease.salt)
         lease.next_flush = (lease.done // size + 1) * size
@@ -548,9 +548,7 @@ class PrefixCache:
         reservation.check_pending()
         if lease.done < position:
             raise ValueError(f"checkpoint at {position} published at {lease.done}: commit first")
-        edge = self._index.held_edge(lease.path, position)
-        if edge is None:
-            edge = self._publish_tokens(lease, position)
+        edge = self._publish_tokens(lease, position)
         checkpoint = self._wanted.watch(lease, edge, position, reservation.kind)
         first = checkpoint.pages is None
         if first:
@@ -677,7 +675,8 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Recount the holders of every page, and the watched positions. Raises RuntimeError if an
         invariant is broken."""
-        self._recover_if_needed()
+        if self._is_miscounted:
+            self._recover()
         self.allocator.check_integrity()
         self._index.check_integrity()
         for lease in self._leases:
@@ -695,10 +694,6 @@ class PrefixCache:
                 )
 
     # ---- internals ----
-
-    def _recover_if_needed(self) -> None:
-        if self._is_miscounted:
-            self._recover()
 
     def _recover(self) -> None:
         """Recount the holders of all pages after a failed operation, and refill the heaps."""
@@ -821,16 +816,18 @@ class PrefixCache:
     def _publish_tokens(self, lease: Lease, num_tokens: int) -> Edge:
         """Make the lease's first tokens visible in the tree, and watch its positions among them.
         Return the edge that spans the last token."""
-        tokens = np.asarray(lease.tokens[:num_tokens], dtype=np.int32)
-        rows = lease.block_table[: self.spec.num_blocks(num_tokens)]
-        held = self._index.num_held_tokens
-        path = self._index.insert(lease.salt, tokens, rows, lease.path)
-        if new := self._index.num_held_tokens - held:
-            for listener in self._evictor.listeners:
-                listener.on_publish_blocks(lease, num_tokens - new, num_tokens)
-        if path.known >= lease.path.known:
-            lease.path = path
-        last = path.edges[-1]
+        last = self._index.held_edge(lease.path, num_tokens)
+        if last is None:
+            tokens = np.asarray(lease.tokens[:num_tokens], dtype=np.int32)
+            rows = lease.block_table[: self.spec.num_blocks(num_tokens)]
+            held = self._index.num_held_tokens
+            path = self._index.insert(lease.salt, tokens, rows, lease.path)
+            if new := self._index.num_held_tokens - held:
+                for listener in self._evictor.listeners:
+                    listener.on_publish_blocks(lease, num_tokens - new, num_tokens)
+            if path.known >= lease.path.known:
+                lease.path = path
+            last = path.edges[-1]
         self._wanted.watch_up_to(lease, last, num_tokens)
         return last
 

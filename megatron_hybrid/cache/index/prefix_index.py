@@ -93,9 +93,10 @@ class PrefixIndex:
         last, known = self.reach(salt, tokens, seen)
         edges, depth = last.from_root() if last else [], 0
         for edge in edges:
-            depth = min(known, edge.held_end)
+            depth = edge.held_end
             if depth < edge.end:
                 break
+        depth = min(known, depth)
         return Path(self._roots.get(salt), edges, depth, known, self._cuts)
 
     def reach(
@@ -213,7 +214,7 @@ class PrefixIndex:
         self.tick += 1
         for edge in edges:
             edge.last_access = self.tick
-            self.note(edge)
+            self.journal.note(edge)
         if edges and edges[-1] in self._forgettable:
             self._forgettable.move_to_end(edges[-1])
         run: list[Edge] = []  # edges, each the only child of its predecessor

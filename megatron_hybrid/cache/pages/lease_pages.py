@@ -145,9 +145,10 @@ class LeasePages:
             raise RuntimeError(f"eviction could not free {needed} pages that were counted as held")
         return self._allocator.allocate(needed).reshape(blocks, pages_per_block)
 
-    def roll(self, lease: Lease) -> bool:
-        """Release the local blocks that no later token sees. Return whether there were any."""
-        rolled = False
+    def roll(self, lease: Lease) -> int | None:
+        """Release the local blocks that no later token sees. Return the first block that it held
+        before; None if nothing was released."""
+        start, rolled = lease.local_start, False
         for i, group in enumerate(self._spec.local_groups):
             first, held = self._spec.first_local_block(group, lease.done), lease.local_first[i]
             if first > held:
@@ -157,7 +158,7 @@ class LeasePages:
                 lease.local_tables[i] = table
                 lease.local_first[i] = first
                 rolled = True
-        return rolled
+        return start if rolled else None
 
     def release(self, lease: Lease) -> None:
         """Release all pages of a lease that has no reservations."""

@@ -12,7 +12,8 @@ make up for what a young state has not shown yet: how likely a next use is, and 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import defaultdict
+from functools import partial
 
 from megatron_hybrid.cache.index.tree import (
     NO_ORIGIN,
@@ -37,18 +38,8 @@ MOST_PROBABLE = 0.9
 """Upper bound of the probability of a next use: traffic that never ended so far may change."""
 
 
-class Fate(NamedTuple):
-    """States that are expected to fare alike."""
-
-    kind: Kind
-    origin: Origin
-    """Of the request that saved them."""
-    used: bool
-    """Whether they were used at least once."""
-
-
 class FateCounts:
-    """What became of the states of one fate.
+    """What became of the states of one fate, which are expected to fare alike.
 
     Args:
         mean: counts of all fates, the prior; None: these are the counts of all.
@@ -113,21 +104,17 @@ class ReuseModel:
         self.distances = TailDistances()
         self._parts = parts
         self._all = FateCounts()
-        self._counts: dict[Fate, FateCounts] = {}
-
-    def counts(self, kind: Kind, origin: Origin, used: bool) -> FateCounts:
-        """Counts of a fate."""
-        fate = Fate(kind, origin, used)
-        if fate not in self._counts:
-            self._counts[fate] = FateCounts(self._all)
-        return self._counts[fate]
+        self._counts: defaultdict[tuple[Kind, Origin, bool], FateCounts] = defaultdict(
+            partial(FateCounts, self._all)
+        )
+        """By fate: kind, origin of the request that saved the state, and whether it was used."""
 
     def _counts_of(self, checkpoint: Checkpoint) -> FateCounts:
-        return self.counts(checkpoint.kind, checkpoint.origin, checkpoint.uses > 0)
+        return self._counts[checkpoint.kind, checkpoint.origin, checkpoint.uses > 0]
 
     def new_rate(self, kind: Kind, origin: Origin) -> float:
         """Expected uses per request of a state that is about to be saved."""
-        probability, gap = self.counts(kind, origin, used=False).expected(self.now)
+        probability, gap = self._counts[kind, origin, False].expected(self.now)
         return probability / gap
 
     def rate(self, checkpoint: Checkpoint) -> float:
@@ -139,7 +126,7 @@ class ReuseModel:
         age; the first use starts it anew.
         """
         probability, gap = self._counts_of(checkpoint).expected(self.now)
-        uses = max(0, checkpoint.uses - 1) + WEIGHT
+        uses = (checkpoint.uses or 1) - 1 + WEIGHT
         prior = WEIGHT * gap - checkpoint.born
         lifetime = prior + self.now
         ended = (1 - probability) / probability

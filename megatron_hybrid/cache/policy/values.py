@@ -18,7 +18,7 @@ from megatron_hybrid.cache.policy.reuse import ReuseModel
 
 def value_per_page(rate: float, work: float, pages: int) -> float:
     """Work saved per page and request."""
-    return rate * work / max(1, pages)
+    return rate * work / (pages or 1)
 
 
 def kv_pages(tokens: int, spec: CacheSpec) -> int:
@@ -102,8 +102,10 @@ def kv_is_held(checkpoint: Checkpoint, spec: CacheSpec, ref_counts: np.ndarray) 
 def freed_pages(checkpoint: Checkpoint, ref_counts: np.ndarray) -> int:
     """Pages of a stored state that its eviction would free: local blocks that a request holds would
     stay."""
-    held = sum(int(np.count_nonzero(ref_counts[indices(p)])) for p in checkpoint.local_pages)
-    return checkpoint.num_pages - held
+    pages = checkpoint.num_pages
+    for local in checkpoint.local_pages:
+        pages -= int(np.count_nonzero(ref_counts[indices(local)]))
+    return pages
 
 
 def checkpoint_value(

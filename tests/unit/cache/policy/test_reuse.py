@@ -157,7 +157,7 @@ def test_uses_are_counted_in_the_fate_that_the_state_had():
     model, state = model_at(500), checkpoint(born=100, last_use=100, origin=AFTER_ANSWER)
     model.watch(state)
     model.count_use(state)
-    unused, used = (model.counts(Kind.JUNCTION, AFTER_ANSWER, used) for used in (False, True))
+    unused, used = (model._counts[Kind.JUNCTION, AFTER_ANSWER, used] for used in (False, True))
     assert (unused._states, unused._uses, unused._gaps) == (1, 1, 400)
     assert (used._states, used._uses) == (1, 0)
     assert (model._all._states, model._all._uses) == (2, 1)
