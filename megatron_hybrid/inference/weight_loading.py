@@ -164,8 +164,10 @@ class _Names:
             others = [
                 self._adapter.as_found(m, self._config, _AllBut.fromkeys(m.theirs)) for m in theirs
             ]
-            self.maps += theirs + others  # where there is no other spelling, twice the same
-            self._written = theirs * 2
+            separate = [self._adapter.one_by_one(m, self._config) for m in theirs]
+            # Where there is no other spelling, the same again.
+            self.maps += theirs + others + separate
+            self._written = theirs * 3
         if self._config.share_embeddings_and_output_weights:
             self.maps += [
                 TensorMap((EMBEDDING,), (OUTPUT_LAYER,)),

@@ -1,7 +1,9 @@
 """`megatron-hybrid quantize`: a folder with weights of 8 or 4 bits, from one in floating point.
 
 Weights are rounded to nearest, tensor by tensor; nothing is calibrated. Folders of Hugging Face are
-written in the formats of compressed-tensors, which transformers and vLLM read.
+written in the formats of compressed-tensors, which transformers and vLLM read. These have a weight
+for each expert, also where a folder in floating point has those of a layer in one tensor; of such,
+transformers reads Qwen3.5's alone.
 """
 
 from __future__ import annotations
@@ -23,10 +25,14 @@ from megatron_hybrid.checkpoints.checkpoint import (
     CONFIG_FILE,
     HEAD,
     CheckpointError,
+    FoundTensors,
+    adapter_of,
     find_tensors,
     read_config,
     read_values,
 )
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
+from megatron_hybrid.checkpoints.huggingface.layouts import Layout
 from megatron_hybrid.checkpoints.packed_files import (
     PARTS,
     StoredPart,
@@ -38,6 +44,7 @@ from megatron_hybrid.checkpoints.pretrained import checked_folder, load_pretrain
 from megatron_hybrid.checkpoints.quantize import quantized
 from megatron_hybrid.checkpoints.tensor_files import TensorFiles, TensorPlan, write_tensors
 from megatron_hybrid.files import replace_file
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.packed_weight import PackedWeight, Packing, replace_weight
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
@@ -154,13 +161,15 @@ def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> R
         if found.packed.stored:
             raise CheckpointError(f"{folder} is quantized already. Name an unquantized folder.")
         is_theirs = config.huggingface_config is not None and "layer_pattern" not in values
-        places = dict(_places(model, found.maps, found.given))
-        rest, shapes = {} if is_theirs else _rest_rows(model, found.given), {}
+        source = _Source(files, found, adapter_of(config) if is_theirs else None, config)
+        places = dict(_places(model, source.maps, source.given))
+        rest, shapes = {} if is_theirs else _rest_rows(model, source.given), {}
         for name in places:
-            *lead, rows, columns = files.shape(name)
+            *lead, rows, columns = source.shape(name)
             shape = (*lead, rows - rest.get(name, 0), columns)
             if len(shape) > 2 and is_theirs:
-                report_reason(report, "experts stacked in one tensor", math.prod(shape))
+                reason = f"experts of {values['model_type']}: no quantized form is published"
+                report_reason(report, reason, math.prod(shape))
             elif _GATES.search(name):
                 report_reason(report, _STEERING, math.prod(shape))
             else:
@@ -174,13 +183,13 @@ def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> R
             reason = f"rows that are no multiple of {multiple} numbers"
             report_reason(report, reason, math.prod(shapes[name]))
         stored = {n: _stored(n, s, kind, group, is_theirs) for n, s in chosen.items()}
-        writer = _Writer(files, stored, places, rest, report, is_theirs, kind)
+        writer = _Writer(source, stored, places, rest, report, is_theirs, kind)
         if is_theirs:
-            values["quantization_config"] = _config(kind, group, files, stored)
-        for name in files.names():
+            values["quantization_config"] = _config(kind, group, source, stored)
+        for name in source.names():
             if name not in places:
                 reason = "embeddings, output layer, norms, routers, convolutions, vectors"
-                report_reason(report, reason, math.prod(files.shape(name)))
+                report_reason(report, reason, math.prod(source.shape(name)))
 
         def write_config() -> None:
             text = json.dumps(values, indent=2) + "\n"
@@ -282,12 +291,94 @@ def _stored(
     return StoredWeight(shape, parts, (1, group))
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A projection of one expert in a tensor of all."""
+
+    name: str
+    """Of that tensor, in the files."""
+    expert: int
+    index: int
+    """Among those of the expert that lie in the tensor."""
+    found: Layout
+    """From the tensor to ours."""
+    separate: Layout
+    """From projections of experts, one after the other, to ours."""
+
+    def of(self, stack: Tensor) -> Tensor:
+        """Its values in the tensor."""
+        ours = self.found.to_ours([stack[self.expert : self.expert + 1]])
+        return self.separate.to_theirs(ours)[self.index]
+
+
+class _Source:
+    """The tensors of a folder, with a name for each expert where quantized folders have that.
+
+    Args:
+        adapter: of a folder of Hugging Face; None: it is ours.
+    """
+
+    def __init__(
+        self,
+        files: TensorFiles,
+        found: FoundTensors,
+        adapter: Adapter | None,
+        config: HybridConfig,
+    ):
+        self._files, self._pieces = files, dict[str, _Piece]()
+        self.maps: list[TensorMap] = []
+        """Of weights."""
+        self.given = dict(found.given)
+        """Names in the maps -> names here."""
+        written = {} if adapter is None else {m.ours: m for m in adapter.tensors(config)}
+        for tensor_map in found.maps:
+            separate = tensor_map
+            if tensor_map.ours in written and len(tensor_map.theirs) == 1:
+                separate = adapter.one_by_one(written[tensor_map.ours], config)
+            self.maps.append(separate)
+            if separate.theirs != tensor_map.theirs:
+                self._take_apart(tensor_map, separate)
+        stacks = {piece.name for piece in self._pieces.values()}
+        self._names = sorted({*files.names(), *self._pieces} - stacks)
+
+    def _take_apart(self, tensor_map: TensorMap, separate: TensorMap) -> None:
+        """Give names to the experts in a tensor of all."""
+        (theirs,) = tensor_map.theirs
+        stack = self.given.pop(theirs)
+        each = len(separate.theirs) // self._files.shape(stack)[0]
+        prefix, own_prefix = (name.rpartition(".experts.")[0] for name in (theirs, stack))
+        for i, name in enumerate(separate.theirs):
+            own = own_prefix + name.removeprefix(prefix)
+            piece = _Piece(stack, *divmod(i, each), tensor_map.layout, separate.layout)
+            self.given[name], self._pieces[own] = own, piece
+
+    def names(self) -> list[str]:
+        """All, sorted."""
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        if (piece := self._pieces.get(name)) is None:
+            return self._files.shape(name)
+        return tuple(piece.of(torch.empty(self._files.shape(piece.name), device="meta")).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor."""
+        piece = self._pieces.get(name)
+        return self._files.dtype(name if piece is None else piece.name)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor."""
+        piece = self._pieces.get(name)
+        return self._files.read(name) if piece is None else piece.of(self._files.read(piece.name))
+
+
 class _Writer:
     """Makes the tensors of the new folder, those of a weight one after the other."""
 
     def __init__(
         self,
-        files: TensorFiles,
+        files: _Source,
         stored: dict[str, StoredWeight],
         places: dict[str, str],
         rest: dict[str, int],
@@ -325,7 +416,7 @@ class _Writer:
         if name.endswith(".rest") and (weight := name.removesuffix(".rest")) in self._rest:
             return self._files.read(weight)[..., -self._rest[weight] :, :]
         if name not in self._of:
-            return self._files.read(name)
+            return self._files.read(name).contiguous()
         weight = self._of[name]
         if self._last[0] != weight:
             self._last = weight, self._quantized(weight)
@@ -364,7 +455,7 @@ class _Writer:
 
 
 def _config(
-    kind: Format, group: int, files: TensorFiles, stored: dict[str, StoredWeight]
+    kind: Format, group: int, files: _Source, stored: dict[str, StoredWeight]
 ) -> dict[str, Any]:
     """The quantization_config, in the terms of compressed-tensors."""
     weights = {"symmetric": True, "dynamic": False, "observer": "minmax", **kind.weights}

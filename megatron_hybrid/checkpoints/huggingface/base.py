@@ -130,3 +130,8 @@ class Adapter(ABC):
         For architectures whose folders are of several kinds; `tensors` is what gets written.
         """
         return tensor_map
+
+    def one_by_one(self, tensor_map: TensorMap, config: HybridConfig) -> TensorMap:
+        """One of `tensors` as quantized folders have it: experts that lie in one tensor have names
+        of their own there. Others, and where no such folders are known, as it is."""
+        return tensor_map

@@ -18,6 +18,7 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
 from megatron_hybrid.checkpoints.huggingface.layouts import SAME, alternating, chained, transposed
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     attention_tensors,
+    experts_one_by_one,
     layer_norms,
     model_tensors,
     moe_tensors,
@@ -93,9 +94,14 @@ class GptOss(Adapter):
     ) -> TensorMap:
         """See `Adapter.as_found`. Of packed experts the rows are outputs, of others inputs."""
         if (blocks := f"{tensor_map.theirs[0]}_blocks") not in shapes:
-            return tensor_map
+            separate = self.one_by_one(tensor_map, config)
+            return separate if separate.theirs[0] in shapes else tensor_map
         layout = alternating(1) if blocks.endswith("gate_up_proj_blocks") else SAME
         return same(tensor_map.ours[0], blocks, layout)
+
+    def one_by_one(self, tensor_map: TensorMap, config: HybridConfig) -> TensorMap:
+        """See `Adapter.one_by_one`."""
+        return experts_one_by_one(tensor_map, config)
 
 
 ADAPTER = GptOss()

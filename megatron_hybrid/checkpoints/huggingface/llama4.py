@@ -17,6 +17,7 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
 from megatron_hybrid.checkpoints.huggingface.layouts import transposed
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     attention_tensors,
+    experts_one_by_one,
     layer_norms,
     mlp_tensors,
     model_tensors,
@@ -80,6 +81,17 @@ class Llama4(Adapter):
             for name, projection in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):
                 experts = f"{ours}.experts.linear_{name}.weight", f"{theirs}.experts.{projection}"
                 yield same(*experts, transposed())
+
+    def as_found(
+        self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
+    ) -> TensorMap:
+        """See `Adapter.as_found`: quantized folders have the experts one by one."""
+        separate = self.one_by_one(tensor_map, config)
+        return separate if separate.theirs[0] in shapes else tensor_map
+
+    def one_by_one(self, tensor_map: TensorMap, config: HybridConfig) -> TensorMap:
+        """See `Adapter.one_by_one`."""
+        return experts_one_by_one(tensor_map, config)
 
 
 def _pattern(hf: Mapping[str, Any]) -> str:

@@ -185,6 +185,24 @@ def mamba2_hybrid_layer(config: HybridConfig, layer: int, theirs: str) -> Iterat
         yield from attention_tensors(own, f"{ours}.self_attention", f"{theirs}.self_attn")
 
 
+def experts_one_by_one(tensor_map: TensorMap, config: HybridConfig) -> TensorMap:
+    """A map of experts in one tensor, `experts.gate_up_proj` or `experts.down_proj`, or their
+    biases, as one of `experts.0.gate_proj.weight` and so on; others as they are."""
+    (ours,) = tensor_map.ours
+    _, found, projection = ours.rpartition(".experts.linear_")
+    if not found:
+        return tensor_map
+    own, kind = projection.split(".")
+    names = ("gate_proj", "up_proj") if own == "fc1" else ("down_proj",)
+    experts = tensor_map.theirs[0].rpartition(".experts.")[0]
+    theirs = tuple(
+        f"{experts}.experts.{i}.{name}.{kind}"
+        for i in range(config.num_moe_experts)
+        for name in names
+    )
+    return TensorMap((ours,), theirs, stacked(len(names)))
+
+
 def moe_tensors(
     config: HybridConfig,
     ours: str,

@@ -14,6 +14,7 @@ from matrix import matrix_rows
 from packed_folders import FORMATS, write_folders
 from reference import greedy, tiny_engine
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import (
@@ -27,6 +28,7 @@ from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.weight_watch import WeightWatch
 from megatron_hybrid.models.flops import layer_widths, token_flops
 from megatron_hybrid.models.packed_weight import PackedWeight
+from megatron_hybrid.tools.quantize import quantize
 from megatron_hybrid.training.lora import LoraFields, adapters_of, add_adapters, merge_adapters
 
 PROJECTIONS = (
@@ -149,6 +151,98 @@ def test_experts_in_mxfp4_compute_what_they_stand_for(tmp_path):
         method = {"quantization_config": {"quant_method": "mxfp4"}} if kind == "packed" else {}
         (folder / "config.json").write_text(json.dumps(values | method))
     assert_same_model(tmp_path / "packed", tmp_path / "plain", tmp_path / "back")
+
+
+STACKED = {
+    "qwen3_5_moe": {"hidden_size": 64, "moe_intermediate_size": 32},
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 32},
+    "llama4": {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2},
+}
+"""Architectures whose folders in floating point have the experts of a layer in one tensor."""
+
+
+def _stack(experts: list[torch.Tensor], name: str, is_gated: bool) -> torch.Tensor:
+    """Projections of experts as the folder in floating point has them."""
+    if name == "qwen3_5_moe":
+        return torch.stack(experts)
+    whole = torch.stack(experts).mT
+    if name == "gpt_oss" and is_gated:  # the gates at even places
+        whole = torch.stack(whole.chunk(2, -1), -1).flatten(-2)
+    return whole.contiguous()
+
+
+def _dequantized(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of channel FP8, or of integers of 4 bits in groups of 32."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_packed"):
+            codes = (tensor.unsqueeze(-1) >> torch.arange(0, 32, 4)) & 15
+            scale = tensors[name.replace("_packed", "_scale")].repeat_interleave(32, 1)
+            value = (codes.flatten(-2) - 8).float() * scale.float()
+            found[name.removesuffix("_packed")] = value.bfloat16()
+        elif tensor.dtype == torch.float8_e4m3fn:
+            found[name] = (tensor.float() * tensors[f"{name}_scale"]).bfloat16()
+        elif not name.endswith(("_scale", "_shape")):
+            found[name] = tensor
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "to"),
+    matrix_rows(
+        [(n, to) for n in STACKED for to in ("int4", "fp8")], *((n, "int4") for n in STACKED)
+    ),
+)
+def test_stacked_experts_are_quantized_one_by_one(tmp_path, name, to):
+    source = tmp_path / "source"
+    build(name, **STACKED[name]).to(torch.bfloat16).save_pretrained(source)
+    tensors = load_file(source / "model.safetensors")
+    if name == "qwen3_5_moe":  # transformers writes them one by one, those of Qwen are not
+        for key in sorted(k for k in tensors if k.endswith("experts.0.up_proj.weight")):
+            prefix, number = key.removesuffix("0.up_proj.weight"), 6
+            parts = {
+                part: [tensors.pop(f"{prefix}{i}.{part}_proj.weight") for i in range(number)]
+                for part in ("gate", "up", "down")
+            }
+            both = [torch.cat(each) for each in zip(parts["gate"], parts["up"], strict=True)]
+            tensors |= {
+                f"{prefix}gate_up_proj": torch.stack(both),
+                f"{prefix}down_proj": torch.stack(parts["down"]),
+            }
+        save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    report = quantize(source, tmp_path / "packed", to)
+    assert {"mlp.experts.linear_fc1", "mlp.experts.linear_fc2"} <= report.quantized.keys()
+    assert not any("experts" in reason for reason in report.kept)
+    plain = _dequantized(load_file(tmp_path / "packed" / "model.safetensors"))
+    for key, before in tensors.items():
+        prefix, found, kind = key.partition(".experts.")
+        if not found:
+            continue
+        is_gated, ending = "gate" in kind, "bias" if kind.endswith("_bias") else "weight"
+        names = ("gate_proj", "up_proj") if is_gated else ("down_proj",)
+        experts = [
+            torch.cat([plain.pop(f"{prefix}.experts.{i}.{each}.{ending}") for each in names])
+            for i in range(len(before))
+        ]
+        if ending == "weight":
+            plain[key] = _stack(experts, name, is_gated)
+            error = (plain[key] - before).float().norm() / before.float().norm()
+            assert error < {"int4": 0.13, "fp8": 0.04}[to]
+        else:
+            plain[key] = torch.stack(experts).unflatten(1, (len(names), -1)).mT.flatten(1)
+            assert torch.equal(plain[key], before)
+    (tmp_path / "plain").mkdir()
+    save_file(plain, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    (tmp_path / "plain" / "config.json").write_bytes((source / "config.json").read_bytes())
+    assert_same_model(tmp_path / "packed", tmp_path / "plain", tmp_path / "back")
+    if name == "qwen3_5_moe":
+        theirs = AutoModelForCausalLM.from_pretrained(
+            tmp_path / "packed", quantization_config=CompressedTensorsConfig(dequantize=True)
+        )
+        state = theirs.state_dict()
+        for key, value in plain.items():
+            if ".experts." in key:
+                torch.testing.assert_close(state[key], value, rtol=2.0**-7, atol=1e-6)
 
 
 def test_a_packed_model_serves_alike_alone_together_and_restored(qwen):
