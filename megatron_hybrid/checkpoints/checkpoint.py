@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,26 +183,43 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike[str], cast: bo
             are rounded, as in transformers, except those that the model keeps in fp32.
 
     Raises:
-        CheckpointError: unreadable, or not of this model; on all ranks, if one of them finds it so.
+        CheckpointError: unreadable, or not of this model; on all ranks, if one of them finds it so,
+            before the first of them writes.
     """
-    with fail_together(CheckpointError):
-        _load_checkpoint(model, Path(folder), cast)
+    with ExitStack() as stack:
+        with fail_together(CheckpointError):
+            write = stack.enter_context(checked_load(model, Path(folder), cast))
+        with fail_together(CheckpointError):
+            write()
 
 
-def _load_checkpoint(model: HybridModel, folder: Path, cast: bool) -> None:
-    """`load_checkpoint` on this rank alone."""
+@contextmanager
+def checked_load(
+    model: HybridModel, folder: Path, cast: bool = False, keeps_packing: bool = False
+) -> Iterator[Callable[[], None]]:
+    """`load_checkpoint` on this rank alone, in two steps: all is checked, and the context is the
+    function that writes. An error inside puts back the parameters that were replaced.
+
+    keeps_packing: refuse a folder that is not packed as the model is; no parameter is replaced.
+
+    Raises:
+        CheckpointError: unreadable, or not of this model.
+    """
     values = read_values(folder / CONFIG_FILE)
     with TensorFiles.open(folder) as files:
         found = find_tensors(model, folder, files, values)
         rounded = FLOATS if cast else (torch.float32,) if found.is_mixed else ()
-        drawn = files.total_bytes if dist.get_rank() == 0 else 0  # one bar for all ranks
-        with (
-            found.packed.pack(model, found.maps, str(folder), files.read),
-            progress(f"loading {folder}", drawn) as advance,
-        ):
+        with found.packed.pack(model, found.maps, str(folder), files.read, keeps_packing):
             maps = list(found.packed.maps(found.maps))
             source = _source_of(found.packed, str(folder), found.given, files)
-            load_tensors(model, maps, source, rounded, advance)
+            checked = _checked_maps(model, maps, source, rounded)
+
+            def write() -> None:
+                drawn = files.total_bytes if dist.get_rank() == 0 else 0  # one bar for all ranks
+                with progress(f"loading {folder}", drawn) as advance:
+                    _copy_tensors(model, checked, source, advance)
+
+            yield write
 
 
 def pack_as_in(model: HybridModel, folder: str | os.PathLike[str]) -> None:
@@ -579,6 +597,16 @@ def load_tensors(
     advance: Callable[[int], None],
 ) -> None:
     """Copy this rank's pieces into the model, after checking all of them."""
+    _copy_tensors(model, _checked_maps(model, maps, source, rounded), source, advance)
+
+
+def _checked_maps(
+    model: HybridModel,
+    maps: list[TensorMap],
+    source: TensorSource,
+    rounded: tuple[torch.dtype, ...],
+) -> list[TensorMap]:
+    """The maps of tensors that this rank has pieces of, after checking all of them."""
     pp = model.pg_collection.pp
     own = own_tensors(model)
     # Other pipeline stages load the rest, so only a sole stage can find extra tensors.
@@ -594,6 +622,17 @@ def load_tensors(
         )
     for tensor_map in maps:
         check_map(tensor_map, own, source, rounded)
+    return maps
+
+
+def _copy_tensors(
+    model: HybridModel,
+    maps: list[TensorMap],
+    source: TensorSource,
+    advance: Callable[[int], None],
+) -> None:
+    """Copy this rank's pieces into the model."""
+    own = own_tensors(model)
     for tensor_map in maps:
         theirs = [source.read(source.given[name]) for name in tensor_map.theirs]
         for name, value in zip(tensor_map.ours, tensor_map.layout.to_ours(theirs), strict=True):

@@ -141,6 +141,7 @@ class PackedSource:
         maps: Iterable[TensorMap],
         source: str,
         read: Callable[[str], Tensor] | None = None,
+        keeps_packing: bool = False,
     ) -> Iterator[None]:
         """Replace the parameters of this rank whose weights are packed, and packed ones whose
         weights are not; nothing is written into them. An error inside puts them back.
@@ -148,6 +149,7 @@ class PackedSource:
         Args:
             source: its name in errors.
             read: reads one of their tensors, to check codes; None: they are not checked.
+            keeps_packing: refuse what would replace a parameter.
 
         Raises:
             CheckpointError: a weight that cannot be packed in the model.
@@ -186,6 +188,17 @@ class PackedSource:
                 plan.append((module, PackedWeight(module.weight, packing)))
             except ValueError as error:
                 raise CheckpointError(f"{packed[0]} is packed in {source}, but {error}.") from None
+        if keeps_packing and plan:
+            name = next(name for name, module in modules.items() if module is plan[0][0])
+            kinds = [
+                f"packed ({each.packing})" if isinstance(each, PackedWeight) else "not packed"
+                for each in (plan[0][1], plan[0][0].weight)
+            ]
+            raise CheckpointError(
+                f"{name} is {kinds[0]} in {source}, but {kinds[1]} in the model, which keeps "
+                "the packing that it has: give a folder that is packed alike, or weights in "
+                "floating point, or load the model anew from this folder."
+            )
         if read is not None:
             self.check_codes(own_packed, read)
         before = [module.weight for module, _ in plan]

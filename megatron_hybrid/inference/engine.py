@@ -773,6 +773,7 @@ class DynamicInferenceEngine:
         """Write a part of the new weights into the model.
 
         update_info: {"path"}, the absolute path of a checkpoint's folder that each rank can read;
+            (one with packed weights holds the whole model, which is packed alike);
             or {"names", "dtype_names", "shapes"} of tensors that the trainer broadcasts to its
             group now, one by one in this order; or the same with {"ipc_handles_pickled"}, tensors
             in another process's memory of each rank's GPU, as vLLM's trainers name them. Names and

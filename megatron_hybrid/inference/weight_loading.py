@@ -7,6 +7,8 @@ of them by the maps that load checkpoints.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from megatron_hybrid.checkpoints.checkpoint import (
     TensorSource,
     adapter_of,
     check_map,
+    checked_load,
     copy_piece,
     own_tensors,
     own_weights,
@@ -24,7 +27,7 @@ from megatron_hybrid.checkpoints.checkpoint import (
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import SAME, stacked
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
-from megatron_hybrid.inference.weight_transfer import Part
+from megatron_hybrid.inference.weight_transfer import FolderPart, Part
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.packed_weight import PackedWeight
 from megatron_hybrid.models.parameter_names import canonical_name, is_parameter, separate_expert
@@ -109,12 +112,16 @@ class WeightLoader:
         return all(torch.equal(own.float(), value.to(own).float()) for own, value in pieces)
 
     def load_part(self, part: Part) -> None:
-        """Write some of the tensors; `end` when all are there. Every rank has the same part.
+        """Write some of the tensors; `end` when all are there. Every rank has the same part. A
+        folder with packed weights is taken whole, as it is.
 
         Raises:
             CheckpointError: as `load`; of this part nothing was written, unless a tensor was given
                 twice, or the trainer failed.
         """
+        if isinstance(part, FolderPart) and part.is_packed:
+            self._load_packed(part.path)
+            return
         try:
             with self._ranks.together("checking new weights"):
                 check = _Pass(self, writes=False)
@@ -124,6 +131,15 @@ class WeightLoader:
             part.drop()
             raise
         self._parts.take(part.tensors())
+
+    def _load_packed(self, folder: Path) -> None:
+        """Write the weights of a folder that is packed as the model is."""
+        with ExitStack() as stack:
+            with self._ranks.together("checking new weights"):
+                checked = checked_load(self.model, folder, cast=True, keeps_packing=True)
+                write = stack.enter_context(checked)
+            self.written |= self.own.keys()
+            write()
 
     def end(self) -> None:
         """Raise CheckpointError if the parts lack something that belongs to what they had."""

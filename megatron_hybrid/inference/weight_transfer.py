@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from megatron_hybrid.checkpoints.checkpoint import CONFIG_FILE, is_packed
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles
 from megatron_hybrid.validation import is_int
 
@@ -199,7 +200,7 @@ def part_of(info: object, group: WeightGroup | None, device: torch.device) -> Pa
         ValueError: it is none of these, or cannot be received here.
     """
     if isinstance(info, Mapping) and "path" in info:
-        return _Folder(**_fields(info, "update_info", ("path",), 1))
+        return FolderPart(**_fields(info, "update_info", ("path",), 1))
     listed = ("names", "dtype_names", "shapes")
     fields = _fields(info, "update_info", (*listed, "ipc_handles_pickled", "packed"), 3)
     if fields.pop("packed", False):
@@ -263,7 +264,7 @@ class _Broadcasts:
             pass
 
 
-class _Folder:
+class FolderPart:
     """The weights of a checkpoint, which every rank can read. path: absolute."""
 
     def __init__(self, path: object):
@@ -272,15 +273,16 @@ class _Folder:
                 f"update_info.path is {path!r}; it is the absolute path of a folder that each rank "
                 "of the server can read"
             )
-        self._path = Path(path)
-        with TensorFiles.open(self._path) as files:
+        self.path = Path(path)
+        self.is_packed = (self.path / CONFIG_FILE).is_file() and is_packed(self.path)
+        with TensorFiles.open(self.path) as files:
             self.heads = [
                 (name, torch.empty(files.shape(name), dtype=files.dtype(name), device="meta"))
                 for name in files.names()
             ]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        with TensorFiles.open(self._path) as files:
+        with TensorFiles.open(self.path) as files:
             for name, _ in self.heads:
                 yield name, files.read(name)
 

@@ -463,6 +463,38 @@ def test_a_packed_model_takes_a_folder_that_is_packed_otherwise_or_not(qwen, tmp
     assert torch.equal(logits(model), logits(mh.load_pretrained(plain)[0]))
 
 
+def test_an_engine_takes_a_folder_that_is_packed_as_its_model(qwen, tmp_path):
+    """As it is, to the bit: nothing is rounded anew."""
+    new, plain = folders(tmp_path, "qwen3_next", {PROJECTIONS: "fp8-block"}, seed=4)
+    other, _ = folders(tmp_path / "other", "qwen3_next", {PROJECTIONS: "ct-int8"})
+    engine = tiny_engine(mh.load_pretrained(qwen[0])[0])
+    before = weights_hash(engine.model)
+    unpacked = tiny_engine(mh.load_pretrained(qwen[1])[0])
+    for each, folder, words in (
+        (engine, other, "is packed .*int8.* but packed .*float8_e4m3fn.* in the model"),
+        (unpacked, new, "is packed .* but not packed in the model"),
+        (engine, rewritten(new, tmp_path / "nan", _with_nan), "NaN"),
+    ):
+        each.start_weight_update()
+        with pytest.raises(CheckpointError, match=words):
+            each.receive_weights({"path": str(folder)})
+        assert not each.awaits_weights  # nothing was written
+    assert weights_hash(engine.model) == before
+    engine.start_weight_update()
+    engine.receive_weights({"path": str(new)})
+    engine.finish_weight_update()
+    expected, _ = mh.load_pretrained(new)
+    assert weights_hash(engine.model) == weights_hash(expected)
+    prompt = [list(range(3, 40))]
+    found = engine.generate(prompt, greedy(4))[0].generated_tokens
+    assert (
+        found
+        == tiny_engine(mh.load_pretrained(plain)[0]).generate(prompt, greedy(4))[0].generated_tokens
+    )
+    save_huggingface(engine.model, tmp_path / "back")
+    assert stored_bytes(tmp_path / "back") == stored_bytes(new)
+
+
 def test_codes_that_are_no_numbers_are_found_before_the_first_write(qwen, tmp_path):
     model, _ = mh.load_pretrained(qwen[1])
     before = weights_hash(model)

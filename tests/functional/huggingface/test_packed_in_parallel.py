@@ -9,10 +9,12 @@ import torch.distributed as dist
 from huggingface import build
 from packed_folders import write_folders
 from rank_processes import join_ranks, run_ranks
-from safetensors.torch import load_file
+from reference import tiny_engine
+from safetensors.torch import load_file, save_file
 
 import megatron_hybrid as mh
-from megatron_hybrid.checkpoints.checkpoint import save_huggingface
+from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, own_tensors, save_huggingface
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 
 PROJECTIONS = r"((q|k|v|o|gate|up|down)_proj|in_proj_qkvz|(in|out)_proj|experts\.\d+\.\w+)$"
 MODELS = {
@@ -72,3 +74,47 @@ def test_ranks_share_packed_weights(tmp_path, name, sizes):
     for name, tensor in stored.items():
         assert written[name].dtype == tensor.dtype
         assert torch.equal(written[name].float(), tensor.float()), name
+
+
+def held(model: mh.HybridModel) -> dict[str, torch.Tensor]:
+    """Copies of all tensors of a rank."""
+    return {name: tensor.detach().clone() for name, tensor in own_tensors(model).items()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def run_failures(rank: int, folder: Path) -> None:
+    join_ranks(rank, 2, f"{folder}/rendezvous")
+    sizes = {"tensor_model_parallel_size": 2}
+    for kind in ("plain", "packed"):
+        model, _ = mh.load_pretrained(folder / "old" / kind, **sizes)
+        before = held(model)
+        for other in ("packed", "plain"):
+            with pytest.raises(CheckpointError, match=r"not in .*, but the model has"):
+                load_checkpoint(model, folder / ("broken" if rank == 1 else "new") / other)
+            assert_equal(held(model), before)
+    new, _ = mh.load_pretrained(folder / "new" / "packed", **sizes)
+    with tiny_engine(model) as engine:
+        engine.start_weight_update()
+        engine.receive_weights({"path": str(folder / "new" / "packed")})
+        engine.finish_weight_update()
+        assert_equal(held(model), held(new))
+    dist.destroy_process_group()
+
+
+@pytest.mark.matrix
+def test_a_load_that_fails_on_one_rank_changes_no_rank(tmp_path):
+    formats = {PROJECTIONS: "fp8-block"}
+    for i, kind in enumerate(("old", "new", "broken")):
+        source = tmp_path / f"{kind}-source"
+        build("qwen3_next", seed=i).to(torch.bfloat16).save_pretrained(source)
+        for folder in write_folders(source, tmp_path / kind, formats):
+            if kind == "broken":
+                tensors = load_file(folder / "model.safetensors")
+                del tensors["model.norm.weight"]
+                save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    run_ranks(run_failures, (tmp_path,), 2)
