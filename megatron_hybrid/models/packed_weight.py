@@ -75,6 +75,7 @@ class PackedWeight(nn.Module):
                 num_rest = sum(rest_cut.local_sections)
         else:
             by_row = None
+            _require_whole_codes(columns, by_column, width)
         packed_rows = rows - num_rest
         parts = {
             "codes": (packed_rows, columns // width, packing.codes, width),
@@ -203,6 +204,26 @@ def common_group(weight: Tensor | PackedWeight, group: int) -> int:
         for rank in range(cut.num_ranks):
             found = math.gcd(found, *(at for span in cut.ranges(rank) for at in span))
     return found
+
+
+def _require_whole_codes(columns: int, cut: Cut | None, width: int) -> None:
+    """Raise ValueError if columns that share an element of codes lie on different ranks.
+
+    Args:
+        columns: of this rank.
+        width: columns in an element of codes.
+    """
+    sections = (columns,) if cut is None else cut.sections
+    num_ranks = 1 if cut is None else cut.num_ranks // cut.repeats
+    fitting = [n for n in range(1, num_ranks + 1) if all(s % (n * width) == 0 for s in sections)]
+    if num_ranks not in fitting:
+        most = f" {fitting[-1]} is the largest one that fits." if fitting else ""
+        raise ValueError(
+            f"its {sum(sections)} columns are cut into pieces of {columns} for {num_ranks} "
+            f"tensor-parallel ranks, and {width} columns share a byte, which cannot be cut. Choose "
+            f"a tensor-parallel size that divides them into multiples of {width}.{most} Weights of "
+            "8 bits can be cut anywhere"
+        )
 
 
 def _rows_apart(cut: Cut, num_rest: int) -> tuple[Cut, Cut]:

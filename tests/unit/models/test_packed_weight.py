@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -48,18 +48,15 @@ def cases(draw):
     return (*lead, rows, columns), cut, packing
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases())
-def test_slices_over_ranks_are_slices_of_the_unpacked_weight(case):
-    shape, cut, (codes, scale, group, has_outer, num_rest) = case
+def check_slices(shape, cut, kind):
+    """Slices of codes and scales stand for slices of the weight."""
+    codes, scale, group, has_outer, num_rest = kind
     local = list(shape)
     local[cut.dim] = sum(cut.local_sections)
     parameter = nn.Parameter(torch.empty(local, dtype=torch.bfloat16))
     mark_tensor_parallel(parameter, cut)
     group = common_group(parameter, group)
     packing = Packing(codes, scale, group, has_outer, None, num_rest)
-    if group % packing.columns_per_code:
-        return
     generator = torch.Generator().manual_seed(0)
     *lead, rows, columns = shape
     rows -= num_rest
@@ -84,6 +81,35 @@ def test_slices_over_ranks_are_slices_of_the_unpacked_weight(case):
                 part.copy_(shard(value, part, rank))
         assert torch.equal(weight.unpacked(), shard(expected, parameter, rank))
         assert weight.unpacked().shape == weight.shape and weight.numel() == parameter.numel()
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_slices_over_ranks_are_slices_of_the_unpacked_weight(case):
+    check_slices(*case)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    local=st.integers(1, 40),
+    num_ranks=st.sampled_from([1, 2, 3, 4]),
+    group=st.sampled_from([2, 6, 16, 32, 128]),
+    scale=st.sampled_from([torch.bfloat16, torch.float8_e4m3fn]),
+)
+def test_columns_of_4_bits_are_cut_between_bytes_or_refused(local, num_ranks, group, scale):
+    """Groups may be cut, bytes of two columns not: the last number of a rank would be lost."""
+    columns = local * num_ranks
+    assume(columns % 2 == 0)
+    case = (4, columns), Cut(1, (columns,), num_ranks), (torch.uint8, scale, group, False, 0)
+    if local % 2 == 0:
+        check_slices(*case)
+        return
+    most = max(n for n in range(1, num_ranks) if columns % (2 * n) == 0)
+    words = (
+        f"{columns} columns are cut into pieces of {local} for {num_ranks} .* {most} is the largest"
+    )
+    with pytest.raises(ValueError, match=words):
+        check_slices(*case)
 
 
 def test_rows_that_are_no_whole_block_cannot_stay_unpacked():
