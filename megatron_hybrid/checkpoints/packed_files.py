@@ -48,6 +48,8 @@ _KINDS: dict[str, tuple[str, tuple[str | None, ...]] | None] = {
             "mixed-precision",
         ),
     ),
+    "awq": ("version", ("gemm", "")),
+    "gptq": ("checkpoint_format", ("gptq", "gptq_v2", "")),
 }
 """Values of `quant_method` that are read; of some, values of another key."""
 
@@ -58,6 +60,7 @@ _COLUMNS = {torch.float8_e4m3fn: 16, torch.float8_e8m0fnu: 32}
 _UNUSED = (
     *("input_scale", "input_global_scale", "input_zero_point"),
     *("q_scale", "k_scale", "v_scale", "output_scale"),
+    "g_idx",
 )
 """Tensors that are written back as they were, and not used: activations stay in the model's dtype,
 and keys and values are not quantized by what a file says."""
@@ -165,7 +168,7 @@ class PackedFiles:
         for name in sorted(self._names):
             for ending, read in _READERS.items():
                 if name.endswith(ending) and (parts := read(self, name)) is not None:
-                    weight = name.removesuffix("_packed")
+                    weight = name.removesuffix("_packed").replace(".qweight", ".weight")
                     self.stored[weight] = self._weight(weight, parts)
                     used |= {part.name for part in parts.values()}
         if self.stored and config is None:
@@ -226,11 +229,16 @@ class PackedFiles:
                 f"{self.files.folder}, which is no format that is read. Dequantize it with the "
                 "library that packed it."
             )
-        stored = torch.empty(codes.shape, dtype=self.files.dtype(codes.name), device="meta")
-        *lead, rows, width = (stored if codes.decode is None else codes.decode(stored)).shape
+
+        def decoded_shape(part: StoredPart) -> tuple[int, ...]:
+            stored = torch.empty(part.shape, dtype=self.files.dtype(part.name), device="meta")
+            return tuple((stored if part.decode is None else part.decode(stored)).shape)
+
+        *lead, rows, width = decoded_shape(codes)
         shape = (*lead, rows, width * 8 // kind.bits)
         sizes = (1, _COLUMNS[scale.dtype]) if kind.name == "fp4" else None
-        block = self._block(name, shape, scale.shape, [sizes] if sizes else self._block_sizes())
+        sizes = [sizes] if sizes else self._block_sizes()
+        block = self._block(name, shape, decoded_shape(scale), sizes)
         return StoredWeight(shape, parts, block)
 
     def _block(
@@ -260,6 +268,8 @@ class PackedFiles:
     def _block_sizes(self) -> list[tuple[int, int]]:
         """Blocks of (rows, columns) that the config names, or else those that FP8 is known for."""
         found = [tuple(size) for size in [self.config.get("weight_block_size")] if size]
+        if (size := self.config.get("group_size") or 0) > 0:
+            found.append((1, size))
         for group in (self.config.get("config_groups") or {}).values():
             weights = group.get("weights") or {}
             if structure := weights.get("block_structure"):
@@ -354,14 +364,11 @@ def _zero_points(files: PackedFiles, name: str, bits: int, rows: int) -> StoredP
         )
 
     def decode(stored: Tensor) -> Tensor:
-        codes = _bytes_of_words(stored.t().contiguous())
-        nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-        return (nibbles.to(torch.int8) - 8).t()[:rows]
+        return (_nibbles(stored.t().contiguous().view(torch.uint8)).to(torch.int8) - 8).t()[:rows]
 
     def encode(zero: Tensor) -> Tensor:
         nibbles = _padded((zero + 8).to(torch.uint8).t(), 8 * words, 0)
-        codes = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
-        return _words_of_bytes(codes).t().contiguous()
+        return _words_of_bytes(_in_bytes(nibbles)).t().contiguous()
 
     return files.part(name, torch.int8, decode, encode)
 
@@ -388,8 +395,89 @@ def _blocks(files: PackedFiles, name: str) -> dict[str, StoredPart] | None:
     }
 
 
-_READERS = {".weight": _plain_codes, ".weight_packed": _packed_codes, "_blocks": _blocks}
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Rows of the weight whose codes lie in a word, from the lowest bits on."""
+
+
+def _turned_words(files: PackedFiles, name: str) -> dict[str, StoredPart]:
+    """Those of AWQ and GPTQ, of 4 bits and from 0 on. Rows are inputs, groups of them have a scale
+    and a zero point for each output. Words hold neighbouring outputs in AWQ and in all zero points,
+    inputs in GPTQ, whose first version stores zero points less 1."""
+    layer, config = name.removesuffix(".qweight"), files.config
+    is_awq = config.get("quant_method") == "awq"
+    scale = files.part(f"{layer}.scales", None, _turned, _turned)
+    zero, shape = files.part(f"{layer}.qzeros"), files.files.shape(name)
+    groups, rows = scale.shape
+    columns = shape[0] * (1 if is_awq else 8)
+    expected = (columns, rows // 8) if is_awq else (columns // 8, rows)
+    if config.get("bits", 4) != 4 or shape != expected or zero.shape != (groups, rows // 8):
+        raise CheckpointError(
+            f"{name} of shape {list(shape)} has scales of shape {list(scale.shape)} and zero "
+            f"points of shape {list(zero.shape)} in {files.files.folder}, with bits="
+            f"{config.get('bits')}; of AWQ and GPTQ weights of 4 bits are read. Dequantize it with "
+            "the library that packed it."
+        )
+    if files.has(order := f"{layer}.g_idx"):
+        in_order = torch.arange(columns) // -(-columns // groups)
+        if not torch.equal(files.files.read(order).long(), in_order):
+            raise CheckpointError(
+                f"{order} gives columns an order of their own in {files.files.folder}, which is "
+                "not read. Quantize it without an order of activations (desc_act)."
+            )
+    order = _AWQ_ORDER if is_awq else range(8)
+    places = sorted(range(8), key=order.__getitem__)
+    first = 8 if is_awq or config.get("checkpoint_format") == "gptq_v2" else 7
+
+    def rows_of(words: Tensor) -> Tensor:
+        nibbles = _nibbles(words.contiguous().view(torch.uint8))
+        return nibbles.unflatten(-1, (-1, 8))[..., places].flatten(-2)
+
+    def words_of(rows: Tensor) -> Tensor:
+        return _words_of_bytes(_in_bytes(rows.unflatten(-1, (-1, 8))[..., list(order)].flatten(-2)))
+
+    codes = (
+        (
+            lambda stored: _in_bytes(_turned(rows_of(stored))),
+            lambda c: words_of(_turned(_nibbles(c))),
+        )
+        if is_awq
+        else (
+            lambda stored: _bytes_of_words(_turned(stored)),
+            lambda c: _turned(_words_of_bytes(c)),
+        )
+    )
+    return {
+        "codes": files.part(name, torch.uint8, *codes),
+        "scale": scale,
+        "zero": files.part(
+            zero.name,
+            torch.int8,
+            lambda stored: _turned(rows_of(stored)).to(torch.int8) - first,
+            lambda value: words_of(_turned((value + first).to(torch.uint8))),
+        ),
+    }
+
+
+_READERS = {
+    ".weight": _plain_codes,
+    ".weight_packed": _packed_codes,
+    "_blocks": _blocks,
+    ".qweight": _turned_words,
+}
 """By the end of a name."""
+
+
+def _turned(tensor: Tensor) -> Tensor:
+    return tensor.t().contiguous()
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """[.., n] bytes -> [.., 2n] codes of 4 bits, the lower half first."""
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+
+
+def _in_bytes(nibbles: Tensor) -> Tensor:
+    return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
 
 
 def _bytes_of_words(words: Tensor) -> Tensor:

@@ -90,6 +90,32 @@ def integers(weight: Tensor, bits: int, group: int, symmetric: bool = True) -> S
     return stored, (codes - zeros) * over
 
 
+def turned(weight: Tensor, kind: str, group: int = 32) -> Stored:
+    """AWQ ("awq"), GPTQ ("gptq", "gptq_v2"): codes and zero points from 0 to 15, inputs as rows."""
+    rows = weight.t()
+    groups = rows.unflatten(0, (-1, group))
+    low, high = groups.amin(1).clamp(max=0), groups.amax(1).clamp(min=0)
+    scale = ((high - low) / 15).clamp(min=1e-6).bfloat16()
+    zero = (-low / scale.double()).round().clamp(1, 15).long()
+    over, zeros = (each.repeat_interleave(group, 0) for each in (scale.double(), zero))
+    codes = (rows / over + zeros).round().clamp(0, 15).long()
+
+    def packed(numbers: Tensor, order: list[int]) -> Tensor:
+        found = sum(numbers[..., at::8] << 4 * place for place, at in enumerate(order))
+        return torch.where(found >= 1 << 31, found - (1 << 32), found).to(torch.int32)
+
+    order = [0, 2, 4, 6, 1, 3, 5, 7] if kind == "awq" else list(range(8))
+    stored = {
+        "qweight": packed(codes, order) if kind == "awq" else packed(codes.t(), order).t(),
+        "qzeros": packed(zero - int(kind == "gptq"), order),
+        "scales": scale,
+    }
+    if kind != "awq":
+        stored["g_idx"] = (torch.arange(len(rows)) // group).to(torch.int32)
+    stored = {name: tensor.contiguous() for name, tensor in stored.items()}
+    return stored, ((codes - zeros) * over).t()
+
+
 def _nibbles(scaled: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest numbers of e2m1: two codes a byte, and their values."""
     index = (scaled.abs().unsqueeze(-1) - E2M1).abs().argmin(-1)
@@ -167,6 +193,18 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Stored], dict]] = {
             "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
         },
     ),
+    **{
+        kind: (
+            lambda w, kind=kind: turned(w, kind),
+            {
+                "quant_method": kind.partition("_")[0],
+                "bits": 4,
+                "group_size": 32,
+                **({"checkpoint_format": kind} if kind != "awq" else {"version": "gemm"}),
+            },
+        )
+        for kind in ("awq", "gptq", "gptq_v2")
+    },
     "ct-nvfp4": (
         lambda w: nvfp4(w, compressed_tensors=True),
         {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
@@ -211,7 +249,7 @@ def write_folders(
             continue
         stored, values = FORMATS[found[0]][0](weight.double())
         packed |= {f"{layer}.{part}": tensor for part, tensor in stored.items()}
-        plain[name] = values.to(weight.dtype)
+        plain[name] = values.to(weight.dtype).contiguous()
     config = config or FORMATS[next(iter(formats.values()))][1]
     values = json.loads((source / "config.json").read_text())
     return (

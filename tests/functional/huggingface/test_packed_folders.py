@@ -68,6 +68,12 @@ def qwen(tmp_path_factory) -> tuple[Path, Path]:
     return folders(tmp_path_factory.mktemp("qwen"), "qwen3_next", {PROJECTIONS: "fp8-block"})
 
 
+@pytest.fixture(scope="module")
+def gptq(tmp_path_factory) -> Path:
+    """Integers of 4 bits by GPTQ."""
+    return folders(tmp_path_factory.mktemp("gptq"), "llama", {PROJECTIONS: "gptq"})[0]
+
+
 @torch.no_grad()
 def logits(model: mh.HybridModel, length: int = 33) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
@@ -336,6 +342,22 @@ def _without(ending):
 )
 def test_what_cannot_be_unpacked_is_refused(qwen, tmp_path, change, config, words):
     folder = rewritten(qwen[0], tmp_path / "folder", change, config)
+    with pytest.raises(CheckpointError, match=words):
+        mh.load_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "words"),
+    [
+        (lambda t: {n: x.flip(0) if "g_idx" in n else x for n, x in t.items()}, {}, "desc_act"),
+        (dict, {"bits": 8}, "bits=8; of AWQ and GPTQ weights of 4 bits"),
+        (dict, {"checkpoint_format": "marlin"}, "gptq, gptq_v2 are read"),
+    ],
+    ids=["order", "bits", "marlin"],
+)
+def test_gptq_that_is_not_read_is_refused(gptq, tmp_path, change, config, words):
+    given = json.loads((gptq / "config.json").read_text())["quantization_config"]
+    folder = rewritten(gptq, tmp_path / "folder", change, {"quantization_config": given | config})
     with pytest.raises(CheckpointError, match=words):
         mh.load_pretrained(folder)
 
