@@ -20,6 +20,23 @@ SAMPLED = {"temperature": 0.8, "seed": 1}
 TASKS: dict[str, tuple[str, dict]] = {
     "prose, greedy": (STORY, {"top_k": 1}),
     "prose, sampled": (STORY, SAMPLED),
+    "a chat, greedy": (
+        "User: Who sailed round the world?\nAssistant: The young sailor did.\n"
+        "User: Who came home again?\nAssistant:",
+        {"top_k": 1},
+    ),
+    "code, greedy": (
+        "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n\n\ndef",
+        {"top_k": 1},
+    ),
+    "an agent's calls, greedy": (
+        "".join(
+            f'call: {{"tool": "read", "path": "src/{name}.py"}}\nresult: ok\n'
+            for name in ("main", "tree", "page")
+        )
+        + "call:",
+        {"top_k": 1},
+    ),
     "a list that goes on, sampled": (
         "\n".join(f"Chapter {n}. The ship" for n in range(1, 14)),
         SAMPLED,
@@ -46,21 +63,25 @@ def run() -> Iterator[Row]:
             yield Row(
                 f"a step of {batch} decodes without drafts, with 1 and 3", _times(model, batch)
             )
+        with _engine(model, 3) as engine:
+            yield Row("states to take back, for each draft of a request", _slot_bytes(engine))
     finally:
         torch.set_num_threads(threads)
 
 
 def _engine(model: HybridModel, drafts: int, **fields) -> DynamicInferenceEngine:
     if drafts:
-        fields |= {"speculation": "lookup", "num_speculative_tokens": drafts}
+        # All drafts, whether they pay on this machine or not.
+        fields |= {"speculation": "lookup", "num_speculative_tokens": drafts, "warm_up": False}
     sizes = {"cache_bytes": 64 << 20, "max_requests": 8, "max_sequence_length": 1024}
     return DynamicInferenceEngine(model, None, InferenceConfig(**sizes, **fields))
 
 
 def _steps(model: HybridModel, prompts: list[list[int]], params: SamplingParams) -> str:
-    """Decode steps of the last prompt's answer with up to 3 and 7 drafts, and their acceptance."""
+    """Decode steps of the last prompt's answer with up to 1, 3 and 7 drafts, their acceptance, and
+    the tokens of a step."""
     found, parts = [], []
-    for drafts in (0, 3, 7):
+    for drafts in (0, 1, 3, 7):
         with _engine(model, drafts) as engine:
             for prompt in prompts:
                 steps, before = engine.num_steps, engine.stats()
@@ -71,9 +92,17 @@ def _steps(model: HybridModel, prompts: list[list[int]], params: SamplingParams)
                 proposed, accepted = (
                     after[key] - before[key] for key in ("draft_tokens", "draft_tokens_accepted")
                 )
-                parts.append(f"k={drafts}: {engine.num_steps - steps}, {accepted} of {proposed}")
-    assert found[1:] == found[:1] * 2
+                num_steps = engine.num_steps - steps
+                length = len(answer) / num_steps
+                parts.append(
+                    f"k={drafts}: {num_steps}, {accepted} of {proposed}, {length:.2f} a step"
+                )
+    assert found[1:] == found[:1] * 3
     return "; ".join(parts)
+
+
+def _slot_bytes(engine: DynamicInferenceEngine) -> str:
+    return f"{engine.cache.spec.slot_bytes / 1e3:.0f} kB"
 
 
 class _Wrong:
