@@ -2,7 +2,7 @@
 layer pattern, with the parameters of core's MultiTokenPredictionBlock.
 
 In training the k-th part predicts, from the hidden states of the one before it and the embedding of
-the k-th next token, the token after that. Serving drafts with the first (docs/speculation.md),
+the k-th next token, the token after that. Serving drafts with the first (docs/guides/speculation.md),
 or runs none of them.
 """
 

@@ -20,7 +20,6 @@ from megatron_hybrid.inference.metrics import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
-    drafts_text,
     prometheus_text,
     requests_text,
 )
@@ -134,10 +133,10 @@ def test_the_command_line_has_every_option():
 
 def test_metrics_are_those_that_are_scraped():
     stats = dict.fromkeys((*COUNTERS, *GAUGES), 1) | {"lost_tokens_budget": 1}
+    stats |= {"draft_tokens_accepted_at_0": 1}
     scraped = (
         prometheus_text(stats, {name: Histogram() for name in HISTOGRAMS})
         + requests_text({}, {"block_size": 16})
-        + drafts_text([1])
         + "# TYPE megatron_hybrid_http_responses_total counter\n"
     )
     named = re.findall(r"`((?:vllm:|megatron_hybrid_)\w+)`", expand(page("metrics.md")))
