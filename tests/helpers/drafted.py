@@ -1,19 +1,22 @@
 """Random runs of an engine with drafts, each compared with the same requests without drafts.
 
-A run is drawn from one seed: the layer pattern, the cache, the requests, the drafter. What lies
-behind rejected drafts is filled with NaN in every step. `python tests/helpers/drafted.py 20000`
-makes runs of as many requests.
+A run is drawn from one seed: the layer pattern, the cache, the requests. Its kind and its drafter
+go round with the seed. What lies behind rejected drafts is filled with NaN in every step.
+`python tests/helpers/drafted.py 20000` makes runs of as many requests.
 """
 
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from differential import PATTERNS, SYMBOLS, InjectedError, failing_forward, poison
+from graph_recorder import recorded_graphs
+from grouped_experts import grouped_experts
 from reference import VOCAB_SIZE, tiny_engine, tiny_model
 from scripted import ByteTokenizer
 
@@ -25,6 +28,17 @@ from megatron_hybrid.inference.request import GenerationResult, Request
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.text.guide import Guide
 
+KINDS = {
+    "crowded": "a pool for little more than one request, so that running ones are preempted",
+    "sequential": "one request after the other, compared to the bit",
+    "disk": "what is cached goes to the disk again and again, and is fetched from there",
+    "host": "the same with host memory",
+}
+COUNTED = (
+    *("draft_tokens", "draft_tokens_accepted", "preemptions", "steps", "graph_steps"),
+    *("fetched_tokens", "step_failures"),
+)
+"""Keys of `engine.stats()` that runs add up."""
 GUIDES = [
     Guide.regex("(ab|b|cd){3,12}STOP"),
     Guide.regex("[a-f]{2,30}"),
@@ -124,7 +138,7 @@ class DraftedRun:
         pattern = "".join(self._choose(SYMBOLS) for _ in range(self.random.integers(1, 4)))
         if self.scale > 1:
             pattern = self._choose(PATTERNS)
-        self.drafter = list(DRAFTERS)[self.seed % len(DRAFTERS)]
+        self.drafter = list(DRAFTERS)[(self.seed + self.seed // 12) % len(DRAFTERS)]
         if self.drafter == "part":
             pattern += "/" + self._choose(["*", "*-*", "+E"])
         self.model = tiny_model(
@@ -134,39 +148,47 @@ class DraftedRun:
             sliding_window=int(self._choose([7, 24])),
             mamba_chunk_size=int(self._choose([4, 16])),
         )
-        self.is_crowded = self._chance(0.3)
-        self.is_sequential = not self.is_crowded and self._chance(0.3)
+        self.kind = list(KINDS)[self.seed % len(KINDS)]
+        self.is_sequential = self.kind == "sequential"
+        self.has_tier = self.kind in ("disk", "host")
+        self.has_graphs = self.seed % 7 == 6
+        modes = ("restore",) if self.has_tier else (*PREFIX_CACHING_MODES, "restore", "restore")
+        longest = self.scale * (50 if self.kind == "crowded" else 100)
         self.fields = {
-            "prefix_caching": str(self._choose((*PREFIX_CACHING_MODES, "restore", "restore"))),
+            "prefix_caching": str(self._choose(modes)),
             "state_encoding": "exact",
             "block_size_tokens": int(self._choose([16, 16, 32])),
             "max_tokens": int(self._choose([7, 33, 200])),
-            "max_requests": int(self._choose([3, 6, 10])),
-            "max_sequence_length": 100 * self.scale,
+            # Each number of decodes has a graph.
+            "max_requests": 2 if self.has_graphs else int(self._choose([3, 6, 10])),
+            "max_sequence_length": longest,
             # The keys of a part take pages, and as much is to be left for what is cached.
             "cache_bytes": (4 << 20 if self.drafter == "part" else 1 << 20) * self.scale,
             "logprobs_mode": str(self._choose(["raw_logprobs", "processed_logprobs"])),
         }
         if self.is_sequential:  # side by side, requests may resume at other states, rounded ones
             self.fields["state_encoding"] = str(self._choose(STATE_ENCODINGS))
-        if self.is_crowded:
+        if self.kind == "crowded":
             kinds = ("off", "mtp") if self.drafter == "part" else ("off",)
-            more = int(self.random.integers(0, 4))
+            more = int(self.random.integers(0, 3))
             self.fields["cache_bytes"] = max(
                 self._least_bytes(tiny_engine(self.model, **self.fields, speculation=kind), more)
                 for kind in kinds
             )
-        elif self.fields["prefix_caching"] == "restore" and self._chance(0.3):
+        elif self.kind == "host":
             self.fields["host_cache_bytes"] = 1 << 20
+        prompts, self.lengths = [20, 35], [0, 1, 4, 8, 8]
+        if self.kind == "crowded":  # many start, and their answers need more than there is
+            prompts, self.lengths = [3, 8], [1, 24, 32]
         self.most = int(self._choose([1, 2, 3, 5]))
-        self.families = [self._tokens(self.scale * int(self._choose([20, 35]))) for _ in range(2)]
+        self.families = [self._tokens(self.scale * int(self._choose(prompts))) for _ in range(2)]
         self.script = [self._ask(i) for i in range(self.num_requests)]
 
     def _least_bytes(self, engine: DynamicInferenceEngine, more: int) -> int:
         """Of a pool for one request, and of a few pages more."""
         spec = engine.cache.spec
-        pages = (spec.num_blocks(100 * self.scale) + 1) * sum(spec.pages_per_block) + 2
-        return (pages + more) * spec.page_bytes
+        num_blocks = spec.num_blocks(self.fields["max_sequence_length"]) + 1
+        return (num_blocks * sum(spec.pages_per_block) + 2 + more) * spec.page_bytes
 
     def _chance(self, probability: float) -> bool:
         return bool(self.random.random() < probability)
@@ -192,7 +214,7 @@ class DraftedRun:
                 "top_k": int(self._choose([0, 5])),
             },
             seed=int(self.random.integers(1 << 30)),
-            num_tokens_to_generate=self.scale * int(self._choose([0, 1, 4, 8, 8])),
+            num_tokens_to_generate=self.scale * int(self._choose(self.lengths)),
             stop_token_ids=tuple(self._tokens(3)) if self._chance(0.3) else (),
             stop_words=("a", "STOP", "gh") if self._chance(0.3) else (),
             detokenize_stop_sequence=self._chance(0.3),
@@ -252,12 +274,26 @@ class DraftedRun:
         self.stats["requests"] += 1
 
     def _answers(self, drafter: Drafter | None = None, **fields) -> list[GenerationResult]:
-        engine = tiny_engine(self.model, ByteTokenizer(), **self.fields, **fields)
+        with ExitStack() as ends:
+            if self.kind == "disk":
+                fields["cache_dir"] = ends.enter_context(tempfile.TemporaryDirectory())
+            if self.has_graphs:
+                ends.enter_context(recorded_graphs())
+                ends.enter_context(grouped_experts())
+                fields["cuda_graphs"] = True
+            engine = tiny_engine(self.model, ByteTokenizer(), **self.fields, **fields)
+            ends.enter_context(engine)
+            return self._answers_of(engine, drafter)
+
+    def _answers_of(
+        self, engine: DynamicInferenceEngine, drafter: Drafter | None
+    ) -> list[GenerationResult]:
+        speculates = engine.scheduler.drafts is not None
         if drafter is not None:
             draft_with(engine, drafter)
         poison_rejected(engine)
         random = np.random.default_rng(self.seed)
-        fails = fields["speculation"] != "off" and not self.is_sequential
+        fails = speculates and not self.is_sequential
         found: list[Request] = []
         sent: dict[int, list[int]] = {}
 
@@ -273,7 +309,10 @@ class DraftedRun:
                     engine.check_integrity()
                 poison(engine)
 
-        for asked in self.script:
+        for number, asked in enumerate(self.script):
+            if self.has_tier and number % 4 == 0:
+                settle()
+                engine.cache.evict(10_000)
             prompt = asked.prompt
             if asked.turn_of is not None:
                 settle()
@@ -289,20 +328,17 @@ class DraftedRun:
         for result in results:
             assert sent.get(result.request_id, []) == result.generated_tokens
         assert not engine.cache.allocator.ref_counts.any()
-        if fields["speculation"] != "off":
-            self.stats.update(
-                {
-                    key: engine.stats()[key]
-                    for key in ("draft_tokens", "draft_tokens_accepted", "preemptions", "steps")
-                }
-            )
+        if speculates:
+            stats = engine.stats()
+            self.stats.update({key: stats[key] for key in COUNTED})
+            self.stats[f"{self.kind}: fetched tokens"] += stats["fetched_tokens"]
         return results
 
 
 def main(num_requests: int) -> None:
     total, seed, tied = Counter(), 0, 0
     while total["requests"] < num_requests:
-        run = DraftedRun(seed, scale=1 if seed % 4 else 3)
+        run = DraftedRun(seed, scale=1 if seed % 5 else 3)
         try:
             run.run()
         except AssertionError as error:
@@ -311,6 +347,8 @@ def main(num_requests: int) -> None:
         total.update(run.stats)
         seed += 1
     print(f"{tied} of {seed} runs differ; {dict(total)}")
+    for key in (*COUNTED, "disk: fetched tokens", "host: fetched tokens"):
+        assert total[key], f"no run has any of: {key}"
 
 
 if __name__ == "__main__":
