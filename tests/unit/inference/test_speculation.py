@@ -1,12 +1,26 @@
 """Drafts change the number of steps and nothing else (tests/helpers/drafted.py makes random runs).
 
-The tests named after faults are those of other engines: each gives the tokens of a run without
-drafts.
+Faults of other engines, each of which has a test that compares with a run without drafts:
+ 1. a step without drafts after one that accepted some: the test of that name
+ 2. prefill cut off the grid, then A, B, A: `test_prefill_cut_off_the_grid_..`
+ 3. hits behind rejected rows, or fewer of them: `test_hits_are_those_of_a_run_without_drafts_..`
+ 4. accepted runs across checkpoints: `test_an_accepted_run_crosses_a_checkpoint_position`
+ 5. preemption, slots used again: `test_preemption_and_reuse_of_slots`
+ 6. kinds and modes: `test_every_layer_kind_and_cache_mode`, `test_blocks_of_a_window_..`
+ 7. a tier without fetches: `test_a_tier_from_which_nothing_is_fetched`
+ 8. no drafts under load, and back: `test_no_drafts_for_a_while_..`, and test_draft_length.py
+ 9. acceptance that rises from wrong states: `test_acceptance_that_rises_is_..`
+10. stops inside of a run, log-probs: `test_an_answer_that_ends_inside_of_a_run`
+11. guides: `test_guided_answers`
+A part for multi-token prediction has its own: drafters/test_prediction.py.
 """
 
 import logging
+from collections import Counter
+from itertools import pairwise
 
 import pytest
+import torch
 from drafted import DraftedRun, Failing, Oracle, draft_with, poison_rejected
 from matrix import matrix_rows
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
@@ -44,9 +58,60 @@ def oracle_of(rows, wrong=0.0) -> Oracle:
     return Oracle({i: tokens for i, (tokens, *_) in enumerate(rows)}, wrong)
 
 
-@pytest.mark.parametrize("seed", range(7))
+RUNS = {  # seeds of all kinds, most drafters and graphs, and what has to occur in them
+    1: "draft_tokens_accepted",
+    2: "disk: fetched tokens",
+    3: "host: fetched tokens",
+    4: "draft_tokens",
+    8: "preemptions",
+    11: "host: fetched tokens",
+    13: "graph_steps",
+}
+
+
+@pytest.mark.parametrize("seed", RUNS)
 def test_random_run(seed):
-    DraftedRun(seed).run()
+    run = DraftedRun(seed)
+    run.run()
+    assert run.stats[RUNS[seed]] and run.stats["draft_tokens"]
+
+
+class Frequent:
+    """Drafts the token that most often came after the last one in some answers."""
+
+    def __init__(self, answers):
+        self.next = {}
+        for before, after in (pair for tokens in answers for pair in pairwise(tokens)):
+            self.next.setdefault(before, Counter())[after] += 1
+
+    def propose(self, request, most):
+        found = self.next.get(int(request.tokens[request.num_tokens - 1]))
+        return [] if found is None else [found.most_common(1)[0][0]]
+
+
+def test_drawn_tokens_are_distributed_as_without_drafts():
+    """By chi-square over the second and third tokens, with other seeds: the same ones would give
+    the same tokens."""
+    params = [
+        SamplingParams(seed=seed, top_k=3, temperature=2.0, num_tokens_to_generate=3)
+        for seed in range(400)
+    ]
+    plain = tiny_engine(MODEL).generate([BASE[:8]] * 200, params[:200])
+    plain = [result.generated_tokens for result in plain]
+    engine = drafting(drafter=Frequent(plain), most=1)
+    drafted = engine.generate([BASE[:8]] * 200, params[200:])
+    assert 0 < engine.stats()["draft_tokens_accepted"] < engine.stats()["draft_tokens"]
+    counts = torch.zeros(2, 2, 97, dtype=torch.float64)  # [place, run, token]
+    for run, answers_of_run in enumerate((plain, [r.generated_tokens for r in drafted])):
+        for tokens in answers_of_run:
+            counts[0, run, tokens[1]] += 1
+            counts[1, run, tokens[2]] += 1
+    for table in counts:
+        table = table[:, table.sum(0) >= 10]  # rarer ones do not follow chi-square
+        expected = table.sum(1, keepdim=True) * table.sum(0) / table.sum()
+        statistic = ((table - expected) ** 2 / expected).sum()
+        freedom = torch.tensor((table.shape[1] - 1) / 2, dtype=torch.float64)
+        assert freedom > 0 and torch.special.gammaincc(freedom, statistic / 2) > 1e-3
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0])
