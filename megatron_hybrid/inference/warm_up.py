@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -98,7 +99,8 @@ def warm_up(runner: ModelRunner, max_tokens: int, saves: bool) -> float:
 @torch.inference_mode()
 def measure_draft_costs(runner: ModelRunner, max_tokens: int) -> DraftCosts:
     """Time steps of decodes without drafts and with as many as there may be, all rejected, on all
-    ranks of a model, and return what all of them use. Call it as `warm_up`, and after it.
+    ranks of a model, and return what all of them use. Where the model's part for multi-token
+    prediction drafts, its passes count, too. Call it as `warm_up`, and after it.
 
     max_tokens: of a step.
     """
@@ -134,7 +136,11 @@ def measure_draft_costs(runner: ModelRunner, max_tokens: int) -> DraftCosts:
 
 
 def _seconds(runner: ModelRunner, plan: StepPlan) -> float:
+    drafting = [work for work in plan.work if work.draft_draws]
     began = time.perf_counter()
+    if drafting and runner.context.prediction is not None:
+        known = [replace(w, tokens=w.tokens[:1], num_logits=1, draft_draws=[]) for w in drafting]
+        runner.predict(known, [len(work.draft_draws) for work in drafting])
     runner.run(plan)
     runner.take_back(plan, {work.request_id: work.start + 1 for work in plan.work})
     if runner.memory.device.type == "cuda":

@@ -158,3 +158,15 @@ def test_costs_are_measured_when_an_engine_is_made_and_those_of_the_slowest_rank
     costs = warm_up.measure_draft_costs(engine.runner, 512)
     assert costs.costs == (0.7, 0.7) and agreed[1::2] == [[50_000], [400_000]]
     assert warm_up.measure_draft_costs(engine.runner, 1) == DraftCosts()
+
+
+def test_the_passes_of_a_part_count_as_drafts_do(monkeypatch):
+    passes = []
+    engine = tiny_engine(tiny_model("M*/*"), speculation="mtp", num_speculative_tokens=2)
+    predict = engine.runner.predict
+    monkeypatch.setattr(
+        engine.runner, "predict", lambda works, most: passes.append(most) or predict(works, most)
+    )
+    costs = warm_up.measure_draft_costs(engine.runner, 512)
+    assert costs.num_decodes == (1, 8) and [2] in passes and [2] * 8 in passes
+    assert not engine.memory.slots.any() and not engine.memory.pool.any()
