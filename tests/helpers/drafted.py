@@ -160,7 +160,7 @@ class DraftedRun:
             "block_size_tokens": int(self._choose([16, 16, 32])),
             "max_tokens": int(self._choose([7, 33, 200])),
             # Each number of decodes has a graph.
-            "max_requests": 2 if self.has_graphs else int(self._choose([3, 6, 10])),
+            "max_requests": 3 if self.has_graphs else int(self._choose([3, 6, 10])),
             "max_sequence_length": longest,
             # The keys of a part take pages, and as much is to be left for what is cached.
             "cache_bytes": (4 << 20 if self.drafter == "part" else 1 << 20) * self.scale,
