@@ -2,8 +2,8 @@
 layer pattern, with the parameters of core's MultiTokenPredictionBlock.
 
 In training the k-th part predicts, from the hidden states of the one before it and the embedding of
-the k-th next token, the token after that. Serving drafts with the first (docs/guides/speculation.md),
-or runs none of them.
+the k-th next token, the token after that. Serving drafts with the first, or runs none of them
+(docs/guides/speculation.md).
 """
 
 from __future__ import annotations
