@@ -65,4 +65,6 @@ def test_two_engines_in_turn():
 def test_cut_models_keep_all_kinds_of_layers(name):
     whole = read_model_config(CONFIGS / f"{name}.json").layer_pattern
     for cut in ({"toy": False}, {"toy": True}, {"toy": False, "few": True}):
-        assert set(cut_config(name, **cut).layer_pattern) == set(whole)
+        # What stands behind "/" is left out.
+        kinds = set(whole.partition("/")[0])
+        assert set(cut_config(name, **cut).layer_pattern) == kinds
