@@ -274,7 +274,10 @@ def find_tensors(
     weights = PackedFiles(files, quantization(values))
     given = {adapter.text_name(name): name for name in weights.names()}
     for name, original in adapter.copies(config).items():
-        if given.keys() >= {name, original} and given[original] not in weights.stored:
+        if given.keys() >= {name, original} and not weights.stored.keys() & {
+            given[name],
+            given[original],
+        }:
             _drop_copy(name, original, given, files, str(folder), "multi-token prediction")
     for name in adapter.ignored_names(given, config):
         del given[name]

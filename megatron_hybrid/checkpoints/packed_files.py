@@ -368,7 +368,7 @@ def _zero_points(files: PackedFiles, name: str, bits: int, rows: int) -> StoredP
 
     def encode(zero: Tensor) -> Tensor:
         nibbles = _padded((zero + 8).to(torch.uint8).t(), 8 * words, 0)
-        return _words_of_bytes(_in_bytes(nibbles)).t().contiguous()
+        return _words_of_bytes(in_bytes(nibbles)).t().contiguous()
 
     return files.part(name, torch.int8, decode, encode)
 
@@ -433,11 +433,11 @@ def _turned_words(files: PackedFiles, name: str) -> dict[str, StoredPart]:
         return nibbles.unflatten(-1, (-1, 8))[..., places].flatten(-2)
 
     def words_of(rows: Tensor) -> Tensor:
-        return _words_of_bytes(_in_bytes(rows.unflatten(-1, (-1, 8))[..., list(order)].flatten(-2)))
+        return _words_of_bytes(in_bytes(rows.unflatten(-1, (-1, 8))[..., list(order)].flatten(-2)))
 
     codes = (
         (
-            lambda stored: _in_bytes(_turned(rows_of(stored))),
+            lambda stored: in_bytes(_turned(rows_of(stored))),
             lambda c: words_of(_turned(_nibbles(c))),
         )
         if is_awq
@@ -476,7 +476,8 @@ def _nibbles(codes: Tensor) -> Tensor:
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
 
 
-def _in_bytes(nibbles: Tensor) -> Tensor:
+def in_bytes(nibbles: Tensor) -> Tensor:
+    """Codes of 4 bits, two a byte, the first one below."""
     return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
 
 
@@ -539,8 +540,9 @@ def check_method(config: Mapping[str, Any], source: str) -> None:
             f"{source} has a quantization_config of quant_method={method!r}; "
             f"{', '.join(_KINDS)} are read. {remedy}"
         )
-    if (kinds := _KINDS[method]) is not None and config.get(kinds[0], "") not in kinds[1]:
+    kinds = _KINDS[method]
+    if kinds is not None and not {value := config.get(kinds[0]), value or ""} & {*kinds[1]}:
         raise CheckpointError(
             f"{source} has a quantization_config of quant_method={method!r} with {kinds[0]}="
-            f"{config.get(kinds[0])!r}; {', '.join(filter(None, kinds[1]))} are read. {remedy}"
+            f"{value!r}; {', '.join(filter(None, kinds[1]))} are read. {remedy}"
         )

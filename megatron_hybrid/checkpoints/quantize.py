@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.checkpoints.packed_files import StoredWeight
+from megatron_hybrid.checkpoints.packed_files import StoredWeight, in_bytes
 from megatron_hybrid.ops.packed import format_of
 
 _LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "fp4": 6.0}
@@ -60,16 +60,12 @@ def _int8(scaled: Tensor) -> Tensor:
 
 
 def _int4(scaled: Tensor) -> Tensor:
-    return _in_bytes((scaled.round().clamp(-8, 7) + 8).to(torch.uint8))
+    return in_bytes((scaled.round().clamp(-8, 7) + 8).to(torch.uint8))
 
 
 def _fp4(scaled: Tensor) -> Tensor:
     magnitude = torch.bucketize(scaled.abs(), torch.tensor(_BETWEEN, device=scaled.device))
-    return _in_bytes((magnitude + 8 * scaled.signbit()).to(torch.uint8))
-
-
-def _in_bytes(codes: Tensor) -> Tensor:
-    return codes[..., 0::2] | codes[..., 1::2] << 4
+    return in_bytes((magnitude + 8 * scaled.signbit()).to(torch.uint8))
 
 
 _CODES = {"fp8": _fp8, "int8": _int8, "int4": _int4, "fp4": _fp4}

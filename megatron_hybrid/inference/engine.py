@@ -330,7 +330,9 @@ class DynamicInferenceEngine:
             self.offload.fetches,
             config.max_requests,
             config.max_tokens,
-            Drafts(drafters, drafts, model.config.vocab_size) if drafts else None,
+            Drafts(drafters, drafts, model.config.vocab_size, self.ranks.size > 1)
+            if drafts
+            else None,
             drafts_need_hidden=self._uses_part,
         )
         self.request_builder = RequestBuilder(

@@ -232,16 +232,22 @@ class Scheduler:
         return lengths
 
     def _prepare_drafts(self, lengths: Mapping[Request, int]) -> None:
-        """Have the drafts of all decodes computed, as far as there is room beside what they need
-        without drafts. It writes pages, so it comes before the plan moves any."""
-        if all(self.cache.extend(one.lease, one.num_tokens) for one in lengths):
-            self.drafts.prepare(
-                {
-                    request: length
-                    for request, length in lengths.items()
-                    if self.cache.extend(request.lease, request.num_tokens + length)
-                }
-            )
+        """Have the drafts of all decodes computed, as far as there is room beside what the step
+        needs without drafts. It writes pages, so it comes before the plan moves any."""
+        needing = [
+            request
+            for request in self.running
+            if request.status in (RequestStatus.DECODE, RequestStatus.CLOSING)
+            and request.lease is not None
+        ]
+        has_room = all(self.cache.extend(one.lease, one.num_tokens) for one in needing)
+        self.drafts.prepare(
+            {
+                request: length
+                for request, length in lengths.items()
+                if has_room and self.cache.extend(request.lease, request.num_tokens + length)
+            }
+        )
 
     def _reserve_checkpoints(self, draft: StepDraft) -> None:
         """Reserve room for the states to save in this step; those without room are left out."""

@@ -108,9 +108,10 @@ def measure_draft_costs(runner: ModelRunner, max_tokens: int) -> DraftCosts:
     start = min(_TIMED_POSITION, context.max_sequence_length - 1 - most)
     tables = null_tables(memory.spec, context.max_sequence_length)
     found: dict[int, float] = {}
-    for size in _TIMED_DECODES[memory.device.type]:
+    sizes = _TIMED_DECODES[memory.device.type]
+    for size in dict.fromkeys(min(size, context.max_requests) for size in sizes):
         drafts = min(most, max_tokens // size - 1)
-        if size > context.max_requests or drafts < 1:
+        if drafts < 1:
             break
         plans = [StepPlan(work=_decodes(size, each, start, tables)) for each in (0, drafts)]
         for _ in range(2):  # the first ones compile and load kernels

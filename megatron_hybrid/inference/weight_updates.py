@@ -112,8 +112,10 @@ class WeightUpdates:
         self._lacking, self._is_whole = set(), True
 
     def note_dropped(self) -> None:
-        """No tensor has a value."""
-        self._lacking, self._is_whole = set(own_weights(self._model)), False
+        """No tensor has a value. Trainers may send none of a part for multi-token prediction: its
+        values change no output."""
+        needed = {name for name in own_weights(self._model) if not name.startswith("mtp.")}
+        self._lacking, self._is_whole = needed, False
 
     def _require_open(self, name: str) -> None:
         if self._loader is None:

@@ -44,12 +44,16 @@ class Drafts:
         drafters: asked in this order. One that fails costs its drafts, and a line in the log.
         most: drafts of a request in a step, at least 1.
         vocab_size: of the model.
+        on_ranks: whether the model has several ranks. Then an error of `prepare` is raised, as
+            other ranks may wait for this one inside.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], most: int, vocab_size: int):
+    def __init__(
+        self, drafters: Sequence[Drafter], most: int, vocab_size: int, on_ranks: bool = False
+    ):
         self.drafters = list(drafters)
         self.most = most
-        self._vocab_size = vocab_size
+        self._vocab_size, self._on_ranks = vocab_size, on_ranks
         self._told: set[str] = set()
 
     @property
@@ -63,6 +67,8 @@ class Drafts:
             try:
                 drafter.prepare(most)
             except Exception as error:
+                if self._on_ranks:
+                    raise
                 self._note_failure(drafter, error)
 
     def propose(self, request: Request, most: int) -> list[int]:

@@ -158,6 +158,8 @@ def test_costs_are_measured_when_an_engine_is_made_and_those_of_the_slowest_rank
     costs = warm_up.measure_draft_costs(engine.runner, 512)
     assert costs.costs == (0.7, 0.7) and agreed[1::2] == [[50_000], [400_000]]
     assert warm_up.measure_draft_costs(engine.runner, 1) == DraftCosts()
+    few = tiny_engine(tiny_model("M*"), speculation="lookup", max_requests=5)
+    assert warm_up.measure_draft_costs(few.runner, 512).num_decodes == (1, 5)
 
 
 def test_the_passes_of_a_part_count_as_drafts_do(monkeypatch):

@@ -68,6 +68,19 @@ def test_weights_that_were_dropped_have_to_be_sent():
         assert not engine.awaits_weights and answer(engine) == expected
 
 
+def test_a_part_for_multi_token_prediction_need_not_be_sent():
+    model = tiny_model("M*/*")
+    named = {name: tensor.clone() for name, tensor in own_tensors(model).items()}
+    with tiny_engine(model, speculation="mtp") as engine:
+        expected = answer(engine)
+        engine.suspend()
+        engine.release_weights(keep=False)
+        engine.reacquire_weights()
+        engine.resume()
+        engine.load_weights({name: t for name, t in named.items() if not name.startswith("mtp.")})
+        assert not engine.awaits_weights and answer(engine) == expected
+
+
 def test_memory_that_others_hold_a_part_of_is_not_given_back():
     buffer = torch.zeros(6)
     model = torch.nn.Linear(2, 2, bias=False)

@@ -125,6 +125,18 @@ def test_a_part_that_raises_costs_only_its_drafts(monkeypatch, caplog):
     assert "PartDrafter: ZeroDivisionError" in caplog.text
 
 
+def test_over_ranks_a_part_that_raises_is_told_to_the_others(monkeypatch):
+    """They may wait for this rank inside of the part."""
+    model = tiny_model(PATTERNS[0])
+    engine = tiny_engine(model, speculation="mtp")
+    monkeypatch.setattr(engine.scheduler.drafts, "_on_ranks", True)
+    monkeypatch.setattr(model.mtp.layers[0], "forward", lambda *_: 1 / 0)
+    engine.add_request(PROMPTS[0], greedy(4))
+    with pytest.raises(ZeroDivisionError):
+        for _ in range(4):
+            engine.step()
+
+
 def test_drafts_push_out_no_running_request():
     """Where decodes need all pages, there is no room for drafts, and nobody is preempted for it."""
     model = tiny_model(PATTERNS[0])
