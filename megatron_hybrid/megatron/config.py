@@ -257,7 +257,7 @@ WITHOUT_EFFECT = {
     "cuda_graph_all_prefills": "steps with a part of a prompt run without graphs",
     "cuda_graph_max_tokens": "sizes of graphs follow from max_requests",
     "static_kv_memory_pointers": "graphs are captured again where memory moves",
-    "use_flashinfer_fused_rope": "RoPE is plain torch",
+    "use_flashinfer_fused_rope": "our kernel rotates, or plain torch",
     "prefix_caching_eviction_policy": "blocks and states are kept by their value for later prompts",
     "metrics_writer": "engine.engine.metrics() has the metrics, in Prometheus' format",
     "logging_step_interval": "engine.engine.stats() has the counters",
