@@ -18,13 +18,13 @@ def main(page: Path) -> None:
         if not block.runs:
             continue
         began = time.monotonic()
-        print(f"== {page.name}:{block.line} ({block.kind})", flush=True)
+        print(f"\n== {page.name}:{block.line} ({block.kind})", flush=True)
         if block.kind == "python":
             code = "\n" * (block.line - 1) + block.code
             exec(compile(code, str(page), "exec"), names)
         else:
             subprocess.run(["bash", "-e", "-c", block.code], check=True, stdin=subprocess.DEVNULL)
-        print(f"== {time.monotonic() - began:.1f} s", flush=True)
+        print(f"\n== {time.monotonic() - began:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from megatron_hybrid.checkpoints.checkpoint import (
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
+pytestmark = pytest.mark.matrix
+
 RANKS = 2
 CONFIG = HybridConfig(
     layer_pattern="MG*SK|+C-W-E",

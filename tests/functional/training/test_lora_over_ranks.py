@@ -30,6 +30,8 @@ from megatron_hybrid.training.lora import (
     save_adapters,
 )
 
+pytestmark = pytest.mark.matrix
+
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning:torch.distributed.*", "ignore:The .grad attribute"
 )
