@@ -73,15 +73,19 @@ class Cluster:
         return found
 
     def end(self) -> None:
+        """End it; Ray Serve gives its replicas half a minute, and then all processes are killed."""
         self.client.close()
+        if self.process.poll() is not None:
+            return
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGINT)
-        try:
-            self.process.wait(30)
-        finally:
-            for child in children:
-                with suppress(psutil.NoSuchProcess):
-                    child.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(READY_SECONDS)
+        self.process.kill()
+        self.process.wait()
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 @contextmanager
