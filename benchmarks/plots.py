@@ -1,11 +1,10 @@
-"""`python -m benchmarks.plots` draws the plots of docs/plots anew, from benchmarks/results.
+"""Plots of docs/plots, for light and dark pages, and the chart of README.md.
 
 Each is two SVG files: NAME.svg for light pages, NAME-dark.svg for dark ones. Words stay text.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -95,25 +94,3 @@ def chart(cells: Sequence[dict], folder: Path = FOLDER) -> list[Path]:
         return figure
 
     return drawn("skipped", draw, folder)
-
-
-def main() -> None:
-    """Draw all that the replay measured."""
-    from benchmarks.replay.cliff import Cliff
-    from benchmarks.replay.plots import cliffs, hit_rates, models
-    from benchmarks.replay.sweep import Cell
-
-    def read(name: str) -> dict:
-        return json.loads((RESULTS / name).read_text(encoding="utf-8"))
-
-    replay, five = read("replay.json"), read("replay_models.json")
-    paths = chart(replay["cells"])
-    paths += hit_rates([Cell(**cell) for cell in replay["cells"]], FOLDER)
-    paths += cliffs([Cliff(**cliff) for cliff in replay["cliffs"]], FOLDER)
-    paths += models([Cell(**cell) for cell in five["cells"]], FOLDER)
-    for path in paths:
-        print(f"wrote {path.relative_to(ROOT)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,12 @@
-"""Plots of the results (matplotlib)."""
+"""`python -m benchmarks.replay.plots` draws the results in benchmarks/results anew (matplotlib)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.plots import OURS, REST, drawn
+from benchmarks.plots import FOLDER, OURS, REST, RESULTS, ROOT, chart, drawn
 from benchmarks.replay.cliff import Cliff
 from benchmarks.replay.sweep import Cell
 from benchmarks.replay.table import by, is_rival, skipped
@@ -142,3 +143,22 @@ def cliffs(found: Sequence[Cliff], folder: Path) -> list[Path]:
 
         paths += drawn(f"replay_cliff_{geometry}", draw, folder)
     return paths
+
+
+def main() -> None:
+    """Draw all that the replay measured."""
+
+    def read(name: str) -> dict:
+        return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+    replay, five = read("replay.json"), read("replay_models.json")
+    paths = chart(replay["cells"])
+    paths += hit_rates([Cell(**cell) for cell in replay["cells"]], FOLDER)
+    paths += cliffs([Cliff(**cliff) for cliff in replay["cliffs"]], FOLDER)
+    paths += models([Cell(**cell) for cell in five["cells"]], FOLDER)
+    for path in paths:
+        print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
