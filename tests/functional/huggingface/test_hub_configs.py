@@ -216,11 +216,11 @@ def test_models_with_packed_weights_compute_in_bfloat16(name, tmp_path):
 @pytest.mark.parametrize("part", [None, "text_config"])
 def test_quantized_weights_of_a_composite_model_are_refused(part, tmp_path):
     values = read("llama_4_scout")
-    (values[part] if part else values)["quantization_config"] = {"quant_method": "modelopt"}
+    (values[part] if part else values)["quantization_config"] = {"quant_method": "quark"}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match="quant_method='modelopt'"):
+    with pytest.raises(CheckpointError, match="quant_method='quark'"):
         read_config(tmp_path)
-    assert plan(read_model_config(tmp_path), 10**13, 8192).quantization == "modelopt"
+    assert plan(read_model_config(tmp_path), 10**13, 8192).quantization == "quark"
 
 
 @pytest.mark.parametrize(
