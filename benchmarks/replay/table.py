@@ -133,6 +133,8 @@ def cells_behind(cells: Sequence[Cell]) -> str:
             rows.append((-lead, f"{row}{skipped(other):.1f} | {other.engine} |"))
     ahead = f"in {len(rows)} of {compared} cells, by {AHEAD} points or more"
     lines = [f"**Another engine is ahead {ahead}**", ""]
+    if not rows:
+        return lines[0] + "\n"
     lines.append(
         "| workload | model | in flight | GB | ours, better encoding | best other | which |"
     )

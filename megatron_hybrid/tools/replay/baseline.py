@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_hybrid.tools.replay.protocol import step_tokens
 from megatron_hybrid.tools.replay.token_tree import Node, State, TokenTree
 
 
@@ -28,7 +29,7 @@ class Baseline:
         state_bytes: of a saved state, without its windows.
         budget_bytes: for all KV, all saved states, and the windows of running requests.
         window: tokens in the windows of local layers. Each saved state has a copy of their KV, and
-            so has each running request.
+            so has each running request. A prefill holds the KV of its longest forward besides.
         window_bytes: KV of one token in all of these layers.
     """
 
@@ -111,11 +112,27 @@ class Baseline:
     def start(self, tokens: np.ndarray, skipped: int, saved: Iterable[int]) -> Running | None:
         """Begin a request that restores at `skipped` and saves states at `saved`. If it does not
         fit even alone, it runs outside the cache, and skips nothing."""
-        node = self.enter(tokens, skipped, saved, self.tree.window_tokens(len(tokens)))
+        windows = self.tree.window_tokens(len(tokens))
+        forward = self._longest_forward(len(tokens), skipped) - windows if windows else 0
+        self._running_window_tokens += forward
+        node = self.enter(tokens, skipped, saved, windows)
+        self._running_window_tokens -= forward
         if node is None and self.running:
             return None
         self.running += 1
         return Running(len(tokens), skipped if node is not None else 0, node)
+
+    def _longest_forward(self, num_tokens: int, skipped: int) -> int:
+        """Tokens whose KV the local layers hold in the longest forward of a prefill: the window
+        before it, and its own. Where the empty cache has no room for it, forwards are shorter."""
+        step, window = step_tokens(windows=True), self.tree.window_tokens
+        room = (self.budget - num_tokens * self.kv_bytes) // self._window_bytes
+        while True:
+            starts = range(skipped, num_tokens, step)
+            longest = max((window(s) + min(step, num_tokens - s) for s in starts), default=0)
+            if longest <= room or step == 1:
+                return max(longest, window(num_tokens))
+            step //= 2
 
     def end(self, handle: Running, tokens: np.ndarray, saved: Iterable[int]) -> None:
         """Finish a request; its answer is cached if there is room."""

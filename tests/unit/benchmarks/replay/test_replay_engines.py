@@ -243,7 +243,7 @@ def test_baselines_run_a_prompt_that_never_fits_beside_the_cache(kind, state_byt
 
 def test_windows_of_states_and_of_running_requests_are_in_the_budget():
     """Three bytes for each of the last ten tokens before a state, and of what runs."""
-    engine = LeastRecentlyUsed(1, 1, 5, 135, window=10, window_bytes=3)
+    engine = LeastRecentlyUsed(1, 1, 5, 195, window=10, window_bytes=3)
     first, second, huge = np.random.default_rng(0).integers(0, 99, (3, 180), np.int32)
     running = engine.begin(first[:40])
     assert engine.bytes_held == 40 + (5 + 30) + 30  # a state before the last token
@@ -261,13 +261,28 @@ def test_windows_of_states_and_of_running_requests_are_in_the_budget():
 
 
 def test_the_windows_of_what_has_run_make_room_for_its_state():
-    """40 tokens, 35 bytes for the state before the last, 30 for its windows; then 42 tokens, and a
+    """9 tokens, 29 bytes for the state before the last, 27 for its windows; then 11 tokens, and a
     second state in their place."""
-    engine = LeastRecentlyUsed(1, 1, 5, 112, window=10, window_bytes=3)
-    prompt = np.arange(42, dtype=np.int32)
-    engine.finish(engine.begin(prompt[:40]), prompt)
-    assert engine.bytes_held == 42 + 2 * (5 + 30)
-    assert engine.begin(prompt).skipped_tokens == 39
+    engine = LeastRecentlyUsed(1, 1, 5, 75, window=10, window_bytes=3)
+    prompt = np.arange(11, dtype=np.int32)
+    engine.finish(engine.begin(prompt[:9]), prompt)
+    assert engine.bytes_held == 11 + (5 + 24) + (5 + 30)
+    assert engine.begin(prompt).skipped_tokens == 8
+
+
+@pytest.mark.parametrize(("budget", "skipped"), [(355, 40), (260, 0), (190, 0)])
+def test_the_longest_forward_of_a_prefill_is_in_the_budget(budget, skipped):
+    """60 tokens in the local layers take 180 bytes, beside 60 for themselves; what they leave of
+    the budget holds 40 other tokens and a state, or does not. In 190 bytes the forward is halved
+    until it fits."""
+    engine = LeastRecentlyUsed(1, 1, 5, budget, window=10, window_bytes=3)
+    prompt, other = np.arange(40, dtype=np.int32), np.arange(100, 160, dtype=np.int32)
+    engine.finish(engine.begin(prompt), prompt)
+    running = engine.begin(other)
+    assert running.node is not None
+    engine.finish(running, other)
+    assert engine.begin(np.arange(45, dtype=np.int32)).skipped_tokens == skipped
+    check(engine)
 
 
 @pytest.mark.parametrize(
