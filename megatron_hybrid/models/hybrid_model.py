@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +23,8 @@ from megatron_hybrid.models.batch_checks import (
     check_attention_mask,
     check_padding_mask,
     check_position_ids,
-    document_lengths,
 )
+from megatron_hybrid.models.batch_layout import batch_layout, row_padding
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
 from megatron_hybrid.models.layer_pattern import (
@@ -41,20 +38,16 @@ from megatron_hybrid.models.mixers.mixer_context import MixerContext, UncachedCo
 from megatron_hybrid.models.mixers.projections import LocalColumnLinear
 from megatron_hybrid.models.multi_token_prediction import MultiTokenPrediction
 from megatron_hybrid.models.packed_weight import require_unpacked
-from megatron_hybrid.models.parameter_names import (
-    canonical_name,
-    is_parameter,
-    own_spelling,
-    stack_experts,
-)
+from megatron_hybrid.models.parameter_names import canonical_name, respell
 from megatron_hybrid.models.per_layer_embedding import PerLayerEmbedding, rounded
 from megatron_hybrid.models.recompute import check_recompute_modules
 from megatron_hybrid.models.sharding.collectives import gather_last_dim, gather_rows, split_rows
 from megatron_hybrid.models.sharding.parallel_setup import check_process_groups, process_groups
 from megatron_hybrid.models.sharding.sharded_state import sharded_state_dict
+from megatron_hybrid.models.sharding.stage_boundary import StageBoundary
 from megatron_hybrid.models.sharding.stage_copies import StageCopies
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
-from megatron_hybrid.ops.ragged import ROW_ALIGNMENT, RaggedLayout
+from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 
 NO_LABEL = -100
 """Label of tokens without a label, as in torch's `cross_entropy` and transformers."""
@@ -114,9 +107,8 @@ class HybridModel(_LanguageModule):
         stage = pg_collection.pp.rank()
         self.layer_offset = sum(map(len, stages[:stage]))
         """Layers of the pipeline stages before this one."""
-        # The layers of a shared block see the embedding too, and it is on the first stage.
-        passes_embedding = any("Z" in symbols for symbols in stages[1:])
-        self.boundary_width = config.hidden_size * (2 if passes_embedding else 1)
+        self._boundary = StageBoundary(config, pg_collection.tp, stages)
+        self.boundary_width = self._boundary.width
         """Width of the tensors [s, b, boundary_width] between pipeline stages: hidden states, and
         beside them the word embedding if the pattern has a `Z` behind the first stage."""
         if pre_process:
@@ -163,7 +155,7 @@ class HybridModel(_LanguageModule):
         self.setup_embeddings_and_output_layer()
         self.stage_copies = StageCopies(self)
         """Parameters of this stage that other stages hold too."""
-        self.register_load_state_dict_pre_hook(_respell_parameters)
+        self.register_load_state_dict_pre_hook(respell)
         self._kept_in_fp32 = [
             (module, name)
             for module in self.modules()
@@ -237,11 +229,7 @@ class HybridModel(_LanguageModule):
     def stage_input(self, num_tokens: int) -> Tensor:
         """Room for the output of the previous pipeline stage for one sequence, [s, 1,
         boundary_width]; s is num_tokens, or this rank's part of them (sequence parallelism)."""
-        if self.config.sequence_parallel:
-            num_tokens //= self.config.tensor_model_parallel_size
-        parameter = next(self.parameters())
-        shape = num_tokens, 1, self.boundary_width
-        return torch.empty(shape, dtype=self.config.pipeline_dtype, device=parameter.device)
+        return self._boundary.room(num_tokens, next(self.parameters()).device)
 
     def adjust_tensor_shapes(
         self, received: list[tuple[int, ...]], sent: list[tuple[int, ...]]
@@ -347,9 +335,11 @@ class HybridModel(_LanguageModule):
         if inference_context is None:
             inference_context = inference_params
         b, s = self._batch_shape(input_ids, labels, decoder_input)
-        padding = self._row_padding(b, s, inference_context is not None)
+        padding = row_padding(self.config, b, s, inference_context is not None)
         if inference_context is None:
-            layout = self._layout(b, s, padding, packed_seq_params, position_ids, attention_mask)
+            layout = batch_layout(
+                self.config, b, s, padding, packed_seq_params, position_ids, attention_mask
+            )
             device = next(self.parameters()).device
             padding_mask_T = check_padding_mask(padding_mask, (b, s))
             if padding_mask_T is not None:
@@ -364,20 +354,16 @@ class HybridModel(_LanguageModule):
         if self.pre_process:
             hidden_Th, inputs = self._embed(input_ids, decoder_input, padding)
         else:
-            hidden_Th, inputs = self._received(self.input_tensor)
+            hidden_Th, embedding_Th = self._boundary.take(self.input_tensor)
+            if embedding_Th is not None:
+                embedding_Th = self._rounded(embedding_Th)
+            inputs = StackInputs(embedding_Th)
         hidden_Th = self.decoder(hidden_Th, context, inputs)
         predicts = hasattr(self, "mtp") and self.training and torch.is_grad_enabled()
         if predicts and labels is not None:
             hidden_Th = self._attach_predictions(hidden_Th, input_ids, labels, loss_mask, context)
         if not self.post_process:
-            if self.boundary_width > self.config.hidden_size:
-                embedding_Th = inputs.embedding_Th
-                if splits_rows:
-                    embedding_Th = split_rows(embedding_Th, tp)
-                hidden_Th = torch.cat((hidden_Th, embedding_Th), -1)
-            if splits_rows:
-                return hidden_Th.view(s // tp.size(), b, -1)
-            return hidden_Th.view(b, s, -1).transpose(0, 1).contiguous()
+            return self._boundary.give(hidden_Th, inputs.embedding_Th, b)
         if splits_rows:
             hidden_Th = gather_rows(hidden_Th, tp)[: b * s]
         if inference_context is not None:
@@ -412,31 +398,6 @@ class HybridModel(_LanguageModule):
             raise ValueError("input_ids is None: the first pipeline stage needs tokens.")
         tp_size = self.pg_collection.tp.size() if self.config.sequence_parallel else 1
         return rows_sbh.shape[1], rows_sbh.shape[0] * tp_size
-
-    def _layout(
-        self,
-        b: int,
-        s: int,
-        padding: int,
-        packed_seq_params: PackedSeqParams | None,
-        position_ids: Tensor | None,
-        attention_mask: Tensor | None,
-    ) -> RaggedLayout:
-        """The layout of a batch [b, s] without caches, and of so many rows behind it."""
-        if packed_seq_params is not None:
-            return _packed_layout(b, s, packed_seq_params, padding)
-        lengths = document_lengths(position_ids, attention_mask, (b, s))
-        if lengths is None:
-            layout = RaggedLayout.uniform(b, s)
-            return replace(layout, num_padding=padding) if padding else layout
-        if (stages := self.pg_collection.pp.size()) > 1:
-            raise ValueError(
-                "position_ids or attention_mask restart at documents, and the model has "
-                f"pipeline_model_parallel_size={stages}: Megatron's scripts give them to the first "
-                "stage, and to the last one at most a mask, so the others would mix the documents. "
-                "Pass packed_seq_params on all stages."
-            )
-        return RaggedLayout(lengths, (0,) * len(lengths), num_padding=padding)
 
     def _embed(
         self, input_ids: Tensor | None, decoder_input: Tensor | None, padding: int
@@ -521,38 +482,11 @@ class HybridModel(_LanguageModule):
             hidden_Th, input_ids.flatten(), labels_T, mask_T, layout, new_context, embed, loss_of
         )
 
-    def _received(self, tensor: Tensor) -> tuple[Tensor, StackInputs]:
-        """The input of this stage's stack, from the stage before it."""
-        splits_rows = self.config.sequence_parallel
-        rows_Tc = (tensor if splits_rows else tensor.transpose(0, 1)).flatten(0, 1)
-        if self.boundary_width == self.config.hidden_size:
-            return rows_Tc, StackInputs(None)
-        hidden_Th, embedding_Th = rows_Tc.chunk(2, -1)
-        if splits_rows:
-            embedding_Th = gather_rows(embedding_Th, self.pg_collection.tp, whole_gradient=True)
-        return hidden_Th, StackInputs(self._rounded(embedding_Th))
-
     def _rounded(self, hidden_Th: Tensor) -> Tensor:
         """The residual stream as layers take it."""
         if self.config.fp32_residual_connection:
             return hidden_Th.to(self.config.params_dtype)
         return hidden_Th
-
-    def _row_padding(self, b: int, s: int, inference: bool) -> int:
-        """Rows to add to b * s, so that all ranks get as many under sequence parallelism."""
-        tp_size = self.pg_collection.tp.size()
-        if not self.config.sequence_parallel:
-            return 0
-        if not inference and self.pg_collection.pp.size() == 1:
-            return -b * s % math.lcm(ROW_ALIGNMENT, tp_size)
-        if s % tp_size:
-            raise ValueError(
-                f"sequence_parallel=True splits the {s} tokens of each row over "
-                f"tensor_model_parallel_size={tp_size} ranks, which in inference and between "
-                "pipeline stages must divide evenly. Pad the rows, or in inference use a divisor "
-                f"of {ROW_ALIGNMENT} ranks, of which its batches are multiples."
-            )
-        return 0
 
     def compute_logits(self, hidden_nh: Tensor) -> Tensor:
         """The output layer alone: normed hidden states [n, hidden] -> logits [n, vocab].
@@ -656,37 +590,3 @@ def build_hybrid_model(
     model = HybridModel(config, groups, pre_process, post_process).to(device)
     model.note_draw(torch.initial_seed())
     return model
-
-
-def _respell_parameters(model: HybridModel, state_dict: dict, *_: Any) -> None:
-    """Let `load_state_dict` accept the names of both layer specs and any megatron-core release."""
-    own = own_spelling(model.state_dict().keys())
-    stacked = stack_experts(state_dict)
-    state_dict.clear()
-    state_dict.update(stacked)
-    for name in list(state_dict):
-        if is_parameter(name):
-            value = state_dict.pop(name)
-            state_dict[own.get(canonical_name(name), name)] = value
-
-
-def _packed_layout(
-    b: int, s: int, packed_seq_params: PackedSeqParams, padding: int
-) -> RaggedLayout:
-    """The layout of one row of s tokens without caches, and of so many rows behind it."""
-    if b != 1:
-        raise ValueError(
-            f"packed_seq_params describe one row of tokens, but input_ids has {b} rows. "
-            "Flatten the batch to [1, T]."
-        )
-    boundaries = packed_seq_params.cu_seqlens_q_padded
-    if boundaries is None:
-        boundaries = packed_seq_params.cu_seqlens_q
-    cu_seqlens = boundaries.tolist()
-    lengths = [end - start for start, end in pairwise(cu_seqlens)]
-    if cu_seqlens[0] != 0 or min(lengths, default=-1) < 0 or cu_seqlens[-1] > s:
-        raise ValueError(
-            f"cu_seqlens {cu_seqlens} must rise from 0 to at most the {s} tokens of input_ids."
-        )
-    lengths = tuple(length for length in lengths if length)
-    return RaggedLayout(lengths, (0,) * len(lengths), num_padding=s - cu_seqlens[-1] + padding)

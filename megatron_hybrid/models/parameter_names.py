@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron_hybrid import compat
 
@@ -90,3 +91,16 @@ def stack_experts(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with stacked experts, from one that may have separate ones."""
     others, apart = group_experts(state)
     return others | {name: torch.stack(tensors) for name, tensors in apart.items()}
+
+
+def respell(model: nn.Module, state_dict: dict[str, Any], *_: Any) -> None:
+    """A hook that lets `load_state_dict` accept the names of both layer specs and any megatron-core
+    release."""
+    own = own_spelling(model.state_dict().keys())
+    stacked = stack_experts(state_dict)
+    state_dict.clear()
+    state_dict.update(stacked)
+    for name in list(state_dict):
+        if is_parameter(name):
+            value = state_dict.pop(name)
+            state_dict[own.get(canonical_name(name), name)] = value
