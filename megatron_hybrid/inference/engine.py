@@ -10,9 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,25 +25,15 @@ from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.cache.tree_view import TreeChanges, TreeView
+from megatron_hybrid.inference.allocation import allocate
+from megatron_hybrid.inference.cache_folders import CacheFolders
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.context import (
-    DynamicInferenceContext,
-    input_bytes,
-    input_fields,
-)
 from megatron_hybrid.inference.drafters import Drafter, Drafts
 from megatron_hybrid.inference.drafters.lookup import KnownAnswers, OwnTokens
-from megatron_hybrid.inference.drafters.prediction import PartDrafter, require_part
+from megatron_hybrid.inference.drafters.prediction import PartDrafter
+from megatron_hybrid.inference.epochs import Epochs
 from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError, exclusive
-from megatron_hybrid.inference.fingerprint import fingerprint
-from megatron_hybrid.inference.graph_runner import GraphRunner, graph_sizes, planned_bytes, refusal
-from megatron_hybrid.inference.memory import (
-    CacheMemory,
-    agree_on_spec,
-    cache_spec_of,
-    full_bytes,
-)
-from megatron_hybrid.inference.memory_budget import Part, pool_pages, step_bytes
+from megatron_hybrid.inference.graph_runner import GraphRunner
 from megatron_hybrid.inference.meter import ActivityLog, Meter
 from megatron_hybrid.inference.metrics import (
     Stats,
@@ -74,23 +63,18 @@ from megatron_hybrid.inference.request_builder import (
     TextTokenizer,
     check_salt,
 )
-from megatron_hybrid.inference.request_view import EndedRequests, RequestView, view_request
+from megatron_hybrid.inference.request_view import EndedRequests, RequestView
 from megatron_hybrid.inference.sampling_params import Sampled, SamplingParams
-from megatron_hybrid.inference.scheduler import RestoreFailedError, Scheduler, max_captures
-from megatron_hybrid.inference.step_profile import measured_step_bytes
+from megatron_hybrid.inference.scheduler import RestoreFailedError, Scheduler
 from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.warm_up import WARMED, measure_draft_costs, warm_up
-from megatron_hybrid.inference.weight_loading import Pairs, WeightLoader
+from megatron_hybrid.inference.weight_loading import Pairs
 from megatron_hybrid.inference.weight_memory import WeightMemory
 from megatron_hybrid.inference.weight_updates import WeightUpdates
-from megatron_hybrid.inference.weight_watch import WeightWatch
 from megatron_hybrid.interrupts import interrupts_wait
 from megatron_hybrid.meetings import BEGIN_SECONDS, coming
-from megatron_hybrid.models.flops import token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
-from megatron_hybrid.models.mixers.base import LayerCache
-from megatron_hybrid.offload.disk_store import DiskStore, real_path
-from megatron_hybrid.offload.offload import Offload, check_capacities, disk_tier
+from megatron_hybrid.offload.offload import Offload
 from megatron_hybrid.offload.page_mover import PageMover
 from megatron_hybrid.processes import HomeProcess
 from megatron_hybrid.ranks import MAKING, ranks_of, replica_of
@@ -176,9 +160,11 @@ class DynamicInferenceEngine:
             with self._control.inside(MAKING), ranks.together(MAKING):
                 self._build(model, tokenizer, config, undo)
             undo.pop_all()
-        self._weights = WeightWatch(model)
         self._updates = WeightUpdates(model, ranks)
         self._weight_memory = WeightMemory(model)
+        self._epochs = Epochs(
+            self.scheduler, self.offload, self.runner, self.output, self._folders, self.config
+        )
         self._changed: dict[Request, None] = {}  # with new tokens and no output yet
         self._outputs: list[RequestOutput] = []  # not yet returned, if a step failed
         self._failed: list[Request] | None = None  # to cancel after a step that raised
@@ -205,104 +191,19 @@ class DynamicInferenceEngine:
         self.ranks.require_equal(what_must_be_equal(config, model, stage))
         check_equal_weights(self.ranks, model)
         self.model = model.eval()
-        parameter = next(model.parameters())
-        dtype = config.kv_cache_dtype or parameter.dtype
-        self._dtype = dtype
-        model_layers = model.cache_requirements()
-        self._uses_part = config.speculation == "mtp"
-        if self._uses_part:
-            require_part(model)
-        layers = self._cached_layers()
-        hidden_size = model.config.hidden_size
-        encoding = config.state_encoding
-        own_specs = [
-            cache_spec_of(
-                each,
-                hidden_size,
-                dtype,
-                config.block_size_tokens,
-                encoding,
-                hidden_dtype=parameter.dtype,
-            )
-            for each in (layers, model_layers)
-        ]
-        spec = agree_on_spec(
-            own_specs[0],
-            full_bytes(model_layers, own_specs[1], dtype),
-            *token_flops(model),
-            self.ranks,
-            stage,
-        )
-        if self._uses_part:
-            # States are saved at the positions at which they are without drafts.
-            rung_bytes = own_specs[1].rung_bytes if spec.model_bytes is None else spec.model_bytes
-            spec = replace(spec, model_bytes=rung_bytes)
-        device = parameter.device
-        sizes = config.max_requests, config.max_tokens, config.max_sequence_length
-        longest = min(config.num_speculative_tokens, config.max_sequence_length - 1)
-        drafts = longest if config.speculation != "off" else 0
-        # A state before each draft, beside those to save.
-        captures = max_captures(spec, *sizes[:2]) + drafts * config.max_requests
-        has_graphs = config.cuda_graphs
-        if has_graphs and (reason := refusal(model, device)) is not None:
-            has_graphs = False
-            if self.ranks.is_first:
-                logger.warning("decodes run without CUDA graphs: %s", reason)
-        num_slots = config.max_requests + has_graphs  # one for rows that fill up a graph
-        graphed = graph_sizes(*sizes[:2], drafts)
-
-        def new_context(num_pages: int) -> DynamicInferenceContext:
-            memory = CacheMemory(
-                spec,
-                layers,
-                hidden_size,
-                dtype,
-                num_pages,
-                num_slots,
-                device,
-                encoding,
-                hidden_dtype=parameter.dtype,
-            )
-            before_part = len(model_layers) if self._uses_part else None
-            return DynamicInferenceContext(memory, *sizes, captures, drafts, before_part)
-
-        on_host, on_device = input_bytes(input_fields(spec, *sizes, captures, drafts), device)
-        lengths = "max_sequence_length or max_requests"
-        beside = [
-            Part(num_slots * spec.slot_bytes, "live slots", "max_requests"),
-            Part(on_device, "inputs of a step", lengths),
-            Part(on_host, "copies of them", lengths, on_host=True),
-            Part(config.host_cache_bytes, "the host tier", "host_cache_bytes", on_host=True),
-        ]
-        if has_graphs:
-            asked = planned_bytes(model, spec, graphed, sizes[2])
-            beside.append(Part(asked, "CUDA graphs", "max_requests, or turn cuda_graphs off"))
-        step = 0
-        if config.cache_bytes is None and device.type == "cuda":
-            least = replace(config, cache_bytes=2 * spec.page_bytes)
-            num_pages = pool_pages(least, device, spec.page_bytes, step, beside, self.ranks)
-            with self.ranks.together(f"a step of max_tokens={config.max_tokens}"):
-                context = new_context(num_pages)
-                step = measured_step_bytes(model, context, captures, config.max_tokens, self.ranks)
-                del context
-        elif config.cache_bytes is None:
-            step = step_bytes(model, spec, captures, *sizes)
-        num_pages = pool_pages(config, device, spec.page_bytes, step, beside, self.ranks)
-        if config.cache_bytes is None:
-            config = replace(config, cache_bytes=num_pages * spec.page_bytes)
-        self.config = config
-        has_disk = config.cache_dir is not None
-        check_capacities(
-            spec, config.host_cache_bytes, config.disk_cache_bytes if has_disk else None
-        )
-        self.context = new_context(num_pages)
+        allocated = allocate(model, config, self.ranks)
+        self.config = config = allocated.config
+        self.context = allocated.context
         self.memory = self.context.memory
-        self.cache = PrefixCache(spec, num_pages, config.prefix_caching)
+        spec, drafts = self.memory.spec, allocated.max_drafts
+        self.cache = PrefixCache(spec, len(self.memory.pool), config.prefix_caching)
         self._lock, self._home = threading.RLock(), HomeProcess()
-        self._fingerprint: dict[str, str] | None = None
+        self._folders = CacheFolders(
+            self.model, spec, allocated.kv_dtype, config.state_encoding, self.ranks.name
+        )
         disk = None
         if config.cache_dir is not None:
-            disk = self._open_disk(config.cache_dir)
+            disk = self._folders.open(config.cache_dir)
             undo.callback(disk.close)  # else the folder stays locked
         self.offload = Offload(
             self.cache,
@@ -312,7 +213,7 @@ class DynamicInferenceEngine:
             config.disk_cache_bytes,
             self.ranks,
         )
-        load = self.offload.fetches.load
+        load, graphs = self.offload.fetches.load, allocated.graph_sizes
         self.runner = ModelRunner(
             self.model,
             self.memory,
@@ -320,10 +221,11 @@ class DynamicInferenceEngine:
             load,
             config.logprobs_mode,
             self.ranks,
-            GraphRunner(self.model, self.context, graphed) if has_graphs else None,
+            GraphRunner(self.model, self.context, graphs) if graphs is not None else None,
         )
         drafters: list[Drafter] = [KnownAnswers(self.cache), OwnTokens()]
-        if self._uses_part:
+        uses_part = config.speculation == "mtp"
+        if uses_part:
             drafters = [PartDrafter(self.runner.predict)]
         self.scheduler = Scheduler(
             self.cache,
@@ -333,24 +235,16 @@ class DynamicInferenceEngine:
             Drafts(drafters, drafts, model.config.vocab_size, self.ranks.size > 1)
             if drafts
             else None,
-            drafts_need_hidden=self._uses_part,
+            drafts_need_hidden=uses_part,
         )
         self.request_builder = RequestBuilder(
             config, self.cache, tokenizer, model.config.vocab_size
         )
         self.output = OutputProcessor(tokenizer)
-        if self.ranks.is_first:
-            logger.info(
-                "the pool of %.2f GiB on %s holds %d tokens, or %d states",
-                self.memory.pool.numel() / 2**30,
-                device,
-                spec.tokens_in(num_pages - 1),
-                spec.states_in(num_pages - 1),
-            )
         self.warm_up_seconds = 0.0
         if config.warm_up:
             try:
-                if device.type in WARMED:
+                if self.memory.device.type in WARMED:
                     saves = config.prefix_caching == "restore"
                     self.warm_up_seconds = warm_up(self.runner, config.max_tokens, saves)
                 if drafts:
@@ -359,12 +253,6 @@ class DynamicInferenceEngine:
             except BaseException as error:
                 self._control.report(error)  # other ranks may be in the same forward
                 raise
-
-    def _cached_layers(self) -> list[LayerCache]:
-        """What the layers of this rank keep: those of the model and, where it drafts, of its part
-        for multi-token prediction."""
-        part = self.model.prediction_requirements() if self._uses_part else []
-        return self.model.cache_requirements() + part
 
     # One request ----------------------------------------------------------------------------------
 
@@ -568,7 +456,7 @@ class DynamicInferenceEngine:
 
     def _step(self) -> None:
         if self._begin_step():
-            self._begin_epoch()
+            self._epochs.begin_unsaid()
         had_fetches = self.offload.fetches.is_busy
         plan = self.scheduler.schedule()
         if not plan:
@@ -629,7 +517,7 @@ class DynamicInferenceEngine:
     def _begin_step(self) -> bool:
         """Exchange between the ranks what the step depends on. Returns whether the weights may have
         changed, on any rank."""
-        changed = self._weights.has_changed()
+        changed = self._epochs.has_changed()
         control = self._control
         if control.leads:
             self._tell("_step_told", changed)
@@ -679,7 +567,7 @@ class DynamicInferenceEngine:
         """
         self._require_weights("update_weights")
         self._updates.note_whole()
-        self._use_new_weights()
+        self._epochs.begin()
 
     @exclusive
     @interrupts_wait()
@@ -710,20 +598,10 @@ class DynamicInferenceEngine:
         self._load(pairs)
 
     def _load(self, pairs: Pairs) -> None:
-        is_led = self._control.leads or self._control.follows
-        self._control.note("load_weights()")
-        with self._control.inside("load_weights()"), self.ranks.together("load_weights()"):
-            loader, failure = WeightLoader(self.model, self.ranks), None
-            try:
-                with self.ranks.together("load_weights()"):
-                    loader.load(pairs, is_led)
-            except Exception as error:
-                failure = error
-            if any(self.ranks.maximum([len(loader.written)])):
-                self._updates.note_loaded(loader.written)
-                self._use_new_weights()
-            if failure is not None:
-                raise failure
+        control = self._control
+        control.note("load_weights()")
+        with control.inside("load_weights()"):
+            self._updates.load(pairs, control.leads or control.follows, self._epochs.begin)
 
     def _load_told(self) -> None:
         self._load(())
@@ -805,7 +683,7 @@ class DynamicInferenceEngine:
         """
         self._require_weights("finish_weight_update")
         self._updates.finish()
-        self._use_new_weights()
+        self._epochs.begin()
 
     def _require_weights(self, name: str) -> None:
         self._refuse_inside_step(name)
@@ -815,42 +693,6 @@ class DynamicInferenceEngine:
                 f"{name}() was called while the weights have no memory, and nothing has changed: "
                 "call reacquire_weights() first"
             )
-
-    def _use_new_weights(self) -> None:
-        self.model.eval()
-        self._weights.note_change()
-        self._drop_old_weights()
-
-    def _check_weights(self) -> None:
-        """Begin an epoch if the weights have changed, on any rank."""
-        if any(self.ranks.maximum([self._weights.has_changed()])):
-            self._begin_epoch()
-
-    def _begin_epoch(self) -> None:
-        """The weights have changed, and nobody has said so."""
-        logger.warning(
-            "the weights have changed: what was cached belongs to the old ones and is dropped, and "
-            "%d requests are computed anew; tokens that they have generated stay",
-            self._num_running,
-        )
-        self._weights.note_change()  # perhaps seen on another rank only
-        self._drop_old_weights()
-
-    def _drop_old_weights(self) -> None:
-        """Drop all that older weights computed, and begin an epoch. If it raises, the watch still
-        tells that the weights have changed."""
-        self._start_over()
-        if self.is_suspended:
-            self.memory.keep(None)
-        try:
-            self._forget_all()
-        except OSError as error:
-            logger.warning("%s cannot be emptied: %s", self.config.cache_dir, error)
-
-    def _start_over(self) -> None:
-        """Queue all running requests again, without anything computed. Generated tokens stay."""
-        self.scheduler.start_over()
-        self.runner.drop_parked()
 
     # Whole jobs --------------------------------------------------------------------------------
 
@@ -1077,12 +919,7 @@ class DynamicInferenceEngine:
 
     @property
     def _has_unanswered(self) -> bool:
-        return bool(self.scheduler.waiting or self._num_running)
-
-    @property
-    def _num_running(self) -> int:
-        """Requests that run and are not answered yet."""
-        return len(self.scheduler.running) - len(self.scheduler.closing)
+        return bool(self.scheduler.waiting or self.scheduler.num_unanswered)
 
     def _state(self) -> tuple:
         """What ranks must have in common to go on together."""
@@ -1146,7 +983,7 @@ class DynamicInferenceEngine:
             )
         with interrupts_wait() as let_in:
             if keep_cache == "disk":
-                self._check_weights()
+                self._epochs.check()
                 with self.ranks.together("writing the cache"):
                     self.offload.save_to(tier, let_in)
             self._cancel_abandoned()
@@ -1154,12 +991,12 @@ class DynamicInferenceEngine:
                 self.offload.fetches.give_up_all()
                 self._keep_in_host_memory()
             elif keep_cache == "disk":
-                self._start_over()
+                self._epochs.start_over()
                 self.offload.fetches.give_up_all()
                 self.cache.clear()
             else:
-                self._start_over()
-                self._forget_all()
+                self._epochs.start_over()
+                self._epochs.clear()
             self.runner.drop_graphs()
             self.memory.release()
             self.is_suspended = True
@@ -1189,7 +1026,7 @@ class DynamicInferenceEngine:
         """
         self._require_weights("resume")
         if self.is_suspended:
-            self._check_weights()  # first: old bytes need not come back
+            self._epochs.check()  # first: old bytes need not come back
             try:
                 with self.ranks.together("taking the memory of the cache again"):
                     self.memory.reacquire()
@@ -1223,7 +1060,7 @@ class DynamicInferenceEngine:
             )
         if self._weight_memory.is_released:
             return
-        self._check_weights()  # what is seen now is not seen afterwards
+        self._epochs.check()  # what is seen now is not seen afterwards
         with self.ranks.together("giving back the weights"):
             self._weight_memory.release(keep)
 
@@ -1241,7 +1078,7 @@ class DynamicInferenceEngine:
         self._refuse_closed("reacquire_weights")
         with self.ranks.together("taking the memory of the weights again"):
             is_lost = self._weight_memory.reacquire()
-        self._weights.accept()  # other addresses, and the same values
+        self._epochs.accept()  # other addresses, and the same values
         if is_lost:
             self._updates.note_dropped()
 
@@ -1280,20 +1117,9 @@ class DynamicInferenceEngine:
                 "every token is computed nothing is fetched"
             )
         with interrupts_wait() as let_in:
-            self._check_weights()
-            own = None if tier is None else tier.store.folder
-            if tier is not None and (
-                folder is None or real_path(Path(folder) / self.ranks.name) == own
-            ):
-                self.offload.save_to(tier, let_in)
-            else:
-                store = self._open_disk(folder)
-                try:
-                    limit = self.config.disk_cache_bytes
-                    tier = disk_tier(store, self.cache.spec, limit, shrinks=False)
-                    self.offload.save_to(tier, let_in)
-                finally:
-                    store.close()
+            self._epochs.check()
+            limit = self.config.disk_cache_bytes
+            tier = self._folders.save(self.offload, folder, limit, let_in)
         return CacheSaved(tier.num_states, tier.num_blocks, tier.used_bytes)
 
     @exclusive
@@ -1309,48 +1135,14 @@ class DynamicInferenceEngine:
         """
         self._refuse_suspended("clear_cache")
         self._cancel_abandoned()
-        running = self._num_running
+        running = self.scheduler.num_unanswered
         if running or self.scheduler.waiting:
             raise RuntimeError(
                 f"{running} requests run and {len(self.scheduler.waiting)} wait: clear the cache "
                 "when all are answered, or cancel them"
             )
         self.scheduler.retire_closing()
-        self._forget_all()
-
-    def _forget_all(self) -> None:
-        """Empty the cache, and bind it to the present weights. New ones begin an epoch.
-
-        Raises:
-            OSError: the folder could not be rewritten; it is unused from here on.
-        """
-        is_new_epoch = any(self.ranks.maximum([self._weights.has_changed()]))
-        with self.ranks.together("dropping what older weights computed"):
-            try:
-                self.offload.clear()  # first: it waits for the loads into the pool
-            finally:
-                self.cache.clear()
-            self.memory.weights_changed(self._cached_layers())
-            self.runner.drop_old_weights()
-            self._fingerprint = None
-            disk = self.offload.disk
-            made_for = self._made_for() if disk is not None else {}
-        self._weights.accept()
-        self.output.epoch += is_new_epoch
-        if disk is not None:
-            disk.store.rebind(made_for)
-
-    def _open_disk(self, folder: str | PathLike[str]) -> DiskStore:
-        page_bytes = self.cache.spec.page_bytes
-        is_cuda = self.memory.pool.device.type == "cuda"
-        return DiskStore(Path(folder) / self.ranks.name, page_bytes, self._made_for(), is_cuda)
-
-    def _made_for(self) -> dict[str, str]:
-        """Fingerprint of the cache's content."""
-        if self._fingerprint is None:
-            encoding = self.config.state_encoding
-            self._fingerprint = fingerprint(self.model, self.cache.spec, self._dtype, encoding)
-        return self._fingerprint
+        self._epochs.clear()
 
     def close(self) -> None:
         """Complete the folder of `config.cache_dir` and unlock it, cancel unanswered requests, and
@@ -1371,7 +1163,7 @@ class DynamicInferenceEngine:
         self._refuse_inside_step("close")
         self._updates.leave()
         self.offload.close()
-        self._start_over()
+        self._epochs.start_over()
         for request in list(self.scheduler.waiting):
             for sample_ in (request, *request.siblings):
                 self._cancel_sample(sample_)
@@ -1407,20 +1199,7 @@ class DynamicInferenceEngine:
         tokens = self.request_builder.tokens_of(prompt, params)
         reason = recompute_reason(params)
         chunk = self.cache.longest_forward(len(tokens), self.config.max_tokens)
-        explanation = self.cache.explain(tokens, salt, recompute_reason=reason, chunk_tokens=chunk)
-        if reason is not None:
-            return explanation
-        match = self.cache.match(tokens, salt)  # as a request looks it up, whatever has room
-        found = self.offload.fetches.find(tokens, salt, match.skipped_tokens)
-        if found is None:
-            return explanation
-        tier, record = found
-        position = record.position
-        if not self.cache.can_resume(position, len(tokens), chunk):
-            explanation = replace(explanation, lacks_room=True)
-        if not record.is_state:  # the last token is computed for its logits
-            position = min(position, len(tokens) - 1)
-        return replace(explanation, below=(tier.name, position))
+        return self.offload.explain(tokens, salt, reason, chunk)
 
     @exclusive
     def stats(self) -> Stats:
@@ -1444,7 +1223,7 @@ class DynamicInferenceEngine:
             "pool_bytes": self.memory.pool.numel(),
             "pool_tokens": self.cache.spec.tokens_in(self.cache.allocator.num_pages - 1),
             "pool_states": self.cache.spec.states_in(self.cache.allocator.num_pages - 1),
-            "kv_blocks_in_use": self._kv_blocks_in_use(),
+            "kv_blocks_in_use": self.scheduler.num_kv_blocks,
             "live_slot_bytes": self.memory.slots.numel(),
             **self.runner.graph_counts(),
             "warm_up_ms": round(self.warm_up_seconds * 1000),
@@ -1459,20 +1238,7 @@ class DynamicInferenceEngine:
         """The requests that run, those that wait, and the last ones that ended, each group in its
         order, with the last `num_tokens` tokens of each prompt. For operators, as `explain`."""
         live = (*self.scheduler.running, *self.scheduler.waiting)
-        found = [
-            *((view_request(r), r.tokens[: r.num_tokens], r.salt) for r in live if not r.done),
-            *self._ended,
-        ]
-        return [
-            replace(
-                view,
-                edge=self.cache.contents.edge_number(tokens, salt),
-                last_tokens=tokens[: view.prompt_tokens][-num_tokens:].tolist()
-                if num_tokens
-                else [],
-            )
-            for view, tokens, salt in found
-        ]
+        return self._ended.views(live, self.cache.contents.edge_number, num_tokens)
 
     @exclusive
     def cache_tree(self, max_edges: int = 10_000, num_tokens: int = 0) -> TreeView:
@@ -1522,22 +1288,8 @@ class DynamicInferenceEngine:
         text = prometheus_text(self.stats(), self.meter.histograms)
         return text + requests_text(self.meter.num_ended, info)
 
-    def _kv_blocks_in_use(self) -> int:
-        """Number of distinct KV blocks of the running requests."""
-        tables = [request.lease.block_table for request in self.scheduler.running]
-        if not tables or not self.cache.spec.kv_pages_per_block:
-            return 0
-        return len(np.unique(np.concatenate([table[:, 0] for table in tables])))
-
     @exclusive
     def check_integrity(self) -> None:
         """Raise RuntimeError if an invariant of cache or scheduler is broken."""
         self.cache.check_integrity()
-        running = [request.slot for request in self.scheduler.running]
-        if sorted(running + self.scheduler.free_slots) != list(range(self.config.max_requests)):
-            raise RuntimeError(
-                f"live slots do not add up: {running} running, {self.scheduler.free_slots} free"
-            )
-        for request in self.scheduler.waiting:
-            if request.lease is not None or request.slot != -1:
-                raise RuntimeError(f"waiting request {request.request_id} holds a lease or a slot")
+        self.scheduler.check_integrity()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -85,6 +85,30 @@ class EndedRequests:
         tokens = request.tokens[: min(request.num_tokens, _MAX_TOKENS)].copy()
         self._ended.appendleft((view_request(request), tokens, request.salt))
 
-    def __iter__(self) -> Iterator[tuple[RequestView, np.ndarray, str]]:
-        """View, tokens (int32) and salt of each, the last one first."""
-        return iter(self._ended)
+    def views(
+        self,
+        live: Iterable[Request],
+        edge_number: Callable[[np.ndarray, str], int],
+        num_tokens: int,
+    ) -> list[RequestView]:
+        """Views of requests and, behind them, of those that ended, the last one first.
+
+        Args:
+            live: in order; answered ones are left out.
+            edge_number: of tokens and their salt, see `Contents`.
+            num_tokens: last tokens of each prompt to show.
+        """
+        found = [
+            *((view_request(r), r.tokens[: r.num_tokens], r.salt) for r in live if not r.done),
+            *self._ended,
+        ]
+        return [
+            replace(
+                view,
+                edge=edge_number(tokens, salt),
+                last_tokens=tokens[: view.prompt_tokens][-num_tokens:].tolist()
+                if num_tokens
+                else [],
+            )
+            for view, tokens, salt in found
+        ]

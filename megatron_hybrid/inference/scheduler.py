@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megatron_hybrid.cache.index.tree import Kind, common_prefix
 from megatron_hybrid.cache.pages.lease import Lease, Reservation
 from megatron_hybrid.cache.pages.spec import CacheSpec
@@ -81,6 +83,7 @@ class Scheduler:
         self.max_captures = max_captures(cache.spec, max_requests, max_tokens)
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # in order of arrival
+        self._max_requests = max_requests
         self.free_slots = list(range(max_requests - 1, -1, -1))
         self._draft = StepDraft()  # of the current plan
         self._next = StepDraft()  # of the next plan
@@ -689,6 +692,19 @@ class Scheduler:
         """Answered requests that only run on to save their last state, in order of arrival."""
         return [r for r in self.running if r.status is RequestStatus.CLOSING]
 
+    @property
+    def num_unanswered(self) -> int:
+        """Requests that run and are not answered yet."""
+        return len(self.running) - len(self.closing)
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """Number of distinct KV blocks of the running requests."""
+        tables = [request.lease.block_table for request in self.running]
+        if not tables or not self.cache.spec.kv_pages_per_block:
+            return 0
+        return len(np.unique(np.concatenate([table[:, 0] for table in tables])))
+
     def retire_closing(self) -> None:
         """End them without their last states."""
         for request in self.closing:
@@ -772,3 +788,14 @@ class Scheduler:
         if request.num_computed >= request.num_prompt_tokens and request.num_generated:
             request.status = RequestStatus.DECODE
         return True
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if the slots or the waiting requests are not as they must be."""
+        running = [request.slot for request in self.running]
+        if sorted(running + self.free_slots) != list(range(self._max_requests)):
+            raise RuntimeError(
+                f"live slots do not add up: {running} running, {self.free_slots} free"
+            )
+        for request in self.waiting:
+            if request.lease is not None or request.slot != -1:
+                raise RuntimeError(f"waiting request {request.request_id} holds a lease or a slot")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from megatron_hybrid.checkpoints.checkpoint import own_weights
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
-from megatron_hybrid.inference.weight_loading import WeightLoader
+from megatron_hybrid.inference.weight_loading import Pairs, WeightLoader
 from megatron_hybrid.inference.weight_transfer import GroupInfo, TrainerError, WeightGroup, part_of
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.ranks import Ranks
@@ -102,10 +104,22 @@ class WeightUpdates:
         self._loader = None
         self.note_whole()
 
-    def note_loaded(self, names: set[str]) -> None:
-        """Note tensors of this rank that have new values, on all ranks."""
-        self._lacking -= names
-        self._is_whole = not any(self._ranks.maximum([len(self._lacking)]))
+    def load(self, pairs: Pairs, is_led: bool, begin_epoch: Callable[[], None]) -> None:
+        """Load weights that are no update in parts; if any was written, an epoch begins. Arguments
+        and errors as those of `WeightLoader.load`."""
+        with self._ranks.together("load_weights()"):
+            loader, failure = WeightLoader(self._model, self._ranks), None
+            try:
+                with self._ranks.together("load_weights()"):
+                    loader.load(pairs, is_led)
+            except Exception as error:
+                failure = error
+            if any(self._ranks.maximum([len(loader.written)])):
+                self._lacking -= loader.written
+                self._is_whole = not any(self._ranks.maximum([len(self._lacking)]))
+                begin_epoch()
+            if failure is not None:
+                raise failure
 
     def note_whole(self) -> None:
         """All tensors are those of one model."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_hybrid.cache.explain import Explanation
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.pages.spec import CacheSpec
@@ -105,6 +106,28 @@ class Offload(CacheListener):
                 if checkpoint.tier_key in tier:
                     return tier.name
         return tier_in_pool(checkpoint)
+
+    def explain(
+        self, tokens: np.ndarray, salt: str, recompute_reason: str | None, chunk_tokens: int
+    ) -> Explanation:
+        """Return what `PrefixCache.explain` does, and what of the prompt a tier has."""
+        cache, reason = self.cache, recompute_reason
+        explanation = cache.explain(
+            tokens, salt, recompute_reason=reason, chunk_tokens=chunk_tokens
+        )
+        if reason is not None:
+            return explanation
+        match = cache.match(tokens, salt)  # as a request looks it up, whatever has room
+        found = self.fetches.find(tokens, salt, match.skipped_tokens)
+        if found is None:
+            return explanation
+        tier, record = found
+        position = record.position
+        if not cache.can_resume(position, len(tokens), chunk_tokens):
+            explanation = replace(explanation, lacks_room=True)
+        if not record.is_state:  # the last token is computed for its logits
+            position = min(position, len(tokens) - 1)
+        return replace(explanation, below=(tier.name, position))
 
     def counters(self) -> dict[str, int]:
         """Return counters since the start, and the present contents of the tiers."""

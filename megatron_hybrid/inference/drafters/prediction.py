@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.drafters import BatchDrafter
 from megatron_hybrid.inference.request import Request
 from megatron_hybrid.inference.sampling_params import Draw
@@ -28,6 +29,12 @@ def require_part(model: HybridModel) -> None:
             "keeps states or a window of keys, which the layers before it do not: prompts would "
             "resume at saved states alone. Use speculation='lookup'."
         )
+
+
+def cached_layers(model: HybridModel, config: InferenceConfig) -> list[LayerCache]:
+    """What the layers of this rank keep: those of the model and, where it drafts, of its part."""
+    part = model.prediction_requirements() if config.speculation == "mtp" else []
+    return model.cache_requirements() + part
 
 
 def _draw(request: Request) -> Draw:

@@ -13,7 +13,7 @@ from slow_tiers import SlowArrival, SlowStore
 from torch import nn
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
-from megatron_hybrid.inference import engine as engine_module
+from megatron_hybrid.inference import cache_folders
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.request import RequestStatus
 from megatron_hybrid.offload.fetch import FetchState
@@ -350,7 +350,7 @@ def test_an_update_without_memory_is_done_by_the_next_step(tmp_path, monkeypatch
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(engine_module, "fingerprint", no_memory)
+        patch.setattr(cache_folders, "fingerprint", no_memory)
         engine.update_weights()
     finish(engine, requests, copy_of(model))
     assert engine.epoch == 1

@@ -12,8 +12,7 @@ from grouped_experts import grouped_experts
 from matrix import matrix_rows
 from reference import greedy, greedy_tokens, is_greedy, random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.inference import engine as engine_module
-from megatron_hybrid.inference import graph_runner
+from megatron_hybrid.inference import allocation, graph_runner
 from megatron_hybrid.inference.graph_runner import sizes_up_to
 from megatron_hybrid.inference.sampling_params import SamplingParams
 
@@ -198,13 +197,13 @@ def test_a_device_without_graphs_says_so_at_the_start(monkeypatch, caplog):
 
 
 def test_memory_of_graphs_is_asked_for_beside_the_pool(monkeypatch):
-    asked, pool_pages = {}, engine_module.pool_pages
+    asked, pool_pages = {}, allocation.pool_pages
 
     def noted(config, device, page_bytes, step, parts, ranks):
         asked.update({part.what: part.num_bytes for part in parts})
         return pool_pages(config, device, page_bytes, step, parts, ranks)
 
-    monkeypatch.setattr(engine_module, "pool_pages", noted)
+    monkeypatch.setattr(allocation, "pool_pages", noted)
     engine = tiny_engine(MODEL, cuda_graphs=True)
     logits = sum(sizes_up_to(8)) * MODEL.vocab_size * 4
     without = asked["CUDA graphs"]

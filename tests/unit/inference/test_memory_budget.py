@@ -192,7 +192,7 @@ REFUSALS = {
 def test_more_than_there_is_is_refused_before_anything_is_allocated(monkeypatch, fields, remedy):
     available = 12 << 20
     monkeypatch.setattr(memory_budget, "available_bytes", lambda device: available)
-    monkeypatch.setattr("megatron_hybrid.inference.engine.CacheMemory", None)
+    monkeypatch.setattr("megatron_hybrid.inference.allocation.CacheMemory", None)
     with pytest.raises(MemoryError, match=remedy) as caught:
         tiny_engine(**fields)
     message = str(caught.value)

@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.parametrize import register_parametrization
 
-from megatron_hybrid.inference import engine as engine_module
-from megatron_hybrid.inference import weight_watch
+from megatron_hybrid.inference import cache_folders, weight_watch
 from megatron_hybrid.offload.disk_store import CacheFolderError
 from megatron_hybrid.training.lora import (
     LoraFields,
@@ -401,7 +400,7 @@ def test_a_folder_is_not_written_for_new_weights_under_the_name_of_the_old(tmp_p
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(engine_module, "fingerprint", no_memory)
+        patch.setattr(cache_folders, "fingerprint", no_memory)
         engine.step()
     while not request.closed:
         engine.step()
