@@ -17,28 +17,28 @@ from megatron_hybrid.offload.tier import Tier
 
 
 class CacheFolders:
-    """Opens an engine's folders: in each, this rank has one of its own.
+    """Opens folders for an engine. In each, a rank has one of its own.
 
     Args:
-        model, spec, kv_dtype, state_encoding: what the content depends on, see `fingerprint`.
         name: of the rank.
+        model, spec, kv_dtype, state_encoding: what the content depends on, see `fingerprint`.
     """
 
     def __init__(
         self,
+        name: str,
         model: HybridModel,
         spec: CacheSpec,
         kv_dtype: torch.dtype,
         state_encoding: str,
-        name: str,
     ):
-        self._content = model, spec, kv_dtype, state_encoding
         self._name, self._page_bytes = name, spec.page_bytes
+        self._content = model, spec, kv_dtype, state_encoding
         self._is_cuda = next(model.parameters()).device.type == "cuda"
         self._fingerprint: dict[str, str] | None = None
 
     def made_for(self) -> dict[str, str]:
-        """Fingerprint of the cache's content."""
+        """Fingerprint of the present content."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(*self._content)
         return self._fingerprint
@@ -59,13 +59,9 @@ class CacheFolders:
         num_bytes: int,
         let_in: Callable[[], None],
     ) -> Tier:
-        """Write all that is cached, and return what the folder has then.
-
-        Args:
-            folder: None: that of the engine's disk tier.
-            num_bytes: capacity of another folder, unless its records take more already.
-            let_in: see `Offload.save_to`.
-        """
+        """Write all that is cached; returns what the folder has then. folder: None: that of the
+        disk tier. num_bytes: capacity of another one, unless it has more. let_in: see
+        `Offload.save_to`."""
         tier = offload.disk
         if tier is not None and (
             folder is None or real_path(Path(folder) / self._name) == tier.store.folder

@@ -199,7 +199,7 @@ class DynamicInferenceEngine:
         self.cache = PrefixCache(spec, len(self.memory.pool), config.prefix_caching)
         self._lock, self._home = threading.RLock(), HomeProcess()
         self._folders = CacheFolders(
-            self.model, spec, allocated.kv_dtype, config.state_encoding, self.ranks.name
+            self.ranks.name, self.model, spec, allocated.kv_dtype, config.state_encoding
         )
         disk = None
         if config.cache_dir is not None:
@@ -517,7 +517,7 @@ class DynamicInferenceEngine:
     def _begin_step(self) -> bool:
         """Exchange between the ranks what the step depends on. Returns whether the weights may have
         changed, on any rank."""
-        changed = self._epochs.has_changed()
+        changed = self._epochs.watch.has_changed()
         control = self._control
         if control.leads:
             self._tell("_step_told", changed)
@@ -594,7 +594,7 @@ class DynamicInferenceEngine:
         """
         self._require_weights("load_weights")
         if self._control.leads:
-            self._tell("_load_told")
+            self._tell("_load", ())
         self._load(pairs)
 
     def _load(self, pairs: Pairs) -> None:
@@ -603,10 +603,7 @@ class DynamicInferenceEngine:
         with control.inside("load_weights()"):
             self._updates.load(pairs, control.leads or control.follows, self._epochs.begin)
 
-    def _load_told(self) -> None:
-        self._load(())
-
-    _load_told.is_on_all_ranks = True
+    _load.is_on_all_ranks = True
 
     # A trainer in another process
 
@@ -1078,7 +1075,7 @@ class DynamicInferenceEngine:
         self._refuse_closed("reacquire_weights")
         with self.ranks.together("taking the memory of the weights again"):
             is_lost = self._weight_memory.reacquire()
-        self._epochs.accept()  # other addresses, and the same values
+        self._epochs.watch.accept()  # other addresses, and the same values
         if is_lost:
             self._updates.note_dropped()
 

@@ -39,19 +39,12 @@ class Epochs:
         self._scheduler, self._offload, self._runner = scheduler, offload, runner
         self._output, self._folders, self._config = output, folders, config
         self._model, self._memory, self._ranks = runner.model, runner.memory, runner.ranks
-        self._watch = WeightWatch(self._model)
-
-    def has_changed(self) -> bool:
-        """Whether the weights of this rank may have changed in this epoch."""
-        return self._watch.has_changed()
-
-    def accept(self) -> None:
-        """The weights are the same, whatever the watch says."""
-        self._watch.accept()
+        self.watch = WeightWatch(self._model)
+        """Tells whether the weights of this rank may have changed in this epoch."""
 
     def check(self) -> None:
         """Begin an epoch if the weights have changed, on any rank."""
-        if any(self._ranks.maximum([self._watch.has_changed()])):
+        if any(self._ranks.maximum([self.watch.has_changed()])):
             self.begin_unsaid()
 
     def begin(self) -> None:
@@ -71,7 +64,7 @@ class Epochs:
     def _begin(self) -> None:
         """Drop all that older weights computed. If it raises, the watch still tells that the
         weights have changed."""
-        self._watch.note_change()  # perhaps seen on another rank only
+        self.watch.note_change()  # perhaps seen on another rank only
         self.start_over()
         self._memory.keep(None)  # what a suspended engine keeps
         try:
@@ -90,7 +83,7 @@ class Epochs:
         Raises:
             OSError: the folder could not be rewritten; it is unused from here on.
         """
-        is_new = any(self._ranks.maximum([self._watch.has_changed()]))
+        is_new = any(self._ranks.maximum([self.watch.has_changed()]))
         disk = self._offload.disk
         with self._ranks.together("dropping what older weights computed"):
             try:
@@ -101,7 +94,7 @@ class Epochs:
             self._runner.drop_old_weights()
             self._folders.weights_changed()
             made_for = self._folders.made_for() if disk is not None else {}
-        self._watch.accept()
+        self.watch.accept()
         self._output.epoch += is_new
         if disk is not None:
             disk.store.rebind(made_for)

@@ -44,7 +44,6 @@ from megatron_hybrid.models.recompute import check_recompute_modules
 from megatron_hybrid.models.sharding.collectives import gather_last_dim, gather_rows, split_rows
 from megatron_hybrid.models.sharding.parallel_setup import check_process_groups, process_groups
 from megatron_hybrid.models.sharding.sharded_state import sharded_state_dict
-from megatron_hybrid.models.sharding.stage_boundary import StageBoundary
 from megatron_hybrid.models.sharding.stage_copies import StageCopies
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
@@ -107,8 +106,9 @@ class HybridModel(_LanguageModule):
         stage = pg_collection.pp.rank()
         self.layer_offset = sum(map(len, stages[:stage]))
         """Layers of the pipeline stages before this one."""
-        self._boundary = StageBoundary(config, pg_collection.tp, stages)
-        self.boundary_width = self._boundary.width
+        # The layers of a shared block see the embedding too, and it is on the first stage.
+        passes_embedding = any("Z" in symbols for symbols in stages[1:])
+        self.boundary_width = config.hidden_size * (2 if passes_embedding else 1)
         """Width of the tensors [s, b, boundary_width] between pipeline stages: hidden states, and
         beside them the word embedding if the pattern has a `Z` behind the first stage."""
         if pre_process:
@@ -229,7 +229,11 @@ class HybridModel(_LanguageModule):
     def stage_input(self, num_tokens: int) -> Tensor:
         """Room for the output of the previous pipeline stage for one sequence, [s, 1,
         boundary_width]; s is num_tokens, or this rank's part of them (sequence parallelism)."""
-        return self._boundary.room(num_tokens, next(self.parameters()).device)
+        if self.config.sequence_parallel:
+            num_tokens //= self.config.tensor_model_parallel_size
+        parameter = next(self.parameters())
+        shape = num_tokens, 1, self.boundary_width
+        return torch.empty(shape, dtype=self.config.pipeline_dtype, device=parameter.device)
 
     def adjust_tensor_shapes(
         self, received: list[tuple[int, ...]], sent: list[tuple[int, ...]]
@@ -354,16 +358,20 @@ class HybridModel(_LanguageModule):
         if self.pre_process:
             hidden_Th, inputs = self._embed(input_ids, decoder_input, padding)
         else:
-            hidden_Th, embedding_Th = self._boundary.take(self.input_tensor)
-            if embedding_Th is not None:
-                embedding_Th = self._rounded(embedding_Th)
-            inputs = StackInputs(embedding_Th)
+            hidden_Th, inputs = self._received(self.input_tensor)
         hidden_Th = self.decoder(hidden_Th, context, inputs)
         predicts = hasattr(self, "mtp") and self.training and torch.is_grad_enabled()
         if predicts and labels is not None:
             hidden_Th = self._attach_predictions(hidden_Th, input_ids, labels, loss_mask, context)
         if not self.post_process:
-            return self._boundary.give(hidden_Th, inputs.embedding_Th, b)
+            if self.boundary_width > self.config.hidden_size:
+                embedding_Th = inputs.embedding_Th
+                if splits_rows:
+                    embedding_Th = split_rows(embedding_Th, tp)
+                hidden_Th = torch.cat((hidden_Th, embedding_Th), -1)
+            if splits_rows:
+                return hidden_Th.view(s // tp.size(), b, -1)
+            return hidden_Th.view(b, s, -1).transpose(0, 1).contiguous()
         if splits_rows:
             hidden_Th = gather_rows(hidden_Th, tp)[: b * s]
         if inference_context is not None:
@@ -481,6 +489,17 @@ class HybridModel(_LanguageModule):
         return self.mtp.attach_losses(
             hidden_Th, input_ids.flatten(), labels_T, mask_T, layout, new_context, embed, loss_of
         )
+
+    def _received(self, tensor: Tensor) -> tuple[Tensor, StackInputs]:
+        """The input of this stage's stack, from the stage before it."""
+        splits_rows = self.config.sequence_parallel
+        rows_Tc = (tensor if splits_rows else tensor.transpose(0, 1)).flatten(0, 1)
+        if self.boundary_width == self.config.hidden_size:
+            return rows_Tc, StackInputs(None)
+        hidden_Th, embedding_Th = rows_Tc.chunk(2, -1)
+        if splits_rows:
+            embedding_Th = gather_rows(embedding_Th, self.pg_collection.tp, whole_gradient=True)
+        return hidden_Th, StackInputs(self._rounded(embedding_Th))
 
     def _rounded(self, hidden_Th: Tensor) -> Tensor:
         """The residual stream as layers take it."""
