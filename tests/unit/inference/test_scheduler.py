@@ -540,3 +540,18 @@ def test_drafts_take_what_decodes_leave_before_prompts_do():
     plan = each.schedule()
     assert [len(work.tokens) for work in plan.work] == [6, 4]
     assert [len(work.draft_draws) for work in plan.work] == [5, 3]
+
+
+def test_a_lost_slot_and_a_waiting_request_with_a_slot_are_found():
+    each, one = scheduler(), request(0, 20)
+    each.add(one)
+    each.check_integrity()
+    one.slot = 2
+    with pytest.raises(RuntimeError, match="waiting request 0 holds a lease or a slot"):
+        each.check_integrity()
+    one.slot = -1
+    run(each)
+    each.check_integrity()
+    each.free_slots.pop()
+    with pytest.raises(RuntimeError, match="live slots do not add up"):
+        each.check_integrity()
