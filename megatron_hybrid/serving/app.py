@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.inference.metrics import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
@@ -406,8 +407,11 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def explain(fields: ExplainFields, request: Request) -> Json:
         service.check_admin(request.state.key)
         service.check_model(fields.model)
+        key = request.state.key
+        if fields.api_key is not None and (key := service.known_key(fields.api_key)) is None:
+            raise ApiError(400, "this is none of the server's keys: use one of them", "api_key")
+        salt = service.salt_of(key, fields.cache_salt)
         tokens = await in_texts_thread(partial(tokens_of, fields))
-        salt = fields.cache_salt or ""
         try:
             explanation = await service.engine.explain(tokens, salt=salt)
         except (TypeError, ValueError) as error:
@@ -447,8 +451,11 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
-        text = await service.engine.metrics() + _http_metrics(service)
-        return PlainTextResponse(text, media_type=CONTENT_TYPE)
+        text = await service.engine.metrics()
+        if service.separates_keys:  # this one would answer guesses; the operator has /cache/history
+            hidden = f'{{reason="{MissReason.SALT.value}"}}'
+            text = "".join(line for line in text.splitlines(True) if hidden not in line)
+        return PlainTextResponse(text + _http_metrics(service), media_type=CONTENT_TYPE)
 
     @app.get("/v1/models")
     async def models() -> Json:

@@ -747,8 +747,10 @@ class ExplainFields(TokenizeFields):
     """Body of /cache/explain."""
 
     cache_salt: str | None = None
-    """Explain the prompt under this salt. With several API keys the prefixes of each key are under
-    another one, unless the server has --share-cache."""
+    """Explain the prompt of a request with this salt."""
+    api_key: str | None = None
+    """Explain the prompt of a request with this key. By default it is the key that asks. Each of
+    several keys has prefixes of its own, unless the server has --share-cache."""
 
 
 class AbortFields(Body):

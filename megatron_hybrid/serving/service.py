@@ -225,20 +225,26 @@ class Service:
         Raises:
             ApiError: it has none, or none of ours.
         """
-        keys = (*self.config.api_keys, *self.config.admin_keys)
-        if not keys:
+        if not (self.config.api_keys or self.config.admin_keys):
             return ""
         kind, _, given = (authorization or "").partition(" ")
-        # All are compared, each in constant time: the time tells nothing of a key.
-        found = [key for key in keys if hmac.compare_digest(key.encode(), given.strip().encode())]
-        if kind.lower() != "bearer" or not found:
+        found = self.known_key(given.strip())
+        if kind.lower() != "bearer" or found is None:
             raise ApiError(
                 401,
                 "the API key is missing or wrong: send Authorization: Bearer KEY",
                 None,
                 "invalid_api_key",
             )
-        return found[0]
+        return found
+
+    def known_key(self, given: str) -> str | None:
+        """A key of the server that is the same as this one; None: there is none."""
+        keys = (*self.config.api_keys, *self.config.admin_keys)
+        # All are compared, each in constant time: the time tells nothing of a key.
+        asked = given.encode(errors="surrogatepass")
+        found = [key for key in keys if hmac.compare_digest(key.encode(), asked)]
+        return found[0] if found else None
 
     def check_admin(self, key: str) -> None:
         """Raise ApiError unless a key is the operator's."""
@@ -251,9 +257,12 @@ class Service:
 
     def salt_of(self, key: str, salt: str | None) -> str:
         """The salt of cached prefixes: the request's, and one of its key if there are several."""
-        if len(self.config.api_keys) < 2 or self.config.shares_cache:
-            return salt or ""
-        return f"{self.tenant_of(key)}:{salt or ''}"
+        return f"{self.tenant_of(key)}:{salt or ''}" if self.separates_keys else salt or ""
+
+    @property
+    def separates_keys(self) -> bool:
+        """Whether no key may learn what another one has asked."""
+        return len(self.config.api_keys) > 1 and not self.config.shares_cache
 
     def tenant_of(self, key: str) -> str:
         """A name for the owner of a key, which does not tell the key."""
