@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +22,18 @@ if TYPE_CHECKING:
     from megatron_hybrid.serving.kv_publisher import KvPublisher
 
 HELP = "Serve a model over HTTP, by OpenAI's API."
+API_KEYS, ADMIN_KEYS = "MEGATRON_HYBRID_API_KEYS", "MEGATRON_HYBRID_ADMIN_KEYS"
+"""Variables with keys: command lines are shown to all users of a machine."""
 _DEMO_NOTE = (
     "The demo model was trained on old books alone: it continues stories, it does not answer."
 )
+
+
+def _key(text: str) -> str:
+    """A key of an option. An empty one, of a variable that is not set, would open the server."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the key is empty: give one, or leave the option out")
+    return text.strip()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,18 +146,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key",
         action="append",
+        type=_key,
         default=[],
         metavar="KEY",
         help="Answer only clients that send this key. The option may be given several times; more "
-        "keys are read from MEGATRON_HYBRID_API_KEYS, separated by commas.",
+        f"keys are read from {API_KEYS}, separated by commas.",
     )
     parser.add_argument(
         "--admin-key",
         action="append",
+        type=_key,
         default=[],
         metavar="KEY",
         help="Only this key opens the routes of the operator, such as /cache/reset. By default a "
-        "single API key does; with several they are closed. The option may be given several times.",
+        "single API key does; with several they are closed. The option may be given several times; "
+        f"more keys are read from {ADMIN_KEYS}, separated by commas.",
     )
     parser.add_argument(
         "--take-weights",
@@ -225,6 +238,13 @@ def _kv_publisher(options: argparse.Namespace) -> "AbstractContextManager[KvPubl
     )
 
 
+def keys_of(given: Sequence[str], variable: str) -> tuple[str, ...]:
+    """The keys of an option and of its environment variable, each once: several keys do not share
+    cached prefixes, and equal ones are one key."""
+    named = map(str.strip, os.environ.get(variable, "").split(","))
+    return tuple(dict.fromkeys(filter(None, (*given, *named))))
+
+
 def run(options: argparse.Namespace) -> int:
     try:
         from megatron_hybrid.serving.run import Address, follow, log_lines, run, serve
@@ -238,12 +258,11 @@ def run(options: argparse.Namespace) -> int:
         options.host, options.port, options.uds, options.ssl_certfile, options.ssl_keyfile
     )
     config = served_config(options)
-    keys = os.environ.get("MEGATRON_HYBRID_API_KEYS", "").split(",")
     serving = ServingConfig(
         options.served_model_name or Path(options.model).name,
-        api_keys=tuple(filter(None, (*options.api_key, *keys))),
+        api_keys=keys_of(options.api_key, API_KEYS),
         description=_DEMO_NOTE if options.model == "demo" else "",
-        admin_keys=tuple(options.admin_key),
+        admin_keys=keys_of(options.admin_key, ADMIN_KEYS),
         shows_prompts=options.show_prompts,
         trusts_templates=options.trust_request_chat_template,
         tool_call_parser=options.tool_call_parser,

@@ -20,6 +20,7 @@ from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.commands import arguments
 from megatron_hybrid.commands.arguments import load
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.serving import service
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.tools import demo
 from megatron_hybrid.tools.info import environment
@@ -439,6 +440,26 @@ def test_a_server_warms_up_unless_it_is_told_not_to(monkeypatch):
         with pytest.raises(SystemExit):
             cli.main(["serve", *options])
     assert given == [True, False]
+
+
+def test_keys_of_clients_and_of_the_operator_need_not_be_on_the_command_line(monkeypatch, capsys):
+    given = []
+
+    def note(name, **fields):
+        given.append((fields["api_keys"], fields["admin_keys"]))
+        sys.exit()
+
+    monkeypatch.setattr(service, "ServingConfig", note)
+    monkeypatch.setenv("MEGATRON_HYBRID_API_KEYS", "a,b, a")
+    monkeypatch.setenv("MEGATRON_HYBRID_ADMIN_KEYS", "root,")
+    for options in ([], ["--api-key", "b", "--admin-key", "other"]):
+        with pytest.raises(SystemExit):
+            cli.main(["serve", *options])
+    assert given == [(("a", "b"), ("root",)), (("b", "a"), ("other", "root"))]
+    for option in ("--api-key", "--admin-key"):
+        with pytest.raises(SystemExit):
+            cli.main(["serve", option, " "])
+        assert f"argument {option}: the key is empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
