@@ -7,6 +7,7 @@ Hugging Face folder differs only in names and layouts, which an adapter maps to 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -37,16 +38,23 @@ from megatron_hybrid.checkpoints.tensor_files import (
 from megatron_hybrid.files import replace_file
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.models.layer_pattern import PREDICTION_BOUNDARY
+from megatron_hybrid.models.layer_pattern import (
+    PREDICTION_BOUNDARY,
+    prediction_symbols,
+    split_predictions,
+)
 from megatron_hybrid.models.packed_weight import PackedWeight
 from megatron_hybrid.models.parameter_names import (
     canonical_name,
+    is_of_prediction,
     is_parameter,
     stack_experts,
 )
 from megatron_hybrid.models.sharding.gathering import gather_whole, own_piece, whole_shape
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING
 from megatron_hybrid.ranks import fail_together
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.json"
 
@@ -114,6 +122,12 @@ def save_huggingface(model: HybridModel, folder: str | os.PathLike[str]) -> None
     for name, original in adapter.copies(model.config).items():
         if original in theirs:  # else packed, and among `kept`
             theirs[name] = theirs[original]
+    if adapter.prediction_layers(hf, None) and not prediction_symbols(model.config.layer_pattern):
+        logger.warning(
+            "%s has no part for multi-token prediction, which its config.json announces: the model "
+            "was loaded without it (mtp=True of load_pretrained)",
+            folder,
+        )
     dtype = str(model.config.params_dtype).removeprefix("torch.")
     _write(folder, {**hf, "dtype": dtype}, theirs)
 
@@ -263,6 +277,8 @@ def find_tensors(
     config = model.config
     if not _is_huggingface(values):
         given = {canonical_name(name): name for name in files.names()}
+        if not prediction_symbols(config.layer_pattern):
+            given = {name: own for name, own in given.items() if not is_of_prediction(name)}
         packed, packed_maps = own_source(
             given, lambda name: files.shape(given[name]), lambda name: files.dtype(given[name])
         )
@@ -370,8 +386,10 @@ def load_state(
     load_tensors(model, _identity(own_tensors(model)), tensors, rounded, lambda num_bytes: None)
 
 
-def read_config(folder: str | os.PathLike[str], **overrides: Any) -> HybridConfig:
+def read_config(folder: str | os.PathLike[str], mtp: bool = True, **overrides: Any) -> HybridConfig:
     """Read the config of a checkpoint, ours or Hugging Face's; `overrides` replace its fields.
+
+    mtp: with the parts for multi-token prediction that the folder has.
 
     Raises:
         CheckpointError: config.json is missing, unreadable or not a config, or the weights are
@@ -383,7 +401,7 @@ def read_config(folder: str | os.PathLike[str], **overrides: Any) -> HybridConfi
     if (found := quantization(values)) is not None:
         check_method(found, str(path))
     values = with_dtype(values, path.parent)
-    return config_of(values, str(path), tensor_names(path.parent), **overrides)
+    return config_of(values, str(path), tensor_names(path.parent), mtp, **overrides)
 
 
 def tensor_names(folder: Path) -> list[str]:
@@ -400,6 +418,7 @@ def config_of(
     values: Mapping[str, Any],
     source: str,
     tensor_names: Collection[str] | None = (),
+    mtp: bool = True,
     **overrides: Any,
 ) -> HybridConfig:
     """Convert the content of a config.json. A quantization is ignored: the config is that of the
@@ -409,6 +428,7 @@ def config_of(
         tensor_names: of the weights of a Hugging Face folder, which say whether it has a part for
             multi-token prediction; such a part is left out over several pipeline stages. None: what
             config.json says of that.
+        mtp: with such parts.
 
     Raises:
         CheckpointError: not a usable config, or of an unknown architecture.
@@ -416,19 +436,22 @@ def config_of(
     """
     try:
         if _is_huggingface(values):
-            return _huggingface_config(values, source, tensor_names, **overrides)
+            return _huggingface_config(values, source, tensor_names if mtp else (), **overrides)
         if "layer_pattern" not in values:
             raise CheckpointError(
                 f"{source} has neither a layer_pattern, as ours have, nor a model_type, as those "
                 "of transformers have. Convert the model to one of these."
             )
+        if not mtp:
+            main = split_predictions(values["layer_pattern"])[0]
+            values = {**values, "layer_pattern": main}
         return HybridConfig.from_dict(values, **overrides)
     except CheckpointError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         if overrides:
             config_of(
-                values, source, tensor_names
+                values, source, tensor_names, mtp
             )  # raises CheckpointError if the file is at fault
             raise
         raise CheckpointError(f"{source} is no usable config: {error}") from error

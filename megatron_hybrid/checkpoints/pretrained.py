@@ -29,6 +29,7 @@ def load_pretrained(
     folder: str | os.PathLike[str],
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
+    mtp: bool = False,
     **overrides: Any,
 ) -> tuple[HybridModel, Tokenizer | None]:
     """Load a model in eval mode, and its tokenizer (None if the folder has none).
@@ -40,6 +41,8 @@ def load_pretrained(
         dtype: of the weights; None: as saved. In half precision, the operands of fp32 computations
             stay in fp32, unrounded: routers, their biases, and the `A_log`, `D` and `dt_bias` of
             recurrent layers.
+        mtp: also load the part for multi-token prediction, if the folder has one: to draft with it
+            (`speculation="mtp"`), to train it, or to write the whole model back.
         overrides: HybridConfig fields to replace, such as tensor_model_parallel_size.
 
     Raises:
@@ -54,7 +57,7 @@ def load_pretrained(
         if dtype is not None:
             overrides["params_dtype"] = dtype
         # Random initialization would take longer than reading the file.
-        config = read_config(path, perform_initialization=False, **overrides)
+        config = read_config(path, mtp, perform_initialization=False, **overrides)
         tokenizer = load_tokenizer(path, config.vocab_size)
         packed = is_packed(path)
     # Parameters that packed weights replace are never written: in a CPU's memory they take no room.

@@ -264,13 +264,20 @@ def make_engine(options: argparse.Namespace):
     return DynamicInferenceEngine(*load(options.model, options.device, options.dtype), config)
 
 
-def load(folder: str, device: str | None = None, dtype: str | None = None, **sizes: int):
+def load(
+    folder: str,
+    device: str | None = None,
+    dtype: str | None = None,
+    mtp: bool = False,
+    **sizes: int,
+):
     """Load model and tokenizer, on the GPU if there is one; on a CPU in fp32, which is faster there
     and avoids near ties in greedy answers.
 
     Args:
         folder: of the model.
         device, dtype: in place of these; see `add_engine`.
+        mtp: see `load_pretrained`.
         sizes: of the layout over ranks, fields of HybridConfig.
     """
     import torch
@@ -282,15 +289,17 @@ def load(folder: str, device: str | None = None, dtype: str | None = None, **siz
     if dtype is None and place.type == "cpu":
         dtype = "float32"
     converted = None if dtype is None else getattr(torch, dtype)
-    model, tokenizer = load_pretrained(folder, place, converted, **sizes)
+    model, tokenizer = load_pretrained(folder, place, converted, mtp, **sizes)
     if tokenizer is None:
         raise CheckpointError(f"{folder} has no tokenizer.json, which text prompts need")
     return model, tokenizer
 
 
 def load_for_chats(options: argparse.Namespace, **sizes: int):
-    """Model and tokenizer, with the template that was asked for. sizes: as for `load`."""
-    model, tokenizer = load(options.model, options.device, options.dtype, **sizes)
+    """Model and tokenizer, with the template and the drafts that were asked for. sizes: as for
+    `load`."""
+    mtp = getattr(options, "speculation", None) == "mtp"
+    model, tokenizer = load(options.model, options.device, options.dtype, mtp, **sizes)
     if options.chat_template:
         try:
             source = Path(options.chat_template).read_text(encoding="utf-8")
@@ -300,15 +309,16 @@ def load_for_chats(options: argparse.Namespace, **sizes: int):
     return model, tokenizer
 
 
-def planned_config(model: str):
-    """The config of a model that need not be here: see PLANNED_MODEL_HELP."""
+def planned_config(model: str, mtp: bool = False):
+    """The config of a model that need not be here: see PLANNED_MODEL_HELP. mtp: with its part for
+    multi-token prediction; a recipe has it as it says."""
     from megatron_hybrid.tools.plan import read_model_config
     from megatron_hybrid.training.recipe import Recipe
 
     # "demo" is the model of the package, not its recipe.
     if model != "demo" and Recipe.path_of(model).suffix == ".yaml":
         return Recipe.load(model).whole_model_config()
-    return read_model_config(model)
+    return read_model_config(model, mtp)
 
 
 def check_file(option: str, path: str) -> None:

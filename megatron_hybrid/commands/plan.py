@@ -60,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Count the states that take back N drafts of each request (serve --speculation).",
     )
     parser.add_argument(
+        "--mtp",
+        action="store_true",
+        help="Count the model's part for multi-token prediction, too (serve --speculation mtp).",
+    )
+    parser.add_argument(
         "--cuda-graphs",
         action="store_true",
         help="Count the memory of CUDA graphs of 64 requests, with drafts and without.",
@@ -79,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     device = device_of(options.device, memory, options.flops, options.bandwidth)
     if memory is None and device is None:
         raise ValueError("give --memory GB or --device NAME: what the model has to fit into")
-    config = planned_config(options.model)
+    config = planned_config(options.model, options.mtp)
     memory = memory or device.memory_bytes
     packed = packed_folder(options.model)
     result = plan(

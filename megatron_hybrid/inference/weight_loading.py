@@ -29,8 +29,14 @@ from megatron_hybrid.checkpoints.huggingface.layouts import SAME, stacked
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.inference.weight_transfer import FolderPart, Part
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.layer_pattern import prediction_symbols
 from megatron_hybrid.models.packed_weight import PackedWeight
-from megatron_hybrid.models.parameter_names import canonical_name, is_parameter, separate_expert
+from megatron_hybrid.models.parameter_names import (
+    canonical_name,
+    is_of_prediction,
+    is_parameter,
+    separate_expert,
+)
 from megatron_hybrid.models.sharding.gathering import num_experts_of, own_piece
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING, OUTPUT_LAYER
 from megatron_hybrid.ranks import Ranks
@@ -216,8 +222,10 @@ class _Names:
     def require_known(self, names: Iterable[str], unknown: Iterable[str]) -> None:
         """Raise CheckpointError if one of `unknown` holds something. names: all that were given."""
         ignored: set[str] = set()
+        if not prediction_symbols(self._config.layer_pattern):
+            ignored = set(filter(is_of_prediction, names))
         if self._adapter is not None:
-            ignored = self._adapter.ignored_names({*map(self._text_name, names)}, self._config)
+            ignored |= self._adapter.ignored_names({*map(self._text_name, names)}, self._config)
         if left := sorted(name for name in unknown if self._text_name(name) not in ignored):
             more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
             theirs = (

@@ -11,6 +11,7 @@ from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.inference.weight_loading import Pairs, WeightLoader
 from megatron_hybrid.inference.weight_transfer import GroupInfo, TrainerError, WeightGroup, part_of
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.parameter_names import is_of_prediction
 from megatron_hybrid.ranks import Ranks
 
 
@@ -128,7 +129,7 @@ class WeightUpdates:
     def note_dropped(self) -> None:
         """No tensor has a value. Trainers may send none of a part for multi-token prediction: its
         values change no output."""
-        needed = {name for name in own_weights(self._model) if not name.startswith("mtp.")}
+        needed = {name for name in own_weights(self._model) if not is_of_prediction(name)}
         self._lacking, self._is_whole = needed, False
 
     def _require_open(self, name: str) -> None:

@@ -59,6 +59,11 @@ def is_parameter(name: str) -> bool:
     return not name.endswith("._extra_state")
 
 
+def is_of_prediction(name: str) -> bool:
+    """Whether a parameter's name is one of the parts for multi-token prediction."""
+    return name.startswith("mtp.")
+
+
 def own_spelling(names: Iterable[str], layer_offset: int = 0) -> dict[str, str]:
     """Canonical spelling -> the spelling among `names`."""
     return {canonical_name(name, layer_offset): name for name in names if is_parameter(name)}

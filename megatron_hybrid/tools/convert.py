@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def convert(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is not empty. Name a folder that does not exist yet.")
     options = {"device": "cpu", "dtype": None if dtype is None else getattr(torch, dtype)}
-    load = _load_torch_dist if is_torch_dist(source) else load_pretrained
+    load = _load_torch_dist if is_torch_dist(source) else partial(load_pretrained, mtp=True)
     if huggingface_config is None:
         model, tokenizer = load(source, **options)
     else:

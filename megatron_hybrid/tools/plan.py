@@ -115,9 +115,11 @@ class Plan:
         return asdict(self)
 
 
-def read_model_config(path: str | os.PathLike) -> HybridConfig:
+def read_model_config(path: str | os.PathLike, mtp: bool = False) -> HybridConfig:
     """Read the config of a checkpoint folder ("demo": the one in the package) or of a single
     config.json, ours or Hugging Face's. For quantized weights, that of the dequantized model.
+
+    mtp: with the part for multi-token prediction, which is loaded only to draft with it.
 
     Raises:
         CheckpointError: the config cannot be read or used.
@@ -128,7 +130,7 @@ def read_model_config(path: str | os.PathLike) -> HybridConfig:
         raise CheckpointError(f"{path} is no folder here.{advice}")
     values = with_dtype(read_values(file), file.parent)
     names = tensor_names(file.parent) or None
-    return config_of(values, str(file), names, perform_initialization=False)
+    return config_of(values, str(file), names, mtp, perform_initialization=False)
 
 
 def packed_folder(path: str | os.PathLike) -> Path | None:
@@ -275,6 +277,7 @@ def spec_of(model: HybridModel, block: int, state_encoding: str) -> CacheSpec:
     if state_encoding not in STATE_ENCODINGS:
         raise ValueError(f"state_encoding is {state_encoding!r}; use one of {STATE_ENCODINGS}.")
     layers, config = model.cache_requirements(), model.config
+    layers = [*layers, *model.prediction_requirements()]
     dtype, parity = config.params_dtype, attention_parity(*token_flops(model))
     return cache_spec_of(layers, config.hidden_size, dtype, block, state_encoding, parity)
 

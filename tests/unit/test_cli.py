@@ -442,6 +442,14 @@ def test_a_server_warms_up_unless_it_is_told_not_to(monkeypatch):
     assert given == [True, False]
 
 
+def test_a_part_for_multi_token_prediction_is_loaded_to_draft_with_it_alone(monkeypatch):
+    given = []
+    monkeypatch.setattr(arguments, "load", lambda *place, **sizes: given.append(place[3]) or "mt")
+    for command, *options in (["serve"], ["serve", "--speculation", "mtp"], ["chat"]):
+        arguments.load_for_chats(cli.command_parser(command).read(options))
+    assert given == [False, True, False]
+
+
 def test_keys_of_clients_and_of_the_operator_need_not_be_on_the_command_line(monkeypatch, capsys):
     given = []
 

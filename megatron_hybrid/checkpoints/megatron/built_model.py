@@ -19,7 +19,12 @@ from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
 from megatron_hybrid.models.layer_pattern import split_predictions
 from megatron_hybrid.models.mixers.experts import SeparateLinear
 from megatron_hybrid.models.mixers.rotary import frequencies
-from megatron_hybrid.models.parameter_names import canonical_name, group_experts, is_parameter
+from megatron_hybrid.models.parameter_names import (
+    canonical_name,
+    group_experts,
+    is_of_prediction,
+    is_parameter,
+)
 from megatron_hybrid.models.sharding.gathering import mark_experts, num_experts_of
 from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
 from megatron_hybrid.models.sharding.tensor_sharding import copy_marks
@@ -311,7 +316,7 @@ def _tensors(stock: nn.Module, is_gpt: bool, has_part: bool) -> dict[str, Tensor
     multi-token prediction."""
     tensors = {**dict(stock.named_parameters()), **dict(stock.named_buffers())}
     if not has_part:
-        served = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
+        served = {name: tensor for name, tensor in tensors.items() if not is_of_prediction(name)}
         if is_gpt and len(served) < len(tensors):
             logger.warning("the layers for multi-token prediction are not served")
         tensors = served

@@ -20,7 +20,8 @@ def require_part(model: HybridModel) -> None:
         raise ValueError(
             "speculation is 'mtp', but the model has no part for multi-token prediction: nothing "
             f"behind '/' in its layer pattern {model.config.layer_pattern!r}. Load a folder with "
-            "such weights (mtp.*), on one pipeline stage, or use speculation='lookup'."
+            "such weights (mtp.*) by load_pretrained(..., mtp=True), on one pipeline stage, or use "
+            "speculation='lookup'."
         )
     keeps_state = any(map(_is_local, model.cache_requirements()))
     if not keeps_state and any(map(_is_local, model.prediction_requirements())):

@@ -15,11 +15,12 @@ from reference import tiny_engine
 from safetensors.torch import load_file, save_file
 
 import megatron_hybrid as mh
-from megatron_hybrid.checkpoints.checkpoint import CheckpointError, save_huggingface
+from megatron_hybrid.checkpoints.checkpoint import CheckpointError, own_tensors, save_huggingface
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.models.packed_weight import PackedWeight
 from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.tools.convert import convert
 from megatron_hybrid.tools.plan import plan, read_model_config
 
 OF_QWEN = {
@@ -131,7 +132,7 @@ class Reference:
 def test_a_folders_part_drafts_as_in_transformers_and_is_written_back(tmp_path, name):
     released, reference = RELEASED[name], Reference(name)
     tensors = reference.save(tmp_path, released)
-    model, _ = mh.load_pretrained(tmp_path)
+    model, _ = mh.load_pretrained(tmp_path, mtp=True)
     assert model.config.layer_pattern.partition("/")[2] == released.pattern
 
     prompt = torch.randint(3, 100, (21,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -158,9 +159,33 @@ def test_a_folders_part_drafts_as_in_transformers_and_is_written_back(tmp_path, 
     # What is announced, or is here, is counted.
     for path in (tmp_path, *([tmp_path / "written" / "config.json"] if released.announced else [])):
         (tmp_path / "written" / "model.safetensors").unlink(missing_ok=True)
-        config = read_model_config(path)
-        result = plan(config, 10**9, 512)
+        result = plan(read_model_config(path, mtp=True), 10**9, 512)
         assert result.parameters == sum(map(torch.numel, model.parameters()))
+        assert result.model.kv_bytes_per_token == engine.cache.spec.kv_bytes_per_token
+
+
+def test_a_part_is_loaded_only_where_it_is_asked_for_and_conversions_keep_it(tmp_path, caplog):
+    source, ours, back = (tmp_path / name for name in ("source", "ours", "back"))
+    Reference("deepseek_v3").save(source, RELEASED["deepseek_v3"])
+    convert(source, ours, "ours")
+    convert(ours, back, "huggingface")
+    given, written = (load_file(f / "model.safetensors") for f in (source, back))
+    assert given.keys() == written.keys()
+    whole = mh.load_pretrained(source, mtp=True)[0]
+    sent = own_tensors(whole)
+    of_part = sum(map(torch.numel, whole.mtp.parameters()))
+    for folder in (source, ours):
+        model, _ = mh.load_pretrained(folder)
+        sizes = [sum(map(torch.numel, each.parameters())) for each in (model, whole)]
+        planned = plan(read_model_config(folder), 10**9, 9).parameters
+        assert sizes[0] == sizes[1] - of_part == planned
+        engine = tiny_engine(model)
+        engine.load_weights(sent)  # a trainer sends what it has
+        answers = [one.generate([[5, 6, 7]], GREEDY)[0] for one in (engine, tiny_engine(whole))]
+        assert answers[0].generated_tokens == answers[1].generated_tokens
+    save_huggingface(mh.load_pretrained(source)[0], tmp_path / "less")
+    assert "less has no part for multi-token prediction, which" in caplog.text
+    assert load_file(tmp_path / "less" / "model.safetensors").keys() < given.keys()
 
 
 PROJECTIONS = r"(_proj|experts\.\d+\.\w+|shared_experts?\.\w+)$"
@@ -182,7 +207,7 @@ def test_a_part_beside_packed_weights_may_be_packed_or_not(tmp_path, name, kind,
     packed, plain = write_folders(
         source, tmp_path, {PROJECTIONS if is_packed else others: kind}, FORMATS_OF[kind][1]
     )
-    model, other = (mh.load_pretrained(folder)[0] for folder in (packed, plain))
+    model, other = (mh.load_pretrained(folder, mtp=True)[0] for folder in (packed, plain))
     of_part = [each for each in model.mtp.modules() if isinstance(each, PackedWeight)]
     assert bool(of_part) == is_packed
     hidden, ids = torch.randn(9, 48, dtype=torch.bfloat16), torch.arange(9)
@@ -195,7 +220,7 @@ def test_a_part_beside_packed_weights_may_be_packed_or_not(tmp_path, name, kind,
     assert found.keys() == given.keys()
     for key, tensor in given.items():
         assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
-    config = read_model_config(packed)
+    config = read_model_config(packed, mtp=True)
     assert plan(config, 10**9, 512, folder=packed).weight_bytes == sum(
         p.nbytes for p in model.parameters()
     )
@@ -206,4 +231,4 @@ def test_a_part_with_an_embedding_of_its_own_is_refused(tmp_path):
     tensors[f"{ONE}embed_tokens.weight"] += 1
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"embed_tokens.weight differs .*multi-token"):
-        mh.load_pretrained(tmp_path)
+        mh.load_pretrained(tmp_path, mtp=True)

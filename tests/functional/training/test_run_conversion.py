@@ -78,7 +78,7 @@ def test_the_newest_checkpoint_is_the_exported_model(text, tmp_path, caplog, nam
     train(text, tmp_path, model={**MODEL, **MODELS[name]})
     with caplog.at_level(logging.WARNING):
         found = state_of(load_megatron(tmp_path))
-    exported = state_of(load_pretrained(tmp_path / "exported")[0])
+    exported = state_of(load_pretrained(tmp_path / "exported", mtp=True)[0])
     assert found.keys() == exported.keys() and not caplog.records
     assert all(torch.equal(value, exported[name]) for name, value in found.items())
     before = state_of(load_megatron(tmp_path / "iter_0000001"))
