@@ -5,10 +5,15 @@ part of the step's time that it adds. The gain follows from the request's own ac
 from the number of decodes in the step, by costs that are measured once. So a request stops to draft
 where its drafts are wrong, or where many run, and begins again. Every input is the same on all
 ranks.
+
+A CUDA graph of steps with drafts has all their rows, whatever they hold: there the first draft of a
+step costs almost all, and whether to draft is one choice for all decodes together.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,47 +26,79 @@ TRIAL_STEPS = 16
 
 
 @dataclass(frozen=True)
+class DraftCost:
+    """What drafts add to the time of a step, as parts of the time without any."""
+
+    draft: float = 0.0
+    """One of each decode."""
+    step: float = 0.0
+    """Beside that, as soon as there is one in the step."""
+
+    def of(self, num_drafts: int, num_decodes: int) -> float:
+        """Of all drafts of a step."""
+        return self.step * (num_drafts > 0) + self.draft * num_drafts / num_decodes
+
+
+@dataclass(frozen=True)
 class DraftCosts:
-    """What a draft of each decode adds to the time of a step, as a part of it, at some numbers of
-    decodes: the acceptance from which drafts pay.
+    """The `DraftCost` at some numbers of decodes.
 
     Raises:
-        ValueError: the numbers do not ascend, or there are not as many costs, or one is negative.
+        ValueError: the numbers do not ascend, or there are not as many costs.
     """
 
     num_decodes: tuple[int, ...] = (1,)
     """Ascending."""
-    costs: tuple[float, ...] = (0.0,)
-    """Of each; 0.0 drafts as much as possible."""
+    costs: tuple[DraftCost, ...] = (DraftCost(),)
+    """Of each; that of 0 drafts as much as possible."""
 
     def __post_init__(self) -> None:
         ascend = all(a < b for a, b in pairwise(self.num_decodes))
-        if not ascend or len(self.num_decodes) != len(self.costs) or min(self.costs) < 0:
+        if not ascend or len(self.num_decodes) != len(self.costs):
             raise ValueError(
-                f"costs {self.costs} of {self.num_decodes} decodes: give a cost of at least 0 for "
-                "each of some ascending numbers"
+                f"costs {self.costs} of {self.num_decodes} decodes: give one for each of some "
+                "ascending numbers"
             )
 
-    def at(self, num_decodes: int) -> float:
+    def at(self, num_decodes: int) -> DraftCost:
         """Between two numbers on the line; beyond the last one as at it."""
         points = list(zip(self.num_decodes, self.costs))
         for (low, below), (high, above) in pairwise(points):
             if low <= num_decodes < high:
-                return below + (above - below) * (num_decodes - low) / (high - low)
+                part = (num_decodes - low) / (high - low)
+                return DraftCost(
+                    below.draft + (above.draft - below.draft) * part,
+                    below.step + (above.step - below.step) * part,
+                )
         return points[0][1] if num_decodes < points[0][0] else points[-1][1]
 
 
-def best_length(acceptance: float, cost: float, most: int) -> int:
-    """Return the number of drafts, at most `most`, with the most tokens per second.
+def best_length(acceptance: float, cost: DraftCost, most: int) -> int:
+    """Return the number of drafts, at most `most`, with the most tokens per second, in a step that
+    has drafts.
 
-    Args:
-        acceptance: probability that a draft is accepted if those before it are.
-        cost: of one draft, as a part of the time of a step without drafts.
+    acceptance: probability that a draft is accepted if those before it are.
     """
-    length, tokens, time, gain = 0, 1.0, 1.0, acceptance
-    while length < most and gain * time > cost * tokens:
-        length, tokens, time, gain = length + 1, tokens + gain, time + cost, gain * acceptance
+    length, tokens, time, gain = 0, 1.0, 1.0 + cost.step, acceptance
+    while length < most and gain * time > cost.draft * tokens:
+        length, tokens, time, gain = length + 1, tokens + gain, time + cost.draft, gain * acceptance
     return length
+
+
+def expected(acceptance: float, num_drafts: int) -> float:
+    """Drafts that are accepted, of so many of one request."""
+    return sum(acceptance**place for place in range(1, 1 + num_drafts))
+
+
+def break_even(cost: DraftCost, most: int) -> float:
+    """The acceptance of all decodes above which drafts pay, in steps of 0.001; 1.0: they never
+    do."""
+
+    def pays(permille: int) -> bool:
+        length = best_length(permille / 1000, cost, most)
+        return expected(permille / 1000, length) > cost.of(length, 1)
+
+    return max(0, bisect_left(range(1001), True, key=pays) - 1) / 1000
 
 
 @dataclass
@@ -74,10 +111,10 @@ class DraftLength:
     """Mean of its drafts up to the first rejected one of a step, the newest ones most."""
     _num_steps_without: int = 0
 
-    def choose(self, cost: float, most: int) -> int:
+    def choose(self, cost: DraftCost, most: int) -> int:
         """The most drafts of the next step: `best_length`, or one for a trial."""
         length = best_length(self.acceptance, cost, most)
-        if length or cost >= 1:  # then no draft pays
+        if length or not best_length(1.0, cost, most):  # then no draft pays
             return length
         self._num_steps_without += 1
         return min(most, int(self._num_steps_without % TRIAL_STEPS == 0))
@@ -88,3 +125,30 @@ class DraftLength:
         self.num_accepted += num_accepted
         for hit in (1.0,) * num_accepted + (0.0,) * (num_accepted < num_drafts):
             self.acceptance += ACCEPTANCE_WEIGHT * (hit - self.acceptance)
+
+
+class StepGate:
+    """Whether the drafts of a step pay for what they cost together, or are a trial."""
+
+    def __init__(self) -> None:
+        self._num_closed = 0
+
+    def is_open(
+        self, drafts: Collection[tuple[DraftLength, int]], num_decodes: int, cost: DraftCost
+    ) -> bool:
+        """Call it once for a step.
+
+        Args:
+            drafts: the history and the number of each request that has some.
+            num_decodes: of the step, those included that have none.
+            cost: of the step.
+        """
+        num_drafts = sum(count for _, count in drafts)
+        if not num_drafts or not cost.step:  # each request's own pay for themselves, or are a trial
+            return True
+        gain = sum(expected(length.acceptance, count) for length, count in drafts)
+        added = num_decodes * cost.of(num_drafts, num_decodes)
+        if gain > added:
+            return True
+        self._num_closed += 1
+        return num_drafts > added and self._num_closed % TRIAL_STEPS == 0

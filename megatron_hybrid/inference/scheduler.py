@@ -26,7 +26,7 @@ from megatron_hybrid.errors import (
     note_decided_by_memory,
     optional_decision,
 )
-from megatron_hybrid.inference.draft_length import DraftCosts
+from megatron_hybrid.inference.draft_length import DraftCosts, StepGate, break_even
 from megatron_hybrid.inference.drafters import Drafts
 from megatron_hybrid.inference.request import MAX_FAILURES, Request, RequestStatus
 from megatron_hybrid.inference.sampling_params import Sampled
@@ -76,6 +76,7 @@ class Scheduler:
         self.cache = cache
         self.drafts = drafts
         self.draft_costs = DraftCosts()
+        self._draft_gate = StepGate()
         self.drafts_need_hidden = drafts_need_hidden
         self.fetches = fetches
         self.max_tokens = max_tokens
@@ -107,7 +108,8 @@ class Scheduler:
         cost = self.draft_costs.at(max(1, decoding))
         places = range(self.drafts.most)
         accepted = {f"draft_tokens_accepted_at_{i}": self.accepted_at[i] for i in places}
-        return accepted | {"draft_break_even_permille": round(1000 * cost)}
+        least = break_even(cost, self.drafts.most)
+        return accepted | {"draft_break_even_permille": round(1000 * least)}
 
     def add(self, request: Request) -> None:
         self.waiting.add(request)
@@ -132,8 +134,7 @@ class Scheduler:
             if request.status in (RequestStatus.DECODE, RequestStatus.CLOSING):
                 self._plan_work(draft, request)
         if lengths:
-            for chunk in draft.chunks:
-                self._plan_drafts(draft, chunk, lengths)
+            self._plan_drafts(draft, lengths)
         for request in list(self.running):
             if request.status is RequestStatus.PREFILL:
                 self._plan_work(draft, request)
@@ -197,22 +198,36 @@ class Scheduler:
         draws = start + count == request.num_tokens and not request.done
         draft.add(Chunk(request, start, start + count, draws))
 
-    def _plan_drafts(self, draft: StepDraft, chunk: Chunk, lengths: Mapping[Request, int]) -> None:
-        """Let a decode go on by drafts, as far as there is room. They preempt nobody.
+    def _plan_drafts(self, draft: StepDraft, lengths: Mapping[Request, int]) -> None:
+        """Let decodes go on by drafts, as far as there is room. They preempt nobody.
 
         lengths: of `_draft_lengths`.
         """
-        request = chunk.request
-        # What a restore without memory has drawn is void, so nothing may be appended to it.
-        if not chunk.draws or request in draft.restores or chunk.end - chunk.start > 1:
+        found, left = [], self._budget(draft)
+        for chunk in draft.chunks:
+            request = chunk.request
+            # What a restore without memory has drawn is void, so nothing may be appended to it.
+            if not chunk.draws or request in draft.restores or chunk.end - chunk.start > 1:
+                continue
+            most = min(left, lengths.get(request, 0))
+            if most > 0 and (tokens := self.drafts.propose(request, most)):
+                found.append((chunk, tokens))
+                left -= len(tokens)
+        counts = {chunk.request: len(tokens) for chunk, tokens in found}
+        if not self.drafts.batch_drafters and not self._pay(counts, len(draft.chunks)):
             return
-        most = min(self._budget(draft), lengths.get(request, 0))
-        drafts = self.drafts.propose(request, most) if most > 0 else []
-        if drafts and self.cache.extend(request.lease, chunk.end + len(drafts)):
-            draft.add_drafts(chunk, request.draft_draws(drafts))
+        for chunk, tokens in found:
+            if self.cache.extend(chunk.request.lease, chunk.end + len(tokens)):
+                draft.add_drafts(chunk, chunk.request.draft_draws(tokens))
+
+    def _pay(self, counts: Mapping[Request, int], num_decodes: int) -> bool:
+        """Whether a step is to have these numbers of drafts."""
+        drafts = [(request.draft_length, count) for request, count in counts.items()]
+        return self._draft_gate.is_open(drafts, num_decodes, self.draft_costs.at(num_decodes))
 
     def _draft_lengths(self, draft: StepDraft) -> dict[Request, int]:
-        """The drafts of each decode that may have some, as many as pay."""
+        """The drafts of each decode that may have some, as many as pay; none if those that are
+        computed before the step do not pay together."""
         decodes = [
             request
             for request in self.running
@@ -232,7 +247,8 @@ class Scheduler:
                 most = min(most, params.num_speculative_tokens)
             if most > 0 and (length := request.draft_length.choose(cost, most)):
                 lengths[request] = length
-        return lengths
+        pay = not self.drafts.batch_drafters or self._pay(lengths, len(decodes))
+        return lengths if pay else {}
 
     def _prepare_drafts(self, lengths: Mapping[Request, int]) -> None:
         """Have the drafts of all decodes computed, as far as there is room beside what the step

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megatron_hybrid.errors import is_lack_of_memory
 from megatron_hybrid.inference.context import DynamicInferenceContext
-from megatron_hybrid.inference.draft_length import DraftCosts
+from megatron_hybrid.inference.draft_length import DraftCost, DraftCosts, break_even
 from megatron_hybrid.inference.graph_runner import graph_sizes
 from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
@@ -98,30 +98,35 @@ def warm_up(runner: ModelRunner, max_tokens: int, saves: bool) -> float:
 
 @torch.inference_mode()
 def measure_draft_costs(runner: ModelRunner, max_tokens: int) -> DraftCosts:
-    """Time steps of decodes without drafts and with as many as there may be, all rejected, on all
-    ranks of a model, and return what all of them use. Where the model's part for multi-token
-    prediction drafts, its passes count, too. Call it as `warm_up`, and after it.
+    """Time steps of decodes without drafts, with one and with as many as there may be, all
+    rejected, on all ranks of a model, and return what all of them use. Where the model's
+    part for multi-token prediction drafts, its passes count, too. Call it as `warm_up`, and
+    after it.
 
     max_tokens: of a step.
     """
     context, memory, most = runner.context, runner.memory, runner.context.max_drafts
     start = min(_TIMED_POSITION, context.max_sequence_length - 1 - most)
     tables = null_tables(memory.spec, context.max_sequence_length)
-    found: dict[int, float] = {}
+    found: dict[int, DraftCost] = {}
     sizes = _TIMED_DECODES[memory.device.type]
     for size in dict.fromkeys(min(size, context.max_requests) for size in sizes):
         drafts = min(most, max_tokens // size - 1)
         if drafts < 1:
             break
-        plans = [StepPlan(work=_decodes(size, each, start, tables)) for each in (0, drafts)]
+        numbers = dict.fromkeys((0, 1, drafts))
+        plans = [StepPlan(work=_decodes(size, each, start, tables)) for each in numbers]
         for _ in range(2):  # the first ones compile and load kernels
             first = sum(_seconds(runner, plan) for plan in plans)
         (longest,) = runner.ranks.maximum([round(1e6 * first)])
         count = min(max(_TIMED_MICROSECONDS // max(1, longest), _TIMED_STEPS[0]), _TIMED_STEPS[1])
         times = [[_seconds(runner, plan) for plan in plans] for _ in range(count)]
-        plain, drafted = map(min, zip(*times))
-        (cost,) = runner.ranks.maximum([round(1e6 * (drafted / plain - 1) / drafts)])
-        found[size] = max(0, cost) / 1e6
+        plain, *drafted = map(min, zip(*times))
+        of_one, of_all = (each / plain - 1 for each in (drafted[0], drafted[-1]))
+        more = max(0.0, (of_all - of_one) / (drafts - 1)) if drafts > 1 else max(0.0, of_one)
+        own = (more, max(0.0, of_one - more))
+        slowest = runner.ranks.maximum([round(1e6 * part) for part in own])
+        found[size] = DraftCost(*(part / 1e6 for part in slowest))
         for slot in (*range(size), len(memory.slots) - 1):  # the last one fills up graphs
             memory.clear_slot(slot)
     memory.pool[0].zero_()
@@ -129,9 +134,10 @@ def measure_draft_costs(runner: ModelRunner, max_tokens: int) -> DraftCosts:
         runner.graphs.num_replays = 0
     costs = DraftCosts(tuple(found), tuple(found.values())) if found else DraftCosts()
     if runner.ranks.is_first:
+        least = {size: break_even(cost, most) for size, cost in found.items()}
         logger.info(
             "drafts pay above an acceptance of %s",
-            ", ".join(f"{cost:.2f} at {size} decodes" for size, cost in found.items()),
+            ", ".join(f"{acceptance:.2f} at {size} decodes" for size, acceptance in least.items()),
         )
     return costs
 

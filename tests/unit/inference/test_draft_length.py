@@ -10,15 +10,21 @@ from megatron_hybrid.inference import warm_up
 from megatron_hybrid.inference.draft_length import (
     FIRST_ACCEPTANCE,
     TRIAL_STEPS,
+    DraftCost,
     DraftCosts,
     DraftLength,
+    StepGate,
     best_length,
+    break_even,
 )
+from megatron_hybrid.inference.drafters import BatchDrafter
 from megatron_hybrid.inference.sampling_params import SamplingParams
 
 # Parts of a step's time, as measured with the demo model on a CPU of one thread.
 ALONE, BUSY = 0.15, 0.65
-COSTS = DraftCosts((1, 8), (ALONE, BUSY))
+COSTS = DraftCosts((1, 8), (DraftCost(ALONE), DraftCost(BUSY)))
+# As it is with a CUDA graph of 1 + 3 rows, of which the first draft costs nearly all.
+GRAPH = DraftCost(0.02, 0.6)
 
 
 @pytest.mark.parametrize(
@@ -40,16 +46,73 @@ COSTS = DraftCosts((1, 8), (ALONE, BUSY))
     ],
 )
 def test_number_of_drafts_by_acceptance_and_cost(acceptance, cost, length):
-    assert best_length(acceptance, cost, 7) == length
+    assert best_length(acceptance, DraftCost(cost), 7) == length
 
 
-@given(acceptance=st.floats(0, 1), cost=st.floats(0, 2), most=st.integers(0, 9))
+costs = st.builds(DraftCost, st.floats(0, 2), st.sampled_from((0.0, 0.01, 0.5, 1.5)))
+
+
+@given(acceptance=st.floats(0, 1), cost=costs, most=st.integers(0, 9))
 def test_no_other_number_gives_more_tokens_per_second(acceptance, cost, most):
+    """Nor does a step without drafts, also where they cost the time of a graph's rows."""
+
     def rate(length):
-        return sum(acceptance**i for i in range(length + 1)) / (1 + cost * length)
+        return sum(acceptance**i for i in range(length + 1)) / (1 + cost.of(length, 1))
 
     best = max(rate(length) for length in range(most + 1))
-    assert rate(best_length(acceptance, cost, most)) == pytest.approx(best)
+    length = DraftLength(acceptance=acceptance)
+    chosen = best_length(acceptance, cost, most)
+    if not StepGate().is_open([(length, chosen)], 1, cost):
+        chosen = 0
+    assert rate(chosen) == pytest.approx(best)
+    if (least := break_even(cost, most)) < 1 and most:
+        assert (rate(chosen) > 1) == (acceptance > least) or abs(acceptance - least) < 0.002
+
+
+def test_rows_of_a_graph_are_used_by_all_decodes_or_by_none():
+    def is_open(gate, *acceptances):
+        drafts = [(DraftLength(acceptance=each), 3) for each in acceptances]
+        return gate.is_open(drafts, 4, GRAPH)
+
+    assert best_length(0.4, GRAPH, 3) == 3  # the rows are there
+    assert best_length(0.4, DraftCost(GRAPH.of(3, 1) / 3), 3) == 1  # as if each cost a third
+    assert not StepGate().is_open([(DraftLength(acceptance=0.4), 3)], 1, GRAPH)
+    assert is_open(StepGate(), 0.9, 0.9, 0.1, 0.1)
+    assert not is_open(StepGate(), 0.9)  # the other three wait for it
+    gate = StepGate()
+    opened = [is_open(gate, 0.1, 0.1, 0.1, 0.1) for _ in range(2 * TRIAL_STEPS)]
+    assert opened == ([False] * (TRIAL_STEPS - 1) + [True]) * 2
+    alone = [is_open(gate, 0.7) for _ in range(2 * TRIAL_STEPS)]  # three drafts at most
+    assert any(alone) and not any(
+        gate.is_open([(DraftLength(), 2)], 4, GRAPH) for _ in range(2 * TRIAL_STEPS)
+    )
+
+
+@pytest.mark.parametrize("works_ahead", [False, True])
+def test_a_step_has_drafts_where_they_pay_for_the_rows_of_its_graph(works_ahead):
+    """One decode of four that knows its answer does not, alone it does."""
+    model, prompt = tiny_model("M*"), random_tokens(20)
+    expected = tiny_engine(model).generate([prompt], greedy(20))[0].generated_tokens
+    engine = tiny_engine(model, speculation="lookup", num_speculative_tokens=3)
+    oracle, asked = Oracle({0: expected}), []
+
+    class Ahead(BatchDrafter):  # as the one of a model's part
+        prepare, propose = staticmethod(asked.append), staticmethod(oracle.propose)
+
+    draft_with(engine, Ahead() if works_ahead else oracle)
+    engine.scheduler.draft_costs = DraftCosts((1,), (GRAPH,))
+    request = engine.add_request(prompt, greedy(20))
+    others = SamplingParams(top_k=1, num_tokens_to_generate=8, num_speculative_tokens=0)
+    for i in range(1, 4):
+        engine.add_request(random_tokens(5, i), others)
+    counts = []
+    while not request.done:
+        before = request.num_generated
+        engine.step()
+        counts.append(request.num_generated - before)
+    assert request.generated_tokens == expected
+    assert counts[1:7] == [1] * 6 and counts[9:11] == [4, 4]
+    assert bool(asked) == works_ahead and len(asked) < 8  # nothing is computed in vain
 
 
 @pytest.mark.parametrize(
@@ -57,11 +120,13 @@ def test_no_other_number_gives_more_tokens_per_second(acceptance, cost, most):
     [(1, ALONE), (3, ALONE + 2 / 7 * (BUSY - ALONE)), (8, BUSY), (64, BUSY)],
 )
 def test_cost_at_a_load(num_decodes, cost):
-    assert COSTS.at(num_decodes) == pytest.approx(cost)
-    assert DraftCosts().at(num_decodes) == 0
+    assert COSTS.at(num_decodes).draft == pytest.approx(cost)
+    assert DraftCosts().at(num_decodes) == DraftCost()
+    swapped = DraftCosts((1, 8), (DraftCost(0, ALONE), DraftCost(0, BUSY)))
+    assert swapped.at(num_decodes).step == pytest.approx(cost)
 
 
-@pytest.mark.parametrize(("sizes", "costs"), [((8, 1), (0.1, 0.2)), ((1,), ()), ((1,), (-0.1,))])
+@pytest.mark.parametrize(("sizes", "costs"), [((8, 1), (DraftCost(),) * 2), ((1,), ())])
 def test_costs_that_are_none_are_refused(sizes, costs):
     with pytest.raises(ValueError, match="ascending"):
         DraftCosts(sizes, costs)
@@ -70,7 +135,7 @@ def test_costs_that_are_none_are_refused(sizes, costs):
 def test_wrong_drafts_end_below_the_cost_and_are_tried_again():
     length, lengths = DraftLength(), []
     for _ in range(60):
-        lengths.append(length.choose(BUSY, 3))
+        lengths.append(length.choose(DraftCost(BUSY), 3))
         if lengths[-1]:
             length.note(lengths[-1], 0)
     trial = [0] * (TRIAL_STEPS - 1) + [1]
@@ -78,16 +143,16 @@ def test_wrong_drafts_end_below_the_cost_and_are_tried_again():
     assert length.acceptance < BUSY < FIRST_ACCEPTANCE
     while length.acceptance < 0.88:  # they are right from here on
         length.note(1, 1)
-    assert length.choose(BUSY, 3) == 2
+    assert length.choose(DraftCost(BUSY), 3) == 2
 
 
 def test_a_load_that_comes_and_goes_costs_no_acceptance():
     length = DraftLength()
     length.note(3, 3)
     before = length.acceptance
-    assert length.choose(ALONE, 3) == 3
-    assert [length.choose(1.5, 3) for _ in range(50)] == [0] * 50  # no trial either
-    assert (length.acceptance, length.choose(ALONE, 3)) == (before, 3)
+    assert length.choose(DraftCost(ALONE), 3) == 3
+    assert [length.choose(DraftCost(1.5), 3) for _ in range(50)] == [0] * 50  # no trial either
+    assert (length.acceptance, length.choose(DraftCost(ALONE), 3)) == (before, 3)
 
 
 def test_a_request_that_is_joined_by_others_drafts_less_until_they_end():
@@ -96,7 +161,7 @@ def test_a_request_that_is_joined_by_others_drafts_less_until_they_end():
     expected = tiny_engine(model).generate([prompt], greedy(60))[0].generated_tokens
     engine = tiny_engine(model, speculation="lookup", num_speculative_tokens=3)
     draft_with(engine, Oracle({0: expected, **{i: [] for i in range(1, 6)}}))
-    engine.scheduler.draft_costs = DraftCosts((1, 2, 4), (0.1, 0.1, 1.5))
+    engine.scheduler.draft_costs = DraftCosts((1, 2, 4), tuple(map(DraftCost, (0.1, 0.1, 1.5))))
     request = engine.add_request(prompt, greedy(60))
     counts = []
     while not request.done:
@@ -136,27 +201,31 @@ def test_a_request_says_how_many_drafts_it_wants_and_its_result_how_many_it_had(
 
 def test_costs_are_measured_when_an_engine_is_made_and_those_of_the_slowest_rank(monkeypatch):
     """Steps of no request leave nothing behind."""
-    agreed = []
+    agreed, of_rows = [], [0.0]
 
     def seconds(runner, plan):
         runner.run(plan)
         drafts = sum(len(work.draft_draws) for work in plan.work)
-        return 0.01 * (1 + 0.05 * drafts)
+        return 0.01 * (1 + 0.05 * drafts + of_rows[0] * (drafts > 0))
 
     monkeypatch.setattr(warm_up, "_seconds", seconds)
     engine = tiny_engine(tiny_model("M*"), speculation="lookup", warm_up=True)
-    assert engine.scheduler.draft_costs == DraftCosts((1, 8), (0.05, 0.4))
+    assert engine.scheduler.draft_costs == DraftCosts((1, 8), (DraftCost(0.05), DraftCost(0.4)))
     assert engine.stats()["draft_break_even_permille"] == 50
     assert not engine.memory.slots.any() and not engine.memory.pool.any()
     assert engine.stats()["draft_tokens"] == 0
 
     def slowest(own):
         agreed.append(own)
-        return [700_000]
+        return [700_000] * len(own)
 
     monkeypatch.setattr(engine.runner.ranks, "maximum", slowest)
     costs = warm_up.measure_draft_costs(engine.runner, 512)
-    assert costs.costs == (0.7, 0.7) and agreed[1::2] == [[50_000], [400_000]]
+    assert costs.costs == (DraftCost(0.7, 0.7),) * 2
+    assert agreed[1::2] == [[50_000, 0], [400_000, 0]]
+    of_rows[0], agreed[:] = 0.5, []  # as of a graph
+    warm_up.measure_draft_costs(engine.runner, 512)
+    assert agreed[1::2] == [[50_000, 500_000], [400_000, 500_000]]
     assert warm_up.measure_draft_costs(engine.runner, 1) == DraftCosts()
     few = tiny_engine(tiny_model("M*"), speculation="lookup", max_requests=5)
     assert warm_up.measure_draft_costs(few.runner, 512).num_decodes == (1, 5)
