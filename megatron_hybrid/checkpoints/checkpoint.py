@@ -125,7 +125,7 @@ def save_huggingface(model: HybridModel, folder: str | os.PathLike[str]) -> None
     if adapter.prediction_layers(hf, None) and not prediction_symbols(model.config.layer_pattern):
         logger.warning(
             "%s has no part for multi-token prediction, which its config.json announces: the model "
-            "was loaded without it (mtp=True of load_pretrained)",
+            "was loaded without it. mtp=True of load_pretrained keeps it, on one pipeline stage",
             folder,
         )
     dtype = str(model.config.params_dtype).removeprefix("torch.")
@@ -426,14 +426,15 @@ def config_of(
 
     Args:
         tensor_names: of the weights of a Hugging Face folder, which say whether it has a part for
-            multi-token prediction; such a part is left out over several pipeline stages. None: what
-            config.json says of that.
-        mtp: with such parts.
+            multi-token prediction. None: what config.json says of that.
+        mtp: with such parts; over several pipeline stages they are left out in any case.
 
     Raises:
         CheckpointError: not a usable config, or of an unknown architecture.
         ValueError, TypeError: an override is not possible.
     """
+    # The stage behind the last layer has no embedding, which the parts need.
+    mtp = mtp and (overrides.get("pipeline_model_parallel_size") or 1) == 1
     try:
         if _is_huggingface(values):
             return _huggingface_config(values, source, tensor_names if mtp else (), **overrides)
@@ -560,8 +561,7 @@ def _huggingface_config(
     if tensor_names is not None:
         tensor_names = {adapter.text_name(name) for name in tensor_names}
     part = adapter.prediction_layers(hf, tensor_names)
-    has_stages = (overrides.get("pipeline_model_parallel_size") or 1) != 1
-    if part and not has_stages and ("E" not in part or "num_moe_experts" in fields):
+    if part and ("E" not in part or "num_moe_experts" in fields):
         fields["layer_pattern"] += PREDICTION_BOUNDARY + part
     dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
     fields["params_dtype"] = getattr(torch, str(dtype).removeprefix("torch."), dtype)

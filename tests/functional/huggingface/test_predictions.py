@@ -15,7 +15,12 @@ from reference import tiny_engine
 from safetensors.torch import load_file, save_file
 
 import megatron_hybrid as mh
-from megatron_hybrid.checkpoints.checkpoint import CheckpointError, own_tensors, save_huggingface
+from megatron_hybrid.checkpoints.checkpoint import (
+    CheckpointError,
+    own_tensors,
+    read_config,
+    save_huggingface,
+)
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.models.packed_weight import PackedWeight
@@ -185,6 +190,7 @@ def test_a_part_is_loaded_only_where_it_is_asked_for_and_conversions_keep_it(tmp
         assert answers[0].generated_tokens == answers[1].generated_tokens
     save_huggingface(mh.load_pretrained(source)[0], tmp_path / "less")
     assert "less has no part for multi-token prediction, which" in caplog.text
+    assert "/" not in read_config(ours, pipeline_model_parallel_size=2).layer_pattern
     assert load_file(tmp_path / "less" / "model.safetensors").keys() < given.keys()
 
 

@@ -10,6 +10,7 @@ from matrix import matrix_rows
 from megatron.core import parallel_state
 
 from megatron_hybrid import cli, load_megatron, load_pretrained
+from megatron_hybrid.checkpoints.megatron.torch_dist import DistributedTensors
 from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.recipe import Recipe
@@ -81,6 +82,12 @@ def test_the_newest_checkpoint_is_the_exported_model(text, tmp_path, caplog, nam
     exported = state_of(load_pretrained(tmp_path / "exported", mtp=True)[0])
     assert found.keys() == exported.keys() and not caplog.records
     assert all(torch.equal(value, exported[name]) for name, value in found.items())
+    main = MODELS[name]["layer_pattern"].partition("/")[0]
+    config = DistributedTensors(tmp_path).config(pipeline_model_parallel_size=len(main))
+    assert config.layer_pattern == main  # the last stage has no embedding for what is behind /
+    without = state_of(load_megatron(tmp_path, layer_pattern=main))
+    assert {key for key in found if not key.startswith("mtp.")} == without.keys()
+    assert ("prediction are left out" in caplog.text) == (name == "prediction")
     before = state_of(load_megatron(tmp_path / "iter_0000001"))
     assert before.keys() == found.keys()
     assert not all(torch.equal(value, found[name]) for name, value in before.items())
