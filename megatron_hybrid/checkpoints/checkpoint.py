@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,12 +230,7 @@ def checked_load(
             source = _source_of(found.packed, str(folder), found.given, files)
             checked = _checked_maps(model, maps, source, rounded)
 
-            def write() -> None:
-                drawn = files.total_bytes if dist.get_rank() == 0 else 0  # one bar for all ranks
-                with progress(f"loading {folder}", drawn) as advance:
-                    _copy_tensors(model, checked, source, advance)
-
-            yield write
+            yield partial(_copy_tensors, model, checked, source)
 
 
 def pack_as_in(model: HybridModel, folder: str | os.PathLike[str]) -> None:
@@ -383,7 +380,7 @@ def load_state(
         state.__getitem__,
     )
     rounded = FLOATS if cast else ()
-    load_tensors(model, _identity(own_tensors(model)), tensors, rounded, lambda num_bytes: None)
+    load_tensors(model, _identity(own_tensors(model)), tensors, rounded)
 
 
 def read_config(folder: str | os.PathLike[str], mtp: bool = True, **overrides: Any) -> HybridConfig:
@@ -614,16 +611,20 @@ class TensorSource:
     dtype: Callable[[str], torch.dtype]
     read: Callable[[str], Tensor]
 
+    def num_bytes(self, name: str) -> int:
+        """Of a tensor in the maps."""
+        given = self.given[name]
+        return math.prod(self.shape(given)) * self.dtype(given).itemsize
+
 
 def load_tensors(
     model: HybridModel,
     maps: list[TensorMap],
     source: TensorSource,
     rounded: tuple[torch.dtype, ...],
-    advance: Callable[[int], None],
 ) -> None:
     """Copy this rank's pieces into the model, after checking all of them."""
-    _copy_tensors(model, _checked_maps(model, maps, source, rounded), source, advance)
+    _copy_tensors(model, _checked_maps(model, maps, source, rounded), source)
 
 
 def _checked_maps(
@@ -651,20 +652,18 @@ def _checked_maps(
     return maps
 
 
-def _copy_tensors(
-    model: HybridModel,
-    maps: list[TensorMap],
-    source: TensorSource,
-    advance: Callable[[int], None],
-) -> None:
+def _copy_tensors(model: HybridModel, maps: list[TensorMap], source: TensorSource) -> None:
     """Copy this rank's pieces into the model."""
     own = own_tensors(model)
-    for tensor_map in maps:
-        theirs = [source.read(source.given[name]) for name in tensor_map.theirs]
-        for name, value in zip(tensor_map.ours, tensor_map.layout.to_ours(theirs), strict=True):
-            if name in own:
-                copy_piece(value, own[name], model)
-        advance(sum(tensor.nbytes for tensor in theirs))
+    sizes = [sum(source.num_bytes(name) for name in tensor_map.theirs) for tensor_map in maps]
+    drawn = sum(sizes) if dist.get_rank() == 0 else 0  # one bar for all ranks
+    with progress(f"loading {source.name}", drawn) as advance:
+        for tensor_map, num_bytes in zip(maps, sizes, strict=True):
+            theirs = [source.read(source.given[name]) for name in tensor_map.theirs]
+            for name, value in zip(tensor_map.ours, tensor_map.layout.to_ours(theirs), strict=True):
+                if name in own:
+                    copy_piece(value, own[name], model)
+            advance(num_bytes)
 
 
 @torch.no_grad()

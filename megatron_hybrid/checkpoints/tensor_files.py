@@ -107,11 +107,6 @@ class TensorFiles:
         """Paths of all files, in order."""
         return list(self._opened)
 
-    @property
-    def total_bytes(self) -> int:
-        """Size of all files."""
-        return sum(path.stat().st_size for path in self._opened)
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor. Raises CheckpointError if there is none of this name."""
         return tuple(self._slice(name).get_shape())

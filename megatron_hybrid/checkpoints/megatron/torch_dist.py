@@ -53,7 +53,6 @@ from megatron_hybrid.checkpoints.megatron.names import (
 )
 from megatron_hybrid.checkpoints.megatron.pickles import load_pickle, load_saved, readable
 from megatron_hybrid.checkpoints.pretrained import checked_device
-from megatron_hybrid.checkpoints.progress import progress
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.files import replace_file
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -126,13 +125,12 @@ def load_megatron(
         given = files.given()
         of_parts = [name for name in given if name.startswith(_PREDICTION)]
         if of_parts and not hasattr(model, "mtp"):
-            logger.warning("%s: layers for multi-token prediction are left out", files.path)
+            if dist.get_rank() == 0:
+                logger.warning("%s: layers for multi-token prediction are left out", files.path)
             given = {name: key for name, key in given.items() if name not in of_parts}
         source = TensorSource(str(files.path), given, files.shape, files.dtype, files.read)
         maps = [_as_stored(m, files, given, config.vocab_size) for m in _tensor_maps(model)]
-        drawn = files.total_bytes if dist.get_rank() == 0 else 0  # one bar for all ranks
-        with progress(f"loading {files.path}", drawn) as advance:
-            load_tensors(model, maps, source, FLOATS if dtype is not None else (), advance)
+        load_tensors(model, maps, source, FLOATS if dtype is not None else ())
     return model.eval()
 
 
@@ -245,14 +243,6 @@ class DistributedTensors:
             raise CheckpointError(
                 f"{self.path / METADATA_FILE} does not describe tensors: {error}"
             ) from error
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(
-            math.prod(tensor.size) * tensor.properties.dtype.itemsize
-            for tensor in self._tensors.values()
-        )
 
     def given(self) -> dict[str, str]:
         """Our name of each tensor, or of each block of one that core keeps in blocks -> name."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from bars import check_bars
 from huggingface import build
 from packed_folders import FORMATS as FORMATS_OF
 from packed_folders import write_folders
@@ -15,6 +16,7 @@ from reference import tiny_engine
 from safetensors.torch import load_file, save_file
 
 import megatron_hybrid as mh
+from megatron_hybrid.checkpoints import checkpoint
 from megatron_hybrid.checkpoints.checkpoint import (
     CheckpointError,
     own_tensors,
@@ -169,7 +171,10 @@ def test_a_folders_part_drafts_as_in_transformers_and_is_written_back(tmp_path, 
         assert result.model.kv_bytes_per_token == engine.cache.spec.kv_bytes_per_token
 
 
-def test_a_part_is_loaded_only_where_it_is_asked_for_and_conversions_keep_it(tmp_path, caplog):
+def test_a_part_is_loaded_only_where_it_is_asked_for_and_conversions_keep_it(
+    tmp_path, caplog, monkeypatch
+):
+    advanced = check_bars(monkeypatch, checkpoint)
     source, ours, back = (tmp_path / name for name in ("source", "ours", "back"))
     Reference("deepseek_v3").save(source, RELEASED["deepseek_v3"])
     convert(source, ours, "ours")
@@ -189,6 +194,7 @@ def test_a_part_is_loaded_only_where_it_is_asked_for_and_conversions_keep_it(tmp
         answers = [one.generate([[5, 6, 7]], GREEDY)[0] for one in (engine, tiny_engine(whole))]
         assert answers[0].generated_tokens == answers[1].generated_tokens
     save_huggingface(mh.load_pretrained(source)[0], tmp_path / "less")
+    assert max(advanced) > 0
     assert "less has no part for multi-token prediction, which" in caplog.text
     assert "/" not in read_config(ours, pipeline_model_parallel_size=2).layer_pattern
     assert load_file(tmp_path / "less" / "model.safetensors").keys() < given.keys()

@@ -5,11 +5,13 @@ import logging
 
 import pytest
 import torch
+from bars import check_bars
 from index_folders import write_documents
 from matrix import matrix_rows
 from megatron.core import parallel_state
 
 from megatron_hybrid import cli, load_megatron, load_pretrained
+from megatron_hybrid.checkpoints import checkpoint
 from megatron_hybrid.checkpoints.megatron.torch_dist import DistributedTensors
 from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -75,7 +77,8 @@ def state_of(model):
 
 
 @pytest.mark.parametrize("name", matrix_rows(MODELS, "shared blocks", "prediction"))
-def test_the_newest_checkpoint_is_the_exported_model(text, tmp_path, caplog, name):
+def test_the_newest_checkpoint_is_the_exported_model(text, tmp_path, caplog, monkeypatch, name):
+    advanced = check_bars(monkeypatch, checkpoint)
     train(text, tmp_path, model={**MODEL, **MODELS[name]})
     with caplog.at_level(logging.WARNING):
         found = state_of(load_megatron(tmp_path))
@@ -87,6 +90,7 @@ def test_the_newest_checkpoint_is_the_exported_model(text, tmp_path, caplog, nam
     assert config.layer_pattern == main  # the last stage has no embedding for what is behind /
     without = state_of(load_megatron(tmp_path, layer_pattern=main))
     assert {key for key in found if not key.startswith("mtp.")} == without.keys()
+    assert sum(advanced) > 0
     assert ("prediction are left out" in caplog.text) == (name == "prediction")
     before = state_of(load_megatron(tmp_path / "iter_0000001"))
     assert before.keys() == found.keys()
