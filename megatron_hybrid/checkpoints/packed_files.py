@@ -418,12 +418,7 @@ def _turned_words(files: PackedFiles, name: str) -> dict[str, StoredPart]:
             "the library that packed it."
         )
     if files.has(order := f"{layer}.g_idx"):
-        in_order = torch.arange(columns) // -(-columns // groups)
-        if not torch.equal(files.files.read(order).long(), in_order):
-            raise CheckpointError(
-                f"{order} gives columns an order of their own in {files.files.folder}, which is "
-                "not read. Quantize it without an order of activations (desc_act)."
-            )
+        _check_order(files, order, columns, groups)
     order = _AWQ_ORDER if is_awq else range(8)
     places = sorted(range(8), key=order.__getitem__)
     first = 8 if is_awq or config.get("checkpoint_format") == "gptq_v2" else 7
@@ -456,6 +451,26 @@ def _turned_words(files: PackedFiles, name: str) -> dict[str, StoredPart]:
             lambda value: words_of(_turned((value + first).to(torch.uint8))),
         ),
     }
+
+
+def _check_order(files: PackedFiles, name: str, columns: int, groups: int) -> None:
+    """Raise CheckpointError unless each column is in the group where its place puts it; the last
+    one may have fewer."""
+    found = files.files.read(name).long()
+    size = files.config.get("group_size") or 0
+    size = size if size > 0 else -(-columns // groups)  # -1: one group
+    if torch.equal(found, torch.arange(columns) // size):
+        return
+    own = max(1, int((found == 0).sum()))
+    if torch.equal(found, torch.arange(len(found)) // own):
+        raise CheckpointError(
+            f"{name} puts {len(found)} columns into groups of {own} in {files.files.folder}, but "
+            f"there are {columns} in groups of {size} by its config. Copy the folder again."
+        )
+    raise CheckpointError(
+        f"{name} gives columns an order of their own in {files.files.folder}, which is "
+        "not read. Quantize it without an order of activations (desc_act)."
+    )
 
 
 _READERS = {

@@ -91,13 +91,15 @@ def integers(weight: Tensor, bits: int, group: int, symmetric: bool = True) -> S
 
 
 def turned(weight: Tensor, kind: str, group: int = 32) -> Stored:
-    """AWQ ("awq"), GPTQ ("gptq", "gptq_v2"): codes and zero points from 0 to 15, inputs as rows."""
+    """AWQ ("awq"), GPTQ ("gptq", "gptq_v2"): codes and zero points from 0 to 15, inputs as rows.
+    The last group may have fewer."""
     rows = weight.t()
-    groups = rows.unflatten(0, (-1, group))
-    low, high = groups.amin(1).clamp(max=0), groups.amax(1).clamp(min=0)
+    groups = rows.split(group)
+    low = torch.stack([each.amin(0) for each in groups]).clamp(max=0)
+    high = torch.stack([each.amax(0) for each in groups]).clamp(min=0)
     scale = ((high - low) / 15).clamp(min=1e-6).bfloat16()
     zero = (-low / scale.double()).round().clamp(1, 15).long()
-    over, zeros = (each.repeat_interleave(group, 0) for each in (scale.double(), zero))
+    over, zeros = (each.repeat_interleave(group, 0)[: len(rows)] for each in (scale.double(), zero))
     codes = (rows / over + zeros).round().clamp(0, 15).long()
 
     def packed(numbers: Tensor, order: list[int]) -> Tensor:

@@ -119,6 +119,11 @@ def test_each_format_computes_what_it_stands_for(tmp_path, kind):
     assert_same_model(packed, plain, tmp_path / "back")
 
 
+def test_the_last_group_of_gptq_may_have_fewer_columns(tmp_path):
+    packed, plain = folders(tmp_path, "llama", {PROJECTIONS: "gptq"}, intermediate_size=80)
+    assert_same_model(packed, plain, tmp_path / "back")
+
+
 @pytest.mark.parametrize(
     "name", matrix_rows(list(PAIRS), "qwen3_next", "deepseek_v3", "nemotron_h_moe")
 )
@@ -350,10 +355,11 @@ def test_what_cannot_be_unpacked_is_refused(qwen, tmp_path, change, config, word
     ("change", "config", "words"),
     [
         (lambda t: {n: x.flip(0) if "g_idx" in n else x for n, x in t.items()}, {}, "desc_act"),
+        (dict, {"group_size": 16}, r"into groups of 32 .*in groups of 16 by its config"),
         (dict, {"bits": 8}, "bits=8; of AWQ and GPTQ weights of 4 bits"),
         (dict, {"checkpoint_format": "marlin"}, "gptq, gptq_v2 are read"),
     ],
-    ids=["order", "bits", "marlin"],
+    ids=["order", "groups", "bits", "marlin"],
 )
 def test_gptq_that_is_not_read_is_refused(gptq, tmp_path, change, config, words):
     given = json.loads((gptq / "config.json").read_text())["quantization_config"]
