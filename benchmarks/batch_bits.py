@@ -7,14 +7,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Row, benchmark_model
-from megatron_hybrid import (
-    DynamicInferenceEngine,
-    HybridConfig,
-    HybridModel,
-    InferenceConfig,
-    SamplingParams,
-    build_hybrid_model,
-)
+from benchmarks.questions.common import small_model
+from megatron_hybrid import DynamicInferenceEngine, HybridModel, InferenceConfig, SamplingParams
 from megatron_hybrid.inference.step_plan import StepPlan
 
 PATTERNS = {
@@ -57,13 +51,10 @@ def run() -> Iterator[Row]:
 
 def random_model(pattern: str, dtype: torch.dtype) -> HybridModel:
     """Random weights; each token goes to two of four experts."""
-    torch.manual_seed(0)
-    config = HybridConfig(
-        layer_pattern=pattern,
+    return small_model(
+        pattern,
         hidden_size=128,
-        num_attention_heads=4,
-        num_query_groups=2,
-        vocab_size=512,
+        ffn_hidden_size=512,
         sliding_window=64,
         attention_chunk_size=64,
         per_layer_input_size=16,
@@ -82,7 +73,6 @@ def random_model(pattern: str, dtype: torch.dtype) -> HybridModel:
         init_method_std=0.1,
         params_dtype=dtype,
     )
-    return build_hybrid_model(config).eval()
 
 
 def equal_share(model: HybridModel, shortest: int, longest: int) -> float:

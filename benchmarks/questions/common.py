@@ -39,18 +39,11 @@ def aligned(rows: Iterable[Sequence[object]]) -> Iterator[str]:
 
 
 def small_model(pattern: str, **fields) -> HybridModel:
-    """Random weights, 64 wide."""
+    """Random weights, 64 wide unless fields of HybridConfig say otherwise."""
     torch.manual_seed(0)
-    config = HybridConfig(
-        layer_pattern=pattern,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_query_groups=2,
-        ffn_hidden_size=128,
-        vocab_size=512,
-        **fields,
-    )
-    return build_hybrid_model(config).eval()
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
+    sizes |= {"ffn_hidden_size": 128, "vocab_size": 512}
+    return build_hybrid_model(HybridConfig(layer_pattern=pattern, **{**sizes, **fields})).eval()
 
 
 def engine_of(model, **fields) -> DynamicInferenceEngine:
