@@ -403,10 +403,7 @@ class DynamicInferenceEngine:
         Raises:
             KeyError: there is no such unfinished request.
         """
-        entry = self.requests[request_id]
-        self.engine.cancel(entry.handle)
-        del self.requests[request_id], self._ids[entry.handle.request_id]
-        self._waiting.pop(request_id, None)
+        entry = self._take_out(request_id)
         _settle(entry.future, entry.future.cancel)
 
     def fail_request(self, request_id: int, error: BaseException) -> None:
@@ -415,12 +412,17 @@ class DynamicInferenceEngine:
         Raises:
             KeyError: there is no such unfinished request.
         """
+        entry = self._take_out(request_id)
+        _mark_failed(entry.request, error)
+        self._end(entry.record, entry.future)
+
+    def _take_out(self, request_id: int) -> RequestEntry:
+        """Cancel an unfinished request. Raises KeyError if there is none."""
         entry = self.requests[request_id]
         self.engine.cancel(entry.handle)
         del self.requests[request_id], self._ids[entry.handle.request_id]
         self._waiting.pop(request_id, None)
-        _mark_failed(entry.request, error)
-        self._end(entry.record, entry.future)
+        return entry
 
     def take_finished(self) -> list[DynamicInferenceRequestRecord]:
         """The records that the next step would return without a step."""
