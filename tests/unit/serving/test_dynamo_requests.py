@@ -1,6 +1,8 @@
 """Dynamo's requests ask the engine for what the same body over HTTP asks for; chunks, cards."""
 
+import fcntl
 import json
+import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,6 +14,7 @@ from megatron_hybrid import cli
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.inference.sampling_params import ThinkingBudget
+from megatron_hybrid.serving import dynamo_card
 from megatron_hybrid.serving.dynamo_card import card_folder
 from megatron_hybrid.serving.dynamo_requests import GROUPS, Chunks, read_request
 from megatron_hybrid.serving.errors import ApiError
@@ -218,6 +221,28 @@ def test_a_card_is_the_model_s_own_folder_or_has_what_the_frontend_reads(
     found = Tokenizer.from_folder(made)
     assert found.fingerprint == tokenizer.fingerprint
     assert found.chat_template == tokenizer.chat_template
+
+
+def test_cards_that_nobody_uses_go_but_the_last_ones(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(dynamo_card, "KEPT_CARDS", 3)
+    own = card_folder(DEMO, tokenizer, ROOM)
+    others = [own.parent / name for name in ("oldest", "older", "of another", "old")]
+    for age, card in enumerate(others):
+        card.mkdir()
+        (card / "config.json").touch()
+        os.utime(card, (age + 1, age + 1))
+    os.utime(own, (0, 0))
+    other = os.open(others[2], os.O_RDONLY)  # as of another worker
+    fcntl.flock(other, fcntl.LOCK_SH)
+    newest = card_folder(DEMO, tokenizer.with_chat_template("{{ messages }}"), ROOM)
+    assert {*own.parent.iterdir()} == {own, newest, *others[2:]}
+    os.utime(others[2], (0, 0))
+    card_folder(DEMO, tokenizer.with_chat_template("{{ messages[0] }}"), ROOM)
+    assert len(left := {*own.parent.iterdir()}) == 5 and {own, newest, others[2]} < left
+    os.close(other)  # it has ended
+    assert card_folder(DEMO, tokenizer, ROOM) == own
+    assert others[2] not in own.parent.iterdir()
 
 
 def test_manifests_leave_time_to_drain_and_name_the_flags_that_there_are():
