@@ -8,6 +8,7 @@ nothing else: a drafter may say what it likes. All ranks must hear the same from
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -41,7 +42,8 @@ class Drafts:
     """Drafts of some drafters: those of the first one that has any.
 
     Args:
-        drafters: asked in this order. One that fails costs its drafts, and a line in the log.
+        drafters: asked in this order. One that fails costs its drafts, and a line in the log for
+            its first failure of a kind, for the 10th, the 100th, and so on.
         most: drafts of a request in a step, at least 1.
         vocab_size: of the model.
         on_ranks: whether the model has several ranks. Then an error of `prepare` is raised, as
@@ -54,7 +56,7 @@ class Drafts:
         self.drafters = list(drafters)
         self.most = most
         self._vocab_size, self._on_ranks = vocab_size, on_ranks
-        self._told: set[str] = set()
+        self._num_failures: Counter[tuple[str, str]] = Counter()  # by drafter and error
 
     @property
     def batch_drafters(self) -> list[BatchDrafter]:
@@ -90,10 +92,14 @@ class Drafts:
     def _note_failure(self, drafter: Drafter, error: Exception) -> None:
         if is_lack_of_memory(error):
             note_decided_by_memory()  # other ranks may have drafts
-        failure = f"{type(drafter).__name__}: {type(error).__name__}: {error}"
-        if failure not in self._told and len(self._told) < 16:
-            self._told.add(failure)
-            logger.warning("a drafter has failed, and its drafts are left out: %s", failure)
+        kind = type(drafter).__name__, type(error).__name__
+        self._num_failures[kind] += 1
+        if str(count := self._num_failures[kind]).strip("0") == "1":
+            times = "" if count == 1 else f" {count:,} times"
+            failure = ": ".join((*kind, str(error)))
+            logger.warning(
+                "a drafter has failed%s, and its drafts are left out: %s", times, failure
+            )
 
 
 def last_occurrence(tokens: np.ndarray, tail: np.ndarray, least: int, longest: int) -> int:

@@ -1,11 +1,13 @@
 """Drafters without a model: what they propose."""
 
+from itertools import count
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.inference.drafters import last_occurrence
+from megatron_hybrid.inference.drafters import Drafts, last_occurrence
 
 FEW = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 
@@ -60,3 +62,20 @@ def test_an_answer_is_proposed_also_where_its_kv_is_gone():
     steps = engine.num_steps
     assert engine.generate([prompt], greedy(25))[0].generated_tokens == first
     assert engine.num_steps - steps == 1 + 24 // 4 + 1
+
+
+def test_a_drafter_that_always_fails_is_logged_by_kind_ever_more_seldom(caplog):
+    class Broken:
+        tokens = count(100)
+
+        def propose(self, request, most):
+            if (token := next(self.tokens)) % 2:
+                raise KeyError(token)
+            return [token]  # outside of the vocabulary, each time another one
+
+    drafts = Drafts([Broken()], most=1, vocab_size=96)
+    assert [drafts.propose(None, 1) for _ in range(240)] == [[]] * 240
+    lines = [record.getMessage().partition(":")[0] for record in caplog.records]
+    left_out = "and its drafts are left out"
+    times = ("", " 10 times", " 100 times")
+    assert lines == [f"a drafter has failed{each}, {left_out}" for each in times for _ in "ab"]
