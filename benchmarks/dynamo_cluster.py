@@ -75,9 +75,10 @@ class Cluster:
 
     Args:
         folder: an empty one, for discovery and logs.
+        environment: of all programs, beside what keeps them on loopback.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, **environment: str):
         self._folder = folder
         self.programs: list[Program] = []
         self._environment = {
@@ -93,6 +94,7 @@ class Cluster:
             "TOKIO_WORKER_THREADS": "2",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            **environment,
         }
 
     def start(self, arguments: Sequence[str], port: int = 0, **environment: str) -> Program:
@@ -154,9 +156,9 @@ class Cluster:
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[Cluster]:
+def cluster(folder: Path, **environment: str) -> Iterator[Cluster]:
     """Context of a cluster, which is ended."""
-    made = Cluster(folder)
+    made = Cluster(folder, **environment)
     try:
         yield made
     finally:

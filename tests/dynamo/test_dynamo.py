@@ -291,6 +291,23 @@ def answers(url: str) -> bool:
         return False
 
 
+def test_with_a_broker_all_sockets_of_workers_listen_on_loopback(tmp_path):
+    """And the router hears of their caches: it sends a prompt where it was before."""
+    takes, gives = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    with cluster(tmp_path, DYN_ZMQ_BROKER_URL=f"xsub={takes} , xpub={gives}") as made:
+        made.start([str(EXAMPLES / "broker.py"), takes, gives])
+        workers = [made.worker() for _ in range(2)]
+        frontend = made.frontend(*HYBRID_FLAGS)
+        made.wait_until_ready(frontend, len(workers))
+        for number in range(6):
+            usage = ask(frontend, "completions", ANSWER)["usage"]["prompt_tokens_details"]
+            assert number == 0 or usage["cached_tokens"] > 0
+            time.sleep(0.5)  # until the router knows
+        for worker in workers:
+            ends = psutil.Process(worker.process.pid).net_connections("inet")
+            assert {end.laddr.ip for end in ends if end.status == "LISTEN"} == {"127.0.0.1"}
+
+
 def test_chats_skip_more_where_the_router_knows_hybrid_caches(made, frontend, workers):
     blind = made.frontend(*BLIND_FLAGS)
     made.wait_until_ready(blind, len(workers))
