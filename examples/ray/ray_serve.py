@@ -51,6 +51,7 @@ def load(options: Options):
         options.model,
         device="cuda" if options.on_gpus else "cpu",
         dtype=torch.bfloat16 if options.on_gpus else torch.float32,
+        mtp=options.inference.get("speculation") == "mtp",
         tensor_model_parallel_size=options.tp,
     )
     style = ServingConfig(options.model).style_of(tokenizer.template_source(()))
