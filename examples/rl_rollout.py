@@ -111,7 +111,9 @@ def rollout(engine: mh.DynamicInferenceEngine, seed: int) -> tuple[list[Turn], t
     )
     asked = random.choice([LOW, HIGH], PROMPTS).tolist()
     prompts = [[*SYSTEM, *random.integers(0, 2 * HALF, 8).tolist(), ask] for ask in asked]
-    groups = [result.samples for result in engine.generate(prompts, params, n=SAMPLES)]
+    groups = [
+        result.samples for result in engine.generate(prompts, params, mh.RequestOptions(n=SAMPLES))
+    ]
     first = [make_turn(sample, ask) for group, ask in zip(groups, asked) for sample in group]
 
     asked = [LOW + HIGH - ask for ask in asked for _ in range(SAMPLES)]

@@ -13,8 +13,8 @@ def main() -> None:
     engine = mh.DynamicInferenceEngine(model, tokenizer)
     params = mh.SamplingParams(top_k=1, num_tokens_to_generate=24)
 
-    def ask(prompt, **arguments):
-        result = engine.generate([prompt], params, **arguments)[0]
+    def ask(prompt, options=None):
+        result = engine.generate([prompt], params, options)[0]
         prefix = result.prefix
         reason = prefix.miss_reason.value if prefix.miss_reason else ""
         print(
@@ -24,9 +24,9 @@ def main() -> None:
         return result
 
     # The end of the system prompt is declared, so already the second question resumes there.
-    end_of_system = [len(tokenizer.tokenize(SYSTEM))]
-    ask(SYSTEM + '"Was there a ship?" asked Tom.', cache_breakpoints=end_of_system)
-    first = ask(SYSTEM + '"Was there a bear?" asked Jane.', cache_breakpoints=end_of_system)
+    end_of_system = mh.RequestOptions(cache_breakpoints=[len(tokenizer.tokenize(SYSTEM))])
+    ask(SYSTEM + '"Was there a ship?" asked Tom.', end_of_system)
+    first = ask(SYSTEM + '"Was there a bear?" asked Jane.', end_of_system)
     ask(SYSTEM + '"Was there a bear?" asked Jane.')  # the same again: no prefill at all
     history = first.prompt_tokens + first.generated_tokens
     next_turn = tokenizer.tokenize(' "And then?" said Jane.', add_special_tokens=False)

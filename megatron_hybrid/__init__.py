@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError
     from megatron_hybrid.inference.rank_watch import RankFailedError
     from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
+    from megatron_hybrid.inference.request_options import RequestOptions
     from megatron_hybrid.inference.sampling_params import SamplingParams, ThinkingBudget
     from megatron_hybrid.models.config.hybrid_config import HybridConfig
     from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
@@ -48,6 +49,7 @@ __all__ = [
     "RankError",
     "RankFailedError",
     "Request",
+    "RequestOptions",
     "RequestOutput",
     "SamplingParams",
     "ThinkingBudget",
@@ -76,6 +78,7 @@ _MODULES = {
     "RankError": "ranks",
     "RankFailedError": "inference.rank_watch",
     "Request": "inference.request",
+    "RequestOptions": "inference.request_options",
     "RequestOutput": "inference.request",
     "SamplingParams": "inference.sampling_params",
     "ThinkingBudget": "inference.sampling_params",

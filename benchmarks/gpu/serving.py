@@ -13,7 +13,13 @@ import numpy as np
 from benchmarks.common import ONE_TOKEN
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.models import SHAPES, cut_model
-from megatron_hybrid import DynamicInferenceEngine, HybridModel, InferenceConfig, SamplingParams
+from megatron_hybrid import (
+    DynamicInferenceEngine,
+    HybridModel,
+    InferenceConfig,
+    RequestOptions,
+    SamplingParams,
+)
 from megatron_hybrid.tools.rates import RESTORED
 from megatron_hybrid.tools.roofline import ModelWork
 
@@ -145,10 +151,11 @@ def prefill_with_saves(bench: Bench, model: HybridModel) -> Iterator[Row]:
     length, rng = bench.size(8192, 48), np.random.default_rng(2)
     breakpoints = [length * i // (CAPTURED + 1) + 1 for i in range(1, CAPTURED + 1)]
     times = {}
-    for mode, arguments in (("restore", {"cache_breakpoints": breakpoints}), ("off", {})):
+    saved = RequestOptions(cache_breakpoints=breakpoints)
+    for mode, options in (("restore", saved), ("off", None)):
         engine = make_engine(bench, model, length + 64, 2, prefix_caching=mode)
         found = [
-            first_token(bench, engine, random_prompt(rng, model, length), **arguments)
+            first_token(bench, engine, random_prompt(rng, model, length), options=options)
             for _ in range(2 if bench.toy or bench.once else 4)
         ]
         times[mode] = statistics.median(found[1:])
@@ -166,15 +173,15 @@ def first_token(
     engine: DynamicInferenceEngine,
     prompt: list[int],
     skipped: int | None = None,
-    **arguments,
+    options: RequestOptions | None = None,
 ) -> float:
     """Seconds from the arrival of a request that is alone to its first token.
 
     Args:
         skipped: tokens that have to be restored; None: any number.
-        arguments: of `add_request`.
+        options: of the request.
     """
-    request = engine.add_request(prompt, ONE_TOKEN, **arguments)
+    request = engine.add_request(prompt, ONE_TOKEN, options)
 
     def until_first() -> None:
         while request.first_token_at is None:

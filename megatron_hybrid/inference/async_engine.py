@@ -20,6 +20,7 @@ from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
 from megatron_hybrid.inference.request_builder import Prompt, TextTokenizer
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
 from megatron_hybrid.interrupts import result_of
@@ -124,6 +125,11 @@ class _Call:
     def is_closed(self) -> bool:
         """Whether its last states are in the cache."""
         return all(sample.closed for sample in self.samples)
+
+
+def _guide_of(options: RequestOptions | None) -> Guide | None:
+    """The guide to compile. The engine refuses options of another type."""
+    return options.guide if isinstance(options, RequestOptions) else None
 
 
 def _put_all(items: list[tuple[_Call, object]]) -> None:
@@ -280,13 +286,8 @@ class AsyncEngine:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
         *,
-        guide: Guide | None = None,
-        salt: str = "",
-        cache_breakpoints: Sequence[int] = (),
-        n: int = 1,
-        priority: int = 0,
-        tenant: str = "",
         queue_seconds: float | None = None,
     ) -> GenerationResult:
         """Answer one prompt; `samples` of the result hold all n. Arguments as for
@@ -302,16 +303,9 @@ class AsyncEngine:
                 `DynamicInferenceEngine.take_failed`; or of one that no request can go on after.
         """
         call = _Call(False, self._abandoned, queue_seconds)
-        options = {
-            "salt": salt,
-            "cache_breakpoints": cache_breakpoints,
-            "n": n,
-            "priority": priority,
-            "tenant": tenant,
-        }
         try:
-            await self._compile(guide)
-            await self._run(self._add, call, prompt, params, guide=guide, **options)
+            await self._compile(_guide_of(options))
+            await self._run(self._add, call, prompt, params, options)
             return await call.get()
         except BaseException:
             call.abandon()
@@ -321,13 +315,8 @@ class AsyncEngine:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
         *,
-        guide: Guide | None = None,
-        salt: str = "",
-        cache_breakpoints: Sequence[int] = (),
-        n: int = 1,
-        priority: int = 0,
-        tenant: str = "",
         queue_seconds: float | None = None,
     ) -> AsyncStream:
         """Queue one prompt and return an async iterator over its outputs, one for each step that
@@ -339,16 +328,9 @@ class AsyncEngine:
         samples that are not answered. Arguments as for `generate`; the first `anext` raises its
         errors."""
         call = _Call(True, self._abandoned, queue_seconds)
-        options = {
-            "salt": salt,
-            "cache_breakpoints": cache_breakpoints,
-            "n": n,
-            "priority": priority,
-            "tenant": tenant,
-        }
         self._thread.require_home()
-        add = partial(self._add, call, prompt, params, guide=guide, **options)
-        if guide is None:
+        add = partial(self._add, call, prompt, params, options)
+        if (guide := _guide_of(options)) is None:
             return AsyncStream(call, self._submit(add))
         return AsyncStream(call, asyncio.create_task(self._add_guided(guide, add)))
 
@@ -611,13 +593,19 @@ class AsyncEngine:
         """The oldest first."""
         return list(dict.fromkeys(self._calls.values()))
 
-    def _add(self, call: _Call, *args, **kwargs) -> None:
+    def _add(
+        self,
+        call: _Call,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        options: RequestOptions | None,
+    ) -> None:
         if call.is_abandoned:
             return
         if self._pause is not None or self._is_frozen:
-            self._held.append((call, partial(self._add, call, *args, **kwargs)))
+            self._held.append((call, partial(self._add, call, prompt, params, options)))
             return
-        request = self._engine.add_request(*args, **kwargs, growing_text=call.streams)
+        request = self._engine.add_request(prompt, params, options, growing_text=call.streams)
         call.samples = request.samples
         call.num_unanswered = len(call.samples)
         self._calls.update((sample.request_id, call) for sample in call.samples)

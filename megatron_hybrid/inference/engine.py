@@ -61,8 +61,8 @@ from megatron_hybrid.inference.request_builder import (
     RequestBuilder,
     RequestSpec,
     TextTokenizer,
-    check_salt,
 )
+from megatron_hybrid.inference.request_options import RequestOptions, check_salt
 from megatron_hybrid.inference.request_view import EndedRequests, RequestView
 from megatron_hybrid.inference.sampling_params import Sampled, SamplingParams
 from megatron_hybrid.inference.scheduler import RestoreFailedError, Scheduler
@@ -78,7 +78,6 @@ from megatron_hybrid.offload.offload import Offload
 from megatron_hybrid.offload.page_mover import PageMover
 from megatron_hybrid.processes import HomeProcess
 from megatron_hybrid.ranks import MAKING, ranks_of, replica_of
-from megatron_hybrid.text.guide import Guide
 
 logger = logging.getLogger(__name__)
 Listener = TypeVar("Listener", bound=CacheListener)
@@ -261,13 +260,8 @@ class DynamicInferenceEngine:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
         *,
-        guide: Guide | None = None,
-        salt: str = "",
-        cache_breakpoints: Sequence[int] = (),
-        n: int = 1,
-        priority: int = 0,
-        tenant: str = "",
         growing_text: bool = True,
     ) -> Request:
         """Queue a request and return its handle (`done`, `result()`).
@@ -276,18 +270,9 @@ class DynamicInferenceEngine:
             prompt: text, token ids, or the messages of a chat (dicts with "role" and "content"),
                 rendered by the tokenizer's chat template; states are then also saved at likely
                 junctions with other chats. With tools or template variables, pass both results of
-                `tokenizer.chat_prompt` as prompt and `cache_breakpoints`.
+                `tokenizer.chat_prompt`, as prompt and as `cache_breakpoints` of the options.
             params: sampling parameters; default `SamplingParams()`, the model's defaults or ours.
-            guide: what the answer may look like (JSON, a regex, one of some texts). Stop tokens may
-                come only where it may end; where nothing else can follow, it ends with "stop".
-            salt: prefixes are shared only between requests of equal salt (tenants, adapters).
-            cache_breakpoints: positions in the prompt whose state should be kept for later prompts,
-                such as the end of a system prompt; at most 4,096.
-            n: number of samples of this prompt, in `result().samples`; they share one prefill.
-            priority: of those that wait, requests of lower numbers start first, and equal ones in
-                order of arrival. It takes nothing from a request that runs, or has run.
-            tenant: whose request it is. Those that wait with equal priority start by turns, one
-                sample of each tenant.
+            options: see `RequestOptions`; default: all of its defaults.
             growing_text: whether its outputs have text, which costs a little for each token. The
                 result has it in any case.
 
@@ -298,9 +283,7 @@ class DynamicInferenceEngine:
         """
         self._refuse_closed("add_request")
         with self._control.checked("add_request()"):
-            samples = self.request_builder.build(
-                prompt, params, salt, cache_breakpoints, n, priority, guide, tenant
-            )
+            samples = self.request_builder.build(prompt, params, options)
         if growing_text:
             for request in samples:
                 self.output.write_text_of(request)
@@ -698,16 +681,11 @@ class DynamicInferenceEngine:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        guide: Guide | Sequence[Guide | None] | None = None,
-        salt: str | Sequence[str] = "",
-        cache_breakpoints: Sequence[int] | Sequence[Sequence[int]] = (),
-        n: int | Sequence[int] = 1,
-        priority: int | Sequence[int] = 0,
+        options: RequestOptions | Sequence[RequestOptions | None] | None = None,
     ) -> list[GenerationResult]:
         """Answer prompts; returns one result for each, in order.
 
-        All other arguments are values for all prompts, or sequences with one entry for each. A
+        `params` and `options` are each one for all prompts, or a sequence with one for each. A
         result's `samples` hold all n. All requests are checked before the first is queued. Requests
         queued before are run, too: their handles have the results.
 
@@ -717,9 +695,7 @@ class DynamicInferenceEngine:
         self._refuse_inside_step("generate")
         self._refuse_suspended("generate")
         with self._control.checked("generate()"):
-            groups = self.request_builder.build_all(
-                prompts, params, guide, salt, cache_breakpoints, n, priority
-            )
+            groups = self.request_builder.build_all(prompts, params, options)
         requests = [request for group in groups for request in group]
         try:
             for group in groups:
@@ -746,13 +722,11 @@ class DynamicInferenceEngine:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        guide: Guide | None = None,
-        salt: str = "",
-        cache_breakpoints: Sequence[int] = (),
-        priority: int = 0,
+        options: RequestOptions | None = None,
     ) -> Stream:
         """Queue one prompt and return an iterator over its outputs; arguments as for `add_request`.
+        With n > 1 it has the outputs of all samples, by `sample_index`, and ends behind the last
+        one of all.
 
         Every step that adds to the answer, whoever runs it, leaves an output; `next` runs steps
         only when there is none. `close()`, or the end of `with`, cancels an unanswered request; if
@@ -765,17 +739,17 @@ class DynamicInferenceEngine:
         """
         self._refuse_closed("stream")
         with self._control.checked("stream()"):
-            (request,) = self.request_builder.build(
-                prompt, params, salt, cache_breakpoints, 1, priority, guide
-            )
-        self.output.write_text_of(request)
-        request.unread = deque()
-        self._add([request])
+            samples = self.request_builder.build(prompt, params, options)
+        unread: deque[RequestOutput] = deque()
+        for request in samples:
+            self.output.write_text_of(request)
+            request.unread = unread
+        self._add(samples)
         # Where all ranks make the same calls, a stream is cancelled by `close` only: each rank's
         # garbage collector has a time of its own.
         ends_alone = self.ranks.size == 1 or self._control.leads
         dropped = self._abandoned if ends_alone else deque(maxlen=0)
-        return Stream(request, self.step, self.cancel_soon, dropped)
+        return Stream(samples[0], self.step, self.cancel_soon, dropped)
 
     @exclusive
     def cancel_soon(self, request: Request) -> None:

@@ -14,8 +14,9 @@ import numpy as np
 from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.inference.draft_length import DraftLength
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams, ThinkingBudget
-from megatron_hybrid.text.guide import Guide, GuideMatcher
+from megatron_hybrid.text.guide import GuideMatcher
 
 if TYPE_CHECKING:  # it imports torch, and the scheduler does not
     from megatron_hybrid.offload.fetch import Fetch
@@ -166,17 +167,13 @@ class Request:
     num_prompt_tokens: int
     params: SamplingParams
     seed: int
-    salt: str = ""
-    cache_breakpoints: tuple[int, ...] = ()
+    options: RequestOptions = field(default_factory=RequestOptions)  # of all n samples
     message_starts: tuple[int, ...] = ()
     stop_ids: frozenset[int] = frozenset()
-    guide: Guide | None = None
-    matcher: GuideMatcher | None = None  # of the guide
+    matcher: GuideMatcher | None = None  # of `options.guide`
     allowed: np.ndarray | None = None  # as `Draw.allowed`: by `params.allowed_token_ids`
     thought: "ThoughtMeter | None" = None  # of `params.thinking_budget`
     sample_index: int = 0
-    priority: int = 0  # lower ones start first
-    tenant: str = ""  # those that wait take turns
     longest_forward: int = 1 << 62  # most of its tokens in one step
     origin: object = None  # the `RequestBuilder` of its engine
 

@@ -1,10 +1,9 @@
 """RequestBuilder: checks a caller's arguments, all of them before anything changes."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -12,9 +11,12 @@ from torch import Tensor
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.request import Request, ThoughtMeter, bits_of
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
 from megatron_hybrid.text.guide import Guide, GuideCompiler
 from megatron_hybrid.validation import check_text, is_int, takes_argument
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,6 @@ class TextTokenizer(Protocol):
 Prompt = str | Sequence[int] | Tensor | np.ndarray | Sequence[Mapping[str, Any]] | RenderedChat
 """Text, token ids, or the messages of a chat, rendered or not."""
 
-MAX_BREAKPOINTS = 4096
-"""Most positions that one request may declare: each costs several lookups."""
 NO_TOKEN = -1
 """Stands for no token in `termination_id` and in a tokenizer's end tokens, as in megatron-core. No
 other id below zero means anything."""
@@ -55,15 +55,10 @@ class RequestSpec:
     max_tokens: int
     """Of prompt and answer together."""
     params: SamplingParams
-    guide: Guide | None
+    options: RequestOptions
     seed: int
-    salt: str
-    cache_breakpoints: tuple[int, ...]
     message_starts: tuple[int, ...]
     stop_ids: frozenset[int]
-    n: int
-    priority: int
-    tenant: str
 
     @classmethod
     def of(cls, samples: Sequence[Request]) -> "RequestSpec":
@@ -74,22 +69,18 @@ class RequestSpec:
             first.tokens[: first.num_prompt_tokens],
             len(first.tokens),
             first.params,
-            first.guide,
+            first.options,
             first.seed,
-            first.salt,
-            first.cache_breakpoints,
             first.message_starts,
             first.stop_ids,
-            len(samples),
-            first.priority,
-            first.tenant,
         )
 
     def values(self) -> dict[str, object]:
         """What all ranks must have in common of it, by name."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        params = given.pop("params")
-        given |= {f"params.{f.name}": getattr(params, f.name) for f in fields(params)}
+        for name in ("params", "options"):
+            part = given.pop(name)
+            given |= {f"{name}.{f.name}": getattr(part, f.name) for f in fields(part)}
         return given | {"stop_ids": sorted(self.stop_ids)}
 
 
@@ -125,11 +116,7 @@ class RequestBuilder:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        guide: Guide | Sequence[Guide | None] | None,
-        salt: str | Sequence[str],
-        cache_breakpoints: Sequence[int] | Sequence[Sequence[int]],
-        n: int | Sequence[int],
-        priority: int | Sequence[int],
+        options: RequestOptions | Sequence[RequestOptions | None] | None,
     ) -> list[list[Request]]:
         """Build the requests of several prompts; all or none. Arguments as for
         `DynamicInferenceEngine.generate`.
@@ -146,22 +133,11 @@ class RequestBuilder:
             )
         if isinstance(prompts, str) or is_chat(prompts) or (len(prompts) and is_int(prompts[0])):
             prompts = [prompts]
-        if isinstance(cache_breakpoints, Iterator):  # the first prompt would exhaust it
-            cache_breakpoints = tuple(cache_breakpoints)
         count = len(prompts)
         per_prompt = zip(
             prompts,
-            spread(params, count, "params", lambda p: p is None or isinstance(p, SamplingParams)),
-            spread(salt, count, "salt", lambda s: isinstance(s, str)),
-            spread(
-                cache_breakpoints,
-                count,
-                "cache_breakpoints",
-                lambda b: not isinstance(b, Sequence) or not any(hasattr(p, "__len__") for p in b),
-            ),
-            spread(n, count, "n", is_int),
-            spread(priority, count, "priority", is_int),
-            spread(guide, count, "guide", lambda g: g is None or isinstance(g, Guide)),
+            _spread(params, count, SamplingParams, "params"),
+            _spread(options, count, RequestOptions, "options"),
         )
         first_id, groups = self.next_id, []
         for index, arguments in enumerate(per_prompt):
@@ -177,12 +153,7 @@ class RequestBuilder:
         self,
         prompt: Prompt,
         params: SamplingParams | None,
-        salt: str,
-        cache_breakpoints: Sequence[int],
-        n: int,
-        priority: int = 0,
-        guide: Guide | None = None,
-        tenant: str = "",
+        options: RequestOptions | None,
     ) -> list[Request]:
         """Build the n samples of one prompt; the first one has the others as siblings.
 
@@ -190,82 +161,60 @@ class RequestBuilder:
             TypeError, ValueError: naming the value, the limit and the remedy.
         """
         given, params = params, self.check_params(params)
+        options = RequestOptions() if options is None else options
+        if not isinstance(options, RequestOptions):
+            raise TypeError(f"options must be RequestOptions, got {type(options).__name__}")
         prompt, message_starts = self._rendered(prompt)
         tokens = self.tokens_of(prompt, params)
         if given is None or given.num_tokens_to_generate is None:  # a default may be lowered
             room = max(1, self.config.max_sequence_length - len(tokens))
             params.num_tokens_to_generate = min(params.num_tokens_to_generate, room)
         total = self._check_length(len(tokens), params)
-        check_salt(salt)
-        if not is_int(n) or not 1 <= n <= self.config.max_requests:
-            raise ValueError(
-                f"n must be an int in [1, max_requests={self.config.max_requests}], got {n!r}"
-            )
-        if not is_int(priority):
-            raise TypeError(f"priority must be an int (lower ones start first), got {priority!r}")
-        if not isinstance(tenant, str):
-            raise TypeError(f"tenant must be a str, got {type(tenant).__name__}")
-        breakpoints = self._check_breakpoints(cache_breakpoints, len(tokens))
+        options = options.checked(len(tokens), self.config.max_requests)
         stop_ids = self._stop_ids(params)
-        self._check_choice(params, guide, stop_ids)
-        if guide is not None:
-            self.check_guide(guide)
-            self._guides.matcher(guide, stop_ids)  # raises if there is no such answer
+        self._check_choice(params, options.guide, stop_ids)
+        if options.guide is not None:
+            self.check_guide(options.guide)
+            self._guides.matcher(options.guide, stop_ids)  # raises if there is no such answer
 
-        first_id, self.next_id = self.next_id, self.next_id + int(n)
+        first_id, self.next_id = self.next_id, self.next_id + options.n
         seed = params.seed
         if seed is None:
             seed = (self.config.random_seed << 32) ^ first_id
         return self.make(
             RequestSpec(
-                first_id,
-                tokens,
-                total,
-                params,
-                guide,
-                seed,
-                salt,
-                breakpoints,
-                tuple(message_starts),
-                stop_ids,
-                int(n),
-                int(priority),
-                tenant,
+                first_id, tokens, total, params, options, seed, tuple(message_starts), stop_ids
             )
         )
 
     def make(self, spec: "RequestSpec") -> list[Request]:
         """Make the samples of a checked prompt, of this or of the first rank's builder."""
-        self.next_id = max(self.next_id, spec.first_id + spec.n)  # ids are seeds
-        samples = []
+        options, samples = spec.options, []
+        self.next_id = max(self.next_id, spec.first_id + options.n)  # ids are seeds
         longest_forward = self.cache.longest_forward(spec.max_tokens, self.config.max_tokens)
         allowed, budget = None, spec.params.thinking_budget
         if spec.params.allowed_token_ids is not None:
             allowed = bits_of(spec.params.allowed_token_ids, self.vocab_size)
-        for index in range(spec.n):
+        for index in range(options.n):
             buffer = np.zeros(spec.max_tokens, dtype=np.int32)
             buffer[: len(spec.tokens)] = spec.tokens
             matcher = None
-            if spec.guide is not None:
-                matcher = self._guides.matcher(spec.guide, spec.stop_ids)
+            if options.guide is not None:
+                matcher = self._guides.matcher(options.guide, spec.stop_ids)
             samples.append(
                 Request(
                     request_id=spec.first_id + index,
                     tokens=buffer,
                     num_prompt_tokens=len(spec.tokens),
                     params=spec.params,
-                    guide=spec.guide,
+                    options=options,
                     matcher=matcher,
                     allowed=allowed,
                     thought=None if budget is None else ThoughtMeter(budget, self.vocab_size),
                     seed=spec.seed,
-                    salt=spec.salt,
-                    cache_breakpoints=spec.cache_breakpoints,
                     message_starts=spec.message_starts,
                     stop_ids=spec.stop_ids,
                     sample_index=index,
-                    priority=spec.priority,
-                    tenant=spec.tenant,
                     longest_forward=longest_forward,
                     origin=self,
                 )
@@ -428,30 +377,6 @@ class RequestBuilder:
             )
         return total
 
-    def _check_breakpoints(self, breakpoints: Sequence[int], length: int) -> tuple[int, ...]:
-        if isinstance(breakpoints, np.ma.MaskedArray):
-            raise TypeError("cache_breakpoints has no masked positions: pass its compressed()")
-        if isinstance(breakpoints, (Tensor, np.ndarray)):
-            breakpoints = breakpoints.tolist()
-        if not isinstance(breakpoints, Iterable):
-            raise TypeError(
-                "cache_breakpoints must be a sequence of ints, got "
-                f"{type(breakpoints).__name__}: leave it out for none"
-            )
-        breakpoints = tuple(islice(breakpoints, MAX_BREAKPOINTS + 1))
-        if len(breakpoints) > MAX_BREAKPOINTS:
-            raise ValueError(
-                f"cache_breakpoints has more than {MAX_BREAKPOINTS} positions: declare those where "
-                f"other prompts part from this one"
-            )
-        for position in breakpoints:
-            if not is_int(position) or not 0 < position <= length:
-                raise ValueError(
-                    f"cache_breakpoints must be ints in [1, {length}], the prompt's tokens; got "
-                    f"{position!r}"
-                )
-        return tuple(int(position) for position in breakpoints)
-
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Tokens of the vocabulary that end an answer. Those that a request names are checked even
         where they have no effect."""
@@ -552,29 +477,13 @@ def _check_message(index: int, message) -> None:
         raise ValueError(f"message {index} of the chat has no content: {dict(message)!r}")
 
 
-def check_salt(salt: str) -> None:
-    """Raise TypeError unless it is a str."""
-    if not isinstance(salt, str):
-        raise TypeError(f"salt must be a str, got {type(salt).__name__}")
-
-
-_EXPECTED = {
-    "params": "SamplingParams",
-    "salt": "a str",
-    "cache_breakpoints": "a sequence of positions",
-    "guide": "a Guide",
-    "n": "an int",
-    "priority": "an int",
-}
-
-
-def spread(value, count: int, name: str, is_single) -> list:
+def _spread(value: T | Sequence[T] | None, count: int, kind: type[T], name: str) -> list[T | None]:
     """Return `count` values, one for each prompt, from a single value or a sequence."""
-    if is_single(value):
+    if value is None or isinstance(value, kind):
         return [value] * count
     if not hasattr(value, "__len__") or isinstance(value, Mapping):
         raise TypeError(
-            f"{name} is {value!r}, of type {type(value).__name__}: give {_EXPECTED[name]}, or a "
+            f"{name} is {value!r}, of type {type(value).__name__}: give {kind.__name__}, or a "
             f"sequence with one for each prompt"
         )
     if len(value) != count:

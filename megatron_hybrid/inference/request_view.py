@@ -59,7 +59,7 @@ def view_request(request: Request) -> RequestView:
         request.sample_index,
         request.finish_reason or request.status.value,
         request.done,
-        request.priority,
+        request.options.priority,
         (time.perf_counter() if ended_at is None else ended_at) - request.added_at,
         None if first is None else first - request.added_at,
         request.num_prompt_tokens,
@@ -83,7 +83,7 @@ class EndedRequests:
     def note(self, request: Request) -> None:
         """A request is answered or cancelled."""
         tokens = request.tokens[: min(request.num_tokens, _MAX_TOKENS)].copy()
-        self._ended.appendleft((view_request(request), tokens, request.salt))
+        self._ended.appendleft((view_request(request), tokens, request.options.salt))
 
     def views(
         self,
@@ -99,7 +99,11 @@ class EndedRequests:
             num_tokens: last tokens of each prompt to show.
         """
         found = [
-            *((view_request(r), r.tokens[: r.num_tokens], r.salt) for r in live if not r.done),
+            *(
+                (view_request(r), r.tokens[: r.num_tokens], r.options.salt)
+                for r in live
+                if not r.done
+            ),
             *self._ended,
         ]
         return [

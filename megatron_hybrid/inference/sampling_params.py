@@ -44,8 +44,8 @@ _ELSEWHERE = {
     "thinking_token_budget": "use thinking_budget",
     "do_sample": "use top_k=1 for greedy decoding",
     "random_seed": "use seed",
-    "n": "it is an argument of generate() and add_request()",
-    "cache_salt": "use the argument salt of generate() and add_request()",
+    "n": "it is a field of RequestOptions",
+    "cache_salt": "use salt of RequestOptions",
 }
 """Names in other libraries, and the remedy here."""
 _FLOATS = (

@@ -143,11 +143,13 @@ class Scheduler:
             self._admitting = request
             has_slot = len(self.free_slots) > num_coming
             can_start = has_slot and not blocked and self._budget(draft) > 0
-            can_start = can_start and request.priority <= last_priority
+            can_start = can_start and request.options.priority <= last_priority
             # Also for requests that cannot start yet: the running prefill must know their junction
             # early, and the disk is read meanwhile.
             if self._waits_for_other(request):
-                last_priority = min(last_priority, request.priority)  # only its equals overtake it
+                last_priority = min(
+                    last_priority, request.options.priority
+                )  # only its equals overtake it
                 continue
             # In order of priority and arrival: none overtakes a request that lacks room, also for
             # its fetch.
@@ -159,7 +161,7 @@ class Scheduler:
                 blocked = blocked or request in self._suspects
             if request.lease is None and request.starts_from_cache:
                 tokens = request.tokens[: request.num_tokens]
-                self.cache.expect(request.request_id, tokens, request.salt)
+                self.cache.expect(request.request_id, tokens, request.options.salt)
         self._admitting = None
         self.fetches.poll()
         self._reserve_checkpoints(draft)
@@ -348,10 +350,10 @@ class Scheduler:
             return True
         lease = self.cache.acquire(
             tokens,
-            request.salt,
+            request.options.salt,
             capacity_tokens=len(tokens),
             chunk_tokens=self._longest(draft, request),
-            declared=request.cache_breakpoints,
+            declared=request.options.cache_breakpoints,
             messages=request.message_starts,
             recompute_reason=request.recompute_reason,
             readmitted=request.report is not None,
@@ -410,7 +412,7 @@ class Scheduler:
                 if before is not None and (before == now or not can_start):
                     return False
                 request.looked_up_at = now
-                found = self.fetches.start(tokens, request.salt)
+                found = self.fetches.start(tokens, request.options.salt)
                 if found is None:
                     return False
                 request.fetch = found
@@ -435,7 +437,10 @@ class Scheduler:
         tokens = request.tokens[: request.num_tokens]
         resume = None
         for other in self.running:
-            if other.status is not RequestStatus.PREFILL or other.salt != request.salt:
+            if (
+                other.status is not RequestStatus.PREFILL
+                or other.options.salt != request.options.salt
+            ):
                 continue
             common = request.common_with.get(other.request_id)
             if common is None:
@@ -444,7 +449,7 @@ class Scheduler:
             if common <= other.num_computed:
                 continue  # its next states are beyond the common prefix
             if resume is None:
-                resume = self.cache.match(tokens, request.salt).skipped_tokens
+                resume = self.cache.match(tokens, request.options.salt).skipped_tokens
             position = self._position_in_flight(other, common, resume)
             if worth_waiting(resume, other.num_computed, position):
                 request.waits_for = other, position

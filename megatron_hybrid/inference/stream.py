@@ -8,10 +8,11 @@ from megatron_hybrid.inference.request import Request, RequestOutput
 
 
 class Stream(Iterator[RequestOutput]):
-    """The outputs of one request; see `DynamicInferenceEngine.stream`.
+    """The outputs of one request, of all its samples; see `DynamicInferenceEngine.stream`.
 
     Args:
-        request: queued; its outputs are appended to `request.unread`.
+        request: queued; its outputs and those of its other samples are appended to
+            `request.unread`.
         step: runs a step of the engine.
         cancel: ends the request.
         abandoned: requests for the engine to cancel later. A dropped stream adds its request:
@@ -30,37 +31,43 @@ class Stream(Iterator[RequestOutput]):
         self._step = step
         self._cancel = cancel
         self._abandoned = abandoned
-        self._is_over = self._is_closed = False
+        self._num_unanswered = len(request.samples)  # samples without their last output
+        self._is_closed = False
 
     def __next__(self) -> RequestOutput:
         request, unread = self._request, self._request.unread
         if self._is_closed:
             raise StopIteration
         try:
-            while not unread and not (self._is_over and request.closed):
+            while not unread and (self._num_unanswered or not self._has_ended):
                 self._step()
         except (EngineBusyError, EngineSuspendedError):
             raise
         except BaseException:
-            if not request.done:
+            if not all(sample.done for sample in request.samples):
                 self.close()
             raise
         if not unread:
             raise StopIteration
         output = unread.popleft()
-        self._is_over = output.result is not None
+        self._num_unanswered -= output.result is not None
         return output
 
     def close(self) -> None:
         """End the iteration, and cancel an unanswered request, now or after the running step."""
         was_closed, self._is_closed = self._is_closed, True
-        if self._request.closed:
+        if self._has_ended:
             return
         try:
             self._cancel(self._request)
         except EngineBusyError:
             self._is_closed = was_closed  # nothing has changed
             raise
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether nothing of the request is in the engine any more."""
+        return all(sample.closed for sample in self._request.samples)
 
     def __enter__(self) -> "Stream":
         return self
@@ -69,5 +76,5 @@ class Stream(Iterator[RequestOutput]):
         self.close()
 
     def __del__(self) -> None:
-        if not self._request.closed:
+        if not self._has_ended:
             self._abandoned.append(self._request)

@@ -26,14 +26,14 @@ class WaitingQueue(Collection[Request]):
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
-        group, turn = (request.priority, request.tenant), 0
-        first = bisect_left(self._new, (request.priority,), key=_place)
-        if first < len(self._new) and self._new[first][0][0] == request.priority:
+        group, turn = (request.options.priority, request.options.tenant), 0
+        first = bisect_left(self._new, (request.options.priority,), key=_place)
+        if first < len(self._new) and self._new[first][0][0] == request.options.priority:
             turn = self._new[first][0][1]  # a tenant that comes now has missed nothing
         turn = max(turn, self._next_turns.get(group, turn))
         self._num_waiting[group] = self._num_waiting.get(group, 0) + 1
         self._next_turns[group] = turn + 1 + len(request.siblings)
-        place = self._places[request] = (request.priority, turn)
+        place = self._places[request] = (request.options.priority, turn)
         insort(self._new, (place, request), key=_place)
 
     def put_first(self, request: Request) -> None:
@@ -52,7 +52,7 @@ class WaitingQueue(Collection[Request]):
         while index < len(self._new) and self._new[index][1] is not request:
             index += 1
         del self._new[index : index + 1]
-        group = (request.priority, request.tenant)
+        group = (request.options.priority, request.options.tenant)
         left = self._num_waiting.pop(group, 1) - 1
         if left:
             self._num_waiting[group] = left

@@ -43,6 +43,7 @@ from megatron_hybrid.serving.rendering import (
     completion_prompts,
     guide_of,
     is_thinking,
+    request_options,
     sampling_params,
     thinking_budget,
     truncated,
@@ -226,20 +227,14 @@ async def _answer(
         guide = None
         if wish is not None:
             guide = await until_gone(request.receive, service.compiled(ticket, *wish))
-        options = {
-            "salt": service.salt_of(state.key, fields.cache_salt),
-            "cache_breakpoints": fields.cache_breakpoints or (),
-            "n": fields.n,
-            "priority": fields.priority,
-            "guide": guide,
-            "tenant": service.tenant_of(state.key),
-        }
+        salt = service.salt_of(state.key, fields.cache_salt)
+        options = request_options(fields, salt, service.tenant_of(state.key), guide)
         answer = make(ticket.request_id, *parsing, prompts)
         if not fields.stream:
-            work = service.generate_all(ticket, prompts, params, **options)
+            work = service.generate_all(ticket, prompts, params, options)
             results = await until_gone(request.receive, work)
             return await json_response(lambda: answer.whole(results), ticket.num_tokens)
-        streams = service.streams(prompts, params, **options)
+        streams = service.streams(prompts, params, options)
         undo.push_async_callback(streams.aclose)
         # What fails before the first token has a status of HTTP.
         await until_gone(request.receive, service.begun(ticket, streams))

@@ -70,6 +70,7 @@ from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.json_response import in_texts_thread
 from megatron_hybrid.serving.kv_events import BlockEvents
 from megatron_hybrid.serving.parsers import shown_tool_parser
+from megatron_hybrid.serving.rendering import request_options
 from megatron_hybrid.serving.run import SAME_SECONDS, follow, log_lines, run
 from megatron_hybrid.serving.service import Service, ServingConfig
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -236,14 +237,8 @@ class HybridWorker:
             guide = None
             if asked.guide is not None:
                 guide = await service.compiled(ticket, *asked.guide)
-            (stream,) = service.streams(
-                [asked.fields.prompt],
-                asked.params,
-                salt=asked.salt,
-                n=asked.fields.n,
-                priority=asked.fields.priority,
-                guide=guide,
-            )
+            options = request_options(asked.fields, asked.salt, "", guide)
+            (stream,) = service.streams([asked.fields.prompt], asked.params, options)
             chunks = Chunks(asked, service.tokenizer)
             async with stream:
                 async for outputs in service.outputs(ticket, stream):

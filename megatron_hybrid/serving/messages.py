@@ -142,9 +142,9 @@ class MessageFields(PromptFields):
     stream: bool = False
     """Answer with Anthropic's events."""
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    """Prefixes are shared among equal salts only."""
+    """As of chats."""
     priority: int = 0
-    """Lower ones start first among those that wait."""
+    """As of chats."""
 
     def to_chat(self, **more: Any) -> ChatFields:
         """As of all."""

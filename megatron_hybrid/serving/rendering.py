@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from megatron_hybrid.inference.request_builder import Prompt, RenderedChat, check_messages
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams, ThinkingBudget
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import (
@@ -273,6 +274,20 @@ def _wishes(
         tag = {"type": "structural_tag", "format": form}
         # A process of its own checks schemas.
         yield "tool_choice", partial(Guide.structural_tag, tag, check=False)
+
+
+def request_options(
+    fields: GenerationFields, salt: str, tenant: str, guide: Guide | None
+) -> RequestOptions:
+    """What the engine is asked beside prompt and sampling. salt, tenant: of the caller."""
+    return RequestOptions(
+        guide=guide,
+        salt=salt,
+        cache_breakpoints=fields.cache_breakpoints or (),
+        n=fields.n,
+        priority=fields.priority,
+        tenant=tenant,
+    )
 
 
 def sampling_params(

@@ -30,6 +30,7 @@ from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.rank_watch import RankFailedError
 from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.inference.request_builder import Prompt
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import TemplateFields
@@ -372,7 +373,11 @@ class Service:
                 raise ApiError(400, f"{param}: {error}", param) from error
 
     async def generate_all(
-        self, ticket: Ticket, prompts: Sequence[Prompt], params: SamplingParams, **options: Any
+        self,
+        ticket: Ticket,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        options: RequestOptions,
     ) -> list[GenerationResult]:
         """Whole answers to some prompts, side by side.
 
@@ -408,7 +413,7 @@ class Service:
         return 2 * self.engine_config.max_requests
 
     def streams(
-        self, prompts: Sequence[Prompt], params: SamplingParams, **options: Any
+        self, prompts: Sequence[Prompt], params: SamplingParams, options: RequestOptions
     ) -> PromptStreams:
         """Streams of the answers to some prompts."""
         calls = self._each(self.engine.stream, prompts, params, options)
@@ -435,12 +440,12 @@ class Service:
         method: Callable[..., T],
         prompts: Sequence[Prompt],
         params: SamplingParams,
-        options: dict[str, Any],
+        options: RequestOptions,
     ) -> list[Callable[[], T]]:
         # The others wait as long as they have to: a request that has begun is not given up.
         limits = [self.config.queue_seconds, *[None] * (len(prompts) - 1)]
         return [
-            partial(method, prompt, params, queue_seconds=limit, **options)
+            partial(method, prompt, params, options, queue_seconds=limit)
             for prompt, limit in zip(prompts, limits)
         ]
 

@@ -14,6 +14,7 @@ from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.request import GenerationResult
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols
 
@@ -114,12 +115,17 @@ def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Ru
     run = Run(mode)
     greedy = SamplingParams(top_k=1, num_tokens_to_generate=ANSWER_TOKENS, ignore_termination=True)
 
-    def ask(*names: str, prompts: list, params: SamplingParams = greedy, **arguments) -> list:
+    def ask(
+        *names: str,
+        prompts: list,
+        params: SamplingParams = greedy,
+        options: RequestOptions | None = None,
+    ) -> list:
         """Answer prompts that run at the same time; each arrives a step after the one before."""
         progress(f"{mode}: {names[0]}")
         requests = []
         for prompt in prompts:
-            requests.append(engine.add_request(prompt, params, **arguments))
+            requests.append(engine.add_request(prompt, params, options))
             engine.step()
         while not all(sample.closed for request in requests for sample in request.samples):
             run.peak_kv_blocks = max(run.peak_kv_blocks, engine.stats()["kv_blocks_in_use"])
@@ -129,12 +135,14 @@ def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Ru
         return results
 
     # The first forward pass of a process includes one-time set-up; so it is not measured.
-    engine.generate(["\n"], SamplingParams(top_k=1, num_tokens_to_generate=2), salt="warm-up")
+    engine.generate(
+        ["\n"], SamplingParams(top_k=1, num_tokens_to_generate=2), RequestOptions(salt="warm-up")
+    )
     began = time.perf_counter()
     first, *_ = ask(
         *(f"user {number}" for number in range(1, len(USERS) + 1)),
         prompts=[SYSTEM_PROMPT + user for user in USERS],
-        cache_breakpoints=[len(tokenizer.tokenize(SYSTEM_PROMPT))],
+        options=RequestOptions(cache_breakpoints=[len(tokenizer.tokenize(SYSTEM_PROMPT))]),
     )
     ask("user 1 again", prompts=[SYSTEM_PROMPT + USERS[0]])
     history = [*first.prompt_tokens, *first.generated_tokens]
@@ -147,7 +155,7 @@ def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Ru
         params=SamplingParams(
             temperature=0.8, top_p=0.95, seed=7, num_tokens_to_generate=ANSWER_TOKENS
         ),
-        n=4,
+        options=RequestOptions(n=4),
     )
     long_text = tokenizer.tokenize(LONG_TEXT)
     for length in (479, 552):

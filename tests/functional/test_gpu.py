@@ -17,6 +17,7 @@ from megatron_hybrid.inference import model_runner
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.memory_budget import available_bytes
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
@@ -176,7 +177,9 @@ def test_no_request_waits_for_the_compiler_after_a_warm_up(pattern, monkeypatch)
         prompts = [random_tokens(n, seed=n) for n in (1, 16, 17, 90, 255, 600)]
         for prompt in prompts:
             engine.generate([prompt], params)
-            engine.generate([prompt + prompt], params, cache_breakpoints=[len(prompt)])
+            engine.generate(
+                [prompt + prompt], params, RequestOptions(cache_breakpoints=[len(prompt)])
+            )
         engine.generate(prompts + prompts, params)
         assert compiled == [] and engine.stats()["graphs"] == stats["graphs"]
 

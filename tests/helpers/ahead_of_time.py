@@ -281,6 +281,7 @@ def _answer(config: HybridConfig) -> None:
     from megatron_hybrid import (
         DynamicInferenceEngine,
         InferenceConfig,
+        RequestOptions,
         SamplingParams,
         build_hybrid_model,
     )
@@ -292,7 +293,7 @@ def _answer(config: HybridConfig) -> None:
     rng = np.random.default_rng(0)
     for lengths in PROMPTS:
         prompts = [rng.integers(0, config.vocab_size, length).tolist() for length in lengths]
-        engine.generate(prompts, params, cache_breakpoints=[CAPTURED])
+        engine.generate(prompts, params, RequestOptions(cache_breakpoints=[CAPTURED]))
     engine.close()
 
 

@@ -30,6 +30,7 @@ from megatron_hybrid import (  # noqa: E402
     build_hybrid_model,
 )
 from megatron_hybrid.inference import warm_up  # noqa: E402
+from megatron_hybrid.inference.request_options import RequestOptions  # noqa: E402
 
 FIELDS = {
     "hidden_size": 64,
@@ -84,7 +85,7 @@ def requests(engine: DynamicInferenceEngine) -> Iterator[str]:
             **{"top_k": 1, **sampling}, num_tokens_to_generate=count, ignore_termination=True
         )
         prompts = [[*tail, *rng.integers(0, 128, length).tolist()] for length in lengths]
-        engine.generate(prompts, params, n=n, cache_breakpoints=list(breakpoints))
+        engine.generate(prompts, params, RequestOptions(n=n, cache_breakpoints=list(breakpoints)))
 
     answer([40])
     yield "first"

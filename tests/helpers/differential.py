@@ -15,6 +15,7 @@ from reference import VOCAB_SIZE, full_logits, greedy, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.inference.request import Request
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.step_plan import StepPlan
 from megatron_hybrid.offload.tier import least_capacity_bytes
 
@@ -275,9 +276,11 @@ class RandomRun:
                 skip_prompt_log_probs=scored and self._chance(0.5),
                 stop_token_ids=tuple(self._tokens(2)) if self._chance(0.3) else (),
             ),
-            salt=str(self._choose(["", "", "", "other"])),
-            cache_breakpoints=breakpoints if self._chance(0.3) else [],
-            n=int(min(self._choose([1, 1, 1, 2, 4]), self.fields["max_requests"])),
+            RequestOptions(
+                salt=str(self._choose(["", "", "", "other"])),
+                cache_breakpoints=breakpoints if self._chance(0.3) else [],
+                n=int(min(self._choose([1, 1, 1, 2, 4]), self.fields["max_requests"])),
+            ),
         )
         self.requests += request.samples
 

@@ -25,6 +25,7 @@ from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.inference.drafters import Drafter, Drafts
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.request import GenerationResult, Request
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.text.guide import Guide
 
@@ -116,7 +117,7 @@ class Asked:
     turn_of: int | None
     """The earlier request whose prompt and answer come first; None: of none."""
     params: SamplingParams
-    options: dict
+    options: RequestOptions
 
 
 @dataclass
@@ -232,12 +233,12 @@ class DraftedRun:
         guide = self._choose(GUIDES) if self._chance(0.15) else None
         if guide is None and self._chance(0.2):
             params = replace(params, bad_words_ids=(self._tokens(1), self._tokens(2)))
-        options = {
-            "guide": guide,
-            "salt": str(self._choose(["", "", "other"])),
-            "n": 1 if self.is_sequential else int(self._choose([1, 1, 1, 3])),
-            "priority": int(self._choose([0, 0, 1])),
-        }
+        options = RequestOptions(
+            guide=guide,
+            salt=str(self._choose(["", "", "other"])),
+            n=1 if self.is_sequential else int(self._choose([1, 1, 1, 3])),
+            priority=int(self._choose([0, 0, 1])),
+        )
         return Asked(prompt, turn_of, params, options)
 
     def run(self) -> None:
@@ -319,7 +320,7 @@ class DraftedRun:
                 before = [r for r in found if not r.sample_index][asked.turn_of]
                 prompt = [*before.tokens[: before.num_tokens].tolist(), *prompt]
             limit = self.fields["max_sequence_length"] - asked.params.num_tokens_to_generate
-            request = engine.add_request(prompt[-limit:], asked.params, **asked.options)
+            request = engine.add_request(prompt[-limit:], asked.params, asked.options)
             found += request.samples
             if self.is_sequential:
                 settle()

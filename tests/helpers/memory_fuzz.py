@@ -19,6 +19,7 @@ from failing_allocator import FailingAllocator
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.errors import is_lack_of_memory
+from megatron_hybrid.inference.request_options import RequestOptions
 
 CONFIGURATIONS = {
     "hybrid, host memory and disk": (
@@ -77,7 +78,9 @@ def fuzz(name: str, steps: int, seed: int, folder: Path) -> Counts:
             if len(engine.scheduler.waiting) < 3:
                 which, length = int(random.integers(NUM_PROMPTS)), 1 + int(random.geometric(0.3))
                 n = 1 + 2 * int(random.integers(6) == 0)
-                request = engine.add_request(prompts[which], greedy(min(length, MAX_ANSWER)), n=n)
+                request = engine.add_request(
+                    prompts[which], greedy(min(length, MAX_ANSWER)), RequestOptions(n=n)
+                )
                 requests.append((which, request))
             one_step(engine, requests, random, failing, counts)
             counts.steps += 1

@@ -72,9 +72,9 @@ def generate(engine: mh.DynamicInferenceEngine) -> None:
     results = engine.generate(["Once upon a time"], params)
     assert_type(results, list[mh.GenerationResult])
     read_result(results[0])
-    engine.generate("Once upon a time", [params], salt=["a"], n=4, priority=[1])
+    engine.generate("Once upon a time", [params], [mh.RequestOptions(salt="a", n=4, priority=1)])
     engine.generate([[1, 2], [3]], mh.SamplingParams(logit_bias={3: -1.5}, stop_token_ids=[7]))
-    engine.generate(torch.tensor([[1, 2, 3]]), cache_breakpoints=[2])
+    engine.generate(torch.tensor([[1, 2, 3]]), options=mh.RequestOptions(cache_breakpoints=[2]))
     messages = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": "Hi"}]
     engine.generate([messages])
 
@@ -82,10 +82,14 @@ def generate(engine: mh.DynamicInferenceEngine) -> None:
 def guides(engine: mh.DynamicInferenceEngine) -> None:
     schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 150}}}
     guide = assert_type(mh.Guide.json_schema(schema), mh.Guide)
-    engine.generate(["The child is "], guide=guide)
-    engine.generate(["One", "Two"], guide=[mh.Guide.regex("[a-z]+"), None])
-    engine.generate(["Yes or no? "], guide=mh.Guide.choices(["yes", "no"]))
-    engine.generate(["An object: "], guide=mh.Guide.json_object())
+    engine.generate(["The child is "], options=mh.RequestOptions(guide=guide))
+    engine.generate(
+        ["One", "Two"], options=[mh.RequestOptions(guide=mh.Guide.regex("[a-z]+")), None]
+    )
+    engine.generate(
+        ["Yes or no? "], options=mh.RequestOptions(guide=mh.Guide.choices(["yes", "no"]))
+    )
+    engine.generate(["An object: "], options=mh.RequestOptions(guide=mh.Guide.json_object()))
 
 
 def stream(engine: mh.DynamicInferenceEngine) -> None:
@@ -101,7 +105,9 @@ def stream(engine: mh.DynamicInferenceEngine) -> None:
 
 
 def step(engine: mh.DynamicInferenceEngine) -> None:
-    request = assert_type(engine.add_request("Once", salt="tenant", n=2), mh.Request)
+    request = assert_type(
+        engine.add_request("Once", options=mh.RequestOptions(salt="tenant", n=2)), mh.Request
+    )
     try:
         while not request.done:
             assert_type(engine.step(), list[mh.RequestOutput])
@@ -141,10 +147,14 @@ def new_weights(engine: mh.DynamicInferenceEngine, tensors: Mapping[str, Tensor]
 async def serve(model: mh.HybridModel, tokenizer: Tokenizer) -> None:
     async with mh.AsyncEngine(model, tokenizer, mh.InferenceConfig(max_requests=8)) as engine:
         assert_type(engine, mh.AsyncEngine)
-        answers = asyncio.gather(*(engine.generate(f"Chapter {i}", n=2) for i in range(8)))
+        answers = asyncio.gather(
+            *(engine.generate(f"Chapter {i}", options=mh.RequestOptions(n=2)) for i in range(8))
+        )
         async for output in engine.stream("Once upon a time", mh.SamplingParams(top_k=1)):
             assert_type(output, mh.RequestOutput)
-        async with engine.stream("Once", guide=mh.Guide.regex("[a-z]+")) as outputs:
+        async with engine.stream(
+            "Once", options=mh.RequestOptions(guide=mh.Guide.regex("[a-z]+"))
+        ) as outputs:
             assert_type(await anext(outputs), mh.RequestOutput)
         for result in await answers:
             assert_type(result, mh.GenerationResult)
@@ -164,7 +174,7 @@ def chat(engine: mh.DynamicInferenceEngine, tokenizer: Tokenizer) -> None:
     assert_type(tokenizer.apply_chat_template(messages), list[int])
     tool: dict[str, object] = {"type": "function", "function": {"name": "look", "parameters": {}}}
     tokens, forks = tokenizer.chat_prompt(messages, tools=[tool])
-    engine.generate([tokens], cache_breakpoints=forks)
+    engine.generate([tokens], options=mh.RequestOptions(cache_breakpoints=forks))
 
 
 def save_and_convert(model: mh.HybridModel, tokenizer: Tokenizer) -> None:

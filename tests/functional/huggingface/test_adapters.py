@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_huggingface
 from megatron_hybrid.checkpoints.huggingface import adapters
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.weight_loading import WeightLoader
 from megatron_hybrid.ranks import ONE_RANK
 
@@ -67,9 +68,9 @@ class Pair:
     def engine(self, **fields):
         return tiny_engine(self.model, **{"cache_bytes": 16 << 20, "max_tokens": 48, **fields})
 
-    def ask(self, engine, prompt: list[int], count: int = 16, **arguments):
+    def ask(self, engine, prompt: list[int], count: int = 16, **options):
         """Answers a prompt greedily, checks each token, returns the prefix report."""
-        result = engine.generate([prompt], greedy(count), **arguments)[0]
+        result = engine.generate([prompt], greedy(count), RequestOptions(**options))[0]
         assert len(result.generated_tokens) == count
         assert self.reference.is_greedy(prompt, result.generated_tokens)
         engine.check_integrity()
@@ -119,7 +120,7 @@ def test_fork_and_next_turn(pair):
     pair.ask(engine, first)
     pair.ask(engine, fork + pair.tokens(15))  # finds the junction and saves it
     assert pair.ask(engine, fork + pair.tokens(23)).skipped_tokens == 61
-    samples = engine.generate([fork], greedy(8), n=3)[0].samples
+    samples = engine.generate([fork], greedy(8), mh.RequestOptions(n=3))[0].samples
     assert all(pair.reference.is_greedy(fork, s.generated_tokens) for s in samples)
     result = engine.generate([first], greedy(8))[0]
     turn = first + result.generated_tokens

@@ -69,7 +69,9 @@ def test_the_same_tokens_with_a_cache_without_and_on_the_cpu(folder):
     results = {name: [] for name in engines}
     for name, engine in engines.items():
         for prompt in prompts:
-            results[name] += engine.generate([prompt], params, cache_breakpoints=[41])
+            results[name] += engine.generate(
+                [prompt], params, mh.RequestOptions(cache_breakpoints=[41])
+            )
             engine.check_integrity()
         turn = base + results["restore"][0].generated_tokens + tokens_of(model, 5, 3)
         results[name] += engine.generate([turn], params)
@@ -90,7 +92,7 @@ def test_bf16_answers_are_restored(folder, monkeypatch):
     engine = engine_of(model)
     base = tokens_of(model, LONG)
     params = greedy(16, return_log_probs=True, skip_prompt_log_probs=True)
-    engine.generate([base], params, cache_breakpoints=[41])
+    engine.generate([base], params, mh.RequestOptions(cache_breakpoints=[41]))
     errors = []
     for prompt, skipped in ((base, LONG), (base[:41] + tokens_of(model, 20, 1), 41)):
         (result,) = engine.generate([prompt], params)

@@ -18,6 +18,7 @@ from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference import memory_budget
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.text.guide import Guide
@@ -60,7 +61,7 @@ def rows(results):
 def answers(engine):
     """Prompts that come one by one, and then together."""
     results = [engine.generate([prompt], LOGGED)[0] for prompt in PROMPTS]
-    results += engine.generate(PROMPTS, LOGGED, salt="together")
+    results += engine.generate(PROMPTS, LOGGED, RequestOptions(salt="together"))
     return rows(results)
 
 
@@ -74,7 +75,9 @@ def sampled_in_a_crowd(engine):
         repetition_penalty=1.2,
         frequency_penalty=0.3,
     )
-    results = engine.generate([BASE[start : start + 30] for start in (0, 40, 80)], params, n=2)
+    results = engine.generate(
+        [BASE[start : start + 30] for start in (0, 40, 80)], params, RequestOptions(n=2)
+    )
     return [sample.generated_tokens for result in results for sample in result.samples]
 
 
@@ -89,7 +92,11 @@ def guided(engine):
     """Guided answers beside others, in a small pool."""
     params = SamplingParams(num_tokens_to_generate=40, seed=7, ignore_termination=True)
     prompts = [BASE[start : start + 30] for start in (0, 40, 80)]
-    results = engine.generate(prompts, params, guide=[GUIDE, None, GUIDE], n=2)
+    results = engine.generate(
+        prompts,
+        params,
+        [RequestOptions(guide=GUIDE, n=2), RequestOptions(n=2), RequestOptions(guide=GUIDE, n=2)],
+    )
     return [sample.generated_tokens for result in results for sample in result.samples]
 
 

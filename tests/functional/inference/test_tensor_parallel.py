@@ -16,6 +16,7 @@ from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.memory import agree_on_spec, cache_spec_of, full_bytes
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache, StateTensor
 from megatron_hybrid.ranks import ranks_of
@@ -48,7 +49,7 @@ def answers(model, mode: str):
     )
     params = greedy(6, return_log_probs=True, skip_prompt_log_probs=True)
     results = [engine.generate([prompt], params)[0] for prompt in PROMPTS]
-    results += engine.generate(PROMPTS, params, salt="together")
+    results += engine.generate(PROMPTS, params, RequestOptions(salt="together"))
     engine.check_integrity()
     return [(r.generated_tokens, r.log_probs, r.prefix.skipped_tokens) for r in results]
 

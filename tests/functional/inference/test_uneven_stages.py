@@ -14,6 +14,7 @@ from reference import greedy, random_tokens, tiny_model
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.ranks import RankError
 
@@ -54,7 +55,7 @@ def answers(model, fields):
     params = greedy(4, return_log_probs=True)
     with DynamicInferenceEngine(model, None, InferenceConfig(**settings, **fields)) as engine:
         results = [engine.generate([prompt], params)[0] for prompt in TURNS]
-        results += engine.generate(TURNS, greedy(4), salt="side by side")
+        results += engine.generate(TURNS, greedy(4), RequestOptions(salt="side by side"))
         engine.check_integrity()
     return [(r.generated_tokens, r.log_probs, r.prefix.skipped_tokens) for r in results]
 

@@ -18,6 +18,7 @@ from reference import is_greedy, random_tokens, tiny_model
 from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_checkpoint
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.app import create_app
 
@@ -80,7 +81,9 @@ def expected_of(model):
         skip_prompt_log_probs=True,
     )
     with DynamicInferenceEngine(model, None, InferenceConfig(**ENGINE)) as engine:
-        results = [engine.generate([prompt], params, n=SAMPLES)[0] for prompt in PROMPTS]
+        results = [
+            engine.generate([prompt], params, RequestOptions(n=SAMPLES))[0] for prompt in PROMPTS
+        ]
     return [[(s.generated_tokens, s.log_probs) for s in result.samples] for result in results]
 
 

@@ -85,7 +85,7 @@ def checked_serve(arguments):
     told, checked = DynamicInferenceEngine._add_told, InferenceConfig.__post_init__
 
     def add(engine, spec):
-        if spec.salt == "fire":
+        if spec.options.salt == "fire":
             raise OSError("a part of the machine is on fire")
         told(engine, spec)
 

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_hybrid.cli import main
 from megatron_hybrid.inference.async_engine import AsyncEngine
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving import slow_clients
 from megatron_hybrid.serving.errors import ApiError
@@ -418,7 +419,7 @@ def test_the_time_of_a_request_is_that_of_all_its_prompts():
     async def late(service):
         ticket = Ticket("late", "")
         params = SamplingParams(num_tokens_to_generate=3)
-        streams = service.streams(["Once", "And then"], params)
+        streams = service.streams(["Once", "And then"], params, RequestOptions())
         await service.begun(ticket, streams)
         first, second = streams
         assert [outputs async for outputs in service.outputs(ticket, first)]

@@ -23,6 +23,7 @@ from megatron_hybrid.inference.metrics import (
     prometheus_text,
     requests_text,
 )
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.models.config.field_group import FieldGroup
 from megatron_hybrid.serving import fields as http
 from megatron_hybrid.serving.messages import MessageFields
@@ -68,7 +69,9 @@ def default_of(field: dataclasses.Field) -> object:
     return field.default
 
 
-@pytest.mark.parametrize("of", [InferenceConfig, *SECTIONS], ids=lambda of: of.__name__)
+@pytest.mark.parametrize(
+    "of", [InferenceConfig, RequestOptions, *SECTIONS], ids=lambda of: of.__name__
+)
 def test_fields_have_the_defaults_and_words_of_the_dataclass(of):
     shown = read_class(dotted(of)).fields
     known = dataclasses.fields(of)

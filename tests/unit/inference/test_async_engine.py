@@ -21,6 +21,7 @@ from megatron_hybrid import AsyncEngine, DynamicInferenceEngine, SamplingParams
 from megatron_hybrid.inference.async_engine import QueueTimeoutError, _put_all
 from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.output import OutputProcessor
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.text.guide import Guide
 
 MODEL = tiny_model("MG*-")
@@ -163,11 +164,12 @@ def test_all_samples_of_a_prompt_come_together():
 
     async def body(engine):
         return await asyncio.gather(
-            engine.generate(PROMPTS[0], params, n=3), engine.generate(PROMPTS[1], greedy(20))
+            engine.generate(PROMPTS[0], params, RequestOptions(n=3)),
+            engine.generate(PROMPTS[1], greedy(20)),
         )
 
     many, other = serve(body)
-    (plain,) = tiny_engine(MODEL).generate([PROMPTS[0]], params, n=3)
+    (plain,) = tiny_engine(MODEL).generate([PROMPTS[0]], params, RequestOptions(n=3))
     samples = [sample.generated_tokens for sample in many.samples]
     assert samples == [sample.generated_tokens for sample in plain.samples]
     assert len({tuple(sample) for sample in samples}) == 3
@@ -185,15 +187,15 @@ def by_sample(outputs) -> dict[int, list[int]]:
 def test_a_stream_has_the_outputs_of_all_samples(max_requests):
     """Also where some of them wait for a slot, and one has a stop token before the others."""
     plain = SamplingParams(num_tokens_to_generate=9, seed=5)
-    (expected,) = tiny_engine(MODEL).generate([PROMPTS[0]], plain, n=3)
+    (expected,) = tiny_engine(MODEL).generate([PROMPTS[0]], plain, RequestOptions(n=3))
     stop = expected.samples[1].generated_tokens[3]
     params = replace(plain, stop_token_ids=(stop,))
-    (expected,) = tiny_engine(MODEL).generate([PROMPTS[0]], params, n=3)
+    (expected,) = tiny_engine(MODEL).generate([PROMPTS[0]], params, RequestOptions(n=3))
 
     async def body(engine):
         async with engine.stream(PROMPTS[1], greedy(40)) as beside:
             await anext(beside)
-            return await read(engine.stream(PROMPTS[0], params, n=3))
+            return await read(engine.stream(PROMPTS[0], params, RequestOptions(n=3)))
 
     outputs = serve(body, max_requests=max_requests)
     samples = [s.generated_tokens for s in expected.samples]
@@ -212,7 +214,7 @@ def test_a_stream_has_the_outputs_of_all_samples(max_requests):
 def test_a_stream_that_is_left_cancels_all_its_samples(way):
     async def body(engine):
         params = SamplingParams(num_tokens_to_generate=900, seed=5, ignore_termination=True)
-        stream = engine.stream(PROMPTS[0], params, n=3)
+        stream = engine.stream(PROMPTS[0], params, RequestOptions(n=3))
         seen = set()
         async for output in stream:
             seen.add(output.sample_index)
@@ -234,9 +236,11 @@ def test_the_state_behind_an_answer_is_there_when_it_comes():
         return [(result.prefix.skipped_tokens, result.generated_tokens) for result in results]
 
     async def body(engine):
-        first = await engine.generate(PROMPTS[0], greedy(10), salt="a")
+        first = await engine.generate(PROMPTS[0], greedy(10), RequestOptions(salt="a"))
         prompt = PROMPTS[0] + first.generated_tokens + [1, 2, 3]
-        second = await engine.generate(prompt, greedy(10), salt="a", cache_breakpoints=[5])
+        second = await engine.generate(
+            prompt, greedy(10), RequestOptions(salt="a", cache_breakpoints=[5])
+        )
         assert str(await engine.explain(prompt, salt="a")) == str(explain(prompt))
         return turns([first, second])
 
@@ -245,38 +249,41 @@ def test_the_state_behind_an_answer_is_there_when_it_comes():
     def explain(prompt):
         return plain.explain(prompt, salt="a")
 
-    (first,) = plain.generate([PROMPTS[0]], greedy(10), salt="a")
+    (first,) = plain.generate([PROMPTS[0]], greedy(10), RequestOptions(salt="a"))
     prompt = PROMPTS[0] + first.generated_tokens + [1, 2, 3]
-    (second,) = plain.generate([prompt], greedy(10), salt="a", cache_breakpoints=[5])
+    (second,) = plain.generate(
+        [prompt], greedy(10), RequestOptions(salt="a", cache_breakpoints=[5])
+    )
     assert serve(body) == turns([first, second])
     assert second.prefix.skipped_tokens == len(PROMPTS[0]) + 10
 
 
 @pytest.mark.parametrize(
-    ("prompt", "options", "error", "message"),
+    ("prompt", "given", "error", "message"),
     [
         ([1, 2, 400], {}, ValueError, "400"),
         ([], {}, ValueError, "empty"),
         ("text", {}, TypeError, "tokenizer"),
         (3.5, {}, TypeError, "float"),
         ([1], {"params": 7}, TypeError, "SamplingParams"),
+        ([1], {"options": {"n": 2}}, TypeError, "options must be RequestOptions, got dict"),
         ([1], {"params": greedy(5000)}, ValueError, "max_sequence_length"),
-        ([1], {"salt": 1}, TypeError, "salt"),
-        ([1], {"cache_breakpoints": [9]}, ValueError, "9"),
-        ([1], {"priority": 0.5}, TypeError, "priority must be an int"),
+        ([1], {"options": RequestOptions(salt=1)}, TypeError, "salt"),
+        ([1], {"options": RequestOptions(cache_breakpoints=[9])}, ValueError, "9"),
+        ([1], {"options": RequestOptions(priority=0.5)}, TypeError, "priority must be an int"),
     ],
 )
 def test_bad_input_is_refused_where_it_is_awaited_and_changes_nothing(
-    prompt, options, error, message
+    prompt, given, error, message
 ):
     async def body(engine):
         beside = asyncio.create_task(engine.generate(PROMPTS[0], greedy(20)))
         with pytest.raises(error, match=message):
-            await engine.generate(prompt, **options)
+            await engine.generate(prompt, **given)
         with pytest.raises(error, match=message):
-            await anext(engine.stream(prompt, **options))
+            await anext(engine.stream(prompt, **given))
         with pytest.raises(ValueError, match="n must be"):
-            await engine.generate(PROMPTS[0], n=0)
+            await engine.generate(PROMPTS[0], options=RequestOptions(n=0))
         assert (await beside).generated_tokens == expected([PROMPTS[0]], greedy(20))[0]
         assert (await engine.stats())["requests"] == 1
 
@@ -290,7 +297,7 @@ def test_a_cancelled_task_frees_its_pages_and_changes_no_other():
     async def body(engine):
         others = [asyncio.create_task(engine.generate(p, greedy(200))) for p in PROMPTS[:3]]
         long = asyncio.create_task(engine.generate(PROMPTS[3], LONG))
-        samples = asyncio.create_task(engine.generate(PROMPTS[4], LONG, n=2))
+        samples = asyncio.create_task(engine.generate(PROMPTS[4], LONG, RequestOptions(n=2)))
         async with aclosing(engine.stream(PROMPTS[5], greedy(9))) as stream:
             async for _ in stream:
                 pass  # all others run now
@@ -376,15 +383,19 @@ def test_a_stream_that_is_left_cancels_its_request(way):
 def test_lower_priorities_start_first_of_those_that_wait(gate):
     async def body(engine):
         gate.is_open.clear()
-        tasks = [asyncio.create_task(engine.generate(PROMPTS[0], greedy(30), priority=9))]
+        tasks = [
+            asyncio.create_task(engine.generate(PROMPTS[0], greedy(30), RequestOptions(priority=9)))
+        ]
         await wait_for(gate.is_inside)
         order = []
 
         async def ask(name, priority):
             if name % 2:
-                await engine.generate(PROMPTS[name], greedy(3), priority=priority)
+                await engine.generate(PROMPTS[name], greedy(3), RequestOptions(priority=priority))
             else:
-                await read(engine.stream(PROMPTS[name], greedy(3), priority=priority))
+                await read(
+                    engine.stream(PROMPTS[name], greedy(3), RequestOptions(priority=priority))
+                )
             order.append(name)
 
         priorities = [2, 0, 1, 0, -5, 2]
@@ -405,12 +416,14 @@ def test_lower_priorities_start_first_of_those_that_wait(gate):
 def test_a_request_that_has_waited_too_long_to_begin_is_given_up(method, n, gate):
     async def body(engine):
         gate.is_open.clear()
-        first = asyncio.create_task(engine.generate(PROMPTS[0], greedy(30), n=n))
+        first = asyncio.create_task(engine.generate(PROMPTS[0], greedy(30), RequestOptions(n=n)))
         await wait_for(gate.is_inside)
         if method == "generate":
-            call = engine.generate(PROMPTS[1], greedy(3), n=n, queue_seconds=0.0)
+            call = engine.generate(PROMPTS[1], greedy(3), RequestOptions(n=n), queue_seconds=0.0)
         else:
-            call = engine.stream(PROMPTS[1], greedy(3), n=n, queue_seconds=0.0).begun()
+            call = engine.stream(
+                PROMPTS[1], greedy(3), RequestOptions(n=n), queue_seconds=0.0
+            ).begun()
         late = asyncio.create_task(call)
         patient = asyncio.create_task(engine.generate(PROMPTS[2], greedy(3), queue_seconds=1e6))
         await asyncio.sleep(0)
@@ -489,7 +502,8 @@ def test_a_failing_step_ends_no_request(gate):
         gate.is_open.clear()
         first = asyncio.create_task(engine.generate(PROMPTS[0], greedy(1)))
         await wait_for(gate.is_inside)
-        samples = asyncio.create_task(engine.generate(PROMPTS[1], greedy(9), n=2))  # requests 1, 2
+        call = engine.generate(PROMPTS[1], greedy(9), RequestOptions(n=2))
+        samples = asyncio.create_task(call)  # requests 1, 2
         others = [asyncio.create_task(engine.generate(p, greedy(9))) for p in PROMPTS[2:8]]
         await asyncio.sleep(0)
         gate.fails_with = {1, 2, 3}
@@ -878,7 +892,9 @@ def test_an_engine_says_at_once_that_it_is_in_a_fork():
     calls = {name: getattr(engine, name) for name in (*names, "update_weights", "check_integrity")}
     calls |= {
         "generate": lambda: engine.generate(PROMPTS[0]),
-        "guided": lambda: engine.generate(PROMPTS[0], guide=Guide.regex("a")),
+        "guided": lambda: engine.generate(
+            PROMPTS[0], options=RequestOptions(guide=Guide.regex("a"))
+        ),
         "explain": lambda: engine.explain(PROMPTS[0]),
     }
 
@@ -888,7 +904,7 @@ def test_an_engine_says_at_once_that_it_is_in_a_fork():
                 await call()
         for guide in (None, Guide.regex("a")):
             with pytest.raises(RuntimeError, match="is a fork"):
-                engine.stream(PROMPTS[0], guide=guide)
+                engine.stream(PROMPTS[0], options=RequestOptions(guide=guide))
         await engine.close()
 
     assert in_fork(lambda: asyncio.run(check())) == 0

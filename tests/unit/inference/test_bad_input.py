@@ -10,6 +10,7 @@ from scripted import ByteTokenizer
 
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.offload.disk_store import CacheFolderError
@@ -49,7 +50,10 @@ BAD_REQUESTS = {
         r"no masked tokens: pass prompt.compressed\(\)",
     ),
     "masked breakpoints": (
-        dict(prompt=PROMPT, cache_breakpoints=np.ma.array([2, 3], mask=[0, 1])),
+        dict(
+            prompt=PROMPT,
+            options=RequestOptions(cache_breakpoints=np.ma.array([2, 3], mask=[0, 1])),
+        ),
         TypeError,
         "no masked positions",
     ),
@@ -118,45 +122,75 @@ BAD_REQUESTS = {
         ValueError,
         f"stop token {2**40} is outside of the vocabulary",
     ),
-    "salt of a wrong type": (dict(prompt=PROMPT, salt=3), TypeError, "salt must be a str.*int"),
-    "no sample": (dict(prompt=PROMPT, n=0), ValueError, r"n must be .*\[1, max_requests=8\].*0"),
-    "too many samples": (dict(prompt=PROMPT, n=9), ValueError, "n must be .*max_requests=8.*9"),
-    "n of a wrong type": (dict(prompt=PROMPT, n=True), ValueError, "n must be an int.*True"),
+    "salt of a wrong type": (
+        dict(prompt=PROMPT, options=RequestOptions(salt=3)),
+        TypeError,
+        "salt must be a str.*int",
+    ),
+    "no sample": (
+        dict(prompt=PROMPT, options=RequestOptions(n=0)),
+        ValueError,
+        r"n must be .*\[1, max_requests=8\].*0",
+    ),
+    "too many samples": (
+        dict(prompt=PROMPT, options=RequestOptions(n=9)),
+        ValueError,
+        "n must be .*max_requests=8.*9",
+    ),
+    "n of a wrong type": (
+        dict(prompt=PROMPT, options=RequestOptions(n=True)),
+        ValueError,
+        "n must be an int.*True",
+    ),
     "breakpoint 0": (
-        dict(prompt=PROMPT, cache_breakpoints=[0]),
+        dict(prompt=PROMPT, options=RequestOptions(cache_breakpoints=[0])),
         ValueError,
         r"cache_breakpoints must be ints in \[1, 20\].*got 0",
     ),
     "breakpoint behind the prompt": (
-        dict(prompt=PROMPT, cache_breakpoints=[5, 21]),
+        dict(prompt=PROMPT, options=RequestOptions(cache_breakpoints=[5, 21])),
         ValueError,
         "cache_breakpoints.*got 21",
     ),
     "too many breakpoints": (
-        dict(prompt=PROMPT, cache_breakpoints=[5] * 4097),
+        dict(prompt=PROMPT, options=RequestOptions(cache_breakpoints=[5] * 4097)),
         ValueError,
         "cache_breakpoints has more than 4096 positions: declare those where other prompts part",
     ),
     "breakpoints of a wrong type": (
-        dict(prompt=PROMPT, cache_breakpoints=5),
+        dict(prompt=PROMPT, options=RequestOptions(cache_breakpoints=5)),
         TypeError,
         "cache_breakpoints must be a sequence of ints, got int",
     ),
     "a breakpoint alone in an array": (
-        dict(prompt=PROMPT, cache_breakpoints=np.array(5)),
+        dict(prompt=PROMPT, options=RequestOptions(cache_breakpoints=np.array(5))),
         TypeError,
         "cache_breakpoints must be a sequence of ints, got int",
     ),
     "a bool as breakpoint": (
-        dict(prompt=PROMPT, cache_breakpoints=[True]),
+        dict(prompt=PROMPT, options=RequestOptions(cache_breakpoints=[True])),
         ValueError,
         "cache_breakpoints.*got True",
     ),
-    "no n": (dict(prompt=PROMPT, n=None), ValueError, "n must be an int.*None"),
+    "no n": (
+        dict(prompt=PROMPT, options=RequestOptions(n=None)),
+        ValueError,
+        "n must be an int.*None",
+    ),
     "breakpoint of a wrong type": (
-        dict(prompt=PROMPT, cache_breakpoints=[1.5]),
+        dict(prompt=PROMPT, options=RequestOptions(cache_breakpoints=[1.5])),
         ValueError,
         "cache_breakpoints.*got 1.5",
+    ),
+    "options of a wrong type": (
+        dict(prompt=PROMPT, options={"salt": "a"}),
+        TypeError,
+        "options must be RequestOptions, got dict",
+    ),
+    "sampling parameters in the place of options": (
+        dict(prompt=PROMPT, options=greedy(2)),
+        TypeError,
+        "options must be RequestOptions, got SamplingParams",
     ),
 }
 
@@ -197,7 +231,7 @@ def test_no_id_outside_of_the_vocabulary_passes_the_builder(token):
     builder = tiny_engine(MODEL, tokenizer).request_builder
 
     def stop_ids(prompt=PROMPT, **fields) -> frozenset:
-        return builder.build(prompt, greedy(4, **fields), "", (), 1)[0].stop_ids
+        return builder.build(prompt, greedy(4, **fields), None)[0].stop_ids
 
     for fields in (dict(stop_token_ids=(5, token)), dict(logit_bias={5: 1, token: 1})):
         for more in ({}, {"ignore_termination": True}, {"termination_id": -1}):
@@ -230,10 +264,24 @@ def test_no_id_outside_of_the_vocabulary_passes_the_builder(token):
         (dict(prompts=iter([PROMPT])), "sequence of prompts, got list_iterator"),
         (dict(prompts=[None]), "prompt 0: .*NoneType"),
         (dict(prompts=[1.5, 2.5]), "prompt 0: .*float"),
-        (dict(prompts=[PROMPT], cache_breakpoints=5), "prompt 0: cache_breakpoints.*int"),
-        (dict(prompts=[PROMPT], cache_breakpoints=None), "prompt 0: cache_breakpoints.*NoneType"),
-        (dict(prompts=[PROMPT], salt=None), "salt is None, of type NoneType: give a str"),
-        (dict(prompts=[PROMPT], n=1.5), "n is 1.5, of type float: give an int"),
+        (
+            dict(prompts=[PROMPT], options=RequestOptions(cache_breakpoints=5)),
+            "prompt 0: cache_breakpoints.*int",
+        ),
+        (
+            dict(prompts=[PROMPT], options=RequestOptions(cache_breakpoints=None)),
+            "prompt 0: cache_breakpoints.*NoneType",
+        ),
+        (
+            dict(prompts=[PROMPT], options=RequestOptions(salt=None)),
+            "prompt 0: salt must be a str, got None",
+        ),
+        (dict(prompts=[PROMPT], options={"n": 2}), "options is .*, of type dict: give RequestOpt"),
+        (
+            dict(prompts=[PROMPT], options=["a"]),
+            "prompt 0: options must be RequestOptions, got str",
+        ),
+        (dict(prompts=[PROMPT], n=2), "unexpected keyword argument 'n'"),
         (dict(prompts=[PROMPT], params={"top_k": 1}), "params is .*, of type dict: give Sampling"),
         (dict(prompts=[PROMPT], params=["x"]), "prompt 0: params must be SamplingParams, got str"),
     ],
@@ -258,8 +306,8 @@ def test_what_is_no_model_is_told():
 
 
 def test_one_value_for_each_prompt_must_be_given_for_all(engine):
-    with pytest.raises(ValueError, match="salt has 3 entries for 2 prompts"):
-        engine.generate([PROMPT, PROMPT], greedy(2), salt=["a", "b", "c"])
+    with pytest.raises(ValueError, match="options has 3 entries for 2 prompts"):
+        engine.generate([PROMPT, PROMPT], greedy(2), [RequestOptions()] * 3)
     with pytest.raises(TypeError, match="params is 5, of type int: give SamplingParams"):
         engine.generate([PROMPT], 5)
 
@@ -386,7 +434,7 @@ def test_numbers_of_numpy_are_numbers():
     )
     assert params == SamplingParams(temperature=0.5, top_k=3, seed=1, stop_token_ids=(2,))
     result = tiny_engine(MODEL, random_seed=np.int64(1)).generate(
-        [PROMPT], params, cache_breakpoints=torch.tensor([5, 8])
+        [PROMPT], params, RequestOptions(cache_breakpoints=torch.tensor([5, 8]))
     )[0]
     assert len(result.generated_tokens) <= 30
 

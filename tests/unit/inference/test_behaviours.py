@@ -12,13 +12,14 @@ from reference import greedy, greedy_tokens, is_greedy, random_tokens, tiny_engi
 from settled import settled
 
 from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.inference.request_options import RequestOptions
 
 MODEL = tiny_model()
 
 
-def ask(engine, prompt, count=4, **arguments):
+def ask(engine, prompt, count=4, **options):
     """Answers one prompt, checks the answer against the reference, returns its prefix report."""
-    result = engine.generate([prompt], greedy(count), **arguments)[0]
+    result = engine.generate([prompt], greedy(count), RequestOptions(**options))[0]
     assert len(result.generated_tokens) == count
     assert is_greedy(MODEL, prompt, result.generated_tokens)
     report = result.prefix
@@ -128,7 +129,7 @@ def test_behaviour_5_sixteen_samples_share_one_prefill(mode, monkeypatch):
     engine = tiny_engine(MODEL, max_requests=16, prefix_caching=mode)
     counter = ForwardCounter(engine, monkeypatch)
     prompt = random_tokens(90)
-    results = engine.generate([prompt], greedy(3), n=16)[0].samples
+    results = engine.generate([prompt], greedy(3), RequestOptions(n=16))[0].samples
     assert len(results) == 16
     assert all(is_greedy(MODEL, prompt, r.generated_tokens) for r in results)
     decoded = 3 if mode == "restore" else 2  # the last token runs too where its state is kept

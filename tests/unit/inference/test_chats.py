@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_hybrid.cache.index.tree import Kind
 from megatron_hybrid.inference.request_builder import RenderedChat
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.text.chat_template import ChatTemplate
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -125,7 +126,7 @@ def test_a_turn_that_starts_right_behind_an_answer_saves_no_second_state_there()
 
 def test_every_sample_of_a_chat():
     engine = tiny_engine(MODEL, letters())
-    result = engine.generate([[SYSTEM, message("Who?")]], greedy(COUNT), n=3)[0]
+    result = engine.generate([[SYSTEM, message("Who?")]], greedy(COUNT), RequestOptions(n=3))[0]
     assert len({tuple(sample.generated_tokens) for sample in result.samples}) == 1
     assert len(result.samples) == 3
 

@@ -12,6 +12,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.ops import AttentionPattern, paged_attention
 from megatron_hybrid.ops.ragged import RaggedLayout
 
@@ -137,7 +138,7 @@ def test_layout_of_a_mixed_step(pattern):
 def test_padding_rows_make_every_batch_a_multiple_of_eight():
     engine = tiny_engine(tiny_model("*"), max_tokens=512)
     for length, rows in ((1, 8), (8, 8), (9, 16), (100, 104)):
-        engine.add_request(random_tokens(length), greedy(1), salt=str(length))
+        engine.add_request(random_tokens(length), greedy(1), RequestOptions(salt=str(length)))
         engine.step()
         assert engine.context.input_ids.shape == (1, rows)
         while engine.has_work:

@@ -35,6 +35,7 @@ from megatron_hybrid.inference.memory import CacheMemory
 from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.output import OutputProcessor
 from megatron_hybrid.inference.request import RequestStatus
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.offload.page_mover import PageMover
 
@@ -88,7 +89,7 @@ def test_samples_of_one_prompt_differ_and_repeat():
     prompt = random_tokens(20)
     runs = []
     for engine in (tiny_engine(), tiny_engine(max_requests=4, max_tokens=9)):
-        samples = engine.generate([prompt], sampled(10, seed=3), n=4)[0].samples
+        samples = engine.generate([prompt], sampled(10, seed=3), RequestOptions(n=4))[0].samples
         runs.append([sample.generated_tokens for sample in samples])
     assert runs[0] == runs[1]
     assert len({tuple(tokens) for tokens in runs[0]}) == 4
@@ -109,7 +110,10 @@ def test_requests_without_seed_differ_and_repeat_with_the_engines():
 
 def test_ids_are_plain_ints_whatever_counts_the_samples():
     engine = tiny_engine()
-    requests = [engine.add_request(random_tokens(9), sampled(1), n=np.int64(2)) for _ in range(2)]
+    requests = [
+        engine.add_request(random_tokens(9), sampled(1), RequestOptions(n=np.int64(2)))
+        for _ in range(2)
+    ]
     ids = [sample.request_id for request in requests for sample in request.samples]
     assert ids == [0, 1, 2, 3] and {type(each) for each in ids} == {int}
     assert [type(request.seed) for request in requests] == [int, int]
@@ -136,7 +140,7 @@ def test_first_tokens_follow_the_softmax():
     counts = torch.zeros(97, dtype=torch.float64)
     for seed in range(10):
         params = sampled(1, seed=seed, temperature=0.7, top_k=5)
-        for sample in engine.generate([prompt], params, n=64)[0].samples:
+        for sample in engine.generate([prompt], params, RequestOptions(n=64))[0].samples:
             counts[sample.generated_tokens[0]] += 1
     kept = expected > 0
     assert not counts[~kept].any()
@@ -156,7 +160,7 @@ def test_log_probs_are_those_of_a_full_forward_pass(mode, max_tokens):
     prompts = [random_tokens(30), [*random_tokens(30)[:25], 1, 2, 3], [7]]
     for skip in (True, False, True):
         params = sampled(4, seed=1, return_log_probs=True, skip_prompt_log_probs=skip)
-        requests = [engine.add_request(prompt, params, n=2) for prompt in prompts]
+        requests = [engine.add_request(prompt, params, RequestOptions(n=2)) for prompt in prompts]
         finish(engine, *requests)
         for request in requests:
             for sample in request.samples:
@@ -250,7 +254,9 @@ def test_every_sample_has_the_prompts_log_probs(max_requests):
         for seed in range(4 - max_requests)
     ]
     engine.step()
-    request = engine.add_request(random_tokens(30), sampled(3, return_log_probs=True), n=4)
+    request = engine.add_request(
+        random_tokens(30), sampled(3, return_log_probs=True), RequestOptions(n=4)
+    )
     finish(engine, request, *blockers, *request.samples)
     for sample in request.samples:
         check_scores(sample)
@@ -264,7 +270,7 @@ def test_every_sample_has_the_prompts_log_probs(max_requests):
 def test_zero_tokens_run_the_prompt_alone(mode):
     engine = tiny_engine(prefix_caching=mode)
     prompt = random_tokens(50)
-    result = engine.generate([prompt], greedy(0), n=2)[0]
+    result = engine.generate([prompt], greedy(0), RequestOptions(n=2))[0]
     assert [sample.generated_tokens for sample in result.samples] == [[], []]
     assert result.finish_reason == "length"
     assert engine.stats()["forward_tokens"] == 50
@@ -278,15 +284,20 @@ def test_salts_never_share():
     engine = tiny_engine()
     prompt = random_tokens(100)
     for salt in ("", "a", "b"):
-        report = engine.generate([prompt], greedy(2), salt=salt)[0].prefix
+        report = engine.generate([prompt], greedy(2), RequestOptions(salt=salt))[0].prefix
         assert (report.shared_tokens, report.miss_reason) == (0, MissReason.NO_SHARED_PREFIX)
-    results = engine.generate([prompt] * 3, greedy(2), salt=["a", "new", ""])
+    results = engine.generate(
+        [prompt] * 3, greedy(2), [RequestOptions(salt="a"), RequestOptions(salt="new"), None]
+    )
     assert [result.prefix.skipped_tokens for result in results] == [100, 0, 100]
 
 
 def test_requests_of_other_salts_do_not_wait_for_each_other():
     engine = tiny_engine()
-    requests = [engine.add_request(random_tokens(90), greedy(2), salt=salt) for salt in "xyx"]
+    requests = [
+        engine.add_request(random_tokens(90), greedy(2), RequestOptions(salt=salt))
+        for salt in "xyx"
+    ]
     engine.step()
     assert [request.num_computed for request in requests] == [90, 90, 0]
     finish(engine, *requests)
@@ -296,7 +307,7 @@ def test_requests_of_other_salts_do_not_wait_for_each_other():
 def test_declared_positions_are_kept_for_the_very_next_prompt():
     engine = tiny_engine()
     base = random_tokens(100)
-    engine.generate([base], greedy(2), cache_breakpoints=[61, 37, 61])
+    engine.generate([base], greedy(2), RequestOptions(cache_breakpoints=[61, 37, 61]))
     for position in (61, 37):
         prompt = [*base[:position], 1, 2, 3]
         result = engine.generate([prompt], greedy(4))[0]
@@ -307,7 +318,7 @@ def test_declared_positions_are_kept_for_the_very_next_prompt():
 def test_positions_from_an_iterator_hold_for_every_prompt():
     engine = tiny_engine(MODEL)
     prompts = [random_tokens(100, seed=seed) for seed in range(2)]
-    engine.generate(prompts, greedy(1), cache_breakpoints=iter([50]))
+    engine.generate(prompts, greedy(1), RequestOptions(cache_breakpoints=iter([50])))
     for prompt in prompts:
         (result,) = engine.generate([prompt[:60]], greedy(1))
         assert result.prefix.skipped_tokens == 50
@@ -317,11 +328,13 @@ def test_arguments_for_each_prompt():
     engine = tiny_engine()
     prompts = [random_tokens(20, seed=seed) for seed in range(2)]
     results = engine.generate(
-        prompts, [greedy(1), greedy(3)], cache_breakpoints=[[], [7]], n=[1, 2], salt=["a", "b"]
+        prompts,
+        [greedy(1), greedy(3)],
+        [RequestOptions(salt="a"), RequestOptions(cache_breakpoints=[7], n=2, salt="b")],
     )
     assert [len(result.generated_tokens) for result in results] == [1, 3]
     assert [len(result.samples) for result in results] == [1, 2]
-    follower = engine.generate([[*prompts[1][:7], 3]], greedy(1), salt="b")[0]
+    follower = engine.generate([[*prompts[1][:7], 3]], greedy(1), RequestOptions(salt="b"))[0]
     assert follower.prefix.skipped_tokens == 7
 
 
@@ -329,7 +342,7 @@ def test_n_samples_share_pages_and_queue_for_slots():
     engine = tiny_engine(max_requests=4)
     prompt = random_tokens(100)
     long = engine.add_request(random_tokens(9, seed=1), greedy(60))
-    request = engine.add_request(prompt, sampled(20, seed=1), n=4)
+    request = engine.add_request(prompt, sampled(20, seed=1), RequestOptions(n=4))
     for _ in range(4):
         engine.step()
     started = [sample for sample in request.samples if sample.lease is not None]
@@ -337,7 +350,7 @@ def test_n_samples_share_pages_and_queue_for_slots():
     tables = [sample.lease.block_table[:6].tolist() for sample in started]
     assert tables[0] == tables[1] == tables[2]
     finish(engine, long, *request.samples)
-    expected = tiny_engine().generate([prompt], sampled(20, seed=1), n=4)[0].samples
+    expected = tiny_engine().generate([prompt], sampled(20, seed=1), RequestOptions(n=4))[0].samples
     assert [s.generated_tokens for s in request.samples] == [s.generated_tokens for s in expected]
     late = request.samples[3].report
     assert (late.skipped_tokens, late.prompt_tokens) == (100, 100)
@@ -346,7 +359,9 @@ def test_n_samples_share_pages_and_queue_for_slots():
 
 def test_result_fields():
     engine = tiny_engine(tokenizer=ByteTokenizer())
-    result = engine.generate("a cab", sampled(5, seed=1, ignore_termination=True), n=2)[0]
+    result = engine.generate(
+        "a cab", sampled(5, seed=1, ignore_termination=True), RequestOptions(n=2)
+    )[0]
     assert result.prompt_tokens == ByteTokenizer().tokenize("a cab")
     assert result.samples[0] is result
     assert result.samples[1].samples == [result.samples[1]]
@@ -362,7 +377,7 @@ def test_result_fields():
 
 
 def test_a_result_becomes_json():
-    result = tiny_engine().generate([[1, 2]], greedy(2), n=2)[0]
+    result = tiny_engine().generate([[1, 2]], greedy(2), RequestOptions(n=2))[0]
     values = json.loads(json.dumps(dataclasses.asdict(result)))
     assert values["generated_tokens"] == result.generated_tokens
     (other,) = values["other_samples"]
@@ -437,7 +452,7 @@ def test_an_idle_engine_does_nothing():
 def test_step_returns_what_it_finished():
     engine = tiny_engine()
     engine.add_request(random_tokens(20), greedy(2))
-    engine.add_request(random_tokens(20, seed=1), greedy(3), n=2)
+    engine.add_request(random_tokens(20, seed=1), greedy(3), RequestOptions(n=2))
     finished = []
     while engine.has_work:
         results = [output.result for output in engine.step() if output.result]
@@ -509,7 +524,7 @@ STAGES = [*((1, step) for step in range(0, 12, 2)), *((3, step) for step in rang
 def test_cancel_at_every_stage(mode, n, steps):
     engine = tiny_engine(prefix_caching=mode, max_tokens=16, max_requests=4)
     kept = engine.add_request(random_tokens(30, seed=1), greedy(8))
-    request = engine.add_request(random_tokens(60), greedy(4), n=n)
+    request = engine.add_request(random_tokens(60), greedy(4), RequestOptions(n=n))
     for _ in range(steps):
         engine.step()
     answered = [sample.done for sample in request.samples]
@@ -532,7 +547,7 @@ def test_cancel_at_every_stage(mode, n, steps):
 def test_the_steps_above_reach_every_stage():
     engine = tiny_engine(max_tokens=16, max_requests=4)
     engine.add_request(random_tokens(30, seed=1), greedy(8))
-    request = engine.add_request(random_tokens(60), greedy(4), n=3)
+    request = engine.add_request(random_tokens(60), greedy(4), RequestOptions(n=3))
     seen = set()
     for _ in range(12):
         seen |= {sample.status for sample in request.samples}
@@ -562,7 +577,7 @@ def test_another_engines_request_cannot_be_cancelled():
 
 def test_a_sample_cancelled_before_its_fork_never_runs():
     engine, prompt = tiny_engine(MODEL, max_tokens=16), random_tokens(60)
-    request = engine.add_request(prompt, greedy(5), n=3)
+    request = engine.add_request(prompt, greedy(5), RequestOptions(n=3))
     engine.step()
     cancelled = request.samples[1]
     engine.cancel(cancelled)
@@ -734,7 +749,7 @@ def test_a_request_preempted_in_its_prefill_forks_as_ever(pattern):
     first = engine.add_request(random_tokens(30, seed=1), greedy(20))
     while not first.num_generated:
         engine.step()
-    request = engine.add_request(random_tokens(64), greedy(4), n=2)
+    request = engine.add_request(random_tokens(64), greedy(4), RequestOptions(n=2))
     while not request.parked_tokens:
         engine.step()
     assert 0 < request.parked_tokens < 64
@@ -794,7 +809,9 @@ def test_a_failing_forward_loses_nothing(mode, failing_step):
     engine.generate([random_tokens(40)], greedy(2))  # so that some prompt needs no forward
     requests = [
         engine.add_request(random_tokens(40), greedy(4)),
-        engine.add_request(random_tokens(50, seed=1), greedy(4, return_log_probs=True), n=2),
+        engine.add_request(
+            random_tokens(50, seed=1), greedy(4, return_log_probs=True), RequestOptions(n=2)
+        ),
         engine.add_request([*random_tokens(50, seed=1)[:30], 3, 4], greedy(4)),
     ]
     for step in range(60):
@@ -820,7 +837,9 @@ def test_a_failing_forward_loses_nothing(mode, failing_step):
 @pytest.mark.parametrize("max_requests", [4, 8])
 def test_samples_are_counted_whether_they_fork_or_wait(max_requests):
     engine = tiny_engine(max_requests=max_requests)
-    results = engine.generate([random_tokens(40), random_tokens(60, seed=1)], greedy(4), n=4)
+    results = engine.generate(
+        [random_tokens(40), random_tokens(60, seed=1)], greedy(4), RequestOptions(n=4)
+    )
     reports = [sample.prefix for result in results for sample in result.samples]
     stats = engine.stats()
     assert stats["requests"] == len(reports) == 8
@@ -873,7 +892,9 @@ def test_a_step_that_fails_anywhere_loses_nothing(name, call, monkeypatch):
     engine.generate([random_tokens(40)], greedy(2))
     requests = [
         engine.add_request(random_tokens(40), greedy(4)),
-        engine.add_request(random_tokens(50, seed=1), greedy(30, return_log_probs=True), n=3),
+        engine.add_request(
+            random_tokens(50, seed=1), greedy(30, return_log_probs=True), RequestOptions(n=3)
+        ),
         engine.add_request([*random_tokens(50, seed=1)[:30], 3, 4], greedy(30)),
         engine.add_request([*random_tokens(40), 7, 8], greedy(30)),
         engine.add_request(
@@ -925,7 +946,8 @@ def test_a_state_that_fails_on_its_way_to_host_memory_costs_no_page(call, monkey
 
     monkeypatch.setattr(PageMover, "to_host", failing)
     requests = [
-        engine.add_request(random_tokens(40, seed=seed), greedy(20), n=2) for seed in range(6)
+        engine.add_request(random_tokens(40, seed=seed), greedy(20), RequestOptions(n=2))
+        for seed in range(6)
     ]
     failures = 0
     while engine.has_work:
@@ -991,7 +1013,7 @@ def test_after_a_step_that_failed_requests_stand_in_their_old_order():
 def test_samples_that_find_no_slot_wait_in_order_before_the_others():
     engine = tiny_engine(max_requests=4)
     others = [engine.add_request(random_tokens(30, seed=s), greedy(9)) for s in range(3)]
-    request = engine.add_request(random_tokens(20, seed=8), greedy(9), n=4)
+    request = engine.add_request(random_tokens(20, seed=8), greedy(9), RequestOptions(n=4))
     last = engine.add_request(random_tokens(20, seed=9), greedy(9))
     engine.step()
     assert list(engine.scheduler.waiting) == [*request.samples[1:], last]
@@ -1002,7 +1024,7 @@ def test_generate_takes_its_requests_back_when_the_forward_fails():
     engine = tiny_engine()
     other = engine.add_request(random_tokens(30), greedy(3))
     with failing_forward(engine), pytest.raises(InjectedError):
-        engine.generate([random_tokens(40), random_tokens(50)], greedy(3), n=2)
+        engine.generate([random_tokens(40), random_tokens(50)], greedy(3), RequestOptions(n=2))
     assert engine.scheduler.waiting or engine.scheduler.running
     finish(engine, other)
     assert is_greedy(MODEL, random_tokens(30), other.generated_tokens)

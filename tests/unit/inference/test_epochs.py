@@ -16,6 +16,7 @@ from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.inference import cache_folders
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.request import RequestStatus
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.offload.fetch import FetchState
 from megatron_hybrid.training.cpu_seam import cpu_seam
 
@@ -135,7 +136,7 @@ def busy_engine(model, mode, folder):
     decoding = engine.add_request([*PROMPT, 5], greedy(12))
     while decoding.num_generated < 2:
         engine.step()
-    forking = engine.add_request(THIRD, greedy(4), n=3)
+    forking = engine.add_request(THIRD, greedy(4), RequestOptions(n=3))
     engine.step()
     assert 0 < forking.num_computed < len(THIRD) and forking.siblings
     waiting = [engine.add_request(prompt, greedy(4)) for prompt in (PROMPT, SECOND, THIRD)]
@@ -261,7 +262,7 @@ def test_parked_requests_are_computed_anew():
 def test_forked_samples_are_computed_anew():
     model = fresh_model()
     engine = tiny_engine(model)
-    request = engine.add_request(PROMPT, greedy(6), n=4)
+    request = engine.add_request(PROMPT, greedy(6), RequestOptions(n=4))
     engine.step()
     assert all(sample.num_generated == 1 for sample in request.samples)
     write_data(model)
@@ -295,7 +296,7 @@ def test_encoded_states_follow_the_decays_of_the_new_weights(tmp_path):
 def test_outputs_and_results_tell_their_epochs():
     model = fresh_model()
     engine = tiny_engine(model)
-    request = engine.add_request(PROMPT, greedy(6), n=2)
+    request = engine.add_request(PROMPT, greedy(6), RequestOptions(n=2))
     epochs = {sample.request_id: [] for sample in request.samples}
     for step in range(100):
         if not engine.has_work:

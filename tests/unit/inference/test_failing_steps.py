@@ -18,6 +18,7 @@ from megatron_hybrid.inference.memory import CacheMemory
 from megatron_hybrid.inference.model_runner import ModelRunner
 from megatron_hybrid.inference.rank_control import RankControl
 from megatron_hybrid.inference.rank_watch import RankFailedError
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.scheduler import Scheduler
 
 MODEL = tiny_model("MG*-")
@@ -181,7 +182,7 @@ def test_one_sample_that_always_fails_ends_its_request(monkeypatch):
     monkeypatch.setattr(ModelRunner, "forward", failing)
 
     async def body(engine):
-        samples = asyncio.create_task(engine.generate(PROMPTS[0], PARAMS[0], n=3))
+        samples = asyncio.create_task(engine.generate(PROMPTS[0], PARAMS[0], RequestOptions(n=3)))
         other = asyncio.create_task(engine.generate(PROMPTS[1], PARAMS[1]))
         with pytest.raises(InjectedError):
             await samples

@@ -18,6 +18,7 @@ from reference import full_logits, random_tokens, tiny_engine, tiny_model
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.request_builder import RequestBuilder, RequestSpec
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.text.guide import Guide
 
@@ -50,6 +51,10 @@ def sampled(**fields) -> SamplingParams:
     return SamplingParams(**{"num_tokens_to_generate": 60, "seed": 3, **fields})
 
 
+def of_regexes(*patterns: str) -> list[RequestOptions]:
+    return [RequestOptions(guide=Guide.regex(pattern)) for pattern in patterns]
+
+
 def test_greedy_is_the_argmax_of_the_tokens_that_are_allowed():
     texts = [b"yes sir", b"yesterday", b"nothing", b"no 12, 12", b"abab", b"aab"]
     guide = Guide.choices([text.decode() for text in texts])
@@ -67,7 +72,7 @@ def test_greedy_is_the_argmax_of_the_tokens_that_are_allowed():
                 break
             expected.append(max(allowed, key=lambda token: row[token].item()))
             answer += PIECES[expected[-1]]
-        (result,) = engine_of().generate([prompt], sampled(top_k=1), guide=guide)
+        (result,) = engine_of().generate([prompt], sampled(top_k=1), RequestOptions(guide=guide))
         assert result.generated_tokens == expected and result.finish_reason == "stop"
         assert result.generated_text.encode() == answer
 
@@ -78,7 +83,7 @@ def test_greedy_is_the_argmax_of_the_tokens_that_are_allowed():
 def test_answers_match_a_regex(pattern):
     engine = engine_of()
     prompts = [random_tokens(9, seed=seed) for seed in range(4)]
-    results = engine.generate(prompts, sampled(), guide=Guide.regex(pattern))
+    results = engine.generate(prompts, sampled(), RequestOptions(guide=Guide.regex(pattern)))
     for result in results:
         assert result.finish_reason == "stop"
         assert re.fullmatch(pattern, result.generated_text, re.DOTALL | re.ASCII)
@@ -89,7 +94,7 @@ def test_without_a_stop_token_the_last_token_of_the_vocabulary_is_not_drawn():
     model = tiny_model("M*-", vocab_size=288)  # its last id is the last bit of the last word
     params = sampled(termination_id=-1, num_tokens_to_generate=20)
     results = tiny_engine(model, Tokenizer()).generate(
-        [PROMPT] * 4, params, guide=Guide.regex("e+")
+        [PROMPT] * 4, params, RequestOptions(guide=Guide.regex("e+"))
     )
     assert {result.finish_reason for result in results} == {"length"}
     assert {token for result in results for token in result.generated_tokens} == {ord("e")}
@@ -183,11 +188,11 @@ ENGINE = engine_of(max_requests=16)
 @settings(max_examples=12, deadline=None)
 @given(st.lists(SCHEMAS, min_size=4, max_size=4), st.integers(0, 1000))
 def test_answers_fit_their_json_schemas(schemas, seed):
-    guides = list(map(Guide.json_schema, schemas))
+    options = [RequestOptions(guide=Guide.json_schema(schema), n=2) for schema in schemas]
     # Whitespace, of which a random model likes to write 16 in a row, is made unlikely.
     unlikely = {ord(space): -50 for space in " \n\t\r"}
     params = sampled(num_tokens_to_generate=300, seed=seed, logit_bias=unlikely)
-    results = ENGINE.generate([PROMPT] * 4, params, guide=guides, n=2)
+    results = ENGINE.generate([PROMPT] * 4, params, options)
     for schema, result in zip(schemas, results):
         for sample in result.samples:
             assert sample.finish_reason == "stop", sample.generated_text
@@ -195,9 +200,11 @@ def test_answers_fit_their_json_schemas(schemas, seed):
 
 
 def test_a_cut_answer_is_the_beginning_of_an_allowed_one():
-    (result,) = engine_of().generate([PROMPT], sampled(num_tokens_to_generate=3), guide=WORD)
+    (result,) = engine_of().generate(
+        [PROMPT], sampled(num_tokens_to_generate=3), RequestOptions(guide=WORD)
+    )
     assert result.finish_reason == "length"
-    (whole,) = engine_of().generate([PROMPT], sampled(), guide=WORD)
+    (whole,) = engine_of().generate([PROMPT], sampled(), RequestOptions(guide=WORD))
     assert whole.generated_tokens[:3] == result.generated_tokens
 
 
@@ -212,7 +219,7 @@ def answers_of(result) -> list[list[int]]:
 def expected():
     """Three samples, each alone and without a cache."""
     engine = engine_of(prefix_caching="off")
-    samples = answers_of(engine.generate([PROMPT], sampled(), guide=WORD, n=3)[0])
+    samples = answers_of(engine.generate([PROMPT], sampled(), RequestOptions(guide=WORD, n=3))[0])
     assert len(set(map(tuple, samples))) == 3
     return samples
 
@@ -223,7 +230,9 @@ def test_answers_are_the_same_in_chunks_from_the_cache_and_in_a_crowd(mode, expe
     others = [random_tokens(length, seed=length) for length in (5, 31)]
     for _ in range(2):  # in the second round from the cache
         results = engine.generate(
-            [*others, PROMPT], sampled(), guide=[None, Guide.regex("[a-z]*"), WORD], n=[1, 1, 3]
+            [*others, PROMPT],
+            sampled(),
+            [None, RequestOptions(guide=Guide.regex("[a-z]*")), RequestOptions(guide=WORD, n=3)],
         )
         assert answers_of(results[2]) == expected
     if mode == "restore":
@@ -232,9 +241,9 @@ def test_answers_are_the_same_in_chunks_from_the_cache_and_in_a_crowd(mode, expe
 
 def test_guided_answers_are_cached_and_matched_like_others():
     engine = engine_of()
-    (first,) = engine.generate([PROMPT], sampled(), guide=WORD)
+    (first,) = engine.generate([PROMPT], sampled(), RequestOptions(guide=WORD))
     turn = [*PROMPT, *first.generated_tokens]
-    (second,) = engine.generate([[*turn, 1, 2, 3]], sampled(), guide=WORD)
+    (second,) = engine.generate([[*turn, 1, 2, 3]], sampled(), RequestOptions(guide=WORD))
     assert second.prefix.skipped_tokens >= len(turn) - 1
 
 
@@ -243,18 +252,20 @@ def test_answers_are_the_same_across_preemption():
     params = sampled(num_tokens_to_generate=40)
     prompts = [random_tokens(20, seed=seed) for seed in range(4)]
     alone = engine_of(prefix_caching="off")
-    wanted = [answers_of(alone.generate([p], params, guide=guide)[0]) for p in prompts]
+    wanted = [
+        answers_of(alone.generate([p], params, RequestOptions(guide=guide))[0]) for p in prompts
+    ]
     spec = engine_of().cache.spec
     pages = 6 + 5 * sum(spec.pages_per_block)  # for one request, and not for two
     engine = engine_of(cache_bytes=pages * spec.page_bytes, max_tokens=32)
-    results = engine.generate(prompts, params, guide=guide)
+    results = engine.generate(prompts, params, RequestOptions(guide=guide))
     assert engine.stats()["preemptions"] > 0
     assert list(map(answers_of, results)) == wanted
 
 
 def test_answers_are_the_same_after_failed_steps_and_new_weights(expected):
     engine = engine_of()
-    request = engine.add_request(PROMPT, sampled(), guide=WORD, n=3)
+    request = engine.add_request(PROMPT, sampled(), RequestOptions(guide=WORD, n=3))
     for count in range(200):
         if request.closed and all(sample.closed for sample in request.samples):
             break
@@ -269,7 +280,7 @@ def test_answers_are_the_same_after_failed_steps_and_new_weights(expected):
 
 def test_another_process_makes_the_same_answers_of_the_spec(expected):
     first, other = engine_of(), engine_of()
-    samples = first.request_builder.build(PROMPT, sampled(), "", (), 3, guide=WORD)
+    samples = first.request_builder.build(PROMPT, sampled(), RequestOptions(n=3, guide=WORD))
     spec = pickle.loads(pickle.dumps(RequestSpec.of(samples)))
     request, *_ = other.request_builder.make(spec)
     other.scheduler.add(request)
@@ -284,12 +295,12 @@ def test_another_process_makes_the_same_answers_of_the_spec(expected):
 def test_a_stop_token_ends_an_answer_only_where_the_guide_may_end():
     engine = engine_of()
     likely = sampled(logit_bias={256: 100}, top_k=1)
-    (result,) = engine.generate([PROMPT], likely, guide=Guide.regex("a{3}b*"))
+    (result,) = engine.generate([PROMPT], likely, RequestOptions(guide=Guide.regex("a{3}b*")))
     assert (result.generated_text, result.finish_reason) == ("aaa", "stop")
-    (result,) = engine.generate([PROMPT], likely, guide=Guide.regex("(yes)?"), n=1)
+    (result,) = engine.generate([PROMPT], likely, RequestOptions(guide=Guide.regex("(yes)?"), n=1))
     assert (result.generated_text, result.finish_reason) == ("", "stop")
     params = sampled(logit_bias={256: 100}, top_k=1, ignore_termination=True)
-    (result,) = engine.generate([PROMPT], params, guide=Guide.regex("a{3}b?"))
+    (result,) = engine.generate([PROMPT], params, RequestOptions(guide=Guide.regex("a{3}b?")))
     assert (result.generated_text, result.finish_reason) == ("aaab", "stop")
 
 
@@ -297,8 +308,7 @@ def test_a_stop_token_ends_an_answer_only_where_the_guide_may_end():
 def test_a_stop_token_that_the_guide_needs_is_text_until_the_answer_may_end(min_tokens):
     b, c = ord("b"), ord("c")
     params = sampled(stop_token_ids=[b, c], logit_bias={b: 100, c: 90}, min_tokens=min_tokens)
-    guides = list(map(Guide.regex, ("[0-9]bc", "[bd]{2}x", "bcb*")))
-    results = engine_of().generate([PROMPT] * 3, params, guide=guides)
+    results = engine_of().generate([PROMPT] * 3, params, of_regexes("[0-9]bc", "[bd]{2}x", "bcb*"))
     digit, other, open_end = [result.generated_text for result in results]
     assert re.fullmatch("[0-9]bc", digit) and other == "ddx"
     assert re.fullmatch("bcb*", open_end)
@@ -307,9 +317,7 @@ def test_a_stop_token_that_the_guide_needs_is_text_until_the_answer_may_end(min_
 
 def test_min_tokens_hold_until_the_guide_is_over():
     params = sampled(logit_bias={256: 100}, min_tokens=5)
-    results = engine_of().generate(
-        [PROMPT] * 3, params, guide=list(map(Guide.regex, ("a{2}b*", "a{2}", "")))
-    )
+    results = engine_of().generate([PROMPT] * 3, params, of_regexes("a{2}b*", "a{2}", ""))
     assert [len(result.generated_tokens) for result in results] == [5, 2, 0]
     assert {result.finish_reason for result in results} == {"stop"}
 
@@ -318,9 +326,7 @@ def test_an_answer_that_the_tokenizer_cannot_go_on_with_ends_with_an_error():
     tokenizer = Tokenizer()
     tokenizer.token_bytes = [b"a", b"b"]
     engine = tiny_engine(MODEL, tokenizer)
-    stuck, other = engine.generate(
-        [PROMPT] * 2, sampled(), guide=[Guide.regex("aé"), Guide.regex("ab")]
-    )
+    stuck, other = engine.generate([PROMPT] * 2, sampled(), of_regexes("aé", "ab"))
     assert stuck.finish_reason == "error" and "relax it" in stuck.error
     assert other.generated_tokens == [0, 1]
 
@@ -338,13 +344,13 @@ def test_an_answer_that_the_tokenizer_cannot_go_on_with_ends_with_an_error():
 def test_a_bad_guide_changes_nothing(guide, error, message):
     engine = engine_of()
     with pytest.raises(error, match=message):
-        engine.add_request(PROMPT, guide=guide)
+        engine.add_request(PROMPT, options=RequestOptions(guide=guide))
     assert engine.request_builder.next_id == 0 and not engine.has_work
 
 
 def test_a_guide_needs_a_tokenizer_with_token_bytes():
     with pytest.raises(TypeError, match="needs a tokenizer with token_bytes, and NoneType has"):
-        tiny_engine(MODEL).add_request(PROMPT, guide=WORD)
+        tiny_engine(MODEL).add_request(PROMPT, options=RequestOptions(guide=WORD))
 
 
 def test_an_async_engine_compiles_off_its_thread(monkeypatch, expected):
@@ -362,13 +368,13 @@ def test_an_async_engine_compiles_off_its_thread(monkeypatch, expected):
     async def run():
         async with AsyncEngine(MODEL, Tokenizer(), config) as engine:
             generate = partial(engine.generate, PROMPT, sampled())
-            results = await asyncio.gather(generate(guide=WORD, n=3), generate())
-            stream = engine.stream(PROMPT, sampled(), guide=WORD)
+            results = await asyncio.gather(generate(RequestOptions(guide=WORD, n=3)), generate())
+            stream = engine.stream(PROMPT, sampled(), RequestOptions(guide=WORD))
             streamed = [token async for output in stream for token in output.tokens]
             with pytest.raises(ValueError, match="cannot be used"):
-                await generate(guide=Guide.regex("(a"))
+                await generate(RequestOptions(guide=Guide.regex("(a")))
             with pytest.raises(ValueError, match="cannot be used"):
-                await anext(engine.stream(PROMPT, guide=Guide.regex("(a")))
+                await anext(engine.stream(PROMPT, options=RequestOptions(guide=Guide.regex("(a"))))
             return answers_of(results[0]), streamed
 
     answers, streamed = asyncio.run(run())
@@ -384,12 +390,12 @@ def test_a_stream_with_a_bad_guide_that_nobody_reads_logs_nothing():
         loop.set_exception_handler(lambda loop, context: logged.append(context["message"]))
         engine = AsyncEngine(MODEL, Tokenizer(), InferenceConfig(cache_bytes=4 << 20))
         async with engine:
-            stream = engine.stream(PROMPT, guide=Guide.regex("("))
+            stream = engine.stream(PROMPT, options=RequestOptions(guide=Guide.regex("(")))
             with pytest.raises(ValueError, match="the guide's regex cannot be used"):
                 await stream.queued()
             with pytest.raises(ValueError, match="the guide's regex cannot be used"):
                 await anext(stream)
-            unread = engine.stream(PROMPT, guide=Guide.regex("(a"))
+            unread = engine.stream(PROMPT, options=RequestOptions(guide=Guide.regex("(a")))
             while not unread._added.done():
                 await asyncio.sleep(0.01)
             del unread, stream

@@ -6,6 +6,7 @@ from host_syncs import HostSyncError, no_host_syncs
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference import model_runner
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.ops import slot_states
 from megatron_hybrid.ops.state_codec import codec
@@ -56,7 +57,7 @@ def test_a_step_waits_for_its_device_once_when_all_of_it_is_queued(monkeypatch, 
     )
     for turn in range(2):  # then from states, and without a forward
         requests = [
-            engine.add_request(prompt, kinds[(i + turn) % 4], n=1 + (i == 2))
+            engine.add_request(prompt, kinds[(i + turn) % 4], RequestOptions(n=1 + (i == 2)))
             for i, prompt in enumerate(prompts)
         ]
         while engine.has_work:

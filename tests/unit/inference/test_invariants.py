@@ -12,6 +12,7 @@ from matrix import matrix_rows
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.inference.request_options import RequestOptions
 
 MODES = ("off", "memory_only", "restore")
 BASE = random_tokens(120)
@@ -75,7 +76,7 @@ def test_invariant_1_holds_at_any_scale_of_the_logits(scale):
 
 def test_invariant_2_a_hit_is_token_exact_and_within_one_salt():
     engine = tiny_engine()
-    engine.generate([BASE], greedy(1), salt="tenant")
+    engine.generate([BASE], greedy(1), RequestOptions(salt="tenant"))
     for position in (0, 1, 15, 16, 17, 64, 119):
         other = [*BASE]
         other[position] = (other[position] + 1) % 97
@@ -166,7 +167,7 @@ def test_invariant_4_nothing_visible_is_written_again(pattern, mode):
             num_compared += 1
         known.update(now)
 
-    engine.generate([BASE[:50]], greedy(3), n=3)
+    engine.generate([BASE[:50]], greedy(3), RequestOptions(n=3))
     run_family(engine, after_step=check)
     assert num_compared > 1000
     assert engine.stats()["checkpoints_evicted"] == engine.stats()["kv_blocks_evicted"] == 0
@@ -187,7 +188,7 @@ def test_invariant_5_a_checkpoint_is_visible_after_its_forward_and_not_before(fa
 
     engine.runner.forward = watched
     if fails:
-        engine.add_request(BASE, greedy(3), cache_breakpoints=[10, 30])
+        engine.add_request(BASE, greedy(3), RequestOptions(cache_breakpoints=[10, 30]))
         engine.step()
         assert engine.stats()["checkpoints"] == 1
         with failing_forward(engine), pytest.raises(InjectedError):
@@ -236,7 +237,9 @@ def decisions(seed: int = 0) -> list[int]:
     salts = itertools.cycle(["", "a", "b"])
     for prompt in [*FAMILY, *FAMILY[::-1]]:
         request = engine.add_request(
-            prompt, greedy(30, seed=seed), salt=next(salts), cache_breakpoints=[9, 20]
+            prompt,
+            greedy(30, seed=seed),
+            RequestOptions(salt=next(salts), cache_breakpoints=[9, 20]),
         )
         for _ in range(5):
             engine.step()

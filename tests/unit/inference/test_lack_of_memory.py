@@ -11,6 +11,7 @@ from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.inference.memory import CacheMemory
 from megatron_hybrid.inference.request import RequestStatus
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.request_view import EndedRequests
 
 MODEL = tiny_model()
@@ -82,7 +83,7 @@ def test_an_end_that_finds_no_memory_to_be_noted_is_an_end(monkeypatch):
 def test_siblings_wait_in_line_where_starting_a_later_one_fails(monkeypatch):
     """One sibling starts, one finds no room, and the next one fails."""
     engine = tiny_engine(MODEL, max_requests=5)
-    request = engine.add_request(random_tokens(40), greedy(4), n=5)
+    request = engine.add_request(random_tokens(40), greedy(4), RequestOptions(n=5))
     fork, calls = engine.cache.fork, []
 
     def failing(*arguments, **options):
@@ -193,7 +194,10 @@ def test_requests_are_neither_lost_nor_stuck_while_pages_cannot_be_counted(monke
 @pytest.mark.parametrize("status", ["CLOSING", "DECODE"])
 def test_a_commit_that_breaks_off_leaves_no_request_behind(monkeypatch, status):
     engine = tiny_engine(MODEL)
-    requests = [engine.add_request(random_tokens(40, seed=i), greedy(3), n=2) for i in range(2)]
+    requests = [
+        engine.add_request(random_tokens(40, seed=i), greedy(3), RequestOptions(n=2))
+        for i in range(2)
+    ]
     while all(r.status is not RequestStatus[status] for r in requests[0].samples):
         engine.step()
 

@@ -14,6 +14,7 @@ from reference import greedy, random_tokens, tiny_engine, tiny_model
 from megatron_hybrid.cache.report import CacheStats, MissReason
 from megatron_hybrid.inference.meter import BOUNDS, LOG_SECONDS, ActivityLog, Histogram
 from megatron_hybrid.inference.metrics import HISTOGRAMS, VLLM_NAMES, Stats, prometheus_text
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.offload.fetch import FetchStats
 
 LINE = re.compile(
@@ -175,7 +176,7 @@ def test_a_histogram_is_that_of_the_client_library():
 def test_histograms_count_requests_tokens_and_steps():
     engine = tiny_engine(tiny_model("M*"))
     prompt = random_tokens(60)
-    results = engine.generate([prompt, prompt[:30]], n=[1, 3])
+    results = engine.generate([prompt, prompt[:30]], options=[None, RequestOptions(n=3)])
     drawn = sum(len(sample.generated_tokens) for r in results for sample in r.samples)
     found = families(engine.metrics())
 

@@ -9,6 +9,7 @@ from reference import greedy, is_greedy, random_tokens, tiny_model
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.request_options import RequestOptions
 
 PROMPT, OTHER = random_tokens(60), random_tokens(40, seed=1)
 CONFIG = dict(cache_bytes=1 << 20, max_requests=4, max_sequence_length=256)
@@ -25,7 +26,7 @@ async def running():
     async with AsyncEngine(fresh_model(), None, InferenceConfig(**CONFIG)) as engine:
         stream = engine.stream(PROMPT, greedy(LONG))
         first = await anext(stream)
-        task = asyncio.create_task(engine.generate(OTHER, greedy(LONG), n=2))
+        task = asyncio.create_task(engine.generate(OTHER, greedy(LONG), RequestOptions(n=2)))
         while (await engine.stats())["requests_running"] < 2:
             await asyncio.sleep(0)
         yield engine, stream, first, task

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from megatron_hybrid.inference.request import Request
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling import adjust, processed_log_probs
 from megatron_hybrid.inference.sampling_params import SamplingParams
 
@@ -236,12 +237,14 @@ def test_greedy_answers_are_those_of_the_definitions():
 def test_answers_are_the_same_in_chunks_from_the_cache_and_as_samples(mode):
     params = SamplingParams(seed=5, **ALL)
     alone = tiny_engine(MODEL, prefix_caching="off", max_requests=3)
-    expected = [s.generated_tokens for s in alone.generate([PROMPT], params, n=3)[0].samples]
+    expected = [
+        s.generated_tokens for s in alone.generate([PROMPT], params, RequestOptions(n=3))[0].samples
+    ]
     assert len(set(map(tuple, expected))) == 3
     engine = tiny_engine(MODEL, prefix_caching=mode, max_tokens=7)
     others = [random_tokens(length, seed=length) for length in (5, 31)]
     for _ in range(2):  # in the second round from the cache
-        results = engine.generate([*others, PROMPT], params, n=[1, 1, 3])
+        results = engine.generate([*others, PROMPT], params, [None, None, RequestOptions(n=3)])
         assert [s.generated_tokens for s in results[2].samples] == expected
 
 

@@ -4,6 +4,7 @@ import pytest
 from followed_tree import FollowedTree
 from reference import random_tokens, tiny_engine, tiny_model
 
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.request_view import MAX_ENDED
 from megatron_hybrid.inference.sampling_params import SamplingParams
 
@@ -13,7 +14,7 @@ PARAMS = SamplingParams(num_tokens_to_generate=3)
 def test_a_request_is_seen_while_it_waits_runs_and_after_its_end():
     engine = tiny_engine(max_requests=1, max_tokens=16)
     first = engine.add_request(random_tokens(20), PARAMS)
-    second = engine.add_request(random_tokens(24, seed=1), PARAMS, priority=2)
+    second = engine.add_request(random_tokens(24, seed=1), PARAMS, RequestOptions(priority=2))
     engine.step()
     running, waiting = engine.requests()
     assert (running.request_id, running.status) == (first.request_id, "prefill")
@@ -48,7 +49,7 @@ def test_cancelled_requests_and_all_samples_are_seen_the_last_ones_first():
     engine.cancel(engine.add_request(random_tokens(9), PARAMS))
     (seen,) = engine.requests()
     assert (seen.status, seen.skipped_tokens, seen.edge) == ("cancelled", 0, 0)
-    engine.generate([random_tokens(9)], PARAMS, n=3)
+    engine.generate([random_tokens(9)], PARAMS, RequestOptions(n=3))
     assert sorted(view.sample_index for view in engine.requests()[:3]) == [0, 1, 2]
     engine.generate([random_tokens(3, seed=seed) for seed in range(MAX_ENDED + 2)], PARAMS)
     assert len(engine.requests()) == MAX_ENDED

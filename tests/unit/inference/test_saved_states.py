@@ -5,6 +5,7 @@ from differential import InjectedError, LogitsRecorder, check_answer, failing_fo
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.index.tree import Kind
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.scheduler import MIN_CAPTURES
 
 
@@ -27,8 +28,8 @@ class Spy:
 
         return call
 
-    def serve(self, prompt, count, **arguments):
-        request = self.engine.add_request(prompt, greedy(count), **arguments)
+    def serve(self, prompt, count, **options):
+        request = self.engine.add_request(prompt, greedy(count), RequestOptions(**options))
         while not request.closed:
             self.engine.step()
         self.recorder.check(self.engine.model)
@@ -131,7 +132,9 @@ def test_a_preempted_prefill_still_knows_what_its_states_are():
     first = engine.add_request(random_tokens(30, seed=1), greedy(20))
     while not first.num_generated:
         engine.step()
-    request = engine.add_request(random_tokens(64), greedy(4), cache_breakpoints=[56])
+    request = engine.add_request(
+        random_tokens(64), greedy(4), RequestOptions(cache_breakpoints=[56])
+    )
     while not request.parked_tokens:
         engine.step()
     assert 0 < request.parked_tokens < engine.cache.policy.rung_tokens == 48
@@ -177,7 +180,7 @@ def test_a_forward_saves_so_many_states_and_no_more(monkeypatch):
         engine.memory, "staging", lambda count: counts.append(count) or staging(count)
     )
     breakpoints = range(1, 301)
-    request = engine.add_request(prompt, greedy(2), cache_breakpoints=breakpoints)
+    request = engine.add_request(prompt, greedy(2), RequestOptions(cache_breakpoints=breakpoints))
     while engine.has_work:
         engine.step()
     assert max(counts) == limit

@@ -11,6 +11,7 @@ from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.drafters import Drafts
 from megatron_hybrid.inference.request import Request, RequestStatus
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import Sampled, SamplingParams
 from megatron_hybrid.inference.scheduler import Scheduler
 from megatron_hybrid.inference.step_plan import Restore, StepPlan, StepResult
@@ -38,14 +39,14 @@ def scheduler(num_pages=200, max_requests=4, max_tokens=64) -> Scheduler:
 
 
 def request(
-    request_id: int, length: int, answer: int = 8, seed: int | None = None, priority: int = 0
+    request_id: int, length: int, answer: int = 8, seed: int | None = None, **options
 ) -> Request:
     """A prompt of its own, or that of `seed`."""
     rng = np.random.default_rng(request_id if seed is None else seed)
     tokens = np.zeros(length + answer, np.int32)
     tokens[:length] = rng.integers(0, 1000, length)
     params = SamplingParams(num_tokens_to_generate=answer).resolved()
-    return Request(request_id, tokens, length, params, seed=0, priority=priority)
+    return Request(request_id, tokens, length, params, 0, RequestOptions(**options))
 
 
 def run(scheduler: Scheduler) -> list[tuple[int, int, int, bool]]:

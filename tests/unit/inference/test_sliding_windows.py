@@ -15,6 +15,7 @@ from reference import VOCAB_SIZE, full_logits, greedy, random_tokens, tiny_engin
 
 from megatron_hybrid.cache.policy.hybrid import SPARE_TOKENS
 from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.inference.request_options import RequestOptions
 
 MODES = ("off", "memory_only", "restore")
 
@@ -150,7 +151,7 @@ def test_any_window_gives_the_answers_of_a_run_without_cache(
             assert report.skipped_tokens == 0
         elif turn == 2:
             assert report.skipped_tokens == before
-    engine.generate([system[:64], chats[0].said], greedy(20), n=2)
+    engine.generate([system[:64], chats[0].said], greedy(20), RequestOptions(n=2))
     check()
 
 

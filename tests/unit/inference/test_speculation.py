@@ -26,6 +26,7 @@ from matrix import matrix_rows
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 from scripted import ByteTokenizer, scripted_engine
 
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.text.guide import Guide
 
@@ -47,9 +48,10 @@ def drafting(model=MODEL, drafter=None, tokenizer=None, most=3, **fields):
 
 def answers(engine, prompts, params, **options):
     """Answers of prompts in turn, then of their second turns: what is compared of each."""
-    found = [engine.generate([prompt], params, **options)[0] for prompt in prompts]
+    given = params, RequestOptions(**options)
+    found = [engine.generate([prompt], *given)[0] for prompt in prompts]
     turns = [[*r.prompt_tokens, *r.generated_tokens, *random_tokens(5)] for r in found]
-    found += [engine.generate([turn], params, **options)[0] for turn in turns]
+    found += [engine.generate([turn], *given)[0] for turn in turns]
     engine.check_integrity()
     return [(r.generated_tokens, r.generated_text, r.finish_reason, r.prefix) for r in found]
 
@@ -328,9 +330,11 @@ def test_log_probs_penalties_and_samples():
         return_log_probs=True,
         top_n_logprobs=2,
     )
-    expected = tiny_engine(MODEL).generate([BASE], params, n=3)[0].samples
+    expected = tiny_engine(MODEL).generate([BASE], params, RequestOptions(n=3))[0].samples
     engine = drafting(drafter=Oracle({r.request_id: r.generated_tokens for r in expected}, 0.2))
-    for own, other in zip(engine.generate([BASE], params, n=3)[0].samples, expected, strict=True):
+    for own, other in zip(
+        engine.generate([BASE], params, RequestOptions(n=3))[0].samples, expected, strict=True
+    ):
         assert own.generated_tokens == other.generated_tokens
         assert own.log_probs == pytest.approx(other.log_probs, abs=1e-5)
         assert list(map(list, own.top_n_logprobs)) == list(map(list, other.top_n_logprobs))

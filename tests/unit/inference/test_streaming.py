@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_hybrid.inference.output import GrowingText, OutputProcessor
 from megatron_hybrid.inference.request import Request
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import Sampled, SamplingParams
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -332,6 +333,41 @@ def test_two_streams_side_by_side():
     assert tokens == [greedy_tokens(tiny_model(), prompt, 6) for prompt in prompts]
 
 
+def test_a_stream_has_the_outputs_of_all_samples():
+    engine, sampling = tiny_engine(), SamplingParams(num_tokens_to_generate=6, seed=1)
+    given = random_tokens(20), sampling, RequestOptions(n=3)
+    pieces, ended = [[], [], []], []
+    for output in engine.stream(*given):
+        pieces[output.sample_index] += output.tokens
+        ended += [output.sample_index] * (output.result is not None)
+    (result,) = tiny_engine().generate([given[0]], *given[1:])
+    assert pieces == [sample.generated_tokens for sample in result.samples]
+    assert sorted(ended) == [0, 1, 2] and not engine.has_work
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_the_end_of_a_stream_ends_all_samples_that_are_not_answered(drop):
+    """The first one is answered at once: its stop token is the one that it draws."""
+    engine, prompt = tiny_engine(), random_tokens(20)
+    sampling = SamplingParams(num_tokens_to_generate=40, seed=1)
+    samples = tiny_engine().generate([prompt], sampling, RequestOptions(n=3))[0].samples
+    first, *others = [sample.generated_tokens[0] for sample in samples]
+    assert first not in others
+    sampling.stop_token_ids = [first]
+    stream = engine.stream(prompt, sampling, RequestOptions(n=3))
+    while next(stream).result is None:
+        pass
+    request, *others = stream._request.samples
+    assert request.finish_reason == "stop" and not any(sample.done for sample in others)
+    if not drop:
+        stream.close()
+    del stream
+    engine.step()
+    assert not engine.has_work and {each.finish_reason for each in others} == {"cancelled"}
+    assert request.finish_reason == "stop"
+    engine.check_integrity()
+
+
 def test_a_stream_whose_request_is_cancelled_ends():
     engine = tiny_engine()
     stream = engine.stream(random_tokens(20), greedy(6))
@@ -409,7 +445,9 @@ def test_finished_requests_are_freed_without_garbage_collection():
     gc.collect()
     gc.disable()
     try:
-        requests = [weakref.ref(engine.add_request(PROMPT, greedy(2), n=n)) for n in (1, 3)]
+        requests = [
+            weakref.ref(engine.add_request(PROMPT, greedy(2), RequestOptions(n=n))) for n in (1, 3)
+        ]
         while engine.has_work:
             engine.step()
         assert [request() for request in requests] == [None, None]

@@ -9,6 +9,7 @@ from differential import poison
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.exclusive import EngineSuspendedError
+from megatron_hybrid.inference.request_options import RequestOptions
 
 PROMPT = random_tokens(100)
 
@@ -165,7 +166,9 @@ def test_preempted_and_forked_requests_go_on_from_the_disk(tmp_path):
     model = tiny_model("M*-")
     engine = tiny_engine(model, cache_dir=tmp_path, cache_bytes=80 << 10, max_requests=4)
     requests = [engine.add_request(random_tokens(60, seed=i), greedy(60)) for i in range(3)]
-    requests += engine.add_request(random_tokens(40, seed=9), greedy(20), n=2).samples
+    requests += engine.add_request(
+        random_tokens(40, seed=9), greedy(20), RequestOptions(n=2)
+    ).samples
     while not engine.runner.parked_bytes:
         engine.step()
     engine.suspend("disk")
@@ -257,7 +260,7 @@ def test_a_failed_resume_holds_nothing(monkeypatch):
 def test_a_closed_engine_has_no_memory_and_keeps_what_can_be_read(keep_cache):
     engine = tiny_engine()
     request = halfway(engine)
-    engine.add_request(PROMPT, greedy(2), n=2)
+    engine.add_request(PROMPT, greedy(2), RequestOptions(n=2))
     stream = engine.stream(PROMPT, greedy(4))
     engine.step()
     before = engine.stats()

@@ -23,7 +23,7 @@ OPERATIONS = st.one_of(
 def test_the_queue_is_sorted_by_priority_and_arrival_behind_those_that_came_back(operations):
     queue, back, new, started = WaitingQueue(), [], [], []
     for number, (operation, value) in enumerate(operations):
-        expected = back + sorted(new, key=lambda each: (each.priority, each.request_id))
+        expected = back + sorted(new, key=lambda each: (each.options.priority, each.request_id))
         if operation == "add":
             new.append(request(number, 1, answer=1, priority=value))
             queue.add(new[-1])
@@ -36,16 +36,14 @@ def test_the_queue_is_sorted_by_priority_and_arrival_behind_those_that_came_back
         elif operation == "come back" and started:
             back.insert(0, started.pop(value % len(started)))
             queue.put_first(back[0])
-        expected = back + sorted(new, key=lambda each: (each.priority, each.request_id))
+        expected = back + sorted(new, key=lambda each: (each.options.priority, each.request_id))
         assert list(queue) == expected and len(queue) == len(expected)
         assert all(each in queue for each in expected)
         assert not any(each in queue for each in started)
 
 
-def of_tenant(number: int, tenant: str, **fields):
-    one = request(number, 1, answer=1, **fields)
-    one.tenant = tenant
-    return one
+def of_tenant(number: int, tenant: str, priority: int = 0):
+    return request(number, 1, answer=1, tenant=tenant, priority=priority)
 
 
 def start_all(queue: WaitingQueue) -> list[str]:
@@ -54,7 +52,7 @@ def start_all(queue: WaitingQueue) -> list[str]:
     while queue:
         first = next(iter(queue))
         queue.discard(first)
-        order.append(first.tenant)
+        order.append(first.options.tenant)
     return order
 
 
@@ -100,7 +98,11 @@ def test_requests_of_one_tenant_and_priority_start_in_order_of_arrival(given):
     for number, (tenant, priority) in enumerate(given):
         queue.add(of_tenant(number, tenant, priority=priority))
     for tenant, priority in set(given):
-        numbers = [r.request_id for r in queue if (r.tenant, r.priority) == (tenant, priority)]
+        numbers = [
+            r.request_id
+            for r in queue
+            if (r.options.tenant, r.options.priority) == (tenant, priority)
+        ]
         assert numbers == sorted(numbers)
 
 

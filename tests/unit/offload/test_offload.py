@@ -33,6 +33,7 @@ from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.inference.metrics import COUNTERS
 from megatron_hybrid.inference.request import RequestStatus
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.offload import disk_store, fetch
 from megatron_hybrid.offload.disk_store import CacheFolderError, DiskStore
@@ -275,10 +276,10 @@ def test_what_is_fetched_for_a_request_that_comes_again_is_not_in_its_report():
 def test_salts_stay_apart():
     engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
     prompt = random_tokens(60)
-    engine.generate([prompt], greedy(3), salt="one")
+    engine.generate([prompt], greedy(3), RequestOptions(salt="one"))
     empty_pool(engine)
-    other = engine.generate([prompt], greedy(3), salt="two")[0]
-    same = engine.generate([prompt], greedy(3), salt="one")[0]
+    other = engine.generate([prompt], greedy(3), RequestOptions(salt="two"))[0]
+    same = engine.generate([prompt], greedy(3), RequestOptions(salt="one"))[0]
     assert (other.prefix.fetched_tokens, same.prefix.fetched_tokens) == (0, 60)
 
 
@@ -404,7 +405,9 @@ def test_an_engine_with_nothing_else_to_do_waits(slow):
 def test_blocks_that_leave_the_pool_meanwhile_are_fetched_too(slow):
     engine, prompt, store = slow
     store.arrive()
-    engine.generate([prompt[:40]], greedy(1), salt="")  # two blocks are in the pool again
+    engine.generate(
+        [prompt[:40]], greedy(1), RequestOptions(salt="")
+    )  # two blocks are in the pool again
     store.arrive()
     request = engine.add_request(prompt, greedy(6))
     other = engine.add_request(random_tokens(30, seed=5), greedy(20))

@@ -14,6 +14,7 @@ from simulator import SPECS, Simulator
 
 from megatron_hybrid import AsyncEngine, cli
 from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.serving.kv_events import BlockEvents
 from megatron_hybrid.serving.kv_publisher import KvPublisher
 
@@ -185,7 +186,7 @@ def test_an_engine_tells_what_its_requests_can_resume_and_forgets_it_with_its_we
             events = await engine.watch_cache(BlockEvents)
             for forget in (engine.clear_cache, engine.update_weights, engine.clear_cache):
                 prompt = random_tokens(100, seed=len(consumer.blocks))
-                result = await engine.generate(prompt, greedy(30), salt="tenant")
+                result = await engine.generate(prompt, greedy(30), RequestOptions(salt="tenant"))
                 tokens = [*prompt, *result.generated_tokens]
                 explained = await engine.explain(tokens, salt="tenant")
                 consumer.take(events.take(0))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.drafters import Drafts, last_occurrence
+from megatron_hybrid.inference.request_options import RequestOptions
 
 FEW = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 
@@ -50,7 +51,9 @@ def test_an_answer_of_another_request_is_proposed_to_those_of_its_salt_alone():
     assert engine.num_steps - steps == 1 + 24 // 4 + 1
     assert engine.stats()["draft_tokens_accepted"] - drafted == 18
     steps = engine.num_steps
-    assert engine.generate([prompt], params, salt="other")[0].generated_tokens == first
+    assert (
+        engine.generate([prompt], params, RequestOptions(salt="other"))[0].generated_tokens == first
+    )
     assert engine.num_steps - steps > 7
 
 
