@@ -348,9 +348,9 @@ def test_a_stream_has_the_outputs_of_all_samples():
 @pytest.mark.parametrize("drop", [False, True])
 def test_the_end_of_a_stream_ends_all_samples_that_are_not_answered(drop):
     """The first one is answered at once: its stop token is the one that it draws."""
-    engine, prompt = tiny_engine(), random_tokens(20)
-    sampling = SamplingParams(num_tokens_to_generate=40, seed=1)
-    samples = tiny_engine().generate([prompt], sampling, RequestOptions(n=3))[0].samples
+    model, prompt = tiny_model("M-"), random_tokens(20)
+    engine, sampling = tiny_engine(model), SamplingParams(num_tokens_to_generate=9, seed=1)
+    samples = tiny_engine(model).generate([prompt], sampling, RequestOptions(n=3))[0].samples
     first, *others = [sample.generated_tokens[0] for sample in samples]
     assert first not in others
     sampling.stop_token_ids = [first]
