@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Path, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
@@ -457,7 +457,9 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return {"object": "list", "data": [_model(service)]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Json:
+    async def model(
+        name: Annotated[str, Path(description="The name of the served model.")],
+    ) -> Json:
         service.check_model(name)
         return _model(service)
 

@@ -57,8 +57,14 @@ SCHEMAS: Json = {
     ),
     "Prefix": _object(
         {
-            **dict.fromkeys(("shared_tokens", "skipped_tokens", "fetched_tokens"), COUNT),
-            "miss_reason": {"enum": [*(reason.value for reason in MissReason), None]},
+            "shared_tokens": COUNT | {"description": "Prompt tokens whose KV was reused."},
+            "skipped_tokens": COUNT | {"description": "Prompt tokens that were not computed."},
+            "fetched_tokens": COUNT
+            | {"description": "Skipped tokens that were read from host memory or the disk."},
+            "miss_reason": {
+                "enum": [*(reason.value for reason in MissReason), None],
+                "description": "Why no more tokens were skipped.",
+            },
         }
     ),
     "Usage": _object(
@@ -205,9 +211,24 @@ def _described(app: FastAPI) -> Json:
     components = found.setdefault("components", {})
     schemas = components.get("schemas", {})
     unused = ("HTTPValidationError", "ValidationError")  # of FastAPI's own 422
-    components["schemas"] = {k: v for k, v in schemas.items() if k not in unused} | SCHEMAS
+    known = {k: _in_lines(v) for k, v in schemas.items() if k not in unused}
+    components["schemas"] = known | SCHEMAS
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return found
+
+
+def _in_lines(schema: Any) -> Any:
+    """A schema whose descriptions, which are docstrings, have one line each."""
+    if isinstance(schema, list):
+        return [_in_lines(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: " ".join(value.split())
+        if key == "description" and isinstance(value, str)
+        else _in_lines(value)
+        for key, value in schema.items()
+    }
 
 
 def _responses(path: str, method: str) -> Json:

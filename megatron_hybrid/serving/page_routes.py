@@ -26,9 +26,20 @@ _HEADERS = {
     "frame-ancestors 'none'; object-src 'none'",
     "Cache-Control": "no-cache",
 }
-
-
-_ONE_SPAN: Json = {"enum": list(SPANS)}
+_Since = Annotated[
+    str | None,
+    Query(
+        description="The `version` of an earlier answer: only later changes of the tree are "
+        "returned. By default the whole tree is returned."
+    ),
+]
+_Seconds = Annotated[
+    int,
+    Query(
+        json_schema_extra={"enum": list(SPANS)},
+        description="The length of the history, in seconds, up to now.",
+    ),
+]
 
 
 def add_page(app: FastAPI, service: Service) -> None:
@@ -66,7 +77,7 @@ def add_page(app: FastAPI, service: Service) -> None:
         return await json_response(body)
 
     @app.get("/cache/tree")
-    async def tree(request: Request, since: str | None = None) -> Response:
+    async def tree(request: Request, since: _Since = None) -> Response:
         service.check_admin(request.state.key)
         columns = await feed.columns(since)
         return await packed_json_response(
@@ -74,9 +85,7 @@ def add_page(app: FastAPI, service: Service) -> None:
         )
 
     @app.get("/cache/history")
-    async def history(
-        request: Request, seconds: Annotated[int, Query(json_schema_extra=_ONE_SPAN)] = 3600
-    ) -> Response:
+    async def history(request: Request, seconds: _Seconds = 3600) -> Response:
         service.check_admin(request.state.key)
         if seconds not in SPANS:
             spans = ", ".join(map(str, SPANS))

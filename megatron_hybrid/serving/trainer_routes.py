@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from megatron_hybrid.inference.rank_watch import RankFailedError
 from megatron_hybrid.inference.weight_transfer import TrainerError
@@ -18,26 +18,67 @@ from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.service import Service
 
 Json = dict[str, Any]
-Mode = Literal["abort", "wait", "keep"]
-Tags = Annotated[list[Literal["weights", "kv_cache", "scheduling"]] | None, Query()]
 
 
-class InitFields(BaseModel):
+class TrainerFields(BaseModel):
+    """Body of a trainer's route."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class InitFields(TrainerFields):
     """Body of /init_weight_transfer_engine."""
 
     init_info: Json
+    """The group of the trainer: `master_address`, `master_port`, `rank_offset` and `world_size`."""
 
 
-class UpdateFields(BaseModel):
+class UpdateFields(TrainerFields):
     """Body of /update_weights."""
 
     update_info: Json
+    """The new weights: `path` is a folder that each rank can read; or `names`, `dtype_names` and
+    `shapes` are those of the tensors that the trainer broadcasts. With `ipc_handles_pickled` each
+    rank reads the tensors from its GPU's memory instead."""
 
 
-class FinishFields(BaseModel):
-    """Body of /finish_weight_update. weight_version: a name for the new weights."""
+class FinishFields(TrainerFields):
+    """Body of /finish_weight_update."""
 
     weight_version: str | None = None
+    """A name for the new weights, which /weight_info returns."""
+
+
+Mode = Annotated[
+    Literal["abort", "wait", "keep"],
+    Query(
+        description="What happens to running requests: abort ends them with the tokens that they "
+        "have, wait lets them end first, keep continues them after /resume."
+    ),
+]
+Tags = Annotated[
+    list[Literal["weights", "kv_cache", "scheduling"]] | None,
+    Query(description="The parts to wake up. By default all wake up."),
+]
+ClearCache = Annotated[
+    bool, Query(description="Whether the cache is emptied. With keep it has no effect.")
+]
+Level = Annotated[
+    int,
+    Query(
+        ge=0,
+        le=2,
+        description="What is given back: 0 nothing, 1 the memory of the cache and of the weights, "
+        "which stay in host memory, 2 the weights as well: the trainer sends them all again.",
+    ),
+]
+KeepCache = Annotated[
+    Literal["drop", "host", "disk"],
+    Query(
+        description="Where cached prefixes stay while the server sleeps: drop keeps none, host "
+        "keeps them in host memory, disk in --cache-dir."
+    ),
+]
 
 
 def add_trainer(app: FastAPI, service: Service) -> None:
@@ -50,7 +91,7 @@ def add_trainer(app: FastAPI, service: Service) -> None:
     routes = APIRouter(dependencies=[Depends(check)], route_class=BodyRoute)
 
     @routes.post("/pause")
-    async def pause(mode: Mode = "abort", clear_cache: bool = True) -> Json:
+    async def pause(mode: Mode = "abort", clear_cache: ClearCache = True) -> Json:
         async with _refusals():
             await engine.pause_generation(mode, clear_cache)
         return {"status": "paused"}
@@ -66,11 +107,7 @@ def add_trainer(app: FastAPI, service: Service) -> None:
         return {"is_paused": await engine.is_paused()}
 
     @routes.post("/sleep")
-    async def sleep(
-        level: Annotated[int, Query(ge=0, le=2)] = 1,
-        mode: Mode = "abort",
-        keep_cache: Literal["drop", "host", "disk"] = "drop",
-    ) -> Json:
+    async def sleep(level: Level = 1, mode: Mode = "abort", keep_cache: KeepCache = "drop") -> Json:
         async with _refusals():
             await engine.sleep(level, mode, keep_cache)
         return {"status": "sleeping" if level else "paused"}

@@ -255,3 +255,14 @@ def test_a_server_that_has_gone_is_told(browser):
         expect(page.locator("#skipped")).not_to_be_empty()
     expect(page.locator("#problem")).to_have_text("The server does not answer.", timeout=SLOW)
     page.close()
+
+
+def test_the_routes_are_shown_with_the_meaning_of_each_field(server, page):
+    described = json.load(urllib.request.urlopen(f"{server.url}/openapi.json"))
+    page.goto(f"{server.url}/docs")
+    chats = page.locator("#routes section", has_text="POST /v1/chat/completions").first
+    row = chats.locator("tr", has=page.get_by_text("temperature", exact=True))
+    fields = described["components"]["schemas"]["ChatFields"]["properties"]
+    expect(row.locator("td").last).to_have_text(fields["temperature"]["description"])
+    expect(chats.get_by_text("Refused, unless they ask for nothing: ")).to_contain_text("suffix")
+    expect(page.locator("#objects section", has_text="ResponseFormat").first).to_be_visible()

@@ -4,6 +4,8 @@ import asyncio
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
+from unittest import mock
 
 import httpx
 import jsonschema
@@ -15,6 +17,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from pydantic import ValidationError
 
+from docs_tools.reference import escaped, expand
 from megatron_hybrid.serving import fields, rendering, responses
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
@@ -570,6 +573,30 @@ def test_each_field_is_described():
     assert [name for name, field in all_fields.items() if not field.description] == []
     properties = fields.ChatFields.model_json_schema()["properties"]
     assert [name for name, schema in properties.items() if not schema.get("description")] == []
+
+
+def test_the_description_of_each_field_is_that_of_the_docs(call):
+    """`/docs` and docs/reference/http.md show one text, of a trainer's routes, too."""
+    with mock.patch.object(
+        call.service, "config", replace(call.service.config, takes_weights=True)
+    ):
+        described = create_app(call.service).openapi()
+    page = expand(Path("docs/reference/http.md").read_text(encoding="utf-8"))
+    operations = [each for path in described["paths"].values() for each in path.values()]
+    bodies = {
+        each["requestBody"]["content"]["application/json"]["schema"].get("$ref")
+        for each in operations
+        if "requestBody" in each
+    }
+    names = {body.rpartition("/")[2] for body in bodies if body} | {"ResponseFormat", "Function"}
+    assert {"ChatFields", "MessageFields", "UpdateFields"} < names
+    for name in names:
+        for field, schema in described["components"]["schemas"][name]["properties"].items():
+            if (about := schema["description"]) != "It is not supported.":
+                assert f"| `{field}` |" in page and f"| {escaped(about)} |" in page, (name, field)
+    parameters = [each for operation in operations for each in operation.get("parameters", ())]
+    undescribed = {each["name"] for each in parameters if not each.get("description")}
+    assert len(parameters) > 5 and undescribed == set()
 
 
 def test_the_description_of_the_api_is_true(call):

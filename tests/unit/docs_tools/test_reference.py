@@ -28,6 +28,7 @@ from megatron_hybrid.models.config.field_group import FieldGroup
 from megatron_hybrid.serving import fields as http
 from megatron_hybrid.serving.messages import MessageFields
 from megatron_hybrid.serving.responses import ResponseFields
+from megatron_hybrid.serving.trainer_routes import FinishFields, InitFields, UpdateFields
 from megatron_hybrid.training.checkpoints import CheckpointFields
 from megatron_hybrid.training.data.config import DataFields
 from megatron_hybrid.training.lora import LoraFields
@@ -41,6 +42,7 @@ BODIES = (
     *(http.CompletionFields, http.ChatFields, ResponseFields, MessageFields),
     *(http.TokenizeFields, http.DetokenizeFields, http.ExplainFields, http.AbortFields),
     *(http.ResponseFormat, http.StructuredOutputs, http.StreamOptions, http.Function),
+    *(InitFields, UpdateFields, FinishFields),
 )
 
 
