@@ -34,5 +34,10 @@ def on_page_content(html: str, page: Any, files: Any, **_: Any) -> str:
         return f'<a href="{target.url_relative_to(page.file)}">{target.page.title or found[1]}</a>'
 
     parts = _TAG.split(html)
-    parts[::2] = [_PAGE.sub(link, text) for text in parts[::2]]
+    is_link = False
+    for place, part in enumerate(parts):
+        if place % 2:
+            is_link = part.startswith("<a ") or (is_link and part != "</a>")
+        elif not is_link:
+            parts[place] = _PAGE.sub(link, part)
     return "".join(parts)

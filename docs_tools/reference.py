@@ -4,6 +4,7 @@ command_line        every command, from its parser
 fields CLASS        the fields that a class declares itself
 config_groups CLASS the fields of a class's bases, with a heading for each base
 metrics             the metrics of an engine, from the tables that /metrics is made of
+file PATH           a Markdown file outside of docs/, without its title; for pages of docs/reference
 """
 
 from __future__ import annotations
@@ -11,11 +12,20 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Sequence
+from os.path import normpath
+from pathlib import PurePosixPath
 
-from docs_tools.source import Class, read_class, table
+from docs_tools.source import ROOT, Class, read_class, table
 from megatron_hybrid.cli import COMMANDS, command_parser
 
-MARK = re.compile(r"^<!-- generated: (\w+) ?([\w.]*) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- generated: (\w+) ?([\w./]*) -->$", re.MULTILINE)
+PAGES_OF_FILES = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "examples/README.md": "examples.md",
+}
+"""A file -> the page of docs/reference that shows it."""
+_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _METRICS = "megatron_hybrid.inference.metrics"
 
 
@@ -26,6 +36,7 @@ def expand(markdown: str) -> str:
         "fields": lambda name: fields_table(read_class(name), is_json=".serving." in name),
         "config_groups": config_groups,
         "metrics": lambda _: metrics(),
+        "file": file,
     }
     return MARK.sub(lambda found: makers[found[1]](found[2]), markdown)
 
@@ -109,6 +120,25 @@ def metrics() -> str:
     ]
     parts.append(f"## Names of vLLM\n\n{rows_table(('metric', 'the same as'), rows)}")
     return "\n".join(parts)
+
+
+def file(path: str) -> str:
+    """A file without its title. Its links lead to pages of the site; a link to another file of the
+    repository is the path of that file."""
+
+    def link(found: re.Match) -> str:
+        text, target, anchor = found[1], found[2], found[3] or ""
+        if "://" in target:
+            return found[0]
+        place = normpath(PurePosixPath(path).parent / target)
+        if place in PAGES_OF_FILES:
+            return f"[{text}]({PAGES_OF_FILES[place]}{anchor})"
+        if place.startswith("docs/"):
+            return f"[{text}](../{place.removeprefix('docs/')}{anchor})"
+        return code(place + "/" * (ROOT / place).is_dir())
+
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return _LINK.sub(link, text.partition("\n")[2].strip())
 
 
 def rows_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

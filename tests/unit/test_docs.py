@@ -12,7 +12,10 @@ from docs_tools.reference import expand
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SITE = sorted(DOCS.rglob("*.md"))
-PAGES = [*SITE, *ROOT.glob("*.md"), *ROOT.glob("megatron_hybrid/**/*.md")]
+OTHERS = [
+    path for part in ("", "examples/", "megatron_hybrid/**/") for path in ROOT.glob(f"{part}*.md")
+]
+PAGES = [*SITE, *OTHERS]
 MOST_WORDS, MOST_WORDS_OF_A_PAGE = 15_000, 1_200
 
 
@@ -99,6 +102,12 @@ def test_the_site_has_every_page_once():
     named = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert len(named) == len(set(named))
     assert set(named) == {str(page.relative_to(DOCS)) for page in SITE}
+
+
+def test_every_example_is_listed():
+    listed = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    found = {path.name for path in (ROOT / "examples").iterdir()} - {"README.md", "__pycache__"}
+    assert found and [name for name in sorted(found) if f"({name})" not in listed] == []
 
 
 @pytest.mark.parametrize("page", SITE, ids=[str(page.relative_to(DOCS)) for page in SITE])

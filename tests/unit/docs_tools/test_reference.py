@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import megatron_hybrid
-from docs_tools.hook import on_page_markdown
-from docs_tools.reference import MARK, expand
+from docs_tools.hook import on_page_content, on_page_markdown
+from docs_tools.reference import MARK, PAGES_OF_FILES, expand, file
 from docs_tools.source import read_class
 from megatron_hybrid import HybridConfig, InferenceConfig
 from megatron_hybrid.cli import COMMANDS, command_parser
@@ -146,6 +146,24 @@ def test_metrics_are_those_that_are_scraped():
     )
     named = re.findall(r"`((?:vllm:|megatron_hybrid_)\w+)`", expand(page("metrics.md")))
     assert set(named) == set(re.findall(r"^# TYPE (\S+)", scraped, re.MULTILINE))
+
+
+def test_files_of_the_repository_are_pages():
+    assert (REFERENCE.parents[1] / "SECURITY.md").exists()
+    for path, name in PAGES_OF_FILES.items():
+        assert MARK.findall(page(name)) == [("file", path)]
+        assert not file(path).startswith("# ")
+    shown = file("CONTRIBUTING.md")
+    assert (
+        "(../guides/own_model.md#add-a-layer-kind)" in shown
+        and "[CHANGELOG.md](changelog.md)" in shown
+    )
+    assert "`megatron_hybrid/ops/norm/`: the smallest" in shown and "`SECURITY.md`" in shown
+
+
+def test_a_link_has_no_link_in_it():
+    html = '<a href="x">docs/index.md</a> <a id="y"></a>'
+    assert on_page_content(html, None, None) == html
 
 
 def test_a_pipe_in_code_is_shown_without_what_the_table_needs():
