@@ -74,7 +74,7 @@ help:
 	@echo "                   docs/reference/models.md"
 	@echo "make docs          the docs site, in site/; make docs-serve: at port 8001, anew"
 	@echo "                   after each change of a page"
-	@echo "make test-docs     the code blocks of the docs, run on the demo model"
+	@echo "make test-docs     the code blocks of the docs and of README.md, run on the demo model"
 	@echo "make lint          ruff check and format check, types of the public API;"
 	@echo "                   make format: repairs"
 	@echo "make lock          resolve the pins of constraints/ anew"

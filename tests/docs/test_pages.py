@@ -1,4 +1,5 @@
-"""Every block of code in the docs runs on the demo model, or is sound as far as that shows."""
+"""Every block of code in the docs and the README runs on the demo model, or is sound as far as that
+shows."""
 
 import os
 import re
@@ -14,7 +15,8 @@ from doc_blocks import blocks
 from doc_checks import errors_of
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(ROOT.glob("docs/**/*.md"))
+OTHERS = ("README.md", "CONTRIBUTING.md", "examples/README.md")
+PAGES = [*sorted(ROOT.glob("docs/**/*.md")), *(ROOT / name for name in OTHERS)]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 MOST_SECONDS = 60
 """Of a block: ten on a quiet machine."""
