@@ -320,39 +320,40 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         type=int,
         default=256,
         metavar="N",
-        help="Let at most N requests wait beside those that run.",
+        help="Let at most N requests wait in addition to those that run.",
     )
     parser.add_argument(
         "--served-model-name",
         metavar="NAME",
-        help="Clients ask for the model by this name. The default is the name of its folder.",
+        help="Offer the model under this name. The default is the name of its folder.",
     )
     parser.add_argument(
         "--no-kv-events",
         action="store_false",
         dest="kv_events",
-        help="Do not tell the router what is cached. By default it is told.",
+        help="Do not publish KV events. By default the router gets an event for each block that is "
+        "cached or evicted.",
     )
     parser.add_argument(
         "--kv-events-endpoint",
         default="tcp://127.0.0.1:*",
         metavar="ENDPOINT",
-        help="Send KV events here, where Dynamo reads them, and others may. * is any free port.",
+        help="Publish KV events at this endpoint, to Dynamo and other readers. * is any free port.",
     )
     parser.add_argument(
         "--guide-timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="Refuse a JSON schema, a regex or choices that take longer to compile.",
+        help="Refuse a JSON schema, a regex or choices that take longer than this to compile.",
     )
     parser.add_argument(
         "--shutdown-timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="Give running requests this much time to end after SIGTERM. Then the frontend goes on "
-        "with them on other workers, as --migration-limit lets it.",
+        help="Give running requests this much time to end after SIGTERM. After that the frontend "
+        "continues them on other workers, up to --migration-limit.",
     )
     DynamoRuntimeArgGroup().add_arguments(parser)
     options = parser.read(arguments)

@@ -261,41 +261,43 @@ def _left_out_by_null(kind: type[Fields]) -> frozenset[str]:
 
 
 class StreamOptions(Fields):
-    """Of a stream."""
+    """Options of a stream."""
 
     include_usage: bool = False
-    """One more chunk at the end has the usage."""
+    """The stream ends with one more chunk, which has the usage."""
     continuous_usage_stats: bool = False
-    """With `include_usage`, each chunk with tokens has the usage so far."""
+    """With `include_usage`, each chunk with tokens has the usage up to this chunk."""
 
 
 class JsonSchema(Fields):
-    """In a `response_format`."""
+    """The schema of a `response_format`."""
 
     name: str | None = None
-    """A label without an effect."""
+    """A label. It has no effect."""
     schema_: dict[str, Any] | bool = Field(True, alias="schema")
-    """The schema that the answer fits. Keywords that a guide cannot hold are 400."""
+    """The schema that the answer fits. A keyword that a guide cannot enforce is refused with
+    400."""
 
 
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
 
 class ResponseFormat(Fields):
-    """As in OpenAI's API."""
+    """The form that an answer must have, as in OpenAI's API."""
 
     type: Literal[FORMATS]
     """The kind of the format."""
     json_schema: JsonSchema | None = None
-    """The schema. The type json_schema needs it."""
+    """The schema, which the type json_schema needs."""
     format: dict[str, Any] | None = None
-    """The format of a structural tag, as xgrammar has it: texts with tags of a form."""
+    """The format of a structural tag, as xgrammar defines it: a text in which each tag has a given
+    form."""
     structures: list[dict[str, Any]] | None = None
-    """The tags of a structural tag in its older form, which has `triggers`, too."""
+    """The tags of a structural tag in its older form, which also has `triggers`."""
     triggers: list[str] | None = None
     """Texts that begin a tag of `structures`."""
     at_least_one: bool | None = None
-    """Whether one of `structures` has to come."""
+    """Whether the answer must have at least one of `structures`."""
 
     @model_validator(mode="after")
     def _has_schema(self) -> Self:
@@ -320,23 +322,23 @@ Something = Annotated[Object, Field(min_length=1)]
 
 
 class StructuredOutputs(Fields):
-    """As in vLLM's API: one of these. An empty one would say nothing of the answer."""
+    """The form that an answer must have, as in vLLM's API: one of these fields."""
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
 
     json_: Something | bool | Text | None = Field(None, alias="json")
-    """The JSON Schema that the answer fits, as an object or as its text."""
+    """The JSON Schema that the answer fits, as an object or as its JSON text."""
     regex: Text | None = None
     """The regular expression that the whole answer matches."""
     choice: Texts | None = None
-    """Texts of which the answer is one."""
+    """Texts; the answer is one of them."""
     json_object: bool | None = None
-    """Whether the answer is any JSON object."""
+    """Whether the answer is a JSON object, of any schema."""
     grammar: Text | None = None
-    """The grammar in EBNF, as xgrammar reads it, from the rule `root`: at most 64 Ki characters,
-    200 open brackets and 1000 repeats of a part."""
+    """A grammar in EBNF, as xgrammar reads it, that begins with the rule `root`. It has at most 64
+    Ki characters, 200 open brackets and 1000 repeats of a part."""
     structural_tag: Something | Text | None = None
-    """As in `response_format`, as an object or as its text."""
+    """A structural tag as in `response_format`, as an object or as its JSON text."""
 
     @model_validator(mode="after")
     def _knows_all(self) -> Self:
@@ -371,90 +373,96 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
 class SharedFields(Body):
-    """What all routes that generate share."""
+    """Fields of all routes that generate."""
 
     model: str | None = None
     """The name of the served model. It may be left out."""
     temperature: Annotated[float, Field(ge=0)] | None = None
-    """Divides the logits; 0 is greedy. This and the next three are by default those of the model's
-    generation_config.json."""
+    """The logits are divided by this temperature; 0 takes the most likely token. The defaults of
+    this field, `top_p`, `top_k` and `min_p` are those of the model's generation_config.json."""
     top_p: Probability | None = None
-    """Draw from the most likely tokens whose probabilities add up to this; 0 and 1 keep all."""
+    """Tokens are drawn from the most likely ones, whose probabilities add up to this; 0 and 1 keep
+    all tokens."""
     top_k: int | None = None
-    """Draw from so many most likely tokens; 0 and less keep all."""
+    """Tokens are drawn from this many most likely ones; 0 and below keep all tokens."""
     min_p: Probability | None = None
-    """Draw from tokens that are at least this many times as likely as the most likely one."""
+    """Tokens are drawn from those whose probability is at least this part of the highest one."""
     presence_penalty: Penalty | None = None
-    """Subtracted from the logits of tokens that the answer has."""
+    """This penalty is subtracted from the logits of tokens that the answer has."""
     frequency_penalty: Penalty | None = None
-    """Subtracted for each time that the answer has a token."""
+    """This penalty is subtracted from the logit of a token as often as the answer has the token."""
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    """Divides positive logits of tokens in prompt or answer, and multiplies negative ones."""
+    """Of tokens in the prompt or the answer, positive logits are divided by this penalty, and
+    negative ones multiplied."""
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = None
-    """What is added to the logits of tokens, by their ids."""
+    """Token ids, each with a number that is added to the token's logit."""
     min_tokens: Count | None = None
-    """No stop token ends an answer that has fewer tokens; texts of `stop` still do."""
+    """No stop token ends an answer with fewer tokens than this; a text of `stop` still does."""
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None  # exact as floats
-    """The seed of the draws: equal requests with equal seeds draw alike. -1 is a seed as any other.
-    By default each request has another one."""
+    """The seed of the random draws: equal requests with equal seeds draw equal tokens. -1 is a seed
+    like any other. By default each request has its own seed."""
     stop: Annotated[str, Field(max_length=1024)] | Words | None = None
-    """Texts that end the answer. An empty text is none; one in a list is 400."""
+    """Texts that end the answer. An empty text has no effect; an empty text in a list is refused
+    with 400."""
     stop_token_ids: Annotated[list[Token], Field(max_length=1024)] | None = None
-    """Tokens that end the answer, beside the model's own."""
+    """Tokens that end the answer, in addition to the model's own stop tokens."""
     include_stop_str_in_output: bool = False
-    """Show the text of `stop` that ended the answer."""
+    """The answer includes the text of `stop` that ended it."""
     ignore_eos: bool = False
-    """Go on past the model's own stop tokens."""
+    """The model's own stop tokens do not end the answer."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of texts. If false, texts have all but the stop token that ends an
-    answer."""
+    """Texts leave out special tokens. If false, texts include them, except the stop token that ends
+    an answer."""
     structured_outputs: StructuredOutputs | None = None
-    """What the answer may look like. 400 beside another field that says so."""
+    """The form that the answer must have. It is refused with 400 beside another field that sets a
+    form."""
     stream: bool = False
-    """Answer with server-sent events."""
+    """The answer is sent as server-sent events."""
     cache_salt: Text | None = None
     """Prefixes are shared among equal salts only."""
     cache_breakpoints: list[Count] | None = None
     """Positions in the prompt, in tokens, where a state is worth keeping, such as the end of a
     shared document."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    """Keep so many tokens of the prompt; -1: as many as there is room for beside the answer."""
+    """The prompt is cut to this many tokens; -1 keeps as many as leave room for the answer."""
     truncation_side: Literal["left", "right"] = "left"
-    """Where the prompt is cut: left keeps its last tokens, right its first."""
+    """The end at which the prompt is cut: left keeps its last tokens, right its first."""
     allowed_token_ids: list[Token] | None = None
-    """No other token is drawn, so stop tokens belong to them. 400 beside a guide."""
-    bad_words: Words | None = None
-    """Words that do not come: the last token of one, as the tokenizer writes it with and without a
-    space before it, is not drawn behind the others. The same word in other tokens may come. 400
+    """Only these tokens are drawn, so the list has to include stop tokens. It is refused with 400
     beside a guide."""
+    bad_words: Words | None = None
+    """Words that the answer must not have. Each word is tokenized with and without a space before
+    it, and its last token is not drawn after the others. The same word can still appear as other
+    tokens. The field is refused with 400 beside a guide."""
     num_speculative_tokens: Count | None = None
-    """At most so many drafts of a step, where the server drafts; 0: none. Answers are the same."""
+    """The most drafts of this request in a step, if the server speculates; 0 turns drafts off.
+    Answers are the same."""
     priority: int = 0
     """Lower ones start first among those that wait."""
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """A label, in place of the header X-Request-Id. Several requests may have the same; /abort ends
-    those of the own key."""
+    """A label of the request, which replaces the header X-Request-Id. Several requests may have the
+    same label; /abort ends those that have the caller's API key."""
 
 
 class GenerationFields(SharedFields):
-    """What completions and chats share."""
+    """Fields of completions and chats."""
 
     n: Positive = 1
     """Answers to each prompt. Each counts as a request."""
     response_format: ResponseFormat | None = None
-    """What the answer may look like, as in OpenAI's API."""
+    """The form that the answer must have, as in OpenAI's API."""
     stream_options: StreamOptions | None = None
-    """400 without `stream`."""
+    """Options of a stream. They are refused with 400 without `stream`."""
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """Log-probabilities of the prompt's tokens, with so many of the most likely ones at each place.
-    All of the prompt is computed. `rank` is null for a token that is not among them. 400 in a
-    stream."""
+    """The answer has log-probabilities of the prompt's tokens, with this many most likely tokens at
+    each position. The whole prompt is computed. A prompt token that is not among the most likely
+    ones has the `rank` null. The field is refused with 400 in a stream."""
     return_token_ids: bool = False
-    """Answers have `token_ids` and `weight_epochs`, the weights that drew each token, and
-    `prompt_token_ids`: of each choice of a completion, once of a chat, and in the first chunk of a
+    """The answer has `token_ids`; `weight_epochs`, which tell the weights that drew each token; and
+    `prompt_token_ids`: in each choice of a completion, once in a chat, and in the first chunk of a
     stream."""
     return_tokens_as_token_ids: bool = False
-    """Log-probabilities name all tokens `token_id:N`."""
+    """Log-probabilities name every token as `token_id:N`."""
 
     @property
     def stops(self) -> list[str]:
@@ -500,33 +508,35 @@ class CompletionFields(GenerationFields):
     """Body of /v1/completions."""
 
     prompt: str | Tokens | Texts | Annotated[list[Tokens], Field(min_length=1)]
-    """A text, several, token ids, or several lists of them."""
+    """A text, a list of texts, a list of token ids, or a list of lists of token ids."""
     max_tokens: Count | None = 16
-    """Most tokens of an answer; 0 computes the prompt alone; null: what there is room for."""
+    """The most tokens of an answer. 0 computes the prompt alone; null allows as many as there is
+    room for."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """Log-probabilities of the answer's tokens, with so many of the most likely ones.
-    `top_logprobs` has the drawn token, too. A part of a character is named by its bytes,
-    `bytes:\\xe2`; of several tokens with one text the others are named `token_id:N`."""
+    """The answer has log-probabilities of its tokens, with this many most likely tokens at each
+    position. `top_logprobs` includes the drawn token. A token that is a part of a character is
+    named by its bytes, such as `bytes:\\xe2`. If several tokens have the same text, all but one are
+    named `token_id:N`."""
     echo: bool = False
-    """The prompt comes before the answer, in a stream as its first chunk. 400 with `logprobs` in a
-    stream."""
+    """The text of the answer begins with the prompt; a stream sends the prompt as its first chunk.
+    The field is refused with 400 in a stream with `logprobs`."""
     add_special_tokens: bool = True
-    """Put the tokenizer's special tokens, such as that of the beginning, around a prompt that is a
-    text."""
+    """The tokenizer's special tokens, such as a token of the beginning, are added to a prompt that
+    is a text."""
 
     @property
     def num_top(self) -> int | None:
-        """As of all."""
+        """See the base class."""
         return self.logprobs
 
     @property
     def scores_prompt(self) -> bool:
-        """As of all; `echo` shows those of the prompt, too."""
+        """See the base class. `echo` shows those of the prompt, too."""
         return super().scores_prompt or (self.echo and self.logprobs is not None)
 
     @property
     def caller_names(self) -> dict[str, str]:
-        """As of all."""
+        """See the base class."""
         return super().caller_names | {"prompt": "prompt", "top_n_logprobs": "logprobs"}
 
     def check(self) -> None:
@@ -537,14 +547,14 @@ class CompletionFields(GenerationFields):
 
 
 class Function(Fields):
-    """That an answer may call."""
+    """A function that an answer may call."""
 
     name: Text
     """The name of the function."""
     description: str | None = None
-    """What the function does, for the model."""
+    """A description of the function, for the model."""
     parameters: dict[str, Any] | None = None
-    """The JSON Schema of the arguments. `$ref` leads to its own definitions."""
+    """The JSON Schema of the arguments. A `$ref` may refer to definitions in the same schema."""
 
 
 class Tool(Fields):
@@ -566,44 +576,47 @@ _OF_TEMPLATE = frozenset(
 
 
 class SharedTemplateFields(Body):
-    """What all routes with chats say of the template."""
+    """Fields of the chat template, on all routes with chats."""
 
     chat_template: Text | None = None
-    """Jinja template in place of the model's, which shows the form of calls and reasoning, too. 400
-    unless the server has --trust-request-chat-template."""
+    """A Jinja template that replaces the model's. Calls and reasoning in answers are read in the
+    form of this template. It is refused with 400 unless the server has
+    --trust-request-chat-template."""
     chat_template_kwargs: Object | None = None
-    """Variables of the template. They win over those of `reasoning_effort`. Names of other fields,
-    such as tools, are 400."""
+    """Variables of the template. They take precedence over the variables of `reasoning_effort`.
+    Names of other fields, such as tools, are refused with 400."""
     documents: list[Object] | None = None
-    """Documents for templates that show them."""
+    """Documents for a template that shows documents."""
 
 
 class SharedChatFields(SharedTemplateFields, SharedFields):
-    """What all routes that answer chats share."""
+    """Fields of all routes that answer chats."""
 
     tool_choice: str | Object | None = None
-    """auto, none, required, or a function by its name. The last two guide the answer; a name has
-    one call."""
+    """auto, none, required, or the name of a function. required and a name guide the answer; a name
+    allows one call."""
     parallel_tool_calls: bool = True
-    """If false, calls behind the first one are left out."""
+    """If false, the answer has its first call alone."""
     thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
-    """After so many tokens of reasoning its end is drawn, such as </think>; -1: no limit. 400 for
-    models without reasoning between two tokens, and beside `allowed_token_ids`."""
+    """The most tokens of reasoning; after them the token that ends reasoning, such as </think>, is
+    drawn. -1 sets no limit. The field is refused with 400 for a model whose reasoning is not
+    between two tokens, and beside `allowed_token_ids`."""
 
 
 class TemplateFields(SharedTemplateFields):
-    """What a chat's template writes."""
+    """Fields of the prompt that the chat template writes."""
 
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     """The messages of the chat."""
     add_generation_prompt: bool = True
-    """Write the beginning of the assistant's answer behind the messages."""
+    """The template writes the beginning of the assistant's answer after the messages."""
     continue_final_message: bool = False
-    """The answer goes on with the last message, which is the assistant's."""
+    """The answer continues the last message, which must be the assistant's."""
     reasoning_effort: str | None = None
-    """Goes to the template, with `enable_thinking` and `thinking`, which are false for none."""
+    """A variable of the template. It also sets the variables `enable_thinking` and `thinking`,
+    which are false if it is none."""
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    """Functions that the answer may call: at most 262,144 characters of JSON."""
+    """Functions that the answer may call, in at most 262,144 characters of JSON."""
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -638,24 +651,26 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
     """Body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    """The messages of the chat. A list of texts as `content` is joined by newlines, or given as
-    parts to a template that writes parts; others, such as images, are 400. The role developer is
-    the system's where the template has no developer. `reasoning` of the assistant's messages goes
-    to the template."""
+    """The messages of the chat. A `content` that is a list of texts is joined by newlines, or
+    passed as parts to a template that writes parts. Other parts, such as images, are refused with
+    400. If the template has no role developer, such a message gets the role system. The template
+    gets the `reasoning` of the assistant's messages."""
     max_tokens: Count | None = None
     """The older name of `max_completion_tokens`."""
     max_completion_tokens: Count | None = None
-    """Most tokens of an answer, reasoning included; by default what there is room for."""
+    """The most tokens of an answer, reasoning included. By default an answer has as many as there
+    is room for."""
     logprobs: bool = False
     """Whether the answer's tokens have log-probabilities."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """With so many of the most likely tokens at each place. 400 without `logprobs`."""
+    """The number of most likely tokens that are shown at each position. The field is refused with
+    400 without `logprobs`."""
     echo: bool = False
-    """The assistant's last message comes before the answer."""
+    """The text of the answer begins with the assistant's last message."""
 
     @property
     def num_top(self) -> int | None:
-        """As of all."""
+        """See the base class."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -687,12 +702,12 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
 
     @property
     def guide_names(self) -> list[str]:
-        """As of all, and the choice of a tool."""
+        """See the base class; also the choice of a tool."""
         return super().guide_names + (["tool_choice"] if self.required_tools else [])
 
     @property
     def caller_names(self) -> dict[str, str]:
-        """As of all."""
+        """See the base class."""
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return super().caller_names | {"prompt": "messages", "num_tokens_to_generate": limit}
 
@@ -725,11 +740,11 @@ class TokenizeFields(TemplateFields):
     model: str | None = None
     """The name of the served model. It may be left out."""
     prompt: str | None = None
-    """A text. Give it or `messages`."""
+    """A text. Give either this field or `messages`."""
     add_special_tokens: bool = True
-    """Put the tokenizer's special tokens around `prompt`."""
+    """The tokenizer's special tokens are added to `prompt`."""
     return_token_strs: bool = False
-    """Also tell the text of each token."""
+    """The answer also has the text of each token."""
 
 
 class DetokenizeFields(Body):
@@ -740,7 +755,7 @@ class DetokenizeFields(Body):
     tokens: list[Token]
     """The token ids."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """The text leaves out special tokens."""
 
 
 class ExplainFields(TokenizeFields):
@@ -757,4 +772,5 @@ class AbortFields(Body):
     """Body of /abort."""
 
     request_id: str
-    """The id of the requests to end: the header X-Request-Id, or the field of this name."""
+    """The label of the requests to end, from their header X-Request-Id or their field
+    `request_id`."""

@@ -47,38 +47,41 @@ _SIGNATURE = "mh1"
 
 
 class MessageTool(Fields):
-    """A function, as this route has it."""
+    """A function that an answer may call, in the form of this route."""
 
     type: Literal["custom"] | None = None
-    """The kind of the tool. Anthropic's own tools are 400."""
+    """The kind of the tool. Anthropic's own tools are refused with 400."""
     name: Annotated[str, Field(min_length=1)]
     """The name of the function."""
     description: str | None = None
-    """What the function does, for the model."""
+    """A description of the function, for the model."""
     input_schema: dict[str, Any]
     """The JSON Schema of the arguments."""
 
 
 class PromptFields(Fields):
-    """What a prompt is made of: the body of /v1/messages/count_tokens."""
+    """Fields of a prompt: the body of /v1/messages/count_tokens."""
 
     model: str | None = None
     """The name of the served model. It may be left out."""
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    """The messages of the user and the assistant: texts, thinking, uses of tools and their results.
-    Images and documents are 400. `cache_control` changes nothing: all prompts are cached."""
+    """The messages of the user and the assistant: texts, thinking, uses of tools and results of
+    tools. Images and documents are refused with 400. `cache_control` has no effect: all prompts are
+    cached."""
     system: str | list[dict[str, Any]] | None = None
-    """Instructions, before the messages."""
+    """Instructions, which stand before the messages."""
     tools: list[MessageTool] | None = None
     """Functions that the answer may call."""
     tool_choice: dict[str, Any] | None = None
-    """Its `type` is auto, any, tool or none; `disable_parallel_tool_use` leaves one call."""
+    """An object whose `type` is auto, any, tool or none. With `disable_parallel_tool_use` the
+    answer has one call at most."""
     thinking: dict[str, Any] | None = None
-    """The types enabled and adaptive set `enable_thinking` and `thinking` of the template, disabled
-    unsets them; `budget_tokens` is the `thinking_token_budget` of chats."""
+    """An object. The types enabled and adaptive set the template's variables `enable_thinking` and
+    `thinking`; the type disabled sets them to false. `budget_tokens` is the `thinking_token_budget`
+    of chats."""
     output_config: dict[str, Any] | None = None
-    """`effort` is the `reasoning_effort` of chats, and `format` a JSON Schema that the answer
-    fits."""
+    """An object: `effort` is the `reasoning_effort` of chats, and `format` has a JSON Schema that
+    the answer fits."""
 
     def to_chat(self, **more: Any) -> ChatFields:
         """The same as a chat.
@@ -130,24 +133,24 @@ class MessageFields(PromptFields):
     """Body of /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    """Most tokens of the answer, thinking included."""
+    """The most tokens of the answer, thinking included."""
     temperature: float | None = None
-    """As of chats."""
+    """The same as in chats."""
     top_p: float | None = None
-    """As of chats."""
+    """The same as in chats."""
     top_k: int | None = None
-    """As of chats."""
+    """The same as in chats."""
     stop_sequences: list[str] | None = None
     """Texts that end the answer."""
     stream: bool = False
-    """Answer with Anthropic's events."""
+    """The answer is sent as Anthropic's events."""
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     """As of chats."""
     priority: int = 0
     """As of chats."""
 
     def to_chat(self, **more: Any) -> ChatFields:
-        """As of all."""
+        """See the base class."""
         same = ("temperature", "top_p", "top_k", "stream", "cache_salt", "priority")
         given = {name: getattr(self, name) for name in same}
         stops = self.stop_sequences or None
@@ -159,7 +162,7 @@ class MessageChat(ChatFields):
 
     @property
     def caller_names(self) -> dict[str, str]:
-        """As of all."""
+        """See the base class."""
         names = super().caller_names | {"num_tokens_to_generate": "max_tokens"}
         names |= {"stop_words": "stop_sequences", "thinking_budget": "thinking"}
         return {name: CHAT_NAMES.get(given, given) for name, given in names.items()}

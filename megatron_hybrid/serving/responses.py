@@ -62,7 +62,7 @@ UNSUPPORTED: dict[str, tuple] = {
 }
 """Fields without an effect here -> values that ask for nothing, beside null."""
 LIMITS = ("max_tokens", "max_completion_tokens")
-"""Names of `max_output_tokens` elsewhere: they may say the same."""
+"""Other names of `max_output_tokens`. A body may have several of them, with one value."""
 CHAT_NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
@@ -73,29 +73,30 @@ CHAT_NAMES = {
 
 
 class FlatTool(Function):
-    """A function, as this route has it."""
+    """A function that an answer may call, in the form of this route."""
 
     type: Literal["function"]
     """The kind of the tool."""
 
 
 class TextOptions(Fields):
-    """What the answer's text looks like."""
+    """The form of the answer's text."""
 
     format: Object | None = None
-    """`type` is one of those of `response_format` in chats; a schema stands beside it."""
+    """An object with the `type` of a `response_format` in chats. A schema is a field beside the
+    type."""
 
     @classmethod
     def refused(cls) -> dict[str, tuple]:
-        """As of all."""
+        """See the base class."""
         return {"verbosity": ("medium",)}
 
 
 class ReasoningOptions(Fields):
-    """How the model thinks."""
+    """Options of the model's reasoning."""
 
     effort: str | None = None
-    """The `reasoning_effort` of chats. There are no summaries."""
+    """The same as `reasoning_effort` of chats. There are no summaries of the reasoning."""
 
 
 def _item(kind: str, required: Sequence[str], **properties: Any) -> Json:
@@ -131,28 +132,28 @@ class ResponseFields(SharedChatFields):
     """Body of /v1/responses."""
 
     input: str | Annotated[list[Item], Field(min_length=1)]
-    """The user's text, or all items of the conversation. Reasoning, a text and calls in a row
-    are one message of the assistant's, as the model wrote it."""
+    """The user's text, or all items of the conversation. Consecutive items of reasoning, text and
+    calls become one message of the assistant's, as the model wrote it."""
     instructions: str | None = None
-    """The system's message, before `input`."""
+    """A message of the role system, before `input`."""
     max_output_tokens: Count | None = None
-    """Most tokens of the answer, reasoning included."""
+    """The most tokens of the answer, reasoning included."""
     tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
     """Functions that the answer may call."""
     text: TextOptions | None = None
-    """What the answer's text looks like."""
+    """The form of the answer's text."""
     reasoning: ReasoningOptions | None = None
-    """How the model thinks."""
+    """Options of the model's reasoning."""
     include: list[Literal["reasoning.encrypted_content"]] | None = None
-    """Reasoning comes back in a form that the next request may send. It is encoded, not encrypted:
-    `content` shows the same."""
+    """The answer has its reasoning in a form that the next request may send back. The reasoning is
+    encoded, not encrypted: `content` shows the same text."""
     metadata: Object | None = None
-    """A label without an effect."""
+    """Labels. They have no effect."""
 
     @classmethod
     @cache
     def refused(cls) -> dict[str, tuple]:
-        """As of all."""
+        """See the base class."""
         known = nothing_of(ChatFields) | UNSUPPORTED_ANYWHERE | UNSUPPORTED | STATEFUL
         used = {*cls.model_fields, *LIMITS, "stream_options"}  # OpenAI's: padding
         return {name: nothing for name, nothing in known.items() if name not in used}
@@ -212,7 +213,7 @@ class ResponseChat(ChatFields):
 
     @property
     def caller_names(self) -> dict[str, str]:
-        """As of all."""
+        """See the base class."""
         names = super().caller_names | {"num_tokens_to_generate": "max_output_tokens"}
         return {name: CHAT_NAMES.get(given, given) for name, given in names.items()}
 
