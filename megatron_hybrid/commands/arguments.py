@@ -10,12 +10,12 @@ from typing import Any
 
 GIVE_MODEL = "give a model, as MODEL or as --model MODEL"
 MODEL_HELP = (
-    "The model: a checkpoint folder, of this package or from Hugging Face, or 'demo', the small "
-    "model in the package."
+    "Load this model: a checkpoint folder, of this package or from Hugging Face, or 'demo', the "
+    "small model in the package."
 )
 PLANNED_MODEL_HELP = (
-    "The model: a checkpoint folder, a config.json, the name of a recipe in the package such as "
-    "nemotron_h_8b, a recipe's YAML file that sets model.vocab_size, or 'demo'."
+    "Take this model: a checkpoint folder, a config.json, the name of a recipe in the package "
+    "such as nemotron_h_8b, a recipe's YAML file that sets model.vocab_size, or 'demo'."
 )
 
 
@@ -80,7 +80,10 @@ def add_model(
         "model", nargs="?", metavar="MODEL", action=_Model, default=argparse.SUPPRESS, help=about
     )
     parser.add_argument(
-        "--model", action=_Model, default=default, help="The model, in place of the argument MODEL."
+        "--model",
+        action=_Model,
+        default=default,
+        help="Name the model by this option, in place of the argument MODEL.",
     )
 
 
@@ -96,8 +99,8 @@ def add_state_encoding(parser: argparse.ArgumentParser) -> None:
         "--state-encoding",
         default="exact",
         metavar="ENCODING",
-        help="The number format of cached recurrent states: exact keeps all bits, bf16 and int8 "
-        "round, so that more states fit.",
+        help="Store cached recurrent states in this number format: exact keeps all bits; bf16 and "
+        "int8 round them, so that more states fit.",
     )
 
 
@@ -111,7 +114,8 @@ def add_chat_template(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat-template",
         metavar="FILE",
-        help="Write chats by the Jinja template in this file, in place of the model's own.",
+        help="Write chats by the Jinja template in this file, in place of the model's own "
+        "template.",
     )
 
 
@@ -120,58 +124,59 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument(
         "--device",
-        help="Run the model on this device, such as cpu, cuda or cuda:1. The default is cuda, if "
+        help="Run the model on this device, such as cpu, cuda or cuda:1. The default is cuda if "
         "there is a GPU, else cpu.",
     )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="Convert the weights to this number format. By default they stay as saved on a GPU, "
-        "and are float32 on a CPU.",
+        help="Convert the weights to this number format. By default they keep their saved format "
+        "on a GPU, and are float32 on a CPU.",
     )
     parser.add_argument(
         "--context",
         default="8192",
         metavar="TOKENS",
-        help="A prompt and its answer have at most this many tokens, such as 4096, 100k (100,000) "
-        "or 1M (max_sequence_length).",
+        help="Allow a prompt and its answer at most this many tokens together, such as 4096, 100k "
+        "(100,000) or 1M (max_sequence_length).",
     )
     parser.add_argument(
         "--mode",
         default="restore",
-        help="What the cache does for prompts that begin alike. restore: what was computed before "
-        "is not computed again. memory_only: it is computed again, but takes its memory once. off: "
-        "nothing is cached (prefix_caching).",
+        help="Reuse the shared beginnings of prompts in this way. restore computes a shared "
+        "beginning once. memory_only computes it for each prompt, but stores its keys and "
+        "values once. off shares nothing (prefix_caching).",
     )
     parser.add_argument(
         "--cache-mib",
         type=int,
         metavar="MIB",
-        help="The cache has this size in MiB. It holds the keys and values of attention, and saved "
-        "states (cache_bytes). The default is what the device has left, times --memory-fraction.",
+        help="Give the cache this size, in MiB. It holds the keys and values of attention, and "
+        "saved states (cache_bytes). The default follows from --memory-fraction.",
     )
     parser.add_argument(
         "--memory-fraction",
         type=float,
         default=0.9,
         metavar="PART",
-        help="Without --cache-mib, the cache takes this part, up to 1, of the memory that the "
-        "model leaves; on a CPU at most a quarter of what is available (memory_fraction).",
+        help="Without --cache-mib, give the cache this part, up to 1, of the memory that the "
+        "model leaves free; on a CPU at most a quarter of the available memory (memory_fraction).",
     )
     parser.add_argument(
         "--host-cache-mib",
         type=int,
         default=0,
         metavar="MIB",
-        help="Keep what the cache has no room for in this much host memory, in MiB; 0 drops it "
+        help="Keep evicted states, keys and values in this much host memory, in MiB; 0 keeps none "
         "(host_cache_bytes).",
     )
     add_state_encoding(parser)
     parser.add_argument(
         "--cache-dir",
         metavar="FOLDER",
-        help="Save the cache in this folder at the end, and begin with what is saved there: "
-        "prompts of at least 16 tokens. Each rank has a folder in it. By default nothing is saved.",
+        help="Save the cache in this folder at the end, and start with the cache that is saved "
+        "there. Prompts of fewer than 16 tokens are not saved. Each rank has its own folder "
+        "in this one. By default nothing is saved.",
     )
 
 
@@ -188,41 +193,42 @@ def add_served_engine(parser: argparse.ArgumentParser) -> None:
         "--speculation",
         default="off",
         metavar="HOW",
-        help="Guess the next tokens of answers and check several in a step; answers are the same. "
-        "lookup guesses what followed the same tokens before. mtp guesses by the part of the model "
-        "for multi-token prediction, if it has one. off guesses nothing.",
+        help="Draft the next tokens of answers, and check several drafts in a step; answers are "
+        "the same. lookup drafts the tokens that followed the same tokens before. mtp drafts "
+        "by the model's part for multi-token prediction, if the model has one. off drafts "
+        "nothing.",
     )
     parser.add_argument(
         "--num-speculative-tokens",
         type=int,
         default=3,
         metavar="N",
-        help="With --speculation lookup or mtp, guess at most N tokens at a time.",
+        help="With --speculation lookup or mtp, draft at most N tokens of a request in a step.",
     )
     parser.add_argument(
         "--cuda-graphs",
         action="store_true",
-        help="Record the steps that generate a token as CUDA graphs, and replay them. A GPU then "
-        "waits less for Python. By default they are not recorded.",
+        help="Capture the steps that only generate tokens as CUDA graphs, and replay these. A GPU "
+        "then waits less for Python. By default no graphs are captured.",
     )
     parser.add_argument(
         "--no-warm-up",
         action="store_false",
         dest="warm_up",
-        help="Start at once. Kernels are then compiled when requests first need them, which wait "
-        "for that. By default a GPU compiles them before the first request (warm_up).",
+        help="Start without a warm-up: the first requests then wait until their kernels are "
+        "compiled. By default a GPU compiles kernels before the first request (warm_up).",
     )
     parser.add_argument(
         "--logprobs-mode",
         default="raw_logprobs",
         metavar="MODE",
-        help="Answer with these log-probabilities. raw_logprobs: the model's own. "
-        "processed_logprobs: those of the distribution that tokens are drawn from, with the "
-        "request's temperature and so on (logprobs_mode).",
+        help="Return log-probabilities of this kind. raw_logprobs are the model's own. "
+        "processed_logprobs are those of the distribution that tokens are drawn from, after "
+        "the request's temperature and other sampling parameters (logprobs_mode).",
     )
 
 
-PYTHON_NAMES = "A name in brackets is that of the setting in Python, which errors use."
+PYTHON_NAMES = "A name in brackets is the name of the setting in Python; errors use this name."
 
 
 def inference_config(options: argparse.Namespace, **fields: Any):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_hybrid.commands.arguments import check_file, whole_number
 
-HELP = "Put load on a server of OpenAI's API, and measure throughput, latencies and reuse."
+HELP = "Put load on a server with OpenAI's API, and measure throughput, latencies and reuse."
 
 
 def request_rate(text: str) -> float | None:
@@ -27,8 +27,8 @@ def request_rate(text: str) -> float | None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Requests are sent as streams. Ctrl-C prints what was measured until then. The exit status "
-        "is 1 if a request failed."
+        "Requests are sent as streams. Ctrl-C ends the run and prints the results so far. The "
+        "exit status is 1 if a request failed."
     )
     parser.add_argument(
         "prompts",
@@ -40,18 +40,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base-url",
         metavar="URL",
         default="http://127.0.0.1:8000",
-        help="The server is at this address.",
+        help="Send requests to the server at this address.",
     )
     parser.add_argument(
         "--model",
         dest="served_model",
         metavar="NAME",
-        help="Ask for the model that the server has under this name. The default is its first.",
+        help="Ask for the model that the server has under this name. The default is the server's "
+        "first model.",
     )
     parser.add_argument(
         "--api-key",
         metavar="KEY",
-        help="Send this API key. The default is that of OPENAI_API_KEY, if it is set.",
+        help="Send this API key. The default is the value of the environment variable "
+        "OPENAI_API_KEY, if it is set.",
     )
     parser.add_argument(
         "--num-prompts",
@@ -64,9 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=request_rate,
         default=math.inf,
         metavar="RATE",
-        help="Send RATE requests a second, at random times (a Poisson process). With inf, which is "
-        "the default, they are sent as soon as --max-concurrency allows; with recorded, at the "
-        "times that `arrival` has in the file.",
+        help="Send RATE requests a second, at random times (a Poisson process). inf, the default, "
+        "sends each request as soon as --max-concurrency allows. recorded sends each request "
+        "at the time of its `arrival` in the file.",
     )
     parser.add_argument(
         "--max-concurrency",
@@ -86,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ignore-eos",
         action="store_true",
-        help="Let each answer have as many tokens as it may, past the token that ends texts.",
+        help="Let each answer continue past the model's stop tokens, up to its limit.",
     )
     parser.add_argument(
         "--temperature",
@@ -98,11 +100,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--vocab-size",
         type=whole_number,
         metavar="N",
-        help="Take token ids of the file modulo N, where they are too large for the model. By "
-        "default they are sent as they are.",
+        help="Send token ids of the file modulo N, if they are too large for the model. By "
+        "default token ids are sent unchanged.",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="Draw the random times of --request-rate from this."
+        "--seed",
+        type=int,
+        default=0,
+        help="Draw the random times of --request-rate from this seed.",
     )
     parser.add_argument(
         "--json",

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature",
         type=float,
-        help="Divide the model's scores by this before a token is drawn; 0 always takes the most "
+        help="Divide the logits by this before a token is drawn; 0 always takes the most "
         "likely token. The default is the model's own (generation_config.json), else 1.",
     )
     add_chat_template(parser)

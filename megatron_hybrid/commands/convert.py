@@ -9,8 +9,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="Read this checkpoint folder, of any of these kinds. Of a training run's folder the "
-        "newest checkpoint is read.",
+        help="Read this checkpoint folder, of any of these kinds. In the folder of a training "
+        "run, the newest checkpoint is read.",
     )
     parser.add_argument(
         "target", metavar="TARGET", help="Write to this folder, which must be new or empty."
@@ -19,21 +19,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         choices=("ours", "huggingface", "torch_dist"),
         default="ours",
-        help="Write a checkpoint of this kind. ours is that of this package; huggingface is the "
-        "architecture that the model came from; torch_dist is for Megatron-LM, if megatron-core's "
-        "hybrid models can hold the model.",
+        help="Write a checkpoint of this kind. ours is the form of this package; huggingface is "
+        "that of the architecture that the model came from; torch_dist is for Megatron-LM, "
+        "if megatron-core's hybrid models can hold the model.",
     )
     parser.add_argument(
         "--huggingface-config",
         metavar="FOLDER",
         help="Take the tokenizer and the size of the vocabulary from this folder, which has a "
-        "Hugging Face model of the same architecture. --to huggingface needs it for weights that "
-        "were trained here or by Megatron-LM.",
+        "Hugging Face model of the same architecture. --to huggingface needs this for "
+        "weights that were trained here or by Megatron-LM.",
     )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="Write weights in this number format. The default is that of the source.",
+        help="Write weights in this number format. The default is the format of the source.",
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_hybrid.commands.arguments import PYTHON_NAMES, add_engine, add_prompts, make_engine
 
-HELP = "Tell how much of a prompt a cache would skip, and why not more."
+HELP = "Show how much of a prompt the cache would skip, and why not more."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ import sys
 
 from megatron_hybrid.commands.arguments import PYTHON_NAMES, add_engine, add_prompts, make_engine
 
-HELP = "Continue your own text, and tell what the cache reused of it."
+HELP = "Continue your own text, and show how much of it the cache reused."
 _DEFAULT = "The default is the model's own (generation_config.json), else"
 
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature",
         type=float,
-        help="Divide the model's scores by this before a token is drawn; 0 always takes the most "
+        help="Divide the logits by this before a token is drawn; 0 always takes the most "
         f"likely token. {_DEFAULT} 1.",
     )
     parser.add_argument(
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed",
         type=int,
-        help="Draw the tokens of every answer from this seed. By default each prompt has another "
+        help="Draw the tokens of every answer from this seed. By default each prompt has its own "
         "seed, which is the same in every run.",
     )
     add_engine(parser)

@@ -2,7 +2,7 @@
 
 import argparse
 
-HELP = "Print a Grafana dashboard over the metrics of a server, as JSON."
+HELP = "Print a Grafana dashboard of a server's metrics, as JSON."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

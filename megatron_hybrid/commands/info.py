@@ -2,7 +2,7 @@
 
 import argparse
 
-HELP = "Tell which libraries are installed, and which of them serves each operation."
+HELP = "Show which libraries are installed, and which library serves each operation."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

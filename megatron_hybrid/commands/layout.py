@@ -21,7 +21,7 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         LAYOUT.items(),
         (
             "Split every layer over this many ranks, one GPU each",
-            "Split the layers into this many stages, of as many ranks each as --tp says",
+            "Split the layers into this many stages, each of which has the ranks of --tp",
             "Split the experts of each layer over this many ranks",
         ),
     ):

@@ -20,44 +20,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=gigabytes,
         metavar="GB",
-        help="The device has this much memory, in GB (10^9 bytes). Needed without --device.",
+        help="Plan for a device with this much memory, in GB (10^9 bytes). This is needed without "
+        "--device.",
     )
     parser.add_argument(
         "--device",
         metavar="NAME",
-        help="Plan for an a100, h100, h200 or b200: for its memory, and with bounds of the times "
+        help="Plan for the memory of an a100, h100, h200 or b200, and compute bounds of the times "
         "of prefill and decode.",
     )
     parser.add_argument(
         "--flops",
         type=float,
         metavar="TFLOPS",
-        help="The device computes this many TFLOP/s (dense, bf16), in place of what --device says.",
+        help="Assume that the device computes this many TFLOP/s (dense, bf16), in place of the "
+        "value for --device.",
     )
     parser.add_argument(
         "--bandwidth",
         type=float,
         metavar="TBS",
-        help="The device reads this many TB/s of memory, in place of what --device says.",
+        help="Assume that the device reads this many TB/s of memory, in place of the value for "
+        "--device.",
     )
     parser.add_argument(
         "--context",
         default="8000",
         metavar="TOKENS",
-        help="A request has this many tokens, such as 4096, 100k (100,000) or 1M.",
+        help="Plan for requests of this many tokens, such as 4096, 100k (100,000) or 1M.",
     )
     parser.add_argument(
         "--weights",
         choices=("fp8", "int8", "int4", "nvfp4"),
         help="Count the weights of the layers in this format, as megatron-hybrid quantize writes "
-        "them. The default is as they are.",
+        "them. The default is the model's own format.",
     )
     parser.add_argument(
         "--num-speculative-tokens",
         type=int,
         default=0,
         metavar="N",
-        help="Count the states that take back N drafts of each request (serve --speculation).",
+        help="Count the states for the rollback of N drafts of each request (serve --speculation).",
     )
     parser.add_argument(
         "--mtp",

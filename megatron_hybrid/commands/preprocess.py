@@ -9,9 +9,9 @@ HELP = "Turn texts or conversations into a dataset of tokens, for training."
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "Writes PREFIX.bin and PREFIX.idx (megatron-core's format) and PREFIX.json (which "
-        "tokenizer made them). Documents keep their order. Empty ones are left "
-        "out and counted."
+        "The command writes PREFIX.bin and PREFIX.idx (megatron-core's format) and PREFIX.json "
+        "(the tokenizer that made them). Documents keep their order. Empty documents are left out "
+        "and counted."
     )
     parser.add_argument(
         "inputs",
@@ -28,14 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         metavar="PREFIX",
-        help="Begin the names of the written files with this path. Needed, unless only "
-        "--train-tokenizer is asked for.",
+        help="Write files whose names begin with this path. This is needed, except to train a "
+        "tokenizer alone.",
     )
     parser.add_argument(
         "--key",
         metavar="FIELD",
-        help="Read documents from this field of a line. The default is text, or messages with "
-        "--chat.",
+        help="Read each document from this field of its line. The default is text, or messages "
+        "with --chat.",
     )
     parser.add_argument(
         "--workers",
@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="Documents are conversations: the chat template writes them, and only answers are "
-        "trained on.",
+        help="Read documents as conversations: the chat template writes them, and only answers "
+        "have a training loss.",
     )
     parser.add_argument(
         "--append-eod",
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="End each document with the end token. This is the default without --chat.",
     )
     parser.add_argument(
-        "--one-per-line", action="store_true", help="Each line of a text file is one document."
+        "--one-per-line", action="store_true", help="Read each line of a text file as one document."
     )
     parser.add_argument(
         "--skip-broken",

@@ -29,12 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=gigabytes,
         required=True,
         metavar="GB",
-        help="Each cache has this much memory, in GB (10^9 bytes).",
+        help="Give each cache this much memory, in GB (10^9 bytes).",
     )
     add_state_encoding(parser)
     add_json(parser)
     parser.add_argument(
-        "--png", metavar="FILE", help="Also draw the result to this file; this needs matplotlib."
+        "--png", metavar="FILE", help="Also draw the result to this file. This needs matplotlib."
     )
 
 

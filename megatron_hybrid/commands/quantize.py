@@ -19,24 +19,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         required=True,
         choices=("fp8", "int8", "int4", "nvfp4"),
-        help="Round weights to this format. fp8 and int8 have a scale for each row, int4 for up to "
-        "128 numbers of a row, nvfp4 for 16. A Hugging Face folder is written in the format of "
-        "compressed-tensors.",
+        help="Round weights to this format. fp8 and int8 have a scale for each row, int4 has one "
+        "for up to 128 numbers of a row, nvfp4 one for 16. A Hugging Face folder is written "
+        "in the format of compressed-tensors.",
     )
     parser.add_argument(
         "--text",
         metavar="FILE",
-        help="Compare both models on this text: KL divergence and perplexity.",
+        help="Compare both models on the text in this file, by KL divergence and perplexity.",
     )
     parser.add_argument(
         "--tokens",
         type=int,
         default=2048,
         metavar="N",
-        help="Take this many tokens of the text.",
+        help="Compare them on this many tokens of the text.",
     )
     parser.add_argument(
-        "--device", help="Compare on this device, such as cuda. The default is the CPU."
+        "--device", help="Compare them on this device, such as cuda. The default is the CPU."
     )
 
 

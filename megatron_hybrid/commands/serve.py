@@ -38,11 +38,11 @@ def _key(text: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "With --tp, --pp or --ep the command starts a process for each rank on this machine, or is "
-        "itself one of them, where torchrun has started it: torchrun --nproc-per-node 4 -m "
-        "megatron_hybrid serve MODEL --tp 2 --pp 2. Sizes of caches are those of each rank. "
-        "SIGTERM or Ctrl-C ends the server: it takes no new requests, lets those that run end, and "
-        "saves the cache to --cache-dir. A second one ends it at once. Serving needs "
+        "With --tp, --pp or --ep the command starts a process for each rank on this machine. Under "
+        "torchrun the command is itself one of the ranks: torchrun --nproc-per-node 4 -m "
+        "megatron_hybrid serve MODEL --tp 2 --pp 2. Each rank has caches of the given sizes. "
+        "SIGTERM or Ctrl-C ends the server: it refuses new requests, lets running requests end, "
+        "and saves the cache to --cache-dir. A second signal ends it at once. Serving needs "
         f"pip install 'megatron_hybrid[serve]'. {PYTHON_NAMES}"
     )
     add_engine(parser)
@@ -58,30 +58,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ssl-keyfile",
         metavar="FILE",
-        help="Read the key of the certificate from this file. By default it is in the same file.",
+        help="Read the key of the certificate from this file. By default the file of the "
+        "certificate has the key, too.",
     )
     parser.add_argument(
         "--root-path",
         default="",
         metavar="PATH",
-        help="Tell clients that a proxy has this server under PATH, such as /llm.",
+        help="Name the path, such as /llm, under which a proxy offers this server.",
     )
     parser.add_argument(
         "--cors-origin",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="Let web pages of this site, such as https://chat.example, call the server; * lets "
-        "all. The option may be given several times. By default only the server's own page may.",
+        help="Let web pages of this site, such as https://chat.example, call the server; * allows "
+        "all sites. The option may be given several times. By default only the server's own "
+        "page may call it.",
     )
     parser.add_argument(
         "--allowed-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="A server without API keys answers only requests that were sent to an address, to "
-        "localhost, to the name of this machine, or to this name. The option may be given several "
-        "times.",
+        help="Without API keys, also answer requests that were sent to this host name. Other such "
+        "requests must have been sent to an IP address, to localhost, or to the name of this "
+        "machine. The option may be given several times.",
     )
     add_served_engine(parser)
     parser.add_argument(
@@ -89,40 +91,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=256,
         metavar="N",
-        help="Let at most N requests wait beside those that run; more are refused with 503. Each "
-        "sample of each prompt counts.",
+        help="Let at most N requests wait in addition to those that run; further requests are "
+        "refused with 503. Each sample of each prompt counts as a request.",
     )
     parser.add_argument(
         "--max-requests-per-key",
         type=int,
         metavar="N",
-        help="Let an API key have at most N unanswered requests; more are refused with 429. By "
-        "default there is no limit.",
+        help="Let an API key have at most N unanswered requests; further requests are refused "
+        "with 429. By default there is no limit.",
     )
     parser.add_argument(
         "--kv-events-endpoint",
         metavar="ENDPOINT",
-        help="Tell routers here which blocks of prompts are cached, by ZeroMQ, as vLLM does: such "
-        "as tcp://127.0.0.1:5557. Whoever reaches it reads the tokens of prompts. By default "
-        "nobody is told. The server listens there, and never connects. It needs pip install "
+        help="Publish at this ZeroMQ endpoint, such as tcp://127.0.0.1:5557, which blocks of "
+        "prompts are cached, as vLLM does for routers. Anyone who can reach the endpoint "
+        "reads the tokens of prompts. The server listens at the endpoint, and never "
+        "connects. By default nothing is published. This needs pip install "
         "'megatron_hybrid[kv-events]'.",
     )
     parser.add_argument(
         "--kv-events-replay-endpoint",
         metavar="ENDPOINT",
-        help="Let routers that missed some of these messages ask for the last 10,000 again, here. "
-        "By default they cannot.",
+        help="Let routers that missed some of these messages request the last 10,000 again, at "
+        "this endpoint. By default they cannot.",
     )
     parser.add_argument(
         "--kv-events-topic",
         default="",
         metavar="TOPIC",
-        help="Give these messages this topic. llm-d wants kv@POD@MODEL.",
+        help="Publish these messages under this topic. llm-d expects kv@POD@MODEL.",
     )
     parser.add_argument(
         "--served-model-name",
         metavar="NAME",
-        help="Clients ask for the model by this name. The default is the name of its folder.",
+        help="Offer the model under this name. The default is the name of its folder.",
     )
     add_chat_template(parser)
     for kind, parsers, what in (
@@ -135,13 +138,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             choices=sorted(parsers),
             metavar="NAME",
             help=f"Read {what} in answers by this parser: {', '.join(sorted(parsers))}. none "
-            "leaves them in the text. By default the chat template shows which one.",
+            "leaves them in the text. By default the parser follows from the chat template.",
         )
     parser.add_argument(
         "--trust-request-chat-template",
         action="store_true",
-        help="Let requests have a chat_template of their own. It is a program: it runs in a "
-        "sandbox, but may take any time and memory. By default such requests are refused.",
+        help="Let requests bring a chat_template of their own. A template is a program: it runs "
+        "in a sandbox, but may take any time and memory. By default such requests are "
+        "refused.",
     )
     parser.add_argument(
         "--api-key",
@@ -149,8 +153,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_key,
         default=[],
         metavar="KEY",
-        help="Answer only clients that send this key. The option may be given several times; more "
-        f"keys are read from {API_KEYS}, separated by commas.",
+        help="Answer only clients that send this key. The option may be given several times. More "
+        f"keys are read from the environment variable {API_KEYS}, separated by commas.",
     )
     parser.add_argument(
         "--admin-key",
@@ -166,53 +170,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--take-weights",
         action="store_true",
         help="Let a trainer pause this server and send it new weights, by the operator's routes "
-        "/pause, /sleep, /update_weights and others. Whoever may call them changes the model. By "
-        "default there are no such routes.",
+        "/pause, /sleep, /update_weights and others. Anyone who may call these routes can "
+        "change the model. By default the server does not have these routes.",
     )
     parser.add_argument(
         "--share-cache",
         action="store_true",
-        help="Let all API keys share cached prefixes. By default each of several keys has its own.",
+        help="Let all API keys share cached prefixes. By default each of several keys has cached "
+        "prefixes of its own.",
     )
     parser.add_argument(
         "--show-prompts",
         action="store_true",
-        help="Show texts of prompts on the operator's page. By default it shows only lengths.",
+        help="Show texts of prompts on the operator's page. By default the page shows only their "
+        "lengths.",
     )
     parser.add_argument(
         "--max-body-mib",
         type=int,
         default=16,
         metavar="MIB",
-        help="Refuse bodies of requests that are larger than this, in MiB, with 413.",
+        help="Refuse with 413 a request whose body is larger than this, in MiB.",
     )
     parser.add_argument(
         "--queue-timeout",
         type=float,
         metavar="SECONDS",
-        help="Refuse a request that has waited this long, with 503; of several prompts, for the "
-        "first to begin. By default it waits as long as it has to.",
+        help="Refuse with 503 a request that has waited this long. A request of several prompts "
+        "waits until its first prompt starts. By default there is no limit.",
     )
     parser.add_argument(
         "--request-timeout",
         type=float,
         metavar="SECONDS",
-        help="End a request after this time, waiting included, with 504. By default there is no "
-        "limit.",
+        help="End with 504 a request that has taken this long, waiting included. By default there "
+        "is no limit.",
     )
     parser.add_argument(
         "--guide-timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="Refuse a JSON schema, a regex or choices that take longer to compile, with 400.",
+        help="Refuse with 400 a JSON schema, a regex or choices that take longer than this to "
+        "compile.",
     )
     parser.add_argument(
         "--shutdown-timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="Give running requests this much time to end after SIGTERM.",
+        help="Give running requests this much time to end after SIGTERM or Ctrl-C.",
     )
 
 

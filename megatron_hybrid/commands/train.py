@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-HELP = "Train a model by a recipe; a run that was stopped goes on from its newest checkpoint."
+HELP = "Train a model by a recipe; a stopped run continues from its newest checkpoint."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,11 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="SECTION.FIELD=VALUE",
-        help="Replace this value of the recipe, such as run.steps=100.",
+        help="Set this field of the recipe, such as run.steps=100.",
     )
     parser.add_argument(
         "--folder",
-        help="Write the run to this folder. The default is runs/ and the recipe's name.",
+        help="Write the run to this folder. The default is the folder of the recipe's name in "
+        "runs/.",
     )
 
 

@@ -225,7 +225,7 @@ def test_help_names_defaults_where_there_are_some(command, capsys, monkeypatch):
     expected = {
         "demo": "(default: demo)",
         "generate": "The default is the model's own (generation_config.json), else 1.",
-        "explain": "a quarter of what is available (memory_fraction). (default: 0.9)",
+        "explain": "a quarter of the available memory (memory_fraction). (default: 0.9)",
         "convert": "(default: ours)",
         "plan": "(default: 8000)",
         "profile": "(default: exact)",
