@@ -24,89 +24,94 @@ class InferenceConfig:
     """
 
     prefix_caching: str = "restore"
-    """"off": nothing is shared. "memory_only": KV blocks are shared, every prompt token is
-    computed. "restore": recurrent states are restored too, and the prefill starts at the end of
-    the match."""
+    """The mode of sharing. "off": requests share nothing. "memory_only": requests share KV blocks,
+    and every prompt token is computed. "restore": recurrent states are restored, too, and the
+    prefill starts at the end of the match."""
 
     block_size_tokens: int = 16
     """Tokens of one KV block: a power of two from 16 to 256."""
 
     cache_bytes: int | None = None
-    """Bytes of the page pool on each rank: KV of running requests, and the cache. None: the part
-    `memory_fraction` of what the device has left beside the weights, the live slots and one step of
-    `max_tokens`. The engine's own `config` has the number."""
+    """Bytes of the page pool on each rank, which holds the KV of running requests and the cache.
+    None: the part `memory_fraction` of the memory that weights, live slots and one step of
+    `max_tokens` leave free on the device. The engine's own `config` has the number."""
 
     memory_fraction: float = 0.9
-    """Part of the memory that is left which the pool takes where `cache_bytes` is None: above 0, up
-    to 1. Of a CPU's memory, where other programs live, too, it is at most a quarter."""
+    """Part of the free memory that the pool takes if `cache_bytes` is None: above 0, up to 1. On a
+    CPU, whose memory other programs use, too, the pool takes at most a quarter."""
 
     max_requests: int = 64
     """Most requests that run at a time; each has a live slot outside the pool."""
 
     max_tokens: int = 2048
-    """Token budget of one forward pass, decodes and prefill chunks together. Layers with windows
-    hold the KV of all these tokens during the pass: a smaller budget leaves the cache more room."""
+    """Token budget of one forward pass, for decodes and prefill chunks together. Layers with
+    windows hold the KV of all these tokens during the pass, so a smaller budget leaves the cache
+    more room."""
 
     max_sequence_length: int = 8192
     """Most tokens of one request, prompt and answer together."""
 
     kv_cache_dtype: torch.dtype | None = None
-    """dtype of K and V in the pool; None: that of the model's parameters."""
+    """dtype of keys and values in the pool; None: the dtype of the model's parameters."""
 
     state_encoding: str = "exact"
     """Encoding of recurrent states in checkpoints; convolution tails and live states are always
-    exact. "exact": in their own dtype. "bf16": rounded, half of fp32's bytes. "int8": a byte per
-    element, a quarter of fp32's bytes, with errors about as large as those of bf16, but several
+    exact. "exact": in their own dtype. "bf16": rounded, in half of fp32's bytes. "int8": one byte
+    per element, a quarter of fp32's bytes; errors are about as large as those of bf16, but several
     times larger in small heads, such as 16 x 16 (docs/how/encodings.md)."""
 
     host_cache_bytes: int = 0
     """Bytes of host memory on each rank for records evicted from the pool; 0: none."""
 
     cache_dir: str | PathLike[str] | None = None
-    """Folder for records evicted from host memory (or from the pool). It outlives the engine: the
-    next one with the same model and configuration uses its records."""
+    """Folder for records evicted from host memory, or from the pool if `host_cache_bytes` is 0. The
+    folder outlives the engine: the next engine with the same model and configuration uses its
+    records."""
 
     disk_cache_bytes: int = 64 << 30
     """Most bytes of records in `cache_dir`, for each rank."""
 
     speculation: str = "off"
-    """Draft tokens of answers, to compute several in a step; outputs are the same. "off": none.
-    "lookup": what followed the same tokens before, in the request or in other answers of its salt.
-    "mtp": by the model's part for multi-token prediction (docs/guides/speculation.md)."""
+    """Source of drafts, of which a step checks several; outputs are the same. "off": there are no
+    drafts. "lookup": the tokens that followed the same tokens before, in the request or in other
+    answers of its salt. "mtp": the model's part for multi-token prediction
+    (docs/guides/speculation.md)."""
 
     num_speculative_tokens: int = 3
-    """Most drafts of a request in a step; there are fewer, or none, where these would lower the
-    tokens per second. Each takes room for a live state of every request that may run."""
+    """Most drafts of a request in a step; a step has fewer drafts, or none, if more would lower the
+    tokens per second. Each draft takes room for a live state of every request that may run."""
 
     cuda_graphs: bool = False
     """Capture the forward of decodes as CUDA graphs, one for each of a few numbers of decodes (two
-    with drafts), in the warm-up, or without one at the first step of each. What cannot be captured
-    runs without, and the log says why. Steps with a part of a prompt always do."""
+    with drafts). The warm-up captures them; without a warm-up, the first step of each number does.
+    A forward that cannot be captured runs without a graph, and the log says why. Steps with a part
+    of a prompt always run without a graph."""
 
     warm_up: bool = True
-    """On a CUDA device, run steps of no request before the first one, so that no request waits for
-    kernels to be compiled, loaded and tuned. It leaves nothing behind but these. A CPU compiles
-    nothing. With `speculation` a few steps are timed on any device, to see how many drafts pay;
-    with False they all count as worth their time."""
+    """On a CUDA device, run steps without a request before the first request, so that no request
+    waits for kernels to be compiled, loaded and tuned. These steps leave nothing else behind. A CPU
+    compiles nothing. With `speculation` the warm-up times a few steps on any device, to see how
+    many drafts save time; without a warm-up every draft counts as worth its time."""
 
     logprobs_mode: str = "raw_logprobs"
-    """Which log-probabilities requests return. "raw_logprobs": the model's own. With
-    "processed_logprobs" those of the distribution that a token is drawn from, by all of the
-    request's sampling parameters; -inf for tokens that cannot be drawn. Prompt tokens, which nobody
-    drew, are tempered and truncated alone."""
+    """Kind of log-probabilities that requests return. "raw_logprobs": the model's own.
+    "processed_logprobs": those of the distribution that a token is drawn from, after all of the
+    request's sampling parameters; -inf for tokens that cannot be drawn. To prompt tokens, which
+    were not drawn, only temperature and truncation apply."""
 
     random_seed: int = 0
-    """Source of the seeds of requests without one."""
+    """Source of the seeds of requests that have no seed."""
 
     verify_ranks: bool = False
-    """Debugging: compare the decisions and computed tokens of all ranks of the model at every
+    """For debugging: compare the decisions and computed tokens of all ranks of the model at every
     step."""
 
     rank_timeout: float | None = None
-    """Seconds after which another rank of the model ends the job on all: that does not come to make
-    its engine, or does not move in a step, or for ten times as long in a call that loads, saves or
-    moves memory. A rank that computes moves; one in the caller's own code may take any time. None:
-    30 to come, 120 in a step."""
+    """Seconds without progress of another rank of the model, after which the job ends on all ranks.
+    The limit holds for a rank that has not begun to make its engine, and for a rank within a step;
+    within a call that loads, saves or moves memory it is ten times as long. A rank that computes
+    makes progress; a rank in the caller's own code may take any time. None: 30 for making the
+    engine, 120 in a step."""
 
     def __post_init__(self) -> None:
         if self.prefix_caching not in PREFIX_CACHING_MODES:

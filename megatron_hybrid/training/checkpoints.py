@@ -52,16 +52,16 @@ OPTIMIZER_FORMAT = {
 
 @dataclass
 class CheckpointFields(Fields):
-    """When a run saves, and how much it keeps."""
+    """Fields of the checkpoints of a run: when it saves, and how many it keeps."""
 
     every_steps: int = 1000
-    """Steps between two checkpoints; 0: there is one, at the end."""
+    """Steps between two checkpoints; 0: one checkpoint, at the end."""
 
     keep: int = 2
-    """Newest checkpoints that are kept; 0: all."""
+    """Number of newest checkpoints that are kept; 0: all."""
 
     asynchronous: bool = True
-    """Write in a process of its own while the training goes on."""
+    """Write a checkpoint in a separate process while the training continues."""
 
     def check(self) -> None:
         """See `Fields.check`."""

@@ -56,24 +56,24 @@ TARGETS = ("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "li
 
 @dataclass
 class LoraFields(Fields):
-    """Which projections get adapters, and of which size."""
+    """Fields of the adapters: their projections and their size."""
 
     rank: int = 16
-    """Rows of A and columns of B."""
+    """Rank of an adapter: rows of A and columns of B."""
 
     alpha: float = 32.0
-    """The product B A counts alpha / rank."""
+    """Factor of an adapter: the product B A is multiplied by alpha / rank."""
 
     dropout: float = 0.0
     """Share of an adapter's inputs that are dropped in training. Tensor-parallel ranks must draw
-    alike from torch's default generator, as megatron-core's seeds make them."""
+    equal numbers from torch's default generator, as they do with megatron-core's seeds."""
 
     targets: Sequence[str] = field(default_factory=lambda: list(TARGETS))
-    """Ends of the names of projections, where `*` stands for anything: `in_proj`,
+    """Ends of the names of projections, where `*` stands for any text: `in_proj`,
     `layers.3.*.linear_fc?`."""
 
     seed: int = 1234
-    """Of the first values of A; B begins at 0."""
+    """Seed of the initial values of A; B is initially 0."""
 
     def check(self) -> None:
         """See `Fields.check`."""

@@ -37,48 +37,50 @@ class OptimizerFields(Fields):
     """The optimizer, its rates and their schedules. Counts are of optimizer steps."""
 
     name: Literal["adam", "muon", "sgd"] = "adam"
-    """AdamW (that of Transformer Engine or apex where there is one), SGD, or Muon (Jordan et al.
-    2024) for the weight matrices of the layers and AdamW for all else. Muon's updates are scaled to
-    the size of Adam's, so both take one learning rate. It needs torch 2.9 and whole matrices:
-    neither tensor parallelism nor `distributed`."""
+    """AdamW (from Transformer Engine or apex, if one is installed), SGD, or Muon (Jordan et al.
+    2024) for the weight matrices of the layers with AdamW for all other parameters. Muon's updates
+    are scaled to the size of Adam's, so both take one learning rate. Muon needs torch 2.9 and whole
+    matrices: neither tensor parallelism nor `distributed`."""
 
     learning_rate: float = 3e-4
-    """The highest one, reached after the warm-up."""
+    """Highest learning rate, which is reached after the warm-up."""
 
     min_learning_rate: float = 0.0
-    """That of the last step."""
+    """Learning rate of the last step."""
 
     warmup_steps: int = 0
     """Steps over which the rate rises from 0, linearly."""
 
     decay: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
-    """How the rate falls between warm-up and end. `WSD` (warm-up, stable, decay) is constant up to
-    the last `decay_steps`, over which it falls linearly."""
+    """Schedule of the rate between warm-up and end. `WSD` (warm-up, stable, decay) is constant up
+    to the last `decay_steps`, over which the rate falls linearly."""
 
     decay_steps: int | None = None
-    """Steps of the fall of `WSD`, which needs them; the other schedules refuse them."""
+    """Steps over which the rate of `WSD` falls. `WSD` needs this field, and the other schedules
+    refuse it."""
 
     weight_decay: float = 0.1
-    """Decoupled. Embeddings and the matrices of the layers decay; vectors, norms, convolutions and
-    the constants of recurrent layers do not."""
+    """Decoupled weight decay. Embeddings and the matrices of the layers decay; vectors, norms,
+    convolutions and the constants of recurrent layers do not."""
 
     end_weight_decay: float | None = None
-    """Weight decay at the end, to which it rises linearly; None: constant."""
+    """Weight decay of the last step, to which it rises linearly; None: it is constant."""
 
     beta1: float = 0.9
-    """Of Adam."""
+    """Decay of Adam\'s mean of gradients."""
 
     beta2: float = 0.95
-    """Of Adam."""
+    """Decay of Adam\'s mean of squared gradients."""
 
     epsilon: float = 1e-8
-    """Of Adam."""
+    """Epsilon of Adam, which is added to the root of that mean."""
 
     momentum: float = 0.95
-    """Of Muon and of SGD."""
+    """Momentum of Muon and of SGD."""
 
     clip_gradient: float = 1.0
-    """Largest norm of the gradient over all parameters and ranks; 0: not clipped."""
+    """Largest norm of the gradient over all parameters and ranks; 0: the gradient is not
+    clipped."""
 
     distributed: bool = False
     """Split the optimizer's states over the data-parallel ranks."""

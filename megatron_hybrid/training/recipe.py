@@ -25,32 +25,34 @@ RECIPES = Path(__file__).parent / "recipes"
 
 @dataclass
 class RunFields(Fields):
-    """The run: its length, its batches, and how it is watched."""
+    """Fields of the run: its length, its batches and its evaluations."""
 
     steps: int = 1000
     """Optimizer steps; the schedules of rates end with them."""
 
     stop_at_step: int | None = None
-    """Save and end here, as if the run had been stopped; None: at the last step."""
+    """Step at which the run is saved and ends, as if it had been stopped; None: the last step."""
 
     micro_batch_size: int = 1
     """Rows in a forward pass of a rank."""
 
     global_batch_size: int = 1
-    """Rows in an optimizer step, over all ranks: those of a rank that do not fit into a micro-batch
-    come one after the other, and their gradients add up."""
+    """Rows in an optimizer step, over all ranks. A rank computes its rows micro-batch by
+    micro-batch, and adds up their gradients."""
 
     seed: int = 1234
-    """Of the initial weights and of dropout; the order of the data has `data.seed`."""
+    """Seed of the initial weights and of dropout; `data.seed` is that of the order of the data."""
 
     eval_every_steps: int = 0
     """Steps between two evaluations; 0: none."""
 
     eval_batches: int = 10
-    """Global batches of validation data in an evaluation, always the same ones."""
+    """Global batches of validation data in an evaluation; every evaluation takes the same
+    batches."""
 
     max_skipped_steps: int = 10
-    """Steps in a row without a finite gradient, which are skipped; the next one ends the run."""
+    """Most steps in a row that are skipped because their gradient is not finite; the next such step
+    ends the run."""
 
     overlap_gradients: bool = False
     """Reduce gradients over data-parallel ranks during the backward pass."""
@@ -69,30 +71,31 @@ class RunFields(Fields):
 
 @dataclass
 class Recipe:
-    """A training run. Each section is a dataclass; its fields are documented there."""
+    """A training run. Each section is a dataclass, which documents its fields."""
 
     model: dict[str, Any]
-    """Fields of HybridConfig, values as in config.json; `vocab_size` defaults to the tokenizer's.
-    With `pretrained`, a folder for `load_pretrained`, the fields replace those of that model."""
+    """Fields of HybridConfig, with values as in config.json; `vocab_size` defaults to the
+    tokenizer's. With `pretrained`, a folder for `load_pretrained`, the fields replace those of the
+    model in the folder."""
     tokenizer: str
     """A folder with a tokenizer, or "demo"."""
     data: DataFields
-    """What the model reads."""
+    """The datasets, and the rows that are made of them."""
     run: RunFields = field(default_factory=RunFields)
-    """How long the run is, and how large its batches are."""
+    """The length of the run, its batches and its evaluations."""
     optimizer: OptimizerFields = field(default_factory=OptimizerFields)
-    """The optimizer, and its rates."""
+    """The optimizer, its rates and their schedules."""
     lora: LoraFields | None = None
-    """Train adapters of `model.pretrained`, and nothing else; `{}` takes all defaults. None: all
+    """Adapters of `model.pretrained`, which alone are trained; `{}` takes all defaults. None: all
     parameters are trained."""
     checkpoints: CheckpointFields = field(default_factory=CheckpointFields)
-    """When the run is saved, and what is kept."""
+    """When the run saves checkpoints, and how many it keeps."""
     reports: ReportFields = field(default_factory=ReportFields)
-    """What the log has."""
+    """Content and intervals of the log."""
 
     @staticmethod
     def path_of(source: str | Path) -> Path:
-        """The file of a recipe: a path, or that of the recipe of this name in the package."""
+        """The file of a recipe. source: a path, or the name of a recipe in the package."""
         shipped = RECIPES / f"{source}.yaml"
         return shipped if shipped.is_file() and not Path(source).is_file() else Path(source)
 

@@ -20,18 +20,19 @@ LOG = "log.jsonl"
 
 @dataclass
 class ReportFields(Fields):
-    """What is logged, and how often."""
+    """Fields of the log: its content and its intervals."""
 
     every_steps: int = 10
-    """Steps whose mean makes a line."""
+    """Steps whose mean makes a line of the log."""
 
     tensorboard: bool = False
-    """Write events for tensorboard, too; needs the package `tensorboard`,
-    which the extra `train` installs."""
+    """Write events for tensorboard, too. This needs the package `tensorboard`, which the extra
+    `train` installs."""
 
     peak_tflops: float | None = None
-    """Of one device in the model's dtype, for the FLOPs utilisation; None: by the device's name
-    (H100, H200, GH200, B200, A100); on another one there is no utilisation."""
+    """Peak TFLOP/s of one device in the model's dtype, for the FLOPs utilisation. None: the value
+    follows from the device's name (H100, H200, GH200, B200, A100); another device has no
+    utilisation."""
 
     def check(self) -> None:
         """See `Fields.check`."""

@@ -68,8 +68,8 @@ class ArchitectureFields(ModelFields):
     """config.json of the Hugging Face folder that the weights come from; needed to save one."""
 
     is_gpt_model: bool = False
-    """Whether the weights come from a GPTModel of megatron-core, attention and MLP in turn: for
-    Megatron they are written as one, not as a hybrid model."""
+    """Whether the weights come from a GPTModel of megatron-core, with attention and MLP in turn. A
+    checkpoint for Megatron then holds a GPTModel, not a hybrid model."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""

@@ -26,8 +26,8 @@ class PrecisionFields(ModelFields):
     """dtype of parameters and activations; `bf16` and `fp16` follow from it, or it from them."""
 
     fp32_residual_connection: bool = False
-    """Keep the residual stream, and what goes between pipeline stages, in fp32; norms and mixers
-    take it rounded to params_dtype."""
+    """Keep the residual stream, and the tensors between pipeline stages, in fp32; norms and mixers
+    take them rounded to params_dtype."""
 
     recurrent_state_dtype: torch.dtype = torch.float32
     """dtype of stored recurrent states; their arithmetic is always fp32. With bfloat16 a state is

@@ -25,14 +25,14 @@ class RunFields(FieldGroup):
     """Dropout on the embedding and on each layer's output, in training."""
 
     attention_dropout: float = 0.0
-    """Dropout on the weights of attention, in training: each head's own."""
+    """Dropout on the weights of attention, in training, drawn for each head by itself."""
 
     use_cpu_initialization: bool = True
     """Draw initial weights on the CPU, so that they do not depend on the device."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Of what the backward pass needs, what it computes again: `full`, all inside of whole layers;
-    `selective`, all inside of the `recompute_modules`; None, nothing. Gradients are equal to the
+    """Activations that the backward pass recomputes: `full`, all inside of whole layers;
+    `selective`, all inside of the `recompute_modules`; None, none. Gradients are equal to the
     bit."""
 
     recompute_method: Literal["uniform", "block"] | None = None

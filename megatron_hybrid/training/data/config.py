@@ -29,23 +29,24 @@ class DataFields(Fields):
     """Tokens of a row."""
 
     kind: str = "pretraining"
-    """"pretraining": documents are joined, and cut in rows. "sft": whole conversations are packed
-    in rows, with loss on the answers alone."""
+    """"pretraining": documents are joined, and cut into rows. "sft": whole conversations are packed
+    into rows, with loss on the answers alone."""
 
     blend: list = field(default_factory=list)
-    """The blend that is cut in training, validation and test data by `split`."""
+    """The blend that `split` divides into training, validation and test data."""
 
     split: str = "969,30,1"
     """Parts of each dataset's documents for training, validation and test, in this order."""
 
     train: list = field(default_factory=list)
-    """The blend to train on, in the place of `blend`."""
+    """The blend to train on, in place of `blend`."""
 
     valid: list = field(default_factory=list)
     """The blend to evaluate on while training."""
 
     test: list = field(default_factory=list)
-    """For `build_datasets` in a script: `megatron-hybrid train` does not read it."""
+    """The blend of test data, for `build_datasets` in a script: `megatron-hybrid train` does not
+    read it."""
 
     seed: int = 1234
     """Seed of the order of documents and rows."""
@@ -58,15 +59,15 @@ class DataFields(Fields):
     """No loss where an end-of-document token would predict the next document's first token."""
 
     sequence_length_warmup: list = field(default_factory=list)
-    """Pairs [step, tokens] in ascending order: before that step the sequences of a row have at most
-    so many tokens, longer ones are cut (Li et al. 2022, arXiv:2108.06084). Rows stay as long."""
+    """Pairs [step, tokens] in ascending order: before this step, sequences of a row with more than
+    this many tokens are cut (Li et al. 2022, arXiv:2108.06084). Rows keep their length."""
 
     cache_path: str | PathLike | None = None
-    """Folder for the order of rows, which is computed once. None: a folder `PREFIX/cache`
-    beside the data."""
+    """Folder for the order of rows, which is computed once. None: the folder `PREFIX/cache` beside
+    the data."""
 
     workers: int = 0
-    """Processes of each rank that read ahead; 0: the rank reads when it needs the data."""
+    """Processes of each rank that read data ahead; 0: the rank reads data when it needs them."""
 
     def check(self) -> None:
         """See `Fields.check`."""
