@@ -37,8 +37,8 @@ _PREFIX = "megatron_hybrid"
 
 
 class RankError(RuntimeError):
-    """Another rank failed or called something else where this one did not; all ranks know of it.
-    The message names that rank, its host, and the error or the difference."""
+    """A rank failed, or made another call than the others; the error is raised on all ranks.
+    The message names this rank, its host, and its error or the difference of the calls."""
 
 
 @dataclass(frozen=True)

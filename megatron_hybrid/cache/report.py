@@ -10,7 +10,7 @@ ADMITTED, RESERVED, NOT_RESERVED, EVICTED_STATE, EVICTED_TAIL, CLEARED = range(6
 
 
 class MissReason(StrEnum):
-    """Why a prompt skips no more tokens. Exactly one per miss."""
+    """The reason why a prompt skips no more tokens: exactly one for each miss."""
 
     NO_SHARED_PREFIX = "no_shared_prefix"
     """No known prefix starts like this prompt."""
@@ -23,7 +23,7 @@ class MissReason(StrEnum):
     STATE_EVICTED = "state_evicted"
     """A state was saved after p among the known tokens, then evicted."""
     BUDGET = "budget"
-    """A state after p was wanted, but never saved: too few candidates had a lesser value."""
+    """A state after p was wanted, but never saved: too few candidates for eviction had a lower value."""
     KV_EVICTED = "kv_evicted"
     """KV of the following tokens was cached, then evicted."""
     SALT = "salt"
@@ -50,7 +50,7 @@ class PrefixReport:
     skipped_tokens: int
     """p: leading prompt tokens that were not computed; p <= q."""
     miss_reason: MissReason | None
-    """None: everything of this prompt that was ever cached was used."""
+    """Why no more tokens were skipped; None: all that was ever cached of this prompt was used."""
     checkpoints_saved: int = 0
     checkpoints_skipped: int = 0
     """Wanted checkpoints for which there was no room."""

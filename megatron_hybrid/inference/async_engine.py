@@ -240,14 +240,14 @@ class AsyncEngine:
     Coroutines of several event loops in several threads may use one AsyncEngine. A cancelled
     coroutine, or a closed or dropped stream, cancels its own request only. If a step fails, its
     requests start again from what is cached: no output is lost, repeated or changed. A request that
-    three failed steps in a row are due to gets the error of the third, and the others go on.
+    is blamed for three failed steps in a row gets the error of the third; other requests continue.
     `stats`, `explain` and so on are the engine's methods as coroutines, and run between two steps.
 
     `close` it, or use `async with`. Otherwise the program's exit ends it after the running step. In
-    a fork of its process every method raises RuntimeError, but `close`, which does nothing.
+    a fork of its process `close` does nothing, and every other method raises RuntimeError.
 
-    Of a model that is split over ranks, the first rank has the AsyncEngine; each other one makes a
-    `DynamicInferenceEngine` and calls its `follow()`, which returns when this one is closed.
+    If the model is split over ranks, the first rank has the AsyncEngine. Each other rank makes a
+    `DynamicInferenceEngine` and calls its `follow()`, which returns when the AsyncEngine is closed.
 
     Args:
         model, tokenizer, config: as for `DynamicInferenceEngine`.
@@ -356,12 +356,12 @@ class AsyncEngine:
     finish_weight_update = _in_thread(DynamicInferenceEngine.finish_weight_update)
 
     async def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Let no request begin until `resume_generation`; those that come meanwhile wait.
+        """Let no request start until `resume_generation`; new requests wait.
 
         Args:
-            mode: what happens to requests that have begun. "abort": they end now, with what they
-                have, by the `finish_reason` "cancelled". "wait": they end first. "keep": they
-                stay where they are, and go on afterwards.
+            mode: for requests that have started. "abort": they end now, with the tokens that they
+                have and the `finish_reason` "cancelled". "wait": the pause begins after they have
+                ended. "keep": they stop where they are, and continue after the pause.
             clear_cache: empty the cache, too; with "keep" it has no effect.
 
         Raises:
@@ -380,7 +380,7 @@ class AsyncEngine:
             await self._run(self._clear_paused)
 
     async def resume_generation(self) -> None:
-        """End a pause: what was kept goes on, and what waited begins.
+        """End a pause: kept requests continue, and waiting requests start.
 
         Raises:
             RuntimeError: the engine sleeps.
@@ -396,17 +396,18 @@ class AsyncEngine:
         return await self._run(lambda: self._pause is not None)
 
     async def sleep(self, level: int = 1, mode: str = "abort", keep_cache: str = "drop") -> None:
-        """Pause, and give memory back until `wake_up`.
+        """Pause, and give memory of the device back until `wake_up`.
 
         Args:
-            level: 0: pause alone. 1: the cache is given back, and the weights wait in host memory.
-                2: the weights are dropped, too, and all have to be sent after `wake_up`.
+            level: 0: nothing is given back. 1: the memory of the cache is given back, and the
+                weights move to host memory. 2: the weights are dropped, and a trainer must send
+                all of them after `wake_up`.
             mode: as for `pause_generation`.
             keep_cache: as for `DynamicInferenceEngine.suspend`.
 
         Raises:
             ValueError: there is no such level or mode, or as `suspend` and `release_weights`.
-            MemoryError: host memory has no room. It is paused then.
+            MemoryError: host memory has no room; the engine stays paused.
         """
         if level not in (0, 1, 2):
             raise ValueError(f"level is {level!r}; use 0, 1 or 2")
@@ -415,9 +416,9 @@ class AsyncEngine:
             await self._run(self._sleep, level, keep_cache)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again, and end the pause when all is there.
+        """Allocate the memory again, and end the pause when all of it is allocated.
 
-        tags: "weights", "kv_cache" or both; None: all. Weights may be sent between the two.
+        tags: "weights", "kv_cache" or both; None: both. Weights may be sent between the two.
 
         Raises:
             ValueError: there is no such tag.
@@ -430,12 +431,12 @@ class AsyncEngine:
         await self._run(self._wake_up, tags)
 
     async def is_sleeping(self) -> bool:
-        """Whether memory is given back."""
+        """Whether the engine has given back memory."""
         return await self._run(lambda: self._engine.is_suspended)
 
     @property
     def num_ranks(self) -> int:
-        """Of the model."""
+        """Number of ranks of the model."""
         return self._engine.ranks.size
 
     @property
@@ -452,10 +453,10 @@ class AsyncEngine:
         self._engine.request_builder.check_prompt(prompt, params)
 
     def guide_pool(self, *, seconds: float = 30.0, num_processes: int = 1) -> GuidePool:
-        """A pool for guides of strangers, see `GuidePool`; close it.
+        """A `GuidePool`, which compiles guides of strangers in other processes. Close it.
 
         Raises:
-            TypeError: the tokenizer cannot say what its tokens are.
+            TypeError: the tokenizer does not give the bytes of its tokens.
         """
         vocabulary = self._engine.request_builder.guide_vocabulary
         return GuidePool(*vocabulary, seconds=seconds, num_processes=num_processes)

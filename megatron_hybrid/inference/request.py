@@ -59,15 +59,16 @@ class GenerationResult:
     time_to_first_token: float | None = None
     total_time: float | None = None
     stop_reason: int | str | None = None
-    """The one of `stop_token_ids` or `stop_words` that ended the answer; None: what else did."""
+    """The stop token of `stop_token_ids`, or the text of `stop_words`, that ended the answer; None:
+    the answer ended otherwise."""
     error: str | None = None
-    """The tokenizer's error for this answer's text, which is then None."""
+    """The tokenizer's error for the text of this answer; the text is then None."""
     draft_tokens: int = field(default=0, compare=False)
-    """Drafts of its tokens that were computed (`InferenceConfig.speculation`)."""
+    """Drafts of the answer's tokens that were computed (`InferenceConfig.speculation`)."""
     accepted_draft_tokens: int = field(default=0, compare=False)
-    """Of these, those that are in the answer."""
+    """Computed drafts that were accepted, and are in the answer."""
     other_samples: list["GenerationResult"] = field(default_factory=list, repr=False, compare=False)
-    """In the first sample's result: the n - 1 others."""
+    """In the result of the first sample: the results of the n - 1 other samples."""
 
     def __str__(self) -> str:
         """Two lines of at most 80 columns: the answer, cut to fit, and its token counts."""
@@ -89,7 +90,8 @@ class GenerationResult:
 
     @property
     def samples(self) -> list["GenerationResult"]:
-        """In the first sample's result: all n of the prompt, itself included; else only itself."""
+        """In the result of the first sample: the results of all n samples; in another result: this
+        result alone."""
         return [self, *self.other_samples]
 
 
@@ -99,26 +101,26 @@ class RequestOutput:
 
     request_id: int
     sample_index: int
-    """Of n samples of a prompt, in [0, n). The samples have ids of their own."""
+    """Number of the sample of the prompt, in [0, n). Each sample has its own `request_id`."""
     tokens: list[int]
     text: str
-    """New text. A possible beginning of a stop string or of a character comes with a later output.
-    Given text is never taken back: with a tokenizer that falls back to single bytes,
-    `generated_text` may differ in the character before an incomplete one at its end.
-    A request of `generate` gets all its text with its last output."""
+    """New text. A possible beginning of a stop string or of a character is held back for a later
+    output. Text of an output is never changed later: with a tokenizer that falls back to single
+    bytes, `generated_text` may differ in the character before an incomplete one at its end. A
+    request of `generate` has all its text in its last output."""
     finish_reason: str | None
-    """As in `GenerationResult`; None: not finished."""
+    """As in `GenerationResult`; None: the sample is not finished."""
     report: PrefixReport
     """Reused tokens of the prompt."""
     epoch: int
-    """`engine.epoch` of the step, so of its tokens."""
+    """`engine.epoch` of the step, and so of its tokens."""
     result: GenerationResult | None
-    """In the last output of the sample; None in the others. That of the first sample has the other
-    samples as far as they are."""
+    """The result, in the last output of the sample; None in earlier outputs. The result of the
+    first sample has the other samples as far as they are generated."""
     log_probs: list[float] | None = None
-    """Of the tokens; None: not asked for."""
+    """Log-probabilities of the tokens; None: the request did not ask for them."""
     top_n_logprobs: list[dict[int, float]] | None = None
-    """Likewise."""
+    """The most likely tokens at each position; None: the request did not ask for them."""
 
 
 def bits_of(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
@@ -220,17 +222,19 @@ class Request:
 
     @property
     def samples(self) -> "list[Request]":
-        """Of the first sample: all n of the prompt, itself included; else only itself."""
+        """Of the first sample: all n samples of the prompt; of another sample: this sample
+        alone."""
         return [self, *self.other_samples]
 
     @property
     def done(self) -> bool:
-        """Answered: the result is complete (its last state may not be saved yet)."""
+        """Whether the request is answered: its result is complete. Its last state may not be saved
+        yet."""
         return self.finish_reason is not None
 
     @property
     def closed(self) -> bool:
-        """Done, and not in the engine any more."""
+        """Whether the request is done, and no longer in the engine."""
         return self.status is RequestStatus.FINISHED
 
     def mark_started(self) -> None:

@@ -74,15 +74,16 @@ def _names_fields(init):
 
 @dataclass(frozen=True)
 class ThinkingBudget:
-    """Most tokens of an answer's reasoning."""
+    """Limit of the tokens of an answer's reasoning."""
 
     max_tokens: int
     end: int
-    """Token that ends it: it is drawn once there are so many, whatever the model says."""
+    """Token that ends the reasoning. It is drawn after `max_tokens` tokens of reasoning, whatever
+    its probability."""
     start: int
-    """Token that begins it."""
+    """Token that begins the reasoning."""
     begins_inside: bool = False
-    """The prompt ends inside of reasoning."""
+    """Whether the prompt ends inside of reasoning."""
 
     def __post_init__(self) -> None:
         if not is_int(self.max_tokens) or self.max_tokens < 0:
@@ -94,11 +95,11 @@ class SamplingParams:
     """Sampling parameters of one request. Field names follow megatron-core's `SamplingParams`.
 
     If `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `num_tokens_to_generate` or
-    `min_tokens` is None, the model's value counts (of its generation_config.json, which
+    `min_tokens` is None, the value of the model's generation_config.json is taken, which
     `load_pretrained` reads with the tokenizer; the last two are `max_new_tokens` and
-    `min_new_tokens` there), or else ours: 1.0, 0, 0.0, 0.0, 1.0, 30, 0. A model with
-    `do_sample: false` is greedy for requests that give none of the first four; for the others its
-    values of these have no effect.
+    `min_new_tokens` there. If the model has no value either, these are taken: 1.0, 0, 0.0, 0.0,
+    1.0, 30, 0. A model with `do_sample: false` is greedy for requests that give none of the first
+    four; for other requests its own values of these four have no effect.
 
     A row of logits is changed in this order, for greedy requests too: `logit_bias`,
     `repetition_penalty`, `frequency_penalty` and `presence_penalty`; then come `temperature`,
@@ -110,7 +111,7 @@ class SamplingParams:
     """
 
     temperature: float | None = None
-    """Divides the logits. 0 means greedy."""
+    """The logits are divided by this temperature; 0 is greedy."""
 
     top_k: int | None = None
     """Keep the k most likely tokens; 0 keeps all, 1 is greedy."""
@@ -122,34 +123,34 @@ class SamplingParams:
     """Keep tokens at least min_p times as likely as the most likely one; 0 keeps all."""
 
     repetition_penalty: float | None = None
-    """Divides positive logits of tokens in prompt or answer, and multiplies negative ones. Keskar
-    et al. (2019), "CTRL". 1 changes nothing."""
+    """Of tokens in the prompt or the answer, positive logits are divided by this penalty, and
+    negative ones multiplied; 1 changes nothing. Keskar et al. (2019), "CTRL"."""
 
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens in the answer. In [-2, 2], as OpenAI defines it."""
+    """Subtracted from the logits of tokens in the answer, as OpenAI defines it; in [-2, 2]."""
 
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time that the answer has it. In [-2, 2]."""
+    """Subtracted from a token's logit as often as the answer has the token; in [-2, 2]."""
 
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of tokens, by their ids; in [-100, 100]."""
+    """Token ids, each with a number in [-100, 100] that is added to the token's logit."""
 
     allowed_token_ids: Sequence[int] | None = None
-    """Only these tokens may be drawn, stop tokens among them; None: all."""
+    """Only these tokens are drawn, so they have to include stop tokens; None: all tokens."""
 
     bad_words_ids: Sequence[Sequence[int]] = ()
-    """Runs of tokens that the answer does not have: the last token of one is not drawn behind the
-    others, as in `transformers`."""
+    """Runs of tokens that the answer must not have: the last token of a run is not drawn after its
+    other tokens, as in `transformers`."""
 
     thinking_budget: ThinkingBudget | None = None
-    """None: reasoning may have any number of tokens."""
+    """Limit of the tokens of reasoning; None: there is no limit."""
 
     num_tokens_to_generate: int | None = None
     """Upper bound on new tokens; a default is lowered to fit in `max_sequence_length`. 0 runs the
     prompt alone (to warm the cache, or to score it)."""
 
     min_tokens: int | None = None
-    """The answer has so many tokens before a stop token can end it; stop words still do."""
+    """No stop token ends an answer with fewer tokens than this; a stop word still does."""
 
     seed: int | None = None
     """Seed of this request's draws. None: derived from the engine's seed and the request's id."""
@@ -168,7 +169,7 @@ class SamplingParams:
 
     skip_special_tokens: bool = True
     """Leave special tokens out of the text. False needs a tokenizer whose `detokenize` has an
-    argument of this name."""
+    argument `skip_special_tokens`."""
 
     ignore_termination: bool = False
     """Continue after stop tokens (for benchmarks)."""
@@ -178,18 +179,19 @@ class SamplingParams:
     `InferenceConfig.logprobs_mode`."""
 
     skip_prompt_log_probs: bool = False
-    """With `return_log_probs`: only those of generated tokens. Else every prompt token must be
-    computed, and the request cannot skip any."""
+    """With `return_log_probs`: return those of generated tokens alone. With those of the prompt,
+    every prompt token must be computed, and the request skips none."""
 
     top_n_logprobs: int = 0
-    """With `return_log_probs`: also the n most likely tokens at each position that has one."""
+    """With `return_log_probs`: also return the n most likely tokens at each position that has a
+    log-probability."""
 
     add_BOS: bool = False
     """Prepend the tokenizer's `bos` token to a text prompt."""
 
     num_speculative_tokens: int | None = None
-    """Most drafts of this request in a step, up to `InferenceConfig.num_speculative_tokens`; 0:
-    none, None: as many as there. Answers are the same (docs/guides/speculation.md)."""
+    """Most drafts of this request in a step, up to `InferenceConfig.num_speculative_tokens`; 0: no
+    drafts, None: as many as the engine's. Answers are the same (docs/guides/speculation.md)."""
 
     def __post_init__(self) -> None:
         def check(ok: bool, message: str) -> None:

@@ -28,7 +28,7 @@ CACHE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Guide:
-    """What an answer may look like. Make it by one of the class methods."""
+    """The form that an answer must have. One of the class methods makes it."""
 
     kind: str
     """ "json_schema", "regex", "grammar", "structural_tag" or "choices"."""
@@ -39,27 +39,28 @@ class Guide:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str, *, check: bool = True) -> Guide:
-        """JSON that fits a schema (a JSON value, or its text). Only declared properties may come,
-        in the order of the schema. Where `type` is missing, the other keywords say what the value
-        is: with `minimum` a number.
+        """JSON that fits a schema (a JSON value, or its text). Objects have only declared
+        properties, in the order of the schema. If `type` is missing, it follows from the other
+        keywords: a value with `minimum` is a number.
 
-        check: refuse now what cannot be kept to; else a request that comes with it is refused.
+        check: refuse a schema here that cannot be enforced; otherwise the engine refuses requests
+        with it.
 
         Raises:
-            ValueError: it is no JSON, or has a keyword that cannot be kept to.
+            ValueError: the schema is not JSON, or has a keyword that cannot be enforced.
         """
         return cls._of_json("json_schema", schema, check)
 
     @classmethod
     def structural_tag(cls, tag: Mapping[str, Any] | str, *, check: bool = True) -> Guide:
-        """Text with tags in it whose contents have a form: a structural tag of xgrammar's (a JSON
-        object, or its text), with schemas as in `json_schema` and patterns as in `regex`.
+        """Text with tags whose contents have a form: a structural tag of xgrammar (a JSON object,
+        or its text), with schemas as in `json_schema` and patterns as in `regex`.
 
         check: as in `json_schema`.
 
         Raises:
-            ValueError: it is no JSON, or has what cannot be kept to.
-            ImportError: xgrammar is missing, and it is checked.
+            ValueError: the tag is not JSON, or has a part that cannot be enforced.
+            ImportError: `check` needs xgrammar, which is missing.
         """
         return cls._of_json("structural_tag", tag, check)
 
@@ -81,12 +82,12 @@ class Guide:
     def behind_thought(
         self, open: str, close: str, *, begins_inside: bool, prefix: str = ""
     ) -> Guide:
-        """The same behind reasoning, which may hold any text.
+        """A guide of reasoning with any text, followed by the form of this guide.
 
         Args:
-            open, close: marks around it; "" as `close`: there is none.
-            begins_inside: the prompt has opened it; else the answer may do so.
-            prefix: text before what this guide allows.
+            open, close: marks around the reasoning; if `close` is "", there is no reasoning.
+            begins_inside: the prompt has opened the reasoning; otherwise the answer may open it.
+            prefix: text between the reasoning and the form of this guide.
         """
         elements: list[dict[str, Any]] = []
         if close:
@@ -122,11 +123,11 @@ class Guide:
     @classmethod
     def regex(cls, pattern: str) -> Guide:
         """A text that the whole pattern matches, as `re.fullmatch` with DOTALL and ASCII. The
-        engine refuses what cannot be kept to: lookahead, lookbehind, backreferences, flags, word
-        boundaries, `^` and `$` elsewhere than at the ends.
+        engine refuses parts that it cannot enforce: lookahead, lookbehind, backreferences, flags,
+        word boundaries, `^` and `$` elsewhere than at the ends.
 
         Raises:
-            TypeError: it is no str.
+            TypeError: the pattern is not a str.
         """
         if not isinstance(pattern, str):
             raise TypeError(f"a regex guide needs a str, got {type(pattern).__name__}")
@@ -134,11 +135,12 @@ class Guide:
 
     @classmethod
     def grammar(cls, source: str) -> Guide:
-        """A text of a context-free grammar in xgrammar's EBNF (GBNF), from its rule `root`.
+        """A text of a context-free grammar in xgrammar's EBNF (GBNF), which begins with the rule
+        `root`.
 
         Raises:
-            TypeError: it is no str.
-            ValueError: it is too long, nested too deeply, or repeats a part too often.
+            TypeError: the grammar is not a str.
+            ValueError: the grammar is too long, nested too deeply, or repeats a part too often.
         """
         if not isinstance(source, str):
             raise TypeError(f"a grammar guide needs a str, got {type(source).__name__}")
@@ -150,7 +152,7 @@ class Guide:
         """One of some texts.
 
         Raises:
-            ValueError: there is none, or one is empty or no str.
+            ValueError: there is no text, or a text is empty or not a str.
         """
         texts = () if isinstance(texts, str) else tuple(texts)
         if not texts or not all(isinstance(text, str) and text for text in texts):

@@ -71,7 +71,7 @@ class Progress:
     skipped_steps: int = 0
     """Steps without an update, because a gradient was not finite."""
     skipped_in_row: int = 0
-    """The last ones of these."""
+    """Of these, the last ones in a row."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Step:
     """An optimizer step."""
 
     loss: float
-    """Mean of a token with a label, in nats, over all ranks."""
+    """Mean loss of a token with a label, in nats, over all ranks."""
     gradient_norm: float
-    """Over all parameters and ranks, before it was clipped."""
+    """Norm of the gradient over all parameters and ranks, before it was clipped."""
     updated: bool
     """False: the step was skipped, since the loss or the norm is not finite."""
 
@@ -92,7 +92,8 @@ class TrainingError(RuntimeError):
 
 @contextmanager
 def training_device() -> Iterator[torch.device]:
-    """Choose the device of this rank, where megatron-core trains in here: its GPU, or the CPU."""
+    """Context in which megatron-core trains on the device of this rank, which it gives: the rank's
+    GPU, or the CPU."""
     initialize_distributed()
     with ends_with_launcher():
         if torch.cuda.is_available():
@@ -107,11 +108,11 @@ def training_device() -> Iterator[torch.device]:
 class Trainer:
     """A run of a recipe in a folder. Build it on every rank, under `training_device`.
 
-    It takes up the newest whole checkpoint in the folder, if there is one; what it trains then is,
-    in the same layout, to the bit what the run would have trained without the stop.
+    The run continues from the newest whole checkpoint in the folder, if there is one. In the same
+    layout it then trains the same weights, to the bit, as a run that was never stopped.
 
     Args:
-        recipe: see there.
+        recipe: sizes, data and settings of the run.
         folder: of the run: checkpoints, log.
         device: as `training_device` gave it.
 
@@ -138,7 +139,8 @@ class Trainer:
             raise
 
     def close(self) -> None:
-        """Let another run have the folder, when all is saved; so does the end of the object."""
+        """Unlock the folder for another run, after all checkpoints are saved. The end of the object
+        does the same."""
         self._release()
 
     def _set_up(self, config: HybridConfig) -> None:
@@ -201,12 +203,12 @@ class Trainer:
             self._resume(saved)
 
     def train(self) -> None:
-        """Train to the recipe's last step, or until SIGINT or SIGTERM: then the step under way is
-        finished, and saved.
+        """Train to the recipe's last step, or until SIGINT or SIGTERM. After a signal the running
+        step is finished and saved.
 
         Raises:
             TrainingError: too many steps in a row had no finite gradient.
-            ImportError: the log for tensorboard needs it, and it is missing; on all ranks.
+            ImportError: the recipe asks for events for tensorboard, which is missing; on all ranks.
         """
         run, progress = self.recipe.run, self.progress
         last = min(run.steps, run.stop_at_step or run.steps)
@@ -239,14 +241,14 @@ class Trainer:
                 reports.close()
 
     def batches(self) -> Iterator[Batch]:
-        """This rank's micro-batches of training data, from where the run stands."""
+        """This rank's micro-batches of training data, from the present step on."""
         return self._batches(self.train_data, self.progress.samples)
 
     def step(self, data: Iterator[Batch]) -> Step:
         """Train on the next global batch; every rank calls it.
 
         Args:
-            data: of `batches`, of which it takes `num_micro_batches`.
+            data: the iterator of `batches`, from which this step takes `num_micro_batches`.
 
         Raises:
             TrainingError: too many steps in a row had no finite gradient.

@@ -198,7 +198,8 @@ class HybridConfig(
         return self._with(symbol, self.overrides_of(number, symbol))
 
     def for_prediction(self, symbol: str) -> HybridConfig:
-        """The same of a layer for multi-token prediction, which has the overrides of its symbol."""
+        """The config that a layer for multi-token prediction is built with: the overrides of its
+        symbol in place."""
         return self._with(symbol, self.layer_overrides.get(symbol, {}))
 
     def _with(self, symbol: str, fields: Mapping[str, Any]) -> HybridConfig:
