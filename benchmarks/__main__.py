@@ -48,9 +48,13 @@ def main() -> None:
     }
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "suites", nargs="*", choices=[*suites, []], metavar="|".join(suites), help="default: all"
+        "suites",
+        nargs="*",
+        choices=[*suites, []],
+        metavar="|".join(suites),
+        help="Measure these parts. The default is all.",
     )
-    parser.add_argument("--json", help="also write the numbers to this file")
+    parser.add_argument("--json", metavar="FILE", help="Also write the numbers to this file.")
     options = parser.parse_args()
 
     console = Console()

@@ -50,8 +50,8 @@ KILL_AFTER = 40
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.dynamo", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", help="also write the numbers to this file")
+    parser.add_argument("--rounds", type=int, default=3, help="Measure N times.", metavar="N")
+    parser.add_argument("--json", metavar="FILE", help="Also write the numbers to this file.")
     options = parser.parse_args()
     with TemporaryDirectory() as folder, cluster(Path(folder)) as made:
         servers = started(made)

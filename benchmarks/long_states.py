@@ -297,8 +297,13 @@ def plot(results: dict[str, dict[str, Errors]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.long_states", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"multiple of {SEGMENT}")
-    parser.add_argument("--plot", action="store_true", help="draw it into docs/plots")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=TOKENS,
+        help=f"Measure up to this many tokens, a multiple of {SEGMENT}.",
+    )
+    parser.add_argument("--plot", action="store_true", help="Draw the result into docs/plots.")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("Relative errors of the worst head, against float64")

@@ -73,8 +73,10 @@ def ask(url: str, messages: list[dict], turn: int, chooses: bool) -> dict:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="An agent with two tools.")
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--auto", action="store_true", help="let the model choose")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="Call the server at this URL."
+    )
+    parser.add_argument("--auto", action="store_true", help="Let the model choose the tools.")
     options = parser.parse_args(arguments)
     messages = [
         {"role": "system", "content": SYSTEM},

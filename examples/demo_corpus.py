@@ -271,7 +271,9 @@ def write_jsonl(documents: list[Document], folder: Path) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("folder", type=Path, help="to write to; the packages are kept there, too")
+    parser.add_argument(
+        "folder", type=Path, help="Write the text to this folder, which keeps the packages, too."
+    )
     folder = parser.parse_args().folder
     for name, count in write_jsonl(fetch_documents(folder), folder).items():
         print(f"wrote {folder / name}.jsonl: {count} documents")

@@ -48,8 +48,12 @@ def documented_loss(step: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--step", type=int, default=200, help="one of the table's")
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo_curve"), help="of the run")
+    parser.add_argument(
+        "--step", type=int, default=200, help="Compare the loss at this step of the table."
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/demo_curve"), help="Write the run to this folder."
+    )
     options = parser.parse_args()
     expected = documented_loss(options.step)
     recipe = Recipe.load("demo", [f"run.stop_at_step={options.step}"])

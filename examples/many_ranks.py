@@ -21,7 +21,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
-        parser.add_argument(f"--{name}", type=int, default=1, help=f"{what}-parallel ranks")
+        parser.add_argument(
+            f"--{name}", type=int, default=1, help=f"Take N {what}-parallel ranks.", metavar="N"
+        )
     options = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         raise SystemExit(__doc__)

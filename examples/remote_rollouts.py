@@ -184,11 +184,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("urls", nargs="+", help="servers of the model")
-    parser.add_argument("--model", default="demo", help="folder of the model (default: demo)")
-    parser.add_argument("--address", default="127.0.0.1", help="of this machine, for the servers")
-    parser.add_argument("--port", type=int, default=29500, help="a free one")
-    parser.add_argument("--updates", type=int, default=UPDATES)
+    parser.add_argument("urls", nargs="+", help="Draw rollouts from these servers of the model.")
+    parser.add_argument(
+        "--model", default="demo", help="Train the model in this folder. The default is demo."
+    )
+    parser.add_argument(
+        "--address", default="127.0.0.1", help="Let servers reach the trainer at this address."
+    )
+    parser.add_argument("--port", type=int, default=29500, help="Listen on this free port.")
+    parser.add_argument("--updates", type=int, default=UPDATES, help="Make N updates.", metavar="N")
     options = parser.parse_args(arguments)
     model, _ = mh.load_pretrained(options.model, "cpu", torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)

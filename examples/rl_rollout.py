@@ -228,7 +228,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dp", type=int, default=1, help="data-parallel replicas (default: 1)")
+    parser.add_argument(
+        "--dp",
+        type=int,
+        default=1,
+        help="Run N data-parallel replicas. The default is 1.",
+        metavar="N",
+    )
     replicas = parser.parse_args(arguments).dp
     launched, world = "LOCAL_RANK" in os.environ, int(os.environ.get("WORLD_SIZE", 1))
     if replicas < 1 or world % replicas:

@@ -130,16 +130,24 @@ def main(arguments: list[str] | None = None, command: Sequence[str] = COMMAND) -
     )
     names = sorted({part.name for call in BUDGETS for phase in phases(call) for part in phase})
     parser.add_argument("call", choices=BUDGETS)
-    parser.add_argument("--parts", nargs="+", choices=names, metavar="PART", help=f"of {names}")
+    parser.add_argument(
+        "--parts", nargs="+", choices=names, metavar="PART", help=f"Run these parts, of {names}."
+    )
     known = (*MODELS, *OTHER_MODELS)
     parser.add_argument(
-        "--models", nargs="+", choices=known, metavar="MODEL", default=MODELS, help=f"of {known}"
+        "--models",
+        nargs="+",
+        choices=known,
+        metavar="MODEL",
+        default=MODELS,
+        help=f"Measure these models, of {known}.",
     )
-    parser.add_argument("--toy", action="store_true", help="all on the CPU, at toy size")
+    parser.add_argument("--toy", action="store_true", help="Run all parts on the CPU, at toy size.")
     parser.add_argument(
         "--seconds",
         type=float,
-        help=f"of the whole call, not {BUDGETS}; parts' limits grow as much",
+        help=f"Limit the call to this time, in place of {BUDGETS}. Limits of the parts change in "
+        "proportion.",
     )
     for name, default, what in (
         ("logs", "runs/first_run", "folder for the archive of the parts' logs"),

@@ -38,12 +38,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Run a part and print its rows. Returns the exit code."""
     parser = argparse.ArgumentParser("python -m benchmarks.gpu.parts")
     parser.add_argument("name", choices=PARTS)
-    parser.add_argument("arguments", nargs="*", help="of the part: an op and a dtype, or a model")
-    parser.add_argument("--toy", action="store_true", help="on the CPU at toy size")
     parser.add_argument(
-        "--once", action="store_true", help="make each call once, so that kernels are compiled"
+        "arguments", nargs="*", help="Give the part these arguments: an op and a dtype, or a model."
     )
-    parser.add_argument("--skip", type=int, default=0, help="so many checks, from the first one on")
+    parser.add_argument("--toy", action="store_true", help="Run on the CPU, at toy size.")
+    parser.add_argument(
+        "--once", action="store_true", help="Make each call once, to compile kernels."
+    )
+    parser.add_argument(
+        "--skip", type=int, default=0, help="Skip this many checks at the beginning."
+    )
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", module="megatron")
     bench, what = None, " ".join([options.name, *options.arguments])

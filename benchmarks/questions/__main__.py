@@ -33,7 +33,9 @@ def main(arguments: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=NAMES, metavar="NAME")
-    parser.add_argument("--write", action="store_true", help="put the table into the docs, too")
+    parser.add_argument(
+        "--write", action="store_true", help="Also write the table into the page of the docs."
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # so small a model gains nothing from more
     printed = []

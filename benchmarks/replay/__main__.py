@@ -42,29 +42,64 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     names = {"nargs": "+", "metavar": "NAME"}
-    add("--workloads", choices=WORKLOADS, help="default: all, or none with --trace", **names)
-    add("--trace", type=Path, metavar="FILE", help="a recorded trace (see docs/measured/replay.md)")
-    add("--geometry", choices=GEOMETRIES, default=["nemotron-h-8b"], **names)
-    add("--engines", choices=ENGINES, help="default: those of note that are installed", **names)
-    add("--budgets", nargs="+", type=gigabytes, metavar="GB", help="default: each workload's own")
+    add(
+        "--workloads",
+        choices=WORKLOADS,
+        help="Replay these workloads. The default is all, or none with --trace.",
+        **names,
+    )
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="Replay the recorded trace in this file (docs/measured/replay.md).",
+    )
+    add(
+        "--geometry",
+        choices=GEOMETRIES,
+        default=["nemotron-h-8b"],
+        help="Replay for these models. The default is %(default)s.",
+        **names,
+    )
+    add(
+        "--engines",
+        choices=ENGINES,
+        help="Compare these engines. The default is those of note that are installed.",
+        **names,
+    )
+    add(
+        "--budgets",
+        nargs="+",
+        type=gigabytes,
+        metavar="GB",
+        help="Give caches these sizes, in GB. The default is each workload's own sizes.",
+    )
     add(
         "--in-flight",
         nargs="+",
         type=whole_number,
         default=[1],
         metavar="N",
-        help="requests that run side by side; several: one after the other",
+        help="Run N requests at a time. Several numbers are replayed one after the other.",
     )
-    add("--limit", type=whole_number, metavar="N", help="only the first N requests")
-    add("--full", action="store_true", help="all workloads, geometries, engines; 1 and 8 in flight")
-    add("--memory", action="store_true", help="also weigh the index; with --trace all of it")
-    add("--json", type=Path, metavar="FILE", help="write the numbers to this file")
-    add("--plots", type=Path, metavar="DIR", help="write SVG plots into this folder")
+    add("--limit", type=whole_number, metavar="N", help="Replay only the first N requests.")
+    add(
+        "--full",
+        action="store_true",
+        help="Replay all workloads, models and engines, with 1 and 8 requests at a time.",
+    )
+    add(
+        "--memory",
+        action="store_true",
+        help="Also measure the memory of the index; with --trace, of the whole trace.",
+    )
+    add("--json", type=Path, metavar="FILE", help="Write the numbers to this file.")
+    add("--plots", type=Path, metavar="DIR", help="Write SVG plots into this folder.")
     add(
         "--markdown",
         type=Path,
         metavar="FILE",
-        help="write the tables into this page (--full: the cells where others are ahead)",
+        help="Write the tables into this page; with --full, the cells where others are ahead.",
     )
     return parser.parse_args(arguments)
 

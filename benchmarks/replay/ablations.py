@@ -66,15 +66,34 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m benchmarks.replay.ablations", description=__doc__.splitlines()[0]
     )
     add, names = parser.add_argument, {"nargs": "+", "metavar": "NAME"}
-    add("--parts", choices=PARTS, default=list(PARTS), help="default: all", **names)
-    add("--workloads", choices=WORKLOADS, default=REPLAYED, help="default: %(default)s", **names)
-    add("--seeds", nargs="+", type=int, default=SEEDS, metavar="N", help="default: %(default)s")
+    add(
+        "--parts",
+        choices=PARTS,
+        default=list(PARTS),
+        help="Leave out these parts, one at a time. The default is all.",
+        **names,
+    )
+    add(
+        "--workloads",
+        choices=WORKLOADS,
+        default=REPLAYED,
+        help="Replay these workloads. The default is %(default)s.",
+        **names,
+    )
+    add(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=SEEDS,
+        metavar="N",
+        help="Make the requests from these seeds. The default is %(default)s.",
+    )
     add(
         "--in-flight",
         type=whole_number,
         default=1,
         metavar="N",
-        help="requests that run side by side",
+        help="Run N requests at a time.",
     )
     options = parser.parse_args(arguments)
     found: dict[str | None, list[float]] = {name: [] for name in (None, *options.parts)}

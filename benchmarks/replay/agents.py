@@ -189,7 +189,14 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m benchmarks.replay.agents", description=__doc__.splitlines()[0]
     )
     add = parser.add_argument
-    add("--seeds", nargs="+", type=int, default=SEEDS, metavar="N", help="default: %(default)s")
+    add(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=SEEDS,
+        metavar="N",
+        help="Make the requests from these seeds. The default is %(default)s.",
+    )
     seeds = parser.parse_args(arguments).seeds
     traces = [list(agent(seed=seed)) for seed in seeds]
     heads = [f"{b} GB, {of}" for b in BUDGETS_GB for of in (f"seed {seeds[0]}", "mean of all")]

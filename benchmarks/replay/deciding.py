@@ -263,14 +263,48 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m benchmarks.replay.deciding", description=__doc__.splitlines()[0]
     )
     add, names = parser.add_argument, {"nargs": "+", "metavar": "NAME"}
-    add("--policies", choices=POLICIES, default=["today"], help="default: today", **names)
-    add("--against", choices=(*POLICIES, FORMER), default=FORMER, help="default: former")
-    add("--peers", choices=ENGINES, default=list(PEERS), help="default: %(default)s", **names)
-    add("--no-peers", action="store_true", help="replay no peer")
-    add("--only", nargs="+", default=[], metavar="TEXT", help="cases whose name has all of these")
-    add("--trace", type=Path, metavar="FILE", help="the Mooncake conversation trace")
-    add("--results", type=Path, default=FILE, metavar="FILE", help="default: %(default)s")
-    add("--summary", action="store_true", help="replay nothing")
+    add(
+        "--policies",
+        choices=POLICIES,
+        default=["today"],
+        help="Replay these policies. The default is today.",
+        **names,
+    )
+    add(
+        "--against",
+        choices=(*POLICIES, FORMER),
+        default=FORMER,
+        help="Compare them with this policy. The default is former.",
+    )
+    add(
+        "--peers",
+        choices=ENGINES,
+        default=list(PEERS),
+        help="Compare them with these engines. The default is %(default)s.",
+        **names,
+    )
+    add("--no-peers", action="store_true", help="Compare them with no other engine.")
+    add(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="Replay cases whose name has all of these texts.",
+    )
+    add(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="Also replay the Mooncake conversation trace in this file.",
+    )
+    add(
+        "--results",
+        type=Path,
+        default=FILE,
+        metavar="FILE",
+        help="Keep results in this file. The default is %(default)s.",
+    )
+    add("--summary", action="store_true", help="Replay nothing, and print the results of the file.")
     options = parser.parse_args(arguments)
     results, peers = read(options.results), published()
     chosen = [

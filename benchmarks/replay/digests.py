@@ -32,9 +32,27 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m benchmarks.replay.digests", description=__doc__.splitlines()[0]
     )
     add, names = parser.add_argument, {"nargs": "+", "metavar": "NAME"}
-    add("--workloads", choices=WORKLOADS, default=list(WORKLOADS), help="default: all", **names)
-    add("--geometry", choices=GEOMETRIES, default=["nemotron-h-8b"], **names)
-    add("--sizes", type=int, default=2, metavar="N", help="of each workload's; default: 2")
+    add(
+        "--workloads",
+        choices=WORKLOADS,
+        default=list(WORKLOADS),
+        help="Replay these workloads. The default is all.",
+        **names,
+    )
+    add(
+        "--geometry",
+        choices=GEOMETRIES,
+        default=["nemotron-h-8b"],
+        help="Replay for these models. The default is %(default)s.",
+        **names,
+    )
+    add(
+        "--sizes",
+        type=int,
+        default=2,
+        metavar="N",
+        help="Take the first N cache sizes of each workload. The default is %(default)s.",
+    )
     options = parser.parse_args(arguments)
     for name in options.workloads:
         workload = WORKLOADS[name]

@@ -205,11 +205,42 @@ def main(arguments: list[str] | None = None) -> None:
         description="Requests split over replicas, against one cache with all of their memory.",
     )
     add, names = parser.add_argument, {"nargs": "+", "metavar": "NAME"}
-    add("--workloads", choices=WORKLOADS, default=["chat", "agent"], help="default: both", **names)
-    add("--seeds", nargs="+", type=int, default=SEEDS, metavar="N", help="default: %(default)s")
-    add("--replicas", type=whole_number, default=2, metavar="N", help="default: %(default)s")
-    add("--speed", type=float, default=inf, metavar="TOKENS", help="prompt tokens a second of each")
-    add("--answer-speed", type=float, default=inf, metavar="TOKENS", help="answer tokens a second")
+    add(
+        "--workloads",
+        choices=WORKLOADS,
+        default=["chat", "agent"],
+        help="Replay these workloads. The default is both.",
+        **names,
+    )
+    add(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=SEEDS,
+        metavar="N",
+        help="Make the requests from these seeds. The default is %(default)s.",
+    )
+    add(
+        "--replicas",
+        type=whole_number,
+        default=2,
+        metavar="N",
+        help="Split the requests over N replicas. The default is %(default)s.",
+    )
+    add(
+        "--speed",
+        type=float,
+        default=inf,
+        metavar="TOKENS",
+        help="Let a replica compute this many prompt tokens a second. The default is no limit.",
+    )
+    add(
+        "--answer-speed",
+        type=float,
+        default=inf,
+        metavar="TOKENS",
+        help="Let a replica generate this many tokens a second. The default is no limit.",
+    )
     options = parser.parse_args(arguments)
     clock, number = Clock(options.speed, options.answer_speed), options.replicas
     faster = Clock(number * options.speed, options.answer_speed)

@@ -30,7 +30,12 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m benchmarks.replay.to_jsonl", description=__doc__.splitlines()[0]
     )
     parser.add_argument("workload", choices=WORKLOADS)
-    parser.add_argument("--limit", type=whole_number, default=100, help="requests (100)")
+    parser.add_argument(
+        "--limit",
+        type=whole_number,
+        default=100,
+        help="Write the first requests, of this number. The default is %(default)s.",
+    )
     options = parser.parse_args(arguments)
     for request in WORKLOADS[options.workload].generate(limit=options.limit):
         sys.stdout.write(to_line(request) + "\n")

@@ -23,7 +23,8 @@ class MissReason(StrEnum):
     STATE_EVICTED = "state_evicted"
     """A state was saved after p among the known tokens, then evicted."""
     BUDGET = "budget"
-    """A state after p was wanted, but never saved: too few candidates for eviction had a lower value."""
+    """A state after p was wanted, but never saved: too few candidates for eviction had a lower
+    value. """
     KV_EVICTED = "kv_evicted"
     """KV of the following tokens was cached, then evicted."""
     SALT = "salt"
