@@ -43,7 +43,8 @@ GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 help:
 	@echo "make demo          compare the three cache modes on the same requests"
 	@echo "make tour          run the cells of examples/tour.ipynb; one minute"
-	@echo "make demo-curve    train 200 steps of the demo model; guides/demo_training.md"
+	@echo "make demo-curve    train 200 steps of the demo model;"
+	@echo "                   docs/guides/demo_training.md"
 	@echo "make test          run all tests; those of Megatron's interface also run on"
 	@echo "                   megatron-core $(NEWEST_CORE). make unit, make functional and"
 	@echo "                   make kernel-tests run a part of the tests"
@@ -55,7 +56,7 @@ help:
 	@echo "                   minutes. make test-matrix includes these tests"
 	@echo "make test-dynamo   test two workers behind NVIDIA Dynamo's frontend; four"
 	@echo "                   minutes. make bench-dynamo measures their cost and reuse"
-	@echo "make test-ray      test replicas on Ray Serve, of one or two ranks; three minutes"
+	@echo "make test-ray      test replicas on Ray Serve, of 1 and 2 ranks; three minutes"
 	@echo "make test-attacks  test the server against hostile clients; one minute"
 	@echo "make test-gpu      run the tests for GPUs, in NVIDIA's container for PyTorch"
 	@echo "make gpu-wheels    download the wheels of benchmarks.gpu.first_run to wheels/gpu"
