@@ -224,7 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _kv_publisher(options: argparse.Namespace) -> "AbstractContextManager[KvPublisher | None]":
-    """What tells routers of the cache, bound to its endpoints; of None, if nobody is told."""
+    """The publisher of KV events, bound to its endpoints; of None, if there are no endpoints."""
     if not (
         options.kv_events_endpoint or options.kv_events_replay_endpoint or options.kv_events_topic
     ):

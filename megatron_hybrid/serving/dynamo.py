@@ -116,7 +116,7 @@ class HybridWorker:
         Args:
             options: of Dynamo's workers.
             folder: with config.json and the tokenizer, for the frontend.
-            publisher: of KV events, which Dynamo reads; None: nobody is told of the cache.
+            publisher: of KV events, which Dynamo reads; None: no events are published.
         """
         loop, service = asyncio.get_running_loop(), self.service
         config = service.engine_config

@@ -259,7 +259,7 @@ async def serve(
 
     bound: what `address.bind()` has returned.
     loading: ends when all is there. None: nothing answers before.
-    publisher: of what is cached; it is closed at the end. None: nobody is told.
+    publisher: of KV events; it is closed at the end. None: no events are published.
 
     Raises:
         RankFailedError: another rank of the model has failed.

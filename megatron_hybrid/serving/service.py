@@ -57,7 +57,7 @@ class ServingConfig:
     description: str = ""
     """Of the model, for `/v1/models` and the page."""
     api_keys: tuple[str, ...] = ()
-    """Any of them opens the API; none: it is open."""
+    """API keys, one of which a request needs; none: requests need no key."""
     admin_keys: tuple[str, ...] = ()
     """Of the operator, for the routes of the cache; none: these need no more than the others."""
     shows_prompts: bool = False

@@ -56,7 +56,7 @@ class GuidePool:
     Args:
         token_bytes, vocab_size, first_token_bytes: as for `GuideCompiler`.
         seconds: most time of one compilation.
-        num_processes: guides that are compiled side by side.
+        num_processes: number of guides that are compiled at a time.
     """
 
     def __init__(

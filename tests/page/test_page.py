@@ -264,5 +264,7 @@ def test_the_routes_are_shown_with_the_meaning_of_each_field(server, page):
     row = chats.locator("tr", has=page.get_by_text("temperature", exact=True))
     fields = described["components"]["schemas"]["ChatFields"]["properties"]
     expect(row.locator("td").last).to_have_text(fields["temperature"]["description"])
+    special = chats.locator("tr", has=page.get_by_text("skip_special_tokens", exact=True))
+    expect(special.locator("td").nth(2)).to_have_text("true")
     expect(chats.get_by_text("Refused, unless they ask for nothing: ")).to_contain_text("suffix")
     expect(page.locator("#objects section", has_text="ResponseFormat").first).to_be_visible()

@@ -20,7 +20,8 @@ function kindOf(schema) {
 }
 
 function rowOf(name, schema, isRequired, about) {
-  const standard = schema.default == null ? "" : JSON.stringify(schema.default);
+  const given = schema.default ?? schema.anyOf?.find((each) => "default" in each)?.default;
+  const standard = given == null ? "" : JSON.stringify(given);
   const cells = [name, kindOf(schema), isRequired ? "required" : standard, about ?? ""];
   return make("tr", {}, ...cells.map((textContent) => make("td", { textContent })));
 }
