@@ -259,7 +259,8 @@ class PrefixCache:
         if found is not None:
             self.policy.on_wait(found, -1)
             if found.pages is not None:
-                self._evictor.update(found)
+                with suppress(MemoryError):  # its price then waits for `refresh`
+                    self._evictor.update(found)
 
     @rolled_back
     def adopt(

@@ -204,3 +204,22 @@ def test_a_release_needs_no_memory():
         assert allocator.has_failed
     sim.check()
     assert not sim.cache.allocator.ref_counts.any()
+
+
+def test_a_request_that_was_expected_starts_without_memory(monkeypatch):
+    """It has a lease by then, which nobody would give back."""
+    sim = Simulator(PrefixCache(SPECS["hybrid with window"], 60))
+    running = sim.start(tokens(70).tolist())
+    sim.forward(running, 70)
+    sim.finish(running)
+    cache = sim.cache
+    cache.expect(1, tokens(70))
+    assert [found for found in cache._expected.values() if found is not None]
+
+    def fail(evictor, checkpoint):
+        raise MemoryError
+
+    monkeypatch.setattr(Evictor, "update", fail)
+    cache.expect_no_more(1)
+    assert not cache._expected
+    sim.check()
