@@ -22,7 +22,8 @@ FIRST_ACCEPTANCE = 0.7
 ACCEPTANCE_WEIGHT = 1 / 8
 """Of the newest draft in the mean of a request."""
 TRIAL_STEPS = 16
-"""A request whose drafts do not pay tries one again after so many steps."""
+"""One step of so many is a trial of drafts that do not pay. It is the same one for all requests,
+which pay for the rows of a graph together."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +110,18 @@ class DraftLength:
     num_accepted: int = 0
     acceptance: float = FIRST_ACCEPTANCE
     """Mean of its drafts up to the first rejected one of a step, the newest ones most."""
-    _num_steps_without: int = 0
 
-    def choose(self, cost: DraftCost, most: int) -> int:
-        """The most drafts of the next step: `best_length`, or one for a trial."""
+    def choose(self, cost: DraftCost, most: int, is_trial: bool = False) -> int:
+        """The most drafts of the next step: `best_length`.
+
+        is_trial: the step has drafts of all requests whose drafts could pay: one, or in a graph,
+            whose rows are there, as many as if all were accepted.
+        """
         length = best_length(self.acceptance, cost, most)
-        if length or not best_length(1.0, cost, most):  # then no draft pays
+        if not is_trial or (length and not cost.step):
             return length
-        self._num_steps_without += 1
-        return min(most, int(self._num_steps_without % TRIAL_STEPS == 0))
+        could_pay = best_length(1.0, cost, most)
+        return could_pay if cost.step else min(could_pay, 1)
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
         """Note a step that had drafts."""
@@ -127,28 +131,18 @@ class DraftLength:
             self.acceptance += ACCEPTANCE_WEIGHT * (hit - self.acceptance)
 
 
-class StepGate:
-    """Whether the drafts of a step pay for what they cost together, or are a trial."""
+def pay_together(
+    drafts: Collection[tuple[DraftLength, int]], num_decodes: int, cost: DraftCost, is_trial: bool
+) -> bool:
+    """Whether the drafts of a step pay for what they cost together; in a trial, whether they could.
 
-    def __init__(self) -> None:
-        self._num_closed = 0
-
-    def is_open(
-        self, drafts: Collection[tuple[DraftLength, int]], num_decodes: int, cost: DraftCost
-    ) -> bool:
-        """Call it once for a step.
-
-        Args:
-            drafts: the history and the number of each request that has some.
-            num_decodes: of the step, those included that have none.
-            cost: of the step.
-        """
-        num_drafts = sum(count for _, count in drafts)
-        if not num_drafts or not cost.step:  # each request's own pay for themselves, or are a trial
-            return True
-        gain = sum(expected(length.acceptance, count) for length, count in drafts)
-        added = num_decodes * cost.of(num_drafts, num_decodes)
-        if gain > added:
-            return True
-        self._num_closed += 1
-        return num_drafts > added and self._num_closed % TRIAL_STEPS == 0
+    Args:
+        drafts: the history and the number of each request that has some.
+        num_decodes: of the step, those included that have none.
+        cost: of the step.
+    """
+    num_drafts = sum(count for _, count in drafts)
+    if not num_drafts or not cost.step:  # each request's own pay for themselves, or are a trial
+        return True
+    gain = sum(expected(length.acceptance, count) for length, count in drafts)
+    return (num_drafts if is_trial else gain) > num_decodes * cost.of(num_drafts, num_decodes)

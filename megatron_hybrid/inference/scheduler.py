@@ -26,7 +26,12 @@ from megatron_hybrid.errors import (
     note_decided_by_memory,
     optional_decision,
 )
-from megatron_hybrid.inference.draft_length import DraftCosts, StepGate, break_even
+from megatron_hybrid.inference.draft_length import (
+    TRIAL_STEPS,
+    DraftCosts,
+    break_even,
+    pay_together,
+)
 from megatron_hybrid.inference.drafters import Drafts
 from megatron_hybrid.inference.request import MAX_FAILURES, Request, RequestStatus
 from megatron_hybrid.inference.sampling_params import Sampled
@@ -76,7 +81,7 @@ class Scheduler:
         self.cache = cache
         self.drafts = drafts
         self.draft_costs = DraftCosts()
-        self._draft_gate = StepGate()
+        self._num_decode_steps = 0  # of steps that may have drafts
         self.drafts_need_hidden = drafts_need_hidden
         self.fetches = fetches
         self.max_tokens = max_tokens
@@ -147,9 +152,7 @@ class Scheduler:
             # Also for requests that cannot start yet: the running prefill must know their junction
             # early, and the disk is read meanwhile.
             if self._waits_for_other(request):
-                last_priority = min(
-                    last_priority, request.options.priority
-                )  # only its equals overtake it
+                last_priority = min(last_priority, request.options.priority)  # equals overtake it
                 continue
             # In order of priority and arrival: none overtakes a request that lacks room, also for
             # its fetch.
@@ -225,7 +228,11 @@ class Scheduler:
     def _pay(self, counts: Mapping[Request, int], num_decodes: int) -> bool:
         """Whether a step is to have these numbers of drafts."""
         drafts = [(request.draft_length, count) for request, count in counts.items()]
-        return self._draft_gate.is_open(drafts, num_decodes, self.draft_costs.at(num_decodes))
+        return pay_together(drafts, num_decodes, self.draft_costs.at(num_decodes), self._is_trial)
+
+    @property
+    def _is_trial(self) -> bool:
+        return self._num_decode_steps % TRIAL_STEPS == 0
 
     def _draft_lengths(self, draft: StepDraft) -> dict[Request, int]:
         """The drafts of each decode that may have some, as many as pay; none if those that are
@@ -237,6 +244,7 @@ class Scheduler:
             and request.num_computed + 1 == request.num_tokens
             and request not in draft.restores
         ]
+        self._num_decode_steps += bool(decodes)
         cost, lengths = self.draft_costs.at(max(1, len(decodes))), {}
         for request in decodes:
             params = request.params
@@ -247,7 +255,7 @@ class Scheduler:
             )
             if params.num_speculative_tokens is not None:
                 most = min(most, params.num_speculative_tokens)
-            if most > 0 and (length := request.draft_length.choose(cost, most)):
+            if most > 0 and (length := request.draft_length.choose(cost, most, self._is_trial)):
                 lengths[request] = length
         pay = not self.drafts.batch_drafters or self._pay(lengths, len(decodes))
         return lengths if pay else {}

@@ -13,9 +13,9 @@ from megatron_hybrid.inference.draft_length import (
     DraftCost,
     DraftCosts,
     DraftLength,
-    StepGate,
     best_length,
     break_even,
+    pay_together,
 )
 from megatron_hybrid.inference.drafters import BatchDrafter
 from megatron_hybrid.inference.sampling_params import SamplingParams
@@ -62,7 +62,7 @@ def test_no_other_number_gives_more_tokens_per_second(acceptance, cost, most):
     best = max(rate(length) for length in range(most + 1))
     length = DraftLength(acceptance=acceptance)
     chosen = best_length(acceptance, cost, most)
-    if not StepGate().is_open([(length, chosen)], 1, cost):
+    if not pay_together([(length, chosen)], 1, cost, False):
         chosen = 0
     assert rate(chosen) == pytest.approx(best)
     if (least := break_even(cost, most)) < 1 and most:
@@ -70,22 +70,36 @@ def test_no_other_number_gives_more_tokens_per_second(acceptance, cost, most):
 
 
 def test_rows_of_a_graph_are_used_by_all_decodes_or_by_none():
-    def is_open(gate, *acceptances):
-        drafts = [(DraftLength(acceptance=each), 3) for each in acceptances]
-        return gate.is_open(drafts, 4, GRAPH)
+    def pay(*acceptances, is_trial=False, count=3):
+        drafts = [(DraftLength(acceptance=each), count) for each in acceptances]
+        return pay_together(drafts, 4, GRAPH, is_trial)
 
     assert best_length(0.4, GRAPH, 3) == 3  # the rows are there
     assert best_length(0.4, DraftCost(GRAPH.of(3, 1) / 3), 3) == 1  # as if each cost a third
-    assert not StepGate().is_open([(DraftLength(acceptance=0.4), 3)], 1, GRAPH)
-    assert is_open(StepGate(), 0.9, 0.9, 0.1, 0.1)
-    assert not is_open(StepGate(), 0.9)  # the other three wait for it
-    gate = StepGate()
-    opened = [is_open(gate, 0.1, 0.1, 0.1, 0.1) for _ in range(2 * TRIAL_STEPS)]
-    assert opened == ([False] * (TRIAL_STEPS - 1) + [True]) * 2
-    alone = [is_open(gate, 0.7) for _ in range(2 * TRIAL_STEPS)]  # three drafts at most
-    assert any(alone) and not any(
-        gate.is_open([(DraftLength(), 2)], 4, GRAPH) for _ in range(2 * TRIAL_STEPS)
-    )
+    assert not pay_together([(DraftLength(acceptance=0.4), 3)], 1, GRAPH, False)
+    assert pay(0.9, 0.9, 0.1, 0.1)
+    assert not pay(0.9)  # the other three wait for it
+    assert not pay(0.1, 0.1, 0.1, 0.1) and pay(0.1, 0.1, 0.1, 0.1, is_trial=True)
+    assert pay(0.7, is_trial=True)  # three drafts at most
+    assert not pay(0.7, is_trial=True, count=2)  # two cannot pay for the rows
+
+
+@pytest.mark.parametrize("cost", [GRAPH, DraftCost(0.02, 1.5), DraftCost(0.25, 0.15)])
+def test_decodes_that_began_at_different_times_try_their_drafts_together(cost):
+    """So their trials can pay for the rows of a graph; and when they are right again, all draft."""
+    lengths = [DraftLength(acceptance=0.0) for _ in range(8)]
+    opened = []
+    for step in range(1, 20 * TRIAL_STEPS):
+        started = lengths[: 1 + step // 3]  # they come one after the other
+        is_trial = step % TRIAL_STEPS == 0
+        drafts = [(each, count) for each in started if (count := each.choose(cost, 3, is_trial))]
+        if drafts and pay_together(drafts, len(started), cost, is_trial):
+            opened.append(step)
+            for each, count in drafts:
+                each.note(count, count if step > 10 * TRIAL_STEPS else 0)
+    trials = list(range(TRIAL_STEPS, 10 * TRIAL_STEPS + 1, TRIAL_STEPS))
+    assert opened[: len(trials)] == trials
+    assert opened[-TRIAL_STEPS:] == list(range(19 * TRIAL_STEPS, 20 * TRIAL_STEPS))
 
 
 @pytest.mark.parametrize("works_ahead", [False, True])
@@ -134,12 +148,11 @@ def test_costs_that_are_none_are_refused(sizes, costs):
 
 def test_wrong_drafts_end_below_the_cost_and_are_tried_again():
     length, lengths = DraftLength(), []
-    for _ in range(60):
-        lengths.append(length.choose(DraftCost(BUSY), 3))
+    for step in range(60):
+        lengths.append(length.choose(DraftCost(BUSY), 3, step % TRIAL_STEPS == 0))
         if lengths[-1]:
             length.note(lengths[-1], 0)
-    trial = [0] * (TRIAL_STEPS - 1) + [1]
-    assert lengths[0] == 1 and lengths[1:] == (trial * 4)[:59]
+    assert lengths == ([1] + [0] * (TRIAL_STEPS - 1)) * 3 + [1] + [0] * 11
     assert length.acceptance < BUSY < FIRST_ACCEPTANCE
     while length.acceptance < 0.88:  # they are right from here on
         length.note(1, 1)
@@ -151,7 +164,7 @@ def test_a_load_that_comes_and_goes_costs_no_acceptance():
     length.note(3, 3)
     before = length.acceptance
     assert length.choose(DraftCost(ALONE), 3) == 3
-    assert [length.choose(DraftCost(1.5), 3) for _ in range(50)] == [0] * 50  # no trial either
+    assert {length.choose(DraftCost(1.5), 3, trial) for trial in (False, True)} == {0}
     assert (length.acceptance, length.choose(DraftCost(ALONE), 3)) == (before, 3)
 
 
