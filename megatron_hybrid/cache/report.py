@@ -24,7 +24,7 @@ class MissReason(StrEnum):
     """A state was saved after p among the known tokens, then evicted."""
     BUDGET = "budget"
     """A state after p was wanted, but never saved: too few candidates for eviction had a lower
-    value. """
+    value."""
     KV_EVICTED = "kv_evicted"
     """KV of the following tokens was cached, then evicted."""
     SALT = "salt"

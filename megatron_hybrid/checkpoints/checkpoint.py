@@ -126,8 +126,8 @@ def save_huggingface(model: HybridModel, folder: str | os.PathLike[str]) -> None
             theirs[name] = theirs[original]
     if adapter.prediction_layers(hf, None) and not prediction_symbols(model.config.layer_pattern):
         logger.warning(
-            "%s has no part for multi-token prediction, which its config.json announces: the model "
-            "was loaded without it. mtp=True of load_pretrained keeps it, on one pipeline stage",
+            "%s has no part for multi-token prediction, which its config.json announces. If the "
+            "folder that it came from has one, load that with mtp=True, on one pipeline stage",
             folder,
         )
     dtype = str(model.config.params_dtype).removeprefix("torch.")
@@ -448,9 +448,8 @@ def config_of(
         raise
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         if overrides:
-            config_of(
-                values, source, tensor_names, mtp
-            )  # raises CheckpointError if the file is at fault
+            # This raises CheckpointError if the file is at fault.
+            config_of(values, source, tensor_names, mtp)
             raise
         raise CheckpointError(f"{source} is no usable config: {error}") from error
 

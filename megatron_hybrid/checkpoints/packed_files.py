@@ -462,6 +462,11 @@ def _check_order(files: PackedFiles, name: str, columns: int, groups: int) -> No
     if torch.equal(found, torch.arange(columns) // size):
         return
     own = max(1, int((found == 0).sum()))
+    if len(found) == columns and torch.equal(found, torch.arange(columns) // own):
+        raise CheckpointError(
+            f"{name} has groups of {own} columns in {files.files.folder}, and its config says "
+            f"{size}: weights with sizes of their own are not read. Quantize all in one size."
+        )
     if torch.equal(found, torch.arange(len(found)) // own):
         raise CheckpointError(
             f"{name} puts {len(found)} columns into groups of {own} in {files.files.folder}, but "

@@ -323,7 +323,7 @@ def planned_config(model: str, mtp: bool = False):
 
     # "demo" is the model of the package, not its recipe.
     if model != "demo" and Recipe.path_of(model).suffix == ".yaml":
-        return Recipe.load(model).whole_model_config()
+        return Recipe.load(model).whole_model_config(mtp)
     return read_model_config(model, mtp)
 
 

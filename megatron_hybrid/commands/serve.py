@@ -247,9 +247,18 @@ def _kv_publisher(options: argparse.Namespace) -> "AbstractContextManager[KvPubl
 
 def keys_of(given: Sequence[str], variable: str) -> tuple[str, ...]:
     """The keys of an option and of its environment variable, each once: several keys do not share
-    cached prefixes, and equal ones are one key."""
-    named = map(str.strip, os.environ.get(variable, "").split(","))
-    return tuple(dict.fromkeys(filter(None, (*given, *named))))
+    cached prefixes, and equal ones are one key.
+
+    Raises:
+        ValueError: the variable is set and holds no key.
+    """
+    named = list(filter(None, map(str.strip, os.environ.get(variable, "").split(","))))
+    if variable in os.environ and not named:
+        raise ValueError(
+            f"the environment variable {variable} holds no key, which would open what it is to "
+            "close: give keys, separated by commas, or unset it"
+        )
+    return tuple(dict.fromkeys((*given, *named)))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -89,13 +89,15 @@ def _hold(card: Path) -> None:
 
 def _drop_old(parent: Path) -> None:
     """Remove the cards that no process holds, but those used last."""
-    cards = sorted(filter(Path.is_dir, parent.iterdir()), key=lambda each: -each.stat().st_mtime)
-    for card in cards[KEPT_CARDS:]:
-        folder = os.open(card, os.O_RDONLY)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(card, ignore_errors=True)
-        except OSError:  # it is held
-            pass
-        finally:
-            os.close(folder)
+    ages: dict[Path, float] = {}
+    for card in filter(Path.is_dir, parent.iterdir()):
+        with suppress(OSError):  # it is gone, where folders cannot be locked
+            ages[card] = card.stat().st_mtime
+    for card in sorted(ages, key=ages.__getitem__, reverse=True)[KEPT_CARDS:]:
+        with suppress(OSError):  # the same, or it is held, or somebody else's
+            folder = os.open(card, os.O_RDONLY)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(card, ignore_errors=True)
+            finally:
+                os.close(folder)

@@ -145,9 +145,9 @@ class MessageFields(PromptFields):
     stream: bool = False
     """The answer is sent as Anthropic's events."""
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    """As of chats."""
+    """The same as in chats."""
     priority: int = 0
-    """As of chats."""
+    """The same as in chats."""
 
     def to_chat(self, **more: Any) -> ChatFields:
         """See the base class."""

@@ -253,7 +253,9 @@ class Service:
             raise ApiError(403, "this route is the operator's: use the admin key")
         if len(self.config.api_keys) > 1 and not self.config.admin_keys:
             raise ApiError(
-                403, "with several API keys this route needs an admin key: start with --admin-key"
+                403,
+                "with several API keys this route needs an admin key: start with --admin-key, or "
+                "set MEGATRON_HYBRID_ADMIN_KEYS",
             )
 
     def salt_of(self, key: str, salt: str | None) -> str:

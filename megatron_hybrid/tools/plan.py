@@ -229,6 +229,7 @@ def plan(
         settings=_settings(
             *(spec, footprint, cache_bytes, context, state_encoding),
             *(num_speculative_tokens, cuda_graphs),
+            "mtp" if model.prediction_requirements() else "lookup",
         ),
         rates=rates,
     )
@@ -248,12 +249,14 @@ def _settings(
     state_encoding: str,
     num_drafts: int,
     cuda_graphs: bool,
+    speculation: str,
 ) -> dict[str, Any] | None:
     """As in `Plan.settings`, for half of the largest batch, so that half of the memory can hold
     cached prefixes."""
     if not footprint.largest_batch:
         return None
     requests = min(max(1, footprint.largest_batch // 2), _MOST_REQUESTS)
+    drafts = {"speculation": speculation, "num_speculative_tokens": num_drafts}
     return {
         "prefix_caching": "restore",
         "block_size_tokens": spec.block_size_tokens,
@@ -262,7 +265,7 @@ def _settings(
         - requests * (1 + num_drafts) * (spec.state_bytes + spec.hidden_bytes),
         "max_requests": requests,
         "max_sequence_length": context,
-        **({"speculation": "lookup", "num_speculative_tokens": num_drafts} if num_drafts else {}),
+        **(drafts if num_drafts else {}),
         **({"cuda_graphs": True} if cuda_graphs else {}),
     }
 

@@ -67,10 +67,10 @@ class OptimizerFields(Fields):
     """Weight decay of the last step, to which it rises linearly; None: it is constant."""
 
     beta1: float = 0.9
-    """Decay of Adam\'s mean of gradients."""
+    """Decay of Adam's mean of gradients."""
 
     beta2: float = 0.95
-    """Decay of Adam\'s mean of squared gradients."""
+    """Decay of Adam's mean of squared gradients."""
 
     epsilon: float = 1e-8
     """Epsilon of Adam, which is added to the root of that mean."""

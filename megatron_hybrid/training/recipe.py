@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig, decode_fields
+from megatron_hybrid.models.layer_pattern import split_predictions
 from megatron_hybrid.training.checkpoints import CheckpointFields
 from megatron_hybrid.training.data.config import DataFields
 from megatron_hybrid.training.fields import Fields, as_number, check_known
@@ -184,8 +185,10 @@ class Recipe:
         model = {name: value for name, value in self.model.items() if name not in left_out}
         return HybridConfig(**decode_fields({"vocab_size": vocab_size, **model}), **fields)
 
-    def whole_model_config(self) -> HybridConfig:
+    def whole_model_config(self, mtp: bool = True) -> HybridConfig:
         """The model's configuration on one device, for its sizes.
+
+        mtp: with its parts for multi-token prediction.
 
         Raises:
             ValueError: the model has no vocab_size, or is a pretrained one.
@@ -196,6 +199,8 @@ class Recipe:
                 "model.vocab_size, or take that model's folder."
             )
         fields = {name: value for name, value in self.model.items() if name not in _LAYOUT_FIELDS}
+        if not mtp and "layer_pattern" in fields:
+            fields["layer_pattern"] = split_predictions(fields["layer_pattern"])[0]
         return HybridConfig(**decode_fields(fields), perform_initialization=False)
 
     def to_dict(self) -> dict[str, Any]:

@@ -468,6 +468,11 @@ def test_keys_of_clients_and_of_the_operator_need_not_be_on_the_command_line(mon
         with pytest.raises(SystemExit):
             cli.main(["serve", option, " "])
         assert f"argument {option}: the key is empty" in capsys.readouterr().err
+    for variable in ("MEGATRON_HYBRID_API_KEYS", "MEGATRON_HYBRID_ADMIN_KEYS"):
+        with monkeypatch.context() as unset:
+            unset.setenv(variable, " ,")  # of a secret that was not found
+            assert cli.main(["serve"]) == 2
+        assert f"{variable} holds no key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

@@ -127,12 +127,16 @@ class Baseline:
         before it, and its own. Where the empty cache has no room for it, forwards are shorter."""
         step, window = step_tokens(windows=True), self.tree.window_tokens
         room = (self.budget - num_tokens * self.kv_bytes) // self._window_bytes
-        while True:
+        if skipped == num_tokens:
+            return window(num_tokens)
+        least = window(num_tokens - 1) + 1
+        while least <= room:
             starts = range(skipped, num_tokens, step)
-            longest = max((window(s) + min(step, num_tokens - s) for s in starts), default=0)
+            longest = max(window(start) + min(step, num_tokens - start) for start in starts)
             if longest <= room or step == 1:
                 return max(longest, window(num_tokens))
             step //= 2
+        return least
 
     def end(self, handle: Running, tokens: np.ndarray, saved: Iterable[int]) -> None:
         """Finish a request; its answer is cached if there is room."""

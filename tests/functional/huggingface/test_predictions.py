@@ -166,7 +166,8 @@ def test_a_folders_part_drafts_as_in_transformers_and_is_written_back(tmp_path, 
     # What is announced, or is here, is counted.
     for path in (tmp_path, *([tmp_path / "written" / "config.json"] if released.announced else [])):
         (tmp_path / "written" / "model.safetensors").unlink(missing_ok=True)
-        result = plan(read_model_config(path, mtp=True), 10**9, 512)
+        result = plan(read_model_config(path, mtp=True), 10**9, 512, num_speculative_tokens=2)
+        assert result.settings["speculation"] == "mtp"
         assert result.parameters == sum(map(torch.numel, model.parameters()))
         assert result.model.kv_bytes_per_token == engine.cache.spec.kv_bytes_per_token
 

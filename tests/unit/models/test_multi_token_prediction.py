@@ -201,7 +201,8 @@ def test_a_folder_keeps_the_weights(tmp_path, repeats):
     save_megatron(own, tmp_path / "theirs")
     expected = dict(own.named_parameters())
     assert any(name.startswith("mtp.layers.1.") for name in expected) != repeats
-    for read in (load_pretrained(tmp_path / "ours")[0], load_megatron(tmp_path / "theirs")):
+    ours = load_pretrained(tmp_path / "ours", mtp=True)[0]
+    for read in (ours, load_megatron(tmp_path / "theirs")):
         assert {name for name, _ in read.named_parameters()} == expected.keys()
         assert all(torch.equal(p, expected[name]) for name, p in read.named_parameters())
         assert read.config.layer_pattern == PATTERN and read.config.mtp_num_layers == 2

@@ -52,6 +52,13 @@ def test_overrides_set_nested_values(path):
     assert recipe.tokenizer == "other"
 
 
+def test_the_sizes_of_a_model_have_its_part_for_multi_token_prediction_on_request(path):
+    heads = ["model.num_attention_heads=4", "model.mamba_num_heads=4", "model.mamba_head_dim=16"]
+    recipe = Recipe.load(path, ["model.layer_pattern=M*/*", "model.vocab_size=96", *heads])
+    patterns = [recipe.whole_model_config(mtp).layer_pattern for mtp in (True, False)]
+    assert patterns == ["M*/*", "M*"]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
