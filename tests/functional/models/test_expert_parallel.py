@@ -37,6 +37,8 @@ from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.models.sharding.gathering import gather_whole
 from megatron_hybrid.ops.ragged import RaggedLayout
 
+pytestmark = pytest.mark.matrix  # test_moe_training.py has a row of `make test`
+
 RANKS, LENGTH, VOCAB_SIZE = 4, 24, 61
 TP, EP, ETP, ROWS = (
     "tensor_model_parallel_size",
