@@ -14,7 +14,7 @@ from statistics import mean
 from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.sweep import GB
 from benchmarks.replay.table import header
-from benchmarks.replay.workloads import WORKLOADS
+from benchmarks.replay.workloads import WORKLOADS, add_seeds
 from megatron_hybrid.cache.policy.hybrid import HybridPolicy
 from megatron_hybrid.commands.arguments import whole_number
 from megatron_hybrid.tools.replay.ours import Ours
@@ -80,14 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="Replay these workloads. The default is %(default)s.",
         **names,
     )
-    add(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=SEEDS,
-        metavar="N",
-        help="Make the requests from these seeds. The default is %(default)s.",
-    )
+    add_seeds(parser, SEEDS)
     add(
         "--in-flight",
         type=whole_number,

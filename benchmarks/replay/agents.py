@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.sweep import GB, skipped_by
 from benchmarks.replay.table import header
-from benchmarks.replay.workloads import AGENT_PAUSE, AGENT_STEPS, agent
+from benchmarks.replay.workloads import AGENT_PAUSE, AGENT_STEPS, add_seeds, agent
 from megatron_hybrid.cache.index.tree import common_prefix
 from megatron_hybrid.tools.replay.request import Request
 
@@ -188,15 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.replay.agents", description=__doc__.splitlines()[0]
     )
-    add = parser.add_argument
-    add(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=SEEDS,
-        metavar="N",
-        help="Make the requests from these seeds. The default is %(default)s.",
-    )
+    add_seeds(parser, SEEDS)
     seeds = parser.parse_args(arguments).seeds
     traces = [list(agent(seed=seed)) for seed in seeds]
     heads = [f"{b} GB, {of}" for b in BUDGETS_GB for of in (f"seed {seeds[0]}", "mean of all")]

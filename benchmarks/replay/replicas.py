@@ -30,7 +30,7 @@ from benchmarks.replay.routers import (
 )
 from benchmarks.replay.sweep import GB
 from benchmarks.replay.table import header
-from benchmarks.replay.workloads import WORKLOADS, draw_tokens
+from benchmarks.replay.workloads import WORKLOADS, add_seeds, draw_tokens
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.commands.arguments import whole_number
 from megatron_hybrid.tools.replay.ours import Ours
@@ -212,14 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="Replay these workloads. The default is both.",
         **names,
     )
-    add(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=SEEDS,
-        metavar="N",
-        help="Make the requests from these seeds. The default is %(default)s.",
-    )
+    add_seeds(parser, SEEDS)
     add(
         "--replicas",
         type=whole_number,

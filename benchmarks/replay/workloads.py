@@ -6,7 +6,8 @@ requests, and `tests/unit/benchmarks/replay/test_replay_workloads.py` holds thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import argparse
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -190,3 +191,15 @@ WORKLOADS = {
     "fluctuating": Workload(fluctuating, (2, 8, 32)),
     "code": Workload(code, (1, 4, 16)),
 }
+
+
+def add_seeds(parser: argparse.ArgumentParser, default: Sequence[int]) -> None:
+    """Add the option --seeds of the requests."""
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=default,
+        metavar="N",
+        help="Make the requests from these seeds. The default is %(default)s.",
+    )
