@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from json.encoder import encode_basestring
 from typing import Any, ClassVar
 
 from megatron_hybrid.cache.report import PrefixReport
@@ -17,6 +15,7 @@ from megatron_hybrid.inference.metrics import FINISH_REASONS
 from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import CompletionFields, GenerationFields
+from megatron_hybrid.serving.json_response import encode_json
 from megatron_hybrid.serving.parsers import (
     AnswerParser,
     Content,
@@ -30,8 +29,6 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 Json = dict[str, Any]
 LEAST_LOG_PROB = -9999.0
 """In place of minus infinity, which JSON has not."""
-dump_event = json.JSONEncoder(ensure_ascii=False).encode
-"""The JSON of an event."""
 
 
 def prefix_block(report: PrefixReport) -> Json:
@@ -217,24 +214,13 @@ class Answer:
         counts = self._usage(prefixes, num_generated)
         return [{**self.head(of_chunk=True), "choices": [], "usage": counts}]
 
-    def text_frame(self, index: int, place: str) -> tuple[bytes, bytes] | None:
-        """What stands around the text in events that differ in nothing else; None: they do.
-
-        place: `content` or `reasoning` of a chat's delta, or `text`.
-        """
-        if self._has_counts:
-            return None
-        said = {"delta": {place: ""}} if self.is_chat else {place: ""}
-        before, _, after = self.encode(self.chunk(index, said, None, None)).rpartition(b'""')
-        return before, after
-
     def error(self, error: ApiError) -> Json:
         """The chunk of a failure."""
         return error.body
 
     def encode(self, chunk: Json) -> bytes:
         """A server-sent event."""
-        return f"data: {dump_event(chunk)}\n\n".encode()
+        return b"data: %b\n\n" % encode_json(chunk)
 
     # Log-probabilities -------------------------------------------------------------------------
 
@@ -354,7 +340,6 @@ class GrowingChoice:
         self._num_chars = 0
         self._shows_prompt = answer.fields.return_token_ids
         self._reasoning: list[Reasoning] = []
-        self._frames: dict[str, tuple[bytes, bytes] | None] = {}
 
     def begin(self) -> list[Json]:
         """The events before the first output: a chat's role."""
@@ -390,26 +375,11 @@ class GrowingChoice:
         elif not (output.text or reason or logprobs):
             return b""
         *others, last = said
-        events = [self._event(each) for each in others]
-        if reason is None and logprobs is None:
-            events.append(self._event(last))
-        else:
-            chunk = self._chunk(last, logprobs, reason)
-            if output.result is not None:
-                chunk["choices"][0]["stop_reason"] = output.result.stop_reason
-            events.append(self._answer.encode(chunk))
-        return b"".join(events)
-
-    def _event(self, said: Json) -> bytes:
-        """An event without an end. Most say a text alone: only that is encoded."""
-        texts = said.get("delta", said)
-        if len(said) == len(texts) == 1:
-            ((place, text),) = texts.items()
-            if place not in self._frames and isinstance(text, str):
-                self._frames[place] = self._answer.text_frame(self._index, place)
-            if frame := self._frames.get(place):
-                return frame[0] + encode_basestring(text).encode() + frame[1]
-        return self._answer.encode(self._chunk(said))
+        chunks = [self._chunk(each) for each in others]
+        chunks.append(self._chunk(last, logprobs, reason))
+        if reason is not None and output.result is not None:
+            chunks[-1]["choices"][0]["stop_reason"] = output.result.stop_reason
+        return b"".join(map(self._answer.encode, chunks))
 
     def _chunk(self, said: Json, logprobs: Json | None = None, reason: str | None = None) -> Json:
         chunk = self._answer.chunk(self._index, said, logprobs, reason)

@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Path, Request
+from fastapi import FastAPI, Path, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -19,7 +19,7 @@ from megatron_hybrid.inference.metrics import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.answers import Answer
-from megatron_hybrid.serving.body import BodyRoute, check_json
+from megatron_hybrid.serving.body import BodyRoute
 from megatron_hybrid.serving.door import Door
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import (
@@ -31,7 +31,7 @@ from megatron_hybrid.serving.fields import (
     GenerationFields,
     TokenizeFields,
 )
-from megatron_hybrid.serving.json_response import in_texts_thread, json_response
+from megatron_hybrid.serving.json_response import encode_json, in_texts_thread, json_response
 from megatron_hybrid.serving.limits import check_count, check_tools
 from megatron_hybrid.serving.messages import CHAT_NAMES as MESSAGE_NAMES
 from megatron_hybrid.serving.messages import MessageAnswer, MessageFields, PromptFields
@@ -73,7 +73,6 @@ def create_app(service: Service) -> FastAPI:
         title="megatron_hybrid",
         version=__version__,
         lifespan=lifespan,
-        dependencies=[Depends(check_json)],
         docs_url=None,  # which loads scripts from elsewhere
         redoc_url=None,
     )
@@ -101,11 +100,11 @@ def create_app(service: Service) -> FastAPI:
 
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> JSONResponse:
+    async def refused(request: Request, error: ApiError) -> Response:
         return _refusal(error, request)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             error = ApiError(400, f"the body is no JSON: {first['ctx']['error']}")
@@ -117,19 +116,19 @@ def _add_error_handlers(app: FastAPI) -> None:
         return _refusal(refusal_of_field(error.errors()), request)
 
     @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> JSONResponse:
+    async def http(request: Request, error: HTTPException) -> Response:
         answer = _refusal(ApiError(error.status_code, str(error.detail)), request)
         answer.headers.update(error.headers or {})  # such as Allow
         return answer
 
     @app.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> JSONResponse:
+    async def failed(request: Request, error: Exception) -> Response:
         return _refusal(ApiError(500, f"{type(error).__name__}: {error}"), request)
 
 
-def _refusal(error: ApiError, request: Request) -> JSONResponse:
+def _refusal(error: ApiError, request: Request) -> Response:
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-    return JSONResponse(error.body_of(path), error.status, error.headers)
+    return Response(encode_json(error.body_of(path)), error.status, error.headers, "application/json")
 
 
 # Completions and chats --------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from megatron_hybrid.serving.answers import prefix_block
 from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.json_response import encode_json
 from megatron_hybrid.serving.origins import Origins
 from megatron_hybrid.serving.service import Service
 from megatron_hybrid.serving.slow_clients import BodyClock
@@ -140,7 +141,7 @@ def _authorization(headers: Headers) -> str | None:
 
 async def refuse(error: ApiError, send, path: str = "") -> None:
     """Answer with an error, by ASGI. path: of the route."""
-    body = json.dumps(error.body_of(path)).encode()
+    body = encode_json(error.body_of(path))
     headers = {
         "content-type": "application/json",
         "content-length": str(len(body)),

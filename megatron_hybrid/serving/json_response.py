@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import json
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from math import inf
 from typing import Any, TypeVar
 
 from fastapi import Response
+from pydantic_core import to_json
 
 from megatron_hybrid.daemon_threads import DaemonThreads
 
@@ -24,9 +23,6 @@ _LEAST_PACKED = 1024
 """Bytes that are worth it."""
 _GZIP_LEVEL = 1
 _GZIP = re.compile(r"(?i)\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))")
-_SLICE = 256
-"""Values that are encoded in one call: for so long no other thread runs."""
-_dumps = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 async def in_texts_thread(job: Callable[[], R]) -> R:
@@ -61,24 +57,5 @@ async def packed_json_response(make: Callable[[], Any], accepts: str) -> Respons
 
 
 def encode_json(value: Any) -> bytes:
-    """The JSON of a body, however large, for a thread beside the event loop."""
-    return "".join(_pieces(value)).encode()
-
-
-def _pieces(value: Any) -> Iterator[str]:
-    if isinstance(value, dict) and value:
-        for index, (name, inner) in enumerate(value.items()):
-            yield f"{'{,'[index > 0]}{_dumps(name)}:"
-            yield from _pieces(inner)
-        yield "}"
-    elif isinstance(value, list) and len(value) > _SLICE:
-        for start in range(0, len(value), _SLICE):
-            yield f"{'[,'[start > 0]}{_dumps(value[start : start + _SLICE])[1:-1]}"
-        yield "]"
-    elif isinstance(value, list) and value:
-        for index, inner in enumerate(value):
-            yield "[,"[index > 0]
-            yield from _pieces(inner)
-        yield "]"
-    else:
-        yield _dumps(value)
+    """Return the compact JSON of a body or an event; NaN and infinity become null."""
+    return to_json(value, inf_nan_mode="null")

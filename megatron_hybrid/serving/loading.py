@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import ssl
 import threading
@@ -11,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.json_response import encode_json
 
 _SECONDS = 1.0
 """For a request to come, and for its client to take the answer."""
@@ -33,7 +33,7 @@ class Loading:
         self._where = {"path": uds} if bound is None else {"sock": bound.dup()}
         self._context = context
         error = ApiError(503, "the model is loading: ask later")
-        self._body = json.dumps(error.body).encode()
+        self._body = encode_json(error.body)
         fields = {"Content-Type": "application/json", "Content-Length": str(len(self._body))}
         fields |= {"Connection": "close", **error.headers}
         lines = [f"{name}: {value}\r\n" for name, value in fields.items()]

@@ -16,12 +16,12 @@ from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.answers import (
     Json,
     argument_pieces,
-    dump_event,
     num_reasoning_tokens,
     prefix_block,
 )
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import ChatFields, Fields, refuse_unsupported
+from megatron_hybrid.serving.json_response import encode_json
 from megatron_hybrid.serving.parsers import Part, Reasoning, Style, ToolCall
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -315,7 +315,7 @@ class MessageAnswer:
 
     def encode(self, event: Json) -> bytes:
         """A server-sent event."""
-        return f"event: {event['type']}\ndata: {dump_event(event)}\n\n".encode()
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
 
     def _grow(self, text: str, result: GenerationResult | None) -> Iterator[Json]:
         parts = self._parser.add(text) + (self._parser.end() if result is not None else [])

@@ -18,7 +18,6 @@ from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.answers import (
     Json,
     argument_pieces,
-    dump_event,
     num_reasoning_tokens,
     prefix_block,
 )
@@ -37,6 +36,7 @@ from megatron_hybrid.serving.fields import (
     refuse_unsupported,
 )
 from megatron_hybrid.serving.fields import UNSUPPORTED as UNSUPPORTED_ANYWHERE
+from megatron_hybrid.serving.json_response import encode_json
 from megatron_hybrid.serving.parsers import Part, Reasoning, Style, ToolCall
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -366,7 +366,7 @@ class ResponseAnswer:
 
     def encode(self, event: Json) -> bytes:
         """A server-sent event."""
-        return f"event: {event['type']}\ndata: {dump_event(event)}\n\n".encode()
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
 
     # Items -------------------------------------------------------------------------------------
 

@@ -84,27 +84,6 @@ def test_a_stream_has_the_same_parts(tokenizer):
     assert [c.finish_reason for c in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
 
 
-@pytest.mark.parametrize("counts", [False, True])
-@pytest.mark.parametrize("is_chat", [True, False])
-def test_an_event_has_the_bytes_of_its_chunk(tokenizer, is_chat, counts):
-    """Most events are put together from parts that are encoded once."""
-    counting = {"include_usage": True, "continuous_usage_stats": counts}
-    options = {"stream": True, "stream_options": counting}
-    if is_chat:
-        answer = answer_of(tokenizer, **options)
-        answer.id = 'chatcmpl-"content": ""'
-    else:
-        answer = Answer(tokenizer, CompletionFields(prompt="?", **options), "cmpl-1", "demo")
-    choice = GrowingChoice(answer, 0, 0)
-    for text in ("Once", 'a "quoted"\n \x01 \u00e9\u4e2d\U0001f600', " again", ""):
-        events = choice.add(output_of(text))
-        said = {"delta": {"content": text}} if is_chat else {"text": text}
-        chunk = answer.chunk(0, said, None, None)
-        assert ("usage" in chunk) == counts
-        expected = f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n" if text else ""
-        assert events.decode() == expected
-
-
 def test_a_probability_of_zero_is_json(tokenizer):
     result = result_of("ab", "stop")
     result.log_probs, result.top_n_logprobs = [-float("inf"), -1.0], [{1: -0.5}, {2: -1.0}]
