@@ -19,7 +19,6 @@ from megatron_hybrid.inference.metrics import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.answers import Answer
-from megatron_hybrid.serving.body import BodyRoute
 from megatron_hybrid.serving.door import Door
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import (
@@ -35,7 +34,6 @@ from megatron_hybrid.serving.json_response import encode_json, in_texts_thread, 
 from megatron_hybrid.serving.limits import check_count, check_tools
 from megatron_hybrid.serving.messages import CHAT_NAMES as MESSAGE_NAMES
 from megatron_hybrid.serving.messages import MessageAnswer, MessageFields, PromptFields
-from megatron_hybrid.serving.openapi import describe
 from megatron_hybrid.serving.page_routes import add_page
 from megatron_hybrid.serving.parsers import Style
 from megatron_hybrid.serving.rendering import (
@@ -49,12 +47,31 @@ from megatron_hybrid.serving.rendering import (
     truncated,
 )
 from megatron_hybrid.serving.responses import CHAT_NAMES, ResponseAnswer, ResponseFields
+from megatron_hybrid.serving.routes import EVENTS, Answers, errors, keyed_routes
+from megatron_hybrid.serving.schemas import (
+    Aborted,
+    Chat,
+    Completion,
+    Detokenized,
+    Explanation,
+    InputTokens,
+    Load,
+    Message,
+    MessageError,
+    Model,
+    Models,
+    Reset,
+    Responded,
+    Saved,
+    TokenIds,
+    Tokenized,
+    Version,
+)
 from megatron_hybrid.serving.service import PromptStreams, Service, Ticket, until_gone
 from megatron_hybrid.serving.trainer_routes import add_trainer
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.version import __version__
 
-Json = dict[str, Any]
 AnyAnswer = Answer | ResponseAnswer | MessageAnswer
 
 
@@ -76,7 +93,6 @@ def create_app(service: Service) -> FastAPI:
         docs_url=None,  # which loads scripts from elsewhere
         redoc_url=None,
     )
-    app.router.route_class = BodyRoute
     app.add_middleware(Door, service=service)
     if config.cors_origins:  # outside of the door: what browsers ask before a request has no key
         app.add_middleware(
@@ -94,7 +110,6 @@ def create_app(service: Service) -> FastAPI:
     add_page(app, service)
     if config.takes_weights:
         add_trainer(app, service)
-    describe(app)
     return app
 
 
@@ -126,36 +141,52 @@ def _add_error_handlers(app: FastAPI) -> None:
         return _refusal(ApiError(500, f"{type(error).__name__}: {error}"), request)
 
 
+_UNWELL: Answers = {
+    503: {"description": "the server ends, or a rank has failed", "content": {"text/plain": {}}}
+}
+
+
 def _refusal(error: ApiError, request: Request) -> Response:
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-    return Response(encode_json(error.body_of(path)), error.status, error.headers, "application/json")
+    return Response(
+        encode_json(error.body_of(path)), error.status, error.headers, "application/json"
+    )
 
 
 # Completions and chats --------------------------------------------------------------------------
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions")
+    statuses = 400, 401, 404, 413, 429, 499, 503, 504
+    answers = EVENTS | errors(*statuses)
+    anthropic_answers = EVENTS | errors(*statuses, model=MessageError)
+    routes = keyed_routes()
+
+    @routes.post("/v1/completions", response_model=Completion, responses=answers)
     async def completions(fields: CompletionFields, request: Request):
         return await _generate(service, request, fields)
 
-    @app.post("/v1/chat/completions")
+    @routes.post("/v1/chat/completions", response_model=Chat, responses=answers)
     async def chat_completions(fields: ChatFields, request: Request):
         return await _generate(service, request, fields)
 
-    @app.post("/v1/responses")
+    @routes.post("/v1/responses", response_model=Responded, responses=answers)
     async def responses(fields: ResponseFields, request: Request):
         return await _respond(service, request, fields)
 
-    @app.post("/v1/messages")
+    @routes.post("/v1/messages", response_model=Message, responses=anthropic_answers)
     async def messages(fields: MessageFields, request: Request):
         return await _respond(service, request, fields)
 
-    @app.post("/v1/messages/count_tokens")
+    @routes.post(
+        "/v1/messages/count_tokens",
+        response_model=InputTokens,
+        responses=errors(400, 401, 404, 413, model=MessageError),
+    )
     async def count_tokens(fields: PromptFields, request: Request):
         service.check_model(fields.model)
 
-        def counted() -> Json:
+        def counted() -> InputTokens:
             chat = fields.to_chat()
             chat.check()
             return {"input_tokens": len(chat_prompt(service.tokenizer_of(chat), chat).tokens)}
@@ -163,10 +194,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         with _in_words_of(fields):
             return await json_response(counted)
 
-    @app.post("/abort")
-    async def abort(fields: AbortFields, request: Request) -> Json:
+    @routes.post("/abort", responses=errors(400, 401, 413))
+    async def abort(fields: AbortFields, request: Request) -> Aborted:
         fields.check()
         return {"aborted": service.abort(fields.request_id, request.state.key)}
+
+    app.include_router(routes)
 
 
 async def _generate(service: Service, request: Request, fields: GenerationFields):
@@ -341,6 +374,8 @@ async def _events(
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
+    routes = keyed_routes(400, 401, 404, 413)
+
     def tokens_of(fields: TokenizeFields) -> list[int]:
         fields.check()
         if (fields.prompt is None) == (fields.messages is None):
@@ -352,7 +387,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
                 raise ApiError(400, str(error), "prompt") from error
         return list(chat_prompt(service.tokenizer_of(fields), fields).tokens)
 
-    def tokenized(fields: TokenizeFields) -> Json:
+    def tokenized(fields: TokenizeFields) -> Tokenized:
         tokens, names = tokens_of(fields), None
         if fields.return_token_strs:
             names = [service.tokenizer.shown_bytes(t).decode(errors="replace") for t in tokens]
@@ -363,42 +398,42 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             "token_strs": names,
         }
 
-    def detokenized(fields: DetokenizeFields) -> Json:
+    def detokenized(fields: DetokenizeFields) -> Detokenized:
         fields.check()
         size = service.tokenizer.vocab_size
         if outside := [token for token in fields.tokens if not 0 <= token < size]:
             raise ApiError(400, f"token {outside[0]} is outside of [0, {size})", "tokens")
         return {"prompt": service.tokenizer.detokenize(fields.tokens, fields.skip_special_tokens)}
 
-    def rendered(fields: GenerationFields) -> Json | list[Json]:
+    def rendered(fields: GenerationFields) -> TokenIds | list[TokenIds]:
         fields.check()
         prompts = _prompts(service, fields)
         if isinstance(fields, ChatFields):
             return {"token_ids": list(prompts[0].tokens)}
         return [{"token_ids": list(prompt)} for prompt in prompts]
 
-    @app.post("/tokenize")
+    @routes.post("/tokenize", response_model=Tokenized)
     async def tokenize(fields: TokenizeFields):
         service.check_model(fields.model)
         return await json_response(lambda: tokenized(fields))
 
-    @app.post("/detokenize")
+    @routes.post("/detokenize", response_model=Detokenized)
     async def detokenize(fields: DetokenizeFields):
         service.check_model(fields.model)
         return await json_response(lambda: detokenized(fields))
 
-    @app.post("/v1/completions/render")
+    @routes.post("/v1/completions/render", response_model=list[TokenIds])
     async def render_completion(fields: CompletionFields):
         service.check_model(fields.model)
         return await json_response(lambda: rendered(fields))
 
-    @app.post("/v1/chat/completions/render")
+    @routes.post("/v1/chat/completions/render", response_model=TokenIds)
     async def render_chat(fields: ChatFields):
         service.check_model(fields.model)
         return await json_response(lambda: rendered(fields))
 
-    @app.post("/cache/explain")
-    async def explain(fields: ExplainFields, request: Request) -> Json:
+    @routes.post("/cache/explain", responses=errors(403))
+    async def explain(fields: ExplainFields, request: Request) -> Explanation:
         service.check_admin(request.state.key)
         service.check_model(fields.model)
         key = request.state.key
@@ -415,35 +450,40 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             "shared_tokens": explanation.match.shared_tokens,
             "skipped_tokens": explanation.match.skipped_tokens,
             "known_tokens": explanation.known_tokens,
-            "reason": explanation.reason and explanation.reason.value,
+            "reason": explanation.reason,
             "edge": explanation.edge,
             "text": str(explanation),
         }
+
+    app.include_router(routes)
 
 
 # State -------------------------------------------------------------------------------------------
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
-    @app.get("/ready")
-    @app.get("/ping")
-    @app.post("/ping")
+    routes = keyed_routes(401)
+    state = {"response_class": PlainTextResponse, "responses": errors() | _UNWELL}
+
+    @app.get("/health", **state)
+    @app.get("/ready", **state)
+    @app.get("/ping", **state)
+    @app.post("/ping", **state)
     async def health() -> PlainTextResponse:
         failure = service.engine.rank_failure
         is_well = failure is None and not service.is_draining
         told = (failure or "").partition(" with ")[0]  # an error's own words are for the log
         return PlainTextResponse(told, 200 if is_well else 503)
 
-    @app.get("/version")
-    async def version() -> Json:
+    @app.get("/version", responses=errors())
+    async def version() -> Version:
         return {"version": __version__}
 
-    @app.get("/load")
-    async def load() -> Json:
+    @routes.get("/load")
+    async def load() -> Load:
         return {"server_load": service.load}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, responses=errors())
     async def metrics() -> PlainTextResponse:
         text = await service.engine.metrics()
         if service.separates_keys:  # this one would answer guesses; the operator has /cache/history
@@ -451,19 +491,21 @@ def _add_state(app: FastAPI, service: Service) -> None:
             text = "".join(line for line in text.splitlines(True) if hidden not in line)
         return PlainTextResponse(text + _http_metrics(service), media_type=CONTENT_TYPE)
 
-    @app.get("/v1/models")
-    async def models() -> Json:
+    @routes.get("/v1/models")
+    async def models() -> Models:
         return {"object": "list", "data": [_model(service)]}
 
-    @app.get("/v1/models/{name:path}")
+    @routes.get("/v1/models/{name:path}", responses=errors(404))
     async def model(
         name: Annotated[str, Path(description="The name of the served model.")],
-    ) -> Json:
+    ) -> Model:
         service.check_model(name)
         return _model(service)
 
+    app.include_router(routes)
 
-def _model(service: Service) -> Json:
+
+def _model(service: Service) -> Model:
     return {
         "id": service.config.model_name,
         "object": "model",
@@ -490,8 +532,10 @@ def _http_metrics(service: Service) -> str:
 
 
 def _add_cache(app: FastAPI, service: Service) -> None:
-    @app.post("/cache/reset")
-    async def reset(request: Request) -> Json:
+    routes = keyed_routes(400, 401, 403, 409, 413)
+
+    @routes.post("/cache/reset")
+    async def reset(request: Request) -> Reset:
         service.check_admin(request.state.key)
         try:
             await service.engine.clear_cache()
@@ -499,11 +543,13 @@ def _add_cache(app: FastAPI, service: Service) -> None:
             raise ApiError(409, str(error)) from error
         return {"reset": True}
 
-    @app.post("/cache/save")
-    async def save(request: Request) -> Json:
+    @routes.post("/cache/save")
+    async def save(request: Request) -> Saved:
         service.check_admin(request.state.key)
         try:
             await service.engine.save_cache()
         except (RuntimeError, ValueError) as error:
             raise ApiError(409, str(error)) from error
         return {"saved": True}
+
+    app.include_router(routes)

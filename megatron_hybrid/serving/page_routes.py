@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse
@@ -14,10 +14,11 @@ from fastapi.staticfiles import StaticFiles
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.history import SPANS
 from megatron_hybrid.serving.json_response import json_response, packed_json_response
+from megatron_hybrid.serving.routes import errors, keyed_routes
+from megatron_hybrid.serving.schemas import History, Json, Requests
 from megatron_hybrid.serving.service import Service
 from megatron_hybrid.serving.tree_feed import TreeFeed
 
-Json = dict[str, Any]
 FILES = Path(__file__).parent / "page"
 _TEXT_TOKENS = 40
 """Shown of an edge or a prompt, where prompts may be shown."""
@@ -62,12 +63,14 @@ def add_page(app: FastAPI, service: Service) -> None:
 
     app.mount("/page", StaticFiles(directory=FILES), "page")
 
-    @app.get("/requests")
+    routes = keyed_routes(401, 403)
+
+    @routes.get("/requests", response_model=Requests)
     async def requests(request: Request) -> Response:
         service.check_admin(request.state.key)
         views = await service.engine.requests(num_tokens)
 
-        def body() -> Json:
+        def body() -> Requests:
             rows = [asdict(view) for view in views]
             texts = [text_of(*row.pop("last_tokens")) for row in rows]
             if num_tokens:
@@ -76,7 +79,7 @@ def add_page(app: FastAPI, service: Service) -> None:
 
         return await json_response(body)
 
-    @app.get("/cache/tree")
+    @routes.get("/cache/tree", response_model=Json)
     async def tree(request: Request, since: _Since = None) -> Response:
         service.check_admin(request.state.key)
         columns = await feed.columns(since)
@@ -84,7 +87,7 @@ def add_page(app: FastAPI, service: Service) -> None:
             lambda: columns, request.headers.get("accept-encoding", "")
         )
 
-    @app.get("/cache/history")
+    @routes.get("/cache/history", response_model=History, responses=errors(400))
     async def history(request: Request, seconds: _Seconds = 3600) -> Response:
         service.check_admin(request.state.key)
         if seconds not in SPANS:
@@ -92,3 +95,5 @@ def add_page(app: FastAPI, service: Service) -> None:
             raise ApiError(400, f"seconds is {seconds}: use one of {spans}", "seconds")
         columns = await service.history.columns(seconds)
         return await json_response(lambda: columns)
+
+    app.include_router(routes)

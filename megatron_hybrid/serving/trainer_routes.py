@@ -6,18 +6,26 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query, Request
 from pydantic import BaseModel, ConfigDict
 
 from megatron_hybrid.inference.rank_watch import RankFailedError
 from megatron_hybrid.inference.weight_transfer import TrainerError
-from megatron_hybrid.serving.body import BodyRoute
 from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.routes import keyed_routes
+from megatron_hybrid.serving.schemas import (
+    Done,
+    IsPaused,
+    IsSleeping,
+    Json,
+    State,
+    UpdateDone,
+    WeightInfo,
+    WorldSize,
+)
 from megatron_hybrid.serving.service import Service
-
-Json = dict[str, Any]
 
 
 class TrainerFields(BaseModel):
@@ -88,60 +96,62 @@ def add_trainer(app: FastAPI, service: Service) -> None:
     def check(request: Request) -> None:
         service.check_admin(request.state.key)
 
-    routes = APIRouter(dependencies=[Depends(check)], route_class=BodyRoute)
+    routes = keyed_routes(400, 401, 403, 409, 413, dependencies=[Depends(check)])
 
     @routes.post("/pause")
-    async def pause(mode: Mode = "abort", clear_cache: ClearCache = True) -> Json:
+    async def pause(mode: Mode = "abort", clear_cache: ClearCache = True) -> State:
         async with _refusals():
             await engine.pause_generation(mode, clear_cache)
         return {"status": "paused"}
 
     @routes.post("/resume")
-    async def resume() -> Json:
+    async def resume() -> State:
         async with _refusals():
             await engine.resume_generation()
         return {"status": "resumed"}
 
     @routes.get("/is_paused")
-    async def is_paused() -> Json:
+    async def is_paused() -> IsPaused:
         return {"is_paused": await engine.is_paused()}
 
     @routes.post("/sleep")
-    async def sleep(level: Level = 1, mode: Mode = "abort", keep_cache: KeepCache = "drop") -> Json:
+    async def sleep(
+        level: Level = 1, mode: Mode = "abort", keep_cache: KeepCache = "drop"
+    ) -> State:
         async with _refusals():
             await engine.sleep(level, mode, keep_cache)
         return {"status": "sleeping" if level else "paused"}
 
     @routes.post("/wake_up")
-    async def wake_up(tags: Tags = None) -> Json:
+    async def wake_up(tags: Tags = None) -> State:
         async with _refusals():
             await engine.wake_up(tags)
         return {"status": "sleeping" if await engine.is_sleeping() else "awake"}
 
     @routes.get("/is_sleeping")
-    async def is_sleeping() -> Json:
+    async def is_sleeping() -> IsSleeping:
         return {"is_sleeping": await engine.is_sleeping()}
 
     @routes.post("/init_weight_transfer_engine")
-    async def init(fields: InitFields) -> Json:
+    async def init(fields: InitFields) -> Done:
         async with _refusals():
             await engine.init_weight_transfer_engine(fields.init_info)
         return {"message": "Weight transfer initialized"}
 
     @routes.post("/start_weight_update")
-    async def start() -> Json:
+    async def start() -> Done:
         async with _refusals():
             await engine.start_weight_update()
         return {"message": "Weight update started"}
 
     @routes.post("/update_weights")
-    async def update(fields: UpdateFields) -> Json:
+    async def update(fields: UpdateFields) -> Done:
         async with _refusals():
             await engine.receive_weights(fields.update_info)
         return {"message": "Weights updated"}
 
     @routes.post("/finish_weight_update")
-    async def finish(fields: FinishFields | None = None) -> Json:
+    async def finish(fields: FinishFields | None = None) -> UpdateDone:
         nonlocal version
         async with _refusals():
             await engine.finish_weight_update()
@@ -149,11 +159,11 @@ def add_trainer(app: FastAPI, service: Service) -> None:
         return {"message": "Weight update finished", "weight_epoch": await engine.epoch()}
 
     @routes.get("/weight_info")
-    async def weight_info() -> Json:
+    async def weight_info() -> WeightInfo:
         return {"weight_version": version, "weight_epoch": await engine.epoch()}
 
     @routes.get("/get_world_size")
-    async def world_size() -> Json:
+    async def world_size() -> WorldSize:
         return {"world_size": engine.num_ranks}
 
     app.include_router(routes)

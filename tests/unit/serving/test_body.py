@@ -63,7 +63,7 @@ def test_a_body_is_what_python_reads_and_writes_again(value, indent, is_ascii, p
     ],
 )
 def test_what_cannot_be_written_as_json_again_is_refused(text):
-    with pytest.raises(json.JSONDecodeError, match="line 1|beyond float64"):
+    with pytest.raises(json.JSONDecodeError, match=r"line 1|beyond float64"):
         read_json(text.encode())
 
 

@@ -12,7 +12,11 @@ from megatron_hybrid.serving.json_response import encode_json
     "value",
     [
         *({}, [], "", None, 1.5, True, [[]], {"a": {}}, {"a": [], "b": [{"c": None}, "🦊"]}),
-        *("\x00\x7f\u2028</script>\\", 2**70, {"a": [[*range(300)], [{"b": [*"xyz"] * 200}] * 300]}),
+        *(
+            "\x00\x7f\u2028</script>\\",
+            2**70,
+            {"a": [[*range(300)], [{"b": [*"xyz"] * 200}] * 300]},
+        ),
     ],
 )
 def test_an_answer_is_compact_json(value):

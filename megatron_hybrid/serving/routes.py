@@ -1,0 +1,48 @@
+"""Routes that want a key, and the statuses of their errors, for /openapi.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Depends
+from fastapi.security import HTTPBearer
+
+from megatron_hybrid.serving.body import BodyRoute
+from megatron_hybrid.serving.schemas import Error
+
+Answers = dict[int | str, dict[str, Any]]
+"""What a route answers by status, as FastAPI takes it."""
+
+EVENTS: Answers = {
+    200: {"content": {"text/event-stream": {"schema": {"description": "server-sent events"}}}}
+}
+"""Of a route that streams on request."""
+_MEANINGS = {
+    400: "a field is wrong, or not supported: `param` names it",
+    401: "the API key is missing or wrong",
+    403: "the route is the operator's",
+    404: "there is no such model",
+    409: "the cache, or the weights, cannot do so now",
+    413: "the body is too large",
+    429: "the key has too many unanswered requests",
+    499: "the request was aborted",
+    503: "too many requests, or the server shuts down",
+    504: "the request took too long",
+}
+_KEY = HTTPBearer(scheme_name="key", auto_error=False)  # the door asks for it, where there are keys
+
+
+def errors(*statuses: int, model: Any = Error) -> Answers:
+    """Describe the errors with these statuses, and that any other one looks the same."""
+    found: Answers = {s: {"description": _MEANINGS[s], "model": model} for s in statuses}
+    return found | {"default": {"description": "the server failed", "model": model}}
+
+
+def keyed_routes(*statuses: int, dependencies: Sequence[Any] = ()) -> APIRouter:
+    """Return a router for routes that want a key. statuses: of the errors of all its routes."""
+    return APIRouter(
+        dependencies=[Depends(_KEY), *dependencies],
+        route_class=BodyRoute,
+        responses=errors(*statuses) if statuses else None,
+    )

@@ -1,0 +1,243 @@
+"""Types of what routes answer: /openapi.json is made of them, and tests hold answers to them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired
+
+from pydantic import ConfigDict, NonNegativeInt, with_config
+from typing_extensions import TypedDict  # before Python 3.12, pydantic reads no other one
+
+from megatron_hybrid.cache.report import MissReason
+
+Json = dict[str, Any]
+
+
+class ErrorFields(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    error: ErrorFields
+
+
+class MessageErrorFields(TypedDict):
+    type: str
+    message: str
+
+
+class MessageError(TypedDict):
+    type: Literal["error"]
+    error: MessageErrorFields
+
+
+@with_config(ConfigDict(use_attribute_docstrings=True))
+class Prefix(TypedDict):
+    shared_tokens: NonNegativeInt
+    """Prompt tokens whose KV was reused."""
+    skipped_tokens: NonNegativeInt
+    """Prompt tokens that were not computed."""
+    fetched_tokens: NonNegativeInt
+    """Skipped tokens that were read from host memory or the disk."""
+    miss_reason: MissReason | None
+    """Why no more tokens were skipped."""
+
+
+class PromptDetails(TypedDict):
+    cached_tokens: NonNegativeInt
+
+
+class CompletionDetails(TypedDict):
+    reasoning_tokens: NonNegativeInt
+
+
+class Usage(TypedDict):
+    prompt_tokens: NonNegativeInt
+    completion_tokens: NonNegativeInt
+    total_tokens: NonNegativeInt
+    prompt_tokens_details: PromptDetails
+    prefix: Prefix | list[Prefix]
+    completion_tokens_details: NotRequired[CompletionDetails]
+
+
+class Choice(TypedDict):
+    index: NonNegativeInt
+    finish_reason: str | None
+    stop_reason: str | int | None
+    logprobs: Json | None
+    token_ids: NotRequired[list[NonNegativeInt]]
+    weight_epochs: NotRequired[list[tuple[NonNegativeInt, NonNegativeInt]]]
+
+
+class CompletionChoice(Choice):
+    text: str
+    prompt_token_ids: NotRequired[list[NonNegativeInt]]
+    prompt_logprobs: NotRequired[list[Json | None]]
+
+
+class Completion(TypedDict):
+    id: str
+    object: Literal["text_completion"]
+    created: NonNegativeInt
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class Call(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[Call]]
+    refusal: NotRequired[str | None]
+
+
+class ChatChoice(Choice):
+    message: ChatMessage
+
+
+class Chat(TypedDict):
+    id: str
+    object: Literal["chat.completion"]
+    created: NonNegativeInt
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: NotRequired[list[NonNegativeInt]]
+    prompt_logprobs: NotRequired[list[Json | None]]
+
+
+class Responded(TypedDict):
+    id: str
+    object: Literal["response"]
+    created_at: float
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[Json]
+    usage: Json
+
+
+class Message(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[Json]
+    stop_reason: str
+    stop_sequence: str | None
+    usage: Json
+
+
+class Tokenized(TypedDict):
+    count: NonNegativeInt
+    max_model_len: NonNegativeInt
+    tokens: list[NonNegativeInt]
+    token_strs: list[str] | None
+
+
+class Explanation(TypedDict):
+    prompt_tokens: NonNegativeInt
+    shared_tokens: NonNegativeInt
+    skipped_tokens: NonNegativeInt
+    known_tokens: NonNegativeInt
+    reason: MissReason | None
+    edge: int
+    text: str
+
+
+class Model(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: NonNegativeInt
+    owned_by: str
+    max_model_len: NonNegativeInt
+    description: str
+    has_chat_template: bool
+    sampling_defaults: Json
+
+
+class Models(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+History = dict[str, list[float | None]]
+
+
+class Done(TypedDict):
+    message: str
+
+
+class UpdateDone(Done):
+    weight_epoch: NonNegativeInt
+
+
+class WeightInfo(TypedDict):
+    weight_version: str | None
+    weight_epoch: NonNegativeInt
+
+
+# Answers of one field.
+class InputTokens(TypedDict):
+    input_tokens: NonNegativeInt
+
+
+class Aborted(TypedDict):
+    aborted: bool
+
+
+class Detokenized(TypedDict):
+    prompt: str
+
+
+class TokenIds(TypedDict):
+    token_ids: list[NonNegativeInt]
+
+
+class Version(TypedDict):
+    version: str
+
+
+class Load(TypedDict):
+    server_load: NonNegativeInt
+
+
+class Reset(TypedDict):
+    reset: Literal[True]
+
+
+class Saved(TypedDict):
+    saved: Literal[True]
+
+
+class Requests(TypedDict):
+    requests: list[Json]
+
+
+class State(TypedDict):
+    status: Literal["paused", "resumed", "sleeping", "awake"]
+
+
+class IsPaused(TypedDict):
+    is_paused: bool
+
+
+class IsSleeping(TypedDict):
+    is_sleeping: bool
+
+
+class WorldSize(TypedDict):
+    world_size: NonNegativeInt
