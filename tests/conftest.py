@@ -6,8 +6,8 @@ import os
 # Threads that wait leave the core to others, on which tests may run beside this one.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import torch  # noqa: E402
-from hypothesis import settings  # noqa: E402
+import torch
+from hypothesis import settings
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("without deadlines", deadline=None)
