@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does: a limit ends what hangs, and measures nothing."""
+"""Waiting for another thread or process: a limit ends what hangs, and measures nothing."""
 
 import time
 from collections.abc import Callable
