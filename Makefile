@@ -25,6 +25,9 @@ TESTED := not gpu and not matrix
 ALL    := --ignore=tests/kernels --ignore=tests/page --ignore=tests/dynamo --ignore=tests/docs --ignore=tests/ray tests
 PYTEST  = $(BIN)/python -m pytest -m "$(TESTED)" -n auto --maxprocesses 8 --dist worksteal
 
+# Of what has the same bits whatever the width of a vector.
+BITS := $(shell grep -rl --include="test_*.py" "mark.bits" tests)
+
 # The tests of the door to Megatron's scripts run on the newest pinned megatron-core, too, unless an environment was chosen.
 DOOR_TESTS  ?= $(wildcard tests/unit/megatron tests/functional/megatron tests/unit/checkpoints/megatron)
 core_of      = $(shell sed -n "s/^megatron-core==//p" $(1))
@@ -37,7 +40,7 @@ GPU_CONTAINER := nvcr.io/nvidia/pytorch:25.12-py3
 GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
-.PHONY: demo tour demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-serve-ranks test-attacks test-dynamo dynamo-tests bench-dynamo dynamo-bench test-ray ray-tests \
+.PHONY: demo tour demo-curve test bits door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-serve-ranks test-attacks test-dynamo dynamo-tests bench-dynamo dynamo-bench test-ray ray-tests \
         unit functional test-matrix test-clients speculation-fuzz soak soak-ranks soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table docs docs-serve build-docs serve-docs test-docs lint format lock bench bench-replay bench-replay-models clean help
 
 help:
@@ -48,6 +51,8 @@ help:
 	@echo "make test          run all tests; those of Megatron's interface also run on"
 	@echo "                   megatron-core $(NEWEST_CORE). make unit, make functional and"
 	@echo "                   make kernel-tests run a part of the tests"
+	@echo "make bits          run the tests of bits under each narrower vector of this CPU;"
+	@echo "                   make test includes it"
 	@echo "make test-matrix   run all rows of test matrices; make test runs one of a kind"
 	@echo "make kernel-tests-torch-2.11  test the kernels on torch 2.11 with Triton 3.6"
 	@echo "make compile-kernels  compile the kernels of all published models, without a GPU"
@@ -103,6 +108,7 @@ demo-curve: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	$(PYTEST) $(ALL)
+	$(MAKE) --no-print-directory bits
 	$(if $(and $(DOOR_CORE),$(DOOR_TESTS)),$(MAKE) door-tests CORE=$(DOOR_CORE))
 	$(if $(CHOSEN),,$(MAKE) kernel-tests)
 
@@ -111,6 +117,13 @@ test-matrix: TESTED := not gpu and matrix
 test-matrix: $(VENV)/.installed-test
 	$(PYTEST) $(ALL)
 	$(if $(CHOSEN),,$(MAKE) kernel-tests TESTED="$(TESTED)")
+
+# `make test` has the widest vectors; here are the others that this machine has.
+bits: $(VENV)/.installed-test
+	for each in $$($(BIN)/python tests/helpers/cpu_capabilities.py); do \
+	    echo "ATEN_CPU_CAPABILITY=$$each"; \
+	    ATEN_CPU_CAPABILITY=$$each $(BIN)/python -m pytest -q -m bits $(BITS) || exit 1; \
+	done
 
 door-tests: $(VENV)/.installed-test
 	$(PYTEST) $(DOOR_TESTS)

@@ -3,7 +3,15 @@
 import gc
 import os
 
+# Threads that wait leave the core to others, on which tests may run beside this one.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
+from hypothesis import settings
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("without deadlines", deadline=None)
+settings.load_profile("without deadlines")
 
 # Two ranks under torchrun collect it; alone it would wait for the other one.
 collect_ignore = [] if os.environ.get("WORLD_SIZE") == "2" else ["functional/test_two_gpus.py"]

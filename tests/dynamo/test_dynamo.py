@@ -21,7 +21,8 @@ import psutil
 import pytest
 import yaml
 from dynamo.common.configuration.groups.kv_router_args import KvRouterArgGroup
-from http_server import demo_service, run_apart, running_server, wait_until
+from http_server import demo_service, run_apart, running_server
+from waiting import wait_until
 
 from benchmarks.dynamo_cluster import (
     BLIND_FLAGS,

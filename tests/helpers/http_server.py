@@ -80,11 +80,3 @@ def running_server(engine_fields: dict | None = None, **fields) -> Iterator[Runn
     finally:
         server.stop()
         run_apart(service.close())
-
-
-def wait_until(condition, seconds: float = 60.0) -> None:
-    """Raise AssertionError unless a condition comes true in time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)

@@ -7,8 +7,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from http_server import run_apart, running_server, wait_until
+from http_server import run_apart, running_server
 from playwright.sync_api import Page, expect
+from waiting import wait_until
 
 SHOTS = Path("runs/page")
 STORY = "Once upon a time there lived in a small house at the edge of a dark forest an old miller. "

@@ -13,8 +13,9 @@ import httpx
 import psutil
 import pytest
 import yaml
-from http_server import running_server, wait_until
+from http_server import running_server
 from ray.serve.schema import ServeDeploySchema
+from waiting import wait_until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray"
 READY_SECONDS = 120

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
+from waiting import LIMIT_S
 
 from megatron_hybrid import meetings
 from megatron_hybrid.meetings import Member, RankError, await_ranks, coming, meet
@@ -39,7 +40,7 @@ def on_ranks(job, work, ranks=RANKS):
             return error
 
     with ThreadPoolExecutor(SIZE) as pool:
-        return list(pool.map(run, ranks, timeout=60))
+        return list(pool.map(run, ranks, timeout=LIMIT_S))
 
 
 def test_all_values_reach_all_ranks_in_order_again_and_again(job):

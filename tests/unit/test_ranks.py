@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import pytest
+from waiting import LIMIT_S
 
 from megatron_hybrid import ranks as module
 from megatron_hybrid.ranks import ONE_RANK, RankError, Ranks
@@ -37,7 +38,7 @@ def on_all(ranks, work):
             return error
 
     with ThreadPoolExecutor(SIZE) as pool:
-        return list(pool.map(run, ranks, timeout=120))
+        return list(pool.map(run, ranks, timeout=LIMIT_S))
 
 
 def test_the_largest_value_counts_at_each_place(ranks):

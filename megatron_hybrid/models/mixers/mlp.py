@@ -13,6 +13,7 @@ from megatron_hybrid.models.mixers.base import Mixer, MixerSubmodules
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops import activate
+from megatron_hybrid.ops.activations import independent_of_place
 
 
 def activated(config: HybridConfig, x_Tg: Tensor) -> Tensor:
@@ -51,7 +52,8 @@ class MLPMixer(MLP, Mixer):
     ):
         if config.mlp_gate_multiplier != 1.0:
             config = copy(config)
-            activation, factor = config.activation_func, config.mlp_gate_multiplier
+            activation = independent_of_place(config.activation_func)
+            factor = config.mlp_gate_multiplier
             config.activation_func = lambda gate: activation(gate * factor)
         super().__init__(
             config,

@@ -16,6 +16,7 @@ from megatron_hybrid.models.mixers.mlp import MLPMixer
 from megatron_hybrid.models.mixers.projections import ReplicatedLinear, replicated_weight
 from megatron_hybrid.models.mixers.router import Router
 from megatron_hybrid.models.recompute import is_selected, recompute_if
+from megatron_hybrid.ops.activations import sigmoid
 from megatron_hybrid.ops.checks import compute_dtype
 
 
@@ -96,9 +97,8 @@ class SharedExperts(MLPMixer):
         if bias is not None:
             output_Th = output_Th + bias
         if self.gate_weight is not None:
-            # Neither F.linear nor a sigmoid in fp32: over one column, the bits of a row would
-            # depend on the number of rows.
+            # Not F.linear: over one column, the bits of a row would depend on the number of rows.
             weight_h = self.gate_weight.to(compute_dtype(hidden_Th))
             logits_T1 = (hidden_Th * weight_h).sum(-1, keepdim=True)
-            output_Th = logits_T1.double().sigmoid().to(output_Th.dtype) * output_Th
+            output_Th = sigmoid(logits_T1).to(output_Th.dtype) * output_Th
         return output_Th

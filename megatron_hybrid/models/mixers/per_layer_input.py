@@ -10,6 +10,7 @@ from megatron_hybrid.models.layer_pattern import layer_symbols
 from megatron_hybrid.models.mixers.base import Mixer, MixerSubmodules, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import ReplicatedLinear
+from megatron_hybrid.ops import activate
 
 
 class PerLayerInputMixer(Mixer):
@@ -44,5 +45,6 @@ class PerLayerInputMixer(Mixer):
         self, hidden_Th: Tensor, context: MixerContext, inputs: StackInputs
     ) -> tuple[Tensor, None]:
         """[T, hidden] -> (output [T, hidden], None)."""
-        gate_Tp = self.config.activation_func(self.gate(hidden_Th))
-        return self.projection(gate_Tp * inputs.per_layer_TJp[:, self.index]), None
+        inputs_Tp = inputs.per_layer_TJp[:, self.index]
+        gated_Tp = activate(self.gate(hidden_Th), self.config.activation_func, inputs_Tp)
+        return self.projection(gated_Tp), None

@@ -17,9 +17,8 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.load_balancing import AuxiliaryLosses, is_counting
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import replicated_weight
+from megatron_hybrid.ops.activations import sigmoid
 from megatron_hybrid.ops.checks import compute_dtype
-
-_CORE_EPSILON = 1e-20  # what core adds to the sum of the chosen sigmoid scores
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -120,20 +119,28 @@ class Router(nn.Module):
         config = self.config
         if self.training and config.moe_router_load_balancing_type == "sinkhorn":
             return self._choose_by_sinkhorn(logits_TE)
-        expert_bias = self.expert_bias.float() if config.moe_router_enable_expert_bias else None
+        by_sigmoid = config.moe_router_score_function == "sigmoid"
+        if by_sigmoid:
+            # core's own sigmoid gives a score other bits beside other rows. Its choice by the
+            # largest "logits" is that by scores.
+            scores_TE = sigmoid(logits_TE)
+            has_bias = config.moe_router_enable_expert_bias
+            logits_TE = scores_TE + self.expert_bias if has_bias else scores_TE
         weights_TE, chosen_TE = topk_routing_with_score_function(
             logits_TE,
             config.moe_router_topk,
-            use_pre_softmax=config.moe_router_pre_softmax,
+            use_pre_softmax=config.moe_router_pre_softmax and not by_sigmoid,
             num_groups=config.moe_router_num_groups,
             group_topk=config.moe_router_group_topk,
             scaling_factor=config.moe_router_topk_scaling_factor,
-            score_function=config.moe_router_score_function,
-            expert_bias=expert_bias,
         )
-        if config.moe_router_topk_epsilon > _CORE_EPSILON:
-            sums = (logits_TE.sigmoid() * chosen_TE).sum(-1, keepdim=True)
-            weights_TE = weights_TE * (sums / (sums + config.moe_router_topk_epsilon))
+        if by_sigmoid:
+            weights_TE = scores_TE * chosen_TE
+            if config.moe_router_topk > 1:
+                sums_T1 = weights_TE.sum(-1, keepdim=True)
+                weights_TE = weights_TE / (sums_T1 + config.moe_router_topk_epsilon)
+            if (factor := config.moe_router_topk_scaling_factor) is not None:
+                weights_TE = weights_TE * factor
         return weights_TE, chosen_TE
 
     def _choose_by_sinkhorn(self, logits_nE: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +151,7 @@ class Router(nn.Module):
             indices_nk = sinkhorn(logits_nE.float()).topk(topk, dim=1).indices
         chosen_nE = torch.zeros_like(logits_nE, dtype=torch.bool).scatter(1, indices_nk, True)
         if topk == 1:
-            scores_nE = logits_nE.sigmoid()
+            scores_nE = sigmoid(logits_nE)
         else:
             scores_nE = logits_nE.softmax(-1, dtype=torch.float32).type_as(logits_nE)
         return scores_nE * chosen_nE, chosen_nE

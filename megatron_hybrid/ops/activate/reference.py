@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_hybrid.ops.activations import independent_of_place
 from megatron_hybrid.ops.checks import compute_dtype
 
 
@@ -16,6 +17,7 @@ def activate(
     in_fp32: bool,
 ) -> torch.Tensor:
     """See `ops.activate`."""
+    activation = independent_of_place(activation)
     if factor is None:
         return activation(x)
     if not in_fp32:

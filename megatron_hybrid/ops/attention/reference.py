@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from megatron_hybrid.ops.activations import sigmoid
 from megatron_hybrid.ops.attention.pattern import AttentionPattern
 from megatron_hybrid.ops.checks import (
     check_rows,
@@ -205,7 +206,7 @@ def _written_out(
     if sinks_H11 is not None:
         # The part of the softmax without the sink: exp(lse) / (exp(lse) + exp(sink)).
         lse_bHs1 = scores_bHst.logsumexp(-1, keepdim=True)
-        o_bHsP = o_bHsP * (lse_bHs1 - sinks_H11.to(lse_bHs1.dtype)).sigmoid()
+        o_bHsP = o_bHsP * sigmoid(lse_bHs1 - sinks_H11.to(lse_bHs1.dtype))
     return o_bHsP
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from megatron_hybrid.ops.activations import silu
 from megatron_hybrid.ops.checks import (
     check_rows,
     check_shape,
@@ -60,7 +61,7 @@ def causal_conv1d(
         ),
     )
     if activation == "silu":
-        y_TC = F.silu(y_TC)
+        y_TC = silu(y_TC)
     return pad_rows(y_TC.to(x_TC.dtype), layout), final_RCk, captured_nCk
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from megatron_hybrid.ops.activations import sigmoid, silu
 from megatron_hybrid.ops.checks import compute_dtype
 
-GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
+GATES = {"silu": silu, "sigmoid": sigmoid}
 
 
 def _mean_square(x_TGC: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from commands import Command, run_script
 from reference import full_logits, greedy_tokens, random_tokens, tiny_model
+from waiting import LIMIT_S
 
 from megatron_hybrid import compat
 from megatron_hybrid.megatron.__main__ import main
@@ -36,7 +37,7 @@ def seen() -> dict:
         },
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT_S,
     )
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)

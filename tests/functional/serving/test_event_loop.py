@@ -7,6 +7,7 @@ from functools import wraps
 import httpx
 import pytest
 from http_server import demo_service, running_server
+from waiting import LIMIT_S
 
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.serving import app as routes
@@ -78,7 +79,7 @@ def test_what_takes_long_runs_beside_the_event_loop(threads, monkeypatch):
         loop = server.thread.ident
         threads.clear()
         for path, body in requests():
-            answer = httpx.post(server.url + path, json=body, timeout=300)
+            answer = httpx.post(server.url + path, json=body, timeout=LIMIT_S)
             assert answer.status_code == 200 and '"error":{' not in answer.text, answer.text
         assert httpx.get(server.url + "/metrics").status_code == 200
         seen = {name: idents for name, idents in threads.items() if loop in idents}
@@ -92,7 +93,7 @@ def test_answers_of_few_tokens_alone_are_encoded_in_the_event_loop(threads, monk
     with running_server() as server:
         for more, is_beside in (({}, False), ({"logprobs": 2}, True), ({"n": 3}, True)):
             threads.clear()
-            httpx.post(server.url + "/v1/completions", json={**body, **more}, timeout=300)
+            httpx.post(server.url + "/v1/completions", json={**body, **more}, timeout=LIMIT_S)
             assert (server.thread.ident not in threads["encode_json"]) == is_beside, more
 
 

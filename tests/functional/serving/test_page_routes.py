@@ -6,6 +6,7 @@ import logging
 import httpx
 import pytest
 from http_server import running_server
+from waiting import LIMIT_S
 
 from megatron_hybrid.serving.history import SPANS
 from megatron_hybrid.serving.service import Service
@@ -22,12 +23,12 @@ def server():
 
 def complete(server, prompt: str | list[str], **options) -> dict:
     body = {"prompt": prompt, "max_tokens": 2}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=300, **options).json()
+    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=LIMIT_S, **options).json()
 
 
 def get(server, path: str, key: str = "") -> httpx.Response:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx.get(server.url + path, headers=headers, timeout=300)
+    return httpx.get(server.url + path, headers=headers, timeout=LIMIT_S)
 
 
 def engine(server, name: str):

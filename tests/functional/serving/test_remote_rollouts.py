@@ -14,6 +14,7 @@ from commands import free_port
 from http_server import DEMO, running_server
 from rank_processes import rank_context
 from reference import is_greedy, random_tokens, tiny_model
+from waiting import LIMIT_S
 
 from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_checkpoint
 from megatron_hybrid.inference.config import InferenceConfig
@@ -66,7 +67,7 @@ def workers(folders):
     yield [pipe.recv() for pipe in pipes]
     for pipe, process in zip(pipes, processes):
         pipe.send("end")
-        process.join(20)
+        process.join(LIMIT_S)
         assert process.exitcode == 0
 
 
@@ -92,7 +93,7 @@ def answers_of(url):
     rows, skipped, epochs = [], [], []
     for prompt in PROMPTS:
         body = {**DRAWN, "prompt": prompt, "n": SAMPLES, "logprobs": 0, "return_token_ids": True}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT_S).json()
         choices = answer["choices"]
         rows.append([(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices])
         skipped.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
@@ -167,7 +168,7 @@ def server(folders):
 
 def call(server, method, path, key="root", **options):
     headers = {"Authorization": f"Bearer {key}"}
-    return httpx.request(method, server.url + path, headers=headers, timeout=60, **options)
+    return httpx.request(method, server.url + path, headers=headers, timeout=LIMIT_S, **options)
 
 
 ROUTES = {
@@ -206,7 +207,7 @@ def test_the_routes_of_a_trainer_answer_as_those_of_vllm(server, folders):
 
 def test_a_pause_ends_answers_with_what_they_have(server):
     async def ask():
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S) as client:
             headers = {"Authorization": "Bearer one"}
             forms = {
                 "/v1/completions": {**LONG, "stream": False},

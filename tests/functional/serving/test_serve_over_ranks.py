@@ -17,9 +17,10 @@ import pytest
 import remote_rollouts
 import torch
 from commands import Command, Launched, free_port
-from http_server import DEMO, running_server, wait_until
+from http_server import DEMO, running_server
 from matrix import matrix_rows
 from reference import greedy, random_tokens, tiny_model
+from waiting import LIMIT_S, wait_until
 
 from megatron_hybrid import cli
 from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_checkpoint
@@ -163,7 +164,9 @@ def one(folder, ranks):
 def of_both(ranks, one, path, body=None):
     """The answers of both servers, without what no two answers have in common."""
     method = "GET" if body is None else "POST"
-    found = [httpx.request(method, url + path, json=body, timeout=60) for url in (ranks.url, one)]
+    found = [
+        httpx.request(method, url + path, json=body, timeout=LIMIT_S) for url in (ranks.url, one)
+    ]
     assert found[0].status_code == found[1].status_code, (path, found[0].text, found[1].text)
     return [_plain(each.json()) if "json" in each.headers["content-type"] else "" for each in found]
 
@@ -178,7 +181,7 @@ def _plain(value):
 
 def events(url, path, body):
     """The events of a stream, with their times."""
-    with httpx.stream("POST", url + path, json=body, timeout=60) as stream:
+    with httpx.stream("POST", url + path, json=body, timeout=LIMIT_S) as stream:
         for line in stream.iter_lines():
             if line.startswith("data: {"):
                 yield json.loads(line.removeprefix("data: "))
@@ -283,7 +286,7 @@ def test_the_end_of_a_rank_is_that_of_the_server(ranks, request):
                 command.send(signal.SIGKILL, [1])
             elif layout == "--pp":
                 body = {**ANSWER, "cache_salt": "fire"}
-                refused = httpx.post(f"{ranks.url}/v1/completions", json=body, timeout=60)
+                refused = httpx.post(f"{ranks.url}/v1/completions", json=body, timeout=LIMIT_S)
                 assert refused.status_code == 503 and "is on fire" in refused.text
             else:
                 command.send(signal.SIGTERM)
@@ -322,7 +325,7 @@ def launched(folder, tmp_path):
     try:
         command.wait_until(lambda: health(url)[0] == 200)
         body = {**CHAT, **GUIDED["a regex"]}  # a process of the pool is left, too
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=LIMIT_S).json()
         assert answer["choices"][0]["message"]["content"][:3] in ("yes", "no,")
         processes = psutil.Process(command.pid).children(recursive=True)
         print(f"the launcher's ranks: ready in {time.monotonic() - began:.1f} s")

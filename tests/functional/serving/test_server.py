@@ -16,9 +16,10 @@ import msgpack
 import psutil
 import pytest
 import zmq
-from http_server import demo_service, running_server, wait_until
+from http_server import demo_service, running_server
 from matrix import matrix_rows
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import LIMIT_S, wait_until
 
 from megatron_hybrid.cli import main
 from megatron_hybrid.inference.async_engine import AsyncEngine
@@ -45,8 +46,8 @@ def server():
 
 def call(server, path, body=None, **options):
     if body is None:
-        return httpx.get(server.url + path, timeout=300, **options)
-    return httpx.post(server.url + path, json=body, timeout=300, **options)
+        return httpx.get(server.url + path, timeout=LIMIT_S, **options)
+    return httpx.post(server.url + path, json=body, timeout=LIMIT_S, **options)
 
 
 def running(server):
@@ -161,7 +162,7 @@ def test_a_request_can_be_aborted_by_its_id(server, stream):
     thread.start()
     wait_until(lambda: running(server) == 1)
     assert call(server, "/abort", {"request_id": f"long-{stream}"}).json() == {"aborted": True}
-    thread.join(20)
+    thread.join(LIMIT_S)
     assert "aborted" in found[0].text
     assert call(server, "/abort", {"request_id": "nobody"}).json() == {"aborted": False}
     wait_until(lambda: running(server) == 0)
@@ -177,7 +178,7 @@ def test_more_requests_than_may_wait_are_refused_before_they_are_tokenized(serve
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LIMIT_S)
     refused = [answer for answer in answers if answer.status_code == 503]
     assert refused and {a.status_code for a in answers} == {200, 503}
     assert all(answer.headers["retry-after"] == "1" for answer in refused)
@@ -283,7 +284,7 @@ def test_a_key_has_only_so_many_requests_at_a_time():
         wait_until(lambda: running(server) == 1)
         answer = call(server, "/v1/completions", LONG)
         assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
-        thread.join(60)
+        thread.join(LIMIT_S)
 
 
 def test_each_sample_of_each_prompt_counts(server):
@@ -325,7 +326,7 @@ def test_fields_that_cost_more_than_their_bytes_have_limits(server, monkeypatch,
 def received(server, *sent: bytes) -> bytes:
     """What comes until the server ends the connection, or nothing."""
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with socket.create_connection((host, int(port)), timeout=LIMIT_S) as connection:
         for part in sent:
             connection.sendall(part)
         try:
@@ -347,7 +348,9 @@ def test_headers_and_bodies_that_do_not_arrive_in_time_are_dropped(server, monke
 def test_a_plain_chat_ends_while_guides_of_clients_that_have_left_wait(server, monkeypatch):
     """Nothing is compiled here: the first guide takes for ever."""
     pool, gate = server.service.guides, threading.Event()
-    monkeypatch.setattr(guide_pool._Worker, "_compile", lambda *job: gate.wait(60) and OSError())
+    monkeypatch.setattr(
+        guide_pool._Worker, "_compile", lambda *job: gate.wait(LIMIT_S) and OSError()
+    )
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
     async def attack() -> None:
@@ -388,7 +391,7 @@ def test_a_request_that_waits_too_long_in_the_queue_is_told_to_come_again(stream
         answer = call(server, "/v1/completions", late)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         assert "has not begun" in answer.json()["error"]["message"]
-        thread.join(60)
+        thread.join(LIMIT_S)
         # Its second prompt waited for the first one: the request had begun.
         assert found[0].json()["usage"]["completion_tokens"] == 160 * n
         stats = asyncio.run(server.service.engine.stats())
@@ -450,7 +453,8 @@ def test_health_and_refusals_name_a_rank_that_has_failed(server, monkeypatch):
 
 
 def test_sigterm_answers_who_is_there_saves_the_cache_and_exits(tmp_path):
-    command = [sys.executable, "-m", "megatron_hybrid", "serve", "--port", "0", "--cache-dir"]
+    command = [sys.executable, "-m", "megatron_hybrid", "serve", "--port", "0"]
+    command += ["--shutdown-timeout", "600", "--cache-dir"]  # also on a busy machine
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     events = f"ipc://{tmp_path}/events"
     process = subprocess.Popen(
@@ -472,7 +476,7 @@ def test_sigterm_answers_who_is_there_saves_the_cache_and_exits(tmp_path):
     with zmq.Context() as context, context.socket(zmq.SUB) as reader:
         reader.subscribe("")
         reader.connect(events)
-        with httpx.stream("POST", url, json=body, timeout=300) as stream:
+        with httpx.stream("POST", url, json=body, timeout=LIMIT_S) as stream:
             chunks = stream.iter_lines()
             next(chunks)
             process.send_signal(signal.SIGTERM)
@@ -485,7 +489,7 @@ def test_sigterm_answers_who_is_there_saves_the_cache_and_exits(tmp_path):
         *("BlockStored", "BlockRemoved", "AllBlocksCleared")
     ]
     assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0
     found = [json.loads(line) for line in errors.splitlines()]
     (request,) = [line for line in found if line.get("path") == "/v1/completions"]

@@ -16,6 +16,7 @@ from differential import InjectedError
 from forks import in_fork
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 from scripted import ByteTokenizer
+from waiting import LIMIT_S
 
 from megatron_hybrid import AsyncEngine, DynamicInferenceEngine, SamplingParams
 from megatron_hybrid.inference.async_engine import QueueTimeoutError, _put_all
@@ -70,7 +71,7 @@ def gate(monkeypatch):
 
     def gated(self, plan):
         state.is_inside.set()
-        assert state.is_open.wait(60)
+        assert state.is_open.wait(LIMIT_S)
         logits = forward(self, plan)
         fails_with = state.fails_with
         if fails_with is not None and fails_with <= {work.request_id for work in plan.work}:
@@ -84,7 +85,7 @@ def gate(monkeypatch):
 
 
 async def wait_for(event: threading.Event) -> None:
-    assert await asyncio.to_thread(event.wait, 60)
+    assert await asyncio.to_thread(event.wait, LIMIT_S)
 
 
 def threads() -> list[threading.Thread]:
@@ -346,7 +347,7 @@ def test_a_stream_that_is_closed_before_its_request_is_taken_ends_for_its_reader
         readers = [asyncio.create_task(anext(stream, "the end")) for _ in range(3)]
         await asyncio.sleep(0)
         await stream.aclose()
-        assert await asyncio.wait_for(asyncio.gather(*readers), 20) == ["the end"] * 3
+        assert await asyncio.wait_for(asyncio.gather(*readers), LIMIT_S) == ["the end"] * 3
         gate.is_open.set()
         await running
         assert await is_idle(engine)

@@ -5,6 +5,7 @@ import threading
 import pytest
 from forks import in_fork
 from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
+from waiting import LIMIT_S
 
 from megatron_hybrid.inference.exclusive import EngineBusyError
 
@@ -39,14 +40,14 @@ def inside(monkeypatch):
 
     def waits(plan):
         is_inside.set()
-        assert goes_on.wait(60)
+        assert goes_on.wait(LIMIT_S)
         return forward(plan)
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.runner, "forward", waits)
         thread = threading.Thread(target=engine.step)
         thread.start()
-        assert is_inside.wait(60)
+        assert is_inside.wait(LIMIT_S)
         yield engine, request
         goes_on.set()
         thread.join()

@@ -10,6 +10,7 @@ from commands import free_port
 from door import MIB, LetterTokenizer, greedy_params
 from forks import in_fork
 from reference import is_greedy, random_tokens, tiny_model
+from waiting import LIMIT_S
 
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.megatron import (
@@ -87,7 +88,7 @@ def test_the_life_of_a_replica():
     waits.start()
     llm.shutdown()
     llm.shutdown()
-    waits.join(10)
+    waits.join(LIMIT_S)
     assert not waits.is_alive() and llm.engine.state is EngineState.STOPPED
     with pytest.raises(RuntimeError):
         llm.generate(PROMPT)
@@ -231,18 +232,18 @@ def test_a_cancelled_task_disturbs_no_other_in_its_last_step(monkeypatch):
                 result = step()
                 if result["finished_request_records"]:
                     entered.set()
-                    leave.wait(10)
+                    leave.wait(LIMIT_S)
                 return result
 
             monkeypatch.setattr(llm.engine, "step_modern", slow)
             leaves = asyncio.create_task(llm.generate(PROMPT[:9], greedy_params(2)))
             stays = asyncio.create_task(llm.generate(PROMPT, greedy_params(6)))
-            await asyncio.to_thread(entered.wait, 10)
+            await asyncio.to_thread(entered.wait, LIMIT_S)
             leaves.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await leaves
             leave.set()
-            request = await asyncio.wait_for(stays, 10)
+            request = await asyncio.wait_for(stays, LIMIT_S)
             assert is_greedy(tiny_model(), PROMPT, request.generated_tokens)
 
     asyncio.run(ask())
@@ -252,14 +253,14 @@ def test_a_shutdown_whose_caller_gives_up_goes_on():
     async def ask() -> None:
         llm = MegatronAsyncLLM(**arguments())
         blocks = threading.Event()
-        llm._replica.submit(lambda: blocks.wait(10))
+        llm._replica.submit(lambda: blocks.wait(LIMIT_S))
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(llm.shutdown(), 0.05)
         with pytest.raises(RuntimeError):
             await llm.generate(PROMPT)
         blocks.set()
-        await asyncio.wait_for(llm.shutdown(), 10)
-        await asyncio.wait_for(llm.wait_for_shutdown(), 10)
+        await asyncio.wait_for(llm.shutdown(), LIMIT_S)
+        await asyncio.wait_for(llm.wait_for_shutdown(), LIMIT_S)
 
     asyncio.run(ask())
 
@@ -295,7 +296,7 @@ def test_serve_is_our_server():
             with pytest.raises(RuntimeError, match="shut down"):
                 await llm.generate(prompt, greedy_params(6))
             url = f"http://127.0.0.1:{config.port}"
-            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as client:
                 body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
                 answer = await client.post(
                     "/v1/completions", json=body | {"return_token_ids": True}

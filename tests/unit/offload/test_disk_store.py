@@ -18,6 +18,7 @@ import pytest
 import torch
 from forks import in_fork
 from matrix import matrix_rows
+from waiting import LIMIT_S
 
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.offload import disk_log, disk_store
@@ -403,7 +404,7 @@ def test_a_store_is_closed_by_its_own_threads(filled):
     tier.store._readers.submit(tier.store.close_from_anywhere).result(10)
     for thread in threading.enumerate():
         if thread.name == "cache-close":
-            thread.join(10)
+            thread.join(LIMIT_S)
     open_tier(filled).store.close()
 
 
@@ -767,7 +768,7 @@ def test_whatever_stops_the_writer_nobody_waits_for_it_for_ever(filled):
 
     thread = threading.Thread(target=flush, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(LIMIT_S)
     assert "the device is gone" in told[0]
     assert not Prompt(11).keep_in(tier)
     tier.store.close()

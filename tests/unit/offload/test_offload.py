@@ -7,7 +7,6 @@ import os
 import random
 import re
 import threading
-import time
 import weakref
 from collections import Counter
 
@@ -391,12 +390,12 @@ def test_a_fetch_goes_on_for_those_that_are_left(slow):
 def test_an_engine_with_nothing_else_to_do_waits(slow):
     engine, prompt, store = slow
     request = engine.add_request(prompt, greedy(6))
+    for _ in range(3):
+        assert engine.step() == []  # its caller is not held up
     threading.Timer(0.4, store.arrive).start()
     steps = 0
     while not request.closed:
-        started = time.perf_counter()
         assert engine.step() == [] or request.num_generated
-        assert request.done or time.perf_counter() - started < 0.3  # its caller is not held up
         steps += 1
     assert steps < 800  # nor kept busy
     assert request.result().prefix.skipped_tokens == 60

@@ -7,6 +7,8 @@ from recurrences import CONV, GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, SELECTIVE_
 from megatron_hybrid import ops
 from megatron_hybrid.ops import RaggedLayout, SlotStates, slot_states
 
+pytestmark = pytest.mark.bits
+
 SLOTS = 11
 
 

@@ -5,6 +5,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+from waiting import LIMIT_S
 
 from megatron_hybrid.inference.meter import BOUNDS, Histogram
 from megatron_hybrid.inference.metrics import HISTOGRAMS
@@ -47,7 +48,7 @@ def test_samples_are_taken_until_the_engine_is_closed_and_one_when_asked(monkeyp
     async def take():
         engine = CountingEngine(4)
         found = History(engine)
-        await asyncio.wait_for(found.run(), 20)  # ends with the engine
+        await asyncio.wait_for(found.run(), LIMIT_S)  # ends with the engine
         engine.last += 2
         return await found.columns(300)
 

@@ -11,6 +11,7 @@ import torch
 import zmq
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 from simulator import SPECS, Simulator
+from waiting import LIMIT_S
 
 from megatron_hybrid import AsyncEngine, cli
 from megatron_hybrid.cache.prefix_cache import PrefixCache
@@ -320,7 +321,7 @@ def test_a_failure_is_logged_and_the_engine_queues_no_more(caplog, monkeypatch):
     with KvPublisher("inproc://events") as publisher:
         publisher.begin(events)
         traffic.simulator.run([1] * 40)
-        publisher._thread.join(5)
+        publisher._thread.join(LIMIT_S)
         assert "KV events end here" in caplog.text and "can not serialize" in caplog.text
         before = events._queue.qsize()
         traffic.simulator.run([2] * 40)

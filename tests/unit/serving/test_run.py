@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import uvicorn
+from waiting import LIMIT_S
 
 from megatron_hybrid.serving import service
 from megatron_hybrid.serving.door import access
@@ -65,7 +66,7 @@ def test_lines_are_json_however_late_they_are_read(stream):
     assert stream.getvalue() == ""  # nothing has waited for the reader
     stream.reads.set()
     for _ in range(3):
-        assert stream.num_lines.acquire(timeout=120)
+        assert stream.num_lines.acquire(timeout=LIMIT_S)
     plain, request, failed = map(json.loads, stream.getvalue().splitlines())
     assert (plain["message"], plain["level"]) == ("3 requests", "info")
     assert plain["logger"] == "megatron_hybrid.some.part" and plain["time"].endswith("Z")
@@ -88,7 +89,7 @@ def test_cancelled_requests_write_no_traceback(stream):
     for error in (asyncio.CancelledError(), ValueError("shown")):
         logger.error("Exception in ASGI application", exc_info=error)
     stream.reads.set()
-    assert stream.num_lines.acquire(timeout=120)
+    assert stream.num_lines.acquire(timeout=LIMIT_S)
     (line,) = map(json.loads, stream.getvalue().splitlines())
     assert "ValueError: shown" in line["error"]
 
@@ -206,7 +207,7 @@ def test_a_server_ends_when_a_rank_has_failed(stream):
 
     asyncio.run(end())
     stream.reads.set()
-    assert stream.num_lines.acquire(timeout=120)
+    assert stream.num_lines.acquire(timeout=LIMIT_S)
     assert "the server ends: rank 1 on host has ended" in stream.getvalue()
 
 
@@ -235,7 +236,9 @@ def test_freed_memory_goes_back_once_when_nothing_runs(monkeypatch):
         await asyncio.sleep(0.05)
         assert not calls
         server._tickets.clear()
-        await asyncio.sleep(0.1)
+        while not calls:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
         task.cancel()
 
     asyncio.run(rest())

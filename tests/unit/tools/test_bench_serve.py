@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from waiting import LIMIT_S
 
 from megatron_hybrid import cli
 from megatron_hybrid.tools.bench_serve import (
@@ -65,7 +66,7 @@ class ScriptedServer:
 
     def stop(self):
         self._loop.call_soon_threadsafe(self._end.set)
-        self._thread.join(20)
+        self._thread.join(LIMIT_S)
         assert not self._thread.is_alive()
 
     async def _answer(self, reader, writer):

@@ -19,6 +19,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from rank_processes import join_ranks, rank_context
+from waiting import LIMIT_S, wait_until
 
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.training import checkpoints as module
@@ -222,14 +223,11 @@ def test_a_kill_leaves_a_whole_one_and_no_process(folder, tmp_path, asynchronous
     arguments = (folder, str(tmp_path / "rendezvous"), asynchronous)
     process = rank_context().Process(target=save_and_be_killed, args=arguments)
     process.start()
-    process.join(60)
+    process.join(LIMIT_S)
     assert process.exitcode == -signal.SIGKILL
     left = json.loads((tmp_path / "processes").read_text())
     assert len(left) >= asynchronous
-    end = time.monotonic() + 10
-    while any(map(runs, left)) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not any(map(runs, left))
+    wait_until(lambda: not any(map(runs, left)))
     check_after_death(folder)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_models import small_model
 from torch.utils.data import Dataset
+from waiting import LIMIT_S
 
 from megatron_hybrid.training.data.batches import Batch, batches
 
@@ -85,7 +86,7 @@ def test_workers_end_by_their_process(worker):
     _, number = worker
     (process,) = (one for one in multiprocessing.active_children() if one.pid == number)
     process.terminate()
-    process.join(60)
+    process.join(LIMIT_S)
     assert process.exitcode == 0
 
 
