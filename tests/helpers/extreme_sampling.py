@@ -214,7 +214,8 @@ class Round:
             skip_prompt_log_probs=scored and self._chance(0.5),
             top_n_logprobs=int(self._choose([1, 97, 10**9])) if scored else 0,
         )
-        guide = self._choose(GUIDES) if self._chance(0.1) else None
+        is_free = not bans and params.allowed_token_ids is None
+        guide = self._choose(GUIDES) if is_free and self._chance(0.2) else None
         return tokens(9), params, RequestOptions(guide=guide, n=int(self._choose([1, 1, 3])))
 
     def _fault(self, draw: Draw) -> str | None:
