@@ -397,6 +397,32 @@ class PrefixCache:
         self._pages.grow(lease, capacity_tokens, end)
         return True
 
+    @rolled_back
+    def lend(self, lease: Lease, start: int, end: int) -> int:
+        """Make room for tokens [start, end) that may be rejected, from pages that are free: it
+        evicts nothing. Call `settle` before the next operation that needs pages.
+
+        Returns:
+            The end of the room, in [start, end]. It also lies before the first position behind
+            `start` whose state should be saved: whether that evicts is decided when the token
+            before is known.
+        """
+        lease.check_live()
+        check_whole(start, end)
+        to_save = (position for position in self.positions_to_save(lease, end) if position > start)
+        return self._pages.lend(lease, start, min(end, min(to_save, default=end + 1) - 1))
+
+    def settle(self, lease: Lease) -> None:
+        """Take back what `lend` has given, except blocks with computed tokens. Needs no memory."""
+        lease.check_live()
+        if lease.own_blocks is not None:
+            with suppress(MemoryError):  # the next call takes them back
+                self._settle(lease)
+
+    @rolled_back
+    def _settle(self, lease: Lease) -> None:
+        self._pages.settle(lease)
+
     def commit(
         self,
         lease: Lease,

@@ -21,13 +21,20 @@ from megatron_hybrid.inference.sampling import (
     NUM_CANDIDATES,
     Scores,
     adjust,
+    mark_failures,
     processed_log_probs,
     raw_log_probs,
     sample,
     score,
     to_host,
 )
-from megatron_hybrid.inference.sampling_params import Draw, Sampled, SamplingParams
+from megatron_hybrid.inference.sampling_params import (
+    DRAW_AGAIN,
+    NOT_DRAWN,
+    Draw,
+    Sampled,
+    SamplingParams,
+)
 from megatron_hybrid.inference.step_plan import (
     Park,
     PromptScores,
@@ -166,7 +173,7 @@ class ModelRunner:
             for request_id, last in result.sampled.items()
         }
         of_rows = {request_id: iter(tokens) for request_id, tokens in drawn.items()}
-        rejected = Sampled(-1)
+        rejected = Sampled(NOT_DRAWN)
         numbers += [next(of_rows.get(owner, iter(())), rejected).token for owner, _ in draws]
         agreed = self.ranks.maximum(numbers)
         for (failed, key), has_failed in zip(optional, agreed):
@@ -183,7 +190,7 @@ class ModelRunner:
         else:
             drawn = {}
             for (owner, _), token in zip(draws, tokens):
-                drawn.setdefault(owner, []).extend([Sampled(token)] if token >= 0 else [])
+                drawn.setdefault(owner, []).extend([Sampled(token)] * (token != NOT_DRAWN))
         _note_drawn(result, drawn)
 
     def _park(self, park: Park) -> None:
@@ -296,9 +303,9 @@ class ModelRunner:
     def _draw(self, logits_nV: Tensor, draws: list[Draw], num_candidates: int) -> Drawn:
         adjusted_nV = adjust(logits_nV, draws)
         tokens_n = sample(adjusted_nV, draws, num_candidates)
-        drawn = Drawn(logits_nV, draws, num_candidates, tokens_n)
-        if self.logprobs_mode == "processed_logprobs":
-            logits_nV = adjusted_nV
+        tokens_n = mark_failures(tokens_n, logits_nV, adjusted_nV)
+        drawn = Drawn(logits_nV, draws, tokens_n)
+        scored_nV = adjusted_nV if self.logprobs_mode == "processed_logprobs" else logits_nV
         by_top_n: dict[int, list[int]] = {}
         for row, draw in enumerate(draws):
             if draw.params.return_log_probs:
@@ -306,10 +313,11 @@ class ModelRunner:
         for top_n, group in by_top_n.items():
             group_rows = to_device(group, logits_nV.device)
             log_probs = self._log_probs(
-                logits_nV.index_select(0, group_rows), [draws[row].params for row in group]
+                scored_nV.index_select(0, group_rows), [draws[row].params for row in group]
             )
             tokens = tokens_n.index_select(0, group_rows)
-            drawn.scored.append((group, score(log_probs, tokens, top_n)))
+            own_logits = logits_nV.index_select(0, group_rows)
+            drawn.scored.append((group, score(log_probs, tokens, top_n, own_logits)))
         return drawn
 
     def _log_probs(self, logits_nV: Tensor, params: list[SamplingParams]) -> Tensor:
@@ -327,7 +335,9 @@ class ModelRunner:
                 rows_TV = logits_nV[first : first + len(tokens)]
                 log_probs_TV = self._log_probs(rows_TV, [params] * len(tokens))
                 tokens_T = to_device(tokens, logits_nV.device)
-                scores[work.request_id] = score(log_probs_TV, tokens_T, params.top_n_logprobs)
+                scores[work.request_id] = score(
+                    log_probs_TV, tokens_T, params.top_n_logprobs, rows_TV
+                )
             start += work.num_logits
         return scores
 
@@ -362,17 +372,14 @@ class ModelRunner:
 
     def _sampled(self, drawn: Drawn, values: Iterator[list]) -> list[Sampled]:
         """What was drawn, from the values of its tensors. Rows whose token was not among the
-        candidates are drawn again, which waits for the device again."""
-        sampled = [Sampled(token) for token in next(values)]
-        for rows, _ in drawn.scored:
-            log_probs, top_rows = next(values), _top_rows(values)
-            for row, log_prob, top in zip(rows, log_probs, top_rows or [None] * len(rows)):
-                sampled[row] = Sampled(sampled[row].token, log_prob, top)
-        if open_rows := [row for row, own in enumerate(sampled) if own.token < 0]:
-            logits_mV = drawn.logits_nV.index_select(0, to_device(open_rows, drawn.tokens_n.device))
-            draws = [drawn.draws[row] for row in open_rows]
-            again = self._draw(logits_mV, draws, 16 * drawn.num_candidates)
-            for row, own in zip(open_rows, self._sampled(again, iter(to_host(again.tensors())))):
+        candidates are drawn again, which waits for the device again: at most until all tokens are
+        candidates."""
+        sampled, num_candidates = drawn.sampled(values), NUM_CANDIDATES
+        while rows := [row for row, own in enumerate(sampled) if own.token == DRAW_AGAIN]:
+            num_candidates *= 16
+            logits_mV = drawn.logits_nV.index_select(0, to_device(rows, drawn.tokens_n.device))
+            again = self._draw(logits_mV, [drawn.draws[row] for row in rows], num_candidates)
+            for row, own in zip(rows, again.sampled(iter(to_host(again.tensors())))):
                 sampled[row] = own
         return sampled
 
@@ -419,15 +426,22 @@ class Drawn:
     """The rows that were drawn from."""
     draws: list[Draw]
     """Those of `StepPlan.draws`."""
-    num_candidates: int
-    """As `sample` was given it."""
     tokens_n: Tensor
-    """int64; -1: not among the candidates."""
+    """int64, from `mark_failures`."""
     scored: list[tuple[list[int], Scores]] = field(default_factory=list)
     """Numbers of the draws that need log-probabilities, and these."""
 
     def tensors(self) -> list[Tensor]:
         return [self.tokens_n, *(tensor for _, each in self.scored for tensor in each)]
+
+    def sampled(self, values: Iterator[list]) -> list[Sampled]:
+        """What was drawn, from the values of `tensors`."""
+        sampled = [Sampled(token) for token in next(values)]
+        for rows, _ in self.scored:
+            log_probs, top_rows = next(values), _top_rows(values)
+            for row, log_prob, top in zip(rows, log_probs, top_rows or [None] * len(rows)):
+                sampled[row] = Sampled(sampled[row].token, log_prob, top)
+        return sampled
 
 
 def _top_rows(values: Iterator[list]) -> list[dict[int, float]]:

@@ -1,10 +1,11 @@
 """OutputProcessor: turns drawn tokens into answers (log-probabilities, stops, text)."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from megatron_hybrid.inference.request import Request, RequestOutput
-from megatron_hybrid.inference.sampling_params import Sampled
+from megatron_hybrid.inference.sampling_params import FAILURES, NOT_FINITE, Sampled
 
 
 class OutputProcessor:
@@ -22,8 +23,14 @@ class OutputProcessor:
         self._growing: dict[Request, GrowingText] = {}
 
     def append(self, request: Request, sampled: Sampled) -> bool:
-        """Append a drawn token with its log-prob. Returns whether the request is answered."""
+        """Append a drawn token with its log-prob, or fail the request if none could be drawn.
+        Returns whether the request is answered."""
         params, token = request.params, sampled.token
+        if not request.num_generated and any(map(math.isnan, request.prompt_log_probs)):
+            token = NOT_FINITE
+        if token in FAILURES:
+            request.mark_failed(FloatingPointError(FAILURES[token]))
+            return True
         request.mark_first_token()
         if params.num_tokens_to_generate == 0:
             request.mark_answered("length")

@@ -24,7 +24,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
+from megatron_hybrid.inference.sampling_params import (
+    DRAW_AGAIN,
+    NOT_FINITE,
+    RULED_OUT,
+    Draw,
+    SamplingParams,
+)
 from megatron_hybrid.ops.to_device import to_device
 
 NUM_CANDIDATES = 1024
@@ -149,7 +155,10 @@ def _adjusted(logits_mV: Tensor, draws: Sequence[Draw]) -> Tensor:
         penalised_mV = torch.where(
             logits_mV > 0, logits_mV / repetition_m1, logits_mV * repetition_m1
         )
-        logits_mV = torch.where(known_mV, penalised_mV, logits_mV)
+        # Finite logits stay finite, and what is ruled out stays so.
+        most = torch.finfo(torch.float32).max
+        known_mV &= logits_mV > -torch.inf
+        logits_mV = torch.where(known_mV, penalised_mV.clamp_(-most, most), logits_mV)
         logits_mV = logits_mV - frequency_m1 * counts_mV - presence_m1 * (counts_mV > 0)
     if (banned := places([draw.banned for draw in draws])) is not None:
         logits_mV.view(-1).index_fill_(0, banned, -torch.inf)
@@ -169,8 +178,10 @@ def sample(
 
     Returns:
         int64 [n]. Greedy rows take the first maximum; other rows the largest sum of tempered logit
-        and noise, of all tokens that are kept. -1: `top_p` keeps more than the candidates; draw the
-        row again with more of them, up to V. Their number changes no other token.
+        and noise, of all tokens that are kept. `DRAW_AGAIN`: `top_p` keeps more than the
+        candidates, which are fewer than V; draw the row again with more of them. Their number
+        changes no other token. Of a row without a largest finite logit the token means nothing:
+        see `mark_failures`.
     """
     params = [draw.params for draw in draws]
     if any(own.is_greedy for own in params):
@@ -183,7 +194,8 @@ def sample(
         if truncates:
             kept = _truncated(logits_mV, ids_1V, rows, num_candidates)
             tokens_m = _loudest(kept.logits_mC, kept.ids_mC, rows.keys_2m1)
-            tokens_m.masked_fill_(~kept.is_all_m, -1)
+            if kept.is_all_m is not None:
+                tokens_m.masked_fill_(~kept.is_all_m, DRAW_AGAIN)
         else:
             kept_mV = rows.tempered(logits_mV, logits_mV.amax(dim=-1, keepdim=True))
             bounds_mV = _noise_bound(token_hash(ids_1V, rows.keys_2m1)).add_(kept_mV)
@@ -191,6 +203,24 @@ def sample(
             tokens_m = _loudest(kept_mV.gather(1, ids_mC), ids_mC, rows.keys_2m1)
         tokens_n.index_copy_(0, rows.numbers_m, tokens_m)
     return tokens_n
+
+
+def mark_failures(tokens_n: Tensor, logits_nV: Tensor, adjusted_nV: Tensor) -> Tensor:
+    """Drawn tokens [n] with `NOT_FINITE` or `RULED_OUT` for the rows that none can be drawn from.
+
+    Args:
+        tokens_n: from `sample`.
+        logits_nV: the model's own.
+        adjusted_nV: from `adjust`.
+    """
+    if adjusted_nV is not logits_nV:
+        tokens_n = tokens_n.masked_fill(adjusted_nV.amax(dim=-1) == -torch.inf, RULED_OUT)
+    return tokens_n.masked_fill(_not_finite(logits_nV), NOT_FINITE)
+
+
+def _not_finite(logits_nV: Tensor) -> Tensor:
+    """Whether rows [n] have a NaN, an inf, or nothing above -inf: the largest one tells."""
+    return ~logits_nV.amax(dim=-1).isfinite()
 
 
 def _ids(logits_nV: Tensor) -> Tensor:
@@ -255,7 +285,7 @@ def _parts(
         keys = [noise_keys(*point) for point in points]
     numbers = (  # all in one copy; int32 is exact in float64
         order,
-        [min(max(own.temperature, 1e-30), 1e30) for own in chosen],  # fp32 knows no other ones
+        [own.temperature for own in chosen],
         [math.log(own.min_p) if own.min_p else -math.inf for own in chosen],
         [min(own.top_k or V, V) for own in chosen],
         [own.top_p if 0 < own.top_p < 1 else math.inf for own in chosen],
@@ -293,15 +323,15 @@ class _Kept(NamedTuple):
     """Tempered, fp32; -inf behind the last one."""
     ids_mC: Tensor
     """int64."""
-    is_all_m: Tensor
-    """Whether they are all that may be drawn."""
+    is_all_m: Tensor | None
+    """Whether they are all that may be drawn; None: they are, in all rows."""
 
 
 def _truncated(logits_mV: Tensor, ids_1V: Tensor, rows: _Rows, num_candidates: int) -> _Kept:
     """What min_p, then top_k, then top_p keep; of equal logits the first ones."""
     V = logits_mV.shape[1]
-    size = max(rows.largest_top_k, num_candidates if rows.sums_all else 0)
-    ids_mC = _most_likely(logits_mV, ids_1V, min(size, V))
+    size = min(max(rows.largest_top_k, num_candidates if rows.sums_all else 0), V)
+    ids_mC = _most_likely(logits_mV, ids_1V, size)
     raw_mC = logits_mV.gather(1, ids_mC)
     kept_mC = rows.tempered(raw_mC, raw_mC[:, :1])
     ranks_C = torch.arange(kept_mC.shape[1], device=kept_mC.device)
@@ -315,7 +345,10 @@ def _truncated(logits_mV: Tensor, ids_1V: Tensor, rows: _Rows, num_candidates: i
     # Kept: tokens whose predecessors sum to less than top_p, so at least one.
     limits_m1 = rows.top_p_m1 * totals_m1
     kept_mC.masked_fill_(sums_mC - masses_mC >= limits_m1, -torch.inf)
-    return _Kept(kept_mC, ids_mC, (found_m1 >= limits_m1.minimum(totals_m1)).squeeze(1))
+    is_all_m = None
+    if rows.sums_all and size < V:  # so rows are drawn again until all tokens are candidates
+        is_all_m = (found_m1 >= limits_m1.minimum(totals_m1)).squeeze(1)
+    return _Kept(kept_mC, ids_mC, is_all_m)
 
 
 def _masses(logits_mC: Tensor) -> Tensor:
@@ -371,13 +404,13 @@ class Scores(NamedTuple):
     """Their ids, int64."""
 
 
-def score(log_probs_nV: Tensor, tokens_n: Tensor, top_n: int) -> Scores:
+def score(log_probs_nV: Tensor, tokens_n: Tensor, top_n: int, logits_nV: Tensor) -> Scores:
     """The log-probability of one token in each row, and of the `top_n` most likely ones. That of a
-    token below 0 means nothing."""
-    of_tokens_n1 = log_probs_nV.gather(1, tokens_n.clamp(min=0).unsqueeze(1))
-    return Scores(
-        of_tokens_n1.squeeze(1), *log_probs_nV.topk(min(top_n, log_probs_nV.shape[1]), dim=-1)
-    )
+    token below 0 means nothing; it is NaN where, and only where, the model's logits are those of
+    `NOT_FINITE`."""
+    of_tokens_n = log_probs_nV.gather(1, tokens_n.clamp(min=0).unsqueeze(1)).squeeze(1)
+    of_tokens_n = of_tokens_n.masked_fill(_not_finite(logits_nV), torch.nan)
+    return Scores(of_tokens_n, *log_probs_nV.topk(min(top_n, log_probs_nV.shape[1]), dim=-1))
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[list]:

@@ -52,6 +52,8 @@ _FLOATS = (
     *("temperature", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
+_LEAST, _MOST = 1e-30, 1e30
+"""Limits of what logits are divided by: in float32 the quotients of usual logits stay finite."""
 _INTS = (
     *("top_k", "num_tokens_to_generate", "min_tokens", "seed", "top_n_logprobs"),
     *("termination_id", "num_speculative_tokens"),
@@ -111,7 +113,7 @@ class SamplingParams:
     """
 
     temperature: float | None = None
-    """The logits are divided by this temperature; 0 is greedy."""
+    """The logits are divided by this temperature, in [1e-30, 1e30]; 0 is greedy."""
 
     top_k: int | None = None
     """Keep the k most likely tokens; 0 keeps all, 1 is greedy."""
@@ -124,7 +126,8 @@ class SamplingParams:
 
     repetition_penalty: float | None = None
     """Of tokens in the prompt or the answer, positive logits are divided by this penalty, and
-    negative ones multiplied; 1 changes nothing. Keskar et al. (2019), "CTRL"."""
+    negative ones multiplied; in [1e-30, 1e30], and 1 changes nothing. What float32 cannot hold
+    becomes its largest number. Keskar et al. (2019), "CTRL"."""
 
     presence_penalty: float = 0.0
     """Subtracted from the logits of tokens in the answer, as OpenAI defines it; in [-2, 2]."""
@@ -209,14 +212,11 @@ class SamplingParams:
             value = getattr(self, name)
             if is_int(value):
                 setattr(self, name, int(value))
+        heat, penalty = self.temperature, self.repetition_penalty
         check(
-            self.temperature is None
-            or (
-                isinstance(self.temperature, float)
-                and math.isfinite(self.temperature)
-                and self.temperature >= 0
-            ),
-            f"temperature must be a finite number >= 0 (0 is greedy), got {self.temperature!r}",
+            heat is None or (isinstance(heat, float) and (heat == 0 or _LEAST <= heat <= _MOST)),
+            f"temperature must be 0 (greedy) or lie in [{_LEAST}, {_MOST}], beyond which float32 "
+            f"overflows, got {heat!r}",
         )
         check(
             self.top_k is None or (is_int(self.top_k) and self.top_k >= 0),
@@ -230,11 +230,10 @@ class SamplingParams:
             self.min_p is None or (isinstance(self.min_p, float) and 0 <= self.min_p <= 1),
             f"min_p must lie in [0, 1] (0 keeps all tokens), got {self.min_p!r}",
         )
-        penalty = self.repetition_penalty
         check(
-            penalty is None
-            or (isinstance(penalty, float) and math.isfinite(penalty) and penalty > 0),
-            f"repetition_penalty must be a finite number > 0 (1 is none), got {penalty!r}",
+            penalty is None or (isinstance(penalty, float) and _LEAST <= penalty <= _MOST),
+            f"repetition_penalty must lie in [{_LEAST}, {_MOST}], beyond which float32 overflows "
+            f"(1 is none), got {penalty!r}",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
@@ -438,11 +437,25 @@ class Draw:
         return bool(needs_data or self.params.logit_bias or self.banned)
 
 
+DRAW_AGAIN, NOT_FINITE, RULED_OUT, NOT_DRAWN = -1, -2, -3, -4
+"""In the place of a token: `top_p` keeps more than the candidates; the model's logits have a NaN
+or an infinity, or are all -inf; guides, bans and allowed tokens leave none; no row was drawn."""
+FAILURES = {
+    NOT_FINITE: "the model's logits have NaN or infinite values, so no token can be drawn: its "
+    "weights are damaged, or its activations overflow their dtype (bf16 and fp32 hold more than "
+    "fp16)",
+    RULED_OUT: "no token can be drawn: what the request allows (guide, allowed_token_ids) and what "
+    "it bans (bad_words_ids, min_tokens, a budget of thoughts) leave none",
+}
+"""Why a request ends that draws one of these."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """The drawn token of a request."""
 
     token: int
+    """An id, or `NOT_FINITE` or `RULED_OUT`."""
     log_prob: float | None = None
     top_log_probs: dict[int, float] | None = None
     """Of the `top_n_logprobs` most likely tokens, most likely first."""

@@ -1,7 +1,8 @@
 """Scheduler: the tokens and requests of each step.
 
 `Scheduler.schedule` reads top to bottom as the policy: decodes first, then running prefills, then
-waiting requests by priority and arrival, all under one token budget. `Scheduler.complete` records
+waiting requests by priority and arrival, then drafts, all under one token budget.
+`Scheduler.complete` records
 the results of a step. It moves no bytes itself: all moves are in the plan. Decisions depend only on
 the order of requests and on numbers that are equal on all ranks.
 """
@@ -138,8 +139,7 @@ class Scheduler:
         for request in list(self.running):
             if request.status in (RequestStatus.DECODE, RequestStatus.CLOSING):
                 self._plan_work(draft, request)
-        if lengths:
-            self._plan_drafts(draft, lengths)
+        num_decodes = len(draft.chunks)
         for request in list(self.running):
             if request.status is RequestStatus.PREFILL:
                 self._plan_work(draft, request)
@@ -168,6 +168,8 @@ class Scheduler:
         self._admitting = None
         self.fetches.poll()
         self._reserve_checkpoints(draft)
+        if lengths:
+            self._plan_drafts(draft, lengths, num_decodes)
         return draft.plan(self._num_plans, self.fetches.take_loads())
 
     def schedule_moves(self) -> StepPlan:
@@ -203,10 +205,15 @@ class Scheduler:
         draws = start + count == request.num_tokens and not request.done
         draft.add(Chunk(request, start, start + count, draws))
 
-    def _plan_drafts(self, draft: StepDraft, lengths: Mapping[Request, int]) -> None:
-        """Let decodes go on by drafts, as far as there is room. They preempt nobody.
+    def _plan_drafts(
+        self, draft: StepDraft, lengths: Mapping[Request, int], num_decodes: int
+    ) -> None:
+        """Let decodes go on by drafts, by what the planned step leaves: tokens of its budget, and
+        pages that are free. So a step does the same beside them as without them.
 
-        lengths: of `_draft_lengths`.
+        Args:
+            lengths: of `_draft_lengths`.
+            num_decodes: of the step.
         """
         found, left = [], self._budget(draft)
         for chunk in draft.chunks:
@@ -219,11 +226,19 @@ class Scheduler:
                 found.append((chunk, tokens))
                 left -= len(tokens)
         counts = {chunk.request: len(tokens) for chunk, tokens in found}
-        if not self.drafts.batch_drafters and not self._pay(counts, len(draft.chunks)):
+        if not self.drafts.batch_drafters and not self._pay(counts, num_decodes):
             return
         for chunk, tokens in found:
-            if self.cache.extend(chunk.request.lease, chunk.end + len(tokens)):
-                draft.add_drafts(chunk, chunk.request.draft_draws(tokens))
+            draws = chunk.request.draft_draws(tokens)
+            draft.add_drafts(chunk, draws[: self._lend(chunk.request, len(draws))])
+
+    def _lend(self, request: Request, num_drafts: int) -> int:
+        """Get room for drafts behind the known tokens of a request, until the step's end. Returns
+        for how many of them there is some."""
+        end = start = request.num_tokens
+        with optional_decision(lambda error: None):
+            end = self.cache.lend(request.lease, start, start + num_drafts)
+        return end - start
 
     def _pay(self, counts: Mapping[Request, int], num_decodes: int) -> bool:
         """Whether a step is to have these numbers of drafts."""
@@ -261,29 +276,21 @@ class Scheduler:
         return lengths if pay else {}
 
     def _prepare_drafts(self, lengths: Mapping[Request, int]) -> None:
-        """Have the drafts of all decodes computed, as far as there is room beside what the step
-        needs without drafts. It writes pages, so it comes before the plan moves any."""
-        needing = [
-            request
-            for request in self.running
-            if request.status in (RequestStatus.DECODE, RequestStatus.CLOSING)
-            and request.lease is not None
-        ]
-        has_room = all(self.cache.extend(one.lease, one.num_tokens) for one in needing)
-        self.drafts.prepare(
-            {
-                request: length
-                for request, length in lengths.items()
-                if has_room and self.cache.extend(request.lease, request.num_tokens + length)
-            }
-        )
+        """Have the drafts of all decodes computed, as far as pages are free. It writes pages, so it
+        comes before the plan moves any; the plan has them again."""
+        try:
+            room = {request: self._lend(request, length) for request, length in lengths.items()}
+            self.drafts.prepare({request: most for request, most in room.items() if most})
+        finally:
+            for request in lengths:
+                self.cache.settle(request.lease)
 
     def _reserve_checkpoints(self, draft: StepDraft) -> None:
         """Reserve room for the states to save in this step; those without room are left out."""
         captures_left, spares = self.max_captures, []
         for chunk in draft.chunks:
             lease = chunk.request.lease
-            positions = self.cache.positions_to_save(lease, chunk.last)
+            positions = self.cache.positions_to_save(lease, chunk.end)
             if chunk.request.status is RequestStatus.CLOSING:
                 positions = [chunk.end]
             if not positions:
@@ -503,9 +510,9 @@ class Scheduler:
         for chunk in self._draft.chunks:
             for sampled in accepted.get(chunk.request.request_id, ()):
                 owners.append(chunk.request)
+                chunk.num_accepted += 1
                 if append(chunk.request, sampled):
                     break
-                chunk.num_accepted += 1
         return owners
 
     def complete(self, plan: StepPlan, result: StepResult) -> list[Request]:
@@ -534,9 +541,10 @@ class Scheduler:
                 request.prompt_log_probs += scores.log_probs
                 request.prompt_top_n_logprobs += scores.top_n_logprobs
             # One by one: after several tokens they would become visible at once.
-            for end in range(chunk.end, chunk.end + chunk.num_accepted + 1):
+            for end in range(chunk.end, chunk.last_computed + 1):
                 request.num_computed = end
                 self.cache.commit(request.lease, request.tokens, end)
+            self.cache.settle(request.lease)
             self._publish(request, chunk.reservations, result)
             if chunk.draws:
                 request.status = RequestStatus.DECODE

@@ -33,13 +33,20 @@ class Chunk:
     draft_draws: list[Draw] = field(default_factory=list)
     """As `Work.draft_draws`; the drafts lie behind the request's known tokens."""
     num_accepted: int = 0
-    """Of the drafts, after the forward."""
+    """Drafts that are in the answer, after the forward."""
     reservations: list[Reservation] = field(default_factory=list)
 
     @property
     def last(self) -> int:
         """The end of its drafts."""
         return self.end + len(self.draft_draws)
+
+    @property
+    def last_computed(self) -> int:
+        """The end of its accepted drafts, without one that has ended the answer: as the last token
+        of other answers, that one is not computed yet."""
+        ends = self.request.done and self.num_accepted > 0
+        return self.end + self.num_accepted - ends
 
     def work(self) -> Work:
         request, lease = self.request, self.request.lease

@@ -55,8 +55,13 @@ class LeasePages:
             lease.pins.append(shared[full - first :])
         if checkpoint_pages is not None:
             lease.pins.append(checkpoint_pages)
+        self._note_room(lease)
+
+    def _note_room(self, lease: Lease) -> None:
+        """Set the room of a lease by the lengths of its tables."""
+        size = self._spec.block_size_tokens
         lease.capacity_tokens = len(lease.block_table) * size
-        if spec.local_groups:
+        if lease.local_tables:
             lease.local_end = min(map(len, lease.local_tables)) * size
 
     def hold(self, lease: Lease) -> None:
@@ -130,13 +135,32 @@ class LeasePages:
         if blocks:
             new = self._allocate(blocks, spec.kv_pages_per_block)
             lease.block_table = np.concatenate([lease.block_table, new])
-            lease.capacity_tokens = len(lease.block_table) * spec.block_size_tokens
         for i, (group, missing) in enumerate(zip(spec.local_groups, local_blocks)):
             if missing:
                 new = self._allocate(missing, spec.pages_per_block[group])
                 lease.local_tables[i] = np.concatenate([lease.local_tables[i], new])
-        if lease.local_tables:
-            lease.local_end = min(map(len, lease.local_tables)) * spec.block_size_tokens
+        self._note_room(lease)
+
+    def lend(self, lease: Lease, start: int, end: int) -> int:
+        """Append blocks of free pages for tokens up to `end`, or as many as there are for. Return
+        the end of the room; at least `start`."""
+        while end > start and self.num_needed(lease, end, end) > self._allocator.num_free:
+            end -= 1
+        if end > start:
+            if lease.own_blocks is None:
+                lease.own_blocks = [len(lease.block_table), *map(len, lease.local_tables)]
+            self.grow(lease, end, end)
+        return end
+
+    def settle(self, lease: Lease) -> None:
+        """Release the lent blocks behind the computed tokens. The others are its own."""
+        tables, used = [lease.block_table, *lease.local_tables], self._spec.num_blocks(lease.done)
+        ends = [max(own, used) for own in lease.own_blocks]
+        lent = [table[end:].ravel() for table, end in zip(tables, ends)]
+        self._allocator.release(np.concatenate(lent))
+        lease.block_table, *lease.local_tables = [table[:end] for table, end in zip(tables, ends)]
+        lease.own_blocks = None
+        self._note_room(lease)
 
     def _allocate(self, blocks: int, pages_per_block: int) -> np.ndarray:
         """Allocate int32 [blocks, pages_per_block], evicting by value if needed."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -11,6 +12,7 @@ import httpx
 import jsonschema
 import pytest
 from dialects import template
+from extreme_sampling import over_http
 from http_server import demo_service
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
@@ -70,6 +72,13 @@ class Caller:
     def close(self):
         self._runner.run(self.service.close())
         self._runner.close()
+
+
+def test_extreme_values_are_refused_or_used_and_change_no_other_answer():
+    """Draws are those of a naive model; a row of NaN fails its own request."""
+    counts = Counter()
+    asyncio.run(over_http(16, counts))
+    assert counts["HTTP 200"] and counts["HTTP 400"] and counts["HTTP 500"]
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,12 @@ import logging
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from drafted import DraftedRun, Failing, Oracle, draft_with, poison_rejected
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from matrix import matrix_rows
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 from scripted import ByteTokenizer, scripted_engine
@@ -120,6 +123,7 @@ def test_drawn_tokens_are_distributed_as_without_drafts():
 def test_a_perfect_drafter_gives_all_tokens_of_a_step_and_a_wrong_one_its_own(wrong):
     expected = tiny_engine(MODEL).generate([BASE], greedy(17))[0].generated_tokens
     engine = drafting(drafter=Oracle({0: expected}, wrong))
+    engine.cache.policy.rung_tokens = 1 << 20  # drafts end before a state to save
     request = engine.add_request(BASE, greedy(17))
     numbers = []
     while not request.done:
@@ -222,6 +226,61 @@ def test_an_accepted_run_crosses_a_checkpoint_position():
     assert len(expected[1][0]) > 4
     for wrong in (0.0, 0.4, 1.0):
         assert run(drafting(drafter=oracle_of(expected[0], wrong))) == expected
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.sampled_from(["M*", "MW*"]),
+    st.integers(0, 24),
+    st.sampled_from([(0.0, 1), (0.5, 1), (1.0, 1), (1.0, 3)]),
+    st.integers(0, 10**6),
+)
+def test_drafts_change_no_decision_of_the_cache(pattern, more_pages, drafter, seed):
+    """Hits, evictions, states and free pages are those without drafts, in their order, in pools
+    from one request up. Requests beside each other have wrong drafts only: others end sooner."""
+    (wrong, at_a_time), model = drafter, tiny_model(pattern)
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 30, 4)
+    prompts = [BASE[:n] + random_tokens(int(n) % 3, seed) for n in lengths.tolist()]
+    asked = [
+        SamplingParams(seed=seed, num_tokens_to_generate=int(n), stop_token_ids=random_tokens(3, n))
+        for n in random.integers(0, 16, 4)
+    ]
+    fields = {"max_requests": at_a_time, "max_sequence_length": 48, "warm_up": False}
+    spec = tiny_engine(model, **fields).cache.spec
+    num_pages = (spec.num_blocks(48) + 1) * sum(spec.pages_per_block) + 2 + more_pages
+    fields["cache_bytes"] = num_pages * spec.page_bytes
+
+    def run(engine):
+        engine.cache.policy.rung_tokens = 16
+        results = engine.generate(prompts, asked) + engine.generate(prompts[::-1], asked)
+        engine.check_integrity()
+        stats, cache = engine.stats(), engine.cache
+        kept = ("checkpoints_evicted", "kv_blocks_evicted", "checkpoints_no_room", "preemptions")
+        answers = [(r.generated_tokens, r.finish_reason, r.prefix) for r in results]
+        return answers, cache.digest(), stored_states(engine), [stats[key] for key in kept]
+
+    expected = run(tiny_engine(model, **fields))
+    known = Oracle({i: tokens for i, (tokens, *_) in enumerate(expected[0])}, wrong, seed)
+    assert run(drafting(model, known, **fields)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_accepted"),
+    [
+        ({"stop_words": ("STOP",)}, 4),
+        ({"stop_token_ids": (3,)}, 3),  # what follows a stop token is no draft
+        ({"num_tokens_to_generate": 5}, 3),  # as is what follows the last one
+    ],
+)
+def test_an_accepted_draft_that_ends_the_answer_is_counted(fields, num_accepted, monkeypatch):
+    script = [0, 1, 20, 0, 3, 1, 1, 20]
+    options = {"speculation": "lookup", "num_speculative_tokens": 7}
+    engine = scripted_engine(monkeypatch, {5: script}, **options)
+    draft_with(engine, Oracle({0: script}))
+    result = engine.generate([[1, 2, 3, 4]], SamplingParams(seed=5, **fields))[0]
+    assert result.generated_tokens in (script[:5], script[:4])
+    assert result.accepted_draft_tokens == engine.stats()["draft_tokens_accepted"] == num_accepted
 
 
 def test_preemption_and_reuse_of_slots():
