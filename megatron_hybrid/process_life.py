@@ -1,4 +1,5 @@
-"""Processes that end with the one that needs them: what a save forks, and the launcher's ranks."""
+"""Processes that end with the one that needs them: what a save forks, and the launcher's ranks. And
+the orderly end of a server by SIGTERM, from its first line on."""
 
 from __future__ import annotations
 
@@ -74,3 +75,37 @@ def ends_with_launcher() -> Iterator[None]:
         yield
     finally:
         over.set()
+
+
+class EndSignal:
+    """SIGTERM of a server, which ends it with status 0 at any time. A context, of the main thread.
+
+    Until `hold` nothing is lost and nobody waits: the process ends at once. From then on the signal
+    is noted, for whoever serves.
+    """
+
+    def __init__(self) -> None:
+        self.was_sent = False
+        self.serves = False
+        """Whether the end of another rank would cost answers."""
+        self._ends_at_once = True
+        self._pid = os.getpid()
+
+    def __enter__(self) -> EndSignal:
+        self._before = signal.signal(signal.SIGTERM, self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def hold(self) -> None:
+        """From now on note the signal: others need this process."""
+        self._ends_at_once = False
+
+    def _take(self, number: int, frame: object) -> None:
+        if os.getpid() != self._pid:  # a fork, which serves nobody
+            os._exit(128 + number)
+        self.was_sent = True
+        if self._ends_at_once:
+            os.write(2, b"megatron-hybrid: ended by SIGTERM while the model was loading\n")
+            os._exit(0)

@@ -390,7 +390,7 @@ DIFFERENCES = {
     one_rank_follows: r"{} has called add_request\(\) .*, {} has called follow\(\)",
     another_config: r"InferenceConfig.max_tokens differs .*: {} has '64', {} has '128'",
     other_weights: r"the hash of decoder.final_norm.weight differs .*: {} has .*, {} has ",
-    another_draw: r"the seed of the random weights of stage 0 .*: {} has 0, {} has 1",
+    another_draw: r"the seed of the random weights differs .*: {} has 0, {} has 1",
 }
 ON_ONE = {
     # The type of rank 1's own error, and what rank 0 is told, with {} for "rank 1 on the host".
