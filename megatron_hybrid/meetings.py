@@ -42,6 +42,8 @@ STOPPED_SECONDS = 20.0
 LEAVE_SECONDS = 5.0
 """Time to leave a call of torch by its own error, where another rank has ended."""
 _ANSWER_SECONDS = 5.0
+_READ_SECONDS = 0.2
+"""Time for ranks that wait to read why another one does not come."""
 _PREFIX = "megatron_hybrid"
 
 
@@ -200,6 +202,7 @@ def coming(what: str) -> Iterator[None]:
         if not isinstance(error, RankError):
             text = f"{what} failed on {own}: {type(error).__name__}: {error}"
             store.set(key, pickle.dumps((number, text)))
+            time.sleep(_READ_SECONDS)  # this process may end with the error, and have the store
         raise
     finally:
         _attempt.reset(before)

@@ -4,6 +4,7 @@ the orderly end of a server by SIGTERM, from its first line on."""
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -75,6 +76,19 @@ def ends_with_launcher() -> Iterator[None]:
         yield
     finally:
         over.set()
+
+
+def end_with_parent() -> None:
+    """Let this process of `multiprocessing` end when the one that started it has, however it did.
+    Its forks may keep the pipe open that tells its end: so who the parent is counts, too."""
+    parent, number = multiprocessing.parent_process(), os.getppid()
+
+    def watch() -> None:
+        while parent.is_alive() and os.getppid() == number:
+            parent.join(_POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 class EndSignal:

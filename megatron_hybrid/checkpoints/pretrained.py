@@ -62,7 +62,8 @@ def load_pretrained(
             config = read_config(path, mtp, perform_initialization=False, **overrides)
             tokenizer = load_tokenizer(path, config.vocab_size)
             packed = is_packed(path)
-        # Parameters that packed weights replace are never written: in a CPU's memory they take no room.
+        # Parameters that packed weights replace are never written: they take no room in a CPU's
+        # memory.
         with torch.device("cpu") if packed else device:
             model = build_hybrid_model(config)
         load_checkpoint(model, path, cast=dtype is not None)

@@ -64,6 +64,7 @@ from megatron_hybrid.commands.layout import add_layout, run_on_ranks, sizes_of
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.rank_watch import RankFailedError
+from megatron_hybrid.process_life import EndSignal
 from megatron_hybrid.serving.dynamo_card import card_folder
 from megatron_hybrid.serving.dynamo_requests import Chunks, Json, read_request
 from megatron_hybrid.serving.errors import ApiError
@@ -71,7 +72,6 @@ from megatron_hybrid.serving.json_response import in_texts_thread
 from megatron_hybrid.serving.kv_events import BlockEvents
 from megatron_hybrid.serving.parsers import shown_tool_parser
 from megatron_hybrid.serving.rendering import request_options
-from megatron_hybrid.process_life import EndSignal
 from megatron_hybrid.serving.run import SAME_SECONDS, follow, log_lines, run
 from megatron_hybrid.serving.service import Service, ServingConfig
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -377,9 +377,7 @@ def _serving_config(options: argparse.Namespace) -> ServingConfig:
     )
 
 
-async def _work(
-    options: argparse.Namespace, publisher: KvPublisher | None, end: EndSignal
-) -> None:
+async def _work(options: argparse.Namespace, publisher: KvPublisher | None, end: EndSignal) -> None:
     configure_dynamo_logging()
     model, tokenizer = load_for_chats(options, **sizes_of(options))
     config = served_config(options)
