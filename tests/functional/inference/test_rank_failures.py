@@ -497,7 +497,6 @@ ROWS = matrix_rows(
     "a following rank raises and stays",
     "a following rank dies while nothing runs",
     "a following rank decides otherwise",
-    "the leading rank dies",
     "a following rank is frozen",
     "the leading rank is stuck",
 )
