@@ -7,15 +7,18 @@ cannot come.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import pickle
 import socket
+import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -32,7 +35,15 @@ BEGIN_SECONDS = 30.0
 """Time for other ranks to begin to make an engine."""
 COLLECTIVE_SECONDS = 1800.0
 """Time for other ranks where a load may lie before: gloo's own limit."""
+JOIN_SECONDS = 300.0
+"""Time for all ranks to join the job: that of torch's store, too."""
+STOPPED_SECONDS = 20.0
+"""Time for which another rank's process may be stopped (SIGSTOP)."""
+LEAVE_SECONDS = 5.0
+"""Time to leave a call of torch by its own error, where another rank has ended."""
 _ANSWER_SECONDS = 5.0
+_READ_SECONDS = 0.2
+"""Time for ranks that wait to read why another one does not come."""
 _PREFIX = "megatron_hybrid"
 
 
@@ -76,14 +87,19 @@ def _namespace() -> str:
 
 def has_ended(member: Member) -> bool:
     """Whether a process is known to have ended; of one elsewhere nothing is known."""
+    return _state_of(member) in ("Z", "X")
+
+
+def _state_of(member: Member) -> str:
+    """The state of a process, by its letter in /proc; empty: nothing is known of it."""
     if not own_member().is_beside(member):
-        return False
+        return ""
     try:
-        return Path(f"/proc/{member.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return Path(f"/proc/{member.pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
-        return True
+        return "X"
     except OSError:
-        return False
+        return ""
 
 
 def meet(
@@ -103,42 +119,68 @@ def meet(
     """
     if len(ranks) == 1:
         return [(own_member(), value)]
-    return _Meeting(what, ranks).hold(value, seconds)
+    announce()
+    return _Meeting(what, ranks, _store(), own_member()).hold(value, seconds)
 
 
-def await_ranks(store: dist.Store, rank: int, size: int) -> None:
-    """Tell that this rank joins the job, before torch connects it, which waits without a word. The
-    first rank waits here for the others, and logs for whom.
+def join(store: dist.Store, rank: int, size: int) -> list[Member]:
+    """Meet all ranks of the job before torch connects them, which waits without a word. From here
+    on the others notice if this process ends. Returns the processes of all ranks.
 
     Args:
         store: of the job, before it has process groups.
         rank, size: of this process, and of the job.
 
     Raises:
-        RankError: some do not come in `COLLECTIVE_SECONDS`.
+        RankError: some do not come in `JOIN_SECONDS`, or have ended.
     """
-    store.set(f"{_PREFIX}/joined/{rank}", "")
-    if rank:
-        return
-    began, line = time.monotonic(), LINE_SECONDS
-    missing = list(range(1, size))
-    while missing := [each for each in missing if not store.check([f"{_PREFIX}/joined/{each}"])]:
-        waited = time.monotonic() - began
-        names = ", ".join(f"rank {each}" for each in missing)
-        text = f"rank 0 on {socket.gethostname()} has waited {waited:.0f} s for {names} to join"
-        if waited >= COLLECTIVE_SECONDS:
-            raise RankError(f"{text}: start all {size} ranks of the job")
-        if waited >= line:
-            line += REPEAT_SECONDS
-            logger.warning("%s", text)
-        time.sleep(0.02)
+    own = replace(own_member(), rank=rank)
+    _announce(store, own)
+    met = _Meeting("joining the job", range(size), store, own).hold(None, JOIN_SECONDS)
+    return [member for member, _ in met]
 
 
 def announce() -> None:
-    """Tell the job where this process runs, for messages about it."""
+    """Tell the job where this process runs, and later that it has ended."""
     if _is_job():
-        own = own_member()
-        _store().set(_host_key(own.rank), pickle.dumps(own))
+        _announce(_store(), own_member())
+        atexit.unregister(_tell_end)
+        atexit.register(_tell_end, os.getpid())
+
+
+def _announce(store: dist.Store, own: Member) -> None:
+    store.set(_key("hosts", own.rank), pickle.dumps(own))
+
+
+def _tell_end(pid: int) -> None:
+    """For ranks on other machines, which do not see the process."""
+    if _is_job() and os.getpid() == pid:
+        with suppress(RuntimeError):  # the store has ended before
+            _store().set(_key("ended", own_member().rank), "")
+
+
+@contextmanager
+def ends_with(members: Sequence[Member], what: str) -> Iterator[None]:
+    """Context of a call of torch that waits for other ranks without a word: if one of them ends,
+    and the call does not, this process ends with status 1. what: the call, for the message."""
+    over, own = threading.Event(), own_member()
+
+    def watch() -> None:
+        while not over.wait(1.0):
+            gone = next((each for each in members if has_ended(each)), None)
+            if gone is not None and not over.wait(LEAVE_SECONDS):
+                text = f"{gone} (process {gone.pid}) has ended, for which {own} waits: {what}"
+                sys.stderr.write(f"megatron_hybrid: this process ends, as {text}\n")
+                sys.stderr.flush()
+                os._exit(1)
+
+    thread = threading.Thread(target=watch, name="ends-with", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager
@@ -150,7 +192,7 @@ def coming(what: str) -> Iterator[None]:
         return
     store, own = _store(), own_member()
     announce()
-    key, number = _failure_key(own.rank), store.add(f"{_PREFIX}/attempts/{own.rank}", 1)
+    key, number = _key("failures", own.rank), store.add(_key("attempts", own.rank), 1)
     before = _attempt.set(number)
     with suppress(RuntimeError):  # there is none
         store.delete_key(key)
@@ -160,6 +202,7 @@ def coming(what: str) -> Iterator[None]:
         if not isinstance(error, RankError):
             text = f"{what} failed on {own}: {type(error).__name__}: {error}"
             store.set(key, pickle.dumps((number, text)))
+            time.sleep(_READ_SECONDS)  # this process may end with the error, and have the store
         raise
     finally:
         _attempt.reset(before)
@@ -170,10 +213,11 @@ _attempt: ContextVar[int] = ContextVar("attempt", default=0)
 
 
 class _Meeting:
-    def __init__(self, what: str, ranks: Sequence[int]):
+    def __init__(self, what: str, ranks: Sequence[int], store: dist.Store, own: Member):
         self._what, self._ranks = what, list(ranks)
-        announce()
-        self._store, self._own = _store(), own_member()
+        self._store, self._own = store, own
+        self._members: dict[int, Member] = {}  # by rank, those that are known
+        self._stopped: dict[int, float] = {}  # since when, by rank
         where = f"{_PREFIX}/{'.'.join(map(str, self._ranks))}"
         self._where = ""
         # One that the others have ended without this rank is not the next one.
@@ -237,15 +281,14 @@ class _Meeting:
                 return
             if failure is not None:
                 raise RankError(failure)
-            ranks = [key for key in missing if isinstance(key, int)]
-            for rank in ranks:
-                if (member := _member(rank)) is not None and has_ended(member):
-                    raise RankError(
-                        f"{member} (process {member.pid}) has ended, for which {self._own} waits: "
-                        f"{self._what}"
-                    )
+            # Those that wait for the answer wait for the one that collects.
+            ranks = [key for key in missing if isinstance(key, int)] or self._ranks[:1]
+            gone = self._gone(ranks)
+            # It may have come before it ended.
+            if gone is not None and not self._store.check([self._key(key) for key in missing]):
+                raise RankError(f"{gone}, for which {self._own} waits: {self._what}")
             waited = time.monotonic() - began
-            names = ", ".join(map(_name_of, ranks)) or _name_of(self._ranks[0])
+            names = ", ".join(map(self._name_of, ranks))
             if waited >= seconds:
                 raise RankError(
                     f"{self._own} is {self._what}, and {names} did not come to it within "
@@ -254,20 +297,48 @@ class _Meeting:
                 )
             if waited >= line:
                 line += REPEAT_SECONDS
-                if ranks:  # those that wait for the answer leave it to the one that collects
+                if keys != ["answer"]:  # whoever collects says it
                     logger.warning(
                         "%s has waited for %s for %.0f s: %s", self._own, names, waited, self._what
                     )
             time.sleep(pause)
             pause = min(0.05, 2 * pause)
 
+    def _gone(self, ranks: Sequence[int]) -> str | None:
+        """Which of them has ended, or is stopped for long; None: no one is known to."""
+        for rank in ranks:
+            if (member := self._member(rank)) is None:
+                continue
+            state = _state_of(member)
+            if state != "T":
+                self._stopped.pop(rank, None)
+            elif time.monotonic() - self._stopped.setdefault(rank, time.monotonic()) < (
+                STOPPED_SECONDS
+            ):
+                continue
+            if state in ("Z", "X", "T") or self._store.check([_key("ended", rank)]):
+                how = f"is stopped for {STOPPED_SECONDS:.0f} s" if state == "T" else "has ended"
+                return f"{member} (process {member.pid}) {how}"
+        return None
+
     def _failure_of(self, rank: int) -> str | None:
         """Why a rank does not come; None: nothing is known."""
-        key = _failure_key(rank)
+        key = _key("failures", rank)
         if not _attempt.get() or not self._store.check([key]):
             return None
         attempt, text = pickle.loads(self._store.get(key))
         return text if attempt == _attempt.get() else None
+
+    def _name_of(self, rank: int) -> str:
+        """A rank of the job with its host, if it has told it."""
+        return str(self._member(rank) or f"rank {rank}")
+
+    def _member(self, rank: int) -> Member | None:
+        """A rank of the job, if it has told where it is."""
+        key = _key("hosts", rank)
+        if rank not in self._members and self._store.check([key]):
+            self._members[rank] = pickle.loads(self._store.get(key))
+        return self._members.get(rank)
 
 
 def first_difference(named: Sequence[tuple[Member, Mapping[str, object]]]) -> str | None:
@@ -289,22 +360,6 @@ def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def _host_key(rank: int) -> str:
-    return f"{_PREFIX}/hosts/{rank}"
-
-
-def _failure_key(rank: int) -> str:
-    return f"{_PREFIX}/failures/{rank}"
-
-
-def _name_of(rank: int) -> str:
-    """A rank of the job with its host, if it has told it."""
-    return str(_member(rank) or f"rank {rank}")
-
-
-def _member(rank: int) -> Member | None:
-    """A rank of the job, if it has told where it is."""
-    store = _store()
-    if not store.check([_host_key(rank)]):
-        return None
-    return pickle.loads(store.get(_host_key(rank)))
+def _key(kind: str, rank: int) -> str:
+    """What the store has of a rank."""
+    return f"{_PREFIX}/{kind}/{rank}"

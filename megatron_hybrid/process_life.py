@@ -1,8 +1,10 @@
-"""Processes that end with the one that needs them: what a save forks, and the launcher's ranks."""
+"""Processes that end with the one that needs them: what a save forks, and the launcher's ranks. And
+the orderly end of a server by SIGTERM, from its first line on."""
 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
@@ -74,3 +76,50 @@ def ends_with_launcher() -> Iterator[None]:
         yield
     finally:
         over.set()
+
+
+def end_with_parent() -> None:
+    """Let this process of `multiprocessing` end when the one that started it has, however it did.
+    Its forks may keep the pipe open that tells its end: so who the parent is counts, too."""
+    parent, number = multiprocessing.parent_process(), os.getppid()
+
+    def watch() -> None:
+        while parent.is_alive() and os.getppid() == number:
+            parent.join(_POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+class EndSignal:
+    """SIGTERM of a server, which ends it with status 0 at any time. A context, of the main thread.
+
+    Until `hold` nothing is lost and nobody waits: the process ends at once. From then on the signal
+    is noted, for whoever serves.
+    """
+
+    def __init__(self) -> None:
+        self.was_sent = False
+        self.serves = False
+        """Whether the end of another rank would cost answers."""
+        self._ends_at_once = True
+        self._pid = os.getpid()
+
+    def __enter__(self) -> EndSignal:
+        self._before = signal.signal(signal.SIGTERM, self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def hold(self) -> None:
+        """From now on note the signal: others need this process."""
+        self._ends_at_once = False
+
+    def _take(self, number: int, frame: object) -> None:
+        if os.getpid() != self._pid:  # a fork, which serves nobody
+            os._exit(128 + number)
+        self.was_sent = True
+        if self._ends_at_once:
+            os.write(2, b"megatron-hybrid: ended by SIGTERM while the model was loading\n")
+            os._exit(0)

@@ -15,6 +15,7 @@ from megatron_hybrid.checkpoints.checkpoint import (
     load_checkpoint,
     read_config,
 )
+from megatron_hybrid.meetings import coming
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.ranks import fail_together
@@ -51,20 +52,22 @@ def load_pretrained(
         ValueError: this machine has no such device.
     """
     initialize_distributed()
-    with fail_together(CheckpointError):
-        device = checked_device(device)
-        path = checked_folder(folder)
-        if dtype is not None:
-            overrides["params_dtype"] = dtype
-        # Random initialization would take longer than reading the file.
-        config = read_config(path, mtp, perform_initialization=False, **overrides)
-        tokenizer = load_tokenizer(path, config.vocab_size)
-        packed = is_packed(path)
-    # Parameters that packed weights replace are never written: in a CPU's memory they take no room.
-    with torch.device("cpu") if packed else device:
-        model = build_hybrid_model(config)
-    load_checkpoint(model, path, cast=dtype is not None)
-    return model.to(device).eval(), tokenizer
+    with coming("load_pretrained()"):
+        with fail_together(CheckpointError):
+            device = checked_device(device)
+            path = checked_folder(folder)
+            if dtype is not None:
+                overrides["params_dtype"] = dtype
+            # Random initialization would take longer than reading the file.
+            config = read_config(path, mtp, perform_initialization=False, **overrides)
+            tokenizer = load_tokenizer(path, config.vocab_size)
+            packed = is_packed(path)
+        # Parameters that packed weights replace are never written: they take no room in a CPU's
+        # memory.
+        with torch.device("cpu") if packed else device:
+            model = build_hybrid_model(config)
+        load_checkpoint(model, path, cast=dtype is not None)
+        return model.to(device).eval(), tokenizer
 
 
 def model_folder(name: str | os.PathLike[str]) -> Path:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron_hybrid.commands.arguments import whole_number
+from megatron_hybrid.process_life import EndSignal
 
 LAYOUT = {
     "tp": "tensor_model_parallel_size",
@@ -40,14 +41,17 @@ def run_on_ranks(
     program: Sequence[str],
     check: Callable[[], None],
     run_rank: Callable[[int | None], None],
+    end: EndSignal,
 ) -> int:
-    """Start the ranks of a layout, or be one of them. Returns the exit status.
+    """Start the ranks of a layout, or be one of them. Returns the exit status: 0 after a SIGTERM,
+    also where another rank took it first.
 
     Args:
         options: of `add_engine` and `add_layout`.
         program: behind `python`, without the `options.arguments` that it is started with.
         check: raises before ranks are started what each of them would raise.
         run_rank: takes the rank; None: there is one.
+        end: SIGTERM, which is taken since the command began.
 
     Raises:
         ValueError: there is no such layout of this model on these ranks.
@@ -59,6 +63,7 @@ def run_on_ranks(
         num_ranks = check_layout(options.model, sizes, options.device)
         if job_size() is None and num_ranks > 1:
             check()
+            end.hold()  # it is passed on to the ranks
             return launch([*program, *options.arguments], num_ranks)
         rank = take_rank(num_ranks, options.device)
     from megatron_hybrid.inference.rank_watch import RankFailedError
@@ -69,6 +74,8 @@ def run_on_ranks(
         with ends_with_launcher():
             run_rank(rank)
     except (RankError, RankFailedError) as error:
+        if end.was_sent and not end.serves:
+            return 0
         print(f"megatron-hybrid: {error}", file=sys.stderr)
         return 1
     return 0

@@ -16,6 +16,7 @@ from megatron_hybrid.commands.arguments import (
     served_config,
 )
 from megatron_hybrid.commands.layout import add_layout, run_on_ranks, sizes_of
+from megatron_hybrid.process_life import EndSignal
 from megatron_hybrid.serving.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 if TYPE_CHECKING:
@@ -262,6 +263,11 @@ def keys_of(given: Sequence[str], variable: str) -> tuple[str, ...]:
 
 
 def run(options: argparse.Namespace) -> int:
+    with EndSignal() as end:
+        return _run(options, end)
+
+
+def _run(options: argparse.Namespace, end: EndSignal) -> int:
     try:
         from megatron_hybrid.serving.run import Address, follow, log_lines, run, serve
     except ImportError as error:
@@ -300,13 +306,13 @@ def run(options: argparse.Namespace) -> int:
     def run_rank(rank: int | None) -> None:
         log_lines(rank)
         if rank:
-            follow(*load_for_chats(options, **sizes_of(options)), config, serving)
+            follow(*load_for_chats(options, **sizes_of(options)), config, serving, end)
             return
         bound = address.bind()  # fail now, not after the model is loaded
         with _kv_publisher(options) as publisher, address.loading(bound) as loading:
             with Console(stderr=True).status(f"loading {options.model}"):
                 model, tokenizer = load_for_chats(options, **sizes_of(options))
-            run(serve(model, tokenizer, config, serving, address, bound, loading, publisher))
+            run(serve(model, tokenizer, config, serving, address, bound, loading, publisher, end))
 
     def check() -> None:
         if (bound := address.bind()) is not None:  # the first rank binds it anew
@@ -314,4 +320,4 @@ def run(options: argparse.Namespace) -> int:
         with _kv_publisher(options):
             pass
 
-    return run_on_ranks(options, ["-m", "megatron_hybrid", "serve"], check, run_rank)
+    return run_on_ranks(options, ["-m", "megatron_hybrid", "serve"], check, run_rank, end)

@@ -50,7 +50,7 @@ def what_must_be_equal(
     named["the use of InferenceConfig.cache_dir"] = config.cache_dir is not None
     named[f"the LoRA adapters of stage {stage}"] = repr(getattr(model, "lora_fields", None))
     if (seed := model.untouched_seed) is not None:  # pieces of one draw
-        named[f"the seed of the random weights of stage {stage}"] = seed
+        named["the seed of the random weights"] = seed
     for name, value in model.config.to_dict().items():
         if name in _OF_ALL_STAGES:
             named[f"HybridConfig.{name}"] = value

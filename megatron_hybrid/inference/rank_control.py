@@ -119,8 +119,9 @@ class RankControl:
             finally:
                 if not self.has_failed:  # else another rank may wait for an answer of this one
                     self.queue(_END)
-                    with suppress(OSError):  # they are gone
+                    with suppress(OSError, EOFError):  # they are gone
                         self.send()
+                        self._ranks.gather(None)  # no rank leaves before all have read it
                 self._queued = None
 
     def calls(self, state: object, has_work: bool) -> Iterator[tuple[str, tuple, dict]]:
@@ -133,6 +134,7 @@ class RankControl:
                 while True:
                     for call in self._ranks.receive():
                         if call[0] == _END:
+                            self._ranks.gather(None)
                             return
                         yield call
             finally:

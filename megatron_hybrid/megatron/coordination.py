@@ -10,31 +10,122 @@ import asyncio
 import logging
 import multiprocessing
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_hybrid.compat import coordinator_parts
+from megatron_hybrid.inference.rank_watch import RankFailedError
+from megatron_hybrid.meetings import Member, coming, has_ended, meet
 from megatron_hybrid.megatron.errors import ContextErrorFactory, ContextOverflowError
 from megatron_hybrid.megatron.request import DynamicInferenceRequestRecord
 from megatron_hybrid.megatron.sampling_params import SamplingParams
 from megatron_hybrid.megatron.states import EngineState
-from megatron_hybrid.ranks import is_one_machine
+from megatron_hybrid.process_life import end_with_parent
+from megatron_hybrid.ranks import RankError, is_one_machine
 
 logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.005
+_LOOK_SECONDS = 1.0
+"""Time between two looks whether others are there."""
+_NOTHING = b""
+"""What a coordinator sends to see whether an engine is there."""
+_STARTING = "starting Megatron's coordinator"
 _STABLE = ("RUNNING", "PAUSED", "SUSPENDED", "RESUMED", "STOPPED")
 
 
-def _run_coordinator(policy: str, **arguments: Any) -> None:
-    """In a process of its own."""
+def _run_coordinator(policy: str, pipe_connection: Connection, **arguments: Any) -> None:
+    """In a process of its own, which ends with the one that started it."""
+    end_with_parent()
     core = coordinator_parts()
-    core.DataParallelInferenceCoordinator.entrypoint(
-        prefix_caching_coordinator_policy=core.PrefixCachingCoordinatorPolicy(policy), **arguments
-    )
+    try:
+        _coordinator_class(core).entrypoint(
+            pipe_connection=pipe_connection,
+            prefix_caching_coordinator_policy=core.PrefixCachingCoordinatorPolicy(policy),
+            **arguments,
+        )
+    except Exception as error:
+        if pipe_connection.closed:  # it had begun
+            raise
+        pipe_connection.send(_NotStarted(f"{type(error).__name__}: {error}"))
+
+
+@dataclass(frozen=True)
+class _NotStarted:
+    """Why the coordinator is not there, in place of its address."""
+
+    why: str
+
+
+def _coordinator_class(core: SimpleNamespace) -> type:
+    """core's coordinator, which notices that an engine has ended when it next sends something to
+    it, and forgets what the engine had to answer. This one looks every second, and gives its
+    requests to other engines."""
+
+    class Coordinator(core.DataParallelInferenceCoordinator):
+        def __init__(self, *given: Any, **named: Any):
+            self._unanswered: dict[int, bytes] = {}
+            super().__init__(*given, **named)
+            self.router_socket.setsockopt(core.zmq.RCVTIMEO, int(1000 * _LOOK_SECONDS))
+            self.router_socket = _Looking(self.router_socket, self._look, core.zmq.Again)
+
+        def _look(self) -> None:
+            for identity in list(self.identities_of_data_parallel_ranks):
+                if identity in self.identities_of_data_parallel_ranks:
+                    self._send_to_engine(identity, _NOTHING)
+            for number in self._unanswered.keys() - self.request_id_to_client_id.keys():
+                del self._unanswered[number]
+
+        def _send_to_engine(self, identity: bytes, payload: bytes) -> bool:
+            was_sent = super()._send_to_engine(identity, payload)
+            if was_sent and payload != _NOTHING:
+                header, *rest = core.msgpack.unpackb(payload, raw=False)
+                if header == core.Headers.SUBMIT_REQUEST.value:
+                    self._unanswered[rest[0]] = payload
+            return was_sent
+
+        def _remove_engine(self, identity: bytes) -> None:
+            super()._remove_engine(identity)
+            lost = [n for n, owner in self.request_id_to_rank.items() if owner == identity]
+            for number in lost:
+                del self.request_id_to_rank[number]
+            for number in lost:
+                while self._identities_list:
+                    other = self.get_least_loaded_data_parallel_rank()
+                    if self._send_to_engine(other, self._unanswered[number]):
+                        self.request_id_to_rank[number] = other
+                        self._pending_counts[self.identity_to_rank_index[other]] += 1
+                        break
+
+    return Coordinator
+
+
+class _Looking:
+    """A socket of core's, whose `recv_multipart` calls `look` every second. timed_out: what a
+    receive raises that has waited so long."""
+
+    def __init__(self, socket: Any, look: Callable[[], None], timed_out: type[Exception]):
+        self._socket, self._look, self._timed_out = socket, look, timed_out
+        self._looked_at = time.monotonic()
+
+    def recv_multipart(self) -> list[bytes]:
+        while True:
+            if time.monotonic() - self._looked_at >= _LOOK_SECONDS:
+                self._look()
+                self._looked_at = time.monotonic()
+            with suppress(self._timed_out):
+                return self._socket.recv_multipart()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
 
 
 class Coordination:
@@ -63,7 +154,9 @@ class Coordination:
         self._signals: deque[list] = deque()
         self._process: multiprocessing.process.BaseProcess | None = None
         self._socket: Any = None
+        self._monitor: Any = None
         self._barrier: Any = None
+        self._replicas: list[Member] = []
         self._is_over = False
         self.task: asyncio.Task[None] | None = None
 
@@ -81,10 +174,11 @@ class Coordination:
         is_local = is_one_machine() or dist.get_world_size() == 1
         host = hostname or ("127.0.0.1" if is_local else socket.gethostname())
         address, ready = f"tcp://{host}:{port}", None
-        if launches and replica == 0 and ranks.is_first:
-            address, ready = await self._launch(port, host, schedule_output_path)
-        if launches:
-            address = self._of_first_replica(address)
+        with coming(_STARTING):
+            if launches and replica == 0 and ranks.is_first:
+                address, ready = await self._launch(port, host, schedule_output_path)
+            if launches:
+                address = self._of_first_replica(address)
         self._engine.use_coordinator = True
         if not ranks.is_first:
             self.task = asyncio.ensure_future(self._follow())
@@ -101,6 +195,7 @@ class Coordination:
             )
         if ready is not None:
             await self._await(ready)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.task = asyncio.ensure_future(self._run())
         return address
 
@@ -132,27 +227,44 @@ class Coordination:
             daemon=True,  # it ends with this process
         )
         self._process.start()
+        other.close()
         await self._await(pipe.poll)
         address = pipe.recv()
+        if not isinstance(address, str):
+            raise RuntimeError(f"Megatron's coordinator cannot start: {address.why}")
         if port is not None and not address.endswith(f":{port}"):
-            logger.warning("port %d is in use: Megatron's coordinator is at %s", port, address)
+            self._process.kill()  # clients would wait at the port that they know
+            raise RuntimeError(
+                f"Megatron's coordinator cannot start: port {port} of {host} is in use; give "
+                "another inference_coordinator_port, or None for any"
+            )
         return address, ready.is_set
 
     async def _await(self, ready: Callable[[], bool]) -> None:
         while not ready():
-            if not self._process.is_alive():
+            if not self._process.is_alive() and not ready():
                 raise RuntimeError(
                     f"Megatron's coordinator has ended with exit code {self._process.exitcode}, as "
                     "it says above"
                 )
+            self._check_replicas()
             await asyncio.sleep(_POLL_SECONDS)
 
     def _of_first_replica(self, address: str) -> str:
         """The address that the first rank of all knows."""
-        dp, told = self._engine.pg_collection.dp, [address]
+        dp = self._engine.pg_collection.dp
         if dp.size() > 1:
-            dist.broadcast_object_list(told, src=dist.get_global_rank(dp, 0), group=dp)
-        return self._engine.engine.ranks.broadcast(told[0])
+            met = meet(_STARTING, address, dist.get_process_group_ranks(dp))
+            self._replicas = [member for member, _ in met]
+            address = met[0][1]
+        return self._engine.engine.ranks.broadcast(address)
+
+    def _check_replicas(self) -> None:
+        """Raise RankError if the process of a replica has ended."""
+        if (gone := next(filter(has_ended, self._replicas), None)) is not None:
+            raise RankError(
+                f"{gone} (process {gone.pid}) has ended, and replicas change their states together"
+            )
 
     # States ------------------------------------------------------------------------------------
 
@@ -170,7 +282,14 @@ class Coordination:
                 f"this rank follows rank 0 of the model: wait for {state.name} there, or for "
                 "STOPPED"
             )
-        await self._reached[state].wait()
+        waits = [
+            asyncio.ensure_future(self._reached[s].wait()) for s in (state, EngineState.STOPPED)
+        ]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for each in waits:
+            each.cancel()
+        if not self._reached[state].is_set():
+            raise RuntimeError(f"the engine has stopped, and does not come to be {state.name}")
 
     async def _apply(self, signal: list) -> None:
         """Apply a signal, on all replicas together."""
@@ -202,8 +321,14 @@ class Coordination:
 
     async def _meet(self) -> None:
         """Wait for all replicas to come here."""
-        if self._barrier is not None:
-            await self._barrier.all_reduce_max(1)
+        if self._barrier is None:
+            return
+        met = asyncio.ensure_future(self._barrier.all_reduce_max(1))
+        try:
+            while not (await asyncio.wait([met], timeout=_LOOK_SECONDS))[0]:
+                self._check_replicas()
+        finally:
+            met.cancel()
 
     # The loop ----------------------------------------------------------------------------------
 
@@ -212,6 +337,7 @@ class Coordination:
         try:
             with engine.engine.lead():
                 while not self._is_over:
+                    self._check()
                     self._take_messages()
                     if self._signals:
                         await self._apply(self._signals.popleft())
@@ -229,13 +355,25 @@ class Coordination:
         finally:
             self._close()
 
+    def _check(self) -> None:
+        """Raise RankFailedError if a rank of this replica has failed, or the coordinator ended."""
+        if (failure := self._engine.engine.rank_failure) is not None:
+            raise RankFailedError(failure)
+        if self._monitor.poll(0):
+            raise RankFailedError(
+                "Megatron's coordinator has ended, or rank 0, which started it: end the job"
+            )
+
     def _take_messages(self) -> None:
         headers, unpack = self._core.Headers, self._core.msgpack.unpackb
         while True:
             try:
-                message = unpack(self._socket.recv(self._core.zmq.NOBLOCK), raw=False)
+                data = self._socket.recv(self._core.zmq.NOBLOCK)
             except self._core.zmq.Again:
                 return
+            if data == _NOTHING:
+                continue
+            message = unpack(data, raw=False)
             header = headers(message[0])
             if header == headers.SUBMIT_REQUEST:
                 _, request_id, prompt, params = message
@@ -256,6 +394,8 @@ class Coordination:
         engine = self._engine
         try:
             records = engine.step_modern()["finished_request_records"]
+        except RankFailedError:  # the coordinator gives the requests to other replicas
+            raise
         except Exception as error:
             logger.exception("a step failed: its requests get the error")
             failed = set(engine.engine.take_failed())
@@ -279,7 +419,9 @@ class Coordination:
                 entry.future.cancel()
         if self._socket is not None:
             gone = self._core.msgpack.packb([self._core.Headers.DISCONNECT.value])
-            self._socket.send(gone, self._core.zmq.NOBLOCK)
+            with suppress(self._core.zmq.Again):  # it has ended
+                self._socket.send(gone, self._core.zmq.NOBLOCK)
+            self._socket.disable_monitor()
             self._socket.close(linger=1000)
         if self._barrier is not None:
             self._barrier.close()

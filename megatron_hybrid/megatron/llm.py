@@ -27,6 +27,7 @@ from megatron_hybrid.megatron.request import DynamicInferenceRequest
 from megatron_hybrid.megatron.sampling_params import SamplingParams
 from megatron_hybrid.megatron.states import EngineState
 from megatron_hybrid.models.hybrid_model import unwrap
+from megatron_hybrid.process_life import EndSignal
 from megatron_hybrid.processes import HomeProcess
 from megatron_hybrid.ranks import replica_of
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -609,12 +610,12 @@ class MegatronAsyncLLM(_LLM):
         address = Address(serve_config.host, serve_config.port)
         bound = address.bind()
         await asyncio.shield(asyncio.wrap_future(self._shut_down()))
-        self._asked = asyncio.Event()
+        self._end = EndSignal()
         model = self.engine.controller.inference_wrapped_model.hybrid_model
         config = ServingConfig("megatron", allowed_hosts=(serve_config.host,))
         self._serving = asyncio.create_task(
             serve_http(
-                model, tokenizer, engine.config, config, address, bound, None, asked=self._asked
+                model, tokenizer, engine.config, config, address, bound, None, None, self._end
             )
         )
         if blocking:
@@ -624,7 +625,7 @@ class MegatronAsyncLLM(_LLM):
         """End the thread, or the server; unanswered requests get a RuntimeError. A second call has
         no effect."""
         if self._serving is not None:
-            self._asked.set()
+            self._end.was_sent = True
             await asyncio.wait([self._serving])
         await asyncio.shield(asyncio.wrap_future(self._shut_down()))
 

@@ -64,6 +64,7 @@ from megatron_hybrid.commands.layout import add_layout, run_on_ranks, sizes_of
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.rank_watch import RankFailedError
+from megatron_hybrid.process_life import EndSignal
 from megatron_hybrid.serving.dynamo_card import card_folder
 from megatron_hybrid.serving.dynamo_requests import Chunks, Json, read_request
 from megatron_hybrid.serving.errors import ApiError
@@ -376,7 +377,7 @@ def _serving_config(options: argparse.Namespace) -> ServingConfig:
     )
 
 
-async def _work(options: argparse.Namespace, publisher: KvPublisher | None) -> None:
+async def _work(options: argparse.Namespace, publisher: KvPublisher | None, end: EndSignal) -> None:
     configure_dynamo_logging()
     model, tokenizer = load_for_chats(options, **sizes_of(options))
     config = served_config(options)
@@ -384,7 +385,9 @@ async def _work(options: argparse.Namespace, publisher: KvPublisher | None) -> N
     given.validate()
     folder = model_folder(options.model).resolve()
     folder = card_folder(folder, tokenizer, config.max_sequence_length)
+    end.hold()
     engine = AsyncEngine(model, tokenizer, config)
+    end.serves = True
     worker = HybridWorker(engine, tokenizer, config, _serving_config(options))
     del model
     try:
@@ -393,7 +396,8 @@ async def _work(options: argparse.Namespace, publisher: KvPublisher | None) -> N
         # What is here stays: each full collection of it would stop all threads for long.
         gc.collect()
         gc.freeze()
-        await worker.serve(given, folder, publisher)
+        if not end.was_sent:
+            await worker.serve(given, folder, publisher)
         if engine.rank_failure is not None:
             raise RankFailedError(f"the worker has ended, as {engine.rank_failure}")
     finally:
@@ -412,12 +416,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log_lines(rank)
         if rank:
             model, tokenizer = load_for_chats(options, **sizes_of(options))
-            follow(model, tokenizer, served_config(options), _serving_config(options))
+            follow(model, tokenizer, served_config(options), _serving_config(options), end)
             return
         with _publisher(options) as publisher:
-            run(_work(options, publisher))
+            run(_work(options, publisher, end))
 
-    return reported(lambda: run_on_ranks(options, PROGRAM, check, run_rank))
+    with EndSignal() as end:
+        return reported(lambda: run_on_ranks(options, PROGRAM, check, run_rank, end))
 
 
 if __name__ == "__main__":

@@ -101,7 +101,8 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
         num_ranks: processes to start.
 
     Returns:
-        The exit status, that of the first rank that failed; 1 if a signal has ended it.
+        The exit status, that of the first rank that failed; 1 if a signal has ended it; 0 after a
+        SIGTERM to this process.
     """
     logging.disable(logging.CRITICAL)  # of torch: what it says about a failed rank is said here
     threads = max(1, torch.get_num_threads() // num_ranks)
@@ -148,9 +149,9 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
 
 def _status(rank: int, failure: ProcessFailure, asked: Sequence[int]) -> int:
     """The exit status after the failure of a rank, which is told unless it was asked for."""
-    for number in asked:  # while the model was loading
+    for number in asked:  # before the rank had taken its signals
         if failure.exitcode in (-number, 128 + number):
-            return 128 + number
+            return 0 if number == signal.SIGTERM else 128 + number
     was_killed = failure.exitcode < 0
     how = f"was ended by {failure.signal_name()}" if was_killed else "has failed, as it says above"
     print(

@@ -30,6 +30,7 @@ from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.rank_watch import RankFailedError
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.process_life import EndSignal
 from megatron_hybrid.ranks import RankError
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.kv_events import BlockEvents
@@ -195,11 +196,9 @@ class _Server(uvicorn.Server):
     """Drains at the first signal, and ends at the second. Drains when a rank has failed: what runs
     has got the error."""
 
-    def __init__(
-        self, config: uvicorn.Config, service: Service, asked: asyncio.Event | None = None
-    ):
+    def __init__(self, config: uvicorn.Config, service: Service, end: EndSignal):
         super().__init__(config)
-        self._service, self._asked = service, asked
+        self._service, self._end_signal = service, end
         self._loop = asyncio.get_running_loop()
         self._draining: asyncio.Task | None = None
         self._signaled_at = -math.inf
@@ -218,7 +217,7 @@ class _Server(uvicorn.Server):
         if failure is not None and self._draining is None:
             logger.error("the server ends: %s", failure)
             self._draining = asyncio.ensure_future(self._drain())
-        if self._asked is not None and self._asked.is_set() and self._draining is None:
+        if self._end_signal.was_sent and self._draining is None:
             self._end()
         return await super().on_tick(counter)
 
@@ -251,21 +250,23 @@ async def serve(
     address: Address,
     bound: socket.socket | None,
     loading: Loading | None,
-    publisher: KvPublisher | None = None,
-    asked: asyncio.Event | None = None,
+    publisher: KvPublisher | None,
+    end: EndSignal,
 ) -> None:
-    """Serve until a signal, or until `asked` is set. Then requests run to their end, and the
-    cache's folder is completed.
+    """Serve until a signal. Then requests run to their end, and the cache's folder is completed.
 
     bound: what `address.bind()` has returned.
     loading: ends when all is there. None: nothing answers before.
     publisher: of KV events; it is closed at the end. None: no events are published.
+    end: a signal that was sent before the server took them; it is looked at all the time.
 
     Raises:
         RankFailedError: another rank of the model has failed.
     """
     tokenizer.show_special_tokens(config.style_of(tokenizer.template_source(())).marks)
+    end.hold()
     engine = AsyncEngine(model, tokenizer, engine_config)
+    end.serves = True
     service = Service(engine, tokenizer, engine_config, config)
     try:
         if publisher is not None:
@@ -287,7 +288,7 @@ async def serve(
         logger.info("running on %s (Ctrl-C ends it)", address.url(bound))
         if loading is not None:
             await asyncio.to_thread(loading.close)
-        await _Server(settings, service, asked).serve(None if bound is None else [bound])
+        await _Server(settings, service, end).serve(None if bound is None else [bound])
         if engine.rank_failure is not None:
             raise RankFailedError(f"the server has ended, as {engine.rank_failure}")
     finally:
@@ -303,6 +304,7 @@ def follow(
     tokenizer: Tokenizer,
     engine_config: InferenceConfig,
     config: ServingConfig,
+    end: EndSignal,
 ) -> None:
     """On every other rank than the first, in place of `serve`: run what that one does, until it
     ends. Signals are for the first rank.
@@ -310,8 +312,8 @@ def follow(
     Raises:
         RankError, RankFailedError: another rank has failed.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end.hold()
     tokenizer.show_special_tokens(config.style_of(tokenizer.template_source(())).marks)
     with DynamicInferenceEngine(model, tokenizer, engine_config) as engine:
         gc.collect()

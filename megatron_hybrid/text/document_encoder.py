@@ -6,7 +6,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_hybrid.process_life import end_with_parent
 from megatron_hybrid.text.document_files import BrokenRecordError, Chunk
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -133,13 +133,8 @@ def _start_worker(*arguments) -> None:
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker takes one core
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends the others
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     _encoder = DocumentEncoder(*arguments)
-
-
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
 
 
 def _encode(chunk: Chunk) -> EncodedChunk:

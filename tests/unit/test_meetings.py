@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from waiting import LIMIT_S
 
 from megatron_hybrid import meetings
-from megatron_hybrid.meetings import Member, RankError, await_ranks, coming, meet
+from megatron_hybrid.meetings import Member, RankError, coming, ends_with, join, meet
 from megatron_hybrid.models.sharding.parallel_setup import job_store
 
 SIZE = 3
@@ -66,18 +67,95 @@ def test_a_rank_that_does_not_come_is_named_on_all_others(job, missing, monkeypa
     assert f"has waited for rank {missing} on host{missing} for 0 s: a call" in caplog.text
 
 
-def test_a_rank_whose_process_has_ended_is_not_waited_for(job, monkeypatch):
-    gone = os.fork()
-    if not gone:
-        os._exit(0)
-    namespace, pids = meetings._namespace(), {0: os.getpid(), 1: os.getpid(), 2: gone}
-    monkeypatch.setattr(
-        meetings, "own_member", lambda: Member(job.rank, "here", pids[job.rank], namespace)
-    )
-    given = on_ranks(job, lambda rank: rank == 2 or meet("a call", rank, RANKS, 60.0))
-    os.waitpid(gone, 0)  # a zombie until now
+def in_fork(work):
+    """Its pid."""
+    if (pid := os.fork()) == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return pid
+
+
+@pytest.fixture
+def beside(job, monkeypatch):
+    """Runs `work(rank)` on ranks 0 and 1, beside a process that is rank 2."""
+
+    def on_two(other, work):
+        namespace, pids = meetings._namespace(), {0: os.getpid(), 1: os.getpid(), 2: other}
+
+        def own_member():
+            return Member(job.rank, "here", pids[job.rank], namespace)
+
+        monkeypatch.setattr(meetings, "own_member", own_member)
+        on_ranks(job, lambda rank: None, [2])  # which announces it
+        try:
+            return [str(error) for error in on_ranks(job, work, [0, 1])]
+        finally:
+            os.kill(other, signal.SIGKILL)
+            os.waitpid(other, 0)  # a zombie until now
+
+    return on_two
+
+
+def test_a_rank_whose_process_has_ended_is_not_waited_for(beside):
+    gone = in_fork(lambda: None)
     said = f"rank 2 on here (process {gone}) has ended, for which rank 0 on here waits: a call"
-    assert [str(error) for error in given[:2]] == [said] * 2
+    assert beside(gone, lambda rank: meet("a call", rank, RANKS, 60.0)) == [said] * 2
+
+
+def test_a_rank_whose_process_is_stopped_is_not_waited_for(beside, monkeypatch):
+    monkeypatch.setattr(meetings, "STOPPED_SECONDS", 0.1)
+    pid = in_fork(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    (one, other) = beside(pid, lambda rank: meet("a call", rank, RANKS, 60.0))
+    assert one == other and one.startswith(f"rank 2 on here (process {pid}) is stopped for 0 s, ")
+
+
+def test_a_rank_that_has_ended_on_another_machine_has_told_it(job):
+    def work(rank):
+        return meetings._tell_end(os.getpid()) if rank == 2 else meet("a call", rank, RANKS, 60.0)
+
+    given = on_ranks(job, work)
+    assert {str(error) for error in given[:2]} == {
+        "rank 2 on host2 (process 0) has ended, for which rank 0 on host0 waits: a call"
+    }
+
+
+def test_the_first_rank_may_end_when_it_has_answered(job, monkeypatch):
+    """Whoever looks at its process between its answer and its end finds the answer."""
+    looked = meetings._Meeting._gone
+
+    def gone(meeting, ranks):
+        if ranks == [0] and not meeting._store.check([meeting._key("answer")]):
+            while not meeting._store.check([meeting._key("answer")]):
+                time.sleep(0.001)
+            return "rank 0 has ended"
+        return looked(meeting, ranks)
+
+    monkeypatch.setattr(meetings._Meeting, "_gone", gone)
+    given = on_ranks(job, lambda rank: len(meet("a call", rank, RANKS, 60.0)))
+    assert given == [SIZE] * SIZE
+
+
+def test_a_call_of_torch_ends_with_the_ranks_that_it_waits_for(job, monkeypatch, capfd):
+    monkeypatch.setattr(meetings, "LEAVE_SECONDS", 0.1)
+    job.rank = 0
+    gone = in_fork(lambda: None)
+    members = [Member(1, "host0", gone, meetings._namespace())]
+    monkeypatch.setattr(
+        meetings, "own_member", lambda: Member(0, "host0", 0, meetings._namespace())
+    )
+
+    def wait():
+        with ends_with(members, "a collective"):
+            time.sleep(600)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(in_fork(wait), 0)[1]) == 1
+    os.waitpid(gone, 0)
+    said = f"rank 1 on host0 (process {gone}) has ended, for which rank 0 on host0 waits"
+    assert f"this process ends, as {said}: a collective" in capfd.readouterr().err
+    with ends_with([], "a call that ends"):
+        pass
 
 
 def test_ranks_that_come_for_different_calls_are_told_both(job):
@@ -140,21 +218,19 @@ def test_the_first_rank_of_a_job_without_a_launcher_gets_its_store_at_once(monke
     assert (first, second) == ([0, SIZE], [1, SIZE]) and other.get("said") == b"by rank 0"
 
 
-def test_the_first_rank_says_who_has_not_joined_the_job(monkeypatch, caplog):
+def test_ranks_join_the_job_or_are_told_who_has_not(job, monkeypatch, caplog):
     """Before there are process groups, which wait without a word."""
-    monkeypatch.setattr(meetings, "LINE_SECONDS", 0.0)
     store = dist.HashStore()
-    await_ranks(store, 2, SIZE)  # does not wait
-    with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING):
-        first = pool.submit(await_ranks, store, 0, SIZE)
-        for _ in range(6000):
-            if caplog.messages:
-                break
-            time.sleep(0.01)
-        await_ranks(store, 1, SIZE)
-        first.result(60)
-    (line,) = caplog.messages
-    assert line.startswith("rank 0 on ") and line.endswith("s for rank 1 to join")
-    monkeypatch.setattr(meetings, "COLLECTIVE_SECONDS", 0.0)
-    with pytest.raises(RankError, match="for rank 3 to join: start all 4 ranks"):
-        await_ranks(store, 0, SIZE + 1)
+
+    def work(rank):
+        return [member.rank for member in join(store, rank, SIZE)]
+
+    assert on_ranks(job, work) == [[0, 1, 2]] * SIZE
+    monkeypatch.setattr(meetings, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(meetings, "JOIN_SECONDS", 0.2)
+    store = dist.HashStore()
+    with caplog.at_level(logging.WARNING):
+        given = on_ranks(job, work, [0, 1])
+    for error in given:
+        assert "is joining the job, and " in str(error) and "rank 2 did not come" in str(error)
+    assert "rank 2 for 0 s: joining the job" in caplog.text

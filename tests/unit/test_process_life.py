@@ -1,14 +1,24 @@
 """Processes of a run end with those that need them, and so does the lock of its folder."""
 
+import multiprocessing
 import os
 import signal
 import socket
 import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from megatron_hybrid import process_life
-from megatron_hybrid.process_life import ends_with_launcher, forks_end_with_us
+from megatron_hybrid.commands.layout import run_on_ranks
+from megatron_hybrid.process_life import (
+    EndSignal,
+    end_with_parent,
+    ends_with_launcher,
+    forks_end_with_us,
+)
+from megatron_hybrid.ranks import RankError
 from megatron_hybrid.training.run_lock import LOCK, RunLock
 
 
@@ -103,6 +113,76 @@ def test_a_rank_ends_when_its_launcher_was_killed(pipe, monkeypatch, ignored):
     os.waitpid(pid, 0)
     for end in started:
         os.close(end)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_sigterm_ends_a_server_with_status_0_at_any_time(is_held, capfd):
+    """At once while it loads; later it is noted, and a fork that serves nobody ends by it."""
+
+    def server():
+        with EndSignal() as end:
+            if is_held:
+                end.hold()
+                pid = in_fork(lambda: time.sleep(600))
+                os.kill(pid, signal.SIGTERM)
+                assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (143, -signal.SIGTERM)
+                assert not end.was_sent
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(5 if is_held and end.was_sent else 6)
+
+    status = os.waitstatus_to_exitcode(os.waitpid(in_fork(server), 0)[1])
+    assert status == (5 if is_held else 0)
+    told = capfd.readouterr().err
+    assert ("ended by SIGTERM while the model was loading" in told) != is_held
+
+
+@pytest.mark.parametrize(("was_sent", "serves", "status"), [(0, 0, 1), (1, 0, 0), (1, 1, 1)])
+def test_the_end_of_another_rank_is_orderly_where_all_were_asked(
+    was_sent, serves, status, capsys, monkeypatch
+):
+    """Unless answers were lost with it."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    end = EndSignal()
+    end.was_sent, end.serves = was_sent, serves
+
+    def run_rank(rank):
+        raise RankError("rank 0 has ended")
+
+    options = SimpleNamespace(tp=1, pp=1, ep=1)
+    assert run_on_ranks(options, [], lambda: None, run_rank, end) == status
+    assert capsys.readouterr().err == "megatron-hybrid: rank 0 has ended\n" * status
+
+
+def run_until_killed(writes):
+    end_with_parent()
+    os.write(writes.fileno(), b"runs")
+    time.sleep(600)
+
+
+def test_a_process_ends_with_its_parent_also_where_a_fork_lives_on():
+    """The fork has the pipe by which processes of `multiprocessing` see their parent's end."""
+    reads, writes = multiprocessing.Pipe(duplex=False)
+
+    def parent():
+        process = multiprocessing.get_context("fork").Process(
+            target=run_until_killed, args=(writes,)
+        )
+        process.start()
+        in_fork(lambda: (writes.close(), time.sleep(600)))
+        os.write(started[1], b"x")
+        time.sleep(600)
+
+    started = os.pipe()
+    pid = in_fork(parent)
+    writes.close()
+    assert os.read(reads.fileno(), 4) == b"runs" and os.read(started[0], 1) == b"x"
+    _, fork = sorted(psutil.Process(pid).children(), key=lambda each: each.create_time())
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert read_until_closed(reads.fileno()) == b""
+    fork.kill()
+    for each in started:
+        os.close(each)
 
 
 def test_a_second_run_is_refused_with_pid_host_and_age_of_the_first(tmp_path):

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_hybrid.meetings import announce, await_ranks, first_difference, meet
+from megatron_hybrid.meetings import announce, ends_with, first_difference, join, meet
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.unsupported import CONTEXT_PARALLEL
-from megatron_hybrid.ranks import is_one_machine
+from megatron_hybrid.ranks import RankError, is_one_machine
 
 _WITHOUT_SOCKETS = "fake"
 """torch's name of a backend for tests, which is right for one process."""
@@ -138,8 +138,9 @@ def initialize_distributed() -> None:
             for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
         store, rank, size = job_store()
-        await_ranks(store, rank, size)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        with ends_with(join(store, rank, size), "connecting the ranks of the job"):
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        announce()
     elif not _initialize_without_sockets():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     atexit.register(_destroy_distributed)
@@ -147,13 +148,18 @@ def initialize_distributed() -> None:
 
 def job_store() -> tuple[dist.Store, int, int]:
     """The store of the ranks that the environment names, this rank, and how many there are. Unlike
-    torch's, rank 0 does not wait for the others before it returns."""
+    torch's, rank 0 does not wait for the others before it returns. Raises RankError if rank 0 is
+    not there in the five minutes that torch waits for it."""
     names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
     given = [os.environ.get(name) for name in names]
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or None in given:
         return next(dist.rendezvous("env://"))  # the launcher's, or torch's error
     address, (port, rank, size) = given[0], map(int, given[1:])
-    store = dist.TCPStore(address, port, size, is_master=rank == 0, wait_for_workers=False)
+    try:
+        store = dist.TCPStore(address, port, size, is_master=rank == 0, wait_for_workers=False)
+    except dist.DistError as error:
+        what = "cannot listen" if rank == 0 else "found no rank 0"
+        raise RankError(f"rank {rank} {what} at {address}:{port}: {error}") from error
     return store, rank, size
 
 
@@ -205,7 +211,8 @@ def _initialize_model_parallel(config: HybridConfig) -> None:
             f"the layout {said} needs a multiple of {needed} processes, but there are "
             f"{dist.get_world_size()}. Start with `torchrun --nproc-per-node {needed}`."
         )
-    with _all_groups_without_sockets():
+    members = [member for member, _ in met]
+    with ends_with(members, "making the process groups"), _all_groups_without_sockets():
         parallel_state.initialize_model_parallel(**sizes)
 
 

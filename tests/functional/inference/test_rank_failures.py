@@ -15,11 +15,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from commands import free_port
 from matrix import asked, matrix_rows
 from megatron.core import parallel_state
 from rank_processes import join_ranks, rank_context, run_ranks
 from reference import greedy, is_greedy, random_tokens, tiny_model
 
+from megatron_hybrid.checkpoints import pretrained
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.inference import rank_watch
 from megatron_hybrid.inference.config import InferenceConfig
@@ -28,6 +30,7 @@ from megatron_hybrid.inference.memory import CacheMemory
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.scheduler import RestoreFailedError
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.ranks import RankError
 
 RANKS = 2
@@ -390,7 +393,7 @@ DIFFERENCES = {
     one_rank_follows: r"{} has called add_request\(\) .*, {} has called follow\(\)",
     another_config: r"InferenceConfig.max_tokens differs .*: {} has '64', {} has '128'",
     other_weights: r"the hash of decoder.final_norm.weight differs .*: {} has .*, {} has ",
-    another_draw: r"the seed of the random weights of stage 0 .*: {} has 0, {} has 1",
+    another_draw: r"the seed of the random weights differs .*: {} has 0, {} has 1",
 }
 ON_ONE = {
     # The type of rank 1's own error, and what rank 0 is told, with {} for "rank 1 on the host".
@@ -454,6 +457,10 @@ def raises(*_):
     raise RuntimeError("a part of the machine is on fire")
 
 
+def leaves(*_):
+    os._exit(0)
+
+
 def dies(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -490,7 +497,6 @@ ROWS = matrix_rows(
     "a following rank raises and stays",
     "a following rank dies while nothing runs",
     "a following rank decides otherwise",
-    "the leading rank dies",
     "a following rank is frozen",
     "the leading rank is stuck",
 )
@@ -566,3 +572,63 @@ def test_a_failed_rank_ends_the_job_on_all_ranks(ended, name):
     assert f"rank {failing_rank} on {socket.gethostname()} " in logs[1 - failing_rank]
     if fail is raises:
         assert "a part of the machine is on fire" in logs[1 - failing_rank]
+
+
+# Before there is an engine -----------------------------------------------------------------------
+
+EARLY = {
+    # When rank 1 fails: how, and what rank 0 is told, with {} for the host.
+    "when it has joined": (dies, "has ended, for which rank 0 on {} waits: in load_pretrained()"),
+    "while it loads": (raises, "rank 1 on {}: a part of the machine is on fire"),
+    "before the weights": (leaves, "has ended, for which rank 0 on {} waits: in load_checkpoint()"),
+    "before the engine": (leaves, "has ended, for which rank 0 on {} waits: making an engine"),
+}
+
+
+def fail_early(rank, folder, port, name):
+    os.dup2(os.open(f"{folder}/{name}.{rank}.log", os.O_CREAT | os.O_WRONLY), 2)
+    torch.set_num_threads(1)
+    job = {"RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    job |= {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+    os.environ.update({key: str(value) for key, value in job.items()})
+
+    def fail(when):
+        if rank == 1 and name == when:
+            EARLY[name][0]()
+
+    def failing_before(function, when):
+        original = getattr(pretrained, function)
+
+        def call(*args, **kwargs):
+            fail(when)
+            return original(*args, **kwargs)
+
+        return mock.patch.object(pretrained, function, call)
+
+    with (
+        failing_before("checked_folder", "while it loads"),
+        failing_before("load_checkpoint", "before the weights"),
+    ):
+        initialize_distributed()
+        fail("when it has joined")
+        model, _ = pretrained.load_pretrained(folder, tensor_model_parallel_size=RANKS)
+        fail("before the engine")
+        make_engine(model)
+
+
+@pytest.mark.parametrize("name", matrix_rows(EARLY, "when it has joined"))
+def test_a_rank_that_fails_before_the_engine_ends_the_job(folder, name):
+    arguments, context = (str(folder), free_port(), name), rank_context()
+    processes = [
+        context.Process(target=fail_early, args=(rank, *arguments)) for rank in range(RANKS)
+    ]
+    for process in processes:
+        process.start()
+    processes[0].join(4 * LIMIT_SECONDS)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    log = (folder / f"{name}.0.log").read_text()
+    assert codes[0] == 1 and codes[1] is not None, log
+    _, told = EARLY[name]
+    assert told.format(socket.gethostname()) in log

@@ -12,6 +12,7 @@ from door import LetterTokenizer, door_engine, greedy_params
 from reference import is_greedy, random_tokens, tiny_model
 
 from megatron_hybrid import compat
+from megatron_hybrid.inference.rank_watch import RankFailedError
 from megatron_hybrid.megatron import EngineState, InferenceClient
 from megatron_hybrid.megatron import coordination as module
 
@@ -27,7 +28,7 @@ if compat.HAVE_COORDINATOR:  # 0.16 has another one
         port, ours = free_port(), compat.coordinator_parts()
         (pipe, other), ready = Pipe(), threading.Event()
         thread = threading.Thread(
-            target=ours.DataParallelInferenceCoordinator.entrypoint,
+            target=module._coordinator_class(ours).entrypoint,
             kwargs={
                 "pipe_connection": other,
                 "ready_event": ready,
@@ -60,7 +61,9 @@ if compat.HAVE_COORDINATOR:  # 0.16 has another one
         finally:
             client.pause_engines()
             for engine in engines:
-                await engine.wait_until(EngineState.PAUSED)
+                await asyncio.wait([engine.engine_loop_task], timeout=0)
+                if not engine.engine_loop_task.done():
+                    await engine.wait_until(EngineState.PAUSED)
             client.stop_engines()
             for engine in engines:
                 await engine.engine_loop_task
@@ -109,6 +112,42 @@ if compat.HAVE_COORDINATOR:  # 0.16 has another one
                     await engines[0].start_listening_to_data_parallel_coordinator()
 
         asyncio.run(run())
+
+    @pytest.mark.parametrize("leaves", [True, False])
+    def test_requests_of_a_lost_engine_are_answered_by_another(leaves, monkeypatch):
+        """Whether it says that it leaves, as where a rank of it has failed, or is killed."""
+        monkeypatch.setattr(module, "_LOOK_SECONDS", 0.05)
+
+        async def run():
+            async with coordinated(2) as (client, engines):
+                asked = [client.add_request(prompt, greedy_params(40)) for prompt in PROMPTS]
+                while not all(engine.requests for engine in engines):
+                    await asyncio.sleep(0)
+                lost = engines.pop()._coordination
+                if not leaves:
+                    lost._socket.disable_monitor()
+                    lost._socket.close(linger=0)
+                    lost._socket = None
+                lost.task.cancel()
+                await asyncio.wait([lost.task])
+                for prompt, answer in zip(PROMPTS, await asyncio.gather(*asked)):
+                    assert len(answer["generated_tokens"]) == 40
+                    assert is_greedy(tiny_model("M*-"), prompt, answer["generated_tokens"])
+                with pytest.raises(RuntimeError, match="has stopped, and does not come to be PAUS"):
+                    await lost.wait_until(EngineState.PAUSED)
+
+        asyncio.run(run())
+
+    def test_engines_notice_that_their_coordinator_has_ended():
+        async def run():
+            async with coordinated(1) as (client, (engine,)):
+                client.shutdown_coordinator()
+                with pytest.raises(RankFailedError, match="Megatron's coordinator has ended"):
+                    await engine.engine_loop_task
+                assert engine.state is EngineState.STOPPED
+
+        with pytest.raises(RankFailedError):  # of the end of the context, which stops it
+            asyncio.run(run())
 
     def test_cores_own_requests_are_read_of_replies_failures_too(monkeypatch):
         async def run():

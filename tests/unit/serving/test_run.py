@@ -16,6 +16,7 @@ import pytest
 import uvicorn
 from waiting import LIMIT_S
 
+from megatron_hybrid.process_life import EndSignal
 from megatron_hybrid.serving import service
 from megatron_hybrid.serving.door import access
 from megatron_hybrid.serving.run import Address, _PlainLines, _Server, log_lines
@@ -161,7 +162,7 @@ def test_a_second_signal_ends_the_requests_that_run():
 
         aborted = []
         running = SimpleNamespace(drain=drain, end_now=lambda: aborted.append(True))
-        server = _Server(uvicorn.Config(None), running)
+        server = _Server(uvicorn.Config(None), running, EndSignal())
         server._end()
         assert not server.should_exit and not aborted
         server._end()
@@ -196,7 +197,8 @@ def test_a_server_ends_when_a_rank_has_failed(stream):
             pass
 
         engine = SimpleNamespace(rank_failure=None)
-        server = _Server(uvicorn.Config(None), SimpleNamespace(drain=drain, engine=engine))
+        running = SimpleNamespace(drain=drain, engine=engine)
+        server = _Server(uvicorn.Config(None), running, EndSignal())
         await server.on_tick(1)
         await asyncio.sleep(0)
         assert not server.should_exit
@@ -216,7 +218,7 @@ def test_a_ctrl_c_that_comes_from_terminal_and_launcher_is_one(num_ranks, ends):
     async def end():
         engine = SimpleNamespace(num_ranks=num_ranks)
         running = SimpleNamespace(drain=asyncio.Event().wait, end_now=list, engine=engine)
-        server = _Server(uvicorn.Config(None), running)
+        server = _Server(uvicorn.Config(None), running, EndSignal())
         for number in (signal.SIGINT, signal.SIGTERM):
             server.handle_exit(number, None)
             await asyncio.sleep(0)
