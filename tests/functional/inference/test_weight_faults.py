@@ -318,6 +318,7 @@ def info_rows():
         "folder: another one on a rank",
         lambda job: job.receive({"path": f"{job.folder}/{'old' if job.rank else 'new'}"}),
         DIFFER,
+        writes=True,  # of tensors that are equal in both, such as norms
         several=True,
     )
     yield Row(
