@@ -2,6 +2,7 @@
 update brings the new model's bits. Both ranks of a row share one process for all rows."""
 
 import re
+import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from megatron_hybrid.inference.weight_transfer import TrainerError, WeightGroup
 from megatron_hybrid.inference.weight_updates import WeightsUnfinishedError
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.ranks import RankError
+from megatron_hybrid.training.lora import LoraFields, add_adapters, load_adapters, save_adapters
 
 RANKS = 2
 MODEL = dict(
@@ -338,6 +340,23 @@ def info_rows():
     )
 
 
+def adapter_rows():
+    for name, first, second, error, several in (
+        ("of another model", "other", "other", "of another model", False),
+        ("another factor on a rank", "some", "more", "the adapters' fields.* rank 1 on", True),
+        ("other values on a rank", "some", "rest", "tensor 1 of the adapters.* rank 1 on", True),
+        ("missing on a rank", "some", "none", "has no adapters to read", False),
+    ):
+        yield Row(
+            f"adapters: {name}",
+            lambda job, first=first, second=second: load_adapters(
+                job.engine.model, f"{job.folder}/adapters-{second if job.is_second else first}"
+            ),
+            error,
+            several=several,
+        )
+
+
 def sent_rows(is_raw):
     """Rows of a trainer that sends tensors, by our class or by torch alone."""
     kind = "raw" if is_raw else "sent"
@@ -393,7 +412,8 @@ def sent_rows(is_raw):
     yield row("the trainer leaves", half, "trainer|Connection", writes=True, leaves=True)
 
 
-ROWS = [*list_rows(), *stream_rows(), *led_rows(), *info_rows(), *sent_rows(False), *sent_rows(True)]
+ROWS = [*list_rows(), *stream_rows(), *led_rows(), *info_rows(), *adapter_rows()]
+ROWS += [*sent_rows(is_raw=False), *sent_rows(is_raw=True)]
 
 
 # Processes ----------------------------------------------------------------------------------------
@@ -428,7 +448,21 @@ def groups_of(rows):
             before = None if row.leaves else row.is_raw
 
 
-def run_trainer(rows, new, ports):
+def tell_port(folder, name):
+    """A free port, for the other ranks."""
+    port = free_port()
+    (folder / f"{name}.new").write_text(str(port))
+    (folder / f"{name}.new").rename(folder / name)
+    return port
+
+
+def told_port(folder, name):
+    while not (folder / name).exists():
+        time.sleep(0.01)
+    return int((folder / name).read_text())
+
+
+def run_trainer(rows, new, folder, layout):
     group = None
     for row, begins in groups_of(rows):
         if row.sent is None:
@@ -436,7 +470,7 @@ def run_trainer(rows, new, ports):
         if begins:
             if group is not None:
                 group.close()
-            port = ports.pop(0)
+            port = tell_port(folder, f"port of {layout}, {row.name.replace(':', '')}")
             group = RawGroup(port) if row.is_raw else WeightGroup("127.0.0.1", port, 0, 1 + RANKS)
         with suppress(RuntimeError) if row.leaves else nullcontext():
             for name, tensor in row.sent(new):
@@ -485,7 +519,7 @@ def run_row(job, row, number, old, bits):
     assert answer(engine) == bits["new"]
 
 
-def run_rank(rank, folder, layouts, is_whole, ports):
+def run_rank(rank, folder, layouts, is_whole):
     rows = [row for row in ROWS if is_whole or row.is_often]
     old, new = torch.load(folder / "old.pt"), torch.load(folder / "new.pt")
     rows_of = {
@@ -494,7 +528,7 @@ def run_rank(rank, folder, layouts, is_whole, ports):
     if rank == RANKS:
         torch.set_num_threads(1)
         for name in layouts:
-            run_trainer(rows_of[name], new, ports)
+            run_trainer(rows_of[name], new, folder, name)
         return
     join_ranks(rank, RANKS, f"{folder}/rendezvous")
     for name in layouts:
@@ -511,7 +545,8 @@ def run_rank(rank, folder, layouts, is_whole, ports):
             for number, (row, begins) in enumerate(groups_of(rows_of[name])):
                 try:
                     if begins:
-                        engine.init_weight_transfer_engine({**meeting, "master_port": ports.pop(0)})
+                        port = told_port(folder, f"port of {name}, {row.name.replace(':', '')}")
+                        engine.init_weight_transfer_engine({**meeting, "master_port": port})
                     run_row(job, row, number, old, bits)
                 except BaseException as error:
                     raise AssertionError(f"{name}, {row.name}: {type(error).__name__}: {error}") from error
@@ -534,5 +569,13 @@ def test_after_a_fault_the_old_weights_answer_or_nothing_does(tmp_path, layouts,
         state = {n: t.detach().clone() for n, t in own_tensors(model).items()}
         torch.save(state, tmp_path / f"{name}.pt")
     save_checkpoint(tiny_model(**{**MODEL, "layer_pattern": "M*|M-"}), tmp_path / "other")
-    ports = [free_port() for _ in range(10 * len(layouts))]
-    run_ranks(run_rank, (tmp_path, layouts, is_whole, ports), RANKS + 1)
+    for name, factor in (("some", 1.0), ("more", 2.0), ("rest", 1.0), ("other", 1.0)):
+        fields = {**MODEL, "hidden_size": 96} if name == "other" else MODEL
+        model = tiny_model.__wrapped__(**fields)
+        add_adapters(model, LoraFields(rank=2, alpha=factor, targets=["in_proj"]))
+        if name == "rest":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(2 if parameter.requires_grad else 1)
+        save_adapters(model, tmp_path / f"adapters-{name}")
+    run_ranks(run_rank, (tmp_path, layouts, is_whole), RANKS + 1)
