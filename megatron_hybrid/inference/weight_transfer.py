@@ -17,6 +17,7 @@ import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -148,7 +149,7 @@ class WeightGroup:
             ) from error
         distributed_c10d._world.pg_group_ranks[self.group] = {i: i for i in range(world_size)}
 
-    @property
+    @cached_property
     def has_heads(self) -> bool:
         """Whether the trainer says what each tensor is, before it sends it: it uses this class."""
         try:

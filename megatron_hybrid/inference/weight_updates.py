@@ -21,6 +21,7 @@ from megatron_hybrid.inference.weight_transfer import (
     GroupInfo,
     Part,
     Received,
+    TrainerError,
     WeightGroup,
     drop_unread,
     part_of,
@@ -89,7 +90,7 @@ class WeightUpdate:
                     elif part.heads is not None:
                         self._plan(part)
             except Exception:
-                part.drop()
+                _drop(part)
                 raise
             write()
 
@@ -157,8 +158,7 @@ class WeightUpdate:
             except Exception as error:
                 failure = error
         if not any(ended for *_, ended in said):
-            with suppress(Exception):
-                part.drop()
+            _drop(part)
         with self._ranks.together(_WRITING):
             if failure is not None:
                 raise self._explained(failure)
@@ -337,9 +337,13 @@ class WeightUpdates:
         """Take what the trainer sends for a part that no rank will take. Where nobody knows what
         that is, leave the group: it would be taken for the next part."""
         if part is not None:
-            part.drop()
-        elif self._group is not None and not drop_unread(info, self._group):
-            self.leave()
+            _drop(part)
+        elif self._group is not None:
+            is_settled = False
+            with suppress(TrainerError):
+                is_settled = drop_unread(info, self._group)
+            if not is_settled:
+                self.leave()
 
     def _give_up(self, cause: str) -> None:
         """End an update without its finish."""
@@ -347,6 +351,12 @@ class WeightUpdates:
         if update is not None and update.begun:
             self._lacking |= update.begun
             self._cause = cause
+
+
+def _drop(part: Part) -> None:
+    """Drop what is left of a part after an error, which must not be hidden by another one."""
+    with suppress(Exception):
+        part.drop()
 
 
 def _cause_of(error: BaseException) -> str:

@@ -129,8 +129,10 @@ def test_a_mistake_in_the_first_part_changes_nothing_and_ends_the_update(served)
         engine.finish_weight_update()
 
 
-@pytest.mark.parametrize("failure", ["a mistake", "the trainer leaves", "a new start"])
-def test_half_an_update_is_never_used(served, failure):
+@pytest.mark.parametrize(
+    "failure", ["a mistake", "the trainer leaves", "a new start", "another trainer", "a load"]
+)
+def test_half_an_update_is_never_used(served, failure, monkeypatch):
     engine, _, expected = served
     named = weights_of(fresh_model(1))
     tensors = [tensor for _, tensor in named]
@@ -146,6 +148,17 @@ def test_half_an_update_is_never_used(served, failure):
             engine.receive_weights(info_of(named[1:3]))
         with pytest.raises(RuntimeError, match="needs an update"):
             engine.receive_weights(info_of(named[:1]))
+    elif failure == "another trainer":
+        monkeypatch.setattr(GroupInfo, "join", lambda self, *_: TrainersGroup([]))
+        engine.init_weight_transfer_engine(MEETING)
+        with pytest.raises(RuntimeError, match="needs an update"):
+            engine.receive_weights(info_of(named[:1]))
+        with pytest.raises(WeightsUnfinishedError, match="another trainer has come"):
+            engine.step()
+    elif failure == "a load":
+        engine.load_weights(named[1:2])
+        with pytest.raises(WeightsUnfinishedError, match="begun anew before its end"):
+            engine.step()
     with pytest.raises(WeightsUnfinishedError, match=r"not those of one model|is under way"):
         engine.step()
     engine._updates._group = TrainersGroup(tensors[1:] + tensors[:1])
