@@ -95,8 +95,8 @@ def hash_of(tensor: Tensor) -> int:
 
 
 def sample_hash(tensor: Tensor) -> int:
-    """Hash 16,384 to 32,767 elements that are spread over a tensor, or all of a smaller one; 0 where
-    there are none, or they have more than 8 bytes."""
+    """Hash 16,384 to 32,767 elements that are spread over a tensor, or all of a smaller one; 0 if
+    it has none, or they have more than 8 bytes."""
     flat = tensor.detach().reshape(-1)
     if flat.is_meta or flat.element_size() > 8:
         return 0

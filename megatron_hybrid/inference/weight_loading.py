@@ -37,6 +37,7 @@ from megatron_hybrid.models.sharding.gathering import num_experts_of, own_piece
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING, OUTPUT_LAYER
 from megatron_hybrid.ranks import Ranks
 
+
 class WeightLoader:
     """Checks and writes the tensors of one update. Make it on all ranks, and give them the same
     names in the same order.
@@ -60,28 +61,11 @@ class WeightLoader:
         self.names = _Names(model, self._of_all)
         self.begun: set[str] = set()
         """Names of the tensors of the model of which any rank may have written something."""
-        self._checks, self._writes = _Pass(self, writes=False), _Pass(self, writes=True)
-
-    def check(self, name: str, tensor: object) -> None:
-        """Check a tensor, of which the bytes may be unknown (meta), before it is written.
-
-        Raises:
-            TypeError: it is no whole tensor.
-            CheckpointError: it does not fit, or was given before.
-        """
-        self._checks.take(name, tensor)
-
-    def check_known(self) -> None:
-        """Raise CheckpointError if the model has no such tensor as one that was checked."""
-        self._checks.require_known()
-
-    def check_complete(self) -> None:
-        """The same, and for tensors that were checked without others that belong to them."""
-        self._checks.require_complete()
-
-    def write(self, name: str, tensor: object) -> None:
-        """Write a tensor that was checked, as soon as all are there that belong to it."""
-        self._writes.take(name, tensor)
+        self.checks = _Pass(self, writes=False)
+        """Takes each tensor first; its bytes may be unknown (meta)."""
+        self.writes = _Pass(self, writes=True)
+        """Takes a tensor that was checked, and writes it as soon as all are there that belong to
+        it."""
 
     def begin_all(self) -> None:
         """Note that all of the model is about to be written."""
@@ -223,7 +207,12 @@ class _Pass:
         self._names.require_known(self._given, self._unknown)
 
     def take(self, name: str, tensor: object) -> None:
-        """Take a pair, also after one that was refused."""
+        """Take a pair.
+
+        Raises:
+            TypeError: it is no whole tensor.
+            CheckpointError: it does not fit, or was given before.
+        """
         if not is_parameter(name):  # Transformer Engine's bookkeeping
             return
         _check_tensor(name, tensor)

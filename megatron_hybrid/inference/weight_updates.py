@@ -96,7 +96,7 @@ class WeightUpdate:
 
     def check_complete(self) -> None:
         """Raise CheckpointError if the parts lack something that belongs to what they had."""
-        self._loader.check_complete()
+        self._loader.checks.require_complete()
 
     def _agree(self, part: Part) -> None:
         """Compare a part with that of the other ranks."""
@@ -107,23 +107,22 @@ class WeightUpdate:
 
     def _plan(self, part: Part) -> None:
         for pair in part.heads:
-            self._loader.check(*_pair(pair))
-        self._loader.check_known()
+            self._loader.checks.take(*_pair(pair))
+        self._loader.checks.require_known()
         if part.is_whole_call:
-            self._loader.check_complete()
+            self._loader.checks.require_complete()
 
     def _raise_difference(self, said: Sequence[Sequence[str]]) -> None:
         """Name the first line in which a rank differs from the first one. said: of all ranks."""
-        for lines in zip(*said):
-            for member, line in zip(self._ranks.members, lines):
-                if line != lines[0]:
-                    raise self._explained(
-                        CheckpointError(
-                            f"the ranks have different weights: {self._ranks.members[0]} has "
-                            f"{lines[0]}, {member} has {line}. Give all ranks the same names, "
-                            "dtypes, shapes and values in the same order."
-                        )
-                    )
+        members = self._ranks.members
+        first = next(lines for lines in zip(*said) if len(set(lines)) > 1)
+        other = next(rank for rank, line in enumerate(first) if line != first[0])
+        text = (
+            f"the ranks have different weights: {members[0]} has {first[0]}, {members[other]} has "
+            f"{first[other]}. Give all ranks the same names, dtypes, shapes and values in the same "
+            "order."
+        )
+        raise self._explained(CheckpointError(text))
 
     def _write_packed(self, write: Callable[[], None]) -> None:
         self._loader.begin_all()
@@ -140,7 +139,7 @@ class WeightUpdate:
                 pair = next(pairs, None)
                 has_ended = pair is None
                 if failure is None and has_ended and part.is_whole_call:
-                    self._loader.check_complete()
+                    self._loader.checks.require_complete()
             except Exception as error:
                 failure, has_ended = failure or error, True
             if failure is None and not has_ended:
@@ -154,7 +153,7 @@ class WeightUpdate:
             if has_ended:
                 return
             try:
-                self._loader.write(*pair)
+                self._loader.writes.take(*pair)
             except Exception as error:
                 failure = error
         if not any(ended for *_, ended in said):
@@ -172,7 +171,7 @@ class WeightUpdate:
             raise tensor
         if part.heads is None:
             is_tensor = isinstance(tensor, Tensor) and not hasattr(tensor, "full_tensor")
-            self._loader.check(name, tensor.to("meta") if is_tensor else tensor)
+            self._loader.checks.take(name, tensor.to("meta") if is_tensor else tensor)
         elif (announced := part.heads[index][1]) is tensor:
             return name  # its values were compared
         elif isinstance(tensor, Tensor) and (
@@ -374,10 +373,11 @@ def _described(name: str, tensor: object) -> str:
 def _pair(given: object) -> tuple[str, object]:
     if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[0], str):
         return given[0], given[1]
-    raise TypeError(f"load_weights takes pairs of a name and a tensor, got a {type(given).__name__}")
+    kind = type(given).__name__
+    raise TypeError(f"load_weights takes pairs of a name and a tensor, got a {kind}")
 
 
-# What load_weights is given ------------------------------------------------------------------------
+# What load_weights is given -----------------------------------------------------------------------
 
 
 class _Given:

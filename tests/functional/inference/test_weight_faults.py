@@ -109,12 +109,12 @@ class Job:
         """Let the first rank alone call."""
         if self.rank and self.engine.ranks.size > 1:
             self.engine.follow()
-            raise RankError(expected_of_leader)
+            raise RankError(LEADER_HAS_IT)
         with self.engine.lead():
             load()
 
 
-expected_of_leader = "the leading rank has the error"
+LEADER_HAS_IT = "the leading rank has the error"
 
 
 def info_of(named):
@@ -123,20 +123,6 @@ def info_of(named):
         "dtype_names": [str(tensor.dtype) for tensor in named.values()],
         "shapes": [list(tensor.shape) for tensor in named.values()],
     }
-
-
-def changed(**values):
-    """The new weights with others in place of some; None: without it."""
-
-    def change(new):
-        both = {**new, **{name.replace("__", "."): value for name, value in values.items()}}
-        return {name: value for name, value in both.items() if value is not None}
-
-    return change
-
-
-def with_(named, **values):
-    return changed(**{name: value for name, value in values.items()})(named)
 
 
 def half(named):
@@ -272,15 +258,13 @@ def stream_rows():
 def led_rows():
     yield Row(
         "led: a wrong shape in a list",
-        lambda job: job.lead(
-            lambda: job.engine.load_weights({**job.new, LAST: torch.zeros(3, 3)})
-        ),
-        f"{LAST} has shape|{expected_of_leader}",
+        lambda job: job.lead(lambda: job.engine.load_weights({**job.new, LAST: torch.zeros(3, 3)})),
+        f"{LAST} has shape|{LEADER_HAS_IT}",
     )
     yield Row(
         "led: a stream raises half way",
         lambda job: job.lead(lambda: job.engine.load_weights(raises_after(half(job.new)))),
-        f"the trainer is gone|{expected_of_leader}",
+        f"the trainer is gone|{LEADER_HAS_IT}",
         writes=True,
         is_often=True,
     )
@@ -289,7 +273,7 @@ def led_rows():
         lambda job: job.lead(
             lambda: job.engine.load_weights(iter({**job.new, LAST: torch.zeros(3, 3)}.items()))
         ),
-        f"{LAST} has shape|{expected_of_leader}",
+        f"{LAST} has shape|{LEADER_HAS_IT}",
         writes=True,
     )
 
@@ -311,9 +295,7 @@ def info_rows():
     )
     yield Row(
         "folder: it is missing on a rank",
-        lambda job: job.receive(
-            {"path": "/nowhere" if job.is_second else f"{job.folder}/new"}
-        ),
+        lambda job: job.receive({"path": "/nowhere" if job.is_second else f"{job.folder}/new"}),
         "update_info.path is '/nowhere'",
     )
     yield Row(
@@ -332,9 +314,7 @@ def info_rows():
     )
     yield Row(
         "folder: another kind of part on a rank",
-        lambda job: job.receive(
-            {"path": f"{job.folder}/new"} if job.rank else {**one, "x": 1}
-        ),
+        lambda job: job.receive({"path": f"{job.folder}/new"} if job.rank else {**one, "x": 1}),
         "update_info has 'x'",
         several=True,
     )
@@ -395,20 +375,31 @@ def sent_rows(is_raw):
         writes=True,
         is_often=True,
     )
-    yield row("an unknown name", everything, "no tensor wrong", lambda new: {
-        "names": ["wrong", *list(new)[1:]]
-    })
-    yield row("an unknown dtype", everything, "'fp32', of .*, is no dtype", lambda new: {
-        "dtype_names": ["fp32"] * len(new)
-    }, leaves=is_raw, is_often=is_raw)
-    yield row("a shape that overflows", everything, "has more elements than", lambda new: {
-        "shapes": [[2**70]] * len(new)
-    }, leaves=is_raw)
+    yield row(
+        "an unknown name",
+        everything,
+        "no tensor wrong",
+        lambda new: {"names": ["wrong", *list(new)[1:]]},
+    )
+    yield row(
+        "an unknown dtype",
+        everything,
+        "'fp32', of .*, is no dtype",
+        lambda new: {"dtype_names": ["fp32"] * len(new)},
+        leaves=is_raw,
+        is_often=is_raw,
+    )
+    yield row(
+        "a shape that overflows",
+        everything,
+        "has more elements than",
+        lambda new: {"shapes": [[2**70]] * len(new)},
+        leaves=is_raw,
+    )
     if not is_raw:
-        yield row("another order", swapped, "was announced, and another tensor was sent", writes=True)
-        yield row(
-            "ten times as long", lambda new: at(new, 4, lambda t: torch.cat([t] * 10)), more, writes=True
-        )
+        yield row("another order", swapped, "and another tensor was sent", writes=True)
+        longer = lambda new: at(new, 4, lambda t: torch.cat([t] * 10))  # noqa: E731
+        yield row("ten times as long", longer, more, writes=True)
     yield row("the trainer leaves", half, "trainer|Connection", writes=True, leaves=True)
 
 
@@ -506,7 +497,6 @@ def run_row(job, row, number, old, bits):
     with pytest.raises((ValueError, RankError, OSError, TypeError, TrainerError)) as raised:
         row.fault(job)
     assert re.search(row.error, str(raised.value)), str(raised.value)
-    assert "\n" not in str(raised.value).removesuffix("\n") or "Error" in str(raised.value)
     if row.writes:
         with pytest.raises(WeightsUnfinishedError, match="send these once more, or the whole") as e:
             answer(engine)
@@ -541,15 +531,17 @@ def run_rank(rank, folder, layouts, is_whole):
             bits["new"] = answer(engine)
             assert bits["old"] != bits["new"]
             offset = 1 if engine.ranks.size > 1 else 1 + rank
-            meeting = {"master_address": "127.0.0.1", "rank_offset": offset, "world_size": 1 + RANKS}
+            meeting = {"rank_offset": offset, "world_size": 1 + RANKS}
             for number, (row, begins) in enumerate(groups_of(rows_of[name])):
                 try:
                     if begins:
                         port = told_port(folder, f"port of {name}, {row.name.replace(':', '')}")
-                        engine.init_weight_transfer_engine({**meeting, "master_port": port})
+                        meeting |= {"master_address": "127.0.0.1", "master_port": port}
+                        engine.init_weight_transfer_engine(meeting)
                     run_row(job, row, number, old, bits)
                 except BaseException as error:
-                    raise AssertionError(f"{name}, {row.name}: {type(error).__name__}: {error}") from error
+                    text = f"{name}, {row.name}: {type(error).__name__}: {error}"
+                    raise AssertionError(text) from error
             engine.check_integrity()
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
