@@ -17,7 +17,7 @@ _STEP, _MIX_1, _MIX_2 = (
     value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 """Odd constants of SplitMix64 (Steele, Lea and Flood 2014), as int64."""
-_SAMPLED = 1 << 14
+_SAMPLED = 1 << 12
 """Elements of a tensor that `sample_hash` looks at."""
 
 
@@ -95,7 +95,7 @@ def hash_of(tensor: Tensor) -> int:
 
 
 def sample_hash(tensor: Tensor) -> int:
-    """Hash 16,384 to 32,767 elements that are spread over a tensor, or all of a smaller one; 0 if
+    """Hash 4,096 to 8,191 elements that are spread over a tensor, or all of a smaller one; 0 if
     it has none, or they have more than 8 bytes."""
     flat = tensor.detach().reshape(-1)
     if flat.is_meta or flat.element_size() > 8:

@@ -64,6 +64,8 @@ class Part(Protocol):
     None: unknown until they come."""
     is_whole_call: bool
     """Whether no other part belongs to its update."""
+    is_in_memory: bool
+    """Whether every rank has all tensors: what was agreed on before stays true."""
 
     def tensors(self) -> Iterator[tuple[str, Received]]:
         """All of them, in the same order. It can be called once."""
@@ -382,7 +384,7 @@ def drop_unread(info: object, group: WeightGroup) -> bool:
 class _Broadcasts:
     """Tensors that the trainer broadcasts, one by one."""
 
-    kind, is_whole_call = "tensors that a trainer sends", False
+    kind, is_whole_call, is_in_memory = "tensors that a trainer sends", False, False
 
     def __init__(self, heads: Sequence[tuple[str, Tensor]], group: WeightGroup):
         self.heads = heads
@@ -399,7 +401,7 @@ class _Broadcasts:
 class FolderPart:
     """The weights of a checkpoint, which every rank can read. path: absolute."""
 
-    kind, is_whole_call = "the tensors of a folder", False
+    kind, is_whole_call, is_in_memory = "the tensors of a folder", False, False
 
     def __init__(self, path: object):
         if not isinstance(path, str) or not os.path.isabs(path) or not os.path.isdir(path):
@@ -436,7 +438,7 @@ class _SharedMemory:
         ValueError: a handle is missing, or of another tensor than was announced.
     """
 
-    kind, is_whole_call = "tensors in shared memory", False
+    kind, is_whole_call, is_in_memory = "tensors in shared memory", False, False
 
     def __init__(self, heads: Sequence[tuple[str, Tensor]], pickled: object, device: torch.device):
         self.heads, self._device = heads, device

@@ -147,11 +147,11 @@ class WeightUpdate:
                     line = self._checked(pair, part, index)
                 except Exception as error:
                     failure = error
-            said = self._ranks.gather((line, failure is not None, has_ended))
-            if any(failed for _, failed, _ in said) or len({line for line, *_ in said}) > 1:
+            own = line, failure is not None, has_ended
+            said = [own] if part.is_in_memory else self._ranks.gather(own)
+            lines = {line for line, *_ in said}
+            if has_ended or len(lines) > 1 or any(failed for _, failed, _ in said):
                 break
-            if has_ended:
-                return
             try:
                 self._loader.writes.take(*pair)
             except Exception as error:
@@ -161,7 +161,7 @@ class WeightUpdate:
         with self._ranks.together(_WRITING):
             if failure is not None:
                 raise self._explained(failure)
-            if not any(failed for _, failed, _ in said):
+            if len(lines) > 1 and not any(failed for _, failed, _ in said):
                 self._raise_difference([[line] for line, *_ in said])
 
     def _checked(self, pair: object, part: Part, index: int) -> str:
@@ -385,8 +385,9 @@ class _Given:
 
     kind, is_whole_call = _GIVEN, True
 
-    def __init__(self, pairs: Iterator, heads: Sequence | None):
+    def __init__(self, pairs: Iterator, heads: Sequence | None, is_led: bool):
         self._pairs, self.heads = pairs, heads
+        self.is_in_memory = heads is not None and not is_led
 
     def tensors(self) -> Iterator[tuple[str, Received]]:
         return self._pairs
@@ -404,7 +405,7 @@ def _given(pairs: Pairs, is_led: bool, ranks: Ranks) -> _Given:
     heads = None
     if all(ranks.gather(isinstance(pairs, Sequence))):
         heads = ranks.broadcast([_sent(p, "meta") for p in pairs]) if is_led else pairs
-    return _Given(_of_first_rank(pairs, ranks) if is_led else iter(pairs), heads)
+    return _Given(_of_first_rank(pairs, ranks) if is_led else iter(pairs), heads, is_led)
 
 
 def _listed(pairs: Pairs) -> Iterable:
