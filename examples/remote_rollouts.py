@@ -91,8 +91,8 @@ class Workers:
                 "shapes": [list(tensor.shape) for _, tensor in part],
             }
             receiving = self._begin("/update_weights", {"update_info": info})
-            for _, tensor in part:
-                self._group.broadcast(tensor.detach().contiguous())
+            for name, tensor in part:
+                self._group.broadcast(tensor, name)
             list(receiving)
         self._all("/finish_weight_update", {"weight_version": version})
 

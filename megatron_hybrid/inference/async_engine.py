@@ -23,6 +23,7 @@ from megatron_hybrid.inference.request_builder import Prompt, TextTokenizer
 from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
+from megatron_hybrid.inference.weight_updates import WeightsUnfinishedError
 from megatron_hybrid.interrupts import result_of
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.guide_pool import NICENESS, GuidePool
@@ -298,6 +299,7 @@ class AsyncEngine:
         Raises:
             QueueTimeoutError: it was given up.
             TypeError, ValueError: the request cannot be served; nothing has changed.
+            WeightsUnfinishedError: an update of the weights has failed.
             RuntimeError: this engine is closed, or was closed before the answer was complete.
             Exception: the error of the third step that failed with this request, see
                 `DynamicInferenceEngine.take_failed`; or of one that no request can go on after.
@@ -536,6 +538,12 @@ class AsyncEngine:
                 add()
             except Exception as error:
                 self._send(call, error)
+        if self._engine.weights_failure is not None:
+            while self._held:
+                self._send(self._held.popleft()[0], self._unfinished())
+
+    def _unfinished(self) -> WeightsUnfinishedError:
+        return WeightsUnfinishedError(self._engine.weights_failure)
 
     def _begin_pause(self, mode: str) -> None:
         if mode == "abort" and self._calls:
@@ -603,6 +611,8 @@ class AsyncEngine:
     ) -> None:
         if call.is_abandoned:
             return
+        if self._engine.weights_failure is not None:
+            raise self._unfinished()
         if self._pause is not None or self._is_frozen:
             self._held.append((call, partial(self._add, call, prompt, params, options)))
             return

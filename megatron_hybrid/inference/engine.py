@@ -68,9 +68,12 @@ from megatron_hybrid.inference.sampling_params import Sampled, SamplingParams
 from megatron_hybrid.inference.scheduler import RestoreFailedError, Scheduler
 from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.warm_up import WARMED, measure_draft_costs, warm_up
-from megatron_hybrid.inference.weight_loading import Pairs
 from megatron_hybrid.inference.weight_memory import WeightMemory
-from megatron_hybrid.inference.weight_updates import WeightUpdates
+from megatron_hybrid.inference.weight_updates import (
+    Pairs,
+    WeightsUnfinishedError,
+    WeightUpdates,
+)
 from megatron_hybrid.interrupts import interrupts_wait
 from megatron_hybrid.meetings import BEGIN_SECONDS, coming
 from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
@@ -330,8 +333,9 @@ class DynamicInferenceEngine:
         step.
 
         Raises:
-            RuntimeError: the model is in training mode, or has no whole weights, or the engine is
-                suspended, or a step of it is running; nothing has changed.
+            RuntimeError: the model is in training mode, or its weights are not whole
+                (`WeightsUnfinishedError`), or the engine is suspended, or a step of it is running;
+                nothing has changed.
             RankFailedError: another rank has failed or ended.
         """
         self._refuse_inside_step("step")
@@ -344,7 +348,7 @@ class DynamicInferenceEngine:
                     "would be noisy: call model.eval(), or update_weights() after a training step"
                 )
             if (reason := self._updates.reason_to_wait) is not None:
-                raise RuntimeError(reason)
+                raise WeightsUnfinishedError(reason)
         began, num_steps = time.perf_counter(), self.num_steps
         if self.ranks.is_first and self._activity.is_due(began):
             self._activity.write(self.stats(), began)
@@ -567,12 +571,18 @@ class DynamicInferenceEngine:
                 projections of q, k and v, only together. Floating-point values are rounded to the
                 model's dtypes.
 
+        It is an update of its own, in place of one that is under way. Where an earlier one has
+        failed, the weights are whole again when all that it wrote was given again.
+
         Raises:
             ValueError: a name that the model does not have, one without others that belong to it,
-                another shape, a quantized dtype, or two values for one tensor. Of a mapping or a
-                sequence nothing has been written then. Of another iterable what came before has
-                been, the rest is read and dropped, and an epoch has begun if anything was written.
+                another shape, a quantized dtype, two values for one tensor, or other names, shapes,
+                dtypes, values or another order than on another rank. Of a mapping or a sequence
+                nothing has been written then. Of another iterable what came before has been, and
+                the rest is read and dropped: if anything was written, steps raise
+                WeightsUnfinishedError until it was given again.
             TypeError: not pairs of names and whole tensors; as with ValueError.
+            Exception: what the iterable raised; as with ValueError.
             RuntimeError, MemoryError: as `update_weights`.
         """
         self._require_weights("load_weights")
@@ -595,6 +605,12 @@ class DynamicInferenceEngine:
         """Whether steps are refused until weights have come: an update is under way or has failed,
         or the weights were dropped."""
         return self._updates.reason_to_wait is not None
+
+    @property
+    def weights_failure(self) -> str | None:
+        """Why the weights are those of no model, and how to go on, after an update has failed;
+        None: none has."""
+        return self._updates.reason_to_wait if self._updates.has_failed else None
 
     @exclusive
     @on_all_ranks
@@ -641,9 +657,10 @@ class DynamicInferenceEngine:
             parts.
 
         Raises:
-            ValueError: as `load_weights`. Of this part nothing was written. If it was the first one
-                of the update, the update is over, and the old weights are used. Else steps are
-                refused until an update has given all weights that were written.
+            ValueError: as `load_weights`, or what was sent differs from what was announced. The
+                update is over. If nothing of it was written, the old weights are used; nothing is
+                written of the first part where names, dtypes and shapes are wrong. Else steps
+                raise WeightsUnfinishedError until all that was written was sent again.
             TrainerError: the trainer has left its group; likewise.
             RuntimeError: no update is under way.
         """
@@ -1024,11 +1041,10 @@ class DynamicInferenceEngine:
         """
         self._refuse_inside_step("release_weights")
         self._refuse_closed("release_weights")
-        if not self.is_suspended or self.awaits_weights:
-            raise RuntimeError(
-                "release_weights() needs a suspended engine with whole weights: call suspend() "
-                "first, and finish_weight_update()"
-            )
+        if not self.is_suspended:
+            raise RuntimeError("release_weights() needs a suspended engine: call suspend() first")
+        if (reason := self._updates.reason_to_wait) is not None:
+            raise WeightsUnfinishedError(reason)
         if self._weight_memory.is_released:
             return
         self._epochs.check()  # what is seen now is not seen afterwards

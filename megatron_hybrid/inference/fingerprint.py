@@ -17,6 +17,8 @@ _STEP, _MIX_1, _MIX_2 = (
     value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 """Odd constants of SplitMix64 (Steele, Lea and Flood 2014), as int64."""
+_SAMPLED = 1 << 12
+"""Elements of a tensor that `sample_hash` looks at."""
 
 
 def fingerprint(
@@ -90,6 +92,15 @@ def hash_of(tensor: Tensor) -> int:
         mixed.bitwise_xor_(mixed >> 31)
         total += int(mixed.sum())
     return total % 2**64
+
+
+def sample_hash(tensor: Tensor) -> int:
+    """Hash 4,096 to 8,191 elements that are spread over a tensor, or all of a smaller one; 0 if
+    it has none, or they have more than 8 bytes."""
+    flat = tensor.detach().reshape(-1)
+    if flat.is_meta or flat.element_size() > 8:
+        return 0
+    return hash_of(flat[:: max(1, len(flat) // _SAMPLED)])
 
 
 def _hash(text: str) -> str:

@@ -1,4 +1,4 @@
-"""WeightLoader: new weights for the model of an engine, tensor by tensor.
+"""WeightLoader: checks and writes new weights of the model of an engine, tensor by tensor.
 
 Tensors are whole and named as in a checkpoint, ours or Hugging Face's; each rank takes its pieces
 of them by the maps that load checkpoints.
@@ -6,9 +6,7 @@ of them by the maps that load checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,7 +17,6 @@ from megatron_hybrid.checkpoints.checkpoint import (
     TensorSource,
     adapter_of,
     check_map,
-    checked_load,
     copy_piece,
     own_tensors,
     own_weights,
@@ -27,7 +24,6 @@ from megatron_hybrid.checkpoints.checkpoint import (
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import SAME, stacked
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
-from megatron_hybrid.inference.weight_transfer import FolderPart, Part
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.layer_pattern import prediction_symbols
 from megatron_hybrid.models.packed_weight import PackedWeight
@@ -41,18 +37,17 @@ from megatron_hybrid.models.sharding.gathering import num_experts_of, own_piece
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING, OUTPUT_LAYER
 from megatron_hybrid.ranks import Ranks
 
-Pairs = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-
 
 class WeightLoader:
-    """Loads what one call of `DynamicInferenceEngine.load_weights` gives. Make it on all ranks.
+    """Checks and writes the tensors of one update. Make it on all ranks, and give them the same
+    names in the same order.
 
     Raises:
         ValueError: the model's experts are separate, as Megatron built them.
     """
 
     def __init__(self, model: HybridModel, ranks: Ranks):
-        self.model, self._ranks = model, ranks
+        self.model = model
         self.parts = own_tensors(model)
         self.own = own_weights(model)
         if any(separate_expert(name) for name in self.own):
@@ -60,107 +55,37 @@ class WeightLoader:
                 "load_weights cannot fill the separate experts of a model of from_megatron: load "
                 "them into Megatron's model, whose parameters it serves, and call update_weights()"
             )
-        experts: dict[str, int | None] = {}
+        self._of_all: dict[str, int | None] = {}
         for of_rank in ranks.gather({name: num_experts_of(t) for name, t in self.own.items()}):
-            experts |= of_rank
-        self.names = _Names(model, experts)
-        self.written: set[str] = set()
-        """Names of this rank's tensors that were written."""
-        self._parts = _Pass(self, writes=True)
+            self._of_all |= of_rank
+        self.names = _Names(model, self._of_all)
+        self.begun: set[str] = set()
+        """Names of the tensors of the model of which any rank may have written something."""
+        self.checks = _Pass(self, writes=False)
+        """Takes each tensor first; its bytes may be unknown (meta)."""
+        self.writes = _Pass(self, writes=True)
+        """Takes a tensor that was checked, and writes it as soon as all are there that belong to
+        it."""
 
-    def load(self, pairs: Pairs, is_led: bool) -> None:
-        """Write the tensors into the model. If all ranks have them in a mapping or a sequence, they
-        are checked before the first write. After an error the others are still taken, and dropped:
-        to make them may need collectives that other processes are in.
+    def begin_all(self) -> None:
+        """Note that all of the model is about to be written."""
+        self.begun |= self._of_all.keys()
 
-        Args:
-            pairs: names and tensors; not looked at on other ranks than the first, if `is_led`.
-            is_led: whether only the first rank has pairs.
-
-        Raises:
-            TypeError: not pairs of names and tensors.
-            CheckpointError: see `DynamicInferenceEngine.load_weights`.
-        """
-        receives = is_led and not self._ranks.is_first
-        pairs = () if receives else _listed(pairs)
-        if all(self._ranks.gather(isinstance(pairs, Sequence))):
-            with self._ranks.together("checking new weights"):
-                heads = self._ranks.broadcast([_sent(p, "meta") for p in pairs]) if is_led else ()
-                check = _Pass(self, writes=False)
-                check.take(heads if receives else pairs)
-                check.end()
-        try:
-            self._parts.take(self._of_first_rank(pairs) if is_led else pairs)
-            self._parts.end()
-        except CheckpointError as error:
-            if not self.written:
-                raise
-            raise CheckpointError(
-                f"{error} {len(self.written)} tensors of the model were written before: load all "
-                "of them again."
-            ) from error
-
-    def write(self, name: str, whole: Tensor) -> None:
+    def write_piece(self, name: str, whole: Tensor) -> None:
         """Write this rank's piece of a whole tensor of ours; where it is packed, to nearest."""
         if isinstance(self.own[name], PackedWeight):
             for part, value in self.model.packed_source.quantized(name, whole):
                 copy_piece(value, self.parts[part], self.model)
         else:
             copy_piece(whole, self.own[name], self.model)
-        self.written.add(name)
 
     def holds(self, name: str, whole: Tensor) -> bool:
-        """Whether a packed weight of this rank is what `write` would make of it."""
+        """Whether a packed weight of this rank is what `write_piece` would make of it."""
         pieces = (
             (self.parts[part], own_piece(value, self.parts[part], self.model.pg_collection))
             for part, value in self.model.packed_source.quantized(name, whole)
         )
         return all(torch.equal(own.float(), value.to(own).float()) for own, value in pieces)
-
-    def load_part(self, part: Part) -> None:
-        """Write some of the tensors; `end` when all are there. Every rank has the same part. A
-        folder with packed weights is taken whole, as it is.
-
-        Raises:
-            CheckpointError: as `load`; of this part nothing was written, unless a tensor was given
-                twice, or the trainer failed.
-        """
-        if isinstance(part, FolderPart) and part.is_packed:
-            self._load_packed(part.path)
-            return
-        try:
-            with self._ranks.together("checking new weights"):
-                check = _Pass(self, writes=False)
-                check.take(part.heads)
-                check.require_known()
-        except Exception:
-            part.drop()
-            raise
-        self._parts.take(part.tensors())
-
-    def _load_packed(self, folder: Path) -> None:
-        """Write the weights of a folder that is packed as the model is."""
-        with ExitStack() as stack:
-            with self._ranks.together("checking new weights"):
-                checked = checked_load(self.model, folder, cast=True, keeps_packing=True)
-                write = stack.enter_context(checked)
-            self.written |= self.own.keys()
-            write()
-
-    def end(self) -> None:
-        """Raise CheckpointError if the parts lack something that belongs to what they had."""
-        self._parts.end()
-
-    def _of_first_rank(self, pairs: Iterable) -> Iterator:
-        """The pairs of the first rank, on all ranks."""
-        if self._ranks.is_first:
-            for pair in pairs:
-                self._ranks.broadcast(_sent(pair, "cpu"))
-                yield pair
-            self._ranks.broadcast(None)
-        else:
-            while (pair := self._ranks.broadcast(None)) is not None:
-                yield pair
 
 
 class _Names:
@@ -250,7 +175,7 @@ class _AllBut(dict):
 
 
 class _Pass:
-    """Takes all pairs once.
+    """Takes each pair of an update once.
 
     Args:
         writes: False: they are only checked.
@@ -264,19 +189,7 @@ class _Pass:
         self._unknown: list[str] = []
         self._taken: dict[str, Callable[[], Tensor]] = {}  # names of ours, and what they are now
 
-    def take(self, pairs: Iterable) -> None:
-        """Take pairs until their end, also after an error, which is then raised."""
-        failure: Exception | None = None
-        for pair in pairs:
-            if failure is None:
-                try:
-                    self._take(_name_of(pair), pair[1])
-                except Exception as error:
-                    failure = error
-        if failure is not None:
-            raise failure
-
-    def end(self) -> None:
+    def require_complete(self) -> None:
         """Raise CheckpointError for unknown names, and for tensors without others that belong to
         them."""
         for number, parts in self._parts.items():
@@ -293,7 +206,13 @@ class _Pass:
         """Raise CheckpointError if the model has no such tensor as one that was given."""
         self._names.require_known(self._given, self._unknown)
 
-    def _take(self, name: str, tensor: Tensor) -> None:
+    def take(self, name: str, tensor: object) -> None:
+        """Take a pair.
+
+        Raises:
+            TypeError: it is no whole tensor.
+            CheckpointError: it does not fit, or was given before.
+        """
         if not is_parameter(name):  # Transformer Engine's bookkeeping
             return
         _check_tensor(name, tensor)
@@ -319,6 +238,8 @@ class _Pass:
 
     def _complete(self, tensor_map: TensorMap, parts: dict[str, Tensor]) -> None:
         """Take tensors that are all there."""
+        if self._writes:  # on all ranks, before the first byte
+            self._loader.begun |= set(tensor_map.ours)
         own = [name for name in tensor_map.ours if name in self._own]
         packed = self._loader.model.packed_source
         if self._writes and packed is not None:
@@ -344,7 +265,7 @@ class _Pass:
             if name in self._taken:
                 self._require_equal(name, made[name], next(iter(parts)))
             elif self._writes:
-                self._loader.write(name, made[name])
+                self._loader.write_piece(name, made[name])
                 self._taken[name] = lambda name=name: self._own[name]
             else:
                 self._taken[name] = lambda name=name: self._piece(name, values()[name])
@@ -356,11 +277,10 @@ class _Pass:
 
     def _require_equal(self, name: str, whole: Tensor, given: str) -> None:
         """Check one that was given before, under another name, as tied ones are."""
-        before = self._taken[name]()
-        if isinstance(before, PackedWeight):
-            is_equal = self._loader.holds(name, whole)
-        elif whole.is_meta or before.is_meta:  # the write of this tensor checks it
+        if whole.is_meta:  # the write of this tensor checks it
             return
+        if isinstance(before := self._taken[name](), PackedWeight):
+            is_equal = self._loader.holds(name, whole)
         else:
             is_equal = torch.equal(self._piece(name, whole), before)
         if not is_equal:
@@ -370,35 +290,7 @@ class _Pass:
             )
 
 
-def _listed(pairs: Pairs) -> Iterable:
-    """A list of pairs that are in memory, or an iterator over others."""
-    if isinstance(pairs, Mapping):
-        return list(pairs.items())
-    if isinstance(pairs, Sequence):
-        return list(pairs)
-    if isinstance(pairs, Iterable):
-        return iter(pairs)
-    raise TypeError(
-        "load_weights takes a mapping of names to tensors, or an iterable of pairs of them, got "
-        f"{type(pairs).__name__}"
-    )
-
-
-def _name_of(pair: object) -> str:
-    if isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str):
-        return pair[0]
-    raise TypeError(f"load_weights takes pairs of a name and a tensor, got a {type(pair).__name__}")
-
-
 def _check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor) or hasattr(tensor, "full_tensor"):
         remedy = ": give its full_tensor()" if isinstance(tensor, Tensor) else ""
         raise TypeError(f"{name} is a {type(tensor).__name__}, not a whole tensor{remedy}")
-
-
-def _sent(pair: object, device: str) -> object:
-    """A pair to be sent to other ranks; of a view only its own elements."""
-    name, tensor = _name_of(pair), pair[1]
-    if isinstance(tensor, Tensor):
-        tensor = tensor.detach().to(device, copy=True).contiguous()
-    return name, tensor

@@ -1,7 +1,7 @@
 """New weights from a trainer in another process: where a part of them is, and its tensors.
 
 A part is plain data, so that a leading rank can tell it to the others; each rank reads it for
-itself. Its names, shapes and dtypes are known before its tensors.
+itself. Its names, shapes and dtypes are announced before its tensors come.
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import json
+import math
 import os
 import pickle
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -26,28 +31,47 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megatron_hybrid.checkpoints.checkpoint import CONFIG_FILE, is_packed
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles
+from megatron_hybrid.inference.fingerprint import sample_hash
 from megatron_hybrid.validation import is_int
 
 JOIN_SECONDS = 300.0
 """For a trainer and its workers to meet, and for each broadcast."""
 GROUP_NAME = "weights"
+_SENDS_HEADS = "megatron_hybrid/sends_heads"
+"""Key of the store by which a trainer says that a head comes before each tensor."""
+_HEAD_BYTES = 256
+_MAX_DIMENSIONS = 8
+_SPARE_BYTES = 64 << 10
+"""Room behind a tensor without a head, beside its size again, for one that is longer."""
+_MARK_BYTES = 64
 
 
 class TrainerError(RuntimeError):
     """The trainer has not come, or has left its group."""
 
 
+Received = Tensor | CheckpointError
+"""A tensor, or what is wrong with it; the next ones can be received all the same."""
+
+
 class Part(Protocol):
-    """Tensors of one call of `DynamicInferenceEngine.receive_weights`."""
+    """Tensors of one call."""
 
-    heads: Sequence[tuple[str, Tensor]]
-    """Their names, and tensors without bytes of their shapes and dtypes."""
+    kind: str
+    """Where they are, for messages."""
+    heads: Sequence[tuple[str, Tensor]] | None
+    """All names, in order, and tensors of their shapes and dtypes, which may be without bytes;
+    None: unknown until they come."""
+    is_whole_call: bool
+    """Whether no other part belongs to its update."""
+    is_in_memory: bool
+    """Whether every rank has all tensors: what was agreed on before stays true."""
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All of them, in the same order."""
+    def tensors(self) -> Iterator[tuple[str, Received]]:
+        """All of them, in the same order. It can be called once."""
 
     def drop(self) -> None:
-        """Nobody takes them: let a trainer that sends them go on."""
+        """Let go on who sends tensors that have not been taken and nobody will take."""
 
 
 class WeightGroup:
@@ -93,6 +117,9 @@ class WeightGroup:
                 "the trainer and every rank of every worker, and rank_offset those before a worker"
             )
         self.device = device if backend == "nccl" else torch.device("cpu")
+        self._backend, self._is_trainer = backend, rank == 0
+        self.has_failed = False
+        """Whether a broadcast has failed, after which there can be no other."""
         seconds = timedelta(seconds=JOIN_SECONDS)
         listening: dict[str, int] = {}
         if rank == 0:  # torch itself would listen on all addresses of the machine
@@ -106,6 +133,8 @@ class WeightGroup:
                 timeout=seconds,
                 **listening,
             )
+            if self._is_trainer:
+                self._store.set(_SENDS_HEADS, "1")
             # Of torch, for a group that is no part of the job of either side.
             self.group, _ = distributed_c10d._new_process_group_helper(
                 world_size,
@@ -122,17 +151,96 @@ class WeightGroup:
             ) from error
         distributed_c10d._world.pg_group_ranks[self.group] = {i: i for i in range(world_size)}
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """The trainer's tensor, also written into those of the others, which have its shape and
-        dtype.
+    @cached_property
+    def has_heads(self) -> bool:
+        """Whether the trainer says what each tensor is, before it sends it: it uses this class."""
+        try:
+            return self._store.check([_SENDS_HEADS])
+        except RuntimeError as error:
+            self.has_failed = True
+            raise TrainerError(f"the trainer's store is gone: {error}") from error
+
+    def broadcast(self, tensor: Tensor, name: str = "") -> None:
+        """Send a tensor from the trainer, and before it its name, dtype, shape and a hash. name: as
+        it was announced; "" is not compared.
 
         Raises:
+            ValueError: this process is not the trainer, or the tensor has too many dimensions.
             TrainerError: another process has left the group.
         """
+        if not self._is_trainer or tensor.dim() > _MAX_DIMENSIONS:
+            raise ValueError(
+                f"{name or 'a tensor'} of {tensor.dim()} dimensions cannot be sent: rank 0 of the "
+                f"group, the trainer, sends tensors of at most {_MAX_DIMENSIONS}"
+            )
+        tensor = tensor.detach().to(self.device).contiguous()
+        said = str(tensor.dtype), list(tensor.shape), crc32(name.encode()), sample_hash(tensor)
+        head = json.dumps(said).encode().ljust(_HEAD_BYTES)
+        self._broadcast(torch.frombuffer(bytearray(head), dtype=torch.uint8).to(self.device))
+        self._broadcast(_bytes_of(tensor))
+
+    def receive(self, name: str, like: Tensor) -> Received:
+        """The next tensor of the trainer. Where it sends heads, the tensor has the shape and dtype
+        that were sent, else those of `like`, which were announced.
+
+        A receiver of a plain broadcast does not learn how much was sent. By gloo, a shorter message
+        leaves the end of the memory as it was, and a longer one needs room: so the last element is
+        set to NaN before, and behind it there is room with a mark.
+
+        Raises:
+            TrainerError: the trainer has left the group.
+        """
+        if self.has_heads:
+            return self._receive_with_head(name)
+        room = like.nbytes + _SPARE_BYTES if self._backend == "gloo" else 0
+        memory = torch.empty(like.nbytes + room, dtype=torch.uint8, device=self.device)
+        tensor = memory[: like.nbytes].view(like.dtype).view(like.shape)
+        last, behind = tensor.view(-1)[-1:], memory[like.nbytes :][:_MARK_BYTES]
+        mark = torch.frombuffer(bytearray(blake2b(name.encode()).digest()), dtype=torch.uint8)
+        behind.copy_(mark[: len(behind)])  # the same on all ranks: they pass it on
+        if like.dtype.is_floating_point:
+            last.copy_(torch.full_like(last, math.nan, dtype=torch.float32))
+        self._broadcast(memory if room else tensor)
+        announced = f"the {like.nbytes} announced, as {like.dtype} {list(like.shape)}"
+        if room and not torch.equal(behind, mark):
+            return CheckpointError(f"{name} was sent with more bytes than {announced}")
+        if last.float().isnan().any():
+            return CheckpointError(
+                f"{name} was sent with fewer bytes than {announced}, or its last value is NaN"
+            )
+        return tensor
+
+    def _receive_with_head(self, name: str) -> Received:
+        head = self._broadcast(torch.empty(_HEAD_BYTES, dtype=torch.uint8, device=self.device))
         try:
-            with torch.no_grad():
-                dist.broadcast(tensor, 0, group=self.group)
+            dtype, shape, name_sum, values_sum = json.loads(bytes(head.tolist()))
+            tensor = torch.empty(shape, dtype=_dtype_of(dtype, name), device=self.device)
+        except (ValueError, TypeError, RuntimeError) as error:
+            self.has_failed = True
+            raise TrainerError(
+                "the trainer has sent a tensor without its head: send all of them by "
+                "WeightGroup.broadcast"
+            ) from error
+        self._broadcast(_bytes_of(tensor))
+        if name and name_sum not in (crc32(b""), crc32(name.encode())):
+            return CheckpointError(
+                f"{name} was announced, and another tensor was sent: send them in the order of "
+                "update_info.names"
+            )
+        if sample_hash(tensor) != values_sum:
+            return CheckpointError(f"{name} has other values here than where it was sent")
+        return tensor
+
+    def skip(self, number: int) -> None:
+        """Take the next tensors of a trainer that sends heads, and drop them."""
+        for _ in range(number):
+            self._receive_with_head("")
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        try:
+            dist.broadcast(tensor, 0, group=self.group)
         except RuntimeError as error:
+            self.has_failed = True
             raise TrainerError(f"the trainer's group has failed: {error}") from error
         return tensor
 
@@ -141,6 +249,11 @@ class WeightGroup:
         if self.group is not None:
             dist.destroy_process_group(self.group)
         self.group = self._store = None
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor: gloo does not know all dtypes."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -169,9 +282,10 @@ class GroupInfo:
         for name in ("master_port", "rank_offset", "world_size"):
             if str(fields[name]).isdecimal():  # some stacks send a text
                 fields[name] = int(fields[name])
-            if not is_int(fields[name]) or fields[name] < 1:
+            most = 65535 if name == "master_port" else 2**31 - 1
+            if not is_int(fields[name]) or not 1 <= fields[name] <= most:
                 raise ValueError(
-                    f"init_info.{name} is {fields[name]!r}; it is a whole number from 1 on"
+                    f"init_info.{name} is {fields[name]!r}; it is a whole number from 1 to {most}"
                 )
         for name in ("master_address", "group_name"):
             if not isinstance(fields.get(name, ""), str):
@@ -239,33 +353,55 @@ def _heads(names: object, dtypes: object, shapes: object) -> list[tuple[str, Ten
         raise ValueError(f"update_info has {sizes}: give as many of each")
     heads = []
     for name, dtype_name, shape in zip(names, dtypes, shapes):
-        dtype = getattr(torch, str(dtype_name).removeprefix("torch."), None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{dtype_name!r}, of {name}, is no dtype of torch")
+        if not isinstance(name, str):
+            raise ValueError(f"update_info.names has {name!r}, which is no text")
+        dtype = _dtype_of(dtype_name, name)
         if not (isinstance(shape, Sequence) and all(is_int(n) and n >= 0 for n in shape)):
             raise ValueError(f"{shape!r} is no shape, of {name}: give a list of whole numbers")
-        heads.append((str(name), torch.empty(tuple(shape), dtype=dtype, device="meta")))
+        if math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2**63:
+            raise ValueError(f"{list(shape)}, of {name}, has more elements than memory can hold")
+        heads.append((name, torch.empty(tuple(shape), dtype=dtype, device="meta")))
     return heads
 
 
-@dataclass
+def _dtype_of(name: object, of: str) -> torch.dtype:
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r}, of {of}, is no dtype of torch")
+    return dtype
+
+
+def drop_unread(info: object, group: WeightGroup) -> bool:
+    """Take what a trainer sends to its group for an `update_info` that has a mistake, and drop it.
+    Returns whether that was possible: without heads nothing is known of it."""
+    names = info.get("names") if isinstance(info, Mapping) else None
+    if not isinstance(names, Sequence) or not group.has_heads:
+        return False
+    group.skip(len(names))
+    return True
+
+
 class _Broadcasts:
     """Tensors that the trainer broadcasts, one by one."""
 
-    heads: Sequence[tuple[str, Tensor]]
-    group: WeightGroup
+    kind, is_whole_call, is_in_memory = "tensors that a trainer sends", False, False
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, head in self.heads:
-            yield name, self.group.broadcast(torch.empty_like(head, device=self.group.device))
+    def __init__(self, heads: Sequence[tuple[str, Tensor]], group: WeightGroup):
+        self.heads = heads
+        self._left = ((name, group.receive(name, head)) for name, head in heads)
+
+    def tensors(self) -> Iterator[tuple[str, Received]]:
+        return self._left
 
     def drop(self) -> None:
-        for _ in self.tensors():
+        for _ in self._left:
             pass
 
 
 class FolderPart:
     """The weights of a checkpoint, which every rank can read. path: absolute."""
+
+    kind, is_whole_call, is_in_memory = "the tensors of a folder", False, False
 
     def __init__(self, path: object):
         if not isinstance(path, str) or not os.path.isabs(path) or not os.path.isdir(path):
@@ -297,47 +433,78 @@ class _SharedMemory:
         pickled: base64 of a pickled list with, for each tensor, {UUID of a GPU: what torch's
             `reduce_tensor` returns there}, as vLLM's trainers send it. Nothing but these is
             unpickled.
+
+    Raises:
+        ValueError: a handle is missing, or of another tensor than was announced.
     """
+
+    kind, is_whole_call, is_in_memory = "tensors in shared memory", False, False
 
     def __init__(self, heads: Sequence[tuple[str, Tensor]], pickled: object, device: torch.device):
         self.heads, self._device = heads, device
-        self._handles = _unpickled(pickled)
-        if len(self._handles) != len(heads):
+        handles = _unpickled(pickled)
+        if len(handles) != len(heads):
             raise ValueError(
-                f"update_info has {len(heads)} names and {len(self._handles)} handles: give as "
-                "many of each"
+                f"update_info has {len(heads)} names and {len(handles)} handles: give as many of "
+                "each"
             )
+        for (name, head), of_gpus in zip(heads, handles):
+            for arguments in of_gpus.values():
+                _check_handle(name, head, arguments)
         if device.type != "cuda":
             raise ValueError(
                 f"the model is on {device}, and memory is shared by CUDA IPC handles on a GPU "
                 "alone: send the weights to a group, or give a path"
             )
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        index = self._device.index or 0
-        uuid = str(torch.cuda.get_device_properties(index).uuid)
-        for (name, head), handles in zip(self.heads, self._handles):
-            if uuid not in handles:
-                raise CheckpointError(
-                    f"{name} has no handle for the GPU {uuid}, only for {', '.join(handles)}: the "
+        uuid = _uuid_of(device)
+        self._handles: list[tuple] = []
+        for (name, _), of_gpus in zip(heads, handles):
+            if uuid not in of_gpus:
+                raise ValueError(
+                    f"{name} has no handle for the GPU {uuid}, only for {', '.join(of_gpus)}: the "
                     "trainer and this rank must share a GPU"
                 )
-            arguments = list(handles[uuid])
-            arguments[_DEVICE_PLACE] = index  # its number may be another one there
-            tensor = rebuild_cuda_tensor(*arguments)
-            if tensor.shape != head.shape or tensor.dtype != head.dtype:
-                raise CheckpointError(
-                    f"{name} is {tensor.dtype} {list(tensor.shape)} in shared memory, and was "
-                    f"announced as {head.dtype} {list(head.shape)}"
-                )
-            yield name, tensor
+            self._handles.append(of_gpus[uuid])
+
+    def tensors(self) -> Iterator[tuple[str, Received]]:
+        for (name, _), handle in zip(self.heads, self._handles):
+            arguments = list(handle)
+            arguments[_DEVICE_PLACE] = self._device.index or 0  # its number may be another one
+            try:
+                yield name, rebuild_cuda_tensor(*arguments)
+            except (RuntimeError, TypeError) as error:
+                yield name, CheckpointError(f"{name} cannot be read from shared memory: {error}")
 
     def drop(self) -> None:
         pass
 
 
+def _uuid_of(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device.index or 0).uuid)
+
+
+def _check_handle(name: str, head: Tensor, arguments: tuple) -> None:
+    """Check the arguments of `rebuild_cuda_tensor` against what was announced."""
+    if len(arguments) <= _STORAGE_SIZE_PLACE:
+        raise ValueError(f"{name} has a handle of {len(arguments)} parts: it is no whole handle")
+    _, size, stride, offset, _, dtype = arguments[:_DEVICE_PLACE]
+    if (dtype, tuple(size)) != (head.dtype, tuple(head.shape)):
+        raise CheckpointError(
+            f"{name} is {dtype} {list(size)} in shared memory, and was announced as {head.dtype} "
+            f"{list(head.shape)}"
+        )
+    held = arguments[_STORAGE_SIZE_PLACE] // head.dtype.itemsize
+    needed = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride))
+    if head.numel() and needed > held:
+        raise CheckpointError(
+            f"{name} needs {needed} elements of shared memory, and its handle has {held}"
+        )
+
+
 _DEVICE_PLACE = 6
 """Of the device's number among the arguments of `rebuild_cuda_tensor`."""
+_STORAGE_SIZE_PLACE = 8
+"""Of the bytes of its memory."""
 _HARMLESS = {
     ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): rebuild_cuda_tensor,
     ("torch", "Size"): torch.Size,

@@ -32,6 +32,7 @@ from megatron_hybrid.inference.request import GenerationResult, RequestOutput
 from megatron_hybrid.inference.request_builder import Prompt
 from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
+from megatron_hybrid.inference.weight_updates import WeightsUnfinishedError
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import TemplateFields
 from megatron_hybrid.serving.history import History
@@ -505,7 +506,7 @@ class Service:
             raise refusal_of(error, ticket.names) from error
         except ApiError:
             raise
-        except RankFailedError as error:
+        except (RankFailedError, WeightsUnfinishedError) as error:
             raise ApiError(503, str(error)) from error
         except Exception as error:
             logger.exception("request %s failed", ticket.request_id)

@@ -13,6 +13,7 @@ import math
 import os
 import zlib
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from megatron_hybrid.checkpoints.checkpoint import writes
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.files import replace_file
+from megatron_hybrid.inference.fingerprint import sample_hash
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.packed_weight import require_unpacked
 from megatron_hybrid.models.sharding.collectives import (
@@ -46,7 +48,7 @@ from megatron_hybrid.models.sharding.tensor_sharding import (
     full_shape,
     shard,
 )
-from megatron_hybrid.ranks import fail_together
+from megatron_hybrid.ranks import RankError, Ranks, fail_together, ranks_of
 from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.validation import is_int, is_number
 
@@ -197,14 +199,19 @@ def merge_adapters(model: HybridModel) -> None:
         ValueError: weights are packed, which have no room for the sum.
     """
     require_unpacked(model, "adapters cannot be merged")
-    for projection in adapters_of(model).values():
-        weight = projection.weight
-        with torch.no_grad():
+    with torch.no_grad():
+        for projection in adapters_of(model).values():
+            weight = projection.weight
             weight.copy_(weight.float() + projection.lora.product())
+    _remove_adapters(model)
+    model.num_weight_changes += 1
+
+
+def _remove_adapters(model: HybridModel) -> None:
+    for projection in adapters_of(model).values():
         projection.lora_hook.remove()
         del projection.lora, projection.lora_hook
     model.lora_fields = None
-    model.num_weight_changes += 1
 
 
 def save_adapters(model: HybridModel, folder: str | os.PathLike) -> None:
@@ -238,7 +245,8 @@ def load_adapters(model: HybridModel, folder: str | os.PathLike) -> None:
     """Add the adapters of `save_adapters` to a model in any layout. Call it on every rank.
 
     Raises:
-        CheckpointError: they cannot be read, or are of another model.
+        CheckpointError: they cannot be read, are of another model, or differ between the ranks; on
+            all ranks, and nothing has changed.
         ValueError: as `add_adapters`.
     """
     folder = Path(folder)
@@ -249,17 +257,49 @@ def load_adapters(model: HybridModel, folder: str | os.PathLike) -> None:
             state = load_file(folder / WEIGHTS_FILE)
         except (OSError, ValueError, TypeError, SafetensorError) as error:
             raise CheckpointError(f"{folder} has no adapters to read: {error}") from error
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     add_adapters(model, fields)
-    with fail_together(CheckpointError), torch.no_grad():
-        for name, parameter in _parameters(adapters_of(model)).items():
-            expected = whole_shape(parameter)
-            if name not in state or tuple(state[name].shape) != expected:
-                found = f"has {list(state[name].shape)}" if name in state else "is missing"
+    parameters = _parameters(adapters_of(model))
+    try:
+        with closing(ranks_of(model.pg_collection)) as ranks, ranks.together("load_adapters()"):
+            _check_equal(ranks, fields, state)
+            known = {name for names in ranks.gather(list(parameters)) for name in names}
+            if extra := sorted(state.keys() - known):
                 raise CheckpointError(
-                    f"{folder}: {name} {found}, the model's is {list(expected)}: these adapters "
-                    "are of another model."
+                    f"{folder} holds {extra[0]}, which the model lacks: these adapters are of "
+                    "another model."
                 )
+            for name, parameter in parameters.items():
+                expected = whole_shape(parameter)
+                if name not in state or tuple(state[name].shape) != expected:
+                    found = f"has {list(state[name].shape)}" if name in state else "is missing"
+                    raise CheckpointError(
+                        f"{folder}: {name} {found}, the model's is {list(expected)}: these "
+                        "adapters are of another model."
+                    )
+    except BaseException as error:
+        _remove_adapters(model)
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        if isinstance(error, RankError):
+            raise CheckpointError(str(error)) from error
+        raise
+    with torch.no_grad():
+        for name, parameter in parameters.items():
             parameter.copy_(own_piece(state[name], parameter, model.pg_collection))
+
+
+def _check_equal(ranks: Ranks, fields: LoraFields, state: dict[str, Tensor]) -> None:
+    """Raise CheckpointError if the ranks have read different adapters."""
+    said = {"the adapters' fields": repr(fields)}
+    for name, tensor in sorted(state.items()):
+        values = f"{sample_hash(tensor):016x}"
+        said[f"tensor {len(said)} of the adapters"] = name, str(tensor.dtype), values
+    said["the number of adapters' tensors"] = len(state)
+    try:
+        ranks.require_equal(said)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def _parameters(adapted: dict[str, nn.Module]) -> dict[str, nn.Parameter]:

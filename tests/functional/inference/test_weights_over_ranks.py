@@ -1,4 +1,5 @@
-"""`load_weights` on two ranks, in every layout: they answer as one rank on the new weights."""
+"""`load_weights` on two ranks, in every layout: they answer as one rank on the new weights. What
+happens after a fault is in `test_weight_faults.py`."""
 
 import pytest
 import torch
@@ -12,12 +13,10 @@ from megatron_hybrid.checkpoints.checkpoint import (
     read_config,
     save_checkpoint,
 )
-from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.compat import parallel_state
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.ranks import RankError
 
 RANKS = 2
 MODEL = dict(
@@ -36,7 +35,6 @@ LAYOUTS = {
 CONFIG = dict(cache_bytes=1 << 20, max_requests=4, max_sequence_length=160, verify_ranks=True)
 PROMPTS = [random_tokens(60, seed=seed) for seed in range(2)]
 LOGGED = greedy(4, return_log_probs=True, skip_prompt_log_probs=True)
-LAST = "decoder.layers.3.mlp.linear_fc2.weight"  # of the last stage
 
 
 def answers(engine):
@@ -67,13 +65,6 @@ def run_layout(rank, folder, sizes):
         given["stream"] = answers(engine)
         engine.load_weights(old)
         given["back"] = answers(engine)
-        with pytest.raises((CheckpointError, RankError), match=f"{LAST} has shape"):
-            engine.load_weights({**new, LAST: torch.zeros(3, 3)})
-        given["refused"] = answers(engine)
-        assert engine.epoch == 2
-        with pytest.raises((CheckpointError, RankError), match="no tensor wrong"):
-            engine.load_weights(received({"wrong": torch.zeros(2), **new}))
-        assert engine.epoch == 3  # the others were written
         engine.load_weights(new)
         given["again"] = answers(engine)
         # The first rank alone.
@@ -81,14 +72,11 @@ def run_layout(rank, folder, sizes):
             with engine.lead():
                 engine.load_weights(old)
                 given["led"] = answers(engine)
-                with pytest.raises((CheckpointError, RankError), match=f"{LAST} has shape"):
-                    engine.load_weights({**new, LAST: torch.zeros(3, 3)})
-                given["led and refused"] = answers(engine)
                 engine.load_weights(iter(new.items()))
                 given["led stream"] = answers(engine)
         else:
             engine.follow()
-        assert engine.epoch == 6
+        assert engine.epoch == 5
         engine.check_integrity()
     return given
 
@@ -119,19 +107,16 @@ def test_ranks_answer_with_new_weights_as_one(tmp_path):
         "at first": "old",
         "stream": "new",
         "back": "old",
-        "refused": "old",
         "again": "new",
         "led": "old",
-        "led and refused": "old",
         "led stream": "new",
     }
     for layout in LAYOUTS:
         assert given[layout].keys() == weights.keys()
         for how, rows in given[layout].items():
-            again = how in ("refused", "led and refused")  # all of it is still cached
             for (tokens, logs, skipped), row in zip(rows, expected[weights[how]], strict=True):
                 assert tokens == row[0], (layout, how)
                 torch.testing.assert_close(
                     torch.tensor(logs), torch.tensor(row[1]), atol=1e-5, rtol=0
                 )
-                assert skipped == (60 if again else row[2]), (layout, how)
+                assert skipped == row[2], (layout, how)

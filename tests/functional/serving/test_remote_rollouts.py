@@ -205,6 +205,31 @@ def test_the_routes_of_a_trainer_answer_as_those_of_vllm(server, folders):
     assert tokens == [tokens for tokens, _ in expected_of(model_of(1))[0]]
 
 
+def test_after_a_failed_update_requests_are_refused_until_one_is_whole(server, folders):
+    body = {**DRAWN, "prompt": PROMPTS[0], "n": SAMPLES, "return_token_ids": True}
+
+    def update(*paths):
+        call(server, "POST", "/start_weight_update")
+        for path in paths:
+            info = {"update_info": {"path": str(path)}}
+            answer = call(server, "POST", "/update_weights", json=info)
+        return answer
+
+    def ask():
+        return call(server, "POST", "/v1/completions", "one", json=body)
+
+    assert update("/nowhere").status_code == 400  # of which nothing was written
+    assert ask().status_code == 200
+    assert update(folders[1], "/nowhere").status_code == 400
+    answer = ask()
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 503 and "'/nowhere'" in message and "once more" in message
+    assert update(folders[1]).status_code == 200
+    assert call(server, "POST", "/finish_weight_update").status_code == 200
+    tokens = [choice["token_ids"] for choice in ask().json()["choices"]]
+    assert tokens == [tokens for tokens, _ in expected_of(model_of(1))[0]]
+
+
 def test_a_pause_ends_answers_with_what_they_have(server):
     async def ask():
         async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S) as client:

@@ -122,8 +122,9 @@ def test_an_update_holds_requests_back_and_they_go_on_with_it(tmp_path):
             await engine.start_weight_update()
             with pytest.raises(ValueError):
                 await engine.receive_weights({"path": "/nowhere"})
-            await engine.finish_weight_update()
-            assert (await engine.generate(PROMPT, greedy(4))).epochs == [(2, 0)]
+            assert (await engine.generate(PROMPT, greedy(4))).epochs == [(1, 0)]
+            with pytest.raises(RuntimeError, match="needs an update"):
+                await engine.finish_weight_update()
 
     asyncio.run(run())
 

@@ -13,8 +13,9 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_checkpoint
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
-from megatron_hybrid.inference import weight_updates
-from megatron_hybrid.inference.weight_transfer import GroupInfo, WeightGroup, part_of
+from megatron_hybrid.inference import weight_transfer
+from megatron_hybrid.inference.weight_transfer import GroupInfo, TrainerError, WeightGroup, part_of
+from megatron_hybrid.inference.weight_updates import WeightsUnfinishedError
 
 PROMPT = random_tokens(100)
 LOGGED = greedy(5, return_log_probs=True, skip_prompt_log_probs=True)
@@ -38,16 +39,20 @@ def answer(engine):
 class TrainersGroup:
     """In place of a `WeightGroup`: what a trainer sends, in order. None: it has left."""
 
-    device = torch.device("cpu")
+    has_heads = True
 
     def __init__(self, tensors):
-        self.left = list(tensors)
+        self.left, self.has_failed = list(tensors), False
 
-    def broadcast(self, tensor):
+    def receive(self, name, like):
         sent = self.left.pop(0)
         if sent is None:
-            raise weight_updates.TrainerError("the trainer's group has failed")
-        return tensor.copy_(sent)
+            self.has_failed = True
+            raise TrainerError("the trainer's group has failed")
+        return sent
+
+    def skip(self, number):
+        del self.left[:number]
 
     def close(self):
         self.left = []
@@ -124,8 +129,10 @@ def test_a_mistake_in_the_first_part_changes_nothing_and_ends_the_update(served)
         engine.finish_weight_update()
 
 
-@pytest.mark.parametrize("failure", ["a mistake", "the trainer leaves", "a new start"])
-def test_half_an_update_is_never_used(served, failure):
+@pytest.mark.parametrize(
+    "failure", ["a mistake", "the trainer leaves", "a new start", "another trainer", "a load"]
+)
+def test_half_an_update_is_never_used(served, failure, monkeypatch):
     engine, _, expected = served
     named = weights_of(fresh_model(1))
     tensors = [tensor for _, tensor in named]
@@ -137,11 +144,22 @@ def test_half_an_update_is_never_used(served, failure):
         with pytest.raises(CheckpointError, match="no tensor wrong"):
             engine.receive_weights(info_of([("wrong", tensors[1])]))
     elif failure == "the trainer leaves":
-        with pytest.raises(weight_updates.TrainerError, match="has failed"):
+        with pytest.raises(TrainerError, match="has failed"):
             engine.receive_weights(info_of(named[1:3]))
         with pytest.raises(RuntimeError, match="needs an update"):
             engine.receive_weights(info_of(named[:1]))
-    with pytest.raises(RuntimeError, match=r"not those of one model|is under way"):
+    elif failure == "another trainer":
+        monkeypatch.setattr(GroupInfo, "join", lambda self, *_: TrainersGroup([]))
+        engine.init_weight_transfer_engine(MEETING)
+        with pytest.raises(RuntimeError, match="needs an update"):
+            engine.receive_weights(info_of(named[:1]))
+        with pytest.raises(WeightsUnfinishedError, match="another trainer has come"):
+            engine.step()
+    elif failure == "a load":
+        engine.load_weights(named[1:2])
+        with pytest.raises(WeightsUnfinishedError, match="begun anew before its end"):
+            engine.step()
+    with pytest.raises(WeightsUnfinishedError, match=r"not those of one model|is under way"):
         engine.step()
     engine._updates._group = TrainersGroup(tensors[1:] + tensors[:1])
     engine.start_weight_update()
@@ -159,7 +177,7 @@ def test_load_weights_and_update_weights_end_half_an_update(served):
     for end in ("load_weights", "update_weights"):
         engine._updates._group = TrainersGroup([named[0][1], None])
         engine.start_weight_update()
-        with pytest.raises(weight_updates.TrainerError):
+        with pytest.raises(TrainerError):
             engine.receive_weights(info_of(named[:2]))
         assert engine.awaits_weights
         if end == "load_weights":
@@ -180,7 +198,13 @@ def pickled(value):
 
 ONE = {"names": [OUTPUT], "dtype_names": ["torch.float32"], "shapes": [[97, 32]]}
 ARGUMENTS = (torch.Tensor, torch.Size([97, 32]), (32, 1), 0, torch.UntypedStorage, torch.float32)
-HANDLE = (rebuild_cuda_tensor, (*ARGUMENTS, 0, b"handle", 12416, 0, False, b"", 0, b"", True))
+
+
+def handle(*arguments, size=12416):
+    return rebuild_cuda_tensor, (*arguments, 0, b"handle", size, 0, False, b"", 0, b"", True)
+
+
+HANDLE = handle(*ARGUMENTS)
 
 
 class Evil:
@@ -197,7 +221,10 @@ class Evil:
         ({**ONE, "names": "a"}, "update_info.names is a list"),
         ({**ONE, "names": []}, "has 0 names, 1 dtype_names, 1 shapes"),
         ({**ONE, "dtype_names": ["float33"]}, f"'float33', of {OUTPUT}, is no dtype"),
+        ({**ONE, "names": [3]}, "update_info.names has 3, which is no text"),
         ({**ONE, "shapes": [[-1]]}, r"\[-1\] is no shape"),
+        ({**ONE, "shapes": [[2**70]]}, r"\[1180591620717411303424\], of .*, has more elements"),
+        ({**ONE, "shapes": [[2**40, 0, 2**40]]}, "has more elements than memory can hold"),
         ({**ONE, "packed": True}, "sent one by one here, leave packed out"),
         (ONE, "no trainer's group was joined: call init_weight_transfer_engine"),
         ({"path": "relative"}, "is 'relative'; it is the absolute path"),
@@ -220,13 +247,32 @@ def test_what_is_no_part_is_refused(info, message):
         part_of(info, None, torch.device("cpu"))
 
 
-def test_handles_are_read_as_they_were_sent():
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (HANDLE, None),
+        ((rebuild_cuda_tensor, ARGUMENTS), "has a handle of 6 parts"),
+        (handle(*ARGUMENTS[:5], torch.bfloat16), r"is torch.bfloat16 \[97, 32\] in shared memory"),
+        (
+            handle(torch.Tensor, torch.Size([96, 32]), *ARGUMENTS[2:]),
+            r"float32 \[96, 32\] in shared",
+        ),
+        (handle(*ARGUMENTS, size=12412), "needs 3104 elements of shared memory, .* has 3103"),
+    ],
+)
+def test_handles_are_those_of_what_was_announced(made, message, monkeypatch):
     """As far as it goes without a GPU: what is unpickled is what torch makes there."""
-    part = part_of(
-        {**ONE, "ipc_handles_pickled": pickled([{"GPU-1": HANDLE}])}, None, torch.device("cuda")
-    )
-    assert part._handles == [{"GPU-1": HANDLE[1]}]
-    assert [(name, head.shape) for name, head in part.heads] == [(OUTPUT, (97, 32))]
+    monkeypatch.setattr(weight_transfer, "_uuid_of", lambda device: "GPU-1")
+    for gpu in ("GPU-1", "GPU-2"):
+        info = {**ONE, "ipc_handles_pickled": pickled([{gpu: made}])}
+        expected = message or ("has no handle for the GPU GPU-1" if gpu == "GPU-2" else None)
+        if expected is None:
+            part = part_of(info, None, torch.device("cuda"))
+            assert part._handles == [HANDLE[1]]
+            assert [(name, head.shape) for name, head in part.heads] == [(OUTPUT, (97, 32))]
+        else:
+            with pytest.raises(ValueError, match=expected):
+                part_of(info, None, torch.device("cuda"))
 
 
 MEETING = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
@@ -235,7 +281,8 @@ MEETING = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "w
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"master_port": 0}, "init_info.master_port is 0; it is a whole number from 1 on"),
+        ({"master_port": 0}, "init_info.master_port is 0; it is a whole number from 1 to 65535"),
+        ({"master_port": 70000}, "init_info.master_port is 70000"),
         ({"rank_offset": "x"}, "init_info.rank_offset is 'x'"),
         ({"master_address": 3}, "init_info.master_address is 3; it is a text"),
         ({"rank_offset": 2}, "rank 2 is outside of a group of 2 processes"),
@@ -256,5 +303,5 @@ def test_a_trainer_that_does_not_come_is_told(monkeypatch):
 
     monkeypatch.setattr(dist, "TCPStore", waits)
     message = r"the group 'weights' at 127\.0\.0\.1:1 has not met: timed out"
-    with pytest.raises(weight_updates.TrainerError, match=message):
+    with pytest.raises(TrainerError, match=message):
         WeightGroup("127.0.0.1", 1, 1, 2)

@@ -142,11 +142,22 @@ def test_adapters_of_another_model_are_refused(tmp_path):
         load_adapters(model, tmp_path)
     add_adapters(model, LoraFields(rank=4))
     save_adapters(model, tmp_path)
-    match = r"decoder.layers.0.mixer.in_proj.lora.a has \[4, 48\], the model's is \[4, 64\]"
-    with pytest.raises(CheckpointError, match=match):
-        load_adapters(small_model("M", hidden_size=64), tmp_path)
-    with pytest.raises(CheckpointError, match=r"layers.1.mixer.in_proj.lora.a is missing"):
-        load_adapters(small_model("MM"), tmp_path)
+    for other, match in (
+        (
+            small_model("M", hidden_size=64),
+            r"decoder.layers.0.mixer.in_proj.lora.a has \[4, 48\], the model's is \[4, 64\]",
+        ),
+        (small_model("MM"), r"layers.1.mixer.in_proj.lora.a is missing"),
+        (small_model("*"), r"holds decoder.layers.0.mixer.in_proj.lora.a, which the model lacks"),
+    ):
+        tokens = random_tokens(1, 20)
+        before = other(tokens)
+        with pytest.raises(CheckpointError, match=match):
+            load_adapters(other, tmp_path)
+        # It is as it was.
+        assert not adapters_of(other) and torch.equal(other(tokens), before)
+        assert all(parameter.requires_grad for parameter in other.parameters())
+        add_adapters(other, LoraFields(rank=4))
     fields = json.loads((tmp_path / "adapters.json").read_text())
     (tmp_path / "adapters.json").write_text(json.dumps({**fields, "size": 3}))
     with pytest.raises(CheckpointError, match=r"has no adapters to read: .*size"):

@@ -1,0 +1,573 @@
+"""Faults of new weights, by path and layout: the error, what the engine does next, and that a full
+update brings the new model's bits. Both ranks of a row share one process for all rows."""
+
+import re
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from commands import free_port
+from rank_processes import join_ranks, run_ranks
+from reference import greedy, random_tokens, tiny_model
+from torch.distributed import distributed_c10d
+
+from megatron_hybrid.checkpoints.checkpoint import (
+    load_checkpoint,
+    own_tensors,
+    read_config,
+    save_checkpoint,
+)
+from megatron_hybrid.compat import parallel_state
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.weight_transfer import TrainerError, WeightGroup
+from megatron_hybrid.inference.weight_updates import WeightsUnfinishedError
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.ranks import RankError
+from megatron_hybrid.training.lora import LoraFields, add_adapters, load_adapters, save_adapters
+
+RANKS = 2
+MODEL = dict(
+    layer_pattern="M*|E-",
+    mamba_num_groups=2,
+    num_moe_experts=4,
+    moe_router_topk=2,
+    moe_ffn_hidden_size=24,
+)
+LAYOUTS = {
+    "TP": dict(tensor_model_parallel_size=2),
+    "PP": dict(pipeline_model_parallel_size=2),
+    "EP": dict(expert_model_parallel_size=2),
+    "one": {},  # two replicas, each of one rank
+}
+CONFIG = dict(cache_bytes=1 << 20, max_requests=2, max_sequence_length=96, verify_ranks=True)
+PROMPT = random_tokens(40)
+LOGGED = greedy(3, return_log_probs=True, skip_prompt_log_probs=True)
+LAST = "decoder.layers.3.mlp.linear_fc2.weight"  # of the last stage
+EXPERTS = "decoder.layers.2.mlp.experts.linear_fc1.weight"
+DIFFER = "the ranks have different weights: rank 0 on .* has "
+
+
+@dataclass(frozen=True)
+class Row:
+    """A fault.
+
+    Args:
+        name: the path, and the fault.
+        fault: makes it, on each rank.
+        error: what all ranks raise.
+        writes: whether something is written before it.
+        several: whether it is one between ranks.
+        sent: for a trainer: what it sends, of the new weights; None: nothing.
+        is_raw: whether the trainer uses torch alone.
+        leaves: whether the group ends.
+        is_often: whether it runs in `make test`.
+    """
+
+    name: str
+    fault: Callable
+    error: str
+    writes: bool = False
+    several: bool = False
+    sent: Callable | None = None
+    is_raw: bool = False
+    leaves: bool = False
+    is_often: bool = False
+
+
+@dataclass
+class Job:
+    """What a fault may use."""
+
+    engine: DynamicInferenceEngine
+    rank: int
+    new: dict[str, torch.Tensor]
+    folder: str
+
+    @property
+    def is_second(self) -> bool:
+        """Whether the fault is made here, if one rank makes it. With one rank each does."""
+        return self.rank == 1 or self.engine.ranks.size == 1
+
+    def receive(self, *infos) -> None:
+        """An update of parts, in order."""
+        self.engine.start_weight_update()
+        for info in infos:
+            self.engine.receive_weights(info)
+        self.engine.finish_weight_update()
+
+    def announce(self, **fields) -> None:
+        """Receive all tensors, which a trainer sends."""
+        self.receive({**info_of(self.new), **fields})
+
+    def lead(self, load: Callable) -> None:
+        """Let the first rank alone call."""
+        if self.rank and self.engine.ranks.size > 1:
+            self.engine.follow()
+            raise RankError(LEADER_HAS_IT)
+        with self.engine.lead():
+            load()
+
+
+LEADER_HAS_IT = "the leading rank has the error"
+
+
+def info_of(named):
+    return {
+        "names": list(named),
+        "dtype_names": [str(tensor.dtype) for tensor in named.values()],
+        "shapes": [list(tensor.shape) for tensor in named.values()],
+    }
+
+
+def half(named):
+    return list(named.items())[: len(named) // 2]
+
+
+def raises_after(pairs):
+    yield from pairs
+    raise OSError("the trainer is gone")
+
+
+def at(named, index, value):
+    """The weights, with another tensor at a place."""
+    pairs = list(named.items())
+    pairs[index] = pairs[index][0], value(pairs[index][1])
+    return pairs
+
+
+def second_has(job, change):
+    return change(job.new) if job.is_second else job.new
+
+
+def swapped(named):
+    """Two tensors of the same shape and dtype in each other's place."""
+    pairs = list(named.items())
+    shapes = [(tensor.shape, tensor.dtype) for _, tensor in pairs]
+    i, j = next((i, j) for j in range(len(pairs)) for i in range(j) if shapes[i] == shapes[j])
+    pairs[i], pairs[j] = pairs[j], pairs[i]
+    return pairs
+
+
+def list_rows():
+    load = lambda change: lambda job: job.engine.load_weights(change(job))  # noqa: E731
+    yield Row(
+        "list: a rank lacks one",
+        load(lambda job: second_has(job, lambda new: dict(list(new.items())[1:]))),
+        DIFFER + "embedding.*, rank 1 on .* has ",
+        several=True,
+        is_often=True,
+    )
+    yield Row(
+        "list: another order",
+        load(lambda job: second_has(job, lambda new: dict(reversed(new.items())))),
+        DIFFER,
+        several=True,
+    )
+    yield Row(
+        "list: another dtype",
+        load(lambda job: second_has(job, lambda new: dict(at(new, 3, torch.Tensor.double)))),
+        DIFFER + r".*torch.float32.*, rank 1 on .* has .*torch.float64",
+        several=True,
+    )
+    yield Row(
+        "list: other values",
+        load(lambda job: second_has(job, lambda new: dict(at(new, 3, torch.neg)))),
+        DIFFER + ".* with the hash ",
+        several=True,
+        is_often=True,
+    )
+    yield Row(
+        "list: an unknown name",
+        load(lambda job: {**job.new, "wrong": torch.zeros(2)}),
+        "no tensor wrong",
+    )
+    yield Row(
+        "list: a wrong shape",
+        load(lambda job: {**job.new, LAST: torch.zeros(3, 3)}),
+        f"{LAST} has shape",
+        is_often=True,
+    )
+    yield Row(
+        "list: no pairs on a rank",
+        load(lambda job: [3] if job.is_second else job.new),
+        "pairs of a name and a tensor, got a int",
+    )
+    yield Row(
+        "list: some experts",
+        load(lambda job: {f"{EXPERTS}0": job.new[EXPERTS][0]}),
+        f"{EXPERTS}0 was given without {EXPERTS}1",
+    )
+
+
+def stream_rows():
+    load = lambda pairs: lambda job: job.engine.load_weights(iter(pairs(job)))  # noqa: E731
+    yield Row(
+        "stream: it raises half way",
+        load(lambda job: raises_after(half(job.new)) if job.is_second else job.new.items()),
+        "OSError: the trainer is gone|^the trainer is gone",
+        writes=True,
+        is_often=True,
+    )
+    yield Row(
+        "stream: it raises at once",
+        load(lambda job: raises_after([]) if job.is_second else job.new.items()),
+        "OSError: the trainer is gone|^the trainer is gone",
+    )
+    yield Row(
+        "stream: it ends early",
+        load(lambda job: half(job.new) if job.is_second else job.new.items()),
+        DIFFER + ".*, rank 1 on .* has nothing more",
+        writes=True,
+        several=True,
+        is_often=True,
+    )
+    yield Row(
+        "stream: another name",
+        load(lambda job: swapped(job.new) if job.is_second else job.new.items()),
+        DIFFER,
+        writes=True,
+        several=True,
+    )
+    yield Row(
+        "stream: other values",
+        load(lambda job: at(job.new, 3, torch.neg) if job.is_second else job.new.items()),
+        DIFFER,
+        writes=True,
+        several=True,
+    )
+    yield Row(
+        "stream: a wrong shape",
+        load(lambda job: {**job.new, LAST: torch.zeros(3, 3)}.items()),
+        f"{LAST} has shape",
+        writes=True,
+    )
+    yield Row(
+        "stream: some experts",
+        load(lambda job: [*half(job.new), (f"{EXPERTS}0", job.new[EXPERTS][0])]),
+        f"{EXPERTS}0 was given without {EXPERTS}1",
+        writes=True,
+    )
+
+
+def led_rows():
+    yield Row(
+        "led: a wrong shape in a list",
+        lambda job: job.lead(lambda: job.engine.load_weights({**job.new, LAST: torch.zeros(3, 3)})),
+        f"{LAST} has shape|{LEADER_HAS_IT}",
+    )
+    yield Row(
+        "led: a stream raises half way",
+        lambda job: job.lead(lambda: job.engine.load_weights(raises_after(half(job.new)))),
+        f"the trainer is gone|{LEADER_HAS_IT}",
+        writes=True,
+        is_often=True,
+    )
+    yield Row(
+        "led: a wrong shape in a stream",
+        lambda job: job.lead(
+            lambda: job.engine.load_weights(iter({**job.new, LAST: torch.zeros(3, 3)}.items()))
+        ),
+        f"{LAST} has shape|{LEADER_HAS_IT}",
+        writes=True,
+    )
+
+
+def info_rows():
+    one = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
+    for name, info, error in (
+        ("no such folder", {"path": "/nowhere"}, "update_info.path is '/nowhere'"),
+        ("a folder without weights", {"path": "/"}, "model.safetensors does not exist"),
+        ("an unknown field", {"path": "/", "x": 1}, "update_info has 'x'"),
+        ("no object", [], "update_info is an object"),
+    ):
+        receive = lambda job, info=info: job.receive(info)  # noqa: E731
+        yield Row(f"info: {name}", receive, error, is_often=name == "no such folder")
+    yield Row(
+        "folder: of another model",
+        lambda job: job.receive({"path": f"{job.folder}/other"}),
+        r"has shape .* the model's config gives it|no tensor",
+    )
+    yield Row(
+        "folder: it is missing on a rank",
+        lambda job: job.receive({"path": "/nowhere" if job.is_second else f"{job.folder}/new"}),
+        "update_info.path is '/nowhere'",
+    )
+    yield Row(
+        "folder: another one on a rank",
+        lambda job: job.receive({"path": f"{job.folder}/{'old' if job.rank else 'new'}"}),
+        DIFFER,
+        writes=True,  # of tensors that are equal in both, such as norms
+        several=True,
+    )
+    yield Row(
+        "folder: a mistake in a later part",
+        lambda job: job.receive({"path": f"{job.folder}/new"}, {"path": "/nowhere"}),
+        "update_info.path is '/nowhere'",
+        writes=True,
+        is_often=True,
+    )
+    yield Row(
+        "folder: another kind of part on a rank",
+        lambda job: job.receive({"path": f"{job.folder}/new"} if job.rank else {**one, "x": 1}),
+        "update_info has 'x'",
+        several=True,
+    )
+
+
+def adapter_rows():
+    for name, first, second, error, several in (
+        ("of another model", "other", "other", "of another model", False),
+        ("another factor on a rank", "some", "more", "the adapters' fields.* rank 1 on", True),
+        ("other values on a rank", "some", "rest", "tensor 1 of the adapters.* rank 1 on", True),
+        ("missing on a rank", "some", "none", "has no adapters to read", False),
+    ):
+        yield Row(
+            f"adapters: {name}",
+            lambda job, first=first, second=second: load_adapters(
+                job.engine.model, f"{job.folder}/adapters-{second if job.is_second else first}"
+            ),
+            error,
+            several=several,
+        )
+
+
+def sent_rows(is_raw):
+    """Rows of a trainer that sends tensors, by our class or by torch alone."""
+    kind = "raw" if is_raw else "sent"
+
+    def row(name, sent, error, announced=lambda new: {}, **fields):
+        fault = lambda job: job.announce(**announced(job.new))  # noqa: E731
+        return Row(f"{kind}: {name}", fault, error, sent=sent, is_raw=is_raw, **fields)
+
+    fewer, more = "fewer bytes than the", "more bytes than the"
+    if not is_raw:
+        fewer = more = "and was announced as torch.float32"
+    everything = lambda new: list(new.items())  # noqa: E731
+    yield row(
+        "bf16 as fp32 at first", lambda new: at(new, 0, torch.Tensor.bfloat16), fewer, is_often=True
+    )
+    yield row(
+        "bf16 as fp32 later",
+        lambda new: at(new, 4, torch.Tensor.bfloat16),
+        fewer,
+        writes=True,
+        is_often=True,
+    )
+    yield row(
+        "short by one", lambda new: at(new, 4, lambda t: t.flatten()[:-1]), fewer, writes=True
+    )
+    yield row(
+        "long by one",
+        lambda new: at(new, 4, lambda t: torch.cat([t.flatten(), t.new_ones(1)])),
+        more,
+        writes=True,
+    )
+    yield row(
+        "twice as long",
+        lambda new: at(new, 4, lambda t: torch.cat([t, t])),
+        more,
+        writes=True,
+        is_often=True,
+    )
+    yield row(
+        "an unknown name",
+        everything,
+        "no tensor wrong",
+        lambda new: {"names": ["wrong", *list(new)[1:]]},
+    )
+    yield row(
+        "an unknown dtype",
+        everything,
+        "'fp32', of .*, is no dtype",
+        lambda new: {"dtype_names": ["fp32"] * len(new)},
+        leaves=is_raw,
+        is_often=is_raw,
+    )
+    yield row(
+        "a shape that overflows",
+        everything,
+        "has more elements than",
+        lambda new: {"shapes": [[2**70]] * len(new)},
+        leaves=is_raw,
+    )
+    if not is_raw:
+        yield row("another order", swapped, "and another tensor was sent", writes=True)
+        longer = lambda new: at(new, 4, lambda t: torch.cat([t] * 10))  # noqa: E731
+        yield row("ten times as long", longer, more, writes=True)
+    yield row("the trainer leaves", half, "trainer|Connection", writes=True, leaves=True)
+
+
+ROWS = [*list_rows(), *stream_rows(), *led_rows(), *info_rows(), *adapter_rows()]
+ROWS += [*sent_rows(is_raw=False), *sent_rows(is_raw=True)]
+
+
+# Processes ----------------------------------------------------------------------------------------
+
+
+class RawGroup:
+    """A trainer's end of a group, made as RL stacks do, by torch alone."""
+
+    def __init__(self, port):
+        seconds = timedelta(seconds=60)
+        store = dist.TCPStore("127.0.0.1", port, 1 + RANKS, is_master=True, timeout=seconds)
+        self.group, _ = distributed_c10d._new_process_group_helper(
+            1 + RANKS, 0, [], "gloo", dist.PrefixStore("weights", store), "weights", timeout=seconds
+        )
+        distributed_c10d._world.pg_group_ranks[self.group] = {i: i for i in range(1 + RANKS)}
+        self._store = store
+
+    def broadcast(self, tensor, name):
+        dist.broadcast(tensor.contiguous(), 0, group=self.group)
+
+    def close(self):
+        dist.destroy_process_group(self.group)
+        self._store = None
+
+
+def groups_of(rows):
+    """Which rows begin with a new group."""
+    before = None
+    for row in rows:
+        yield row, row.sent is not None and before != row.is_raw
+        if row.sent is not None:
+            before = None if row.leaves else row.is_raw
+
+
+def tell_port(folder, name):
+    """A free port, for the other ranks."""
+    port = free_port()
+    (folder / f"{name}.new").write_text(str(port))
+    (folder / f"{name}.new").rename(folder / name)
+    return port
+
+
+def told_port(folder, name):
+    while not (folder / name).exists():
+        time.sleep(0.01)
+    return int((folder / name).read_text())
+
+
+def run_trainer(rows, new, folder, layout):
+    group = None
+    for row, begins in groups_of(rows):
+        if row.sent is None:
+            continue
+        if begins:
+            if group is not None:
+                group.close()
+            port = tell_port(folder, f"port of {layout}, {row.name.replace(':', '')}")
+            group = RawGroup(port) if row.is_raw else WeightGroup("127.0.0.1", port, 0, 1 + RANKS)
+        with suppress(RuntimeError) if row.leaves else nullcontext():
+            for name, tensor in row.sent(new):
+                group.broadcast(tensor, name)
+        if row.leaves:
+            group.close()
+            group = None
+        else:  # the next full update comes through the same group
+            for name, tensor in new.items():
+                group.broadcast(tensor, name)
+
+
+def answer(engine):
+    result = engine.generate([PROMPT], LOGGED)[0]
+    return result.generated_tokens, result.log_probs
+
+
+def recover(job, row, number):
+    """A full update, by each way in turn."""
+    if row.sent is not None and not row.leaves:
+        job.announce()
+    elif number % 3 == 0:
+        job.receive({"path": f"{job.folder}/new"})
+    else:
+        job.engine.load_weights(job.new if number % 3 == 1 else iter(job.new.items()))
+
+
+def run_row(job, row, number, old, bits):
+    engine = job.engine
+    engine.load_weights(old)
+    assert answer(engine) == bits["old"]
+    epoch = engine.epoch
+    with pytest.raises((ValueError, RankError, OSError, TypeError, TrainerError)) as raised:
+        row.fault(job)
+    assert re.search(row.error, str(raised.value)), str(raised.value)
+    if row.writes:
+        with pytest.raises(WeightsUnfinishedError, match="send these once more, or the whole") as e:
+            answer(engine)
+        assert engine.weights_failure == str(e.value) and not engine.has_work
+    else:
+        assert not engine.awaits_weights and engine.epoch == epoch
+        assert answer(engine) == bits["old"]
+    recover(job, row, number)
+    assert not engine.awaits_weights and engine.epoch == epoch + 1
+    assert answer(engine) == bits["new"]
+
+
+def run_rank(rank, folder, layouts, is_whole):
+    rows = [row for row in ROWS if is_whole or row.is_often]
+    old, new = torch.load(folder / "old.pt"), torch.load(folder / "new.pt")
+    rows_of = {
+        name: [row for row in rows if not (row.several and name == "one")] for name in layouts
+    }
+    if rank == RANKS:
+        torch.set_num_threads(1)
+        for name in layouts:
+            run_trainer(rows_of[name], new, folder, name)
+        return
+    join_ranks(rank, RANKS, f"{folder}/rendezvous")
+    for name in layouts:
+        model = build_hybrid_model(read_config(folder / "old", **LAYOUTS[name]))
+        load_checkpoint(model, folder / "old")
+        with DynamicInferenceEngine(model.eval(), None, InferenceConfig(**CONFIG)) as engine:
+            job = Job(engine, rank, new, str(folder))
+            bits = {"old": answer(engine)}
+            engine.load_weights(new)
+            bits["new"] = answer(engine)
+            assert bits["old"] != bits["new"]
+            offset = 1 if engine.ranks.size > 1 else 1 + rank
+            meeting = {"rank_offset": offset, "world_size": 1 + RANKS}
+            for number, (row, begins) in enumerate(groups_of(rows_of[name])):
+                try:
+                    if begins:
+                        port = told_port(folder, f"port of {name}, {row.name.replace(':', '')}")
+                        meeting |= {"master_address": "127.0.0.1", "master_port": port}
+                        engine.init_weight_transfer_engine(meeting)
+                    run_row(job, row, number, old, bits)
+                except BaseException as error:
+                    text = f"{name}, {row.name}: {type(error).__name__}: {error}"
+                    raise AssertionError(text) from error
+            engine.check_integrity()
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("layouts", "is_whole"),
+    [
+        pytest.param(["TP", "one"], False, id="some"),
+        pytest.param([*LAYOUTS], True, id="all", marks=pytest.mark.matrix),
+    ],
+)
+def test_after_a_fault_the_old_weights_answer_or_nothing_does(tmp_path, layouts, is_whole):
+    for seed, name in enumerate(("old", "new")):
+        model = tiny_model(**MODEL, seed=seed)
+        save_checkpoint(model, tmp_path / name)
+        state = {n: t.detach().clone() for n, t in own_tensors(model).items()}
+        torch.save(state, tmp_path / f"{name}.pt")
+    save_checkpoint(tiny_model(**{**MODEL, "layer_pattern": "M*|M-"}), tmp_path / "other")
+    for name, factor in (("some", 1.0), ("more", 2.0), ("rest", 1.0), ("other", 1.0)):
+        fields = {**MODEL, "hidden_size": 96} if name == "other" else MODEL
+        model = tiny_model.__wrapped__(**fields)
+        add_adapters(model, LoraFields(rank=2, alpha=factor, targets=["in_proj"]))
+        if name == "rest":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(2 if parameter.requires_grad else 1)
+        save_adapters(model, tmp_path / f"adapters-{name}")
+    run_ranks(run_rank, (tmp_path, layouts, is_whole), RANKS + 1)
