@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.ops.dispatch import Backend
+from megatron_hybrid.ops.launch import FLOATS
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.to_device import all_to_device
 
@@ -141,12 +142,15 @@ def gradient_refusal(*tensors: Tensor | None) -> str | None:
     return None
 
 
-def dtype_refusal(*tensors: Tensor | None) -> str | None:
-    """Why kernels of 16 and 32 bits cannot serve."""
-    allowed = (torch.float32, torch.bfloat16, torch.float16)
+def input_refusal(*tensors: Tensor | None) -> str | None:
+    """Why kernels of 16 and 32 bits cannot serve, which take vectors of neighbours alone."""
     for tensor in tensors:
-        if tensor is not None and tensor.dtype not in allowed:
+        if tensor is None:
+            continue
+        if tensor.dtype not in FLOATS:
             return f"it takes no tensors of {tensor.dtype}"
+        if tensor.dim() == 1 and not tensor.is_contiguous():
+            return f"a vector has the stride {tensor.stride(0)}; it takes neighbours"
     return None
 
 

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.ops.activations import gelu_tanh, squared_relu
-from megatron_hybrid.ops.kernels import dtype_refusal, gradient_refusal
+from megatron_hybrid.ops.kernels import gradient_refusal, input_refusal
+from megatron_hybrid.ops.launch import kernel
 
 ELEMENTS = 1024
 """Elements of a program: 8 a thread, in loads of 16 bytes."""
@@ -20,6 +21,7 @@ KINDS = {F.silu: "silu", squared_relu: "squared_relu", gelu_tanh: "gelu_tanh"}
 KINDS[torch.sigmoid] = "sigmoid"
 
 
+@kernel(x="T G | C", factor="T G | C or None", y="T G C")
 @triton.jit
 def activate_kernel(
     x_ptr,
@@ -77,7 +79,7 @@ def verify(
         1,
     ):
         return "x and its factor differ in shape or dtype, or the factor has no rows of neighbours"
-    return dtype_refusal(x) or gradient_refusal(x, factor)
+    return input_refusal(x) or gradient_refusal(x, factor)
 
 
 def run(
@@ -91,12 +93,9 @@ def run(
     x, factor = (t if t is None or t.dim() == 3 else t.unsqueeze(1) for t in (x, factor))
     T, G, C = x.shape
     block = min(ELEMENTS, triton.next_power_of_2(C))
-    activate_kernel[T * G, triton.cdiv(C, block)](
-        x,
-        factor,
-        y,
-        *x.stride()[:2],
-        *((0, 0) if factor is None else factor.stride()[:2]),
+    activate_kernel(
+        (T * G, triton.cdiv(C, block)),
+        (x, factor, y.view(T, G, C)),
         G=G,
         C=C,
         KIND=KINDS[activation],

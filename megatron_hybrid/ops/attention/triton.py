@@ -15,7 +15,8 @@ from torch import Tensor
 from megatron_hybrid.ops.attention.pattern import AttentionPattern
 from megatron_hybrid.ops.attention.reference import check
 from megatron_hybrid.ops.attention.work import PARTIAL_BYTES, Tiles, split_keys, whole_keys
-from megatron_hybrid.ops.kernels import SequenceTable, dtype_refusal, gradient_refusal
+from megatron_hybrid.ops.kernels import SequenceTable, gradient_refusal, input_refusal
+from megatron_hybrid.ops.launch import kernel
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -31,6 +32,26 @@ def _load(ptrs, inside, ALL: tl.constexpr):
     return block
 
 
+@kernel(
+    q="T H D |",
+    k="pages B K D |",
+    v="pages B K P |",
+    table="int R M |",
+    sinks="H or None",
+    out="T H P |",
+    partial="fp32 room H P or None",
+    maxima="fp32 room H or None",
+    sums="fp32 room H or None",
+    sequences="int programs",
+    row_starts="int programs",
+    row_ends="int programs",
+    key_starts="int programs or None",
+    sizes="int programs or None",
+    tokens="int programs or None",
+    places="int tokens+1 or None",
+    boundaries="int R+1",
+    starts="int R",
+)
 @triton.jit
 def attention_kernel(
     q_ptr,
@@ -220,6 +241,15 @@ def attention_kernel(
         )
 
 
+@kernel(
+    partial="fp32 room H P",
+    maxima="fp32 room H",
+    sums="fp32 room H",
+    sinks="H or None",
+    out="T H P |",
+    rows="int programs",
+    places="int programs+1",
+)
 @triton.jit
 def join_kernel(
     partial_ptr,
@@ -307,7 +337,7 @@ def verify(
         return f"scale is {pattern.scale}; it takes those above 0"
     if (widest := max(q_THD.shape[-1], v_pages_nBKP.shape[-1])) > 576:
         return f"heads are {widest} wide; it takes up to 576"
-    return dtype_refusal(*tensors) or gradient_refusal(*tensors)
+    return input_refusal(*tensors) or gradient_refusal(*tensors)
 
 
 def run(
@@ -324,30 +354,16 @@ def run(
     (T, H, D), (_, B, K, P) = q_THD.shape, v_pages_nBKP.shape
     out_THP = q_THD.new_empty(T, H, P)
     out_THP[layout.num_tokens :] = 0
+    inputs = (q_THD, k_pages_nBKD, v_pages_nBKP, block_table_RM, sinks_H)
     table = SequenceTable.of(layout, q_THD.device)
-    pages = (k_pages_nBKD, v_pages_nBKP, block_table_RM, sinks_H)
-    strides = (
-        *q_THD.stride(),
-        *k_pages_nBKD.stride(),
-        *v_pages_nBKP.stride(),
-        *block_table_RM.stride(),
-        *out_THP.stride(),
-    )
+    positions = table.boundaries, table.starts if layout.starts is None else layout.starts
 
     def attend(tiles: Tiles, partial: tuple[Tensor | None, ...], few: bool) -> None:
         constants = few_blocks if few else blocks
-        grid = len(tiles.sequences), K, triton.cdiv(P, constants["BLOCK_P"])
-        attention_kernel[grid](
-            q_THD,
-            *pages,
-            out_THP,
-            *partial,
-            *tiles,
-            table.boundaries,
-            table.starts if layout.starts is None else layout.starts,
-            pattern.scale,
-            pattern.softcap or 1.0,
-            *strides,
+        attention_kernel(
+            (len(tiles.sequences), K, triton.cdiv(P, constants["BLOCK_P"])),
+            (*inputs, out_THP, *partial, *tiles, *positions),
+            (pattern.scale, pattern.softcap or 1.0),
             H=H,
             GROUP=H // K,
             D=D,
@@ -370,13 +386,9 @@ def run(
         partial = tuple(q_THD.new_empty(*sizes, *n, dtype=torch.float32) for n in ((P,), (), ()))
     for parts in launches:
         attend(parts.tiles, partial, few=True)
-        join_kernel[len(parts.rows), H](
-            *partial,
-            sinks_H,
-            out_THP,
-            parts.rows,
-            parts.tiles.places,
-            *out_THP.stride(),
+        join_kernel(
+            (len(parts.rows), H),
+            (*partial, sinks_H, out_THP, parts.rows, parts.tiles.places),
             H=H,
             P=P,
             HAS_SINKS=sinks_H is not None,

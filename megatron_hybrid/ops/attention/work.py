@@ -198,14 +198,14 @@ def _fixed_launches(
         largest *= 2
     firsts = lows // sizes
     counts = positions // sizes - firsts + 1
-    most_parts = min(MAX_PARTS, last // PART + 1, reach // PART + 2)
+    # A multiple of four, so that each field begins at a multiple of 16 bytes: see `all_to_device`.
+    most_parts = -(-min(MAX_PARTS, last // PART + 1, reach // PART + 2) // 4) * 4
 
     numbers = torch.arange(layout.num_sequences, dtype=torch.int32, device=positions.device)
     tile_starts = torch.arange(0, group, block_m, dtype=torch.int32, device=positions.device)
     parts = torch.arange(most_parts, dtype=torch.int32, device=positions.device)
-    # Launches begin at multiples of 16 bytes: see `all_to_device`.
     step = max(1, most_places // most_parts)
-    step -= step % 4 if step > 4 else 0
+    step -= step % 4 if step > 4 else 0  # for rows, as above
     for begin in range(0, layout.num_sequences, step):
         own = slice(begin, begin + step)
         rows = numbers[own]
@@ -219,5 +219,7 @@ def _fixed_launches(
             (rows - begin)[:, None, None],
         )
         places = F.pad(counts[own].cumsum(0, dtype=torch.int32), (1, 0))
-        tiles = Tiles(*(each.expand(shape).flatten() for each in fields), places)
+        # Copied: an expanded field is one number in memory, and a program reads its own.
+        numbers_6n = torch.stack([each.expand(shape) for each in fields]).flatten(1)
+        tiles = Tiles(*numbers_6n, places)
         yield Parts(tiles, rows, len(rows) * most_parts)

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.ops.conv import reference
-from megatron_hybrid.ops.kernels import SequenceTable, dtype_refusal, gradient_refusal
+from megatron_hybrid.ops.kernels import SequenceTable, gradient_refusal, input_refusal
+from megatron_hybrid.ops.launch import kernel
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, capture_steps
 
@@ -17,6 +18,16 @@ ROWS, CHANNELS = 16, 128
 """Rows and channels of a program."""
 
 
+@kernel(
+    x="rows C |",
+    weight="C K |",
+    bias="C or None",
+    pool="S C K-1 |",
+    slots="int R",
+    y="rows C |",
+    sequences="int num_tokens",
+    boundaries="int R+1",
+)
 @triton.jit(do_not_specialize=["num_tokens"])
 def conv_kernel(
     x_ptr,
@@ -25,7 +36,7 @@ def conv_kernel(
     pool_ptr,
     slots_ptr,
     y_ptr,
-    rows_ptr,
+    sequences_ptr,
     boundaries_ptr,
     num_tokens,
     stride_x_row,
@@ -49,7 +60,7 @@ def conv_kernel(
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     alive, own = t < num_tokens, c < C
     inside = alive[:, None] & own[None, :]
-    sequence = tl.load(rows_ptr + t, mask=alive, other=0)
+    sequence = tl.load(sequences_ptr + t, mask=alive, other=0)
     first = tl.load(boundaries_ptr + sequence, mask=alive, other=0).to(tl.int64)
     slot = tl.load(slots_ptr + sequence, mask=alive, other=0).to(tl.int64)
     y = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
@@ -77,6 +88,14 @@ def conv_kernel(
     tl.store(y_ptr + t[:, None] * stride_y_row + c[None, :] * stride_y_channel, y, mask=inside)
 
 
+@kernel(
+    x="num_rows C |",
+    weight="C K |",
+    bias="C or None",
+    pool="S C K-1 |",
+    slots="int num_sequences",
+    y="num_rows C |",
+)
 @triton.jit(do_not_specialize=["num_rows", "num_sequences"])
 def conv_step_kernel(
     x_ptr,
@@ -132,6 +151,16 @@ def conv_step_kernel(
     tl.store(y_ptrs, tl.where(alive, y, 0.0), mask=(t < num_rows)[:, None] & own[None, :])
 
 
+@kernel(
+    x="rows C |",
+    pool="S C K-1 |",
+    slots="int R",
+    out="places C K-1 |",
+    places="int programs",
+    ends="int programs",
+    owners="int programs",
+    boundaries="int R+1",
+)
 @triton.jit(do_not_specialize=["stride_out_place"])  # of one capture it is any number
 def tails_kernel(
     x_ptr,
@@ -189,7 +218,7 @@ def verify(
     inputs = (x_TC, weight_CK, bias_C)
     if states is not None and states.pool_S.dtype not in (torch.float32, x_TC.dtype):
         return f"tails are {states.pool_S.dtype} and inputs {x_TC.dtype}"
-    return dtype_refusal(*inputs) or gradient_refusal(*inputs)
+    return input_refusal(*inputs) or gradient_refusal(*inputs)
 
 
 def run(
@@ -209,37 +238,26 @@ def run(
     y_TC = torch.empty_like(x_TC)
     blocks = triton.cdiv(C, CHANNELS)
     tensors = (x_TC, weight_CK, bias_C, pool, slots, y_TC)
-    strides = (*x_TC.stride(), *weight_CK.stride(), *pool.stride(), *y_TC.stride())
     form = dict(C=C, K=K, HAS_BIAS=bias_C is not None, SILU=activation == "silu")
     form |= dict(BLOCK_T=ROWS, BLOCK_C=CHANNELS, num_warps=4)
     if layout.num_steps == layout.num_sequences:
-        conv_step_kernel[triton.cdiv(layout.num_rows, ROWS), blocks](
-            *tensors, layout.num_rows, layout.num_sequences, *strides, **form
-        )
+        grid, numbers = (triton.cdiv(layout.num_rows, ROWS), blocks), (layout.num_rows, len(slots))
+        conv_step_kernel(grid, tensors, numbers, **form)
         capture_steps(states, layout)
         return y_TC
     table = SequenceTable.of(layout, x_TC.device)
     y_TC[layout.num_tokens :] = 0
-    conv_kernel[triton.cdiv(layout.num_tokens, ROWS), blocks](
-        *tensors, table.rows, table.boundaries, layout.num_tokens, *strides, **form
-    )
+    grid = triton.cdiv(layout.num_tokens, ROWS), blocks
+    tables = table.rows, table.boundaries
+    conv_kernel(grid, (*tensors, *tables), (layout.num_tokens,), **form)
     targets = [(pool, slots, table.boundaries[1:], table.sequences)]
     if layout.captures:  # before the tails that they may need are written over
         places = table.capture_numbers
         targets.insert(0, (states.captured_n, places, table.captures, table.capture_owners))
     for out, places, ends, owners in targets:
-        tails_kernel[len(ends), blocks](
-            x_TC,
-            pool,
-            slots,
-            out,
-            places,
-            ends,
-            owners,
-            table.boundaries,
-            *x_TC.stride(),
-            *pool.stride(),
-            *out.stride(),
+        tails_kernel(
+            (len(ends), blocks),
+            (x_TC, pool, slots, out, places, ends, owners, table.boundaries),
             C=C,
             K=K,
             BLOCK_C=CHANNELS,

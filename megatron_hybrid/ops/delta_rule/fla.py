@@ -23,10 +23,11 @@ from megatron_hybrid.ops.delta_rule.triton import MAX_KEY_BYTES, capture, recur,
 from megatron_hybrid.ops.hopper import is_hopper
 from megatron_hybrid.ops.kernels import (
     aligned_rows,
-    dtype_refusal,
     gradient_refusal,
+    input_refusal,
     tf32_refusal,
 )
+from megatron_hybrid.ops.launch import checked
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, capture_steps, step_rows
 
@@ -37,6 +38,22 @@ if is_hopper() and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1:
         "forward passes alone: fla-core refuses its gated backward on Hopper with Triton 3.4 to "
         "3.7.0, which compile it wrongly"
     )
+
+
+_CHUNKS = {"cu_seqlens": "int chunks+1", "chunk_indices": "int chunks 2"}
+_KEYS, _VALUES, _STATES = "1 T H_QK N", "1 T H P", "1 chunks H N P"
+_DECAYS, _SUMS = "1 T H ...", "fp32 1 T H ..."
+_cumsum = checked(chunk_local_cumsum, g=_DECAYS, **_CHUNKS)
+_gated_factors = checked(
+    chunk_gated_delta_rule_fwd_intra, k=_KEYS, v=_VALUES, g=_SUMS, beta="1 T H", **_CHUNKS
+)
+_kimi_factors = checked(
+    chunk_kda_fwd_intra, q=_KEYS, k=_KEYS, v=_VALUES, gk=_SUMS, beta="1 T H", **_CHUNKS
+)
+_gated_outputs = checked(chunk_fwd_o, q=_KEYS, k=_KEYS, v=_VALUES, h=_STATES, g=_SUMS, **_CHUNKS)
+_kimi_outputs = checked(
+    chunk_gla_fwd_o_gk, q=_KEYS, v=_VALUES, g=_SUMS, A="1 T H chunk_size", h=_STATES, **_CHUNKS
+)
 
 
 def verify(
@@ -53,7 +70,7 @@ def verify(
 ) -> str | None:
     """See `Backend.verify`."""
     inputs = (q_THN, k_THN, v_THP, g_TH, beta_TH)
-    refusal = dtype_refusal(*inputs) or gradient_refusal(*inputs) or tf32_refusal(v_THP)
+    refusal = input_refusal(*inputs) or gradient_refusal(*inputs) or tf32_refusal(v_THP)
     if refusal is not None:
         return refusal
     if not q_THN.dtype == k_THN.dtype == v_THP.dtype:
@@ -127,12 +144,12 @@ def _scan(
     q, k, v, g, beta = (t.contiguous()[None] for t in (q_THN, k_THN, v_THP, g_TH, beta_TH))
     grid = {"cu_seqlens": chunks.boundaries_S, "chunk_indices": chunks.whole_S2}
     grid["chunk_size"] = chunk_size
-    cum = chunk_local_cumsum(g, scale=RCP_LN2, **grid)
+    cum = _cumsum(g, scale=RCP_LN2, **grid)
     if g_TH.dim() == 2:
-        W, U, _ = chunk_gated_delta_rule_fwd_intra(k, v, cum, beta, **grid)
+        W, U, _ = _gated_factors(k, v, cum, beta, **grid)
         decayed_k = k
     else:
-        W, U, _, decayed_k, scores, _ = chunk_kda_fwd_intra(q, k, v, cum, beta, scale, **grid)
+        W, U, _, decayed_k, scores, _ = _kimi_factors(q, k, v, cum, beta, scale, **grid)
     slots_R = states.slot_ids_R[layout.num_steps :]
     starts_SHNP, written_THP, kept_HNP = recur(
         decayed_k[0], W[0], U[0], cum[0], states.pool_S, slots_R, chunks, chunk_size
@@ -142,5 +159,5 @@ def _scan(
         capture(k[0], written_THP, cum[0], kept_HNP, chunks, out_n)
     written, starts = written_THP[None], starts_SHNP[None]
     if g_TH.dim() == 2:
-        return chunk_fwd_o(q, k, written, starts, cum, scale=scale, **grid)[0]
-    return chunk_gla_fwd_o_gk(q, written, cum, scores, starts, scale, **grid)[0]
+        return _gated_outputs(q, k, written, starts, cum, scale=scale, **grid)[0]
+    return _kimi_outputs(q, written, cum, scores, starts, scale, **grid)[0]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
 from megatron_hybrid.ops.delta_rule.reference import L2NORM_EPS
+from megatron_hybrid.ops.launch import kernel
 
 UNIT_ELEMENTS = 2048
 """Elements of q or k in one program that scales them."""
@@ -54,6 +55,7 @@ def _at(row, head, stride_row, stride_head):
     return row.to(tl.int64) * stride_row + head * stride_head
 
 
+@kernel(q="num_rows H_QK | N", k="num_rows H_QK | N", units="2 num_rows H_QK N")
 @triton.jit(do_not_specialize=["num_rows"])
 def unit_kernel(
     q_ptr,
@@ -90,13 +92,10 @@ def unit_rows(q_THN: Tensor, k_THN: Tensor) -> tuple[Tensor, Tensor]:
     units_2THN = q_THN.new_empty(2, T, H, N)
     block_n = triton.next_power_of_2(N)
     block_t = max(1, UNIT_ELEMENTS // block_n)
-    unit_kernel[triton.cdiv(T, block_t), H, 2](
-        q_THN,
-        k_THN,
-        units_2THN,
-        T,
-        *q_THN.stride()[:2],
-        *k_THN.stride()[:2],
+    unit_kernel(
+        (triton.cdiv(T, block_t), H, 2),
+        (q_THN, k_THN, units_2THN),
+        (T,),
         H_QK=H,
         N=N,
         EPS=L2NORM_EPS,
@@ -107,6 +106,16 @@ def unit_rows(q_THN: Tensor, k_THN: Tensor) -> tuple[Tensor, Tensor]:
     return units_2THN[0], units_2THN[1]
 
 
+@kernel(
+    q="programs H_QK | N",
+    k="programs H_QK | N",
+    v="programs H | P",
+    g="programs H | ...",
+    beta="programs H |",
+    pool="S H N | P",
+    slots="int num_sequences",
+    o="programs H | P",
+)
 @triton.jit(do_not_specialize=["num_sequences"])
 def step_kernel(
     q_ptr,
@@ -196,24 +205,10 @@ def step(
     beta_RH is 1."""
     (R, H, P), N = v_RHP.shape, k_RHN.shape[2]
     sizes = blocks(N, P, STEP_ELEMENTS)
-    step_kernel[R, H, triton.cdiv(P, sizes["BLOCK_P"])](
-        q_RHN,
-        k_RHN,
-        v_RHP,
-        g_RH,
-        beta_RH,
-        pool_S,
-        slot_ids_R,
-        o_RHP,
-        scale,
-        len(slot_ids_R),
-        *q_RHN.stride()[:2],
-        *k_RHN.stride()[:2],
-        *v_RHP.stride()[:2],
-        *g_RH.stride()[:2],
-        *beta_RH.stride(),
-        *pool_S.stride()[:3],
-        *o_RHP.stride()[:2],
+    step_kernel(
+        (R, H, triton.cdiv(P, sizes["BLOCK_P"])),
+        (q_RHN, k_RHN, v_RHP, g_RH, beta_RH, pool_S, slot_ids_R, o_RHP),
+        (scale, len(slot_ids_R)),
         HEADS_PER_KEY=H // k_RHN.shape[1],
         PER_CHANNEL=g_RH.dim() == 3,
         USE_L2NORM=use_qk_l2norm,
@@ -225,6 +220,20 @@ def step(
     )
 
 
+@kernel(
+    k="T H_QK N",
+    W="T H N",
+    U="T H P",
+    cum="fp32 T H ...",
+    pool="S H N | P",
+    slots="int programs",
+    boundaries="int chunks+1",
+    firsts="int programs+1",
+    places="int chunks",
+    starts="chunks H N P",
+    written="T H P",
+    kept="fp32 kept H N P",
+)
 @triton.jit(do_not_specialize=["slots_ptr"])  # a slice from any decode on
 def recur_kernel(
     k_ptr,
@@ -325,20 +334,11 @@ def recur(
     kept_HNP = cum_TH.new_empty(chunks.num_places, H, N, P)
     written_THP = U_THP.new_empty(U_THP.shape)
     sizes, num_stages = recur_configuration(N, P, k_THN.element_size())
-    recur_kernel[len(slot_ids_R), H, triton.cdiv(P, sizes["BLOCK_P"])](
-        k_THN,
-        W_THN,
-        U_THP,
-        cum_TH,
-        pool_S,
-        slot_ids_R,
-        chunks.boundaries_S,
-        chunks.first_chunks_R,
-        chunks.places_S,
-        starts_SHNP,
-        written_THP,
-        kept_HNP,
-        *pool_S.stride()[:3],
+    tables = chunks.boundaries_S, chunks.first_chunks_R, chunks.places_S
+    outputs = starts_SHNP, written_THP, kept_HNP
+    recur_kernel(
+        (len(slot_ids_R), H, triton.cdiv(P, sizes["BLOCK_P"])),
+        (k_THN, W_THN, U_THP, cum_TH, pool_S, slot_ids_R, *tables, *outputs),
         H=H,
         HEADS_PER_KEY=H // k_THN.shape[1],
         PER_CHANNEL=cum_TH.dim() == 3,
@@ -349,9 +349,20 @@ def recur(
         num_warps=4,
         num_stages=num_stages,
     )
-    return starts_SHNP, written_THP, kept_HNP
+    return outputs
 
 
+@kernel(
+    k="T H_QK N",
+    written="T H P",
+    cum="fp32 T H ...",
+    kept="fp32 kept H N P",
+    boundaries="int chunks+1",
+    places="int chunks",
+    chunks="int programs",
+    lengths="int programs",
+    out="programs H N | P",
+)
 @triton.jit
 def capture_kernel(
     k_ptr,
@@ -430,17 +441,10 @@ def capture(
     """
     (_, H, P), N = written_THP.shape, k_THN.shape[2]
     sizes = blocks(N, P, CAPTURE_ELEMENTS, least=16)
-    capture_kernel[len(out_nHNP), H, triton.cdiv(P, sizes["BLOCK_P"])](
-        k_THN,
-        written_THP,
-        cum_TH,
-        kept_HNP,
-        chunks.boundaries_S,
-        chunks.places_S,
-        chunks.capture_chunks_n,
-        chunks.capture_lengths_n,
-        out_nHNP,
-        *out_nHNP.stride()[:3],
+    tables = chunks.boundaries_S, chunks.places_S, chunks.capture_chunks_n, chunks.capture_lengths_n
+    capture_kernel(
+        (len(out_nHNP), H, triton.cdiv(P, sizes["BLOCK_P"])),
+        (k_THN, written_THP, cum_TH, kept_HNP, *tables, out_nHNP),
         H=H,
         HEADS_PER_KEY=H // k_THN.shape[1],
         PER_CHANNEL=cum_TH.dim() == 3,

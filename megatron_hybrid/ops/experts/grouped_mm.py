@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.ops.experts.reference import PerExpert
-from megatron_hybrid.ops.kernels import dtype_refusal
+from megatron_hybrid.ops.kernels import input_refusal
 
 ROW_BYTES = 16
 """The rows of all matrices are multiples of this."""
@@ -38,7 +38,7 @@ def verify(
     layers = [one for one in (fc1_Egh, fc1_bias_Eg, fc2_Ehf, fc2_bias_Eh) if one is not None]
     if not all(isinstance(layer, Tensor) for layer in layers):
         return "the experts' parameters are not stacked"
-    if (reason := dtype_refusal(x_mh, *layers)) is not None:
+    if (reason := input_refusal(x_mh, *layers)) is not None:
         return reason
     if len(dtypes := {one.dtype for one in (x_mh, *layers)}) > 1:
         return f"it takes tensors of one dtype, not of {' and '.join(sorted(map(str, dtypes)))}"

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.ops.kernels import dtype_refusal, gradient_refusal
+from megatron_hybrid.ops.kernels import gradient_refusal, input_refusal
+from megatron_hybrid.ops.launch import kernel
 
 ELEMENTS = 2048
 """Numbers of a program, if a group has no more."""
@@ -15,6 +16,14 @@ MAX_CHANNELS = 16384
 """Of a group, which a program holds in registers."""
 
 
+@kernel(
+    x="T G C |",
+    added="T G C | or None",
+    gate="T G C | or None",
+    weight="G C |",
+    y="T G C",
+    sum="T G C or None",
+)
 @triton.jit(do_not_specialize=["num_groups"])
 def norm_kernel(
     x_ptr,
@@ -104,7 +113,7 @@ def verify(
     if (channels := x_TGC.shape[-1]) > MAX_CHANNELS:
         return f"groups have {channels} channels; a program holds {MAX_CHANNELS}"
     inputs = (x_TGC, gate_TGC, weight_GC)
-    return dtype_refusal(*inputs) or gradient_refusal(*inputs)
+    return input_refusal(*inputs) or gradient_refusal(*inputs)
 
 
 def run(
@@ -139,21 +148,13 @@ def launch(
     eps: float,
     form: dict[str, bool],
 ) -> None:
-    """Write the norm to y, and x + added to sum; these two are contiguous."""
+    """Write the norm to y, and x + added to sum."""
     T, G, C = x_TGC.shape
     blocks, num_warps = configuration(C)
-    norm_kernel[(triton.cdiv(T * G, blocks["BLOCK_N"]),)](
-        x_TGC,
-        added_TGC,
-        gate_TGC,
-        weight_GC,
-        y_TGC,
-        sum_TGC,
-        T * G,
-        *x_TGC.stride(),
-        *((0, 0, 0) if added_TGC is None else added_TGC.stride()),
-        *((0, 0, 0) if gate_TGC is None else gate_TGC.stride()),
-        *weight_GC.expand(G, C).stride(),
+    norm_kernel(
+        (triton.cdiv(T * G, blocks["BLOCK_N"]),),
+        (x_TGC, added_TGC, gate_TGC, weight_GC.expand(G, C), y_TGC, sum_TGC),
+        (T * G,),
         G=G,
         C=C,
         EPS=eps,

@@ -6,9 +6,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.ops.kernels import dtype_refusal, gradient_refusal
+from megatron_hybrid.ops.kernels import gradient_refusal, input_refusal
+from megatron_hybrid.ops.launch import kernel
 
 
+@kernel(
+    q="programs K G | D",
+    k="programs K | D",
+    cos="programs | 1 HALF",
+    sin="programs | 1 HALF",
+    q_weight="D or None",
+    k_weight="D or None",
+    q_out="programs heads D",
+    k_out="programs K D",
+)
 @triton.jit
 def rotate_kernel(
     q_ptr,
@@ -24,7 +35,8 @@ def rotate_kernel(
     stride_q_head,
     stride_k_row,
     stride_k_head,
-    stride_angle_row,
+    stride_cos_row,
+    stride_sin_row,
     K: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -58,8 +70,8 @@ def rotate_kernel(
         # Rounded where torch rounds.
         x = x.to(q_ptr.dtype.element_ty).to(tl.float32)
         y = y.to(q_ptr.dtype.element_ty).to(tl.float32)
-    cos = tl.load(cos_ptr + t * stride_angle_row + pair, mask=turns, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + t * stride_angle_row + pair, mask=turns, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + t * stride_cos_row + pair, mask=turns, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + t * stride_sin_row + pair, mask=turns, other=0.0).to(tl.float32)
     turned = (x * cos).to(q_ptr.dtype.element_ty).to(tl.float32)
     turned += tl.where(is_first, -y, y) * sin
     tl.store(out_ptr + d, tl.where(turns, turned, x), mask=d < D)
@@ -78,9 +90,10 @@ def verify(
     inputs = (q_TKGD, k_TKD, cos_T1d, sin_T1d)
     if any(t.dtype != q_TKGD.dtype for t in inputs):
         return "queries, keys and their angles differ in dtype"
-    if any(t.stride(-1) != 1 for t in inputs) or cos_T1d.stride() != sin_T1d.stride():
+    if any(t.stride(-1) != 1 for t in inputs):
         return "heads or angles are no rows of neighbours"
-    return dtype_refusal(*inputs) or gradient_refusal(*inputs, *(weights_D or ()))
+    inputs += weights_D or ()
+    return input_refusal(*inputs) or gradient_refusal(*inputs)
 
 
 def run(
@@ -95,19 +108,10 @@ def run(
     """See `ops.rotate_heads`."""
     T, K, G, D = q_TKGD.shape
     q_out_THD, k_out_TKD = q_TKGD.new_empty(T, K * G, D), k_TKD.new_empty(T, K, D)
-    q_weight_D, k_weight_D = weights_D or (None, None)
-    rotate_kernel[T, K * G + K](
-        q_TKGD,
-        k_TKD,
-        cos_T1d,
-        sin_T1d,
-        q_weight_D,
-        k_weight_D,
-        q_out_THD,
-        k_out_TKD,
-        *q_TKGD.stride()[:3],
-        *k_TKD.stride()[:2],
-        cos_T1d.stride(0),
+    weights = weights_D or (None, None)
+    rotate_kernel(
+        (T, K * G + K),
+        (q_TKGD, k_TKD, cos_T1d, sin_T1d, *weights, q_out_THD, k_out_TKD),
         K=K,
         G=G,
         D=D,

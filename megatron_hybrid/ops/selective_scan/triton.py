@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.ops.kernels import SequenceTable, dtype_refusal, gradient_refusal
+from megatron_hybrid.ops.kernels import SequenceTable, gradient_refusal, input_refusal
+from megatron_hybrid.ops.launch import kernel
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.selective_scan import reference
 from megatron_hybrid.ops.slot_states import SlotStates
@@ -40,6 +41,21 @@ OF_A_CALL = [
 made in another order, and a row's bits would not be the same in every call."""
 
 
+@kernel(
+    x="T CHANNELS |",
+    dt="T CHANNELS |",
+    A="CHANNELS N |",
+    B="T N |",
+    C="T N |",
+    D="CHANNELS or None",
+    pool="S CHANNELS N |",
+    slots="int programs",
+    y="T CHANNELS |",
+    out="places CHANNELS N |",
+    boundaries="int programs+1",
+    offsets="int programs+1",
+    captures="int captures",
+)
 @triton.jit(do_not_specialize=OF_A_CALL)
 def scan_kernel(
     x_ptr,
@@ -131,7 +147,7 @@ def verify(
         return "states are float16"  # which the reference refuses
     if A_CN.shape[1] > ELEMENTS:
         return f"states are {A_CN.shape[1]} wide; it takes up to {ELEMENTS}"
-    return dtype_refusal(*inputs) or gradient_refusal(*inputs)
+    return input_refusal(*inputs) or gradient_refusal(*inputs)
 
 
 def run(
@@ -157,28 +173,13 @@ def run(
     out_n = states.captured_n if layout.captures else states.pool_S
     block_n = triton.next_power_of_2(N)
     block_c = min(triton.next_power_of_2(channels), max(1, ELEMENTS // block_n))
-    scan_kernel[layout.num_sequences, triton.cdiv(channels, block_c)](
-        x_TC,
-        dt_TC,
-        A_CN,
-        B_TN,
-        C_TN,
-        D_C,
-        states.pool_S,
-        states.slot_ids_R,
-        y_TC,
-        out_n,
-        table.boundaries,
-        table.capture_offsets,
-        table.captures,
-        *x_TC.stride(),
-        *dt_TC.stride(),
-        *A_CN.stride(),
-        *B_TN.stride(),
-        *C_TN.stride(),
-        *states.pool_S.stride(),
-        *y_TC.stride(),
-        *out_n.stride(),
+    inputs, tables = (
+        (x_TC, dt_TC, A_CN, B_TN, C_TN, D_C, states.pool_S, states.slot_ids_R),
+        (table.boundaries, table.capture_offsets, table.captures),
+    )
+    scan_kernel(
+        (layout.num_sequences, triton.cdiv(channels, block_c)),
+        (*inputs, y_TC, out_n, *tables),
         CHANNELS=channels,
         N=N,
         HAS_D=D_C is not None,

@@ -24,11 +24,12 @@ from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
 from megatron_hybrid.ops.hopper import leave_racing_configs_out
 from megatron_hybrid.ops.kernels import (
     aligned_rows,
-    dtype_refusal,
     gradient_refusal,
+    input_refusal,
     leave_unspecialized,
     tf32_refusal,
 )
+from megatron_hybrid.ops.launch import checked
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, capture_steps, step_rows
 from megatron_hybrid.ops.ssd import reference
@@ -54,6 +55,36 @@ for _kernel in (
 ):
     leave_unspecialized(_kernel, "seqlen", "nchunks")
 
+# They are told all strides but those of boundaries.
+_OF_CHUNKS = {
+    "dt": "fp32 H chunks chunk_size |",
+    "dA_cumsum": "fp32 H chunks chunk_size |",
+    "cu_chunk_seqlens": "int chunks+1",
+}
+_cumsum = checked(_chunk_cumsum_fwd, dt="T H |", A="fp32 H |", cu_chunk_seqlens="int chunks+1")
+_chunk_states = checked(_chunk_state_fwd, B="T G N |", x="T H P |", **_OF_CHUNKS)
+_pass_states = checked(
+    _state_passing_fwd,
+    states="fp32 chunks H PN |",
+    dA_cumsum=_OF_CHUNKS["dA_cumsum"],
+    cu_chunk_seqlens="int chunks+1",
+    seq_idx="int chunks |",
+    initial_states="fp32 R H PN |",
+)
+_scores = checked(_bmm_chunk_fwd, a="T G N |", b="T G N |", cu_chunk_seqlens="int chunks+1")
+_outputs = checked(
+    _chunk_scan_fwd,
+    cb="fp32 chunks G chunk_size chunk_size |",
+    x="T H P |",
+    C="T G N |",
+    states="fp32 chunks H P N |",
+    out="T H P |",
+    seq_idx="int chunks |",
+    D="H | or None",
+    initial_states="fp32 R H P N |",
+    **_OF_CHUNKS,
+)
+
 
 def verify(
     x_THP: Tensor,
@@ -68,7 +99,7 @@ def verify(
 ) -> str | None:
     """See `Backend.verify`."""
     inputs = (x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H)
-    refusal = dtype_refusal(*inputs) or gradient_refusal(*inputs)
+    refusal = input_refusal(*inputs) or gradient_refusal(*inputs)
     if (refusal := refusal or tf32_refusal(x_THP, B_TGN, C_TGN)) is not None:
         return refusal
     if states is not None and states.pool_S.dtype == torch.float16:
@@ -124,9 +155,9 @@ def _scan(
     bounds, owners = chunks.boundaries_S, chunks.sequences_S
     slots_R = states.slot_ids_R[layout.num_steps :]
     initial_RHPN = states.pool_S.index_select(0, slots_R).float()
-    cum_HSL, dt_HSL = _chunk_cumsum_fwd(dt_TH, A_H, chunk_size, bounds)
-    added_SHPN = _chunk_state_fwd(B_TGN, x_THP, dt_HSL, cum_HSL, bounds, states_in_fp32=True)
-    ends_SHPN = _state_passing_fwd(
+    cum_HSL, dt_HSL = _cumsum(dt_TH, A_H, chunk_size, bounds)
+    added_SHPN = _chunk_states(B_TGN, x_THP, dt_HSL, cum_HSL, bounds, states_in_fp32=True)
+    ends_SHPN = _pass_states(
         added_SHPN.flatten(-2),
         cum_HSL,
         bounds,
@@ -134,8 +165,8 @@ def _scan(
         initial_states=initial_RHPN.flatten(-2),
         out_dtype=torch.float32,
     ).view_as(added_SHPN)
-    scores_SGLL = _bmm_chunk_fwd(C_TGN, B_TGN, chunk_size, bounds, output_dtype=torch.float32)
-    _chunk_scan_fwd(
+    scores_SGLL = _scores(C_TGN, B_TGN, chunk_size, bounds, output_dtype=torch.float32)
+    _outputs(
         scores_SGLL,
         x_THP,
         dt_HSL,

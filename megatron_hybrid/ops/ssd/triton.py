@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
+from megatron_hybrid.ops.launch import kernel
 
 ROWS = 16
 """Rows of a chunk in one product of matrices."""
@@ -15,6 +16,17 @@ STEP_ELEMENTS = 1024
 """Elements of a state in one program of a step: 8 values a thread, in loads of 16 bytes."""
 
 
+@kernel(
+    x="programs H P |",
+    dt="programs H |",
+    A="fp32 H",
+    B="programs G N |",
+    C="programs G N |",
+    D="H or None",
+    pool="S H P N |",
+    slots="int num_sequences",
+    y="programs H P |",
+)
 @triton.jit(do_not_specialize=["num_sequences"])
 def step_kernel(
     x_ptr,
@@ -104,23 +116,10 @@ def step(
     N = B_RGN.shape[2]
     block_n = max(16, triton.next_power_of_2(N))
     block_p = min(triton.next_power_of_2(P), max(1, STEP_ELEMENTS // block_n))
-    step_kernel[R, H, triton.cdiv(P, block_p)](
-        x_RHP,
-        dt_RH,
-        A_H,
-        B_RGN,
-        C_RGN,
-        D_H,
-        pool_S,
-        slot_ids_R,
-        y_RHP,
-        len(slot_ids_R),
-        *x_RHP.stride(),
-        *dt_RH.stride(),
-        *B_RGN.stride(),
-        *C_RGN.stride(),
-        *pool_S.stride(),
-        *y_RHP.stride(),
+    step_kernel(
+        (R, H, triton.cdiv(P, block_p)),
+        (x_RHP, dt_RH, A_H, B_RGN, C_RGN, D_H, pool_S, slot_ids_R, y_RHP),
+        (len(slot_ids_R),),
         HAS_D=D_H is not None,
         HEADS_PER_GROUP=H // B_RGN.shape[1],
         P=P,
@@ -131,6 +130,19 @@ def step(
     )
 
 
+@kernel(
+    x="T H P |",
+    B="T G N |",
+    dt="fp32 H num_chunks CHUNK",
+    cum="fp32 H num_chunks CHUNK",
+    ends="fp32 num_chunks H P N",
+    initial="fp32 R H P N",
+    boundaries="int num_chunks+1",
+    sequences="int num_chunks",
+    chunks="int programs",
+    lengths="int programs",
+    out="programs H P N |",
+)
 @triton.jit(do_not_specialize=["num_chunks"])
 def capture_kernel(
     x_ptr,
@@ -144,6 +156,7 @@ def capture_kernel(
     chunks_ptr,
     lengths_ptr,
     out_ptr,
+    num_chunks,
     stride_x_row,
     stride_x_head,
     stride_x_value,
@@ -154,7 +167,6 @@ def capture_kernel(
     stride_out_head,
     stride_out_value,
     stride_out_state,
-    num_chunks,
     H: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
     P: tl.constexpr,
@@ -236,22 +248,14 @@ def capture(
         out_nHPN: the captured states.
     """
     S, H, P, N = ends_SHPN.shape
-    capture_kernel[len(out_nHPN), H](
-        x_THP,
-        B_TGN,
-        dt_HSL,
-        cum_HSL,
-        ends_SHPN,
-        initial_RHPN,
-        chunks.boundaries_S,
-        chunks.sequences_S,
-        chunks.capture_chunks_n,
-        chunks.capture_lengths_n,
-        out_nHPN,
-        *x_THP.stride(),
-        *B_TGN.stride(),
-        *out_nHPN.stride(),
-        S,
+    tables = (
+        *(chunks.boundaries_S, chunks.sequences_S),
+        *(chunks.capture_chunks_n, chunks.capture_lengths_n),
+    )
+    capture_kernel(
+        (len(out_nHPN), H),
+        (x_THP, B_TGN, dt_HSL, cum_HSL, ends_SHPN, initial_RHPN, *tables, out_nHPN),
+        (S,),
         H=H,
         HEADS_PER_GROUP=H // B_TGN.shape[1],
         P=P,

@@ -7,12 +7,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.ops.kernels import dtype_refusal, gradient_refusal
+from megatron_hybrid.ops.kernels import gradient_refusal, input_refusal
+from megatron_hybrid.ops.launch import kernel
 
 ELEMENTS = 512
 """Elements of a program."""
 
 
+@kernel(
+    x="programs C |",
+    bias="C",
+    factor="factors or None",
+    beta="programs H | or None",
+    steps="fp32 programs C",
+    strengths="fp32 programs H",
+)
 @triton.jit
 def steps_kernel(
     x_ptr,
@@ -69,10 +78,8 @@ def verify(
     """See `Backend.verify`."""
     if not x_TC.numel():
         return "there are no rows"
-    if not all(t is None or t.is_contiguous() for t in (bias_C, factor_F)):
-        return "the bias or the factor is not contiguous"
     inputs = (x_TC, bias_C, factor_F, beta_TH)
-    return dtype_refusal(*inputs) or gradient_refusal(*inputs)
+    return input_refusal(*inputs) or gradient_refusal(*inputs)
 
 
 def run(
@@ -90,18 +97,10 @@ def run(
     strengths_TH = torch.empty((T, H), dtype=torch.float32, device=x_TC.device)
     low, high = limits
     block = min(ELEMENTS, triton.next_power_of_2(max(C, H)))
-    steps_kernel[T, triton.cdiv(max(C, H), block)](
-        x_TC,
-        bias_C,
-        factor_F,
-        beta_TH,
-        steps_TC,
-        strengths_TH,
-        low,
-        float("inf") if high is None else high,
-        max_beta,
-        *x_TC.stride(),
-        *((0, 0) if beta_TH is None else beta_TH.stride()),
+    steps_kernel(
+        (T, triton.cdiv(max(C, H), block)),
+        (x_TC, bias_C, factor_F, beta_TH, steps_TC, strengths_TH),
+        (low, float("inf") if high is None else high, max_beta),
         C=C,
         H=H,
         HAS_FACTOR=factor_F is not None,

@@ -121,6 +121,8 @@ def test_positions_on_the_device_give_the_programs_of_those_on_the_host(
     found, counts = [], []
     for parts in launches:
         places = parts.tiles.places
+        assert all(numbers.is_contiguous() for numbers in (*parts.tiles, parts.rows))
+        assert all(numbers.storage_offset() % 4 == 0 for numbers in parts.tiles)  # 16 bytes
         assert places[0] == 0 and places[-1] <= parts.num_places <= max(most_places, 4)
         counts += places.diff().tolist()
         for one in programs(parts.tiles):
