@@ -17,6 +17,7 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
     rotary_fields,
     symbols_of,
 )
+from megatron_hybrid.checkpoints.huggingface.layouts import stacked
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     mamba2_hybrid_layer,
     model_tensors,
@@ -69,6 +70,18 @@ class GraniteMoeHybrid(Adapter):
                 f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight"
             )
             yield from _mlp_tensors(config, f"{mlp}.mlp", theirs)
+
+    def as_found(
+        self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
+    ) -> TensorMap:
+        """See `Adapter.as_found`: GPTQModel writes the experts of a tensor one by one."""
+        projection = tensor_map.theirs[0].removesuffix(".weight")
+        is_stack = ".experts." in tensor_map.ours[0]
+        if not is_stack or f"{projection}.0.linear.weight" not in shapes:
+            return tensor_map
+        experts = range(config.num_moe_experts)
+        theirs = tuple(f"{projection}.{i}.linear.weight" for i in experts)
+        return TensorMap(tensor_map.ours, theirs, stacked())
 
 
 def _moe_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
