@@ -63,7 +63,7 @@ class WeightLoader:
         experts: dict[str, int | None] = {}
         for of_rank in ranks.gather({name: num_experts_of(t) for name, t in self.own.items()}):
             experts |= of_rank
-        self.names = _Names(model, experts)
+        self._all, self.names = experts.keys(), _Names(model, experts)
         self.written: set[str] = set()
         """Names of this rank's tensors that were written."""
         self._parts = _Pass(self, writes=True)
@@ -142,7 +142,7 @@ class WeightLoader:
         """Write the weights of a folder that is packed as the model is."""
         with ExitStack() as stack:
             with self._ranks.together("checking new weights"):
-                checked = checked_load(self.model, folder, cast=True, keeps_packing=True)
+                checked = checked_load(self.model, folder, self._all, True, keeps_packing=True)
                 write = stack.enter_context(checked)
             self.written |= self.own.keys()
             write()
