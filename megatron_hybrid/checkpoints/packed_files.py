@@ -324,7 +324,7 @@ def _zero_points(files: PackedFiles, name: str, bits: int, rows: int) -> StoredP
             name,
             torch.int8,
             lambda stored: _int8_of_words(_turned(stored)).t()[:rows],
-            lambda zero: _turned(_words_of_int8(_padded(zero.t(), 4 * words, 0))),
+            lambda zero: _turned(_words_of_int8(_padded(zero.t(), 4 * words, -128))),
         )
 
     def decode(stored: Tensor) -> Tensor:
@@ -357,6 +357,16 @@ def _blocks(files: PackedFiles, name: str) -> dict[str, StoredPart] | None:
             lambda scale: scale.contiguous().view(torch.uint8),
         ),
     }
+
+
+def _stack_of_experts(files: PackedFiles, name: str) -> None:
+    """Refuse ModelOpt's experts of a layer in one tensor."""
+    stack = name.removesuffix("_weight_scale")
+    raise CheckpointError(
+        f"{stack} holds the experts of a layer in one tensor of {files.files.dtype(stack)} in "
+        f"{files.files.folder}, with its scale in {name}: packed experts are read one by one, and "
+        "in one tensor as MXFP4 alone. Quantize them one by one, or leave them as they are."
+    )
 
 
 _ONES = 0x11111111
@@ -447,6 +457,7 @@ _READERS = {
     ".weight": _plain_codes,
     ".weight_packed": _packed_codes,
     "_blocks": _blocks,
+    "_proj_weight_scale": _stack_of_experts,
     ".qweight": _turned_words,
 }
 """By the end of a name."""
