@@ -169,7 +169,13 @@ def write_gptqmodel(source: Path, out: Path, kind: str, symmetric: bool) -> Tens
 
     options = {"method": METHOD.AWQ} if kind == "gemm" else {}
     config = QuantizeConfig(
-        bits=4, group_size=GROUP, sym=symmetric, desc_act=False, format=kind, **options
+        bits=4,
+        group_size=GROUP,
+        sym=symmetric,
+        desc_act=False,
+        format=kind,
+        pack_impl="original",  # the others compile
+        **options,
     )
     model = GPTQModel.load(str(source), config, device="cpu", dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(2)

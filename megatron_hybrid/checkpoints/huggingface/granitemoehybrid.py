@@ -19,6 +19,7 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
 )
 from megatron_hybrid.checkpoints.huggingface.layouts import stacked
 from megatron_hybrid.checkpoints.huggingface.tensors import (
+    experts_one_by_one,
     mamba2_hybrid_layer,
     model_tensors,
     same,
@@ -74,14 +75,16 @@ class GraniteMoeHybrid(Adapter):
     def as_found(
         self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
     ) -> TensorMap:
-        """See `Adapter.as_found`: GPTQModel writes the experts of a tensor one by one."""
-        projection = tensor_map.theirs[0].removesuffix(".weight")
-        is_stack = ".experts." in tensor_map.ours[0]
-        if not is_stack or f"{projection}.0.linear.weight" not in shapes:
+        """See `Adapter.as_found`: GPTQModel and llm-compressor write the experts of a tensor one by
+        one, the latter with gate and value apart."""
+        if ".experts." not in tensor_map.ours[0]:
             return tensor_map
-        experts = range(config.num_moe_experts)
-        theirs = tuple(f"{projection}.{i}.linear.weight" for i in experts)
-        return TensorMap(tensor_map.ours, theirs, stacked())
+        projection = tensor_map.theirs[0].removesuffix(".weight")
+        names = (f"{projection}.{i}.linear.weight" for i in range(config.num_moe_experts))
+        whole = TensorMap(tensor_map.ours, tuple(names), stacked())
+        stack = f"{projection.rpartition('.')[0]}.experts.weight"
+        apart = experts_one_by_one(same(tensor_map.ours[0], stack), config)
+        return next((m for m in (whole, apart) if m.theirs[0] in shapes), tensor_map)
 
 
 def _moe_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
