@@ -464,8 +464,12 @@ _READERS = {
 
 
 def _turned(tensor: Tensor) -> Tensor:
-    """The transpose, whose last stride is 1: a single column of others counts as contiguous."""
-    return tensor.t().clone(memory_format=torch.contiguous_format)
+    return _dense(tensor.t())
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """A copy whose last stride is 1: a single row or column of others counts as contiguous."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _nibbles(codes: Tensor) -> Tensor:
@@ -488,7 +492,7 @@ def in_words(codes: Tensor) -> Tensor:
 
 
 def _words_of_bytes(codes: Tensor) -> Tensor:
-    return codes.contiguous().view(torch.int32)
+    return _dense(codes).view(torch.int32)
 
 
 def _int8_of_words(words: Tensor) -> Tensor:
@@ -496,7 +500,7 @@ def _int8_of_words(words: Tensor) -> Tensor:
 
 
 def _words_of_int8(codes: Tensor) -> Tensor:
-    return (codes.contiguous().view(torch.uint8) ^ 128).view(torch.int32)
+    return (_dense(codes).view(torch.uint8) ^ 128).view(torch.int32)
 
 
 def _padded(tensor: Tensor, columns: int, value: int) -> Tensor:
