@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Every test runs on one core.
 TESTED := not gpu and not matrix
-ALL    := --ignore=tests/kernels --ignore=tests/page --ignore=tests/dynamo --ignore=tests/docs --ignore=tests/ray tests
+ALL    := --ignore=tests/kernels --ignore=tests/page --ignore=tests/dynamo --ignore=tests/docs --ignore=tests/ray --ignore=tests/quantizers tests
 PYTEST  = $(BIN)/python -m pytest -m "$(TESTED)" -n auto --maxprocesses 8 --dist worksteal
 
 # Of what has the same bits whatever the width of a vector.
@@ -40,7 +40,7 @@ GPU_CONTAINER := nvcr.io/nvidia/pytorch:25.12-py3
 GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
-.PHONY: demo tour demo-curve test bits door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-serve-ranks test-attacks test-dynamo dynamo-tests bench-dynamo dynamo-bench test-ray ray-tests \
+.PHONY: demo tour demo-curve test bits door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-serve-ranks test-attacks test-dynamo dynamo-tests bench-dynamo dynamo-bench test-ray ray-tests test-quantizers quantizers-tests \
         unit functional test-matrix test-clients speculation-fuzz soak soak-ranks soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table docs docs-serve build-docs serve-docs test-docs lint format lock bench bench-replay bench-replay-models clean help
 
 help:
@@ -62,6 +62,8 @@ help:
 	@echo "make test-dynamo   test two workers behind NVIDIA Dynamo's frontend; four"
 	@echo "                   minutes. make bench-dynamo measures their cost and reuse"
 	@echo "make test-ray      test replicas on Ray Serve, of 1 and 2 ranks; three minutes"
+	@echo "make test-quantizers  test folders that packages of quantization write; a"
+	@echo "                   quarter of an hour"
 	@echo "make test-attacks  test the server against hostile clients; one minute"
 	@echo "make test-gpu      run the tests for GPUs, in NVIDIA's container for PyTorch"
 	@echo "make gpu-wheels    download the wheels of benchmarks.gpu.first_run to wheels/gpu"
@@ -183,6 +185,18 @@ ray-tests: $(VENV)/.ray
 $(VENV)/.ray: $(VENV)/.installed-test tests/ray/requirements.txt
 	@echo "Installing Ray into $(VENV)"
 	@$(PIP) install -r tests/ray/requirements.txt
+	@touch $@
+
+# In an environment of its own: six packages that pin each other's releases, and patch transformers.
+test-quantizers:
+	@$(MAKE) --no-print-directory quantizers-tests VENV=.venv-quantizers
+
+quantizers-tests: $(VENV)/.quantizers
+	$(BIN)/python -m pytest -s tests/quantizers
+
+$(VENV)/.quantizers: $(VENV)/.installed-test tests/quantizers/requirements.txt
+	@echo "Installing packages of quantization into $(VENV)"
+	@$(BIN)/python -m pip $(QUIET) --disable-pip-version-check install --no-deps -r tests/quantizers/requirements.txt
 	@touch $@
 
 test-attacks: $(VENV)/.installed-test

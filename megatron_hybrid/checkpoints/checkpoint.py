@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,20 +24,19 @@ from torch import Tensor
 from megatron_hybrid.checkpoints.huggingface import adapters
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
 from megatron_hybrid.checkpoints.huggingface.fields import check_general_keys
-from megatron_hybrid.checkpoints.packed_files import (
-    PackedFiles,
-    check_method,
-    modelopt_config,
-)
+from megatron_hybrid.checkpoints.packed_files import PackedFiles
 from megatron_hybrid.checkpoints.packed_maps import PackedSource, own_source
 from megatron_hybrid.checkpoints.progress import progress
+from megatron_hybrid.checkpoints.quantization_config import Quantization, modelopt_config
 from megatron_hybrid.checkpoints.tensor_files import (
     CheckpointError,
     TensorFiles,
     TensorPlan,
+    check_numbers,
     write_tensors,
 )
 from megatron_hybrid.files import replace_file
+from megatron_hybrid.meetings import meet
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.layer_pattern import (
@@ -202,33 +201,41 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike[str], cast: bo
         CheckpointError: unreadable, or not of this model; on all ranks, if one of them finds it so,
             before the first of them writes.
     """
+    names = names_of_all_stages(model)
     with ExitStack() as stack:
         with fail_together(CheckpointError):
-            write = stack.enter_context(checked_load(model, Path(folder), cast))
+            write = stack.enter_context(checked_load(model, Path(folder), names, cast))
         with fail_together(CheckpointError):
             write()
 
 
 @contextmanager
 def checked_load(
-    model: HybridModel, folder: Path, cast: bool = False, keeps_packing: bool = False
+    model: HybridModel,
+    folder: Path,
+    names: Collection[str],
+    cast: bool = False,
+    keeps_packing: bool = False,
 ) -> Iterator[Callable[[], None]]:
     """`load_checkpoint` on this rank alone, in two steps: all is checked, and the context is the
     function that writes. An error inside puts back the parameters that were replaced.
 
-    keeps_packing: refuse a folder that is not packed as the model is; no parameter is replaced.
+    Args:
+        names: `names_of_all_stages`.
+        keeps_packing: refuse a folder that is not packed as the model is; no parameter is replaced.
 
     Raises:
         CheckpointError: unreadable, or not of this model.
     """
     values = read_values(folder / CONFIG_FILE)
     with TensorFiles.open(folder) as files:
-        found = find_tensors(model, folder, files, values)
+        found = find_tensors(model, folder, files, values, names)
         rounded = FLOATS if cast else (torch.float32,) if found.is_mixed else ()
-        with found.packed.pack(model, found.maps, str(folder), files.read, keeps_packing):
+        with found.packed.pack(model, found.maps, str(folder), keeps_packing):
             maps = list(found.packed.maps(found.maps))
             source = _source_of(found.packed, str(folder), found.given, files)
             checked = _checked_maps(model, maps, source, rounded)
+            _check_numbers(model, checked, found, files)
 
             yield partial(_copy_tensors, model, checked, source)
 
@@ -262,11 +269,17 @@ class FoundTensors:
 
 
 def find_tensors(
-    model: HybridModel, folder: Path, files: TensorFiles, values: Mapping[str, Any]
+    model: HybridModel,
+    folder: Path,
+    files: TensorFiles,
+    values: Mapping[str, Any],
+    names: Collection[str] | None = None,
 ) -> FoundTensors:
     """Find what the files of a folder hold for a model, which may be on the meta device.
 
-    values: of its config.json (`read_values`).
+    Args:
+        values: of its config.json (`read_values`).
+        names: `names_of_all_stages`; None: the model is whole.
 
     Raises:
         CheckpointError: unreadable, or not of this model.
@@ -280,38 +293,47 @@ def find_tensors(
             given, lambda name: files.shape(given[name]), lambda name: files.dtype(given[name])
         )
         of_packed = {name for m in packed_maps for name in m.ours}
-        whole = [name for name in own_weights(model) if name not in of_packed]
-        maps = [*packed_maps, *_identity(whole)]
+        names = own_weights(model) if names is None else names
+        maps = [*packed_maps, *_identity(name for name in names if name not in of_packed)]
+        check_names(maps, given.keys() - packed.part_names() | packed.stored.keys(), str(folder))
         return FoundTensors(maps, given, packed, False)
     adapter = _adapter(values, str(folder / CONFIG_FILE))
     weights = PackedFiles(files, quantization(values))
     given = {adapter.text_name(name): name for name in weights.names()}
-    for name, original in adapter.copies(config).items():
-        if given.keys() >= {name, original} and not weights.stored.keys() & {
-            given[name],
-            given[original],
-        }:
-            _drop_copy(name, original, given, files, str(folder), "multi-token prediction")
+    copies = [
+        (name, original, "multi-token prediction", given[name], given[original])
+        for name, original in adapter.copies(config).items()
+        if given.keys() >= {name, original}
+    ]
     for name in adapter.ignored_names(given, config):
         del given[name]
     shapes = {name: weights.shape(file_name) for name, file_name in given.items()}
     maps = [adapter.as_found(m, config, shapes) for m in adapter.tensors(config)]
-    packed = _packed_source(weights, given, shapes, adapter, config)
     embedding = next(m.theirs[0] for m in maps if m.ours == (EMBEDDING,))
     is_tied = config.share_embeddings_and_output_weights
-    for name in (embedding, HEAD) if is_tied else (embedding,):
-        if name in packed.stored:
+    if is_tied and HEAD in given:
+        head = given.pop(HEAD)  # the tied tensor may be stored under this name alone
+        if head != given.setdefault(embedding, head):
+            copies.append((HEAD, embedding, "tie_word_embeddings", head, given[embedding]))
+    check_names(maps, given, str(folder))
+    packed = _packed_source(weights, given, shapes, adapter, config)
+    heads = [(name, file_name) for name, _, _, file_name, _ in copies if name == HEAD]
+    for name, file_name in [(embedding, given[embedding]), *heads]:
+        if file_name in weights.stored:
             raise CheckpointError(
                 f"{name} is packed in {folder}, but the word embedding is looked up row by row"
                 f"{', and both are one (tie_word_embeddings)' if name == HEAD else ''}. Dequantize "
                 "it with the library that packed it."
             )
-    if is_tied and HEAD in given:
-        if embedding in given:
-            _drop_copy(HEAD, embedding, given, files, str(folder), "tie_word_embeddings")
-        else:  # the tied tensor is stored under the head's name
-            given[embedding] = given.pop(HEAD)
-    is_mixed = embedding in given and files.dtype(given[embedding]) == config.params_dtype
+    for name, original, why, *file_names in copies:
+        if not weights.stored.keys() & set(file_names) and not torch.equal(
+            *map(files.read, file_names)
+        ):
+            raise CheckpointError(
+                f"{name} differs from {original} in {folder}, but they are one in the model "
+                f"({why}). Config and weights do not belong together."
+            )
+    is_mixed = files.dtype(given[embedding]) == config.params_dtype
     return FoundTensors(maps, given, packed, is_mixed)
 
 
@@ -341,8 +363,8 @@ def _source_of(
 ) -> TensorSource:
     """The tensors of a folder, and parts of packed weights in place of these."""
     parts = {name: name for name in packed.parts()}
-    inner = {part.name for stored in packed.stored.values() for part in stored.parts.values()}
-    found = parts | {name: given[name] for name in given.keys() - packed.stored.keys() - inner}
+    others = given.keys() - packed.stored.keys() - packed.part_names()
+    found = parts | {name: given[name] for name in others}
 
     def read(name: str) -> Tensor:
         return packed.read(name, files.read) if name in parts else files.read(name)
@@ -380,7 +402,9 @@ def load_state(
         state.__getitem__,
     )
     rounded = FLOATS if cast else ()
-    load_tensors(model, _identity(own_tensors(model)), tensors, rounded)
+    names = names_of_all_stages(model)
+    with fail_together(CheckpointError):
+        load_tensors(model, _identity(names), tensors, rounded)
 
 
 def read_config(folder: str | os.PathLike[str], mtp: bool = True, **overrides: Any) -> HybridConfig:
@@ -396,7 +420,7 @@ def read_config(folder: str | os.PathLike[str], mtp: bool = True, **overrides: A
     path = Path(folder) / CONFIG_FILE
     values = read_values(path)
     if (found := quantization(values)) is not None:
-        check_method(found, str(path))
+        Quantization.read(found, str(path))
     values = with_dtype(values, path.parent)
     return config_of(values, str(path), tensor_names(path.parent), mtp, **overrides)
 
@@ -564,18 +588,6 @@ def _huggingface_config(
     return HybridConfig(**{**fields, **overrides})
 
 
-def _drop_copy(
-    name: str, original: str, given: dict[str, str], files: TensorFiles, source: str, why: str
-) -> None:
-    """Ignore a stored tensor that is the same as another one."""
-    copy = files.read(given.pop(name))
-    if not torch.equal(copy, files.read(given[original])):
-        raise CheckpointError(
-            f"{name} differs from {original} in {source}, but they are one in the model "
-            f"({why}). Config and weights do not belong together."
-        )
-
-
 def own_tensors(model: HybridModel) -> dict[str, Tensor]:
     """Every parameter and persistent buffer by canonical name."""
     tensors = model.state_dict(keep_vars=True)
@@ -593,6 +605,20 @@ def own_weights(model: HybridModel) -> dict[str, Tensor | PackedWeight]:
     }
     others = own_tensors(model).items()
     return packed | {n: tensor for n, tensor in others if n.rpartition(".")[0] not in packed}
+
+
+def names_of_all_stages(model: HybridModel) -> Collection[str]:
+    """`own_weights` of all pipeline stages, names only. Call it on every rank of the model."""
+    return of_all_stages(model, dict.fromkeys(own_weights(model))).keys()
+
+
+def of_all_stages(model: HybridModel, own: dict[str, Any]) -> dict[str, Any]:
+    """What all pipeline stages say by name, in their order. Call it on every rank of the model."""
+    pp = model.pg_collection.pp
+    if pp.size() == 1:
+        return own
+    stages = meet("naming its tensors", own, dist.get_process_group_ranks(pp))
+    return {name: value for _, of_stage in stages for name, value in of_stage.items()}
 
 
 def _identity(names: Iterable[str]) -> list[TensorMap]:
@@ -622,8 +648,58 @@ def load_tensors(
     source: TensorSource,
     rounded: tuple[torch.dtype, ...],
 ) -> None:
-    """Copy this rank's pieces into the model, after checking all of them."""
-    _copy_tensors(model, _checked_maps(model, maps, source, rounded), source)
+    """Copy this rank's pieces into the model, after checking all of them; their numbers only when
+    they are read.
+
+    maps: of all pipeline stages.
+    """
+    check_names(maps, source.given, source.name)
+    checked = _checked_maps(model, maps, source, rounded)
+
+    def read(name: str) -> Tensor:
+        value = source.read(name)
+        check_numbers(name, value, source.name)
+        return value
+
+    _copy_tensors(model, checked, replace(source, read=read))
+
+
+def check_names(maps: Iterable[TensorMap], given: Collection[str], source: str) -> None:
+    """Raise CheckpointError unless the names are those of a whole model.
+
+    Args:
+        maps: of all pipeline stages.
+        given: names that a source has.
+        source: its name in errors.
+    """
+    wanted, given = {name for m in maps for name in m.theirs}, set(given)
+    for names, relation in (
+        (wanted - given, f"not in {source}, but the model has"),
+        (given - wanted, f"in {source}, but the model does not have"),
+    ):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise CheckpointError(
+                f"{relation} {min(names)}{more}. The config does not describe these weights."
+            )
+
+
+def _check_numbers(
+    model: HybridModel, maps: list[TensorMap], found: FoundTensors, files: TensorFiles
+) -> None:
+    """Raise CheckpointError for NaN in tensors of this rank's stage, which its tensor-parallel
+    ranks share out among them."""
+    tp, packed = model.pg_collection.tp, found.packed
+    names = sorted({name for tensor_map in maps for name in tensor_map.theirs})
+    for name in names[tp.rank() :: tp.size()]:
+        weight, _, part = name.rpartition(":")
+        if weight in packed.stored:
+            stored = packed.stored[weight].parts[part]
+            value = files.read(stored.name)
+            is_view = value.element_size() == stored.dtype.itemsize
+            check_numbers(stored.name, value.view(stored.dtype) if is_view else value, files.folder)
+        else:
+            check_numbers(found.given[name], files.read(found.given[name]), files.folder)
 
 
 def _checked_maps(
@@ -633,19 +709,8 @@ def _checked_maps(
     rounded: tuple[torch.dtype, ...],
 ) -> list[TensorMap]:
     """The maps of tensors that this rank has pieces of, after checking all of them."""
-    pp = model.pg_collection.pp
     own = own_tensors(model)
-    # Other pipeline stages load the rest, so only a sole stage can find extra tensors.
-    extra = set(source.given).difference(*(m.theirs for m in maps)) if pp.size() == 1 else ()
-    if pp.size() > 1:
-        maps = [tensor_map for tensor_map in maps if own.keys() & set(tensor_map.ours)]
-    missing = sorted({name for m in maps for name in m.theirs} - source.given.keys())
-    if missing:
-        raise CheckpointError(_listing(missing, f"not in {source.name}, but the model has"))
-    if extra:
-        raise CheckpointError(
-            _listing(sorted(extra), f"in {source.name}, but the model does not have")
-        )
+    maps = [tensor_map for tensor_map in maps if own.keys() & set(tensor_map.ours)]
     for tensor_map in maps:
         check_map(tensor_map, own, source, rounded)
     return maps
@@ -709,8 +774,3 @@ def check_map(
         raise CheckpointError(
             f"{given} is {dtype} in {source.name}, but {expected.dtype} in the model. {remedy}"
         )
-
-
-def _listing(names: list[str], relation: str) -> str:
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return f"{relation} {names[0]}{more}. The config does not describe these weights."

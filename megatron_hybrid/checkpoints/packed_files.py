@@ -7,53 +7,18 @@ dtypes and shapes of its tensors, and checked against the config.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_hybrid.checkpoints.quantization_config import QUANT_FILE, Quantization
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles
 from megatron_hybrid.ops.packed import format_of
 
 PARTS = ("codes", "scale", "outer", "zero")
-QUANT_FILE = "hf_quant_config.json"
-
-_KINDS: dict[str, tuple[str, tuple[str | None, ...]] | None] = {
-    "fp8": None,
-    "mxfp4": None,
-    "modelopt": (
-        "quant_algo",
-        (
-            "FP8",
-            "FP8_PER_CHANNEL_PER_TOKEN",
-            "FP8_PB_WO",
-            "NVFP4",
-            "W4A16_NVFP4",
-            "MIXED_PRECISION",
-            None,  # of keys and values alone
-        ),
-    ),
-    "compressed-tensors": (
-        "format",
-        (
-            "float-quantized",
-            "int-quantized",
-            "naive-quantized",
-            "pack-quantized",
-            "nvfp4-pack-quantized",
-            "mixed-precision",
-        ),
-    ),
-    "awq": ("version", ("gemm", "")),
-    "gptq": ("checkpoint_format", ("gptq", "gptq_v2", "")),
-}
-"""Values of `quant_method` that are read; of some, values of another key."""
-
-_FP8_BLOCK = (128, 128)
 _COLUMNS = {torch.float8_e4m3fn: 16, torch.float8_e8m0fnu: 32}
 """Columns that share a scale of this dtype in fp4: NVFP4, MXFP4."""
 
@@ -160,7 +125,8 @@ class PackedFiles:
     """
 
     def __init__(self, files: TensorFiles, config: Mapping[str, Any] | None):
-        self.files, self.config = files, config or {}
+        self.files = files
+        self._quantization = Quantization.read(config, str(files.folder)) if config else None
         self._names = set(files.names())
         self.stored: dict[str, StoredWeight] = {}
         """Packed weights by the name of the weight."""
@@ -171,11 +137,8 @@ class PackedFiles:
                     weight = name.removesuffix("_packed").replace(".qweight", ".weight")
                     self.stored[weight] = self._weight(weight, parts)
                     used |= {part.name for part in parts.values()}
-        if self.stored and config is None:
-            raise CheckpointError(
-                f"{min(self.stored)} is packed in {files.folder}, but neither config.json nor "
-                f"{QUANT_FILE} says how. Copy the folder again, with both."
-            )
+        if self.stored:
+            self.quantization(min(self.stored))
         parts = [part for each in self.stored.values() for part in each.parts.values()]
         kept = {part.name for part in parts if part.is_kept}
         self.kept = kept | {
@@ -220,6 +183,20 @@ class PackedFiles:
         """Whether the folder has a tensor of this name."""
         return name in self._names
 
+    def quantization(self, name: str) -> Quantization:
+        """How a weight is packed, by the config. Raises CheckpointError if that says nothing."""
+        if self._quantization is None:
+            raise CheckpointError(
+                f"{name} is packed in {self.files.folder}, but neither config.json nor "
+                f"{QUANT_FILE} says how. Copy the folder again, with both."
+            )
+        return self._quantization
+
+    @property
+    def may_be_packed(self) -> bool:
+        """Whether the config says that weights are packed."""
+        return self._quantization is not None
+
     def _weight(self, name: str, parts: Mapping[str, StoredPart]) -> StoredWeight:
         codes, scale = parts["codes"], parts["scale"]
         kind = format_of(codes.dtype, scale.dtype)
@@ -237,7 +214,7 @@ class PackedFiles:
         *lead, rows, width = decoded_shape(codes)
         shape = (*lead, rows, width * 8 // kind.bits)
         sizes = (1, _COLUMNS[scale.dtype]) if kind.name == "fp4" else None
-        sizes = [sizes] if sizes else self._block_sizes()
+        sizes = [sizes] if sizes else list(self.quantization(name).block_sizes)
         block = self._block(name, shape, decoded_shape(scale), sizes)
         return StoredWeight(shape, parts, block)
 
@@ -265,19 +242,6 @@ class PackedFiles:
             f"{' or '.join(f'{r} x {c}' for r, c in sizes)} numbers, for a row, or for all."
         )
 
-    def _block_sizes(self) -> list[tuple[int, int]]:
-        """Blocks of (rows, columns) that the config names, or else those that FP8 is known for."""
-        found = [tuple(size) for size in [self.config.get("weight_block_size")] if size]
-        if (size := self.config.get("group_size") or 0) > 0:
-            found.append((1, size))
-        for group in (self.config.get("config_groups") or {}).values():
-            weights = group.get("weights") or {}
-            if structure := weights.get("block_structure"):
-                found.append(tuple(structure))
-            if (size := weights.get("group_size") or 0) > 0:
-                found.append((1, size))
-        return found or [_FP8_BLOCK]
-
 
 # Readers: the parts of a packed weight, by the name of its codes; None: these are no codes --------
 
@@ -287,7 +251,7 @@ def _plain_codes(files: PackedFiles, name: str) -> dict[str, StoredPart] | None:
     dtype, inverse = files.files.dtype(name), f"{name}_scale_inv"
     is_code = dtype in (torch.uint8, torch.float8_e4m3fn, torch.int8)
     if is_code and not (files.has(inverse) or files.has(f"{name}_scale")):
-        if not files.config:
+        if not files.may_be_packed:
             return None
         raise CheckpointError(
             f"{name} is {dtype} in {files.files.folder}, without {name}_scale or {inverse} beside "
@@ -359,16 +323,16 @@ def _zero_points(files: PackedFiles, name: str, bits: int, rows: int) -> StoredP
         return files.part(
             name,
             torch.int8,
-            lambda stored: _int8_of_words(stored.t().contiguous()).t()[:rows],
-            lambda zero: _words_of_int8(_padded(zero.t(), 4 * words, 0)).t().contiguous(),
+            lambda stored: _int8_of_words(_turned(stored)).t()[:rows],
+            lambda zero: _turned(_words_of_int8(_padded(zero.t(), 4 * words, -128))),
         )
 
     def decode(stored: Tensor) -> Tensor:
-        return (_nibbles(stored.t().contiguous().view(torch.uint8)).to(torch.int8) - 8).t()[:rows]
+        return (_nibbles(_turned(stored).view(torch.uint8)).to(torch.int8) - 8).t()[:rows]
 
     def encode(zero: Tensor) -> Tensor:
         nibbles = _padded((zero + 8).to(torch.uint8).t(), 8 * words, 0)
-        return _words_of_bytes(in_bytes(nibbles)).t().contiguous()
+        return _turned(_words_of_bytes(in_bytes(nibbles)))
 
     return files.part(name, torch.int8, decode, encode)
 
@@ -395,6 +359,18 @@ def _blocks(files: PackedFiles, name: str) -> dict[str, StoredPart] | None:
     }
 
 
+def _stack_of_experts(files: PackedFiles, name: str) -> None:
+    """Refuse ModelOpt's experts of a layer in one tensor."""
+    stack = name.removesuffix("_weight_scale")
+    raise CheckpointError(
+        f"{stack} holds the experts of a layer in one tensor of {files.files.dtype(stack)} in "
+        f"{files.files.folder}, with its scale in {name}: packed experts are read one by one, and "
+        "in one tensor as MXFP4 alone. Quantize them one by one, or leave them as they are."
+    )
+
+
+_ONES = 0x11111111
+"""A word of ones of 4 bits."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Rows of the weight whose codes lie in a word, from the lowest bits on."""
 
@@ -402,26 +378,26 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 def _turned_words(files: PackedFiles, name: str) -> dict[str, StoredPart]:
     """Those of AWQ and GPTQ, of 4 bits and from 0 on. Rows are inputs, groups of them have a scale
     and a zero point for each output. Words hold neighbouring outputs in AWQ and in all zero points,
-    inputs in GPTQ, whose first version stores zero points less 1."""
-    layer, config = name.removesuffix(".qweight"), files.config
-    is_awq = config.get("quant_method") == "awq"
+    inputs in GPTQ, whose first version takes 1 from each zero point of a word, and where that is 0
+    borrows from the next one."""
+    layer, quantization = name.removesuffix(".qweight"), files.quantization(name)
+    is_awq = quantization.method == "awq"
     scale = files.part(f"{layer}.scales", None, _turned, _turned)
     zero, shape = files.part(f"{layer}.qzeros"), files.files.shape(name)
     groups, rows = scale.shape
     columns = shape[0] * (1 if is_awq else 8)
     expected = (columns, rows // 8) if is_awq else (columns // 8, rows)
-    if config.get("bits", 4) != 4 or shape != expected or zero.shape != (groups, rows // 8):
+    if shape != expected or zero.shape != (groups, rows // 8):
         raise CheckpointError(
             f"{name} of shape {list(shape)} has scales of shape {list(scale.shape)} and zero "
-            f"points of shape {list(zero.shape)} in {files.files.folder}, with bits="
-            f"{config.get('bits')}; of AWQ and GPTQ weights of 4 bits are read. Dequantize it with "
-            "the library that packed it."
+            f"points of shape {list(zero.shape)} in {files.files.folder}, which are none of 4 bits;"
+            " of AWQ and GPTQ these are read. Dequantize it with the library that packed it."
         )
     if files.has(order := f"{layer}.g_idx"):
-        _check_order(files, order, columns, groups)
+        _check_order(files, order, columns, groups, quantization.group_size)
     order = _AWQ_ORDER if is_awq else range(8)
     places = sorted(range(8), key=order.__getitem__)
-    first = 8 if is_awq or config.get("checkpoint_format") == "gptq_v2" else 7
+    less = _ONES if quantization.zeros_less_one else 0
 
     def rows_of(words: Tensor) -> Tensor:
         nibbles = _nibbles(words.contiguous().view(torch.uint8))
@@ -447,18 +423,17 @@ def _turned_words(files: PackedFiles, name: str) -> dict[str, StoredPart]:
         "zero": files.part(
             zero.name,
             torch.int8,
-            lambda stored: _turned(rows_of(stored)).to(torch.int8) - first,
-            lambda value: words_of(_turned((value + first).to(torch.uint8))),
+            lambda stored: _turned(rows_of(stored + less)).to(torch.int8) - 8,
+            lambda value: words_of(_turned((value + 8).to(torch.uint8))) - less,
         ),
     }
 
 
-def _check_order(files: PackedFiles, name: str, columns: int, groups: int) -> None:
+def _check_order(files: PackedFiles, name: str, columns: int, groups: int, size: int) -> None:
     """Raise CheckpointError unless each column is in the group where its place puts it; the last
     one may have fewer."""
     found = files.files.read(name).long()
-    size = files.config.get("group_size") or 0
-    size = size if size > 0 else -(-columns // groups)  # -1: one group
+    size = size or -(-columns // groups)
     if torch.equal(found, torch.arange(columns) // size):
         return
     own = max(1, int((found == 0).sum()))
@@ -482,13 +457,19 @@ _READERS = {
     ".weight": _plain_codes,
     ".weight_packed": _packed_codes,
     "_blocks": _blocks,
+    "_proj_weight_scale": _stack_of_experts,
     ".qweight": _turned_words,
 }
 """By the end of a name."""
 
 
 def _turned(tensor: Tensor) -> Tensor:
-    return tensor.t().contiguous()
+    return _dense(tensor.t())
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """A copy whose last stride is 1: a single row or column of others counts as contiguous."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _nibbles(codes: Tensor) -> Tensor:
@@ -511,7 +492,7 @@ def in_words(codes: Tensor) -> Tensor:
 
 
 def _words_of_bytes(codes: Tensor) -> Tensor:
-    return codes.contiguous().view(torch.int32)
+    return _dense(codes).view(torch.int32)
 
 
 def _int8_of_words(words: Tensor) -> Tensor:
@@ -519,50 +500,8 @@ def _int8_of_words(words: Tensor) -> Tensor:
 
 
 def _words_of_int8(codes: Tensor) -> Tensor:
-    return (codes.contiguous().view(torch.uint8) ^ 128).view(torch.int32)
+    return (_dense(codes).view(torch.uint8) ^ 128).view(torch.int32)
 
 
 def _padded(tensor: Tensor, columns: int, value: int) -> Tensor:
     return torch.nn.functional.pad(tensor, (0, columns - tensor.shape[-1]), value=value)
-
-
-# Configs ------------------------------------------------------------------------------------------
-
-
-def modelopt_config(folder: Path) -> dict[str, Any] | None:
-    """What NVIDIA's ModelOpt says of a quantization in a file of its own; None: there is no file.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    path = folder / QUANT_FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    found = content.get("quantization") if isinstance(content, Mapping) else None
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"{path} says nothing of a quantization. Copy the folder again.")
-    return {"quant_method": "modelopt", **found}
-
-
-def check_method(config: Mapping[str, Any], source: str) -> None:
-    """Raise CheckpointError if weights of this quantization are not read."""
-    method = config.get("quant_method")
-    remedy = (
-        "Load it with the library that packed it, dequantize, and save it again; or quantize the "
-        "unquantized model in one of these."
-    )
-    if method not in _KINDS:
-        raise CheckpointError(
-            f"{source} has a quantization_config of quant_method={method!r}; "
-            f"{', '.join(_KINDS)} are read. {remedy}"
-        )
-    kinds = _KINDS[method]
-    if kinds is not None and not {value := config.get(kinds[0]), value or ""} & {*kinds[1]}:
-        raise CheckpointError(
-            f"{source} has a quantization_config of quant_method={method!r} with {kinds[0]}="
-            f"{value!r}; {', '.join(filter(None, kinds[1]))} are read. {remedy}"
-        )

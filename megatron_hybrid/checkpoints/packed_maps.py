@@ -59,13 +59,6 @@ class PackedSource:
         stored = self.stored[weight]
         return stored.by_row(part, read(stored.parts[part].name), self.groups[weight])
 
-    def check_codes(self, names: Iterable[str], read: Callable[[str], Tensor]) -> None:
-        """Raise CheckpointError if one of these weights has codes that stand for no number."""
-        for name in names:
-            part = self.stored[name].parts["codes"]
-            if part.dtype == torch.float8_e4m3fn and _has_nan(read(part.name)):
-                raise CheckpointError(f"{part.name} has numbers that are NaN.")
-
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of what `read` returns."""
         weight, part = name.rsplit(":", 1)
@@ -76,6 +69,10 @@ class PackedSource:
         """The dtype of what `read` returns."""
         weight, part = name.rsplit(":", 1)
         return self.stored[weight].dtypes[part]
+
+    def part_names(self) -> set[str]:
+        """Names in the files of all parts."""
+        return {part.name for stored in self.stored.values() for part in stored.parts.values()}
 
     def parts(self) -> list[str]:
         """Names that `read` takes."""
@@ -140,7 +137,6 @@ class PackedSource:
         model: HybridModel,
         maps: Iterable[TensorMap],
         source: str,
-        read: Callable[[str], Tensor] | None = None,
         keeps_packing: bool = False,
     ) -> Iterator[None]:
         """Replace the parameters of this rank whose weights are packed, and packed ones whose
@@ -148,7 +144,6 @@ class PackedSource:
 
         Args:
             source: its name in errors.
-            read: reads one of their tensors, to check codes; None: they are not checked.
             keeps_packing: refuse what would replace a parameter.
 
         Raises:
@@ -160,7 +155,6 @@ class PackedSource:
             if isinstance(getattr(module, "weight", None), nn.Parameter | PackedWeight)
         }
         plan: list[tuple[nn.Module, nn.Parameter | PackedWeight]] = []
-        own_packed: list[str] = []
         for tensor_map in maps:
             packed = [name for name in tensor_map.theirs if name in self.stored]
             name = tensor_map.ours[0]
@@ -181,7 +175,6 @@ class PackedSource:
                 )
             packing = self._packing(tensor_map, packed, module.weight, source)
             self.groups |= {each: packing.group for each in packed}
-            own_packed += packed
             if isinstance(module.weight, PackedWeight) and module.weight.packing == packing:
                 continue
             try:
@@ -199,8 +192,6 @@ class PackedSource:
                 "the packing that it has: give a folder that is packed alike, or weights in "
                 "floating point, or load the model anew from this folder."
             )
-        if read is not None:
-            self.check_codes(own_packed, read)
         before = [module.weight for module, _ in plan]
         try:
             for module, weight in plan:
@@ -269,10 +260,6 @@ def own_source(
 def is_packable(module: nn.Module) -> bool:
     """Whether the weight of a layer may be packed."""
     return isinstance(module, _PACKABLE)
-
-
-def _has_nan(codes: Tensor) -> bool:
-    return bool((codes.view(torch.uint8) & 127 == 127).any())
 
 
 @dataclass(frozen=True)

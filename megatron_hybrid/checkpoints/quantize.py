@@ -13,7 +13,7 @@ _LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "fp4": 6.0}
 """Magnitude of the largest code that both signs have."""
 _BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Middles between the magnitudes of e2m1."""
-_SMALLEST = 1e-12
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def quantized(weight: Tensor, stored: StoredWeight) -> dict[str, Tensor]:
@@ -28,21 +28,31 @@ def quantized(weight: Tensor, stored: StoredWeight) -> dict[str, Tensor]:
     rows, columns = stored.block[0] or weight.shape[-2], stored.group
     largest = _blocks(weight, rows, columns).abs().amax((-3, -1)).clamp(min=_SMALLEST)
     kind = format_of(dtypes["codes"], dtypes["scale"]).name
-    scale, parts = largest / _LARGEST[kind], {}
+    scale, parts, divisor = largest / _LARGEST[kind], {}, 1.0
     if "outer" in dtypes:
-        outer = (scale.amax((-2, -1), keepdim=True) / _LARGEST["fp8"]).clamp(min=_SMALLEST)
-        parts["outer"] = outer
-        scale = scale / outer
+        divisor = fp4_divisor(weight)
+        parts["outer"] = divisor.reciprocal()
+        scale = (scale * divisor).clamp(max=_LARGEST["fp8"])
+        # Groups that would have a scale of 0 get this one, as in compressed-tensors.
+        scale = torch.where(scale.to(dtypes["scale"]).float() == 0, 0.125, scale)
     if dtypes["scale"] == torch.float8_e8m0fnu:
         scale = scale.log2().ceil().exp2()
     parts["scale"] = scale.to(dtypes["scale"])
-    effective = parts["scale"].float() * parts.get("outer", 1.0)
+    effective = parts["scale"].float() / divisor
     over = effective.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
     over = over[..., : weight.shape[-2], : weight.shape[-1]].clamp(min=_SMALLEST)
     parts["codes"] = _CODES[kind](weight / over)
     if "zero" in dtypes:
         parts["zero"] = torch.zeros_like(scale, dtype=dtypes["zero"])
     return parts
+
+
+def fp4_divisor(weight: Tensor) -> Tensor:
+    """What compressed-tensors calls the global scale of a weight in NVFP4, fp32: the scales of its
+    groups are multiplied by it before they are rounded to e4m3. `[.., 1, 1]`."""
+    largest = weight.float().abs().amax((-2, -1), keepdim=True)
+    divisor = _LARGEST["fp8"] * _LARGEST["fp4"] / largest.clamp(min=_SMALLEST)
+    return divisor.nan_to_num(posinf=1.0)
 
 
 def _blocks(weight: Tensor, rows: int, columns: int) -> Tensor:
@@ -64,8 +74,11 @@ def _int4(scaled: Tensor) -> Tensor:
 
 
 def _fp4(scaled: Tensor) -> Tensor:
-    magnitude = torch.bucketize(scaled.abs(), torch.tensor(_BETWEEN, device=scaled.device))
-    return in_bytes((magnitude + 8 * scaled.signbit()).to(torch.uint8))
+    middles = torch.tensor(_BETWEEN, device=scaled.device)
+    below = torch.bucketize(scaled.abs(), middles)  # a middle itself goes down, and up in the other
+    above = torch.bucketize(scaled.abs(), middles, right=True)
+    magnitude = torch.where(below % 2 == 0, below, above)  # to the even code
+    return in_bytes((magnitude + 8 * (scaled < 0)).to(torch.uint8))
 
 
 _CODES = {"fp8": _fp8, "int8": _int8, "int4": _int4, "fp4": _fp4}

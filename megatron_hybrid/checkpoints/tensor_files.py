@@ -8,6 +8,7 @@ counts, as in Hugging Face's libraries.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from megatron_hybrid.checkpoints.progress import progress
 from megatron_hybrid.files import replace_file, temporary_path
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -46,6 +49,9 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+_NAN_CODES = {torch.float8_e4m3fn: (127, 127), torch.float8_e8m0fnu: (255, 255)}
+"""Of floats of 8 bits that have NaN: the bits that tell it, and their value."""
 
 _WRITE_BYTES = 64 << 20  # at a time, so that the progress bar moves within a large tensor
 
@@ -136,6 +142,31 @@ class TensorFiles:
         if name not in self._where:
             raise CheckpointError(f"{self.folder} holds no tensor {name}.")
         return self._opened[self._where[name]].get_slice(name)
+
+
+def check_numbers(name: str, tensor: Tensor, source: object) -> None:
+    """Raise CheckpointError if a tensor has a NaN, and warn of an infinity. One pass, no copy.
+
+    source: the name of its folder.
+    """
+    codes = _NAN_CODES.get(tensor.dtype)
+    if not tensor.numel() or not (codes or tensor.is_floating_point()):
+        return
+    if codes is not None:
+        mask, code = codes
+        has_nan = bool((tensor.view(torch.uint8) & mask == code).any())
+        is_infinite = False
+    else:
+        least, largest = (value.item() for value in torch.aminmax(tensor))
+        has_nan = math.isnan(least) or math.isnan(largest)
+        is_infinite = math.isinf(least) or math.isinf(largest)
+    if has_nan:
+        raise CheckpointError(
+            f"{name} has numbers that are NaN in {source}, which would make every answer NaN. Copy "
+            "it again, or go back to a checkpoint from before they came."
+        )
+    if is_infinite:
+        logger.warning("%s has infinite numbers in %s", name, source)
 
 
 class TensorPlan(NamedTuple):

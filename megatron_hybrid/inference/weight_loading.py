@@ -55,10 +55,10 @@ class WeightLoader:
                 "load_weights cannot fill the separate experts of a model of from_megatron: load "
                 "them into Megatron's model, whose parameters it serves, and call update_weights()"
             )
-        self._of_all: dict[str, int | None] = {}
+        self.of_all: dict[str, int | None] = {}
         for of_rank in ranks.gather({name: num_experts_of(t) for name, t in self.own.items()}):
-            self._of_all |= of_rank
-        self.names = _Names(model, self._of_all)
+            self.of_all |= of_rank
+        self.names = _Names(model, self.of_all)
         self.begun: set[str] = set()
         """Names of the tensors of the model of which any rank may have written something."""
         self.checks = _Pass(self, writes=False)
@@ -69,7 +69,7 @@ class WeightLoader:
 
     def begin_all(self) -> None:
         """Note that all of the model is about to be written."""
-        self.begun |= self._of_all.keys()
+        self.begun |= self.of_all.keys()
 
     def write_piece(self, name: str, whole: Tensor) -> None:
         """Write this rank's piece of a whole tensor of ours; where it is packed, to nearest."""

@@ -84,8 +84,8 @@ class WeightUpdate:
                     if part.heads is not None and self._ranks.size > 1:
                         self._agree(part)
                     if isinstance(part, FolderPart) and part.is_packed:
-                        path = part.path
-                        checked = checked_load(self._model, path, cast=True, keeps_packing=True)
+                        names = self._loader.of_all
+                        checked = checked_load(self._model, part.path, names, True, True)
                         write = partial(self._write_packed, stack.enter_context(checked))
                     elif part.heads is not None:
                         self._plan(part)

@@ -41,8 +41,13 @@ from megatron_hybrid.checkpoints.packed_files import (
 )
 from megatron_hybrid.checkpoints.packed_maps import is_packable
 from megatron_hybrid.checkpoints.pretrained import checked_folder, load_pretrained
-from megatron_hybrid.checkpoints.quantize import quantized
-from megatron_hybrid.checkpoints.tensor_files import TensorFiles, TensorPlan, write_tensors
+from megatron_hybrid.checkpoints.quantize import fp4_divisor, quantized
+from megatron_hybrid.checkpoints.tensor_files import (
+    TensorFiles,
+    TensorPlan,
+    check_numbers,
+    write_tensors,
+)
 from megatron_hybrid.files import replace_file
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
@@ -368,9 +373,11 @@ class _Source:
         return self._files.dtype(name if piece is None else piece.name)
 
     def read(self, name: str) -> Tensor:
-        """A tensor."""
+        """A tensor. Raises CheckpointError if it has NaN."""
         piece = self._pieces.get(name)
-        return self._files.read(name) if piece is None else piece.of(self._files.read(piece.name))
+        value = self._files.read(name) if piece is None else piece.of(self._files.read(piece.name))
+        check_numbers(name, value, self._files.folder)
+        return value
 
 
 class _Writer:
@@ -432,7 +439,7 @@ class _Writer:
         if self._in_words and part == "codes":
             return in_words(value)
         if self._is_theirs and part == "outer":
-            return value.flatten()[:1].reciprocal()
+            return value.flatten()[:1]
         return value.contiguous()
 
     def _quantized(self, name: str) -> dict[str, Tensor]:
@@ -440,7 +447,10 @@ class _Writer:
         weight = self._files.read(name)[..., : stored.shape[-2], :]
         kind = self._report.quantized.setdefault(self._places[name], Kind())
         if weight.dim() == 2:
-            return self._counted(weight, stored, kind)
+            parts = self._counted(weight, stored, kind)
+            if self._is_theirs and "outer" in parts:  # stored as a divisor
+                parts["outer"] = fp4_divisor(weight)
+            return parts
         experts = [self._counted(expert, stored, kind) for expert in weight]
         return {part: torch.stack([each[part] for each in experts]) for part in experts[0]}
 

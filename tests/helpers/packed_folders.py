@@ -92,13 +92,14 @@ def integers(weight: Tensor, bits: int, group: int, symmetric: bool = True) -> S
 
 def turned(weight: Tensor, kind: str, group: int = 32) -> Stored:
     """AWQ ("awq"), GPTQ ("gptq", "gptq_v2"): codes and zero points from 0 to 15, inputs as rows.
-    The last group may have fewer."""
+    The last group may have fewer, and a row has positive numbers alone: its zero points are 0."""
+    weight = torch.cat((weight[:5], weight[5:6].abs(), weight[6:]))
     rows = weight.t()
     groups = rows.split(group)
     low = torch.stack([each.amin(0) for each in groups]).clamp(max=0)
     high = torch.stack([each.amax(0) for each in groups]).clamp(min=0)
     scale = ((high - low) / 15).clamp(min=1e-6).bfloat16()
-    zero = (-low / scale.double()).round().clamp(1, 15).long()
+    zero = (-low / scale.double()).round().clamp(0, 15).long()
     over, zeros = (each.repeat_interleave(group, 0)[: len(rows)] for each in (scale.double(), zero))
     codes = (rows / over + zeros).round().clamp(0, 15).long()
 
@@ -109,7 +110,8 @@ def turned(weight: Tensor, kind: str, group: int = 32) -> Stored:
     order = [0, 2, 4, 6, 1, 3, 5, 7] if kind == "awq" else list(range(8))
     stored = {
         "qweight": packed(codes, order) if kind == "awq" else packed(codes.t(), order).t(),
-        "qzeros": packed(zero - int(kind == "gptq"), order),
+        # GPTQModel subtracts from whole words: a zero point of 0 borrows from the next one.
+        "qzeros": packed(zero, order) - (0x11111111 if kind == "gptq" else 0),
         "scales": scale,
     }
     if kind != "awq":

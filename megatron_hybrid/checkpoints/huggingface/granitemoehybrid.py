@@ -17,7 +17,9 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
     rotary_fields,
     symbols_of,
 )
+from megatron_hybrid.checkpoints.huggingface.layouts import stacked
 from megatron_hybrid.checkpoints.huggingface.tensors import (
+    experts_one_by_one,
     mamba2_hybrid_layer,
     model_tensors,
     same,
@@ -69,6 +71,20 @@ class GraniteMoeHybrid(Adapter):
                 f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight"
             )
             yield from _mlp_tensors(config, f"{mlp}.mlp", theirs)
+
+    def as_found(
+        self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
+    ) -> TensorMap:
+        """See `Adapter.as_found`: GPTQModel and llm-compressor write the experts of a tensor one by
+        one, the latter with gate and value apart."""
+        if ".experts." not in tensor_map.ours[0]:
+            return tensor_map
+        projection = tensor_map.theirs[0].removesuffix(".weight")
+        names = (f"{projection}.{i}.linear.weight" for i in range(config.num_moe_experts))
+        whole = TensorMap(tensor_map.ours, tuple(names), stacked())
+        stack = f"{projection.rpartition('.')[0]}.experts.weight"
+        apart = experts_one_by_one(same(tensor_map.ours[0], stack), config)
+        return next((m for m in (whole, apart) if m.theirs[0] in shapes), tensor_map)
 
 
 def _moe_fields(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
@@ -81,5 +82,24 @@ class MiniMaxM2(Adapter):
                 projections=("w1", "w3", "w2"),
             )
 
+    def as_found(
+        self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
+    ) -> TensorMap:
+        """See `Adapter.as_found`: of what packages of quantization write, some has the names of
+        transformers' modules, for the block, for the projections, or for both."""
+        if tensor_map.theirs[0] in shapes:
+            return tensor_map
+        for block, projections in product(_BLOCKS, (_PROJECTIONS, {})):
+            theirs = tuple(
+                ".".join(projections.get(part, part) for part in name.split("."))
+                for name in (each.replace(_BLOCKS[0], block) for each in tensor_map.theirs)
+            )
+            if theirs[0] in shapes:
+                return TensorMap(tensor_map.ours, theirs, tensor_map.layout)
+        return tensor_map
+
+
+_BLOCKS = (".block_sparse_moe.", ".mlp.")
+_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 ADAPTER = MiniMaxM2()

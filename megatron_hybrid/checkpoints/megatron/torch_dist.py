@@ -41,6 +41,7 @@ from megatron_hybrid.checkpoints.checkpoint import (
     config_of,
     full_state_dict,
     load_tensors,
+    of_all_stages,
     own_tensors,
     writes,
 )
@@ -121,6 +122,8 @@ def load_megatron(
         config = files.config(perform_initialization=False, **overrides)
     with device:
         model = build_hybrid_model(config)
+    sections = {name: _sections(tensor) for name, tensor in own_tensors(model).items()}
+    sections = of_all_stages(model, sections)
     with fail_together(CheckpointError):
         given = files.given()
         of_parts = [name for name in given if name.startswith(_PREDICTION)]
@@ -129,7 +132,7 @@ def load_megatron(
                 logger.warning("%s: layers for multi-token prediction are left out", files.path)
             given = {name: key for name, key in given.items() if name not in of_parts}
         source = TensorSource(str(files.path), given, files.shape, files.dtype, files.read)
-        maps = [_as_stored(m, files, given, config.vocab_size) for m in _tensor_maps(model)]
+        maps = [_as_stored(m, files, given, config.vocab_size) for m in _tensor_maps(sections)]
         load_tensors(model, maps, source, FLOATS if dtype is not None else ())
     return model.eval()
 
@@ -433,10 +436,9 @@ def _iteration(folder: Path) -> Path:
     return path
 
 
-def _tensor_maps(model: HybridModel) -> Iterator[TensorMap]:
-    """Each of this stage's tensors, and its blocks where core keeps them apart."""
-    for name, tensor in own_tensors(model).items():
-        sections, dim = _sections(tensor)
+def _tensor_maps(tensors: Mapping[str, tuple]) -> Iterator[TensorMap]:
+    """Tensors by our names, and the blocks that core keeps apart (`_sections`)."""
+    for name, (sections, dim) in tensors.items():
         if sections is None:
             yield TensorMap((name,), (name,))
         else:
@@ -476,9 +478,4 @@ def _keys_of_all_stages(model: HybridModel) -> dict[str, tuple]:
     for spelling, key in distributed_keys(model).items():
         name = model.canonical_name(spelling) if is_parameter(spelling) else None
         own[key] = (name, *_sections(tensors[spelling]))
-    pp = model.pg_collection.pp
-    if pp.size() == 1:
-        return own
-    stages: list[Any] = [None] * pp.size()
-    dist.all_gather_object(stages, own, group=pp)
-    return {key: value for stage in stages for key, value in stage.items()}
+    return of_all_stages(model, own)

@@ -356,7 +356,7 @@ def test_what_cannot_be_unpacked_is_refused(qwen, tmp_path, change, config, word
     [
         (lambda t: {n: x.flip(0) if "g_idx" in n else x for n, x in t.items()}, {}, "desc_act"),
         (dict, {"group_size": 16}, r"groups of 32 columns in .*its config says 16"),
-        (dict, {"bits": 8}, "bits=8; of AWQ and GPTQ weights of 4 bits"),
+        (dict, {"bits": 8}, "bits=8; 4 are read"),
         (dict, {"checkpoint_format": "marlin"}, "gptq, gptq_v2 are read"),
     ],
     ids=["order", "groups", "bits", "marlin"],

@@ -1,6 +1,7 @@
 """Packed folders on several ranks: each takes its pieces of codes and scales. Together they
 compute, to the bit, what they do with the numbers that these stand for, and write it back."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,12 @@ from reference import tiny_engine
 from safetensors.torch import load_file, save_file
 
 import megatron_hybrid as mh
-from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, own_tensors, save_huggingface
+from megatron_hybrid.checkpoints.checkpoint import (
+    load_checkpoint,
+    own_tensors,
+    save_checkpoint,
+    save_huggingface,
+)
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 
 PROJECTIONS = r"((q|k|v|o|gate|up|down)_proj|in_proj_qkvz|(in|out)_proj|experts\.\d+\.\w+)$"
@@ -118,3 +124,48 @@ def test_a_load_that_fails_on_one_rank_changes_no_rank(tmp_path):
                 del tensors["model.norm.weight"]
                 save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     run_ranks(run_failures, (tmp_path,), 2)
+
+
+def run_stages(rank: int, folder: Path, words: dict[str, str]) -> None:
+    join_ranks(rank, 2, f"{folder}/rendezvous")
+    for name, text in words.items():
+        with pytest.raises(CheckpointError, match=text):
+            mh.load_pretrained(folder / name, pipeline_model_parallel_size=2)
+    model, _ = mh.load_pretrained(folder / "ours", pipeline_model_parallel_size=2)
+    before = held(model)
+    with pytest.raises(CheckpointError, match=r"in .*ours-extra, but .* not have extra"):
+        load_checkpoint(model, folder / "ours-extra")
+    assert_equal(held(model), before)
+    dist.destroy_process_group()
+
+
+def test_stages_find_what_no_stage_has_and_what_is_nan(tmp_path):
+    """A bias that config.json does not announce, a rotation, a missing tensor of either stage."""
+    source = tmp_path / "source"
+    build("llama").to(torch.bfloat16).save_pretrained(source)
+    save_checkpoint(mh.load_pretrained(source)[0], tmp_path / "ours")
+    first, last = (f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 2))
+    vector = torch.ones(2)
+    bias, rotation = "model.layers.0.self_attn.q_proj.bias", "model.R1.weight"
+    faults = {
+        "bias": (lambda t: t | {bias: vector}, f"in .*, but the model does not have {bias}"),
+        "rotation": (lambda t: t | {rotation: vector}, f"does not have {rotation}"),
+        "first": (lambda t: _without(t, first), f"not in .*, but the model has {first}"),
+        "last": (lambda t: _without(t, last), f"not in .*, but the model has {last}"),
+        "nan": (lambda t: t | {last: t[last] * torch.nan}, f"{last} has numbers that are NaN"),
+    }
+    for name, (change, _) in faults.items():
+        _changed(source, tmp_path / name, change)
+    _changed(tmp_path / "ours", tmp_path / "ours-extra", lambda t: t | {"extra": vector})
+    run_ranks(run_stages, (tmp_path, {name: words for name, (_, words) in faults.items()}), 2)
+
+
+def _changed(folder: Path, target: Path, change) -> None:
+    """Copy a folder with other tensors."""
+    shutil.copytree(folder, target)
+    tensors = change(load_file(folder / "model.safetensors"))
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+
+
+def _without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {each: tensor for each, tensor in tensors.items() if each != name}

@@ -19,6 +19,7 @@ from megatron_hybrid.checkpoints.tensor_files import (
     CheckpointError,
     TensorFiles,
     TensorPlan,
+    check_numbers,
     write_tensors,
 )
 from megatron_hybrid.files import replace_file
@@ -490,3 +491,32 @@ def test_writing_counts_every_byte(tmp_path, monkeypatch):
     write(tmp_path, tensors)
     assert max(advanced) == 16
     assert equal(read_all(tmp_path), tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_nan_is_refused_and_an_infinity_is_told_of(dtype, caplog):
+    numbers = torch.tensor([1.0, -2.0, 3.0]).to(dtype)
+    check_numbers("weight", numbers, "folder")
+    check_numbers("empty", numbers[:0], "folder")
+    assert not caplog.records
+    for sign in (1, -1):
+        numbers[1] = sign * torch.inf
+        check_numbers("weight", numbers, "folder")
+    assert [record.message for record in caplog.records] == [
+        "weight has infinite numbers in folder"
+    ] * 2
+    numbers[2] = torch.nan
+    with pytest.raises(CheckpointError, match="weight has numbers that are NaN in folder"):
+        check_numbers("weight", numbers, "folder")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code"),
+    [(torch.float8_e4m3fn, 0x7F), (torch.float8_e4m3fn, 0xFF), (torch.float8_e8m0fnu, 0xFF)],
+)
+def test_codes_of_8_bits_that_are_nan_are_refused(dtype, code):
+    codes = torch.tensor([0, 126, 254], dtype=torch.uint8)
+    check_numbers("codes", codes.view(dtype), "folder")
+    codes[1] = code
+    with pytest.raises(CheckpointError, match="codes has numbers that are NaN"):
+        check_numbers("codes", codes.view(dtype), "folder")

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import CheckpointError, own_tensors
 from megatron_hybrid.cli import main
 from megatron_hybrid.models.packed_weight import PackedWeight
+from megatron_hybrid.tools.convert import convert
 from megatron_hybrid.tools.plan import packed_folder, plan, read_model_config
 from megatron_hybrid.tools.quantize import FORMATS, compare, quantize
 
@@ -118,6 +123,57 @@ def test_parts_that_steer_states_stay_as_they_are(tmp_path, capsys):
     assert 0 < found["kl"] < 1e-3
     assert found["perplexity_after"] == pytest.approx(found["perplexity_before"], rel=0.02)
     assert found["same_top_1"] > 0.95
+
+
+def compressed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """NVFP4 by compressed-tensors: its scales, its codes."""
+    float8 = {"scale_dtype": torch.float8_e4m3fn, "zp_dtype": torch.float8_e4m3fn}
+    kind = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+    arguments = QuantizationArgs(**kind, **float8)
+    divisor = generate_gparam(weight.amin(), weight.amax())
+    groups = weight.unflatten(-1, (-1, 16))
+    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments, divisor)
+    parts = {"weight": weight, "weight_scale": scale, "weight_global_scale": divisor}
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    return NVFP4PackedCompressor.compress(parts, scheme)
+
+
+def test_nvfp4_has_the_bits_of_compressed_tensors(llama, tmp_path):
+    """Ties, groups of zeros, tiny numbers, signs of zero; a weight of zeros alone."""
+    folder = tmp_path / "odd"
+    shutil.copytree(llama, folder)
+    tensors = load_file(folder / "model.safetensors")
+    names = [name for name in tensors if name.endswith("_proj.weight")]
+    odd = [
+        lambda w: (w * 64).round() / 4,
+        lambda w: w * (torch.arange(w.shape[1]) // 16 % 3 > 0),
+        lambda w: w * 1e-30,
+        lambda w: w * 0,
+        lambda w: w * 10.0 ** (torch.arange(len(w))[:, None] % 9 - 6),
+    ]
+    for name, change in zip(names, odd * 3):
+        tensors[name] = change(tensors[name].float()).bfloat16()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    quantize(folder, tmp_path / "out", "nvfp4")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for name in names:
+        for part, expected in compressed(tensors[name].float()).items():
+            found = written[f"{name.removesuffix('.weight')}.{part}"]
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), (name, part)
+
+
+def test_nan_is_not_quantized(llama, tmp_path):
+    for name in ("model.norm.weight", "model.layers.1.mlp.down_proj.weight"):
+        folder = tmp_path / name
+        shutil.copytree(llama, folder)
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name].view(-1)[7] = torch.nan
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(CheckpointError, match=f"{name} has numbers that are NaN"):
+            quantize(folder, tmp_path / "out", "int4")
+        assert not list((tmp_path / "out").glob("*"))
+        with pytest.raises(CheckpointError, match=f"{name} has numbers that are NaN"):
+            convert(folder, tmp_path / "ours", "ours")
 
 
 def test_what_cannot_be_quantized_is_refused(llama, tmp_path, capsys):

@@ -1,0 +1,151 @@
+"""Folders that packages of quantization wrote: answered as the packages' own weights answer, cold,
+warm and over two ranks, or refused with a text that says what is missing.
+
+`make test-quantizers` installs the packages (requirements.txt), and runs this. A package that does
+not run on a CPU writes by its functions of packing; see `write_folders.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_processes import join_ranks, run_ranks
+from safetensors.torch import load_file
+
+import megatron_hybrid as mh
+from megatron_hybrid.models.packed_weight import PackedWeight
+
+TESTS = Path(__file__).parents[1]
+EQUAL = None
+TABLE: dict[str, dict[str, str | None]] = {
+    "llmcompressor": {
+        "w4a16": EQUAL,
+        "w4a16-asymmetric": EQUAL,
+        "w8a16-asymmetric": EQUAL,
+        "nvfp4a16": EQUAL,
+        "fp8-dynamic": EQUAL,
+        "fp8-block": EQUAL,
+        "w4a16-qwen3_next": EQUAL,
+        "w4a16-minimax_m2": EQUAL,
+        "w4a16-gpt_oss": EQUAL,
+        "w4a16-llama4": EQUAL,
+        "w4a16-granitemoehybrid": EQUAL,
+    },
+    "gptqmodel": {
+        "gptq": EQUAL,
+        "gptq-asymmetric": EQUAL,
+        "gptq_v2-asymmetric": EQUAL,
+        "awq": EQUAL,
+        "gptq-minimax_m2": EQUAL,
+        "gptq-gpt_oss": EQUAL,
+        "gptq-llama4": EQUAL,
+        "gptq-granitemoehybrid": EQUAL,
+    },
+    "modelopt": {
+        "fp8": EQUAL,
+        "fp8-block": EQUAL,
+        "fp8-channel": EQUAL,
+        "nvfp4": EQUAL,
+        "fp8-minimax_m2": EQUAL,
+        "fp8-gpt_oss": EQUAL,
+        "fp8-llama4": EQUAL,
+        "fp8-granitemoehybrid": EQUAL,
+    },
+    "auto_round": {
+        "auto_round": EQUAL,
+        "auto_round-asymmetric": EQUAL,
+        "auto_gptq": EQUAL,
+        "auto_awq": EQUAL,
+        "auto_round-auto_awq": EQUAL,
+    },
+    "torchao": {"int8": "quant_method='torchao'"},
+    "awq": {"gemm": EQUAL},
+}
+"""By package and row of `write_folders.py`: what becomes of the folder here."""
+ROWS = [(package, row) for package, rows in TABLE.items() for row in rows]
+PROMPT = list(range(3, 43))
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Where a package has written a row; each package runs once."""
+
+    @functools.cache
+    def written(package: str) -> Path:
+        folder = tmp_path_factory.mktemp(package)
+        paths = (TESTS.parent, TESTS / "helpers", TESTS / "functional" / "huggingface")
+        script = Path(__file__).with_name("write_folders.py")
+        done = subprocess.run(
+            [sys.executable, str(script), package, str(folder)],
+            env={**os.environ, "PYTHONPATH": ":".join(map(str, paths))},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout[-3000:]
+        print(json.loads((folder / "version.json").read_text()), *sorted(os.listdir(folder)))
+        return folder
+
+    def place(package: str, row: str) -> Path:
+        found = written(package) / row
+        error = found / "error.txt"
+        assert not error.exists(), error.read_text()
+        return found
+
+    return place
+
+
+def loaded(folder: Path, **sizes) -> mh.HybridModel:
+    return mh.load_pretrained(folder / "model", dtype=torch.float32, **sizes)[0]
+
+
+def answers(model: mh.HybridModel) -> list:
+    """Tokens and log-probs, cold, and once more from the cache."""
+    config = mh.InferenceConfig(block_size_tokens=8, cache_bytes=16 << 20, max_sequence_length=128)
+    params = mh.SamplingParams(num_tokens_to_generate=6, top_k=1, return_log_probs=True)
+    with mh.DynamicInferenceEngine(model, None, config) as engine:
+        found = []
+        for skipped in (False, True):
+            (result,) = engine.generate([PROMPT], params)
+            assert (result.prefix_cache.skipped_tokens > 0) == skipped
+            found.append((result.generated_tokens, result.log_probs[-6:]))
+        return found
+
+
+def run_rank(rank: int, folder: Path, size: str) -> None:
+    join_ranks(rank, 2, f"{folder}/rendezvous-{size}")
+    found = answers(loaded(folder, **{f"{size}_model_parallel_size": 2}))
+    if rank == 0:
+        torch.save(found, folder / f"{size}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("package", "row"), ROWS, ids="-".join)
+def test_a_folder_of_a_package_is_equal_or_refused(folder_of, package, row):
+    folder, refusal = folder_of(package, row), TABLE[package][row]
+    if refusal is not None:
+        with pytest.raises(ValueError, match=refusal):
+            loaded(folder)
+        return
+    model = loaded(folder)
+    assert any(isinstance(module, PackedWeight) for module in model.modules())
+    expected = load_file(folder / "logits.safetensors")["logits"]
+    with torch.no_grad():
+        found = model(torch.tensor([PROMPT]), torch.arange(len(PROMPT))[None], None)[0]
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    cold, warm = answers(model)
+    assert cold[0] == warm[0]
+    assert cold[0][0] == expected[-1].argmax()
+    for size in ("tensor", "pipeline"):
+        run_ranks(run_rank, (folder, size), 2)
+        for ranks, alone in zip(torch.load(folder / f"{size}.pt"), (cold, warm), strict=True):
+            assert ranks[0] == alone[0]
+            assert ranks[1] == pytest.approx(alone[1], abs=1e-4)

@@ -1,0 +1,134 @@
+"""A quantization_config is read through one table: what is not in it is refused by name."""
+
+import pytest
+
+from megatron_hybrid.checkpoints.quantization_config import _METHODS, Quantization
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "global_compression_ratio": 1.9,
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+    "sparsity_config": {"format": "dense", "global_sparsity": None},
+    "transform_config": {},
+    "version": "0.20.0",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "format": None,
+            "input_activations": None,
+            "output_activations": None,
+            "weights": {
+                "actorder": "static",
+                "block_structure": None,
+                "dynamic": False,
+                "group_size": 64,
+                "num_bits": 4,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "scale_dtype": None,
+                "strategy": "group",
+                "symmetric": True,
+                "type": "int",
+                "zp_dtype": None,
+            },
+        }
+    },
+}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (COMPRESSED, ("compressed-tensors", ((1, 64),), 0, False)),
+        (GPTQ, ("gptq", ((1, 32),), 32, True)),
+        (GPTQ | {"group_size": -1}, ("gptq", ((128, 128),), 0, True)),
+        (GPTQ | {"checkpoint_format": "gptq_v2"}, ("gptq", ((1, 32),), 32, False)),
+        (GPTQ | {"format": "gptq_v2", "method": "gptq"}, ("gptq", ((1, 32),), 32, False)),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4},
+            ("gptq", ((128, 128),), 0, True),
+        ),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round", "group_size": 64},
+            ("gptq", ((1, 64),), 64, False),
+        ),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
+            ("awq", ((128, 128),), 0, False),
+        ),
+        (
+            {"quant_method": "awq", "version": "GEMM", "q_group_size": 16, "w_bit": 4},
+            ("awq", ((1, 16),), 16, False),
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"},
+            ("modelopt", ((128, 128),), 0, False),
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": [32, 16], "fmt": "e4m3"},
+            ("fp8", ((32, 16),), 0, False),
+        ),
+    ],
+)
+def test_what_is_known_is_read(config, expected):
+    assert Quantization.read(config, "config.json") == Quantization(*expected)
+
+
+def nested(**weights) -> dict:
+    """Groups with other fields of weights."""
+    (group,) = COMPRESSED["config_groups"].values()
+    return {"config_groups": {"g": group | {"weights": group["weights"] | weights}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            COMPRESSED | {"transform_config": {"R1": {"type": "hadamard"}}},
+            r"transform_config=\{'R1",
+        ),
+        (COMPRESSED | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format='sp"),
+        (COMPRESSED | {"moe_sparsity_config": {"layers": [3]}}, "moe_sparsity_config=.* not read"),
+        (COMPRESSED | {"format": "marlin-24"}, "format='marlin-24'; float-quantized, .* are read"),
+        (COMPRESSED | {"quantization_status": "frozen"}, "quantization_status='frozen'"),
+        (COMPRESSED | {"config_groups": {"W4A16": ["Linear"]}}, r"config_groups.W4A16=\['Linear"),
+        (COMPRESSED | nested(actorder="group"), "config_groups.g.weights.actorder='group'"),
+        (COMPRESSED | nested(num_bits=3), "config_groups.g.weights.num_bits=3; 4, 8 are read"),
+        (COMPRESSED | nested(hadamard=True), "weights.hadamard=True, a field that is not read"),
+        (GPTQ | {"rotation": "hadamard"}, "rotation='hadamard', a field that is not read"),
+        (GPTQ | {"adapter": {"name": "lora"}}, "adapter="),
+        (GPTQ | {"dynamic": {"+:.*up.*": {"bits": 8}}}, r"dynamic.\+:.\*up.\*.bits=8"),
+        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype='int16'; int32 are read"),
+        ({"quant_method": "awq", "version": "gemv"}, "version='gemv'; gemm are read"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:fp8"}, "packing_format="),
+        ({"quant_method": "auto-round", "rotation_config": {"size": 32}}, "rotation_config="),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4", "pre_quant_scale": True},
+            "pre_quant_scale=True; False are read",
+        ),
+        (
+            {"quant_method": "modelopt", "quantized_layers": {"a": {"quant_algo": "W4A8_AWQ"}}},
+            "quantized_layers.a.quant_algo='W4A8_AWQ'",
+        ),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype='fp4'; fp8 are read"),
+        ({"quant_method": "fp8", "weight_scale_semantics": "inverse"}, "weight_scale_semantics="),
+        ({"quant_method": "torchao", "quant_type": {}}, "quant_method='torchao'; fp8, "),
+        ({"quant_method": None}, "quant_method=None"),
+    ],
+)
+def test_what_nobody_reads_is_refused_by_name(config, words):
+    with pytest.raises(CheckpointError, match=words):
+        Quantization.read(config, "config.json")
+
+
+@pytest.mark.parametrize("method", _METHODS)
+def test_a_field_that_says_nothing_is_no_reason_to_refuse(method):
+    config = {"quant_method": method, "unknown": None, "others": {"of": []}}
+    assert Quantization.read(config, "config.json").block_sizes
+    with pytest.raises(CheckpointError, match="unknown=1, a field that is not read"):
+        Quantization.read(config | {"unknown": 1}, "config.json")
