@@ -1,46 +1,60 @@
-"""The grammars of guides: how they are built, pruned and written for xgrammar.
+"""Builds grammars of guides and writes them in Lark, as llguidance reads it.
 
-A grammar is a dict of rules, by name, each a node. The rule "root" is the answer.
+A grammar is a dict of rules, by name, each a node. The rule "root" is the answer. llguidance cuts a
+text into terminals, each as long as it can be, so all that stands side by side and is regular
+becomes one terminal: inside of it each way to read the text counts.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 MAX_NESTING = 200
-"""Most nodes inside of each other in one rule: xgrammar reads them by recursion."""
-
-Ranges = tuple[tuple[int, int], ...]
-"""A set of code points: first and last of each run, ascending, apart."""
+"""Most nodes inside of each other: llguidance reads them by recursion."""
 
 
 @dataclass(frozen=True)
-class Chars:
-    """One character of a set; none, if the set is empty."""
+class Regex:
+    """Matches a regular expression in Rust's syntax, without `/`."""
 
-    ranges: Ranges
+    pattern: str
+
+
+@dataclass(frozen=True)
+class AnyText:
+    """Matches a text in which none of some texts is."""
+
+    excludes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Json:
+    """Matches JSON of a schema that `guide_schema` has prepared, given as its JSON."""
+
+    schema: str
 
 
 @dataclass(frozen=True)
 class Seq:
-    """All of its parts, one behind the other; without parts, the empty text."""
+    """Matches all of its parts, one after the other; without parts, the empty text."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Alt:
-    """One of its options; without options, nothing."""
+    """Matches one of its options; without options, nothing."""
 
     options: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """A part, `low` to `high` times; None: without a limit."""
+    """Matches a part, `low` to `high` times; None: without a limit."""
 
     part: Node
     low: int
@@ -49,205 +63,373 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Rule:
-    """What the rule of this name is."""
+    """Matches what the rule of this name matches."""
 
     name: str
 
 
-Node = Chars | Seq | Alt | Repeat | Rule
-EMPTY, NOTHING = Seq(()), Alt(())
+Node = Regex | AnyText | Json | Seq | Alt | Repeat | Rule
+EMPTY = Seq(())
 
 
 def seq(*parts: Node | str) -> Node:
-    """A sequence of nodes and texts."""
+    """Return a sequence of nodes and texts."""
     nodes = tuple(text(part) if isinstance(part, str) else part for part in parts)
     return nodes[0] if len(nodes) == 1 else Seq(nodes)
 
 
 def text(characters: str) -> Node:
-    return seq(*(Chars(((ord(each), ord(each)),)) for each in characters))
+    """Return a node that matches one text."""
+    return Regex("".join(map(escaped, characters))) if characters else EMPTY
 
 
 def alt(options: Iterable[Node]) -> Node:
+    """Return a node that matches one of some options."""
     options = tuple(dict.fromkeys(options))
     return options[0] if len(options) == 1 else Alt(options)
 
 
 def optional(part: Node) -> Node:
+    """Return a node that matches a part or nothing."""
     return Repeat(part, 0, 1)
 
 
-# Written by callers ------------------------------------------------------------------------------
+def escaped(character: str) -> str:
+    """Return a character as regular expressions write it, in and out of sets."""
+    is_plain = character.isascii() and character.isalnum()
+    return character if is_plain else f"\\x{{{ord(character):x}}}"
+
+
+# Lark --------------------------------------------------------------------------------------------
+
+_EMPTY_TEXT = '""'
+
+
+def lark(rules: Mapping[str, Node]) -> str:
+    """Write a grammar for llguidance.
+
+    Raises:
+        ValueError: a rule is not defined, is nested too deeply, or matches no finite text; or free
+            text stands where its end cannot be found.
+    """
+    return _Writer(rules).written()
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """What comes after a node: a terminal's expression, then that of rules."""
+
+    terminal: str = ""
+    rules: str = ""
+
+
+class _Writer:
+    """Writes the rules that "root" leads to."""
+
+    def __init__(self, rules: Mapping[str, Node]):
+        self._rules = rules
+        self._depth = 0
+        self._terminals: dict[str, str] = {}  # by expression
+        self._lines: list[str] = []
+        self._names: dict[str, str] = {"root": "start"}
+        self._waiting = ["root"]
+        self._regular: dict[str, str] = {}  # terminals of the rules that lead to no recursion
+        _check_rules(rules)
+        self._find_regular()
+
+    def written(self) -> str:
+        while self._waiting:
+            name = self._waiting.pop()
+            body = self._flushed(self._before(self._rules[name], _Rest()))
+            self._lines.append(f"{self._names[name]}: {body or _EMPTY_TEXT}")
+        terminals = (f"{name}: {expression}" for expression, name in self._terminals.items())
+        # Without forcing, each way to cut a text into tokens is allowed.
+        head = '%llguidance {"no_forcing": true}'
+        return "\n".join([head, *self._lines, *terminals])
+
+    def _find_regular(self) -> None:
+        waiting = list(self._rules)
+        while waiting:
+            rest = []
+            for name in waiting:
+                expression = self._terminal(self._rules[name])
+                if expression is None:
+                    rest.append(name)
+                else:
+                    self._regular[name] = self._terminal_name(expression)
+            if len(rest) == len(waiting):
+                return
+            waiting = rest
+
+    def _terminal_name(self, expression: str) -> str:
+        return self._terminals.setdefault(expression, f"T{len(self._terminals)}")
+
+    def _terminal(self, node: Node) -> str | None:
+        """Return the expression of a regular node; "": it is empty; None: it is not regular."""
+        self._depth += 1
+        if self._depth > MAX_NESTING:
+            raise ValueError(f"more than {MAX_NESTING} parts are inside of each other: flatten it")
+        try:
+            return self._terminal_of(node)
+        finally:
+            self._depth -= 1
+
+    def _terminal_of(self, node: Node) -> str | None:
+        match node:
+            case Regex(pattern):
+                return f"/{pattern}/"
+            case AnyText(excludes):
+                others = "|".join("".join(map(escaped, each)) for each in excludes)
+                excluded = f" & ~/(?s:.*)(?:{others})(?s:.*)/" if excludes else ""
+                return f"(/(?s:.*)/{excluded})"
+            case Rule(name):
+                return self._regular.get(name)
+            case Repeat(part, low, high):
+                inner = self._terminal(part)
+                if inner is None:
+                    return None
+                return f"({inner}){_times(low, high)}" if inner and high != 0 else ""
+            case Seq(parts) | Alt(parts):
+                inner = list(map(self._terminal, parts))
+                if None in inner:
+                    return None
+                if isinstance(node, Seq):
+                    return " ".join(filter(None, inner))
+                return f"({' | '.join(each or _EMPTY_TEXT for each in inner)})"
+        return None
+
+    def _before(self, node: Node, rest: _Rest) -> _Rest:
+        """Return a node and what comes after it."""
+        if isinstance(node, AnyText) and rest.rules and (not rest.terminal or not node.excludes):
+            raise ValueError(
+                "free text ends where a text comes that it excludes: name that in 'excludes', and "
+                "let it follow"
+            )
+        expression = self._terminal(node)
+        if expression is not None:
+            return _Rest(" ".join(filter(None, (expression, rest.terminal))), rest.rules)
+        match node:
+            case Seq(parts):
+                for part in reversed(parts):
+                    rest = self._before(part, rest)
+                return rest
+            case Repeat(part, 0, 1):
+                return self._before(Alt((part, EMPTY)), rest)
+            case Alt(options):
+                return _Rest("", self._chosen(options, rest))
+            case Repeat(part, low, high):
+                own = f"({self._flushed(self._before(part, _Rest()))}){_times(low, high)}"
+            case Json(schema):
+                own = f"%json {schema}"
+            case Rule(name):
+                if name not in self._names:
+                    self._names[name] = f"r{len(self._names)}"
+                    self._waiting.append(name)
+                own = self._names[name]
+        return _Rest("", f"{own} {self._flushed(rest)}")
+
+    def _chosen(self, options: Sequence[Node], rest: _Rest) -> str:
+        """Return one of some options and what comes after it, as a rule of its own."""
+        if rest.rules:
+            rest = _Rest(rest.terminal, self._new_rule(rest.rules))
+        if len(rest.terminal) > 20:
+            rest = _Rest(self._terminal_name(rest.terminal), rest.rules)
+        regular = [option for option in options if self._terminal(option) is not None]
+        others = [option for option in options if self._terminal(option) is None]
+        ways = ([Alt(tuple(regular))] if regular else []) + others
+        chosen = (self._flushed(self._before(way, rest)) for way in ways)
+        return self._new_rule(" | ".join(each or _EMPTY_TEXT for each in chosen))
+
+    def _new_rule(self, body: str) -> str:
+        name = f"p{len(self._lines)}"
+        self._lines.append(f"{name}: {body}")
+        return name
+
+    def _flushed(self, rest: _Rest) -> str:
+        terminal = self._terminal_name(rest.terminal) if rest.terminal else ""
+        return " ".join(filter(None, (terminal, rest.rules)))
+
+
+def _times(low: int, high: int | None) -> str:
+    return {(0, None): "*", (0, 1): "?"}.get((low, high), f"{{{low},{'' if high is None else high}}}")
+
+
+def _check_rules(rules: Mapping[str, Node]) -> None:
+    """Raise ValueError for a rule that is mentioned and not there, or that matches no finite text.
+    Both orders are taken by turns: a chain of rules needs one turn, whichever way it runs."""
+    finite: set[str] = set()
+    before = -1
+    while len(finite) > before:
+        before = len(finite)
+        for name in (*rules, *reversed(rules)):
+            if name not in finite and _is_finite(rules[name], finite, rules):
+                finite.add(name)
+    for name in rules:
+        if name not in finite:
+            raise ValueError(f"no text of finite length fits the rule {name!r}")
+
+
+def _is_finite(node: Node, finite: set[str], rules: Mapping[str, Node]) -> bool:
+    match node:
+        case Seq(parts):
+            return all([_is_finite(part, finite, rules) for part in parts])
+        case Alt(options):
+            return any([_is_finite(option, finite, rules) for option in options])
+        case Repeat(part, low):
+            return _is_finite(part, finite, rules) or low == 0
+        case Rule(name):
+            if name not in rules:
+                raise ValueError(f"the rule {name!r} is not defined")
+            return name in finite
+    return True
+
+
+# EBNF --------------------------------------------------------------------------------------------
 
 MAX_EBNF = 1 << 16
 """Characters of a grammar."""
 MAX_REPEATS = 1000
-"""Of a part, by braces: xgrammar writes each of them out."""
+"""Of a part, by braces."""
 _EBNF_TOKEN = re.compile(
-    r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*|\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}|[()]',
-    re.DOTALL,
+    r'\s+|#[^\n]*|(?P<rule>[\w-]+)\s*::=|(?P<name>[\w-]+)|"(?P<text>(?:[^"\\\n]|\\.)*)"'
+    r"|\[(?P<set>(?:[^\]\\\n]|\\.)*)\]|\{\s*(?P<low>\d*)\s*(?P<comma>,?)\s*(?P<high>\d*)\s*\}"
+    r"|(?P<sign>[()|*+?.])"
 )
+_EBNF_CHARACTER = re.compile(r"\\x(..)|\\u(.{4})|\\U(.{8})|\\(.)|([^\\])", re.DOTALL)
+_SHORT = {"n": "\n", "r": "\r", "t": "\t"}
 
 
-def check_ebnf(source: str) -> None:
-    """Raise ValueError for a grammar in EBNF that xgrammar would need too much stack or memory
-    for."""
+def ebnf(source: str, prefix: str = "") -> dict[str, Node]:
+    """Read a grammar in EBNF (GBNF).
+
+    Args:
+        prefix: before the names of its rules.
+
+    Raises:
+        ValueError: it is wrong, too long, nested too deeply, or repeats a part too often.
+    """
     if len(source) > MAX_EBNF:
         raise ValueError(
             f"the guide's grammar has {len(source)} characters, the most is {MAX_EBNF}: shorten it"
         )
-    depth = 0
-    for token in _EBNF_TOKEN.finditer(source):
-        depth += {"(": 1, ")": -1}.get(token[0], 0)
-        if depth > MAX_NESTING:
+    return _EbnfReader(source, prefix).rules
+
+
+class _EbnfReader:
+    def __init__(self, source: str, prefix: str):
+        self._prefix, self._depth = prefix, 0
+        self._tokens = list(_ebnf_tokens(source))
+        self.rules: dict[str, Node] = {}
+        while self._tokens:
+            kind, name = self._tokens.pop(0)
+            if kind != "rule":
+                raise ValueError(f"the guide's grammar needs a rule, such as root ::= {name!r}")
+            if prefix + name in self.rules:
+                raise ValueError(f"the guide's grammar defines the rule {name!r} twice")
+            self.rules[prefix + name] = self._options()
+            if self._next() == ("sign", ")"):
+                raise ValueError("the guide's grammar closes a bracket that is not open")
+        if f"{prefix}root" not in self.rules:
+            raise ValueError("the guide's grammar has no rule 'root'")
+
+    def _next(self) -> tuple[str, Any]:
+        return self._tokens[0] if self._tokens else ("end", "")
+
+    def _options(self) -> Node:
+        self._depth += 1
+        if self._depth > MAX_NESTING:
             raise ValueError(
                 f"the guide's grammar has over {MAX_NESTING} open brackets: flatten it"
             )
-        if any(len(n or "") > 4 or int(n or 0) > MAX_REPEATS for n in token.groups()):
+        options: list[list[Node]] = [[]]
+        while (token := self._next())[0] not in ("rule", "end") and token != ("sign", ")"):
+            self._tokens.pop(0)
+            if token == ("sign", "|"):
+                options.append([])
+            elif token[0] == "times" or (token[0] == "sign" and token[1] in "*+?"):
+                if not options[-1]:
+                    raise ValueError(f"the guide's grammar repeats nothing by {token[1]!r}")
+                options[-1].append(Repeat(options[-1].pop(), *_counts(token[1])))
+            else:
+                options[-1].append(self._part(*token))
+        self._depth -= 1
+        return alt(seq(*parts) for parts in options)
+
+    def _part(self, kind: str, value: str) -> Node:
+        if kind == "name":
+            return Rule(self._prefix + value)
+        if kind == "text":
+            return text("".join(_ebnf_characters(value)))
+        if kind == "set":
+            return Regex(_ebnf_set(value))
+        if value == ".":
+            return Regex("(?s:.)")
+        inner = self._options()
+        if self._next() != ("sign", ")"):
+            raise ValueError("the guide's grammar has a bracket that is not closed")
+        self._tokens.pop(0)
+        return inner
+
+
+def _ebnf_tokens(source: str) -> Iterator[tuple[str, Any]]:
+    at = 0
+    while at < len(source):
+        token = _EBNF_TOKEN.match(source, at)
+        if token is None:
+            line = source.count("\n", 0, at) + 1
             raise ValueError(
-                f"the guide's grammar repeats a part over {MAX_REPEATS} times: use * or +"
+                f"the guide's grammar cannot be read in line {line} at {source[at : at + 20]!r}"
             )
+        at = token.end()
+        if token["low"] is not None:
+            if not token["low"] and not token["high"]:
+                raise ValueError("the guide's grammar has braces without a number")
+            yield "times", (token["low"], token["comma"], token["high"])
+        elif token.lastgroup is not None:
+            yield token.lastgroup, token[token.lastgroup]
 
 
-def told(error: Exception) -> str:
-    """What an error of xgrammar's says, without the time and place in its source."""
-    return str(error).split("] ", 1)[-1].split(": ", 1)[-1].strip()
+def _counts(times: str | tuple[str, str, str]) -> tuple[int, int | None]:
+    if isinstance(times, str):
+        return {"*": (0, None), "+": (1, None), "?": (0, 1)}[times]
+    low, comma, high = times
+    if any(len(each) > 4 or int(each or 0) > MAX_REPEATS for each in (low, high)):
+        raise ValueError(f"the guide's grammar repeats a part over {MAX_REPEATS} times: use * or +")
+    return int(low or 0), (int(high) if high else None) if comma else int(low)
 
 
-# Sets of characters ------------------------------------------------------------------------------
-
-
-def union(*sets: Ranges) -> Ranges:
-    merged: list[tuple[int, int]] = []
-    for first, last in sorted(pair for each in sets for pair in each):
-        if merged and first <= merged[-1][1] + 1:
-            merged[-1] = merged[-1][0], max(last, merged[-1][1])
-        else:
-            merged.append((first, last))
-    return tuple(merged)
-
-
-def _without(ranges: Ranges, others: Ranges) -> Ranges:
-    kept = []
-    for first, last in ranges:
-        start = bisect_right(others, (first, -1))
-        if start and others[start - 1][1] >= first:
-            start -= 1
-        for other_first, other_last in others[start:]:
-            if other_first > last:
-                break
-            if first < other_first:
-                kept.append((first, other_first - 1))
-            first = max(first, other_last + 1)
-        if first <= last:
-            kept.append((first, last))
-    return tuple(kept)
-
-
-SURROGATES: Ranges = ((0xD800, 0xDFFF),)
-"""They are halves of characters: UTF-8 has none."""
-ANY = _without(((0, 0x10FFFF),), SURROGATES)
-
-
-def minus(ranges: Ranges, others: Ranges) -> Ranges:
-    """Characters of the first set that are not in the second one."""
-    return _without(_without(ranges, SURROGATES), others)
-
-
-def among(characters: str) -> Ranges:
-    """The set of these characters."""
-    return union(tuple((ord(each), ord(each)) for each in characters))
-
-
-# Written -----------------------------------------------------------------------------------------
-
-
-def written(rules: Mapping[str, Node]) -> str | None:
-    """The grammar as xgrammar reads it, without what no finite text fits; None: nothing is left.
-
-    Raises:
-        ValueError: a rule is nested too deeply.
-    """
-    finite = _finite_rules(rules)
-    if "root" not in finite:
-        return None
-    lines, wanted, seen = [], ["root"], {"root"}
-    while wanted:
-        name = wanted.pop()
-        names: list[str] = []
-        lines.append(f"{name} ::= {_write(rules[name], finite, names, 0)}")
-        for each in names:
-            if each not in seen:
-                seen.add(each)
-                wanted.append(each)
-    return "\n".join(lines)
-
-
-def _finite_rules(rules: Mapping[str, Node]) -> set[str]:
-    """Rules that some finite text fits. Both orders are taken by turns: a chain of rules needs one
-    turn, whichever way it runs."""
-    finite: set[str] = set()
-    names, before = list(rules), -1
-    while len(finite) > before:
-        before = len(finite)
-        for name in (*names, *reversed(names)):
-            if name not in finite and _is_finite(rules[name], finite):
-                finite.add(name)
-    return finite
-
-
-def _is_finite(node: Node, rules: set[str]) -> bool:
-    """Whether some finite text fits, given the rules for which that is known."""
-    match node:
-        case Chars(ranges):
-            return bool(ranges)
-        case Seq(parts):
-            return all(_is_finite(part, rules) for part in parts)
-        case Alt(options):
-            return any(_is_finite(option, rules) for option in options)
-        case Repeat(part, low):
-            return low == 0 or _is_finite(part, rules)
-    return node.name in rules
-
-
-def _write(node: Node, finite: set[str], names: list[str], depth: int) -> str:
-    """One node. names: the rules that it mentions are appended."""
-    if depth > MAX_NESTING:
-        raise ValueError(f"more than {MAX_NESTING} parts are inside of each other: flatten it")
-    match node:
-        case Rule(name):
-            names.append(name)
-            return name
-        case Chars(ranges):
-            return "[" + "".join(f"{_code(first)}-{_code(last)}" for first, last in ranges) + "]"
-        case Seq(parts):
-            return _write_sequence(parts, finite, names, depth)
-        case Alt(options):
-            kept = [option for option in options if _is_finite(option, finite)]
-            return f"({' | '.join(_write(each, finite, names, depth + 1) for each in kept)})"
-    if node.high == 0 or not _is_finite(node.part, finite):
-        return '""'
-    high = "" if node.high is None else node.high
-    times = {(0, None): "*", (0, 1): "?"}.get((node.low, node.high), f"{{{node.low},{high}}}")
-    return f"({_write(node.part, finite, names, depth + 1)}){times}"
-
-
-def _write_sequence(parts: tuple[Node, ...], finite: set[str], names: list[str], depth: int) -> str:
-    """Single characters side by side become one literal."""
-    pieces: list[str] = []
-    literal = ""
-    for part in (*parts, None):
-        if isinstance(part, Chars) and len(part.ranges) == 1 and len(set(part.ranges[0])) == 1:
-            literal += _code(part.ranges[0][0])
+def _ebnf_characters(source: str) -> Iterator[str]:
+    for found in _EBNF_CHARACTER.finditer(source):
+        code = found[1] or found[2] or found[3]
+        if code is None:
+            yield found[5] or _SHORT.get(found[4], found[4])
             continue
-        if literal:
-            pieces.append(f'"{literal}"')
-            literal = ""
-        if part is not None:
-            pieces.append(_write(part, finite, names, depth + 1))
-    return f"({' '.join(pieces)})" if pieces else '""'
+        try:
+            yield chr(int(code, 16))
+        except (ValueError, OverflowError):
+            raise ValueError(f"the guide's grammar has a bad escape: {found[0]!r}") from None
 
 
-def _code(code: int) -> str:
-    character = chr(code)
-    return character if character.isascii() and character.isalnum() else f"\\U{code:08x}"
+def _ebnf_set(source: str) -> str:
+    """Return a set of characters as regular expressions write it."""
+    negates = source.startswith("^")
+    signs = [found[0] for found in _EBNF_CHARACTER.finditer(source[negates:])]
+    codes = [next(_ebnf_characters(sign)) for sign in signs]
+    written, index = "", 0
+    while index < len(codes):
+        is_range = index + 2 < len(codes) and signs[index + 1] == "-"
+        last = codes[index + 2] if is_range else codes[index]
+        if last < codes[index]:
+            raise ValueError(f"the guide's grammar has a range that ends before it begins: {source!r}")
+        written += escaped(codes[index]) + (f"-{escaped(last)}" if is_range else "")
+        index += 3 if is_range else 1
+    if not written:
+        if negates:
+            return "(?s:.)"
+        raise ValueError("the guide's grammar has a set without characters: []")
+    return f"[{'^' if negates else ''}{written}]"
+
+
+def json_node(schema: Any) -> Json:
+    """Return a node of a prepared schema."""
+    return Json(json.dumps(schema))

@@ -1,4 +1,4 @@
-"""Regular expressions of guides: Python's, and those of JSON Schema's `pattern`.
+"""Writes regular expressions of guides in Rust's syntax: Python's, and those of JSON Schema.
 
 Python's own parser reads them. What is not on the list here is refused by its name.
 """
@@ -7,24 +7,12 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, product
 from re import _constants as tokens
 from re import _parser as parser
 
-from megatron_hybrid.text.guide_grammar import (
-    ANY,
-    Chars,
-    Node,
-    Ranges,
-    Repeat,
-    alt,
-    among,
-    minus,
-    seq,
-    union,
-)
+from megatron_hybrid.text.guide_grammar import MAX_NESTING, escaped
 
 _FLAGS = re.DOTALL | re.ASCII
 _MAX_BRANCHES = 100
@@ -49,107 +37,72 @@ _NAMES = {
 }
 _OTHER_PLACES = {tokens.AT_BOUNDARY: r"\b", tokens.AT_NON_BOUNDARY: r"\B"}
 
-_ASCII = {
-    tokens.CATEGORY_DIGIT: among(string.digits),
-    tokens.CATEGORY_SPACE: among(" \t\n\r\f\v"),
-    tokens.CATEGORY_WORD: among(string.ascii_letters + string.digits + "_"),
+_ASCII = {"DIGIT": "0-9", "SPACE": r"\x20\t\n\r\x0c\x0b", "WORD": "0-9A-Za-z_"}
+_WIDEST = {
+    "DIGIT": r"\p{N}",
+    "SPACE": r"\p{White_Space}\x1c-\x1f\x{feff}",
+    "WORD": r"\p{Alphabetic}\p{M}\p{N}\p{Pc}\p{Join_Control}",
 }
-_NEGATED = {
-    tokens.CATEGORY_NOT_DIGIT: tokens.CATEGORY_DIGIT,
-    tokens.CATEGORY_NOT_SPACE: tokens.CATEGORY_SPACE,
-    tokens.CATEGORY_NOT_WORD: tokens.CATEGORY_WORD,
-}
-_LINE_ENDS = among("\n\r\u2028\u2029")
+"""Categories by ECMAScript's rules or by those of Python for Unicode, and more."""
+_ANY = "(?s:.)"
+_IN_LINE = r"[^\n\r\x{2028}\x{2029}]"
 
 _SCHEMA_ESCAPES = {*"dDsSwWnrtfvbxu", *string.punctuation}
-"""What ECMAScript and Python read alike behind a backslash; numbers are read on."""
+"""What ECMAScript and Python read alike after a backslash; numbers are read on."""
 _COUNT = re.compile(r"\{[0-9]+(,[0-9]*)?\}")
 
 
-def full_match(pattern: str) -> Node:
-    """The texts that a pattern matches from end to end, as `re.fullmatch` with DOTALL and ASCII.
+def full_match(pattern: str) -> str:
+    """Write the texts that a pattern matches from end to end, as `re.fullmatch` with DOTALL and
+    ASCII.
 
     Raises:
         ValueError: the pattern is wrong, or has what no grammar holds.
     """
-    ascii_set: Callable[[int], Ranges] = partial(_ascii, negates=_NEGATED)
-    bodies = _Translator(ascii_set, ascii_set, ANY).branches(pattern)
-    return alt(seq(*body) for _, body, _ in bodies)
+    bodies = _Translator(_ASCII, _ASCII, _ANY).branches(pattern)
+    return _either("".join(body) for _, body, _ in bodies)
 
 
-def found_in(pattern: str) -> Node:
-    """The texts in which a pattern of JSON Schema is found, by the rules of ECMAScript (with the
-    flag u) as well as by Python's: where these differ, those by both. `$` is the end alone.
+def found_in(pattern: str) -> str:
+    """Write the texts in which a pattern of JSON Schema is found, by the rules of ECMAScript (with
+    the flag u) as well as by Python's: where these differ, those by both. `$` is the end alone.
 
     Raises:
         ValueError: the pattern is wrong, or has what no grammar holds.
     """
     _check_ecmascript(pattern)
-    any_text = Repeat(Chars(ANY), 0)
-    bodies = _Translator(_by_both, _by_either, minus(ANY, _LINE_ENDS)).branches(pattern)
-    return alt(
-        seq(*(() if begins else (any_text,)), *body, *(() if ends else (any_text,)))
-        for begins, body, ends in bodies
-    )
+    bodies = _Translator(_ASCII, _WIDEST, _IN_LINE).branches(pattern)
+    around = {True: "", False: "(?s:.*)"}
+    each = (f"{around[begins]}{''.join(body)}{around[ends]}" for begins, body, ends in bodies)
+    return f"^{_either(each)}$"
 
 
 def _refuse(what: str) -> None:
     raise ValueError(f"{what} is not supported in a pattern: leave it out, or write it otherwise")
 
 
-# Sets of characters ------------------------------------------------------------------------------
-
-
-def _ascii(category: int, negates: dict[int, int]) -> Ranges:
-    return minus(ANY, _ASCII[negates[category]]) if category in negates else _ASCII[category]
-
-
-@cache
-def _widest(category: int) -> Ranges:
-    """A category by ECMAScript's rules or by those of Python for Unicode."""
-    escape = {
-        tokens.CATEGORY_DIGIT: r"\d+",
-        tokens.CATEGORY_SPACE: r"[\s\ufeff]+",
-        tokens.CATEGORY_WORD: r"\w+",
-    }[category]
-    everything = "".join(chr(code) for first, last in ANY for code in range(first, last + 1))
-    found = (match[0] for match in re.finditer(escape, everything))
-    return union(tuple((ord(each[0]), ord(each[-1])) for each in found))
-
-
-def _by_both(category: int) -> Ranges:
-    if category in _NEGATED:
-        return minus(ANY, _widest(_NEGATED[category]))
-    return _ASCII[category]
-
-
-def _by_either(category: int) -> Ranges:
-    if category in _NEGATED:
-        return minus(ANY, _ASCII[_NEGATED[category]])
-    return _widest(category)
-
-
-# Patterns ----------------------------------------------------------------------------------------
-
-
 class _Translator:
-    """Makes nodes of Python's parse trees.
+    """Writes Python's parse trees.
 
     Args:
-        inner: the set of a category, at the least.
-        outer: the same, at the most: what a negated set leaves out.
+        least: the sets of categories, where they allow characters.
+        most: the same, where they forbid characters.
         dot: the set of `.`.
     """
 
-    def __init__(self, inner: Callable[[int], Ranges], outer: Callable[[int], Ranges], dot: Ranges):
-        self._inner, self._outer, self._dot = inner, outer, dot
+    def __init__(self, least: Mapping[str, str], most: Mapping[str, str], dot: str):
+        self._least, self._most, self._dot = least, most, dot
+        self._depth = 0
 
-    def branches(self, pattern: str) -> list[tuple[bool, list[Node], bool]]:
-        """Whether the pattern begins with an anchor; what is between; whether it ends with one."""
+    def branches(self, pattern: str) -> list[tuple[bool, list[str], bool]]:
+        """Return whether the pattern begins with an anchor, what is between, and whether it ends
+        with one; of each branch."""
         try:
             tree = parser.parse(pattern, _FLAGS)
         except (re.error, OverflowError) as error:
             raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        except RecursionError:
+            raise ValueError("the pattern is nested too deeply") from None
         if tree.state.flags != _FLAGS:
             _refuse("a flag")
         found = []
@@ -165,9 +118,13 @@ class _Translator:
             found.append((begins, parts, ends))
         return found
 
-    def _sequence(self, items: Sequence, times: int) -> list[list]:
-        """Its branches. times: it comes so often by the counts around it."""
+    def _sequence(self, items: Sequence, times: int) -> list[list[str]]:
+        """Return its branches. times: it comes so often by the counts around it."""
+        self._depth += 1
+        if self._depth > MAX_NESTING:
+            raise ValueError("the pattern is nested too deeply")
         parts = [self._item(operator, value, times) for operator, value in items]
+        self._depth -= 1
         count = 1
         for branches in parts:
             count *= len(branches)
@@ -175,10 +132,10 @@ class _Translator:
                 _refuse(f"having more than {_MAX_BRANCHES} ways between '^' and '$'")
         return [list(chain.from_iterable(chosen)) for chosen in product(*parts)]
 
-    def _item(self, operator: int, value, times: int) -> list[list]:
-        """Branches of one part: several only where there are anchors in it."""
+    def _item(self, operator: int, value, times: int) -> list[list[str]]:
+        """Return branches of one part: several only where there are anchors in it."""
         if operator in (tokens.LITERAL, tokens.NOT_LITERAL, tokens.IN, tokens.ANY):
-            return [[Chars(self._set(operator, value))]]
+            return [[self._set(operator, value)]]
         if operator is tokens.AT and value in _ANCHORS:
             return [[_ANCHORS[value]]]
         if operator is tokens.SUBPATTERN:
@@ -196,44 +153,57 @@ class _Translator:
             _refuse(_OTHER_PLACES[value])
         _refuse(_NAMES.get(operator, str(operator)))
 
-    def _repeated(self, inner, low: int, high: int | None, times: int) -> list[list]:
+    def _repeated(self, inner, low: int, high: int | None, times: int) -> list[list[str]]:
         times *= max(1, low if high is None else high)
         if times > MAX_REPEATS:
             _refuse(f"repeating a part more than {MAX_REPEATS} times")
         branches = self._sequence(inner, times)
         if not _has_anchor(branches):
-            return [[Repeat(seq(*_joined(branches)[0]), low, high)]]
+            count = f"{{{low},{'' if high is None else high}}}"
+            return [[f"(?:{''.join(_joined(branches)[0])}){count}"]]
         if high != 1:
             _refuse("'^' or '$' in a repetition")
         return branches if low else [*branches, []]
 
-    def _set(self, operator: int, value) -> Ranges:
+    def _set(self, operator: int, value) -> str:
         if operator is tokens.ANY:
             return self._dot
-        if operator is not tokens.IN:
-            one = ((value, value),)
-            return minus(ANY, one) if operator is tokens.NOT_LITERAL else minus(one, ())
+        if operator is tokens.LITERAL:
+            return _character(value)
+        if operator is tokens.NOT_LITERAL:
+            return f"[^{_character(value)}]"
         negates = value[0][0] is tokens.NEGATE
-        category = self._outer if negates else self._inner
-        sets = [_members(kind, each, category) for kind, each in value[negates:]]
-        return minus(ANY, union(*sets)) if negates else minus(union(*sets), ())
+        members = (self._member(kind, each, negates) for kind, each in value[negates:])
+        return f"[{'^' if negates else ''}{''.join(members)}]"
+
+    def _member(self, kind: int, value, negates: bool) -> str:
+        if kind is not tokens.CATEGORY:
+            ends = value if kind is tokens.RANGE else (value,)
+            return "-".join(map(_character, ends))
+        _, *negated, name = str(value).split("_")
+        sets = self._most if bool(negated) != negates else self._least
+        return f"[^{sets[name]}]" if negated else sets[name]
 
 
-def _members(kind: int, value, category: Callable[[int], Ranges]) -> Ranges:
-    if kind is tokens.CATEGORY:
-        return category(value)
-    return (value,) if kind is tokens.RANGE else ((value, value),)
+def _character(code: int) -> str:
+    if 0xD800 <= code <= 0xDFFF:
+        _refuse(f"\\u{code:x}, half of a character,")
+    return escaped(chr(code))
 
 
-def _has_anchor(branches: list[list]) -> bool:
-    return any(isinstance(part, str) for branch in branches for part in branch)
+def _either(ways: Iterator[str]) -> str:
+    return f"(?:{'|'.join(dict.fromkeys(ways))})"
 
 
-def _joined(branches: list[list]) -> list[list]:
-    """Branches without an anchor as one."""
+def _has_anchor(branches: list[list[str]]) -> bool:
+    return any(part in (_BEGIN, _END) for branch in branches for part in branch)
+
+
+def _joined(branches: list[list[str]]) -> list[list[str]]:
+    """Return branches without an anchor as one."""
     plain = [branch for branch in branches if not _has_anchor([branch])]
     others = [branch for branch in branches if _has_anchor([branch])]
-    return [[alt(seq(*branch) for branch in plain)], *others] if plain else others
+    return [[_either(map("".join, plain))], *others] if plain else others
 
 
 # ECMAScript --------------------------------------------------------------------------------------
@@ -261,7 +231,7 @@ def _check_ecmascript(pattern: str) -> None:
 
 
 def _pieces(pattern: str) -> Iterator[tuple[int, str]]:
-    """Characters and escapes, with where they are."""
+    """Yield characters and escapes, with where they are."""
     index = 0
     while index < len(pattern):
         size = 2 if pattern[index] == "\\" else 1
