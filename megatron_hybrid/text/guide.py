@@ -25,7 +25,7 @@ _NAMES = {"json_schema": "JSON schema", "structural_tag": "structural tag"}
 """Kinds of guides whose source is JSON."""
 MAX_CHARS = 256 << 10
 """Of a guide's source: the JSON of a schema, a pattern, all choices together."""
-MAX_KEPT = 32
+MAX_KEPT = 64
 """Most compiled guides that a compiler keeps."""
 NICENESS = 10
 """Of a thread that compiles guides while an engine steps."""
@@ -216,8 +216,9 @@ def _library() -> Any:
 def _limits() -> Any:
     """Return what bounds the seconds and bytes of a compilation, and of one token."""
     return _library().LLParserLimits(
+        max_items_in_row=2100,  # four for each of `guide_schema.MAX_OPTIONAL` properties
         initial_lexer_fuel=1_000_000,
-        max_lexer_states=50_000,
+        max_lexer_states=10_000,  # of one answer
         precompute_large_lexemes=False,
         verbose_errors=False,
     )
@@ -228,6 +229,9 @@ _ONE_OF = (
     "'oneOf' is supported only where it is plain that no value fits two of its schemas: use "
     "'anyOf', or require a property with another 'const' in each"
 )
+
+
+_NO_ANSWER = "no answer fits, or no token of this tokenizer can begin one"
 
 
 def _told(message: str) -> str:
@@ -314,13 +318,19 @@ class GuideCompiler:
                 self._kept.move_to_end(guide)
                 return self._kept[guide]
         grammar = _check(guide)
-        vocabularies = (self._tokens, self._first_tokens)
-        found = [each and each.matcher(grammar, guide) for each in vocabularies]
+        own, first = self._tokens.matcher(grammar, guide), None
+        if self._first_tokens is not None:
+            first = self._first_tokens.matcher(grammar, guide)
+        begins, tokens = (own, self._tokens) if first is None else (first, self._first_tokens)
+        if not (tokens.bits(begins).any() or begins.is_accepting()):
+            error = begins.get_error()  # it may have come to nothing by itself
+            is_limit = error and "NoExtension" not in error
+            raise _refusal(guide, _told(error) if is_limit else _NO_ANSWER)
         with self._lock:
-            self._kept[guide] = found[0], found[1]
+            self._kept[guide] = own, first
             if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-            return found[0], found[1]
+        return own, first
 
 
 class _Vocabulary:
@@ -352,22 +362,19 @@ class _Vocabulary:
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Return tokens of a text, as llguidance asks for: bytes."""
-        return [self.first_byte + byte for byte in (text.encode() if isinstance(text, str) else text)]
+        return [
+            self.first_byte + byte for byte in (text.encode() if isinstance(text, str) else text)
+        ]
 
     def matcher(self, grammar: str, guide: Guide) -> Any:
         """Return llguidance's matcher.
 
         Raises:
-            ValueError: it takes too much memory or time, or none of the tokens can begin an answer.
+            ValueError: it takes too much memory or time.
         """
         matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
         if matcher.is_error():
             raise _refusal(guide, _told(matcher.get_error()))
-        can_begin = self.bits(matcher).any() or matcher.is_accepting()
-        if matcher.is_error():
-            raise _refusal(guide, _told(matcher.get_error()))
-        if not can_begin:
-            raise _refusal(guide, "no answer fits, or no token of this tokenizer can begin one")
         return matcher
 
     def bits(self, matcher: Any) -> np.ndarray:
@@ -417,6 +424,7 @@ class GuideMatcher:
         """
         for token in tokens:
             if not self._accept(token):
+                self._check(self._matcher)
                 raise ValueError(f"the guide does not allow token {token} here")
             self.num_tokens += 1
         if tokens:
@@ -447,13 +455,16 @@ class GuideMatcher:
             return False
         return self._matcher.try_consume_tokens(tokens) == len(tokens)
 
+    def _check(self, matcher: Any) -> None:
+        if matcher.is_error():
+            raise ValueError(f"the guide is too complex to go on: {_told(matcher.get_error())}")
+
     def _look(self) -> None:
         matcher, vocabulary = self._matcher, self._vocabulary
         if self._first is not None and not self.num_tokens:
             matcher, vocabulary = self._first
         allowed = vocabulary.bits(matcher)
-        if matcher.is_error():
-            raise ValueError(f"the guide is too complex to go on: {_told(matcher.get_error())}")
+        self._check(matcher)
         others = allowed.copy()
         words = others.view(np.uint32)
         stops, bits = self._stops >> 5, (1 << (self._stops & 31)).astype(np.uint32)

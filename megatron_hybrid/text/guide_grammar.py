@@ -1,8 +1,8 @@
 """Builds grammars of guides and writes them in Lark, as llguidance reads it.
 
 A grammar is a dict of rules, by name, each a node. The rule "root" is the answer. llguidance cuts a
-text into terminals, each as long as it can be, so all that stands side by side and is regular
-becomes one terminal: inside of it each way to read the text counts.
+text into terminals, each as long as it can be. So what is regular up to the end of the answer is
+one terminal, in which each way to read the text counts; elsewhere a terminal ends with a text.
 """
 
 from __future__ import annotations
@@ -10,11 +10,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 MAX_NESTING = 200
 """Most nodes inside of each other: llguidance reads them by recursion."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Matches one text, which is not empty."""
+
+    characters: str
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class Rule:
     name: str
 
 
-Node = Regex | AnyText | Json | Seq | Alt | Repeat | Rule
+Node = Text | Regex | AnyText | Json | Seq | Alt | Repeat | Rule
 EMPTY = Seq(())
 
 
@@ -80,7 +87,7 @@ def seq(*parts: Node | str) -> Node:
 
 def text(characters: str) -> Node:
     """Return a node that matches one text."""
-    return Regex("".join(map(escaped, characters))) if characters else EMPTY
+    return Text(characters) if characters else EMPTY
 
 
 def alt(options: Iterable[Node]) -> Node:
@@ -121,47 +128,40 @@ class _Rest:
 
     terminal: str = ""
     rules: str = ""
+    is_last: bool = True
+    """The answer ends with it."""
 
 
 class _Writer:
     """Writes the rules that "root" leads to."""
 
     def __init__(self, rules: Mapping[str, Node]):
+        _check_rules(rules)
         self._rules = rules
         self._depth = 0
         self._terminals: dict[str, str] = {}  # by expression
         self._lines: list[str] = []
-        self._names: dict[str, str] = {"root": "start"}
+        self._names = {"root": "start"}
         self._waiting = ["root"]
         self._regular: dict[str, str] = {}  # terminals of the rules that lead to no recursion
-        _check_rules(rules)
-        self._find_regular()
+        found = -1
+        while found < len(self._regular):
+            found = len(self._regular)
+            for name in rules.keys() - self._regular.keys():
+                if (expression := self._terminal(rules[name])) is not None:
+                    self._regular[name] = self._named(expression)
 
     def written(self) -> str:
         while self._waiting:
             name = self._waiting.pop()
-            body = self._flushed(self._before(self._rules[name], _Rest()))
-            self._lines.append(f"{self._names[name]}: {body or _EMPTY_TEXT}")
+            rest = self._before(self._rules[name], _Rest(is_last=name == "root"))
+            self._lines.append(f"{self._names[name]}: {self._flushed(rest) or _EMPTY_TEXT}")
         terminals = (f"{name}: {expression}" for expression, name in self._terminals.items())
         # Without forcing, each way to cut a text into tokens is allowed.
         head = '%llguidance {"no_forcing": true}'
         return "\n".join([head, *self._lines, *terminals])
 
-    def _find_regular(self) -> None:
-        waiting = list(self._rules)
-        while waiting:
-            rest = []
-            for name in waiting:
-                expression = self._terminal(self._rules[name])
-                if expression is None:
-                    rest.append(name)
-                else:
-                    self._regular[name] = self._terminal_name(expression)
-            if len(rest) == len(waiting):
-                return
-            waiting = rest
-
-    def _terminal_name(self, expression: str) -> str:
+    def _named(self, expression: str) -> str:
         return self._terminals.setdefault(expression, f"T{len(self._terminals)}")
 
     def _terminal(self, node: Node) -> str | None:
@@ -169,13 +169,14 @@ class _Writer:
         self._depth += 1
         if self._depth > MAX_NESTING:
             raise ValueError(f"more than {MAX_NESTING} parts are inside of each other: flatten it")
-        try:
-            return self._terminal_of(node)
-        finally:
-            self._depth -= 1
+        found = self._terminal_of(node)
+        self._depth -= 1
+        return found
 
     def _terminal_of(self, node: Node) -> str | None:
         match node:
+            case Text(characters):
+                return f"/{''.join(map(escaped, characters))}/"
             case Regex(pattern):
                 return f"/{pattern}/"
             case AnyText(excludes):
@@ -200,25 +201,29 @@ class _Writer:
 
     def _before(self, node: Node, rest: _Rest) -> _Rest:
         """Return a node and what comes after it."""
-        if isinstance(node, AnyText) and rest.rules and (not rest.terminal or not node.excludes):
+        is_inside = bool(rest.rules) or not rest.is_last
+        if isinstance(node, AnyText) and is_inside and not (rest.terminal and node.excludes):
             raise ValueError(
                 "free text ends where a text comes that it excludes: name that in 'excludes', and "
                 "let it follow"
             )
         expression = self._terminal(node)
-        if expression is not None:
-            return _Rest(" ".join(filter(None, (expression, rest.terminal))), rest.rules)
+        if expression is not None and (not is_inside or _is_simple(node)):
+            return replace(rest, terminal=" ".join(filter(None, (expression, rest.terminal))))
         match node:
+            case Text():
+                return _Rest(expression or "", self._flushed(rest), rest.is_last)
             case Seq(parts):
                 for part in reversed(parts):
                     rest = self._before(part, rest)
                 return rest
+            case Alt(options):
+                return replace(rest, terminal="", rules=self._chosen(options, rest))
             case Repeat(part, 0, 1):
                 return self._before(Alt((part, EMPTY)), rest)
-            case Alt(options):
-                return _Rest("", self._chosen(options, rest))
             case Repeat(part, low, high):
-                own = f"({self._flushed(self._before(part, _Rest()))}){_times(low, high)}"
+                inner = self._flushed(self._before(part, _Rest(is_last=False)))
+                own = f"({inner}){_times(low, high)}"
             case Json(schema):
                 own = f"%json {schema}"
             case Rule(name):
@@ -226,18 +231,15 @@ class _Writer:
                     self._names[name] = f"r{len(self._names)}"
                     self._waiting.append(name)
                 own = self._names[name]
-        return _Rest("", f"{own} {self._flushed(rest)}")
+        return replace(rest, terminal="", rules=f"{own} {self._flushed(rest)}")
 
     def _chosen(self, options: Sequence[Node], rest: _Rest) -> str:
         """Return one of some options and what comes after it, as a rule of its own."""
         if rest.rules:
-            rest = _Rest(rest.terminal, self._new_rule(rest.rules))
+            rest = replace(rest, rules=self._new_rule(rest.rules))
         if len(rest.terminal) > 20:
-            rest = _Rest(self._terminal_name(rest.terminal), rest.rules)
-        regular = [option for option in options if self._terminal(option) is not None]
-        others = [option for option in options if self._terminal(option) is None]
-        ways = ([Alt(tuple(regular))] if regular else []) + others
-        chosen = (self._flushed(self._before(way, rest)) for way in ways)
+            rest = replace(rest, terminal=self._named(rest.terminal))
+        chosen = (self._flushed(self._before(option, rest)) for option in options)
         return self._new_rule(" | ".join(each or _EMPTY_TEXT for each in chosen))
 
     def _new_rule(self, body: str) -> str:
@@ -246,12 +248,28 @@ class _Writer:
         return name
 
     def _flushed(self, rest: _Rest) -> str:
-        terminal = self._terminal_name(rest.terminal) if rest.terminal else ""
+        terminal = self._named(rest.terminal) if rest.terminal else ""
         return " ".join(filter(None, (terminal, rest.rules)))
 
 
+def _is_simple(node: Node) -> bool:
+    """Return whether a regular node has no text in it that other terminals may begin with."""
+    match node:
+        case Text(characters):
+            return len(characters) == 1
+        case Regex() | AnyText() | Rule():
+            return True
+        case Alt(options):
+            return all(map(_is_simple, options))
+        case Repeat(part):
+            return _is_simple(part)
+    return False
+
+
 def _times(low: int, high: int | None) -> str:
-    return {(0, None): "*", (0, 1): "?"}.get((low, high), f"{{{low},{'' if high is None else high}}}")
+    return {(0, None): "*", (0, 1): "?"}.get(
+        (low, high), f"{{{low},{'' if high is None else high}}}"
+    )
 
 
 def _check_rules(rules: Mapping[str, Node]) -> None:
@@ -420,7 +438,9 @@ def _ebnf_set(source: str) -> str:
         is_range = index + 2 < len(codes) and signs[index + 1] == "-"
         last = codes[index + 2] if is_range else codes[index]
         if last < codes[index]:
-            raise ValueError(f"the guide's grammar has a range that ends before it begins: {source!r}")
+            raise ValueError(
+                f"the guide's grammar has a range that ends before it begins: {source!r}"
+            )
         written += escaped(codes[index]) + (f"-{escaped(last)}" if is_range else "")
         index += 3 if is_range else 1
     if not written:

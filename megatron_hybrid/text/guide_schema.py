@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from math import lcm
 from typing import Any
 from urllib.parse import unquote
 
@@ -22,6 +24,12 @@ MAX_DEPTH = 64
 """Most schemas inside of each other."""
 MAX_SCHEMAS = 50_000
 """Most schemas in one, those of a `oneOf` once for each time that they are mentioned."""
+
+MAX_OPTIONAL = 500
+"""Most properties of an object that may be left out."""
+MAX_MULTIPLE = 30_000
+"""Largest multiple that all `multipleOf` of a schema have in common, in units of their last digit:
+llguidance counts remainders, and takes half a second of a CPU for so many."""
 
 _ANNOTATIONS = {
     *("title", "description", "default", "example", "examples", "deprecated"),
@@ -149,6 +157,7 @@ class _Schemas:
         self._waiting: list[tuple[Any, str]] = []
         self._count = 0
         self._is_open = False
+        self._multiple = Fraction(1)
         top = self._schema(root, 0)
         definitions: dict[str, Any] = {}
         while self._waiting:
@@ -176,6 +185,8 @@ class _Schemas:
             for name, value in schema.items()
             if name not in _ANNOTATIONS and not name.startswith("x-") and name != "uniqueItems"
         }
+        if len(found.get("properties", {}).keys() - found.get("required", ())) > MAX_OPTIONAL:
+            _refuse(f"'properties' with more than {MAX_OPTIONAL} that are not required")
         if found.keys() & {"properties", "required"} and (
             found.get("additionalProperties") is not False or "patternProperties" in found
         ):
@@ -195,6 +206,9 @@ class _Schemas:
         _check_value(name, value)
         if name in _COUNTS:
             return int(value)
+        if name == "multipleOf":
+            self._multiple = _common_multiple(self._multiple, Fraction(repr(value)))
+            return value
         if name in _SCHEMA:
             return self._schema(value, depth)
         if name == "oneOf":
@@ -246,6 +260,14 @@ class _Schemas:
             if isinstance(found, Mapping) and "$id" in found:
                 _refuse("'$id' in an inner schema")
         return found
+
+
+def _common_multiple(first: Fraction, second: Fraction) -> Fraction:
+    bottom = lcm(first.denominator, second.denominator)
+    top = lcm(int(first * bottom), int(second * bottom))
+    if top > MAX_MULTIPLE:
+        _refuse(f"'multipleOf' whose common multiple is over {MAX_MULTIPLE} in their last digit")
+    return Fraction(top, bottom)
 
 
 def _add(schema: dict[str, Any], name: str, value: Any) -> None:
