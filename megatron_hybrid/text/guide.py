@@ -176,7 +176,7 @@ def grammar_of(guide: Guide) -> str:
     for each in texts:
         check_text(f"the guide's {guide.kind}", each)
     try:
-        return lark(_rules_of(guide))
+        return lark(_node_of(guide))
     except RecursionError:
         name = _NAMES.get(guide.kind, f"guide's {guide.kind}")
         raise ValueError(f"the {name} is nested too deeply") from None
@@ -190,16 +190,16 @@ def _refusal(guide: Guide, reason: str) -> ValueError:
     return ValueError(f"the guide's {guide.kind} cannot be used: {reason}")
 
 
-def _rules_of(guide: Guide) -> Mapping[str, Node]:
+def _node_of(guide: Guide) -> Node:
     if guide.kind == "json_schema":
-        return {"root": json_node(guide_schema.prepared(json.loads(guide.source)))}
+        return json_node(guide_schema.prepared(json.loads(guide.source)))
     if guide.kind == "regex":
-        return {"root": Regex(guide_regex.full_match(guide.source))}
+        return Regex(guide_regex.full_match(guide.source))
     if guide.kind == "structural_tag":
-        return guide_tag.grammar_of(json.loads(guide.source))
+        return guide_tag.node_of(json.loads(guide.source))
     if guide.kind == "grammar":
         return ebnf(guide.source)
-    return {"root": alt(map(text, guide.source))}
+    return alt(map(text, guide.source))
 
 
 # llguidance --------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Builds grammars of guides and writes them in Lark, as llguidance reads it.
 
-A grammar is a dict of rules, by name, each a node. The rule "root" is the answer. llguidance cuts a
-text into terminals, each as long as it can be. So what is regular up to the end of the answer is
+A grammar is a node. llguidance cuts a text into terminals, each as long as it can be. So what is regular up to the end of the answer is
 one terminal, in which each way to read the text counts; elsewhere a terminal ends with a text.
 """
 
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +45,13 @@ class Json:
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """Matches the texts of a grammar in Lark."""
+
+    source: str
+
+
+@dataclass(frozen=True)
 class Seq:
     """Matches all of its parts, one after the other; without parts, the empty text."""
 
@@ -68,14 +74,7 @@ class Repeat:
     high: int | None = None
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Matches what the rule of this name matches."""
-
-    name: str
-
-
-Node = Text | Regex | AnyText | Json | Seq | Alt | Repeat | Rule
+Node = Text | Regex | AnyText | Json | Grammar | Seq | Alt | Repeat
 EMPTY = Seq(())
 
 
@@ -112,14 +111,13 @@ def escaped(character: str) -> str:
 _EMPTY_TEXT = '""'
 
 
-def lark(rules: Mapping[str, Node]) -> str:
+def lark(root: Node) -> str:
     """Write a grammar for llguidance.
 
     Raises:
-        ValueError: a rule is not defined, is nested too deeply, or matches no finite text; or free
-            text stands where its end cannot be found.
+        ValueError: it is nested too deeply, or free text stands where its end cannot be found.
     """
-    return _Writer(rules).written()
+    return _Writer().written(root)
 
 
 @dataclass(frozen=True)
@@ -133,33 +131,19 @@ class _Rest:
 
 
 class _Writer:
-    """Writes the rules that "root" leads to."""
-
-    def __init__(self, rules: Mapping[str, Node]):
-        _check_rules(rules)
-        self._rules = rules
+    def __init__(self) -> None:
         self._depth = 0
         self._terminals: dict[str, str] = {}  # by expression
         self._lines: list[str] = []
-        self._names = {"root": "start"}
-        self._waiting = ["root"]
-        self._regular: dict[str, str] = {}  # terminals of the rules that lead to no recursion
-        found = -1
-        while found < len(self._regular):
-            found = len(self._regular)
-            for name in rules.keys() - self._regular.keys():
-                if (expression := self._terminal(rules[name])) is not None:
-                    self._regular[name] = self._named(expression)
+        self._grammars: list[dict[str, str]] = []
 
-    def written(self) -> str:
-        while self._waiting:
-            name = self._waiting.pop()
-            rest = self._before(self._rules[name], _Rest(is_last=name == "root"))
-            self._lines.append(f"{self._names[name]}: {self._flushed(rest) or _EMPTY_TEXT}")
+    def written(self, root: Node) -> str:
+        start = self._flushed(self._before(root, _Rest())) or _EMPTY_TEXT
         terminals = (f"{name}: {expression}" for expression, name in self._terminals.items())
         # Without forcing, each way to cut a text into tokens is allowed.
         head = '%llguidance {"no_forcing": true}'
-        return "\n".join([head, *self._lines, *terminals])
+        source = "\n".join([head, f"start: {start}", *self._lines, *terminals])
+        return json.dumps({"grammars": [{"lark_grammar": source}, *self._grammars]})
 
     def _named(self, expression: str) -> str:
         return self._terminals.setdefault(expression, f"T{len(self._terminals)}")
@@ -183,8 +167,6 @@ class _Writer:
                 others = "|".join("".join(map(escaped, each)) for each in excludes)
                 excluded = f" & ~/(?s:.*)(?:{others})(?s:.*)/" if excludes else ""
                 return f"(/(?s:.*)/{excluded})"
-            case Rule(name):
-                return self._regular.get(name)
             case Repeat(part, low, high):
                 inner = self._terminal(part)
                 if inner is None:
@@ -226,11 +208,9 @@ class _Writer:
                 own = f"({inner}){_times(low, high)}"
             case Json(schema):
                 own = f"%json {schema}"
-            case Rule(name):
-                if name not in self._names:
-                    self._names[name] = f"r{len(self._names)}"
-                    self._waiting.append(name)
-                own = self._names[name]
+            case Grammar(source):
+                own = f"@g{len(self._grammars)}"
+                self._grammars.append({"name": own[1:], "lark_grammar": source})
         return replace(rest, terminal="", rules=f"{own} {self._flushed(rest)}")
 
     def _chosen(self, options: Sequence[Node], rest: _Rest) -> str:
@@ -257,7 +237,7 @@ def _is_simple(node: Node) -> bool:
     match node:
         case Text(characters):
             return len(characters) == 1
-        case Regex() | AnyText() | Rule():
+        case Regex() | AnyText():
             return True
         case Alt(options):
             return all(map(_is_simple, options))
@@ -272,36 +252,6 @@ def _times(low: int, high: int | None) -> str:
     )
 
 
-def _check_rules(rules: Mapping[str, Node]) -> None:
-    """Raise ValueError for a rule that is mentioned and not there, or that matches no finite text.
-    Both orders are taken by turns: a chain of rules needs one turn, whichever way it runs."""
-    finite: set[str] = set()
-    before = -1
-    while len(finite) > before:
-        before = len(finite)
-        for name in (*rules, *reversed(rules)):
-            if name not in finite and _is_finite(rules[name], finite, rules):
-                finite.add(name)
-    for name in rules:
-        if name not in finite:
-            raise ValueError(f"no text of finite length fits the rule {name!r}")
-
-
-def _is_finite(node: Node, finite: set[str], rules: Mapping[str, Node]) -> bool:
-    match node:
-        case Seq(parts):
-            return all([_is_finite(part, finite, rules) for part in parts])
-        case Alt(options):
-            return any([_is_finite(option, finite, rules) for option in options])
-        case Repeat(part, low):
-            return _is_finite(part, finite, rules) or low == 0
-        case Rule(name):
-            if name not in rules:
-                raise ValueError(f"the rule {name!r} is not defined")
-            return name in finite
-    return True
-
-
 # EBNF --------------------------------------------------------------------------------------------
 
 MAX_EBNF = 1 << 16
@@ -309,145 +259,75 @@ MAX_EBNF = 1 << 16
 MAX_REPEATS = 1000
 """Of a part, by braces."""
 _EBNF_TOKEN = re.compile(
-    r'\s+|#[^\n]*|(?P<rule>[\w-]+)\s*::=|(?P<name>[\w-]+)|"(?P<text>(?:[^"\\\n]|\\.)*)"'
-    r"|\[(?P<set>(?:[^\]\\\n]|\\.)*)\]|\{\s*(?P<low>\d*)\s*(?P<comma>,?)\s*(?P<high>\d*)\s*\}"
-    r"|(?P<sign>[()|*+?.])"
+    r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*|\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}|[()]',
+    re.DOTALL,
 )
-_EBNF_CHARACTER = re.compile(r"\\x(..)|\\u(.{4})|\\U(.{8})|\\(.)|([^\\])", re.DOTALL)
-_SHORT = {"n": "\n", "r": "\r", "t": "\t"}
+_EBNF_CODE = re.compile(r"(\\\\)|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})")
 
 
-def ebnf(source: str, prefix: str = "") -> dict[str, Node]:
+def ebnf(source: str) -> Grammar:
     """Read a grammar in EBNF (GBNF).
-
-    Args:
-        prefix: before the names of its rules.
 
     Raises:
         ValueError: it is wrong, too long, nested too deeply, or repeats a part too often.
     """
     if len(source) > MAX_EBNF:
-        raise ValueError(
-            f"the guide's grammar has {len(source)} characters, the most is {MAX_EBNF}: shorten it"
-        )
-    return _EbnfReader(source, prefix).rules
+        raise ValueError(f"it has {len(source)} characters, the most is {MAX_EBNF}: shorten it")
+    depth = 0
+    for token in _EBNF_TOKEN.finditer(source):
+        depth += {"(": 1, ")": -1}.get(token[0], 0)
+        if depth > MAX_NESTING:
+            raise ValueError(f"it has over {MAX_NESTING} open brackets: flatten it")
+        if any(len(n or "") > 4 or int(n or 0) > MAX_REPEATS for n in token.groups()):
+            raise ValueError(f"it repeats a part over {MAX_REPEATS} times: use * or +")
+    import llguidance.gbnf_to_lark as gbnf
+
+    try:
+        rules = gbnf.GrammarParser().parse(_EBNF_CODE.sub(_without_code, source))
+        gbnf.resolve(rules)
+    except Exception as error:  # it has no error of its own for all that is wrong
+        raise ValueError(f"{error}") from None
+    start = rules["start"]
+    if not _all_end(rules):
+        raise ValueError("no text of finite length fits one of its rules")
+    # What needs no recursion is one terminal, in which each way to read the text counts.
+    lines = [f"{rule.name}: {rule.alternatives}" for rule in rules.values() if rule is not start]
+    head = "start: START\nSTART" if start.alternatives.is_terminal() else "start"
+    return Grammar("\n".join([f"{head}: {start.alternatives}", *lines]))
 
 
-class _EbnfReader:
-    def __init__(self, source: str, prefix: str):
-        self._prefix, self._depth = prefix, 0
-        self._tokens = list(_ebnf_tokens(source))
-        self.rules: dict[str, Node] = {}
-        while self._tokens:
-            kind, name = self._tokens.pop(0)
-            if kind != "rule":
-                raise ValueError(f"the guide's grammar needs a rule, such as root ::= {name!r}")
-            if prefix + name in self.rules:
-                raise ValueError(f"the guide's grammar defines the rule {name!r} twice")
-            self.rules[prefix + name] = self._options()
-            if self._next() == ("sign", ")"):
-                raise ValueError("the guide's grammar closes a bracket that is not open")
-        if f"{prefix}root" not in self.rules:
-            raise ValueError("the guide's grammar has no rule 'root'")
-
-    def _next(self) -> tuple[str, Any]:
-        return self._tokens[0] if self._tokens else ("end", "")
-
-    def _options(self) -> Node:
-        self._depth += 1
-        if self._depth > MAX_NESTING:
+def _without_code(found: re.Match) -> str:
+    """Return a character in place of its code, which llguidance reads otherwise."""
+    if found[1]:
+        return found[1]
+    character = chr(min(0x10FFFF, int(found[2] or found[3], 16)))
+    if character in '\\"[]^-/' or not character.isprintable():
+        code = ord(character)
+        if code > 0xFF:
             raise ValueError(
-                f"the guide's grammar has over {MAX_NESTING} open brackets: flatten it"
+                f"the character {found[0]} of a grammar is not supported: leave it out"
             )
-        options: list[list[Node]] = [[]]
-        while (token := self._next())[0] not in ("rule", "end") and token != ("sign", ")"):
-            self._tokens.pop(0)
-            if token == ("sign", "|"):
-                options.append([])
-            elif token[0] == "times" or (token[0] == "sign" and token[1] in "*+?"):
-                if not options[-1]:
-                    raise ValueError(f"the guide's grammar repeats nothing by {token[1]!r}")
-                options[-1].append(Repeat(options[-1].pop(), *_counts(token[1])))
-            else:
-                options[-1].append(self._part(*token))
-        self._depth -= 1
-        return alt(seq(*parts) for parts in options)
-
-    def _part(self, kind: str, value: str) -> Node:
-        if kind == "name":
-            return Rule(self._prefix + value)
-        if kind == "text":
-            return text("".join(_ebnf_characters(value)))
-        if kind == "set":
-            return Regex(_ebnf_set(value))
-        if value == ".":
-            return Regex("(?s:.)")
-        inner = self._options()
-        if self._next() != ("sign", ")"):
-            raise ValueError("the guide's grammar has a bracket that is not closed")
-        self._tokens.pop(0)
-        return inner
+        return f"\\x{code:02x}"
+    return character
 
 
-def _ebnf_tokens(source: str) -> Iterator[tuple[str, Any]]:
-    at = 0
-    while at < len(source):
-        token = _EBNF_TOKEN.match(source, at)
-        if token is None:
-            line = source.count("\n", 0, at) + 1
-            raise ValueError(
-                f"the guide's grammar cannot be read in line {line} at {source[at : at + 20]!r}"
-            )
-        at = token.end()
-        if token["low"] is not None:
-            if not token["low"] and not token["high"]:
-                raise ValueError("the guide's grammar has braces without a number")
-            yield "times", (token["low"], token["comma"], token["high"])
-        elif token.lastgroup is not None:
-            yield token.lastgroup, token[token.lastgroup]
+def _all_end(rules: Mapping[str, Any]) -> bool:
+    """Return whether a text of finite length fits each of llguidance's rules."""
+    finite: set[str] = set()
 
+    def ends(node: Any) -> bool:
+        if (target := getattr(node, "target", None)) is not None:
+            return target.name in finite
+        if getattr(node, "min_times", 1) == 0:
+            return True
+        parts = [ends(part) for part in node.children()]
+        return any(parts) if hasattr(node, "alternatives") else all(parts)
 
-def _counts(times: str | tuple[str, str, str]) -> tuple[int, int | None]:
-    if isinstance(times, str):
-        return {"*": (0, None), "+": (1, None), "?": (0, 1)}[times]
-    low, comma, high = times
-    if any(len(each) > 4 or int(each or 0) > MAX_REPEATS for each in (low, high)):
-        raise ValueError(f"the guide's grammar repeats a part over {MAX_REPEATS} times: use * or +")
-    return int(low or 0), (int(high) if high else None) if comma else int(low)
-
-
-def _ebnf_characters(source: str) -> Iterator[str]:
-    for found in _EBNF_CHARACTER.finditer(source):
-        code = found[1] or found[2] or found[3]
-        if code is None:
-            yield found[5] or _SHORT.get(found[4], found[4])
-            continue
-        try:
-            yield chr(int(code, 16))
-        except (ValueError, OverflowError):
-            raise ValueError(f"the guide's grammar has a bad escape: {found[0]!r}") from None
-
-
-def _ebnf_set(source: str) -> str:
-    """Return a set of characters as regular expressions write it."""
-    negates = source.startswith("^")
-    signs = [found[0] for found in _EBNF_CHARACTER.finditer(source[negates:])]
-    codes = [next(_ebnf_characters(sign)) for sign in signs]
-    written, index = "", 0
-    while index < len(codes):
-        is_range = index + 2 < len(codes) and signs[index + 1] == "-"
-        last = codes[index + 2] if is_range else codes[index]
-        if last < codes[index]:
-            raise ValueError(
-                f"the guide's grammar has a range that ends before it begins: {source!r}"
-            )
-        written += escaped(codes[index]) + (f"-{escaped(last)}" if is_range else "")
-        index += 3 if is_range else 1
-    if not written:
-        if negates:
-            return "(?s:.)"
-        raise ValueError("the guide's grammar has a set without characters: []")
-    return f"[{'^' if negates else ''}{written}]"
+    before = -1
+    while len(finite) > before:
+        before = len(finite)
+        finite |= {name for name, rule in rules.items() if ends(rule.alternatives)}
+    return len(finite) == len(rules)
 
 
 def json_node(schema: Any) -> Json:

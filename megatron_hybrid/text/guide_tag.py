@@ -11,18 +11,16 @@ from typing import Any
 
 from megatron_hybrid.text import guide_regex, guide_schema
 from megatron_hybrid.text.guide_grammar import (
-    EMPTY,
     MAX_REPEATS,
     AnyText,
     Node,
     Regex,
     Repeat,
-    Rule,
     alt,
     ebnf,
     json_node,
-    optional,
     seq,
+    text,
 )
 from megatron_hybrid.validation import is_int
 
@@ -53,15 +51,13 @@ _CAN_MISS = ("excludes",)
 _TIMES = {"optional": (0, 1), "plus": (1, None), "star": (0, None)}
 
 
-def grammar_of(tag: Any) -> dict[str, Node]:
-    """Return the rules of a structural tag, a JSON value.
+def node_of(tag: Any) -> Node:
+    """Return the node of a structural tag, a JSON value.
 
     Raises:
         ValueError: it is wrong, or has what cannot be kept to.
     """
-    reader = _Reader()
-    root = reader.node(format_of(tag), 0)
-    return {"root": root, **reader.rules}
+    return _node(format_of(tag), 0)
 
 
 def format_of(tag: Any) -> Any:
@@ -92,91 +88,76 @@ def _tag_of(structure: Any) -> dict[str, Any]:
     return {"begin": structure.get("begin"), "content": content, "end": structure.get("end")}
 
 
-class _Reader:
-    """Makes nodes of formats, and rules of the grammars in them."""
+def _node(form: Any, depth: int, kind: str | None = None) -> Node:
+    """Return the node of a format. kind: where it may be left out."""
+    if not isinstance(form, Mapping):
+        raise ValueError(f"a format must be an object, got {form!r:.80}")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"it has more than {MAX_DEPTH} formats inside of each other")
+    kind = form.get("type", kind)
+    _check_format(kind, form)
 
-    def __init__(self) -> None:
-        self.rules: dict[str, Node] = {}
-        self._num_grammars = 0
+    def inner(form: Any, kind: str | None = None) -> Node:
+        return _node(form, depth + 1, kind)
 
-    def node(self, form: Any, depth: int, kind: str | None = None) -> Node:
-        """Return the node of a format. kind: where it may be left out."""
-        if not isinstance(form, Mapping):
-            raise ValueError(f"a format must be an object, got {form!r:.80}")
-        if depth > MAX_DEPTH:
-            raise ValueError(f"it has more than {MAX_DEPTH} formats inside of each other")
-        kind = form.get("type", kind)
-        _check_format(kind, form)
-        make = getattr(self, f"_{kind}", self._repeated)
-        return make(form, depth + 1)
+    match kind:
+        case "any_text":
+            return AnyText(tuple(form.get("excludes", ())))
+        case "const_string":
+            return text(form["value"])
+        case "regex":
+            return Regex(guide_regex.full_match(form["pattern"]))
+        case "grammar":
+            return ebnf(form["grammar"])
+        case "json_schema":
+            return json_node(guide_schema.prepared(form.get("json_schema", True)))
+        case "sequence":
+            return seq(*map(inner, form["elements"]))
+        case "or":
+            return alt(map(inner, form["elements"]))
+        case "tag":
+            content = inner(form.get("content"))
+            if isinstance(content, AnyText) and form["end"]:  # the first one ends the tag
+                content = AnyText((*content.excludes, form["end"]))
+            return seq(form["begin"], content, form["end"])
+        case "tags_with_separator" | "triggered_tags":
+            tags = [inner(each, "tag") for each in form["tags"]]
+            make = _separated if kind == "tags_with_separator" else _triggered
+            return make(form, tags, form.get("at_least_one"), form.get("stop_after_first"))
+    return Repeat(inner(form.get("content")), *_times(kind, form))
 
-    def _any_text(self, form: Mapping[str, Any], depth: int) -> Node:
-        return AnyText(tuple(form.get("excludes", ())))
 
-    def _const_string(self, form: Mapping[str, Any], depth: int) -> Node:
-        return seq(form["value"])
+def _times(kind: str, form: Mapping[str, Any]) -> tuple[int, int | None]:
+    low, high = _TIMES.get(kind) or (form.get("min", 0), form.get("max"))
+    high = None if high == -1 else high  # as xgrammar writes it
+    numbers = [low] if high is None else [low, high]
+    if not all(is_int(each) and each >= 0 for each in numbers) or low > numbers[-1]:
+        raise ValueError(f"'min' and 'max' must be integers, 0 <= min <= max, got {(low, high)}")
+    if max(numbers) > MAX_REPEATS:
+        raise ValueError(f"it repeats a part over {MAX_REPEATS} times: use 'star' or 'plus'")
+    return low, high
 
-    def _regex(self, form: Mapping[str, Any], depth: int) -> Node:
-        return Regex(guide_regex.full_match(form["pattern"]))
 
-    def _json_schema(self, form: Mapping[str, Any], depth: int) -> Node:
-        return json_node(guide_schema.prepared(form.get("json_schema", True)))
+def _separated(form: Mapping[str, Any], tags: list[Node], some: bool, one: bool) -> Node:
+    tag = alt(tags)
+    found = tag if one else seq(tag, Repeat(seq(form["separator"], tag), 0))
+    return found if some else Repeat(found, 0, 1)
 
-    def _grammar(self, form: Mapping[str, Any], depth: int) -> Node:
-        self._num_grammars += 1
-        prefix = f"{self._num_grammars}."
-        self.rules |= ebnf(form["grammar"], prefix)
-        return Rule(f"{prefix}root")
 
-    def _sequence(self, form: Mapping[str, Any], depth: int) -> Node:
-        return seq(*(self.node(each, depth) for each in form["elements"]))
-
-    def _or(self, form: Mapping[str, Any], depth: int) -> Node:
-        return alt(self.node(each, depth) for each in form["elements"])
-
-    def _repeated(self, form: Mapping[str, Any], depth: int) -> Node:
-        times = _TIMES.get(form["type"]) or (form.get("min", 0), form.get("max"))
-        if form["type"] == "repeat" and times[1] == -1:  # as xgrammar writes "no limit"
-            times = times[0], None
-        numbers = [each for each in times if each is not None]
-        if not all(is_int(each) and each >= 0 for each in numbers):
-            raise ValueError(f"'min' and 'max' must be integers >= 0, got {times}")
-        if max(numbers, default=0) > MAX_REPEATS:
-            raise ValueError(f"it repeats a part over {MAX_REPEATS} times: use 'star' or 'plus'")
-        if times[1] is not None and times[0] > times[1]:
-            raise ValueError(f"'min' must be at most 'max', got {times}")
-        return Repeat(self.node(form.get("content"), depth), *times)
-
-    def _tag(self, form: Mapping[str, Any], depth: int) -> Node:
-        content = self.node(form.get("content"), depth)
-        if isinstance(content, AnyText) and form["end"]:
-            content = AnyText((*content.excludes, form["end"]))  # the first one ends the tag
-        return seq(form["begin"], content, form["end"])
-
-    def _tags_with_separator(self, form: Mapping[str, Any], depth: int) -> Node:
-        tag = alt(self.node(each, depth, "tag") for each in form["tags"])
-        more = EMPTY
-        if not form.get("stop_after_first", False):
-            more = Repeat(seq(form["separator"], tag), 0)
-        return seq(tag, more) if form.get("at_least_one", False) else optional(seq(tag, more))
-
-    def _triggered_tags(self, form: Mapping[str, Any], depth: int) -> Node:
-        triggers = form["triggers"]
-        for tag in form["tags"]:
-            begin = tag.get("begin") if isinstance(tag, Mapping) else None
-            if not isinstance(begin, str) or not begin.startswith(tuple(triggers)):
-                raise ValueError(f"the tag that begins with {begin!r:.80} has none of the triggers")
-        tags = [self.node(each, depth, "tag") for each in form["tags"]]
-        between = AnyText((*triggers, *form.get("excludes", ())))
-        first = [alt(tags)] if form.get("at_least_one", False) else []
-        behind = alt(seq(between, tag) for tag in tags)
-        if not form.get("stop_after_first", False):
-            return seq(*first, Repeat(behind, 0), between)
-        return first[0] if first else alt([behind, between])
+def _triggered(form: Mapping[str, Any], tags: list[Node], some: bool, one: bool) -> Node:
+    """Return tags with text between them. The first one, if it must come, comes at once."""
+    for tag in form["tags"]:
+        if not tag["begin"].startswith(tuple(form["triggers"])):
+            raise ValueError(f"the tag that begins with {tag['begin']!r:.80} has no trigger")
+    between = AnyText((*form["triggers"], *form.get("excludes", ())))
+    after_text = alt(seq(between, tag) for tag in tags)
+    if one:
+        return alt(tags) if some else alt([after_text, between])
+    return seq(*([alt(tags)] if some else []), Repeat(after_text, 0), between)
 
 
 def _check_format(kind: Any, form: Mapping[str, Any]) -> None:
-    """Raise ValueError for a format or a field that is not known, or a field's value that is none."""
+    """Raise ValueError for a format or a field that is not known, or whose value is none."""
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise ValueError(f"the format {kind!r:.80} is not supported: use {', '.join(_FIELDS)}")
     fields = _FIELDS[kind]

@@ -55,7 +55,11 @@ from megatron_hybrid.text.guide_schema import FORMATS
 def test_a_keyword_that_is_not_kept_to_is_refused_by_name(schema, what):
     with pytest.raises(ValueError, match=what):
         Guide.json_schema(schema)
-    for outer in ({"items": schema}, {"properties": {"p": schema}}, {"anyOf": [schema, {"type": "null"}]}):
+    for outer in (
+        {"items": schema},
+        {"properties": {"p": schema}},
+        {"anyOf": [schema, {"type": "null"}]},
+    ):
         if "$ref" not in schema:
             with pytest.raises(ValueError, match=what):
                 Guide.json_schema(outer)
