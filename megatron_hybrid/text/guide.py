@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hybrid.text import guide_regex, guide_schema, guide_tag
-from megatron_hybrid.text.guide_grammar import Node, Regex, alt, ebnf, json_node, lark, text
+from megatron_hybrid.text import guide_tag
+from megatron_hybrid.text.guide_grammar import lark
 from megatron_hybrid.validation import check_text
 
 _NAMES = {"json_schema": "JSON schema", "structural_tag": "structural tag"}
@@ -41,8 +41,8 @@ class Guide:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str, *, check: bool = True) -> Guide:
-        """Return a guide of JSON that fits a schema (a JSON value, or its text). Declared properties
-        come in the order of the schema, others after them.
+        """Return a guide of JSON that fits a schema (a JSON value, or its text). Declared
+        properties come in the order of the schema, others after them.
 
         check: refuse a schema here that cannot be enforced; otherwise the engine refuses requests
         with it.
@@ -101,12 +101,12 @@ class Guide:
                 elements = [{"type": "optional", "content": elements[0]}]
         if prefix:
             elements.append({"type": "const_string", "value": prefix})
-        form = {"type": "sequence", "elements": [*elements, self._format]}
+        form = {"type": "sequence", "elements": [*elements, self.format]}
         return Guide("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
 
     @property
-    def _format(self) -> dict[str, Any]:
-        """As a format of a structural tag."""
+    def format(self) -> dict[str, Any]:
+        """Return it as a format of a structural tag."""
         if self.kind == "json_schema":
             return {"type": "json_schema", "json_schema": json.loads(self.source)}
         if self.kind == "structural_tag":
@@ -142,11 +142,13 @@ class Guide:
 
         Raises:
             TypeError: the grammar is not a str.
-            ValueError: the grammar is wrong, too long, nested too deeply, or repeats a part too often.
+            ValueError: the grammar is wrong, too long, nested too deeply, or repeats a part too
+                often.
+            ImportError: llguidance is missing.
         """
         if not isinstance(source, str):
             raise TypeError(f"a grammar guide needs a str, got {type(source).__name__}")
-        ebnf(source)
+        grammar_of(cls("grammar", source))
         return cls("grammar", source)
 
     @classmethod
@@ -176,7 +178,7 @@ def grammar_of(guide: Guide) -> str:
     for each in texts:
         check_text(f"the guide's {guide.kind}", each)
     try:
-        return lark(_node_of(guide))
+        return lark(guide_tag.node_of(guide.format))
     except RecursionError:
         name = _NAMES.get(guide.kind, f"guide's {guide.kind}")
         raise ValueError(f"the {name} is nested too deeply") from None
@@ -188,18 +190,6 @@ def _refusal(guide: Guide, reason: str) -> ValueError:
     if guide.kind in _NAMES:
         return ValueError(f"bad {_NAMES[guide.kind]}: {reason}")
     return ValueError(f"the guide's {guide.kind} cannot be used: {reason}")
-
-
-def _node_of(guide: Guide) -> Node:
-    if guide.kind == "json_schema":
-        return json_node(guide_schema.prepared(json.loads(guide.source)))
-    if guide.kind == "regex":
-        return Regex(guide_regex.full_match(guide.source))
-    if guide.kind == "structural_tag":
-        return guide_tag.node_of(json.loads(guide.source))
-    if guide.kind == "grammar":
-        return ebnf(guide.source)
-    return alt(map(text, guide.source))
 
 
 # llguidance --------------------------------------------------------------------------------------
@@ -241,7 +231,7 @@ def _told(message: str) -> str:
         return _ONE_OF
     if "not disjoint" in line:
         return "'patternProperties' are supported only where no name matches two of the patterns"
-    return line.replace("Unsatisfiable schema", "no answer fits")
+    return line.replace("Unsatisfiable schema", "no answer fits")[:300]
 
 
 def _check(guide: Guide) -> str:

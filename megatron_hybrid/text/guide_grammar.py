@@ -1,7 +1,8 @@
 """Builds grammars of guides and writes them in Lark, as llguidance reads it.
 
-A grammar is a node. llguidance cuts a text into terminals, each as long as it can be. So what is regular up to the end of the answer is
-one terminal, in which each way to read the text counts; elsewhere a terminal ends with a text.
+A grammar is a node. llguidance cuts a text into terminals, each as long as it can be. So what is
+regular up to the end of the answer is one terminal, in which each way to read the text counts;
+elsewhere a terminal ends with a text.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-MAX_NESTING = 200
-"""Most nodes inside of each other: llguidance reads them by recursion."""
+from megatron_hybrid.text.guide_regex import MAX_NESTING, escaped
 
 
 @dataclass(frozen=True)
@@ -93,17 +93,6 @@ def alt(options: Iterable[Node]) -> Node:
     """Return a node that matches one of some options."""
     options = tuple(dict.fromkeys(options))
     return options[0] if len(options) == 1 else Alt(options)
-
-
-def optional(part: Node) -> Node:
-    """Return a node that matches a part or nothing."""
-    return Repeat(part, 0, 1)
-
-
-def escaped(character: str) -> str:
-    """Return a character as regular expressions write it, in and out of sets."""
-    is_plain = character.isascii() and character.isalnum()
-    return character if is_plain else f"\\x{{{ord(character):x}}}"
 
 
 # Lark --------------------------------------------------------------------------------------------
@@ -262,7 +251,6 @@ _EBNF_TOKEN = re.compile(
     r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*|\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}|[()]',
     re.DOTALL,
 )
-_EBNF_CODE = re.compile(r"(\\\\)|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})")
 
 
 def ebnf(source: str) -> Grammar:
@@ -280,10 +268,12 @@ def ebnf(source: str) -> Grammar:
             raise ValueError(f"it has over {MAX_NESTING} open brackets: flatten it")
         if any(len(n or "") > 4 or int(n or 0) > MAX_REPEATS for n in token.groups()):
             raise ValueError(f"it repeats a part over {MAX_REPEATS} times: use * or +")
+    if re.search(r"(?<!\\)(\\\\)*\\[uU]", source):  # which llguidance reads otherwise
+        raise ValueError("it has a character by its code: write the character itself")
     import llguidance.gbnf_to_lark as gbnf
 
     try:
-        rules = gbnf.GrammarParser().parse(_EBNF_CODE.sub(_without_code, source))
+        rules = gbnf.GrammarParser().parse(source)
         gbnf.resolve(rules)
     except Exception as error:  # it has no error of its own for all that is wrong
         raise ValueError(f"{error}") from None
@@ -294,21 +284,6 @@ def ebnf(source: str) -> Grammar:
     lines = [f"{rule.name}: {rule.alternatives}" for rule in rules.values() if rule is not start]
     head = "start: START\nSTART" if start.alternatives.is_terminal() else "start"
     return Grammar("\n".join([f"{head}: {start.alternatives}", *lines]))
-
-
-def _without_code(found: re.Match) -> str:
-    """Return a character in place of its code, which llguidance reads otherwise."""
-    if found[1]:
-        return found[1]
-    character = chr(min(0x10FFFF, int(found[2] or found[3], 16)))
-    if character in '\\"[]^-/' or not character.isprintable():
-        code = ord(character)
-        if code > 0xFF:
-            raise ValueError(
-                f"the character {found[0]} of a grammar is not supported: leave it out"
-            )
-        return f"\\x{code:02x}"
-    return character
 
 
 def _all_end(rules: Mapping[str, Any]) -> bool:

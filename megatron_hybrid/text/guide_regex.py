@@ -1,55 +1,43 @@
 """Writes regular expressions of guides in Rust's syntax: Python's, and those of JSON Schema.
 
-Python's own parser reads them. What is not on the list here is refused by its name.
+Python checks them. What Rust reads otherwise is written anew, or refused by its name.
 """
 
 from __future__ import annotations
 
 import re
 import string
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, product
-from re import _constants as tokens
-from re import _parser as parser
+import warnings
 
-from megatron_hybrid.text.guide_grammar import MAX_NESTING, escaped
-
+MAX_NESTING = 200
+"""Most brackets inside of each other: llguidance reads them by recursion."""
 _FLAGS = re.DOTALL | re.ASCII
-_MAX_BRANCHES = 100
-"""Of a pattern, told apart by the anchors in them."""
-MAX_REPEATS = 100_000
-"""Most times that a part comes, by all the counts around it."""
-
-_BEGIN, _END = "^", "$"
-_ANCHORS = {
-    tokens.AT_BEGINNING: _BEGIN,
-    tokens.AT_BEGINNING_STRING: _BEGIN,
-    tokens.AT_END: _END,
-    tokens.AT_END_STRING: _END,
-}
-_NAMES = {
-    tokens.ASSERT: "a lookahead or lookbehind",
-    tokens.ASSERT_NOT: "a negative lookahead or lookbehind",
-    tokens.GROUPREF: "a backreference",
-    tokens.GROUPREF_EXISTS: "a condition on a group",
-    tokens.POSSESSIVE_REPEAT: "a possessive repetition, such as a*+,",
-    tokens.ATOMIC_GROUP: "an atomic group (?>...)",
-}
-_OTHER_PLACES = {tokens.AT_BOUNDARY: r"\b", tokens.AT_NON_BOUNDARY: r"\B"}
-
-_ASCII = {"DIGIT": "0-9", "SPACE": r"\x20\t\n\r\x0c\x0b", "WORD": "0-9A-Za-z_"}
+_ASCII = {"d": "0-9", "s": r"\x20\t\n\r\x0c\x0b", "w": "0-9A-Za-z_"}
 _WIDEST = {
-    "DIGIT": r"\p{N}",
-    "SPACE": r"\p{White_Space}\x1c-\x1f\x{feff}",
-    "WORD": r"\p{Alphabetic}\p{M}\p{N}\p{Pc}\p{Join_Control}",
+    "d": r"\p{N}",
+    "s": r"\p{White_Space}\x1c-\x1f\x{feff}",
+    "w": r"\p{Alphabetic}\p{M}\p{N}\p{Pc}\p{Join_Control}",
 }
 """Categories by ECMAScript's rules or by those of Python for Unicode, and more."""
-_ANY = "(?s:.)"
-_IN_LINE = r"[^\n\r\x{2028}\x{2029}]"
+_SCHEMA_ESCAPES = {*"dDsSwWnrtfvxu", *string.punctuation}
+"""What ECMAScript and Python read alike after a backslash."""
+_SHORT = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
+_PIECE = re.compile(
+    r"(?P<escape>\\(?:x..|u....|U.{8}|.))|(?P<set>\[\^?\]?(?:\\.|[^\]\\])*\])"
+    r"|(?P<group>\(\?(?:P<\w+>|P=|<[=!]|[^P<]))"
+    r"|(?P<count>(?:[*+?]|\{(?=\d|,\d*\})\d*(?:,\d*)?\})[+?]?)|(?P<sign>.)",
+    re.DOTALL,
+)
+_IN_SET = re.compile(r"\\(?:x..|u....|U.{8}|.)|.", re.DOTALL)
+_PLACES = {"^": "^", r"\A": "^", "$": "$", r"\Z": "$"}
 
-_SCHEMA_ESCAPES = {*"dDsSwWnrtfvbxu", *string.punctuation}
-"""What ECMAScript and Python read alike after a backslash; numbers are read on."""
-_COUNT = re.compile(r"\{[0-9]+(,[0-9]*)?\}")
+
+def escaped(character: str) -> str:
+    """Return a character as regular expressions write it, in and out of sets."""
+    if "\ud800" <= character <= "\udfff":
+        _refuse(f"\\u{ord(character):x}, half of a character,")
+    is_plain = character.isascii() and character.isalnum()
+    return character if is_plain else f"\\x{{{ord(character):x}}}"
 
 
 def full_match(pattern: str) -> str:
@@ -59,8 +47,8 @@ def full_match(pattern: str) -> str:
     Raises:
         ValueError: the pattern is wrong, or has what no grammar holds.
     """
-    bodies = _Translator(_ASCII, _ASCII, _ANY).branches(pattern)
-    return _either("".join(body) for _, body, _ in bodies)
+    ways = (body for _, body, _ in _Reader(pattern, is_schema=False).ways)
+    return f"(?:{'|'.join(ways)})"
 
 
 def found_in(pattern: str) -> str:
@@ -70,170 +58,116 @@ def found_in(pattern: str) -> str:
     Raises:
         ValueError: the pattern is wrong, or has what no grammar holds.
     """
-    _check_ecmascript(pattern)
-    bodies = _Translator(_ASCII, _WIDEST, _IN_LINE).branches(pattern)
     around = {True: "", False: "(?s:.*)"}
-    each = (f"{around[begins]}{''.join(body)}{around[ends]}" for begins, body, ends in bodies)
-    return f"^{_either(each)}$"
+    ways = _Reader(pattern, is_schema=True).ways
+    found = (f"{around[begins]}{body}{around[ends]}" for begins, body, ends in ways)
+    return f"^(?:{'|'.join(found)})$"
 
 
 def _refuse(what: str) -> None:
     raise ValueError(f"{what} is not supported in a pattern: leave it out, or write it otherwise")
 
 
-class _Translator:
-    """Writes Python's parse trees.
+class _Reader:
+    """Reads a pattern, piece by piece.
 
     Args:
-        least: the sets of categories, where they allow characters.
-        most: the same, where they forbid characters.
-        dot: the set of `.`.
+        is_schema: it is one of JSON Schema.
     """
 
-    def __init__(self, least: Mapping[str, str], most: Mapping[str, str], dot: str):
-        self._least, self._most, self._dot = least, most, dot
-        self._depth = 0
-
-    def branches(self, pattern: str) -> list[tuple[bool, list[str], bool]]:
-        """Return whether the pattern begins with an anchor, what is between, and whether it ends
-        with one; of each branch."""
+    def __init__(self, pattern: str, is_schema: bool):
         try:
-            tree = parser.parse(pattern, _FLAGS)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                flags = re.compile(pattern, _FLAGS).flags
         except (re.error, OverflowError) as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"{pattern!r:.80} is no regular expression: {error}") from None
         except RecursionError:
             raise ValueError("the pattern is nested too deeply") from None
-        if tree.state.flags != _FLAGS:
+        if flags != _FLAGS:
             _refuse("a flag")
-        found = []
-        for parts in self._sequence(tree, 1):
-            begins = ends = False
-            while parts and parts[0] == _BEGIN:
-                begins, parts = True, parts[1:]
-            while parts and parts[-1] == _END:
-                ends, parts = True, parts[:-1]
-            for anchor in (_BEGIN, _END):
-                if anchor in parts:
-                    _refuse(f"{anchor!r} inside of {pattern!r}")
-            found.append((begins, parts, ends))
-        return found
+        self._is_schema = is_schema
+        self._most = _WIDEST if is_schema else _ASCII
+        self.ways: list[tuple[bool, str, bool]] = []
+        """Of each branch: whether it begins with an anchor, what is between, and whether it ends
+        with one."""
+        depth, begins, ends, body = 0, False, False, ""
+        for found in _PIECE.finditer(pattern):
+            piece, kind = found[0], found.lastgroup or ""
+            depth += (piece[0] == "(") - (piece == ")")
+            if depth > MAX_NESTING:
+                raise ValueError("the pattern is nested too deeply")
+            if piece == "|" and not depth:
+                self.ways.append((begins, body, ends))
+                begins, ends, body = False, False, ""
+            elif piece in _PLACES and not depth:
+                self._check_escape(piece)
+                if ends or (body and _PLACES[piece] == "^"):
+                    _refuse(f"{piece!r} inside of {pattern!r:.80}")
+                begins, ends = begins or _PLACES[piece] == "^", _PLACES[piece] == "$"
+            elif ends or piece in _PLACES:
+                _refuse(f"{piece if piece in _PLACES else '$'!r} inside of {pattern!r:.80}")
+            else:
+                body += getattr(self, f"_{kind}")(piece)
+        self.ways.append((begins, body, ends))
 
-    def _sequence(self, items: Sequence, times: int) -> list[list[str]]:
-        """Return its branches. times: it comes so often by the counts around it."""
-        self._depth += 1
-        if self._depth > MAX_NESTING:
-            raise ValueError("the pattern is nested too deeply")
-        parts = [self._item(operator, value, times) for operator, value in items]
-        self._depth -= 1
-        count = 1
-        for branches in parts:
-            count *= len(branches)
-            if count > _MAX_BRANCHES:
-                _refuse(f"having more than {_MAX_BRANCHES} ways between '^' and '$'")
-        return [list(chain.from_iterable(chosen)) for chosen in product(*parts)]
+    def _escape(self, piece: str) -> str:
+        self._check_escape(piece)
+        if (name := piece[1].lower()) in _ASCII:
+            return f"[{_ASCII[name]}]" if piece[1] == name else f"[^{self._most[name]}]"
+        return escaped(_character(piece))
 
-    def _item(self, operator: int, value, times: int) -> list[list[str]]:
-        """Return branches of one part: several only where there are anchors in it."""
-        if operator in (tokens.LITERAL, tokens.NOT_LITERAL, tokens.IN, tokens.ANY):
-            return [[self._set(operator, value)]]
-        if operator is tokens.AT and value in _ANCHORS:
-            return [[_ANCHORS[value]]]
-        if operator is tokens.SUBPATTERN:
-            _, added, removed, inner = value
-            if added or removed:
-                _refuse("a flag")
-            return self._sequence(inner, times)
-        if operator is tokens.BRANCH:
-            return _joined([each for arm in value[1] for each in self._sequence(arm, times)])
-        if operator in (tokens.MAX_REPEAT, tokens.MIN_REPEAT):
-            low, high, inner = value
-            high = None if high is tokens.MAXREPEAT else int(high)
-            return self._repeated(inner, int(low), high, times)
-        if operator is tokens.AT:
-            _refuse(_OTHER_PLACES[value])
-        _refuse(_NAMES.get(operator, str(operator)))
+    def _set(self, piece: str) -> str:
+        negates = piece[1] == "^"
+        if self._is_schema and piece[1 + negates] == "]":
+            _refuse("an empty set '[]'")
+        written, members = "", _IN_SET.findall(piece[1 + negates : -1])
+        for index, member in enumerate(members):
+            if self._is_schema and (
+                member == "[" or (member in "-&~|" and members[index + 1 : index + 2] == [member])
+            ):
+                _refuse(f"{member!r} in a set")
+            self._check_escape(member)
+            name = member[-1].lower() if member[0] == "\\" and len(member) == 2 else ""
+            if name in _ASCII:
+                is_other = member[-1] != name
+                name = (self._most if is_other != negates else _ASCII)[name]
+                written += f"[^{name}]" if is_other else name
+            elif member == "-" and 0 < index < len(members) - 1:
+                written += "-"
+            else:
+                written += escaped(_character(member))
+        return f"[{'^' if negates else ''}{written}]"
 
-    def _repeated(self, inner, low: int, high: int | None, times: int) -> list[list[str]]:
-        times *= max(1, low if high is None else high)
-        if times > MAX_REPEATS:
-            _refuse(f"repeating a part more than {MAX_REPEATS} times")
-        branches = self._sequence(inner, times)
-        if not _has_anchor(branches):
-            count = f"{{{low},{'' if high is None else high}}}"
-            return [[f"(?:{''.join(_joined(branches)[0])}){count}"]]
-        if high != 1:
-            _refuse("'^' or '$' in a repetition")
-        return branches if low else [*branches, []]
+    def _group(self, piece: str) -> str:
+        if piece != "(?:" and (self._is_schema or piece[-1] != ">" or piece == "(?>"):
+            _refuse(f"{piece}...)")
+        return "(?:"
 
-    def _set(self, operator: int, value) -> str:
-        if operator is tokens.ANY:
-            return self._dot
-        if operator is tokens.LITERAL:
-            return _character(value)
-        if operator is tokens.NOT_LITERAL:
-            return f"[^{_character(value)}]"
-        negates = value[0][0] is tokens.NEGATE
-        members = (self._member(kind, each, negates) for kind, each in value[negates:])
-        return f"[{'^' if negates else ''}{''.join(members)}]"
+    def _count(self, piece: str) -> str:
+        if piece[-1] == "+" and len(piece) > 1:
+            _refuse("a possessive repetition, such as a*+,")
+        if piece.startswith("{,"):
+            if self._is_schema:
+                _refuse("'{' that begins no count")
+            piece = "{0" + piece[1:]
+        return piece[0] + piece[1:].removesuffix("?")
 
-    def _member(self, kind: int, value, negates: bool) -> str:
-        if kind is not tokens.CATEGORY:
-            ends = value if kind is tokens.RANGE else (value,)
-            return "-".join(map(_character, ends))
-        _, *negated, name = str(value).split("_")
-        sets = self._most if bool(negated) != negates else self._least
-        return f"[^{sets[name]}]" if negated else sets[name]
-
-
-def _character(code: int) -> str:
-    if 0xD800 <= code <= 0xDFFF:
-        _refuse(f"\\u{code:x}, half of a character,")
-    return escaped(chr(code))
-
-
-def _either(ways: Iterator[str]) -> str:
-    return f"(?:{'|'.join(dict.fromkeys(ways))})"
-
-
-def _has_anchor(branches: list[list[str]]) -> bool:
-    return any(part in (_BEGIN, _END) for branch in branches for part in branch)
-
-
-def _joined(branches: list[list[str]]) -> list[list[str]]:
-    """Return branches without an anchor as one."""
-    plain = [branch for branch in branches if not _has_anchor([branch])]
-    others = [branch for branch in branches if _has_anchor([branch])]
-    return [[_either(map("".join, plain))], *others] if plain else others
-
-
-# ECMAScript --------------------------------------------------------------------------------------
-
-
-def _check_ecmascript(pattern: str) -> None:
-    """Raise ValueError for what Python reads, and ECMAScript otherwise or not at all."""
-    in_set = False
-    for index, piece in _pieces(pattern):
-        if piece[0] == "\\" and piece[1:] not in _SCHEMA_ESCAPES:
-            _refuse(piece)
-        rest = pattern[index + 1 :]
-        if in_set:
-            in_set = piece != "]"
-            if piece == "[" or (piece in "-&~|" and rest.startswith(piece)):
-                _refuse(f"{piece!r} in a set")
-        elif piece == "[":
-            in_set = True
-            if rest.removeprefix("^").startswith("]"):
-                _refuse("an empty set '[]'")
-        elif piece == "(" and rest.startswith("?") and not rest.startswith("?:"):
-            _refuse(f"(?{rest[1:2]}...)")
-        elif piece == "{" and not _COUNT.match(pattern, index):
+    def _sign(self, piece: str) -> str:
+        if piece == ".":
+            return r"[^\n\r\x{2028}\x{2029}]" if self._is_schema else "(?s:.)"
+        if self._is_schema and piece == "{":
             _refuse("'{' that begins no count")
+        return {"(": "(?:", ")": ")", "|": "|"}.get(piece) or escaped(piece)
+
+    def _check_escape(self, piece: str) -> None:
+        if piece[0] == "\\" and self._is_schema and piece[1] not in _SCHEMA_ESCAPES:
+            _refuse(piece[:2])
+        if piece[0] == "\\" and (piece[1] in "bBN" or piece[1].isdigit()):
+            _refuse("a backreference" if piece[1].isdigit() else piece[:2])
 
 
-def _pieces(pattern: str) -> Iterator[tuple[int, str]]:
-    """Yield characters and escapes, with where they are."""
-    index = 0
-    while index < len(pattern):
-        size = 2 if pattern[index] == "\\" else 1
-        yield index, pattern[index : index + size]
-        index += size
+def _character(piece: str) -> str:
+    if len(piece) > 2:
+        return chr(int(piece[2:], 16))
+    return _SHORT.get(piece[-1], piece[-1]) if piece[0] == "\\" else piece

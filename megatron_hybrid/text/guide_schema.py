@@ -6,9 +6,8 @@ Formats become patterns of ours, patterns are written in the syntax that the lib
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from math import lcm
 from typing import Any
@@ -47,14 +46,6 @@ _MAPS = {"properties", "patternProperties"}
 _AS_THEY_ARE = {"type", "enum", "const", "required", "pattern", "format", "$ref", "uniqueItems"}
 _HELD = _COUNTS | _NUMBERS | _SCHEMA | _LISTS | _MAPS | _AS_THEY_ARE
 """All that are kept to."""
-_TYPES = ("string", "number", "integer", "array", "object", "boolean", "null")
-_LARGEST_COUNT = 10**9
-_LARGEST = 10**300
-"""Of a bound."""
-
-_OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_IPV4 = rf"{_OCTET}(\.{_OCTET}){{3}}"
-_HEX = "[0-9a-fA-F]"
 
 
 def _host(most: int, parts: int) -> str:
@@ -66,8 +57,6 @@ def _host(most: int, parts: int) -> str:
     return rf"{label}(\.{label}){{0,{parts - 1}}}"
 
 
-_HOST = f"({_host(32, 7)}|{_host(63, 3)})"
-"""Of up to 253 characters."""
 _YEAR = "(000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _BY_FOUR = "(0[48]|[2468][048]|[13579][26])"
 _LEAP_YEAR = f"([0-9]{{2}}{_BY_FOUR}|{_BY_FOUR}00)"
@@ -80,51 +69,15 @@ _TIME = (
     r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?"
     "(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 )
-_NUMBER = "[0-9]{1,9}"
-_TIMES = f"({_NUMBER}H({_NUMBER}M({_NUMBER}S)?)?|{_NUMBER}M({_NUMBER}S)?|{_NUMBER}S)"
-_DAYS = f"({_NUMBER}Y({_NUMBER}M({_NUMBER}D)?)?|{_NUMBER}M({_NUMBER}D)?|{_NUMBER}D)"
-_GROUP = f"{_HEX}{{1,4}}"
-_IPV6 = "|".join(
-    [
-        f"({_GROUP}:){{7}}{_GROUP}|({_GROUP}:){{6}}{_IPV4}",
-        *(
-            f"({_GROUP}(:{_GROUP}){{0,{before - 1}}})?::({_GROUP}(:{_GROUP}){{0,{6 - before}}})?"
-            if before
-            else f"::({_GROUP}(:{_GROUP}){{0,6}})?"
-            for before in range(7)
-        ),
-        f"({_GROUP}:){{7}}:",
-        *(
-            f"({_GROUP}(:{_GROUP}){{0,{before - 1}}})?::({_GROUP}:){{0,{5 - before}}}{_IPV4}"
-            if before
-            else f"::({_GROUP}:){{0,5}}{_IPV4}"
-            for before in range(6)
-        ),
-    ]
-)
-_URI_CHARACTER = rf"([a-zA-Z0-9._~!$&'()*+,;=:@-]|%{_HEX}{{2}})"
-_AUTHORITY = (
-    rf"({_URI_CHARACTER}*@)?(([a-zA-Z0-9._~!$&'()*+,;=-]|%{_HEX}{{2}})+|\[({_IPV6})\])(:[0-9]*)?"
-)
-_PATH = f"(/{_URI_CHARACTER}*)*"
-_PATH_BEGIN = f"({_URI_CHARACTER}+{_PATH})?"
-_ATOM = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]{1,20}"
-FORMATS = {
+_OWN_FORMATS = {
     "date": _DATE,
     "time": _TIME,
     "date-time": f"{_DATE}T{_TIME}",
-    "duration": f"P({_NUMBER}W|{_DAYS}(T{_TIMES})?|T{_TIMES})",
-    "uuid": f"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
-    "ipv4": _IPV4,
-    "ipv6": _IPV6,
-    "hostname": _HOST,
-    "email": rf"{_ATOM}(\.{_ATOM}){{0,2}}@({_HOST}|\[{_IPV4}\])",
-    "uri": (
-        rf"[a-zA-Z][a-zA-Z0-9+.-]*:(//({_AUTHORITY}{_PATH}|/{_PATH_BEGIN})|/{_PATH_BEGIN}"
-        rf"|{_URI_CHARACTER}+{_PATH})(\?({_URI_CHARACTER}|[/?])*)?(#({_URI_CHARACTER}|[/?])*)?"
-    ),
+    "hostname": f"({_host(32, 7)}|{_host(63, 3)})",
 }
-"""Of strings, as regular expressions; seconds are from 0 to 59, years from 1 on."""
+"""Patterns of formats that llguidance would hold less strictly: each day exists, seconds are from 0
+to 59, a host name has up to 253 characters."""
+FORMATS = (*_OWN_FORMATS, "duration", "uuid", "ipv4", "ipv6", "email", "uri")
 _WHITESPACE = {"whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}"}
 _ESCAPES = {"json_allow_general_unicode_escapes": True}
 _NAMED_ONCE = {"json_allowed_escapes": 'nrbtf\\"'}
@@ -191,10 +144,10 @@ class _Schemas:
             found.get("additionalProperties") is not False or "patternProperties" in found
         ):
             self._is_open = True
-        if (pattern := found.pop("format", None)) is not None:
-            _add(found, "pattern", pattern)
-        if _are_constants(found.get("oneOf", ())):  # llguidance does not tell numbers apart
-            _add(found, "anyOf", found.pop("oneOf"))
+        if (own := _OWN_FORMATS.get(found.get("format"))) is not None:
+            del found["format"]
+            own = {"pattern": found_in(f"^(?:{own})$")}
+            found["allOf"] = [*found.get("allOf", ()), own]
         if schema.get("uniqueItems", False) is not False:
             _refuse("'uniqueItems'")
         return found
@@ -221,8 +174,6 @@ class _Schemas:
             return {found_in(key): self._schema(each, depth) for key, each in value.items()}
         if name == "pattern":
             return found_in(value)
-        if name == "format":
-            return found_in(f"^(?:{FORMATS[value]})$")
         if name == "$ref":
             target = self._target(value)
             if id(target) not in self._names:
@@ -270,31 +221,6 @@ def _common_multiple(first: Fraction, second: Fraction) -> Fraction:
     return Fraction(top, bottom)
 
 
-def _add(schema: dict[str, Any], name: str, value: Any) -> None:
-    """Add a keyword to a prepared schema, which may have it."""
-    if name in schema:
-        schema["allOf"] = [*schema.get("allOf", ()), {name: value}]
-    else:
-        schema[name] = value
-
-
-def _are_constants(options: Sequence[Any]) -> bool:
-    """Return whether all of a `oneOf` are a `const`, each another value."""
-    if not options or not all(isinstance(each, dict) and [*each] == ["const"] for each in options):
-        return False
-    values = {json.dumps(_plain(each["const"]), sort_keys=True) for each in options}
-    return len(values) == len(options)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of JSON, in which 1.0 is 1."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return list(map(_plain, value))
-    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
 def _check_value(name: str, value: Any) -> None:
     """Raise ValueError for a keyword's value that is none, where llguidance would not."""
 
@@ -303,30 +229,22 @@ def _check_value(name: str, value: Any) -> None:
 
     if name in _COUNTS and not (is_number(value) and value == int(value) and value >= 0):
         must_be("an integer >= 0")
-    if name in _COUNTS and value > _LARGEST_COUNT:
-        must_be(f"at most {_LARGEST_COUNT}")
-    if name in _NUMBERS and not (is_number(value) and abs(value) < _LARGEST):
-        must_be("a number between -1e300 and 1e300")
+    if name in _NUMBERS and not is_number(value):
+        must_be("a number")
     if name == "multipleOf" and value <= 0:
         must_be("a number > 0")
     if name in _MAPS and not isinstance(value, Mapping):
         must_be("an object")
     if name == "items" and isinstance(value, list):
         _refuse("'items' as a list, which is 'prefixItems' by now,")
-    if name in ("enum", "required", "prefixItems") and not isinstance(value, list):
+    if name in _LISTS | {"required"} and not isinstance(value, list):
         must_be("a list")
-    if name in ("anyOf", "oneOf", "allOf") and not (isinstance(value, list) and value):
-        must_be("a list that is not empty")
     if name == "required" and not all(isinstance(each, str) for each in value):
         must_be("a list of names")
-    if name == "pattern" and not isinstance(value, str):
+    if name in ("pattern", "format") and not isinstance(value, str):
         must_be("a string")
     if name == "format" and value not in FORMATS:
         _refuse(f"the format {value!r:.80} (those held are {', '.join(FORMATS)})")
-    if name == "type":
-        for each in value if isinstance(value, list) else [value]:
-            if not isinstance(each, str) or each not in _TYPES:
-                must_be(f"of {', '.join(_TYPES)}")
 
 
 def _check_ends(top: Any, definitions: Mapping[str, Any]) -> None:

@@ -51,15 +51,6 @@ _CAN_MISS = ("excludes",)
 _TIMES = {"optional": (0, 1), "plus": (1, None), "star": (0, None)}
 
 
-def node_of(tag: Any) -> Node:
-    """Return the node of a structural tag, a JSON value.
-
-    Raises:
-        ValueError: it is wrong, or has what cannot be kept to.
-    """
-    return _node(format_of(tag), 0)
-
-
 def format_of(tag: Any) -> Any:
     """Return the format in a structural tag.
 
@@ -88,8 +79,16 @@ def _tag_of(structure: Any) -> dict[str, Any]:
     return {"begin": structure.get("begin"), "content": content, "end": structure.get("end")}
 
 
-def _node(form: Any, depth: int, kind: str | None = None) -> Node:
-    """Return the node of a format. kind: where it may be left out."""
+def node_of(form: Any, depth: int = 0, kind: str | None = None) -> Node:
+    """Return the node of a format.
+
+    Args:
+        depth: it is inside of so many others.
+        kind: its type, where that may be left out.
+
+    Raises:
+        ValueError: it is wrong, or has what cannot be kept to.
+    """
     if not isinstance(form, Mapping):
         raise ValueError(f"a format must be an object, got {form!r:.80}")
     if depth > MAX_DEPTH:
@@ -98,7 +97,7 @@ def _node(form: Any, depth: int, kind: str | None = None) -> Node:
     _check_format(kind, form)
 
     def inner(form: Any, kind: str | None = None) -> Node:
-        return _node(form, depth + 1, kind)
+        return node_of(form, depth + 1, kind)
 
     match kind:
         case "any_text":
