@@ -38,7 +38,7 @@ GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
 .PHONY: demo tour demo-curve test door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-serve-ranks test-attacks test-dynamo dynamo-tests bench-dynamo dynamo-bench test-ray ray-tests \
-        unit functional test-matrix test-clients speculation-fuzz soak soak-ranks soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table docs docs-serve build-docs serve-docs test-docs lint format lock bench bench-replay bench-replay-models clean help
+        unit functional test-matrix test-clients test-schemas speculation-fuzz soak soak-ranks soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table docs docs-serve build-docs serve-docs test-docs lint format lock bench bench-replay bench-replay-models clean help
 
 help:
 	@echo "make demo          compare the three cache modes on the same requests"
@@ -61,6 +61,7 @@ help:
 	@echo "make test-gpu      run the tests for GPUs, in NVIDIA's container for PyTorch"
 	@echo "make gpu-wheels    download the wheels of benchmarks.gpu.first_run to wheels/gpu"
 	@echo "make test-clients  test the server with the anthropic package as its client"
+	@echo "make test-schemas  count what guides allow of the JSON-Schema-Test-Suite"
 	@echo "make soak          run long random tests: 200 clients of a server for five"
 	@echo "                   minutes, Ctrl-C in 3,000 engines, 100,000 steps with failing"
 	@echo "                   allocations, 20,000 guides of a kind, 1,000 caches; an hour"
@@ -179,6 +180,12 @@ test-attacks: $(VENV)/.installed-test
 test-clients: $(VENV)/.installed-test
 	$(BIN)/python -m pip install -q --no-deps --target .clients anthropic==2.10.0 docstring_parser==0.18.0 httpx2==2.16.2 httpcore2==2.16.2 truststore==0.10.5
 	PYTHONPATH=.clients $(BIN)/python -m pytest tests/helpers/anthropic_client.py
+
+# The suite lies in the sources of jsonschema, which are fetched beside the environment.
+test-schemas: $(VENV)/.installed-test
+	$(BIN)/python -m pip $(QUIET) --disable-pip-version-check download --no-deps --no-binary :all: --dest .schemas jsonschema==4.26.0
+	tar xzf .schemas/jsonschema-4.26.0.tar.gz -C .schemas
+	PYTHONPATH=. $(BIN)/python tests/helpers/json_schema_suite.py .schemas/jsonschema-4.26.0/json/tests/draft2020-12
 
 unit: $(VENV)/.installed-test
 	$(PYTEST) tests/unit
@@ -345,4 +352,4 @@ lock:
 	done
 
 clean:
-	rm -rf $(sort $(VENV) .venv) .venv-* build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(sort $(VENV) .venv) .venv-* .schemas build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

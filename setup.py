@@ -66,9 +66,9 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.0"],  # builds a part of it, with nvcc
         # Parquet files, tensorboard's events, plots of losses.
         "train": ["pyarrow>=15", "tensorboard>=2.15", "matplotlib>=3.8"],
-        "serve": [*SERVER, "xgrammar>=0.2"],
+        "serve": [*SERVER, "llguidance>=1.9,<2"],
         "kv-events": [*KV_EVENTS],  # what is cached, for routers
-        "dynamo": [*SERVER, *KV_EVENTS, *DYNAMO, "xgrammar>=0.2"],  # workers of NVIDIA Dynamo
+        "dynamo": [*SERVER, *KV_EVENTS, *DYNAMO, "llguidance>=1.9,<2"],  # workers of NVIDIA Dynamo
         "test": [
             "pytest>=8",
             "pytest-xdist>=3.6",
@@ -80,7 +80,7 @@ setup(
             "pyarrow>=15",
             "tensorboard>=2.15",
             "jsonschema>=4.20",
-            *(*SERVER, *KV_EVENTS, "xgrammar>=0.2", "openai>=3", "httpx>=0.28"),
+            *(*SERVER, *KV_EVENTS, "llguidance>=1.9,<2", "openai>=3", "httpx>=0.28"),
         ],
         "kernels": [
             *("triton>=3.6", "fla-core>=0.6,<0.7"),

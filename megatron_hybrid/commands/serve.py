@@ -207,14 +207,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "is no limit.",
     )
     parser.add_argument(
-        "--guide-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="Refuse with 400 a JSON schema, a regex or choices that take longer than this to "
-        "compile.",
-    )
-    parser.add_argument(
         "--shutdown-timeout",
         type=float,
         default=30.0,
@@ -293,7 +285,6 @@ def run(options: argparse.Namespace) -> int:
         max_requests_per_key=options.max_requests_per_key,
         queue_seconds=options.queue_timeout,
         request_seconds=options.request_timeout,
-        guide_seconds=options.guide_timeout,
         drain_seconds=options.shutdown_timeout,
     )
 

@@ -24,8 +24,7 @@ from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
 from megatron_hybrid.interrupts import result_of
-from megatron_hybrid.text.guide import Guide
-from megatron_hybrid.text.guide_pool import NICENESS, GuidePool
+from megatron_hybrid.text.guide import NICENESS, Guide
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -304,7 +303,9 @@ class AsyncEngine:
         """
         call = _Call(False, self._abandoned, queue_seconds)
         try:
-            await self._compile(_guide_of(options))
+            self._thread.require_home()
+            if (guide := _guide_of(options)) is not None:
+                await self.compile_guide(guide)
             await self._run(self._add, call, prompt, params, options)
             return await call.get()
         except BaseException:
@@ -452,14 +453,17 @@ class AsyncEngine:
         """
         self._engine.request_builder.check_prompt(prompt, params)
 
-    def guide_pool(self, *, seconds: float = 30.0, num_processes: int = 1) -> GuidePool:
-        """A `GuidePool`, which compiles guides of strangers in other processes. Close it.
+    async def compile_guide(self, guide: Guide) -> None:
+        """Compile a guide in a thread of a low priority, so that no step waits for it. `generate`
+        and `stream` do so, too. Cancelling the task takes out a guide that waits.
 
         Raises:
-            TypeError: the tokenizer does not give the bytes of its tokens.
+            TypeError, ValueError: it cannot be kept to.
+            RuntimeError: this engine is closed.
         """
-        vocabulary = self._engine.request_builder.guide_vocabulary
-        return GuidePool(*vocabulary, seconds=seconds, num_processes=num_processes)
+        self._thread.require_home()
+        check = partial(self._engine.request_builder.check_guide, guide)
+        await asyncio.wrap_future(self._guide_thread.submit(check))
 
     async def close(self) -> None:
         """End the thread after the running step, and complete the folder of `config.cache_dir`.
@@ -472,16 +476,8 @@ class AsyncEngine:
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    async def _compile(self, guide: Guide | None) -> None:
-        """Compile a guide in a thread of a low priority, so that no step waits for it. Guides of
-        strangers go through a `guide_pool` before."""
-        self._thread.require_home()
-        if guide is not None:
-            check = partial(self._engine.request_builder.check_guide, guide)
-            await asyncio.wrap_future(self._guide_thread.submit(check))
-
     async def _add_guided(self, guide: Guide, add: Callable[[], None]) -> None:
-        await self._compile(guide)
+        await self.compile_guide(guide)
         await self._run(add)
 
     async def _run(self, job: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -278,7 +278,7 @@ class DynamicInferenceEngine:
 
         Raises:
             TypeError, ValueError: the request cannot be served; nothing has changed.
-            ImportError: a guide needs xgrammar.
+            ImportError: a guide needs llguidance.
             RuntimeError: the engine is closed.
         """
         self._refuse_closed("add_request")

@@ -257,7 +257,7 @@ class RequestBuilder:
 
         Raises:
             TypeError, ValueError: it cannot be kept to.
-            ImportError: xgrammar is missing.
+            ImportError: llguidance is missing.
         """
         if not isinstance(guide, Guide):
             raise TypeError(f"guide must be a Guide or None, got {type(guide).__name__}")
@@ -269,7 +269,7 @@ class RequestBuilder:
 
     @property
     def guide_vocabulary(self) -> tuple[Sequence[bytes], int, Sequence[bytes] | None]:
-        """Arguments of a `GuideCompiler` or a `GuidePool`.
+        """Arguments of a `GuideCompiler`.
 
         Raises:
             TypeError: the tokenizer cannot say what its tokens are.

@@ -341,13 +341,6 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         help="Publish KV events at this endpoint, to Dynamo and other readers. * is any free port.",
     )
     parser.add_argument(
-        "--guide-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="Refuse a JSON schema, a regex or choices that take longer than this to compile.",
-    )
-    parser.add_argument(
         "--shutdown-timeout",
         type=float,
         default=30.0,
@@ -371,7 +364,6 @@ def _serving_config(options: argparse.Namespace) -> ServingConfig:
     return ServingConfig(
         options.served_model_name or Path(options.model).name,
         max_waiting=options.max_waiting,
-        guide_seconds=options.guide_timeout,
         drain_seconds=options.shutdown_timeout,
     )
 

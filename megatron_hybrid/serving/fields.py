@@ -335,8 +335,8 @@ class StructuredOutputs(Fields):
     json_object: bool | None = None
     """Whether the answer is a JSON object, of any schema."""
     grammar: Text | None = None
-    """A grammar in EBNF, as xgrammar reads it, that begins with the rule `root`. It has at most 64
-    Ki characters, 200 open brackets and 1000 repeats of a part."""
+    """A grammar in EBNF (GBNF) that begins with the rule `root`. It has at most 64 Ki characters,
+    200 open brackets and 1000 repeats of a part."""
     structural_tag: Something | Text | None = None
     """A structural tag as in `response_format`, as an object or as its JSON text."""
 

@@ -20,7 +20,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -38,7 +38,6 @@ from megatron_hybrid.serving.history import History
 from megatron_hybrid.serving.json_response import in_texts_thread
 from megatron_hybrid.serving.parsers import Style, style_of
 from megatron_hybrid.text.guide import Guide
-from megatron_hybrid.text.guide_pool import GuidePool
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -88,8 +87,6 @@ class ServingConfig:
     """Most time that a request waits for its first prompt to begin; None: any."""
     request_seconds: float | None = None
     """Most time of a request, waiting included; None: any."""
-    guide_seconds: float = 30.0
-    """Most time to compile what an answer may look like."""
     drain_seconds: float = 30.0
     """After SIGTERM, for the requests that run."""
 
@@ -357,20 +354,16 @@ class Service:
 
     # The way to the engine ---------------------------------------------------------------------
 
-    @cached_property
-    def guides(self) -> GuidePool:
-        """Compiles guides."""
-        return self.engine.guide_pool(seconds=self.config.guide_seconds)
-
     async def compiled(self, ticket: Ticket, guide: Guide, param: str) -> Guide:
-        """A guide with its grammar. What cancels this ends the compilation.
+        """Compile a guide, and return it. What cancels this takes out a guide that waits.
 
         Raises:
             ApiError: the guide in this field cannot be kept to, or as `generate_all`.
         """
         async with self._limited(ticket):
             try:
-                return await asyncio.wrap_future(self.guides.compile(guide))
+                await self.engine.compile_guide(guide)
+                return guide
             except (TypeError, ValueError) as error:
                 raise ApiError(400, f"{param}: {error}", param) from error
 
@@ -551,8 +544,6 @@ class Service:
 
     async def close(self) -> None:
         """Save the cache in its folder, if it has one, and end the engine."""
-        if "guides" in vars(self):
-            self.guides.close()
         if self.saves_cache and self.engine.rank_failure is None:
             try:
                 await self.engine.save_cache()

@@ -1,29 +1,34 @@
 """Guides: what an answer may look like (JSON, a regular expression, one of some texts, ...).
 
 A `Guide` is plain data. A `GuideCompiler` turns it into a grammar over the tokens of a tokenizer,
-by xgrammar (https://github.com/mlc-ai/xgrammar), which the first compiler imports. Each answer has
-a `GuideMatcher`.
+by llguidance (https://github.com/guidance-ai/llguidance), which the first compiler imports. Each
+answer has a `GuideMatcher`.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import re
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron_hybrid.text import guide_regex, guide_schema, guide_tag
-from megatron_hybrid.text.guide_grammar import alt, check_ebnf, text, told, written
+from megatron_hybrid.text import guide_tag
+from megatron_hybrid.text.guide_grammar import lark
 from megatron_hybrid.validation import check_text
 
 _NAMES = {"json_schema": "JSON schema", "structural_tag": "structural tag"}
 """Kinds of guides whose source is JSON."""
-CACHE_BYTES = 64 << 20
-"""Of compiled grammars that a compiler keeps."""
+MAX_CHARS = 256 << 10
+"""Of a guide's source: the JSON of a schema, a pattern, all choices together."""
+MAX_KEPT = 64
+"""Most compiled guides that a compiler keeps."""
+NICENESS = 10
+"""Of a thread that compiles guides while an engine steps."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +38,18 @@ class Guide:
     kind: str
     """ "json_schema", "regex", "grammar", "structural_tag" or "choices"."""
     source: str | tuple[str, ...]
-    ebnf: str | None = field(default=None, compare=False, repr=False)
-    """The grammar as xgrammar reads it, if a `GuidePool` has written it; None: it is written when
-    it is needed."""
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str, *, check: bool = True) -> Guide:
-        """JSON that fits a schema (a JSON value, or its text). Objects have only declared
-        properties, in the order of the schema. If `type` is missing, it follows from the other
-        keywords: a value with `minimum` is a number.
+        """Return a guide of JSON that fits a schema (a JSON value, or its text). Declared
+        properties come in the order of the schema, others after them.
 
         check: refuse a schema here that cannot be enforced; otherwise the engine refuses requests
         with it.
 
         Raises:
             ValueError: the schema is not JSON, or has a keyword that cannot be enforced.
+            ImportError: `check` needs llguidance, which is missing.
         """
         return cls._of_json("json_schema", schema, check)
 
@@ -60,7 +62,7 @@ class Guide:
 
         Raises:
             ValueError: the tag is not JSON, or has a part that cannot be enforced.
-            ImportError: `check` needs xgrammar, which is missing.
+            ImportError: `check` needs llguidance, which is missing.
         """
         return cls._of_json("structural_tag", tag, check)
 
@@ -76,7 +78,7 @@ class Guide:
         except (TypeError, ValueError) as error:
             raise ValueError(f"bad {_NAMES[kind]}: {error}") from None
         if check:
-            grammar_of(guide)
+            _check(guide)
         return guide
 
     def behind_thought(
@@ -99,12 +101,12 @@ class Guide:
                 elements = [{"type": "optional", "content": elements[0]}]
         if prefix:
             elements.append({"type": "const_string", "value": prefix})
-        form = {"type": "sequence", "elements": [*elements, self._format]}
+        form = {"type": "sequence", "elements": [*elements, self.format]}
         return Guide("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
 
     @property
-    def _format(self) -> dict[str, Any]:
-        """As a format of a structural tag."""
+    def format(self) -> dict[str, Any]:
+        """Return it as a format of a structural tag."""
         if self.kind == "json_schema":
             return {"type": "json_schema", "json_schema": json.loads(self.source)}
         if self.kind == "structural_tag":
@@ -135,16 +137,18 @@ class Guide:
 
     @classmethod
     def grammar(cls, source: str) -> Guide:
-        """A text of a context-free grammar in xgrammar's EBNF (GBNF), which begins with the rule
-        `root`.
+        """Return a guide of the texts of a context-free grammar in EBNF (GBNF), which begins with
+        the rule `root`.
 
         Raises:
             TypeError: the grammar is not a str.
-            ValueError: the grammar is too long, nested too deeply, or repeats a part too often.
+            ValueError: the grammar is wrong, too long, nested too deeply, or repeats a part too
+                often.
+            ImportError: llguidance is missing.
         """
         if not isinstance(source, str):
             raise TypeError(f"a grammar guide needs a str, got {type(source).__name__}")
-        check_ebnf(source)
+        grammar_of(cls("grammar", source))
         return cls("grammar", source)
 
     @classmethod
@@ -161,46 +165,85 @@ class Guide:
 
 
 def grammar_of(guide: Guide) -> str:
-    """The guide's grammar, as xgrammar reads it.
+    """Return the guide's grammar, as llguidance reads it.
 
     Raises:
         ValueError: the guide cannot be kept to.
     """
-    if guide.ebnf is not None:
-        return guide.ebnf
-    name = _NAMES.get(guide.kind)
-    if name is None:
-        return _written_grammar_of(guide)
-    try:
-        return _written_grammar_of(guide)
-    except RecursionError:
-        raise ValueError(f"the {name} is nested too deeply") from None
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"bad {name}: {error}") from None
-
-
-@lru_cache(maxsize=64)
-def _written_grammar_of(guide: Guide) -> str:
-    for each in (guide.source,) if isinstance(guide.source, str) else guide.source:
+    texts = (guide.source,) if isinstance(guide.source, str) else guide.source
+    if (size := sum(map(len, texts))) > MAX_CHARS:
+        raise ValueError(
+            f"the guide has {size} characters, and may have {MAX_CHARS}: make it smaller"
+        )
+    for each in texts:
         check_text(f"the guide's {guide.kind}", each)
-    if guide.kind == "json_schema":
-        rules = guide_schema.grammar_of(json.loads(guide.source))
-    elif guide.kind == "regex":
-        try:
-            rules = {"root": guide_regex.full_match(guide.source)}
-        except RecursionError:
-            raise ValueError("the guide's regex is nested too deeply") from None
-        except ValueError as error:
-            raise ValueError(f"the guide's regex cannot be used: {error}") from None
-    elif guide.kind == "structural_tag":
-        return guide_tag.grammar_of(json.loads(guide.source))
-    elif guide.kind == "grammar":
-        return guide.source
-    else:
-        rules = {"root": alt(map(text, guide.source))}
-    grammar = written(rules)
-    if grammar is None:
-        raise ValueError(f"no answer fits the guide's {guide.kind}: {guide.source!s:.1000}")
+    try:
+        return lark(guide_tag.node_of(guide.format))
+    except RecursionError:
+        name = _NAMES.get(guide.kind, f"guide's {guide.kind}")
+        raise ValueError(f"the {name} is nested too deeply") from None
+    except ValueError as error:
+        raise _refusal(guide, str(error)) from None
+
+
+def _refusal(guide: Guide, reason: str) -> ValueError:
+    if guide.kind in _NAMES:
+        return ValueError(f"bad {_NAMES[guide.kind]}: {reason}")
+    return ValueError(f"the guide's {guide.kind} cannot be used: {reason}")
+
+
+# llguidance --------------------------------------------------------------------------------------
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ImportError("guided answers need llguidance: pip install '.[serve]'") from error
+    return llguidance
+
+
+def _limits() -> Any:
+    """Return what bounds the seconds and bytes of a compilation, and of one token."""
+    return _library().LLParserLimits(
+        max_items_in_row=2100,  # four for each of `guide_schema.MAX_OPTIONAL` properties
+        initial_lexer_fuel=1_000_000,
+        max_lexer_states=10_000,  # of one answer
+        precompute_large_lexemes=False,
+        verbose_errors=False,
+    )
+
+
+_PLACE = re.compile(r"\Aat \d+\(\d+\): (failed to compile JSON schema: )?")
+_ONE_OF = (
+    "'oneOf' is supported only where it is plain that no value fits two of its schemas: use "
+    "'anyOf', or require a property with another 'const' in each"
+)
+
+
+_NO_ANSWER = "no answer fits, or no token of this tokenizer can begin one"
+
+
+def _told(message: str) -> str:
+    """Return what an error of llguidance says, without places in a grammar that nobody wrote."""
+    line = _PLACE.sub("", message.strip()).split("\n", 1)[0].strip()
+    if "oneOf" in line:
+        return _ONE_OF
+    if "not disjoint" in line:
+        return "'patternProperties' are supported only where no name matches two of the patterns"
+    return line.replace("Unsatisfiable schema", "no answer fits")[:300]
+
+
+def _check(guide: Guide) -> str:
+    """Return the guide's grammar.
+
+    Raises:
+        ValueError: the guide cannot be kept to.
+    """
+    grammar = grammar_of(guide)
+    _, said = _library().LLMatcher.validate_grammar_with_warnings(grammar, None, limits=_limits())
+    if said:
+        raise _refusal(guide, _told(said[0]))
     return grammar
 
 
@@ -213,11 +256,9 @@ class GuideCompiler:
         vocab_size: of the model.
         first_token_bytes: the same of an answer's first token: `Tokenizer.first_token_bytes`; None:
             `token_bytes`.
-        num_threads: that compile one grammar; None: as many as there are CPUs, up to 8.
-        keeps: grammars, for matchers.
 
     Raises:
-        ImportError: xgrammar is missing.
+        ImportError: llguidance is missing.
     """
 
     def __init__(
@@ -225,19 +266,12 @@ class GuideCompiler:
         token_bytes: Sequence[bytes],
         vocab_size: int,
         first_token_bytes: Sequence[bytes] | None = None,
-        *,
-        num_threads: int | None = None,
-        keeps: bool = True,
     ):
-        vocabulary = partial(
-            _Vocabulary,
-            size=vocab_size,
-            num_threads=num_threads or min(8, os.cpu_count() or 1),
-            keeps=keeps,
-        )
-        self._tokens = vocabulary(token_bytes)
+        self._tokens = _Vocabulary(token_bytes, vocab_size)
         differs = first_token_bytes is not None and first_token_bytes != token_bytes
-        self._first_tokens = vocabulary(first_token_bytes) if differs else None
+        self._first_tokens = _Vocabulary(first_token_bytes, vocab_size) if differs else None
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Guide, tuple[Any, Any]] = OrderedDict()  # the least used first
 
     def compile(self, guide: Guide) -> None:
         """Compile the grammar, which is kept: the guide's matchers are made fast then.
@@ -245,79 +279,111 @@ class GuideCompiler:
         Raises:
             ValueError: the guide cannot be kept to.
         """
-        grammar = grammar_of(guide)
-        if self._first_tokens is not None:
-            self._first_tokens.compile(grammar)
-        self._tokens.compile(grammar)
+        self._compiled(guide)
 
     def matcher(self, guide: Guide, stop_ids: Iterable[int]) -> GuideMatcher:
-        """The matcher of a new answer, which the stop tokens may end.
+        """Return the matcher of a new answer, which the stop tokens may end.
 
         Raises:
             ValueError: the guide cannot be kept to, by none of the tokens.
         """
-        grammar, first = grammar_of(guide), self._first_tokens
+        own, first = self._compiled(guide)
         matcher = GuideMatcher(
-            self._tokens.matcher(grammar),
+            own.deep_copy(),
             stop_ids,
             self._tokens,
-            None if first is None else (first.matcher(grammar), first),
+            None if first is None else (first.deep_copy(), self._first_tokens),
         )
         if matcher.is_stuck or (matcher.is_over and not matcher.has_stops):
             raise ValueError(
-                f"no token of this tokenizer can begin an answer that the guide allows: {guide}"
+                "no token of this tokenizer can begin an answer that the guide allows: "
+                f"{guide!s:.1000}"
             )
         return matcher
 
+    def _compiled(self, guide: Guide) -> tuple[Any, Any]:
+        """Return llguidance's matchers of a guide, of which copies are made."""
+        with self._lock:
+            if guide in self._kept:
+                self._kept.move_to_end(guide)
+                return self._kept[guide]
+        grammar = _check(guide)
+        own, first = self._tokens.matcher(grammar, guide), None
+        if self._first_tokens is not None:
+            first = self._first_tokens.matcher(grammar, guide)
+        begins, tokens = (own, self._tokens) if first is None else (first, self._first_tokens)
+        if not (tokens.bits(begins).any() or begins.is_accepting()):
+            error = begins.get_error()  # it may have come to nothing by itself
+            is_limit = error and "NoExtension" not in error
+            raise _refusal(guide, _told(error) if is_limit else _NO_ANSWER)
+        with self._lock:
+            self._kept[guide] = own, first
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return own, first
+
 
 class _Vocabulary:
-    """The tokens of a tokenizer, and grammars over them.
+    """Holds the tokens of a tokenizer, as llguidance knows them.
 
     Args:
         texts: of each id.
         size: of the model's vocabulary.
-        num_threads, keeps: see `GuideCompiler`.
     """
 
-    def __init__(self, texts: Sequence[bytes], size: int, num_threads: int, keeps: bool):
-        try:
-            import xgrammar
-        except ImportError as error:
-            raise ImportError("guided answers need xgrammar: pip install '.[serve]'") from error
-        self._xgrammar = xgrammar
-        self.texts = list(texts[:size])
+    eos_token_id: int
+    bos_token_id = None
+    special_token_ids = ()
+
+    def __init__(self, texts: Sequence[bytes], size: int):
+        self._library = _library()
+        self.texts = [*texts[:size], *[b""] * (size - len(texts))]
         padded = np.zeros(-(-size // 32) * 32, bool)
-        padded[: len(self.texts)] = list(map(bool, self.texts))
+        padded[:size] = list(map(bool, self.texts))
         self.usable = np.packbits(padded, bitorder="little").view(np.int32)
         """The tokens that have a text, as bits of `GuideMatcher.allowed`."""
-        info = xgrammar.TokenizerInfo(
-            self.texts, xgrammar.VocabType.RAW, vocab_size=size, stop_token_ids=[]
-        )
-        self._compiler = xgrammar.GrammarCompiler(
-            info, max_threads=num_threads, cache_enabled=keeps, cache_limit_bytes=CACHE_BYTES
-        )
+        # Behind the model's tokens: each byte, by which the first token of an answer is taken in
+        # where it has another text, and an end, which is never drawn. 0xff begins special tokens.
+        self.first_byte = size
+        self.tokens = [*self.texts, *(bytes([byte]) for byte in range(256)), b"\xff[end]"]
+        self.eos_token_id = len(self.tokens) - 1
+        wrapper = self._library.TokenizerWrapper(self)
+        self._tokenizer = self._library.LLTokenizer(wrapper, n_vocab=len(self.tokens))
 
-    def compile(self, grammar: str) -> Any:
-        try:
-            return self._compiler.compile_grammar(grammar)
-        except RuntimeError as error:  # of a grammar that a caller wrote
-            raise ValueError(f"the guide's grammar cannot be used: {told(error)}") from None
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Return tokens of a text, as llguidance asks for: bytes."""
+        return [
+            self.first_byte + byte for byte in (text.encode() if isinstance(text, str) else text)
+        ]
 
-    def matcher(self, grammar: str) -> Any:
-        return self._xgrammar.GrammarMatcher(self.compile(grammar))
+    def matcher(self, grammar: str, guide: Guide) -> Any:
+        """Return llguidance's matcher.
+
+        Raises:
+            ValueError: it takes too much memory or time.
+        """
+        matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+        if matcher.is_error():
+            raise _refusal(guide, _told(matcher.get_error()))
+        return matcher
+
+    def bits(self, matcher: Any) -> np.ndarray:
+        """Return the tokens that may come next, as `GuideMatcher.allowed`."""
+        words = np.frombuffer(matcher.compute_bitmask(), np.int32)
+        return words[: len(self.usable)] & self.usable
 
 
 class GuideMatcher:
-    """Which tokens may come next in one answer.
+    """Says which tokens may come next in one answer.
 
     A stop token is allowed where the answer may end, and ends it. Elsewhere one that has a text is
     allowed only if no other token can follow: there it is text (`stops_are_text`).
 
     Args:
-        matcher: xgrammar's.
+        matcher: llguidance's.
         stop_ids: tokens that end the answer.
         vocabulary: the tokens.
-        first: another matcher of xgrammar and its tokens, for the first token; None: the same.
+        first: another matcher of llguidance and its tokens, for the first token; None: the same.
     """
 
     def __init__(
@@ -343,10 +409,12 @@ class GuideMatcher:
         """Go on by tokens of the answer.
 
         Raises:
-            ValueError: the guide does not allow them, or allows no token of the tokenizer behind.
+            ValueError: the guide does not allow them, allows no token of the tokenizer after them,
+                or has become too complex.
         """
         for token in tokens:
             if not self._accept(token):
+                self._check(self._matcher)
                 raise ValueError(f"the guide does not allow token {token} here")
             self.num_tokens += 1
         if tokens:
@@ -357,35 +425,41 @@ class GuideMatcher:
             )
 
     def allows(self, token: int) -> bool:
-        """Whether a token may come next."""
+        """Return whether a token may come next."""
         return bool(self.allowed[token >> 5] >> (token & 31) & 1)
 
     def go_back_to(self, num_tokens: int) -> None:
-        """Take back the tokens behind the first `num_tokens` (at least 1, if it has seen any)."""
+        """Take back the tokens after the first `num_tokens` (at least 1, if it has seen any)."""
         if num_tokens < self.num_tokens:
             self._matcher.rollback(self.num_tokens - num_tokens)
             self.num_tokens = num_tokens
             self._look()
 
     def _accept(self, token: int) -> bool:
-        if self._first is None or self.num_tokens:
-            return self._matcher.accept_token(token)
-        texts = self._first[1].texts
-        text = texts[token] if token < len(texts) else b""
-        return bool(text) and self._matcher.accept_string(text)
+        vocabulary, tokens = self._vocabulary, [int(token)]
+        if self._first is not None and not self.num_tokens:
+            vocabulary = self._first[1]
+            start = self._vocabulary.first_byte
+            tokens = [start + byte for byte in vocabulary.texts[token]]
+        if not (0 <= token < len(vocabulary.texts) and vocabulary.texts[token]):
+            return False
+        return self._matcher.try_consume_tokens(tokens) == len(tokens)
+
+    def _check(self, matcher: Any) -> None:
+        if matcher.is_error():
+            raise ValueError(f"the guide is too complex to go on: {_told(matcher.get_error())}")
 
     def _look(self) -> None:
         matcher, vocabulary = self._matcher, self._vocabulary
         if self._first is not None and not self.num_tokens:
             matcher, vocabulary = self._first
-        allowed = np.zeros_like(vocabulary.usable)
-        matcher.fill_next_token_bitmask(allowed[None])
-        allowed &= vocabulary.usable  # where any text may follow, all bits are set
+        allowed = vocabulary.bits(matcher)
+        self._check(matcher)
         others = allowed.copy()
         words = others.view(np.uint32)
         stops, bits = self._stops >> 5, (1 << (self._stops & 31)).astype(np.uint32)
         np.bitwise_and.at(words, stops, ~bits)
-        may_end, may_go_on = self._matcher.is_completed(), bool(words.any())
+        may_end, may_go_on = matcher.is_accepting(), bool(words.any())
         if may_end:
             np.bitwise_or.at(words, stops, bits)
         self.stops_are_text = not (may_end or may_go_on)

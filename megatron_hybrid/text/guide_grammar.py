@@ -1,253 +1,310 @@
-"""The grammars of guides: how they are built, pruned and written for xgrammar.
+"""Builds grammars of guides and writes them in Lark, as llguidance reads it.
 
-A grammar is a dict of rules, by name, each a node. The rule "root" is the answer.
+A grammar is a node. llguidance cuts a text into terminals, each as long as it can be. So what is
+regular up to the end of the answer is one terminal, in which each way to read the text counts;
+elsewhere a terminal ends with a text.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-MAX_NESTING = 200
-"""Most nodes inside of each other in one rule: xgrammar reads them by recursion."""
-
-Ranges = tuple[tuple[int, int], ...]
-"""A set of code points: first and last of each run, ascending, apart."""
+from megatron_hybrid.text.guide_regex import MAX_NESTING, escaped
 
 
 @dataclass(frozen=True)
-class Chars:
-    """One character of a set; none, if the set is empty."""
+class Text:
+    """Matches one text, which is not empty."""
 
-    ranges: Ranges
+    characters: str
+
+
+@dataclass(frozen=True)
+class Regex:
+    """Matches a regular expression in Rust's syntax, without `/`."""
+
+    pattern: str
+
+
+@dataclass(frozen=True)
+class AnyText:
+    """Matches a text in which none of some texts is."""
+
+    excludes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Json:
+    """Matches JSON of a schema that `guide_schema` has prepared, given as its JSON."""
+
+    schema: str
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Matches the texts of a grammar in Lark."""
+
+    source: str
 
 
 @dataclass(frozen=True)
 class Seq:
-    """All of its parts, one behind the other; without parts, the empty text."""
+    """Matches all of its parts, one after the other; without parts, the empty text."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Alt:
-    """One of its options; without options, nothing."""
+    """Matches one of its options; without options, nothing."""
 
     options: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """A part, `low` to `high` times; None: without a limit."""
+    """Matches a part, `low` to `high` times; None: without a limit."""
 
     part: Node
     low: int
     high: int | None = None
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What the rule of this name is."""
-
-    name: str
-
-
-Node = Chars | Seq | Alt | Repeat | Rule
-EMPTY, NOTHING = Seq(()), Alt(())
+Node = Text | Regex | AnyText | Json | Grammar | Seq | Alt | Repeat
+EMPTY = Seq(())
 
 
 def seq(*parts: Node | str) -> Node:
-    """A sequence of nodes and texts."""
+    """Return a sequence of nodes and texts."""
     nodes = tuple(text(part) if isinstance(part, str) else part for part in parts)
     return nodes[0] if len(nodes) == 1 else Seq(nodes)
 
 
 def text(characters: str) -> Node:
-    return seq(*(Chars(((ord(each), ord(each)),)) for each in characters))
+    """Return a node that matches one text."""
+    return Text(characters) if characters else EMPTY
 
 
 def alt(options: Iterable[Node]) -> Node:
+    """Return a node that matches one of some options."""
     options = tuple(dict.fromkeys(options))
     return options[0] if len(options) == 1 else Alt(options)
 
 
-def optional(part: Node) -> Node:
-    return Repeat(part, 0, 1)
+# Lark --------------------------------------------------------------------------------------------
+
+_EMPTY_TEXT = '""'
 
 
-# Written by callers ------------------------------------------------------------------------------
+def lark(root: Node) -> str:
+    """Write a grammar for llguidance.
+
+    Raises:
+        ValueError: it is nested too deeply, or free text stands where its end cannot be found.
+    """
+    return _Writer().written(root)
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """What comes after a node: a terminal's expression, then that of rules."""
+
+    terminal: str = ""
+    rules: str = ""
+    is_last: bool = True
+    """The answer ends with it."""
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self._depth = 0
+        self._terminals: dict[str, str] = {}  # by expression
+        self._lines: list[str] = []
+        self._grammars: list[dict[str, str]] = []
+
+    def written(self, root: Node) -> str:
+        start = self._flushed(self._before(root, _Rest())) or _EMPTY_TEXT
+        terminals = (f"{name}: {expression}" for expression, name in self._terminals.items())
+        # Without forcing, each way to cut a text into tokens is allowed.
+        head = '%llguidance {"no_forcing": true}'
+        source = "\n".join([head, f"start: {start}", *self._lines, *terminals])
+        return json.dumps({"grammars": [{"lark_grammar": source}, *self._grammars]})
+
+    def _named(self, expression: str) -> str:
+        return self._terminals.setdefault(expression, f"T{len(self._terminals)}")
+
+    def _terminal(self, node: Node) -> str | None:
+        """Return the expression of a regular node; "": it is empty; None: it is not regular."""
+        self._depth += 1
+        if self._depth > MAX_NESTING:
+            raise ValueError(f"more than {MAX_NESTING} parts are inside of each other: flatten it")
+        found = self._terminal_of(node)
+        self._depth -= 1
+        return found
+
+    def _terminal_of(self, node: Node) -> str | None:
+        match node:
+            case Text(characters):
+                return f"/{''.join(map(escaped, characters))}/"
+            case Regex(pattern):
+                return f"/{pattern}/"
+            case AnyText(excludes):
+                others = "|".join("".join(map(escaped, each)) for each in excludes)
+                excluded = f" & ~/(?s:.*)(?:{others})(?s:.*)/" if excludes else ""
+                return f"(/(?s:.*)/{excluded})"
+            case Repeat(part, low, high):
+                inner = self._terminal(part)
+                if inner is None:
+                    return None
+                return f"({inner}){_times(low, high)}" if inner and high != 0 else ""
+            case Seq(parts) | Alt(parts):
+                inner = list(map(self._terminal, parts))
+                if None in inner:
+                    return None
+                if isinstance(node, Seq):
+                    return " ".join(filter(None, inner))
+                return f"({' | '.join(each or _EMPTY_TEXT for each in inner)})"
+        return None
+
+    def _before(self, node: Node, rest: _Rest) -> _Rest:
+        """Return a node and what comes after it."""
+        is_inside = bool(rest.rules) or not rest.is_last
+        if isinstance(node, AnyText) and is_inside and not (rest.terminal and node.excludes):
+            raise ValueError(
+                "free text ends where a text comes that it excludes: name that in 'excludes', and "
+                "let it follow"
+            )
+        expression = self._terminal(node)
+        if expression is not None and (not is_inside or _is_simple(node)):
+            return replace(rest, terminal=" ".join(filter(None, (expression, rest.terminal))))
+        match node:
+            case Text():
+                return _Rest(expression or "", self._flushed(rest), rest.is_last)
+            case Seq(parts):
+                for part in reversed(parts):
+                    rest = self._before(part, rest)
+                return rest
+            case Alt(options):
+                return replace(rest, terminal="", rules=self._chosen(options, rest))
+            case Repeat(part, 0, 1):
+                return self._before(Alt((part, EMPTY)), rest)
+            case Repeat(part, low, high):
+                inner = self._flushed(self._before(part, _Rest(is_last=False)))
+                own = f"({inner}){_times(low, high)}"
+            case Json(schema):
+                own = f"%json {schema}"
+            case Grammar(source):
+                own = f"@g{len(self._grammars)}"
+                self._grammars.append({"name": own[1:], "lark_grammar": source})
+        return replace(rest, terminal="", rules=f"{own} {self._flushed(rest)}")
+
+    def _chosen(self, options: Sequence[Node], rest: _Rest) -> str:
+        """Return one of some options and what comes after it, as a rule of its own."""
+        if rest.rules:
+            rest = replace(rest, rules=self._new_rule(rest.rules))
+        if len(rest.terminal) > 20:
+            rest = replace(rest, terminal=self._named(rest.terminal))
+        chosen = (self._flushed(self._before(option, rest)) for option in options)
+        return self._new_rule(" | ".join(each or _EMPTY_TEXT for each in chosen))
+
+    def _new_rule(self, body: str) -> str:
+        name = f"p{len(self._lines)}"
+        self._lines.append(f"{name}: {body}")
+        return name
+
+    def _flushed(self, rest: _Rest) -> str:
+        terminal = self._named(rest.terminal) if rest.terminal else ""
+        return " ".join(filter(None, (terminal, rest.rules)))
+
+
+def _is_simple(node: Node) -> bool:
+    """Return whether a regular node has no text in it that other terminals may begin with."""
+    match node:
+        case Text(characters):
+            return len(characters) == 1
+        case Regex() | AnyText():
+            return True
+        case Alt(options):
+            return all(map(_is_simple, options))
+        case Repeat(part):
+            return _is_simple(part)
+    return False
+
+
+def _times(low: int, high: int | None) -> str:
+    return {(0, None): "*", (0, 1): "?"}.get(
+        (low, high), f"{{{low},{'' if high is None else high}}}"
+    )
+
+
+# EBNF --------------------------------------------------------------------------------------------
 
 MAX_EBNF = 1 << 16
 """Characters of a grammar."""
 MAX_REPEATS = 1000
-"""Of a part, by braces: xgrammar writes each of them out."""
+"""Of a part, by braces."""
 _EBNF_TOKEN = re.compile(
     r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*|\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}|[()]',
     re.DOTALL,
 )
 
 
-def check_ebnf(source: str) -> None:
-    """Raise ValueError for a grammar in EBNF that xgrammar would need too much stack or memory
-    for."""
+def ebnf(source: str) -> Grammar:
+    """Read a grammar in EBNF (GBNF).
+
+    Raises:
+        ValueError: it is wrong, too long, nested too deeply, or repeats a part too often.
+    """
     if len(source) > MAX_EBNF:
-        raise ValueError(
-            f"the guide's grammar has {len(source)} characters, the most is {MAX_EBNF}: shorten it"
-        )
+        raise ValueError(f"it has {len(source)} characters, the most is {MAX_EBNF}: shorten it")
     depth = 0
     for token in _EBNF_TOKEN.finditer(source):
         depth += {"(": 1, ")": -1}.get(token[0], 0)
         if depth > MAX_NESTING:
-            raise ValueError(
-                f"the guide's grammar has over {MAX_NESTING} open brackets: flatten it"
-            )
+            raise ValueError(f"it has over {MAX_NESTING} open brackets: flatten it")
         if any(len(n or "") > 4 or int(n or 0) > MAX_REPEATS for n in token.groups()):
-            raise ValueError(
-                f"the guide's grammar repeats a part over {MAX_REPEATS} times: use * or +"
-            )
+            raise ValueError(f"it repeats a part over {MAX_REPEATS} times: use * or +")
+    if re.search(r"(?<!\\)(\\\\)*\\[uU]", source):  # which llguidance reads otherwise
+        raise ValueError("it has a character by its code: write the character itself")
+    import llguidance.gbnf_to_lark as gbnf
+
+    try:
+        rules = gbnf.GrammarParser().parse(source)
+        gbnf.resolve(rules)
+    except Exception as error:  # it has no error of its own for all that is wrong
+        raise ValueError(f"{error}") from None
+    start = rules["start"]
+    if not _all_end(rules):
+        raise ValueError("no text of finite length fits one of its rules")
+    # What needs no recursion is one terminal, in which each way to read the text counts.
+    lines = [f"{rule.name}: {rule.alternatives}" for rule in rules.values() if rule is not start]
+    head = "start: START\nSTART" if start.alternatives.is_terminal() else "start"
+    return Grammar("\n".join([f"{head}: {start.alternatives}", *lines]))
 
 
-def told(error: Exception) -> str:
-    """What an error of xgrammar's says, without the time and place in its source."""
-    return str(error).split("] ", 1)[-1].split(": ", 1)[-1].strip()
-
-
-# Sets of characters ------------------------------------------------------------------------------
-
-
-def union(*sets: Ranges) -> Ranges:
-    merged: list[tuple[int, int]] = []
-    for first, last in sorted(pair for each in sets for pair in each):
-        if merged and first <= merged[-1][1] + 1:
-            merged[-1] = merged[-1][0], max(last, merged[-1][1])
-        else:
-            merged.append((first, last))
-    return tuple(merged)
-
-
-def _without(ranges: Ranges, others: Ranges) -> Ranges:
-    kept = []
-    for first, last in ranges:
-        start = bisect_right(others, (first, -1))
-        if start and others[start - 1][1] >= first:
-            start -= 1
-        for other_first, other_last in others[start:]:
-            if other_first > last:
-                break
-            if first < other_first:
-                kept.append((first, other_first - 1))
-            first = max(first, other_last + 1)
-        if first <= last:
-            kept.append((first, last))
-    return tuple(kept)
-
-
-SURROGATES: Ranges = ((0xD800, 0xDFFF),)
-"""They are halves of characters: UTF-8 has none."""
-ANY = _without(((0, 0x10FFFF),), SURROGATES)
-
-
-def minus(ranges: Ranges, others: Ranges) -> Ranges:
-    """Characters of the first set that are not in the second one."""
-    return _without(_without(ranges, SURROGATES), others)
-
-
-def among(characters: str) -> Ranges:
-    """The set of these characters."""
-    return union(tuple((ord(each), ord(each)) for each in characters))
-
-
-# Written -----------------------------------------------------------------------------------------
-
-
-def written(rules: Mapping[str, Node]) -> str | None:
-    """The grammar as xgrammar reads it, without what no finite text fits; None: nothing is left.
-
-    Raises:
-        ValueError: a rule is nested too deeply.
-    """
-    finite = _finite_rules(rules)
-    if "root" not in finite:
-        return None
-    lines, wanted, seen = [], ["root"], {"root"}
-    while wanted:
-        name = wanted.pop()
-        names: list[str] = []
-        lines.append(f"{name} ::= {_write(rules[name], finite, names, 0)}")
-        for each in names:
-            if each not in seen:
-                seen.add(each)
-                wanted.append(each)
-    return "\n".join(lines)
-
-
-def _finite_rules(rules: Mapping[str, Node]) -> set[str]:
-    """Rules that some finite text fits. Both orders are taken by turns: a chain of rules needs one
-    turn, whichever way it runs."""
+def _all_end(rules: Mapping[str, Any]) -> bool:
+    """Return whether a text of finite length fits each of llguidance's rules."""
     finite: set[str] = set()
-    names, before = list(rules), -1
+
+    def ends(node: Any) -> bool:
+        if (target := getattr(node, "target", None)) is not None:
+            return target.name in finite
+        if getattr(node, "min_times", 1) == 0:
+            return True
+        parts = [ends(part) for part in node.children()]
+        return any(parts) if hasattr(node, "alternatives") else all(parts)
+
+    before = -1
     while len(finite) > before:
         before = len(finite)
-        for name in (*names, *reversed(names)):
-            if name not in finite and _is_finite(rules[name], finite):
-                finite.add(name)
-    return finite
+        finite |= {name for name, rule in rules.items() if ends(rule.alternatives)}
+    return len(finite) == len(rules)
 
 
-def _is_finite(node: Node, rules: set[str]) -> bool:
-    """Whether some finite text fits, given the rules for which that is known."""
-    match node:
-        case Chars(ranges):
-            return bool(ranges)
-        case Seq(parts):
-            return all(_is_finite(part, rules) for part in parts)
-        case Alt(options):
-            return any(_is_finite(option, rules) for option in options)
-        case Repeat(part, low):
-            return low == 0 or _is_finite(part, rules)
-    return node.name in rules
-
-
-def _write(node: Node, finite: set[str], names: list[str], depth: int) -> str:
-    """One node. names: the rules that it mentions are appended."""
-    if depth > MAX_NESTING:
-        raise ValueError(f"more than {MAX_NESTING} parts are inside of each other: flatten it")
-    match node:
-        case Rule(name):
-            names.append(name)
-            return name
-        case Chars(ranges):
-            return "[" + "".join(f"{_code(first)}-{_code(last)}" for first, last in ranges) + "]"
-        case Seq(parts):
-            return _write_sequence(parts, finite, names, depth)
-        case Alt(options):
-            kept = [option for option in options if _is_finite(option, finite)]
-            return f"({' | '.join(_write(each, finite, names, depth + 1) for each in kept)})"
-    if node.high == 0 or not _is_finite(node.part, finite):
-        return '""'
-    high = "" if node.high is None else node.high
-    times = {(0, None): "*", (0, 1): "?"}.get((node.low, node.high), f"{{{node.low},{high}}}")
-    return f"({_write(node.part, finite, names, depth + 1)}){times}"
-
-
-def _write_sequence(parts: tuple[Node, ...], finite: set[str], names: list[str], depth: int) -> str:
-    """Single characters side by side become one literal."""
-    pieces: list[str] = []
-    literal = ""
-    for part in (*parts, None):
-        if isinstance(part, Chars) and len(part.ranges) == 1 and len(set(part.ranges[0])) == 1:
-            literal += _code(part.ranges[0][0])
-            continue
-        if literal:
-            pieces.append(f'"{literal}"')
-            literal = ""
-        if part is not None:
-            pieces.append(_write(part, finite, names, depth + 1))
-    return f"({' '.join(pieces)})" if pieces else '""'
-
-
-def _code(code: int) -> str:
-    character = chr(code)
-    return character if character.isascii() and character.isalnum() else f"\\U{code:08x}"
+def json_node(schema: Any) -> Json:
+    """Return a node of a prepared schema."""
+    return Json(json.dumps(schema))

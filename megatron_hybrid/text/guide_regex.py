@@ -1,269 +1,173 @@
-"""Regular expressions of guides: Python's, and those of JSON Schema's `pattern`.
+"""Writes regular expressions of guides in Rust's syntax: Python's, and those of JSON Schema.
 
-Python's own parser reads them. What is not on the list here is refused by its name.
+Python checks them. What Rust reads otherwise is written anew, or refused by its name.
 """
 
 from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
-from itertools import chain, product
-from re import _constants as tokens
-from re import _parser as parser
+import warnings
 
-from megatron_hybrid.text.guide_grammar import (
-    ANY,
-    Chars,
-    Node,
-    Ranges,
-    Repeat,
-    alt,
-    among,
-    minus,
-    seq,
-    union,
-)
-
+MAX_NESTING = 200
+"""Most brackets inside of each other: llguidance reads them by recursion."""
 _FLAGS = re.DOTALL | re.ASCII
-_MAX_BRANCHES = 100
-"""Of a pattern, told apart by the anchors in them."""
-MAX_REPEATS = 100_000
-"""Most times that a part comes, by all the counts around it."""
-
-_BEGIN, _END = "^", "$"
-_ANCHORS = {
-    tokens.AT_BEGINNING: _BEGIN,
-    tokens.AT_BEGINNING_STRING: _BEGIN,
-    tokens.AT_END: _END,
-    tokens.AT_END_STRING: _END,
+_ASCII = {"d": "0-9", "s": r"\x20\t\n\r\x0c\x0b", "w": "0-9A-Za-z_"}
+_WIDEST = {
+    "d": r"\p{N}",
+    "s": r"\p{White_Space}\x1c-\x1f\x{feff}",
+    "w": r"\p{Alphabetic}\p{M}\p{N}\p{Pc}\p{Join_Control}",
 }
-_NAMES = {
-    tokens.ASSERT: "a lookahead or lookbehind",
-    tokens.ASSERT_NOT: "a negative lookahead or lookbehind",
-    tokens.GROUPREF: "a backreference",
-    tokens.GROUPREF_EXISTS: "a condition on a group",
-    tokens.POSSESSIVE_REPEAT: "a possessive repetition, such as a*+,",
-    tokens.ATOMIC_GROUP: "an atomic group (?>...)",
-}
-_OTHER_PLACES = {tokens.AT_BOUNDARY: r"\b", tokens.AT_NON_BOUNDARY: r"\B"}
-
-_ASCII = {
-    tokens.CATEGORY_DIGIT: among(string.digits),
-    tokens.CATEGORY_SPACE: among(" \t\n\r\f\v"),
-    tokens.CATEGORY_WORD: among(string.ascii_letters + string.digits + "_"),
-}
-_NEGATED = {
-    tokens.CATEGORY_NOT_DIGIT: tokens.CATEGORY_DIGIT,
-    tokens.CATEGORY_NOT_SPACE: tokens.CATEGORY_SPACE,
-    tokens.CATEGORY_NOT_WORD: tokens.CATEGORY_WORD,
-}
-_LINE_ENDS = among("\n\r\u2028\u2029")
-
-_SCHEMA_ESCAPES = {*"dDsSwWnrtfvbxu", *string.punctuation}
-"""What ECMAScript and Python read alike behind a backslash; numbers are read on."""
-_COUNT = re.compile(r"\{[0-9]+(,[0-9]*)?\}")
+"""Categories by ECMAScript's rules or by those of Python for Unicode, and more."""
+_SCHEMA_ESCAPES = {*"dDsSwWnrtfvxu", *string.punctuation}
+"""What ECMAScript and Python read alike after a backslash."""
+_SHORT = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
+_PIECE = re.compile(
+    r"(?P<escape>\\(?:x..|u....|U.{8}|.))|(?P<set>\[\^?\]?(?:\\.|[^\]\\])*\])"
+    r"|(?P<group>\(\?(?:P<\w+>|P=|<[=!]|[^P<]))"
+    r"|(?P<count>(?:[*+?]|\{(?=\d|,\d*\})\d*(?:,\d*)?\})[+?]?)|(?P<sign>.)",
+    re.DOTALL,
+)
+_IN_SET = re.compile(r"\\(?:x..|u....|U.{8}|.)|.", re.DOTALL)
+_PLACES = {"^": "^", r"\A": "^", "$": "$", r"\Z": "$"}
 
 
-def full_match(pattern: str) -> Node:
-    """The texts that a pattern matches from end to end, as `re.fullmatch` with DOTALL and ASCII.
+def escaped(character: str) -> str:
+    """Return a character as regular expressions write it, in and out of sets."""
+    if "\ud800" <= character <= "\udfff":
+        _refuse(f"\\u{ord(character):x}, half of a character,")
+    is_plain = character.isascii() and character.isalnum()
+    return character if is_plain else f"\\x{{{ord(character):x}}}"
+
+
+def full_match(pattern: str) -> str:
+    """Write the texts that a pattern matches from end to end, as `re.fullmatch` with DOTALL and
+    ASCII.
 
     Raises:
         ValueError: the pattern is wrong, or has what no grammar holds.
     """
-    ascii_set: Callable[[int], Ranges] = partial(_ascii, negates=_NEGATED)
-    bodies = _Translator(ascii_set, ascii_set, ANY).branches(pattern)
-    return alt(seq(*body) for _, body, _ in bodies)
+    ways = (body for _, body, _ in _Reader(pattern, is_schema=False).ways)
+    return f"(?:{'|'.join(ways)})"
 
 
-def found_in(pattern: str) -> Node:
-    """The texts in which a pattern of JSON Schema is found, by the rules of ECMAScript (with the
-    flag u) as well as by Python's: where these differ, those by both. `$` is the end alone.
+def found_in(pattern: str) -> str:
+    """Write the texts in which a pattern of JSON Schema is found, by the rules of ECMAScript (with
+    the flag u) as well as by Python's: where these differ, those by both. `$` is the end alone.
 
     Raises:
         ValueError: the pattern is wrong, or has what no grammar holds.
     """
-    _check_ecmascript(pattern)
-    any_text = Repeat(Chars(ANY), 0)
-    bodies = _Translator(_by_both, _by_either, minus(ANY, _LINE_ENDS)).branches(pattern)
-    return alt(
-        seq(*(() if begins else (any_text,)), *body, *(() if ends else (any_text,)))
-        for begins, body, ends in bodies
-    )
+    around = {True: "", False: "(?s:.*)"}
+    ways = _Reader(pattern, is_schema=True).ways
+    found = (f"{around[begins]}{body}{around[ends]}" for begins, body, ends in ways)
+    return f"^(?:{'|'.join(found)})$"
 
 
 def _refuse(what: str) -> None:
     raise ValueError(f"{what} is not supported in a pattern: leave it out, or write it otherwise")
 
 
-# Sets of characters ------------------------------------------------------------------------------
-
-
-def _ascii(category: int, negates: dict[int, int]) -> Ranges:
-    return minus(ANY, _ASCII[negates[category]]) if category in negates else _ASCII[category]
-
-
-@cache
-def _widest(category: int) -> Ranges:
-    """A category by ECMAScript's rules or by those of Python for Unicode."""
-    escape = {
-        tokens.CATEGORY_DIGIT: r"\d+",
-        tokens.CATEGORY_SPACE: r"[\s\ufeff]+",
-        tokens.CATEGORY_WORD: r"\w+",
-    }[category]
-    everything = "".join(chr(code) for first, last in ANY for code in range(first, last + 1))
-    found = (match[0] for match in re.finditer(escape, everything))
-    return union(tuple((ord(each[0]), ord(each[-1])) for each in found))
-
-
-def _by_both(category: int) -> Ranges:
-    if category in _NEGATED:
-        return minus(ANY, _widest(_NEGATED[category]))
-    return _ASCII[category]
-
-
-def _by_either(category: int) -> Ranges:
-    if category in _NEGATED:
-        return minus(ANY, _ASCII[_NEGATED[category]])
-    return _widest(category)
-
-
-# Patterns ----------------------------------------------------------------------------------------
-
-
-class _Translator:
-    """Makes nodes of Python's parse trees.
+class _Reader:
+    """Reads a pattern, piece by piece.
 
     Args:
-        inner: the set of a category, at the least.
-        outer: the same, at the most: what a negated set leaves out.
-        dot: the set of `.`.
+        is_schema: it is one of JSON Schema.
     """
 
-    def __init__(self, inner: Callable[[int], Ranges], outer: Callable[[int], Ranges], dot: Ranges):
-        self._inner, self._outer, self._dot = inner, outer, dot
-
-    def branches(self, pattern: str) -> list[tuple[bool, list[Node], bool]]:
-        """Whether the pattern begins with an anchor; what is between; whether it ends with one."""
+    def __init__(self, pattern: str, is_schema: bool):
         try:
-            tree = parser.parse(pattern, _FLAGS)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                flags = re.compile(pattern, _FLAGS).flags
         except (re.error, OverflowError) as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
-        if tree.state.flags != _FLAGS:
+            raise ValueError(f"{pattern!r:.80} is no regular expression: {error}") from None
+        except RecursionError:
+            raise ValueError("the pattern is nested too deeply") from None
+        if flags != _FLAGS:
             _refuse("a flag")
-        found = []
-        for parts in self._sequence(tree, 1):
-            begins = ends = False
-            while parts and parts[0] == _BEGIN:
-                begins, parts = True, parts[1:]
-            while parts and parts[-1] == _END:
-                ends, parts = True, parts[:-1]
-            for anchor in (_BEGIN, _END):
-                if anchor in parts:
-                    _refuse(f"{anchor!r} inside of {pattern!r}")
-            found.append((begins, parts, ends))
-        return found
+        self._is_schema = is_schema
+        self._most = _WIDEST if is_schema else _ASCII
+        self.ways: list[tuple[bool, str, bool]] = []
+        """Of each branch: whether it begins with an anchor, what is between, and whether it ends
+        with one."""
+        depth, begins, ends, body = 0, False, False, ""
+        for found in _PIECE.finditer(pattern):
+            piece, kind = found[0], found.lastgroup or ""
+            depth += (piece[0] == "(") - (piece == ")")
+            if depth > MAX_NESTING:
+                raise ValueError("the pattern is nested too deeply")
+            if piece == "|" and not depth:
+                self.ways.append((begins, body, ends))
+                begins, ends, body = False, False, ""
+            elif piece in _PLACES and not depth:
+                self._check_escape(piece)
+                if ends or (body and _PLACES[piece] == "^"):
+                    _refuse(f"{piece!r} inside of {pattern!r:.80}")
+                begins, ends = begins or _PLACES[piece] == "^", _PLACES[piece] == "$"
+            elif ends or piece in _PLACES:
+                _refuse(f"{piece if piece in _PLACES else '$'!r} inside of {pattern!r:.80}")
+            else:
+                body += getattr(self, f"_{kind}")(piece)
+        self.ways.append((begins, body, ends))
 
-    def _sequence(self, items: Sequence, times: int) -> list[list]:
-        """Its branches. times: it comes so often by the counts around it."""
-        parts = [self._item(operator, value, times) for operator, value in items]
-        count = 1
-        for branches in parts:
-            count *= len(branches)
-            if count > _MAX_BRANCHES:
-                _refuse(f"having more than {_MAX_BRANCHES} ways between '^' and '$'")
-        return [list(chain.from_iterable(chosen)) for chosen in product(*parts)]
+    def _escape(self, piece: str) -> str:
+        self._check_escape(piece)
+        if (name := piece[1].lower()) in _ASCII:
+            return f"[{_ASCII[name]}]" if piece[1] == name else f"[^{self._most[name]}]"
+        return escaped(_character(piece))
 
-    def _item(self, operator: int, value, times: int) -> list[list]:
-        """Branches of one part: several only where there are anchors in it."""
-        if operator in (tokens.LITERAL, tokens.NOT_LITERAL, tokens.IN, tokens.ANY):
-            return [[Chars(self._set(operator, value))]]
-        if operator is tokens.AT and value in _ANCHORS:
-            return [[_ANCHORS[value]]]
-        if operator is tokens.SUBPATTERN:
-            _, added, removed, inner = value
-            if added or removed:
-                _refuse("a flag")
-            return self._sequence(inner, times)
-        if operator is tokens.BRANCH:
-            return _joined([each for arm in value[1] for each in self._sequence(arm, times)])
-        if operator in (tokens.MAX_REPEAT, tokens.MIN_REPEAT):
-            low, high, inner = value
-            high = None if high is tokens.MAXREPEAT else int(high)
-            return self._repeated(inner, int(low), high, times)
-        if operator is tokens.AT:
-            _refuse(_OTHER_PLACES[value])
-        _refuse(_NAMES.get(operator, str(operator)))
+    def _set(self, piece: str) -> str:
+        negates = piece[1] == "^"
+        if self._is_schema and piece[1 + negates] == "]":
+            _refuse("an empty set '[]'")
+        written, members = "", _IN_SET.findall(piece[1 + negates : -1])
+        for index, member in enumerate(members):
+            if self._is_schema and (
+                member == "[" or (member in "-&~|" and members[index + 1 : index + 2] == [member])
+            ):
+                _refuse(f"{member!r} in a set")
+            self._check_escape(member)
+            name = member[-1].lower() if member[0] == "\\" and len(member) == 2 else ""
+            if name in _ASCII:
+                is_other = member[-1] != name
+                name = (self._most if is_other != negates else _ASCII)[name]
+                written += f"[^{name}]" if is_other else name
+            elif member == "-" and 0 < index < len(members) - 1:
+                written += "-"
+            else:
+                written += escaped(_character(member))
+        return f"[{'^' if negates else ''}{written}]"
 
-    def _repeated(self, inner, low: int, high: int | None, times: int) -> list[list]:
-        times *= max(1, low if high is None else high)
-        if times > MAX_REPEATS:
-            _refuse(f"repeating a part more than {MAX_REPEATS} times")
-        branches = self._sequence(inner, times)
-        if not _has_anchor(branches):
-            return [[Repeat(seq(*_joined(branches)[0]), low, high)]]
-        if high != 1:
-            _refuse("'^' or '$' in a repetition")
-        return branches if low else [*branches, []]
+    def _group(self, piece: str) -> str:
+        if piece != "(?:" and (self._is_schema or piece[-1] != ">" or piece == "(?>"):
+            _refuse(f"{piece}...)")
+        return "(?:"
 
-    def _set(self, operator: int, value) -> Ranges:
-        if operator is tokens.ANY:
-            return self._dot
-        if operator is not tokens.IN:
-            one = ((value, value),)
-            return minus(ANY, one) if operator is tokens.NOT_LITERAL else minus(one, ())
-        negates = value[0][0] is tokens.NEGATE
-        category = self._outer if negates else self._inner
-        sets = [_members(kind, each, category) for kind, each in value[negates:]]
-        return minus(ANY, union(*sets)) if negates else minus(union(*sets), ())
+    def _count(self, piece: str) -> str:
+        if piece[-1] == "+" and len(piece) > 1:
+            _refuse("a possessive repetition, such as a*+,")
+        if piece.startswith("{,"):
+            if self._is_schema:
+                _refuse("'{' that begins no count")
+            piece = "{0" + piece[1:]
+        return piece[0] + piece[1:].removesuffix("?")
 
-
-def _members(kind: int, value, category: Callable[[int], Ranges]) -> Ranges:
-    if kind is tokens.CATEGORY:
-        return category(value)
-    return (value,) if kind is tokens.RANGE else ((value, value),)
-
-
-def _has_anchor(branches: list[list]) -> bool:
-    return any(isinstance(part, str) for branch in branches for part in branch)
-
-
-def _joined(branches: list[list]) -> list[list]:
-    """Branches without an anchor as one."""
-    plain = [branch for branch in branches if not _has_anchor([branch])]
-    others = [branch for branch in branches if _has_anchor([branch])]
-    return [[alt(seq(*branch) for branch in plain)], *others] if plain else others
-
-
-# ECMAScript --------------------------------------------------------------------------------------
-
-
-def _check_ecmascript(pattern: str) -> None:
-    """Raise ValueError for what Python reads, and ECMAScript otherwise or not at all."""
-    in_set = False
-    for index, piece in _pieces(pattern):
-        if piece[0] == "\\" and piece[1:] not in _SCHEMA_ESCAPES:
-            _refuse(piece)
-        rest = pattern[index + 1 :]
-        if in_set:
-            in_set = piece != "]"
-            if piece == "[" or (piece in "-&~|" and rest.startswith(piece)):
-                _refuse(f"{piece!r} in a set")
-        elif piece == "[":
-            in_set = True
-            if rest.removeprefix("^").startswith("]"):
-                _refuse("an empty set '[]'")
-        elif piece == "(" and rest.startswith("?") and not rest.startswith("?:"):
-            _refuse(f"(?{rest[1:2]}...)")
-        elif piece == "{" and not _COUNT.match(pattern, index):
+    def _sign(self, piece: str) -> str:
+        if piece == ".":
+            return r"[^\n\r\x{2028}\x{2029}]" if self._is_schema else "(?s:.)"
+        if self._is_schema and piece == "{":
             _refuse("'{' that begins no count")
+        return {"(": "(?:", ")": ")", "|": "|"}.get(piece) or escaped(piece)
+
+    def _check_escape(self, piece: str) -> None:
+        if piece[0] == "\\" and self._is_schema and piece[1] not in _SCHEMA_ESCAPES:
+            _refuse(piece[:2])
+        if piece[0] == "\\" and (piece[1] in "bBN" or piece[1].isdigit()):
+            _refuse("a backreference" if piece[1].isdigit() else piece[:2])
 
 
-def _pieces(pattern: str) -> Iterator[tuple[int, str]]:
-    """Characters and escapes, with where they are."""
-    index = 0
-    while index < len(pattern):
-        size = 2 if pattern[index] == "\\" else 1
-        yield index, pattern[index : index + size]
-        index += size
+def _character(piece: str) -> str:
+    if len(piece) > 2:
+        return chr(int(piece[2:], 16))
+    return _SHORT.get(piece[-1], piece[-1]) if piece[0] == "\\" else piece

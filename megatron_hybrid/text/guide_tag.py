@@ -1,20 +1,31 @@
-"""Structural tags to grammars of guides: texts with tags in them, whose contents have a form.
+"""Reads structural tags: texts with tags in them, whose contents have a form.
 
-xgrammar writes them as a grammar. Its formats and their fields are on a list here, and all others
-are refused by name. Schemas and patterns in them are held as those of other guides are.
+They are those of xgrammar. Its formats and their fields are on a list here, and all others are
+refused by name. Schemas and patterns in them are held as those of other guides are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_hybrid.text import guide_regex, guide_schema
-from megatron_hybrid.text.guide_grammar import MAX_REPEATS, Node, check_ebnf, told, written
+from megatron_hybrid.text.guide_grammar import (
+    MAX_REPEATS,
+    AnyText,
+    Node,
+    Regex,
+    Repeat,
+    alt,
+    ebnf,
+    json_node,
+    seq,
+    text,
+)
 from megatron_hybrid.validation import is_int
 
 MAX_DEPTH = 32
-"""Most formats inside of each other: xgrammar reads them by recursion."""
+"""Most formats inside of each other."""
 _WHOLE = {"type", "format", "structures", "triggers", "at_least_one"}
 _TAGS = ("tags", "at_least_one", "stop_after_first")
 _FIELDS: dict[str, tuple[str, ...]] = {
@@ -30,30 +41,18 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "tags_with_separator": (*_TAGS, "separator"),
     "triggered_tags": (*_TAGS, "triggers", "excludes"),
 }
-"""Formats, and their fields beside `type`."""
-_INNER = ("content", "elements", "tags")
-"""Fields that hold formats."""
+"""Formats, and their fields in addition to `type`."""
 _NEUTRAL = {"style": "json", "any_order": False}
 """Fields of `json_schema` -> what they always are."""
-
-
-def grammar_of(tag: Any) -> str:
-    """The grammar of a structural tag, a JSON value.
-
-    Raises:
-        ValueError: it is wrong, or has what cannot be kept to.
-    """
-    import xgrammar
-
-    whole = {"type": "structural_tag", "format": _held(format_of(tag), 0)}
-    try:
-        return str(xgrammar.Grammar.from_structural_tag(whole))
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(told(error)) from None
+_TEXTS = ("value", "begin", "end", "separator", "grammar", "pattern")
+_LISTS = ("elements", "tags", "triggers", "excludes")
+_CAN_MISS = ("excludes",)
+"""Of the fields that are lists or texts."""
+_TIMES = {"optional": (0, 1), "plus": (1, None), "star": (0, None)}
 
 
 def format_of(tag: Any) -> Any:
-    """The format in a structural tag.
+    """Return the format in a structural tag.
 
     Raises:
         ValueError: it is no structural tag.
@@ -66,7 +65,10 @@ def format_of(tag: Any) -> Any:
         return tag.get("format")
     form: dict[str, Any] = {"type": "triggered_tags", "triggers": tag.get("triggers")}  # older
     form["at_least_one"] = tag.get("at_least_one", False)
-    form["tags"] = [_tag_of(each) for each in _list(tag["structures"], "structures")]
+    structures = tag["structures"]
+    if not isinstance(structures, list):
+        raise ValueError(f"'structures' must be a list, got {structures!r:.80}")
+    form["tags"] = list(map(_tag_of, structures))
     return form
 
 
@@ -77,54 +79,102 @@ def _tag_of(structure: Any) -> dict[str, Any]:
     return {"begin": structure.get("begin"), "content": content, "end": structure.get("end")}
 
 
-def _held(form: Any, depth: int, kind: str | None = None) -> dict[str, Any]:
-    """A format, with grammars in place of schemas and patterns. kind: where it may be left out."""
+def node_of(form: Any, depth: int = 0, kind: str | None = None) -> Node:
+    """Return the node of a format.
+
+    Args:
+        depth: it is inside of so many others.
+        kind: its type, where that may be left out.
+
+    Raises:
+        ValueError: it is wrong, or has what cannot be kept to.
+    """
     if not isinstance(form, Mapping):
         raise ValueError(f"a format must be an object, got {form!r:.80}")
     if depth > MAX_DEPTH:
-        raise ValueError(f"it has more than {MAX_DEPTH} formats inside of each other: flatten it")
+        raise ValueError(f"it has more than {MAX_DEPTH} formats inside of each other")
     kind = form.get("type", kind)
-    if not isinstance(kind, str) or kind not in _FIELDS:
-        raise ValueError(f"the format {kind!r} is not supported: use {', '.join(_FIELDS)}")
-    found: dict[str, Any] = {"type": kind}
-    for name, value in form.items():
-        if name in _FIELDS[kind]:
-            found[name] = value
-        elif name != "type" and (kind != "json_schema" or value != _NEUTRAL.get(name)):
-            raise ValueError(f"{name!r} of the format {kind!r} is not supported: leave it out")
-    for name in _INNER:
-        if name not in found:
-            continue
-        inner, inner_kind = found[name], "tag" if name == "tags" else None
-        if name == "content":
-            found[name] = _held(inner, depth + 1)
-        else:
-            found[name] = [_held(each, depth + 1, inner_kind) for each in _list(inner, name)]
-    if any(is_int(found.get(name)) and found[name] > MAX_REPEATS for name in ("min", "max")):
+    _check_format(kind, form)
+
+    def inner(form: Any, kind: str | None = None) -> Node:
+        return node_of(form, depth + 1, kind)
+
+    match kind:
+        case "any_text":
+            return AnyText(tuple(form.get("excludes", ())))
+        case "const_string":
+            return text(form["value"])
+        case "regex":
+            return Regex(guide_regex.full_match(form["pattern"]))
+        case "grammar":
+            return ebnf(form["grammar"])
+        case "json_schema":
+            return json_node(guide_schema.prepared(form.get("json_schema", True)))
+        case "sequence":
+            return seq(*map(inner, form["elements"]))
+        case "or":
+            return alt(map(inner, form["elements"]))
+        case "tag":
+            content = inner(form.get("content"))
+            if isinstance(content, AnyText) and form["end"]:  # the first one ends the tag
+                content = AnyText((*content.excludes, form["end"]))
+            return seq(form["begin"], content, form["end"])
+        case "tags_with_separator" | "triggered_tags":
+            tags = [inner(each, "tag") for each in form["tags"]]
+            make = _separated if kind == "tags_with_separator" else _triggered
+            return make(form, tags, form.get("at_least_one"), form.get("stop_after_first"))
+    return Repeat(inner(form.get("content")), *_times(kind, form))
+
+
+def _times(kind: str, form: Mapping[str, Any]) -> tuple[int, int | None]:
+    low, high = _TIMES.get(kind) or (form.get("min", 0), form.get("max"))
+    high = None if high == -1 else high  # as xgrammar writes it
+    numbers = [low] if high is None else [low, high]
+    if not all(is_int(each) and each >= 0 for each in numbers) or low > numbers[-1]:
+        raise ValueError(f"'min' and 'max' must be integers, 0 <= min <= max, got {(low, high)}")
+    if max(numbers) > MAX_REPEATS:
         raise ValueError(f"it repeats a part over {MAX_REPEATS} times: use 'star' or 'plus'")
-    for name in ("excludes", "triggers"):
-        if "" in _list(found.get(name, []), name):
-            raise ValueError(f"{name!r} has an empty text: leave it out")
-    for name in ("grammar", "pattern"):
-        if name in _FIELDS[kind] and not isinstance(found.get(name), str):
-            raise ValueError(f"the format {kind!r} needs {name!r}, a text")
-    if kind == "grammar":
-        check_ebnf(found["grammar"])
-    make: Callable[[], Mapping[str, Node]] | None = {
-        "json_schema": lambda: guide_schema.grammar_of(found.get("json_schema", True)),
-        "regex": lambda: {"root": guide_regex.full_match(found["pattern"])},
-    }.get(kind)
-    return found if make is None else {"type": "grammar", "grammar": _written(make)}
+    return low, high
 
 
-def _written(make: Callable[[], Mapping[str, Node]]) -> str:
-    grammar = written(make())
-    if grammar is None:
-        raise ValueError("no text fits a schema or a pattern of it")
-    return grammar
+def _separated(form: Mapping[str, Any], tags: list[Node], some: bool, one: bool) -> Node:
+    tag = alt(tags)
+    found = tag if one else seq(tag, Repeat(seq(form["separator"], tag), 0))
+    return found if some else Repeat(found, 0, 1)
 
 
-def _list(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{name!r} must be a list, got {value!r:.80}")
-    return value
+def _triggered(form: Mapping[str, Any], tags: list[Node], some: bool, one: bool) -> Node:
+    """Return tags with text between them. The first one, if it must come, comes at once."""
+    for tag in form["tags"]:
+        if not tag["begin"].startswith(tuple(form["triggers"])):
+            raise ValueError(f"the tag that begins with {tag['begin']!r:.80} has no trigger")
+    between = AnyText((*form["triggers"], *form.get("excludes", ())))
+    after_text = alt(seq(between, tag) for tag in tags)
+    if one:
+        return alt(tags) if some else alt([after_text, between])
+    return seq(*([alt(tags)] if some else []), Repeat(after_text, 0), between)
+
+
+def _check_format(kind: Any, form: Mapping[str, Any]) -> None:
+    """Raise ValueError for a format or a field that is not known, or whose value is none."""
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise ValueError(f"the format {kind!r:.80} is not supported: use {', '.join(_FIELDS)}")
+    fields = _FIELDS[kind]
+    for name, value in form.items():
+        is_neutral = kind == "json_schema" and value == _NEUTRAL.get(name)
+        if name not in (*fields, "type") and not is_neutral:
+            raise ValueError(f"{name!r} of the format {kind!r} is not supported: leave it out")
+    for name in fields:
+        value = form.get(name)
+        if name in _CAN_MISS and name not in form:
+            continue
+        if name in _TEXTS and not isinstance(value, str):
+            raise ValueError(f"the format {kind!r} needs {name!r}, a text, got {value!r:.80}")
+        if name in _LISTS and not (isinstance(value, list) and value):
+            raise ValueError(f"{name!r} must be a list that is not empty, got {value!r:.80}")
+        if name in ("triggers", "excludes") and not all(
+            isinstance(each, str) and each for each in value
+        ):
+            raise ValueError(f"{name!r} must be texts that are not empty, got {value!r:.80}")
+        if name in ("at_least_one", "stop_after_first") and value not in (None, False, True):
+            raise ValueError(f"{name!r} must be true or false, got {value!r:.80}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ABSENT = "apex fastapi openai pydantic starlette transformer_engine uvicorn xgrammar"
+ABSENT = "apex fastapi openai pydantic starlette transformer_engine uvicorn llguidance"
 COLLECT = """
 import sys
 from importlib.machinery import PathFinder

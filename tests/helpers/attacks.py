@@ -76,7 +76,7 @@ class Attacks:
             body = {**CHAT, "response_format": large_schema(number)}
             with suppress(httpx.TimeoutException):
                 answer = await client.post("/v1/chat/completions", json=body, timeout=2)
-                raise AssertionError(f"a guide was compiled, or refused: {answer.text:.200}")
+                assert answer.status_code == 400, f"a guide was compiled: {answer.text:.200}"
 
         async with self.client("attacker") as client:
             await asyncio.gather(*(leave(client, number) for number in range(count)))

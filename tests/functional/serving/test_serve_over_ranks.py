@@ -6,9 +6,7 @@ import shutil
 import signal
 import socket
 import time
-from concurrent.futures import Future
 from contextlib import suppress
-from types import SimpleNamespace
 from unittest import mock
 
 import httpx
@@ -25,7 +23,6 @@ from megatron_hybrid import cli
 from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_checkpoint
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.serving.service import Service
 
 RANKS = 2
 LIMIT_SECONDS = 30.0
@@ -69,16 +66,6 @@ BODIES = {
 OF_ONE_ANSWER = ("id", "created", "created_at", "completed_at", "description", "request_id", "edge")
 
 
-def done(value):
-    future = Future()
-    future.set_result(value)
-    return future
-
-
-NO_POOL = SimpleNamespace(compile=done, close=lambda: None)
-"""For guides: the engine compiles them itself, and a process of the pool would cost seconds."""
-
-
 def checked_serve(arguments):
     """`megatron-hybrid`, whose ranks are compared in each step. The last one fails when it is told
     of a request with the salt "fire"."""
@@ -96,7 +83,6 @@ def checked_serve(arguments):
     with (
         mock.patch.object(DynamicInferenceEngine, "_add_told", add),
         mock.patch.object(InferenceConfig, "__post_init__", check),
-        mock.patch.object(Service, "guides", NO_POOL),
     ):
         return cli.main(arguments)
 
@@ -156,7 +142,6 @@ def one(folder, ranks):
     fields = {"cache_bytes": 1 << 20, "host_cache_bytes": 8 << 20, "max_sequence_length": 512}
     fields["cache_dir"] = ranks.made / "one"
     with running_server(fields, folder=folder) as server:
-        server.service.guides = NO_POOL
         yield server.url
 
 

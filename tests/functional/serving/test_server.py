@@ -27,7 +27,7 @@ from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving import slow_clients
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.service import PromptStreams, Ticket
-from megatron_hybrid.text import guide_pool
+from megatron_hybrid.text.guide import GuideCompiler
 
 LONG = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
 
@@ -345,9 +345,15 @@ def test_headers_and_bodies_that_do_not_arrive_in_time_are_dropped(server, monke
 
 
 def test_a_plain_chat_ends_while_guides_of_clients_that_have_left_wait(server, monkeypatch):
-    """Nothing is compiled here: the first guide takes for ever."""
-    pool, gate = server.service.guides, threading.Event()
-    monkeypatch.setattr(guide_pool._Worker, "_compile", lambda *job: gate.wait(60) and OSError())
+    """The first guide takes for ever."""
+    gate, compiled, compile_guide = threading.Event(), [], GuideCompiler.compile
+
+    def wait(compiler, guide):
+        gate.wait(60)
+        compiled.append(guide.source)
+        compile_guide(compiler, guide)
+
+    monkeypatch.setattr(GuideCompiler, "compile", wait)
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
     async def attack() -> None:
@@ -358,10 +364,12 @@ def test_a_plain_chat_ends_while_guides_of_clients_that_have_left_wait(server, m
                     await client.post("/v1/chat/completions", json=chat | guide, timeout=0.1)
 
     asyncio.run(attack())
-    wait_until(lambda: not pool.num_unfinished)
     assert call(server, "/v1/chat/completions", chat).status_code == 200
-    assert pool.num_compiled == 0
+    wait_until(lambda: server.service.load == 0)
     gate.set()
+    last = {"structured_outputs": {"regex": "last"}}
+    assert call(server, "/v1/chat/completions", chat | last).status_code == 200
+    assert set(compiled) == {"0+", "last"}  # those between have left, so none compiles them
 
 
 def test_a_request_that_takes_too_long_ends():

@@ -214,7 +214,6 @@ def test_a_json_object_is_any_of_them(value, indent):
         {"type": "string", "minLength": 1},
         {"type": "string", "pattern": r"^\W|\s|.|[^a]$"},
         {"type": "object", "patternProperties": {"^.$": {}}, "additionalProperties": False},
-        {"type": "object", "propertyNames": {"maxLength": 2}},
     ],
 )
 def test_what_json_escapes_comes_escaped_or_not_at_all(schema):
@@ -237,22 +236,22 @@ def test_whitespace_is_limited():
         ({"type": "array", "contains": {"type": "integer"}}, "'contains'"),
         ({"properties": {"a": {"not": {"type": "null"}}}}, "'not' is not supported: leave it out"),
         ({"$defs": {"x": {"if": {}}}, "$ref": "#/$defs/x"}, "'if'"),
-        ({"anyOf": [{"type": "null"}], "minimum": 3}, "'minimum' beside 'anyOf'"),
-        ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, "'allOf' of several"),
-        ({"type": "string", "pattern": "a", "maxLength": 3}, "'maxLength' beside 'pattern'"),
         ({"type": "string", "format": "json-pointer"}, "the format 'json-pointer'"),
-        ({"type": "object", "required": ["a"]}, "'a' is required and not in 'properties'"),
         ({"$ref": "https://json-schema.org/draft/2020-12/schema"}, "a '.ref' out of the schema"),
         ({"$ref": "#/$defs/missing"}, "'#/.defs/missing' leads nowhere"),
         ({"$ref": "#"}, "no answer fits"),
-        ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no answer fits"),
+        (
+            {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+            "no answer fits a schema that needs itself",
+        ),
+        ({"type": "string", "minLength": 2, "maxLength": 1}, "no answer fits: minLength"),
         ({"$ref": "#name"}, "to an anchor"),
         ({"items": 5}, "must be an object or a bool, got 5"),
         ({"properties": {"a": 5}}, "must be an object or a bool, got 5"),
         ("{", "bad JSON schema"),
         ({"a": {1, 2}}, "bad JSON schema"),
         ({"minimum": float("nan")}, "bad JSON schema"),
-        ({"type": "objec"}, "'type' must be of string, number, .*, got 'objec'"),
+        ({"type": "objec"}, "Invalid type: objec"),
         (False, "no answer fits"),
         ({"const": "\ud800"}, "half of a character"),
     ],
@@ -304,6 +303,7 @@ X_IS_A_DIGIT = {
     "type": "object",
     "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}},
     "required": ["x"],
+    "additionalProperties": False,
 }
 
 
@@ -380,16 +380,16 @@ def test_a_structural_tag_is_kept_to(tag, yes, no):
         (None, "a format must be an object"),
         ({"type": "token", "token": 1}, "the format 'token' is not supported: use any_text,"),
         ({"type": "any_text", "max_tokens": 1}, "'max_tokens' of the format 'any_text'"),
-        ({"type": "any_text", "excludes": [""]}, "'excludes' has an empty text"),
+        ({"type": "any_text", "excludes": [""]}, "'excludes' must be texts that are not empty"),
         ({"type": "json_schema", "json_schema": {"not": {}}}, "'not' is not supported"),
         ({"type": "json_schema", "style": "qwen_xml"}, "'style' of the format 'json_schema'"),
-        ({"type": "json_schema", "json_schema": False}, "no text fits"),
-        ({"type": "regex", "pattern": "(?=a)"}, "lookahead"),
+        ({"type": "json_schema", "json_schema": False}, "no answer fits"),
+        ({"type": "regex", "pattern": "(?=a)"}, r"\(\?="),
         ({"type": "regex"}, "needs 'pattern'"),
-        ({"type": "grammar", "grammar": "root ::= x"}, 'Rule "x" is not defined'),
+        ({"type": "grammar", "grammar": "root ::= x"}, "Rule 'x' not found"),
         ({"type": "grammar", "grammar": "root ::= " + "(" * 300}, "over 200 open brackets"),
         ({"type": "repeat", "min": 1, "max": 10**6, "content": CHOICE}, "over 1000 times"),
-        ({"type": "triggered_tags", **CALLS, "triggers": ["<g"]}, "not match any trigger"),
+        ({"type": "triggered_tags", **CALLS, "triggers": ["<g"]}, "has no trigger"),
         ({"type": "sequence"}, "elements"),
     ],
     ids=str,
@@ -427,9 +427,9 @@ def test_a_guide_is_plain_data():
         assert other == guide and hash(other) == hash(guide)
 
 
-def test_without_xgrammar_the_remedy_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "xgrammar", None)
-    with pytest.raises(ImportError, match=r"need xgrammar: pip install '\.\[serve\]'"):
+def test_without_llguidance_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ImportError, match=r"need llguidance: pip install '\.\[serve\]'"):
         GuideCompiler(PIECES, VOCAB_SIZE)
 
 

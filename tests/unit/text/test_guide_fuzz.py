@@ -328,19 +328,16 @@ def fitting(draw) -> tuple[dict, object]:
     if kind == "object":
         parts = draw(st.dictionaries(NAMES, fitting(), max_size=3))
         come = draw(st.sets(st.sampled_from(sorted(parts)))) if parts else set()
-        schema = {
-            "type": "object",
-            "properties": {name: schema for name, (schema, _) in parts.items()},
-            "required": sorted(come)[:1],
-            "maxProperties": len(come) + draw(st.integers(0, 2)),
-        }
         value = {name: value for name, (_, value) in parts.items() if name in come}
+        properties = {name: schema for name, (schema, _) in parts.items()}
+        schema = {"type": "object", "properties": properties, "required": sorted(come)[:1]}
         if draw(st.booleans()):
             schema["additionalProperties"] = True
-            schema["maxProperties"] += 1
             value["zz"] = draw(VALUES)
-        else:
+        elif come == parts.keys():  # numbers of properties are held where all are required
+            schema["required"] = sorted(come)
             schema["minProperties"] = draw(st.integers(0, len(come)))
+            schema["maxProperties"] = len(come) + draw(st.integers(0, 2))
         return schema, value
     other, value = draw(fitting())
     return {"anyOf": [{"type": "null"}, other]}, draw(st.sampled_from([None, value]))

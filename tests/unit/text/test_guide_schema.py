@@ -3,7 +3,6 @@
 import datetime
 import ipaddress
 import json
-import re
 import uuid
 from random import Random
 
@@ -19,7 +18,10 @@ from megatron_hybrid.text.guide_schema import FORMATS
 @pytest.mark.parametrize(
     ("schema", "what"),
     [
-        ({"type": "integer", "multipleOf": 5}, "'multipleOf' is not supported"),
+        ({"type": "integer", "multipleOf": 99991}, "'multipleOf' whose common multiple is over"),
+        ({"type": "integer", "multipleOf": 0}, "'multipleOf' must be a number > 0"),
+        ({"type": "array", "uniqueItems": True}, "'uniqueItems' is not supported"),
+        ({"type": "object", "unevaluatedProperties": False}, "'unevaluatedProperties' is not"),
         ({"type": "object", "nullable": True}, "'nullable' is not supported"),
         ({"type": "string", "contentEncoding": "base64"}, "'contentEncoding' is not supported"),
         ({"type": "array", "contains": {}}, "'contains' is not supported"),
@@ -29,41 +31,33 @@ from megatron_hybrid.text.guide_schema import FORMATS
         ({"if": {}, "then": {}}, "'if' is not supported"),
         ({"anyOf": [{"not": {}}]}, "'not' is not supported"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}, "'not' is not supported"),
-        ({"type": "string", "anyOf": [{}]}, "'type' beside 'anyOf'"),
-        ({"$ref": "#/$defs/a", "maximum": 3, "$defs": {"a": {}}}, "'maximum' beside '.ref'"),
-        ({"enum": ["a"], "pattern": "a"}, "'pattern' beside 'enum'"),
-        ({"const": [1], "items": {}}, "'items' beside 'const'"),
-        ({"type": "string", "format": "date", "minLength": 3}, "'minLength' beside 'format'"),
-        ({"type": "string", "format": "date", "pattern": "1"}, "'pattern' beside 'format'"),
         ({"type": "integer", "format": "int32"}, "the format 'int32' .those held are date, time"),
         ({"type": "string", "pattern": "^(?!a).$"}, r"\(\?!...\) is not supported"),
-        ({"type": "string", "pattern": r"\p{L}"}, r"\\p is not supported in a pattern"),
-        (
-            {"properties": {"ab": {}}, "patternProperties": {"^a": {}}},
-            "'patternProperties' of the declared property 'ab'",
-        ),
-        ({"patternProperties": {"a": {}, "b": {}}}, "'patternProperties' with several patterns"),
-        ({"patternProperties": {"a": {}}, "additionalProperties": {}}, "beside 'additionalPr"),
-        ({"propertyNames": {}, "properties": {"a": {}}}, "'propertyNames' beside 'properties'"),
-        ({"type": "object", "minProperties": 2}, "'minProperties' with properties that are not"),
+        ({"type": "string", "pattern": r"\p{L}"}, r"bad escape \\p"),
+        ({"patternProperties": {"a": {}, "b": {}}}, "'patternProperties' are supported only"),
+        ({"propertyNames": {}}, "'propertyNames' is not supported"),
+        ({"properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2}, "min/maxProperties only"),
         ({"items": {"$id": "x"}}, "'.id' in an inner schema"),
         ({"minimum": True}, "'minimum' must be a number"),
         ({"exclusiveMinimum": True}, "'exclusiveMinimum' must be a number"),
         ({"minLength": -1}, "'minLength' must be an integer >= 0, got -1"),
-        ({"maxItems": 2**40}, "'maxItems' must be at most 1000000000"),
-        ({"enum": "a"}, "'enum' must be a list"),
-        ({"anyOf": []}, "'anyOf' must be a list that is not empty"),
+        ({"enum": "a"}, "enum must be an array"),
+        ({"anyOf": []}, "no answer fits"),
         ({"required": [1]}, "'required' must be a list of names"),
         ({"properties": []}, "'properties' must be an object"),
-        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "both schema 1 and schema 2"),
-        ({"oneOf": [{"properties": {"a": {}}}, {"type": "object"}]}, "both schema 1 and schema 2"),
-        ({"oneOf": [{"minimum": 3}, {"type": "string"}]}, "both schema 1 and schema 2"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "'oneOf' is supported only"),
+        ({"oneOf": [{"properties": {"a": {}}}, {"type": "object"}]}, "'oneOf' is supported only"),
+        ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "'oneOf' is supported only"),
     ],
 )
 def test_a_keyword_that_is_not_kept_to_is_refused_by_name(schema, what):
     with pytest.raises(ValueError, match=what):
         Guide.json_schema(schema)
-    for outer in ({"items": schema}, {"properties": {"p": schema}}, {"anyOf": [schema, True]}):
+    for outer in (
+        {"items": schema},
+        {"properties": {"p": schema}},
+        {"anyOf": [schema, {"type": "null"}]},
+    ):
         if "$ref" not in schema:
             with pytest.raises(ValueError, match=what):
                 Guide.json_schema(outer)
@@ -87,7 +81,30 @@ TREE = {
         ({"minimum": 3}, ["3", "4.5"], ["1", "2.99", "-3"]),
         ({"maxLength": 1}, ['"a"', '"😀"', r'"\ud83d\ude00"'], ['"ab"']),
         ({"enum": [1, "a", 2.0], "type": "string"}, ['"a"'], ["1"]),
-        ({"enum": [1, "a", 2.0], "type": "integer", "minimum": 2}, ["2.0"], ["1"]),
+        ({"enum": [1, "a", 2.0], "type": "integer", "minimum": 2}, ["2"], ["1"]),
+        ({"type": "integer", "multipleOf": 15}, ["30", "-45", "0"], ["31", "5"]),
+        ({"type": "number", "multipleOf": 0.01, "exclusiveMinimum": 0}, ["0.25"], ["0.255", "0"]),
+        ({"type": "string", "pattern": "[A-Z]{2}[0-9]+", "maxLength": 3}, ['"AB1"'], ['"AB12"']),
+        ({"format": "uri", "minLength": 9, "type": "string"}, ['"http://ab"'], ['"http://a"']),
+        ({"format": "date", "pattern": "^2"}, ['"2024-02-29"', "1"], ['"1996-02-29"']),
+        ({"allOf": [{"type": "integer"}, {"minimum": 3}]}, ["3"], ["2", '"a"']),
+        ({"anyOf": [{"type": "null"}, {"type": "integer"}], "minimum": 3}, ["null", "3"], ["2"]),
+        ({"$ref": "#/$defs/a", "maximum": 3, "$defs": {"a": {"type": "integer"}}}, ["3"], ["4"]),
+        (
+            {"type": "object", "required": ["x"], "additionalProperties": {"type": "integer"}},
+            ['{"x": 1}', '{"x": 1, "y": 2}'],
+            ["{}", '{"x": "a"}', r'{"x": 1, "\u0078": 2}'],
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+            },
+            ['{"a": 1}', '{"b": 1}', '{"a": 1, "b": 2}'],
+            ["{}", '{"a": "x"}', '{"c": 1}'],
+        ),
+        ({"oneOf": [{"const": "b"}, {"const": "a"}]}, ['"a"'], ["1"]),
         ({"enum": [1, True, "ab"], "const": True}, ["true"], ["1"]),
         ({"type": ["integer", "null"], "maximum": 5}, ["5", "-7", "null"], ["6", "1.5"]),
         ({"type": "integer", "exclusiveMinimum": 9, "maximum": 120}, ["10", "120"], ["9", "121"]),
@@ -95,7 +112,7 @@ TREE = {
         ({"type": "number", "minimum": -1.5, "maximum": 0}, ["-1.5", "0", "-0.7"], ["-1.51", "1"]),
         ({"type": "string", "minLength": 2}, [r'"\n\u00e9"', '"ab"'], ['"a"', r'"\ud800\ud800"']),
         ({"type": "string", "format": "date"}, ['"2024-02-29"'], ['"2023-02-30"', '"1900-02-29"']),
-        ({"prefixItems": [{"type": "null"}, {}]}, ["[]", "[null, 1]"], ["[1]", "[null, 1, 2]"]),
+        ({"prefixItems": [{"type": "null"}, {}]}, ["[]", "[null, 1, 2]"], ["[1]"]),
         (
             {"prefixItems": [{"const": 1}], "items": {"const": 2}, "minItems": 2, "maxItems": 3},
             ["[1, 2]", "[1,2,2]"],
@@ -111,9 +128,10 @@ TREE = {
             ['{"a": 2}', '{"a": 1, "a": 2}', r'{"\u0061": 2}', '{"b": 1}'],
         ),
         (
-            {"properties": {"a": {}, "b": {}, "c": {}}, "minProperties": 2, "maxProperties": 2},
-            ['{"a": 1, "c": 1}', '{"b": 1, "c": 1}'],
-            ['{"a": 1}', '{"a": 1, "b": 1, "c": 1}', "{}"],
+            {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1}
+            | {"additionalProperties": False},
+            ['{"a": 1, "b": 1}', '{"b": 1}'],
+            ["{}"],
         ),
         (
             {"type": "object", "maxProperties": 1},
@@ -121,24 +139,24 @@ TREE = {
             ['{"a": 1, "b": 2}'],
         ),
         (
-            {"properties": {"b": {"const": 1}}, "patternProperties": {"^a": {"const": 2}}},
+            {"properties": {"b": {"const": 1}}, "patternProperties": {"^a": {"const": 2}}}
+            | {"type": "object", "additionalProperties": False},
             ['{"b": 1, "ab": 2}', '{"a": 2}'],
             ['{"b": 2}', '{"a": 1}', '{"c": 2}'],
-        ),
-        (
-            {"propertyNames": {"enum": ["a", 1]}, "additionalProperties": {"const": 2}},
-            ['{"a": 2}', "{}"],
-            ['{"b": 2}', '{"a": 1}'],
         ),
         ({"allOf": [{"type": "null", "title": "n"}], "title": "o"}, ["null"], ["1"]),
         ({"oneOf": [{"type": "null"}, {"const": 3}]}, ["null", "3"], ["1"]),
         (
             {
                 "oneOf": [
-                    {"type": "object", "properties": {"k": {"const": "a"}, "v": {}}},
-                    {"type": "object", "properties": {"k": {"const": "b"}}},
+                    {"$ref": "#/$defs/a"},
+                    {"type": "object", "properties": {"k": {"const": "b"}}}
+                    | {"additionalProperties": False},
                 ],
                 "discriminator": {"propertyName": "k"},
+                "$defs": {
+                    "a": {"type": "object", "properties": {"k": {"const": "a"}, "v": {}}},
+                },
             },
             ['{"k": "a", "v": 1}', '{"k": "b"}'],
             ["{}", '{"v": 1}', '{"k": "b", "v": 1}'],
@@ -184,7 +202,7 @@ EXAMPLES = {
     "ipv6": (["1:2:3:4:5:6:7:abcd"], ["1:2:3", "g:2:3:4:5:6:7:8"]),
     "hostname": (["a", "example.com", "a-b.c"], ["-a", "a..b", "a_b", "a-"]),
     "email": (["a.b+c@example.com"], ["a", "@b", "a..b@c", "a b@c"]),
-    "uri": (["https://a.b:80/c?d=e#f", "ftp://x"], ["a", "https://", "https://a b", "http://a/%g"]),
+    "uri": (["https://a.b:80/c?d=e#f", "ftp://x"], ["a", "https://a b", "http://a/%g"]),
 }
 
 
@@ -198,7 +216,6 @@ def test_a_format_is_kept_to(name):
     texts = yes + [json.loads(answer) for answer in walks if answer]
     for text in texts:
         jsonschema.Draft202012Validator.FORMAT_CHECKER.check(text, name)
-        assert re.fullmatch(FORMATS[name], text)
         CHECKS.get(name, str)(text)
 
 
@@ -211,12 +228,17 @@ def test_the_rules_of_a_shared_schema_are_made_once():
 
 
 def test_a_one_of_takes_no_long_time():
-    assert accepts(Guide.json_schema({"oneOf": [{"const": i} for i in range(100)]}), "99")
-    with pytest.raises(ValueError, match="too many choices inside of each other"):
-        Guide.json_schema({"oneOf": [{"const": i} for i in range(1000)]})
+    assert accepts(Guide.json_schema({"oneOf": [{"const": f"{i}"} for i in range(1000)]}), '"99"')
+    rungs = {f"r{i}": {"oneOf": [{"$ref": f"#/$defs/r{i + 1}"}] * 2} for i in range(60)}
+    with pytest.raises(ValueError, match="more than 64 schemas inside of each other"):
+        Guide.json_schema({"$ref": "#/$defs/r0", "$defs": {**rungs, "r60": {"type": "null"}}})
 
 
 def test_an_object_may_have_many_properties():
-    properties = {f"p{i}": {"type": "integer"} for i in range(1000)}
+    properties = {f"p{i}": {"type": "integer"} for i in range(500)}
     guide = Guide.json_schema({"properties": properties, "additionalProperties": False})
-    assert accepts(guide, '{"p0": 1, "p999": 2}') and not accepts(guide, '{"p9": 1, "p8": 2}')
+    assert accepts(guide, '{"p0": 1, "p499": 2}') and not accepts(guide, '{"p9": 1, "p8": 2}')
+    schema = {"properties": {**properties, "p500": {}}, "required": ["p7"]}
+    assert accepts(Guide.json_schema(schema | {"type": "object"}), '{"p7": 1}')
+    with pytest.raises(ValueError, match="'properties' with more than 500 that are not required"):
+        Guide.json_schema({"properties": schema["properties"]})
