@@ -54,6 +54,7 @@ from megatron_hybrid.models.parameter_names import (
 )
 from megatron_hybrid.models.sharding.gathering import gather_whole, own_piece, whole_shape
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING
+from megatron_hybrid.meetings import own_member
 from megatron_hybrid.ranks import fail_together
 
 logger = logging.getLogger(__name__)
@@ -203,9 +204,9 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike[str], cast: bo
             before the first of them writes.
     """
     with ExitStack() as stack:
-        with fail_together(CheckpointError):
+        with fail_together(CheckpointError, groups=model.pg_collection):
             write = stack.enter_context(checked_load(model, Path(folder), cast))
-        with fail_together(CheckpointError):
+        with fail_together(CheckpointError, groups=model.pg_collection):
             write()
 
 
@@ -655,7 +656,7 @@ def _copy_tensors(model: HybridModel, maps: list[TensorMap], source: TensorSourc
     """Copy this rank's pieces into the model."""
     own = own_tensors(model)
     sizes = [sum(source.num_bytes(name) for name in tensor_map.theirs) for tensor_map in maps]
-    drawn = sum(sizes) if dist.get_rank() == 0 else 0  # one bar for all ranks
+    drawn = sum(sizes) if own_member().rank == 0 else 0  # one bar for all ranks
     with progress(f"loading {source.name}", drawn) as advance:
         for tensor_map, num_bytes in zip(maps, sizes, strict=True):
             theirs = [source.read(source.given[name]) for name in tensor_map.theirs]

@@ -80,6 +80,10 @@ class HybridModel(_LanguageModule):
 
     config: HybridConfig
 
+    def _set_attention_backend(self) -> None:
+        """Set no variables of the environment, as core does for Transformer Engine's attention,
+        which this model does not have."""
+
     def __init__(
         self,
         config: HybridConfig,

@@ -250,7 +250,7 @@ def load_adapters(model: HybridModel, folder: str | os.PathLike) -> None:
         except (OSError, ValueError, TypeError, SafetensorError) as error:
             raise CheckpointError(f"{folder} has no adapters to read: {error}") from error
     add_adapters(model, fields)
-    with fail_together(CheckpointError), torch.no_grad():
+    with fail_together(CheckpointError, groups=model.pg_collection), torch.no_grad():
         for name, parameter in _parameters(adapters_of(model)).items():
             expected = whole_shape(parameter)
             if name not in state or tuple(state[name].shape) != expected:

@@ -57,6 +57,7 @@ from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.files import replace_file
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+from megatron_hybrid.meetings import own_member
 from megatron_hybrid.models.parameter_names import canonical_name, is_parameter
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.models.sharding.sharded_state import EXPERTS, distributed_keys
@@ -121,11 +122,11 @@ def load_megatron(
         config = files.config(perform_initialization=False, **overrides)
     with device:
         model = build_hybrid_model(config)
-    with fail_together(CheckpointError):
+    with fail_together(CheckpointError, groups=model.pg_collection):
         given = files.given()
         of_parts = [name for name in given if name.startswith(_PREDICTION)]
         if of_parts and not hasattr(model, "mtp"):
-            if dist.get_rank() == 0:
+            if own_member().rank == 0:
                 logger.warning("%s: layers for multi-token prediction are left out", files.path)
             given = {name: key for name, key in given.items() if name not in of_parts}
         source = TensorSource(str(files.path), given, files.shape, files.dtype, files.read)
