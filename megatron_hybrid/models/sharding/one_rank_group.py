@@ -23,6 +23,7 @@ class OneRankGroup(dist.ProcessGroup):
 
     def __init__(self) -> None:
         super().__init__(0, 1)
+        self._name = ONE_RANK_BACKEND
 
     def __reduce__(self) -> tuple:
         return OneRankGroup, ()
@@ -30,6 +31,14 @@ class OneRankGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802: torch's name
         """Name of the backend, as torch asks for it."""
         return ONE_RANK_BACKEND
+
+    @property
+    def group_name(self) -> str:
+        """The name under which torch knows the group, if it made it."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
 
     def shutdown(self) -> None:
         """Do nothing: there is nothing to end."""

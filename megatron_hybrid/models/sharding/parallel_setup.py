@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -167,6 +168,7 @@ def torch_distributed() -> Iterator[None]:
     groups that are made in here end with it; a caller's, and those of a job, stay."""
     initialize_distributed()
     is_own, had_groups = not dist.is_initialized(), parallel_state.model_parallel_is_initialized()
+    hook = sys.excepthook  # which torch replaces
     if is_own:
         register_one_rank_backend()
         dist.init_process_group(ONE_RANK_BACKEND, store=dist.HashStore(), rank=0, world_size=1)
@@ -178,6 +180,7 @@ def torch_distributed() -> Iterator[None]:
                 parallel_state.destroy_model_parallel()
             if is_own:
                 dist.destroy_process_group()
+                sys.excepthook = hook
 
 
 def job_store() -> tuple[dist.Store, int, int]:
