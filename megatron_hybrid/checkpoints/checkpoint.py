@@ -38,6 +38,7 @@ from megatron_hybrid.checkpoints.tensor_files import (
     write_tensors,
 )
 from megatron_hybrid.files import replace_file
+from megatron_hybrid.meetings import own_member
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.layer_pattern import (
@@ -54,7 +55,6 @@ from megatron_hybrid.models.parameter_names import (
 )
 from megatron_hybrid.models.sharding.gathering import gather_whole, own_piece, whole_shape
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING
-from megatron_hybrid.meetings import own_member
 from megatron_hybrid.ranks import fail_together
 
 logger = logging.getLogger(__name__)

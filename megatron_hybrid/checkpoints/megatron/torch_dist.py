@@ -55,9 +55,9 @@ from megatron_hybrid.checkpoints.megatron.pickles import load_pickle, load_saved
 from megatron_hybrid.checkpoints.pretrained import checked_device
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.files import replace_file
+from megatron_hybrid.meetings import own_member
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
-from megatron_hybrid.meetings import own_member
 from megatron_hybrid.models.parameter_names import canonical_name, is_parameter
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.models.sharding.sharded_state import EXPERTS, distributed_keys

@@ -28,7 +28,7 @@ class OneRankGroup(dist.ProcessGroup):
     def __reduce__(self) -> tuple:
         return OneRankGroup, ()
 
-    def getBackendName(self) -> str:  # noqa: N802: torch's name
+    def getBackendName(self) -> str:
         """Name of the backend, as torch asks for it."""
         return ONE_RANK_BACKEND
 

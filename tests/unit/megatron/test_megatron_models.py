@@ -7,8 +7,6 @@ from door import answer, door_engine, greedy_params
 from reference import VOCAB_SIZE, random_tokens
 from torch import nn
 
-from megatron_hybrid import HybridConfig
-
 PROMPT = random_tokens(40)
 
 
