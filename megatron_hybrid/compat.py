@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import inspect
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -115,6 +116,25 @@ except ModuleNotFoundError as error:
     raise
 finally:
     _torch_extensions.removeFilter(_silent)
+
+
+def _keep_given_groups() -> None:
+    """Let core's layers keep the group that they are given where torch.distributed is not
+    initialized: core drops it there, and its next line asks None for its size. What it does without
+    a group stays."""
+    name = "get_tensor_model_parallel_group_if_none"
+    core = getattr(megatron.core.utils, name)
+
+    @functools.wraps(core)
+    def given_or_core(tp_group: Any, *args: Any, **kwargs: Any) -> Any:
+        return core(tp_group, *args, **kwargs) if tp_group is None else tp_group
+
+    for path, module in list(sys.modules.items()):
+        if path.startswith("megatron.core.") and getattr(module, name, None) is core:
+            setattr(module, name, given_or_core)
+
+
+_keep_given_groups()
 
 
 def replace_deprecated_defaults(config: TransformerConfig) -> None:

@@ -282,10 +282,14 @@ def ranks_of(groups: object, seconds: float = BEGIN_SECONDS) -> Ranks:
         RankError: one of them does not, or cannot.
         OSError: they do not reach each other.
     """
-    joined = [getattr(groups, name, None) for name in ("ep", "expt_tp", "tp", "pp")]
-    joined = [group for group in joined if group is not None and group.size() > 1]
-    # Twice, since a group may reach the members of another one.
-    return _connected(joined * 2, seconds) if joined else ONE_RANK
+    joined = _joined(groups)
+    return _connected(joined, seconds) if joined else ONE_RANK
+
+
+def _joined(groups: object) -> list[dist.ProcessGroup]:
+    """Groups that join the ranks of a model, each twice: one may reach the members of another."""
+    found = [getattr(groups, name, None) for name in ("ep", "expt_tp", "tp", "pp")]
+    return [group for group in found if group is not None and group.size() > 1] * 2
 
 
 def replica_of(groups: object) -> tuple[int, int]:
@@ -390,10 +394,15 @@ def _own_address() -> str:
 
 
 @contextmanager
-def fail_together(error: type[Exception], whole_job: bool = False) -> Iterator[None]:
+def fail_together(
+    error: type[Exception], whole_job: bool = False, groups: object | None = None
+) -> Iterator[None]:
     """Local work that succeeds on all ranks of a model or on none, such as reading files. Before
     there is a model, or with whole_job, all ranks of the job take part. No collective may run
     inside. The log says when a rank waits for others.
+
+    Args:
+        groups: megatron-core's ProcessGroupCollection of the model; None: core's own groups.
 
     Raises:
         error: on a rank whose work succeeded; the message is that of the first rank that failed,
@@ -405,9 +414,9 @@ def fail_together(error: type[Exception], whole_job: bool = False) -> Iterator[N
         yield
     except Exception as raised:
         own = raised
-    groups = _groups(whole_job)
-    failure = f"{own_member()}: {own}" if groups and own is not None else None
-    for group in groups:
+    joined = _groups(whole_job, groups)
+    failure = f"{own_member()}: {own}" if joined and own is not None else None
+    for group in joined:
         met = meet(f"in {call}()", failure, dist.get_process_group_ranks(group))
         failure = next(filter(None, (each for _, each in met)), None)
     if own is not None:
@@ -416,10 +425,12 @@ def fail_together(error: type[Exception], whole_job: bool = False) -> Iterator[N
         raise error(failure)
 
 
-def _groups(whole_job: bool) -> list[dist.ProcessGroup]:
+def _groups(whole_job: bool, of_model: object | None) -> list[dist.ProcessGroup]:
     """Groups that together connect all ranks with parts of one model, or all of the job."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
+    if of_model is not None:
+        return _joined(of_model)
     if whole_job or not parallel_state.model_parallel_is_initialized():
         return [dist.group.WORLD]
     dense = parallel_state.get_model_parallel_group()

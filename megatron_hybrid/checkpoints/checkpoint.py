@@ -36,7 +36,7 @@ from megatron_hybrid.checkpoints.tensor_files import (
     write_tensors,
 )
 from megatron_hybrid.files import replace_file
-from megatron_hybrid.meetings import meet
+from megatron_hybrid.meetings import meet, own_member
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.layer_pattern import (
@@ -203,9 +203,9 @@ def load_checkpoint(model: HybridModel, folder: str | os.PathLike[str], cast: bo
     """
     names = names_of_all_stages(model)
     with ExitStack() as stack:
-        with fail_together(CheckpointError):
+        with fail_together(CheckpointError, groups=model.pg_collection):
             write = stack.enter_context(checked_load(model, Path(folder), names, cast))
-        with fail_together(CheckpointError):
+        with fail_together(CheckpointError, groups=model.pg_collection):
             write()
 
 
@@ -720,7 +720,7 @@ def _copy_tensors(model: HybridModel, maps: list[TensorMap], source: TensorSourc
     """Copy this rank's pieces into the model."""
     own = own_tensors(model)
     sizes = [sum(source.num_bytes(name) for name in tensor_map.theirs) for tensor_map in maps]
-    drawn = sum(sizes) if dist.get_rank() == 0 else 0  # one bar for all ranks
+    drawn = sum(sizes) if own_member().rank == 0 else 0  # one bar for all ranks
     with progress(f"loading {source.name}", drawn) as advance:
         for tensor_map, num_bytes in zip(maps, sizes, strict=True):
             theirs = [source.read(source.given[name]) for name in tensor_map.theirs]

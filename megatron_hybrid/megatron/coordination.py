@@ -171,7 +171,7 @@ class Coordination:
         all ranks. Returns its address."""
         ours, ranks = self._engine.engine, self._engine.engine.ranks
         replica, replicas = ours.replica
-        is_local = is_one_machine() or dist.get_world_size() == 1
+        is_local = is_one_machine() or not dist.is_initialized() or dist.get_world_size() == 1
         host = hostname or ("127.0.0.1" if is_local else socket.gethostname())
         address, ready = f"tcp://{host}:{port}", None
         with coming(_STARTING):

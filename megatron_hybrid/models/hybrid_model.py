@@ -80,6 +80,10 @@ class HybridModel(_LanguageModule):
 
     config: HybridConfig
 
+    def _set_attention_backend(self) -> None:
+        """Set no variables of the environment, as core does for Transformer Engine's attention,
+        which this model does not have."""
+
     def __init__(
         self,
         config: HybridConfig,
@@ -582,12 +586,12 @@ def build_hybrid_model(
 ) -> HybridModel:
     """A model with random weights (of torch's generator) on torch's default device.
 
-    Initialises torch.distributed and megatron-core's process groups for this process if the caller
-    has not.
+    In one process without megatron-core's process groups, the model gets groups of its own, and
+    torch.distributed stays as it is. Over several ranks, core's are set up if the caller has not.
 
     Args:
         config: the architecture, and the sizes of the parallel groups.
-        pg_collection: process groups to use; None: megatron-core's own.
+        pg_collection: process groups to use; None: megatron-core's own, or those of one process.
         pre_process: whether this pipeline stage embeds; None: if it is the first one.
         post_process: whether this pipeline stage computes logits; None: if it is the last one.
 
@@ -605,7 +609,13 @@ def build_hybrid_model(
     else:
         device = torch.device("cuda", torch.cuda.current_device())
         if not get_cuda_rng_tracker().is_initialized():
-            model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
+            names = {"tp_rank": "tp", "ep_rank": "ep", "etp_rank": "expt_tp"}
+            ranks = {
+                rank: getattr(groups, name).rank()
+                for rank, name in names.items()
+                if hasattr(groups, name)
+            }
+            model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31, **ranks)
     model = HybridModel(config, groups, pre_process, post_process).to(device)
     model.note_draw(torch.initial_seed())
     return model

@@ -250,7 +250,7 @@ def load_adapters(model: HybridModel, folder: str | os.PathLike) -> None:
         ValueError: as `add_adapters`.
     """
     folder = Path(folder)
-    with fail_together(CheckpointError):
+    with fail_together(CheckpointError, groups=model.pg_collection):
         try:
             text = (folder / FIELDS_FILE).read_text(encoding="utf-8")
             fields = LoraFields(**json.loads(text))

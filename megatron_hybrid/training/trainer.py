@@ -33,7 +33,7 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig, decode_fie
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.one_rank_draw import draw_as_one_rank
 from megatron_hybrid.models.packed_weight import require_unpacked
-from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed, process_groups
+from megatron_hybrid.models.sharding.parallel_setup import core_process_groups, torch_distributed
 from megatron_hybrid.process_life import ends_with_launcher
 from megatron_hybrid.ranks import fail_together
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -94,12 +94,11 @@ class TrainingError(RuntimeError):
 def training_device() -> Iterator[torch.device]:
     """Context in which megatron-core trains on the device of this rank, which it gives: the rank's
     GPU, or the CPU."""
-    initialize_distributed()
-    with ends_with_launcher():
+    with torch_distributed(), ends_with_launcher():
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-            torch.cuda.set_device(device)
-            yield device
+            with torch.cuda.device(device):
+                yield device
         else:
             with cpu_seam():
                 yield torch.device("cpu")
@@ -124,7 +123,6 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, folder: str | os.PathLike, device: torch.device):
         self.recipe, self.folder, self.device = recipe, Path(folder), device
-        initialize_distributed()
         with fail_together(ValueError, whole_job=True):
             self.tokenizer = _tokenizer(recipe)
             config = _model_config(recipe, self.tokenizer)
@@ -145,7 +143,7 @@ class Trainer:
 
     def _set_up(self, config: HybridConfig) -> None:
         recipe, run, device = self.recipe, self.recipe.run, self.device
-        groups = process_groups(config)
+        groups = core_process_groups(config)
         dp_size = parallel_state.get_data_parallel_world_size()
         rows = run.micro_batch_size * dp_size
         if run.global_batch_size % rows:

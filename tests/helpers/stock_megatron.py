@@ -13,6 +13,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -49,8 +50,13 @@ from megatron.core.transformer.utils import (
 )
 from torch import nn
 
-from megatron_hybrid import compat
+from megatron_hybrid import HybridConfig, compat
 from megatron_hybrid.compat import MLATransformerConfig, TransformerConfig
+from megatron_hybrid.models.sharding.one_rank_group import (
+    ONE_RANK_BACKEND,
+    register_one_rank_backend,
+)
+from megatron_hybrid.models.sharding.parallel_setup import core_process_groups
 
 
 @contextlib.contextmanager
@@ -178,9 +184,19 @@ def on_host(tensor, as_numpy=False, record_stream=False):
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def core_groups() -> None:
+    """Set up core's groups for this one process, as scripts of Megatron do; they stay."""
+    if not dist.is_initialized():
+        register_one_rank_backend()
+        dist.init_process_group(ONE_RANK_BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        core_process_groups(HybridConfig(layer_pattern="M", hidden_size=64, vocab_size=64))
+
+
 @contextlib.contextmanager
 def on_cpu(monkeypatch):
     """Within it, megatron-core's hybrid modules build and run on the CPU."""
+    core_groups()
     tracker = SimpleNamespace(fork=contextlib.nullcontext)
     with monkeypatch.context() as patch, torch.compiler.set_stance("force_eager"):
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))

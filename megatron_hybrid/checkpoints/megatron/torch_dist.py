@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor
@@ -56,6 +55,7 @@ from megatron_hybrid.checkpoints.megatron.pickles import load_pickle, load_saved
 from megatron_hybrid.checkpoints.pretrained import checked_device
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.files import replace_file
+from megatron_hybrid.meetings import own_member
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.parameter_names import canonical_name, is_parameter
@@ -124,11 +124,11 @@ def load_megatron(
         model = build_hybrid_model(config)
     sections = {name: _sections(tensor) for name, tensor in own_tensors(model).items()}
     sections = of_all_stages(model, sections)
-    with fail_together(CheckpointError):
+    with fail_together(CheckpointError, groups=model.pg_collection):
         given = files.given()
         of_parts = [name for name in given if name.startswith(_PREDICTION)]
         if of_parts and not hasattr(model, "mtp"):
-            if dist.get_rank() == 0:
+            if own_member().rank == 0:
                 logger.warning("%s: layers for multi-token prediction are left out", files.path)
             given = {name: key for name, key in given.items() if name not in of_parts}
         source = TensorSource(str(files.path), given, files.shape, files.dtype, files.read)

@@ -1,13 +1,14 @@
-"""Process groups of a model: the caller's, or new ones, which need no launcher."""
+"""Process groups of a model: the caller's, those of the launcher's job, or of this one process."""
 
 from __future__ import annotations
 
 import atexit
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_hybrid.meetings import announce, ends_with, first_difference, join, meet
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.unsupported import CONTEXT_PARALLEL
+from megatron_hybrid.models.sharding.one_rank_group import (
+    ONE_RANK_BACKEND,
+    OneRankGroup,
+    register_one_rank_backend,
+)
 from megatron_hybrid.ranks import RankError, is_one_machine
-
-_WITHOUT_SOCKETS = "fake"
-"""torch's name of a backend for tests, which is right for one process."""
 
 
 def process_groups(
@@ -28,16 +31,33 @@ def process_groups(
 ) -> ProcessGroupCollection:
     """The groups to build a model with.
 
-    Without `given`, megatron-core's own; if these do not exist, they are made here: from the
-    launcher's environment under torchrun, else for this one process.
+    Without `given`, megatron-core's own, if the caller has set them up. Else those of a job of
+    several ranks are set up from the launcher's environment; in one process, the model gets groups
+    that neither torch nor megatron-core knows, and both stay as they are.
     """
-    if given is None:
-        initialize_distributed()
-        announce()
-        if not parallel_state.model_parallel_is_initialized():
-            _initialize_model_parallel(config)
-        given = ProcessGroupCollection.use_mpu_process_groups()
-    return given
+    if given is not None:
+        return given
+    initialize_distributed()
+    announce()
+    if not parallel_state.model_parallel_is_initialized():
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            _check_ranks(config, 1)
+            return _one_rank_groups()
+        _initialize_model_parallel(config)
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def core_process_groups(config: HybridConfig) -> ProcessGroupCollection:
+    """megatron-core's own groups, set up for the config if they are not; torch.distributed is."""
+    if not parallel_state.model_parallel_is_initialized():
+        _initialize_model_parallel(config)
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _one_rank_groups() -> ProcessGroupCollection:
+    several = ("hcp", "hybrid_cp")
+    names = [field.name for field in fields(ProcessGroupCollection) if field.name not in several]
+    return ProcessGroupCollection(**{name: OneRankGroup() for name in names})
 
 
 def ranks_needed(config: HybridConfig) -> int:
@@ -128,22 +148,40 @@ class ExpertGroups:
 
 
 def initialize_distributed() -> None:
-    """Initialise torch.distributed from the launcher's environment, else for this one process,
-    unless the caller has."""
-    if dist.is_initialized():
+    """Initialise torch.distributed from the launcher's environment, if that names several ranks and
+    the caller has not. One process needs none."""
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
+    if is_one_machine():
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    store, rank, size = job_store()
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        if is_one_machine():
-            for library in ("GLOO", "NCCL"):
-                os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-        store, rank, size = job_store()
-        with ends_with(join(store, rank, size), "connecting the ranks of the job"):
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-        announce()
-    elif not _initialize_without_sockets():
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    with ends_with(join(store, rank, size), "connecting the ranks of the job"):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    announce()
     atexit.register(_destroy_distributed)
+
+
+@contextmanager
+def torch_distributed() -> Iterator[None]:
+    """Context with a default process group, for code that cannot do without. In one process, all
+    groups that are made in here end with it; a caller's, and those of a job, stay."""
+    initialize_distributed()
+    is_own, had_groups = not dist.is_initialized(), parallel_state.model_parallel_is_initialized()
+    hook = sys.excepthook  # which torch replaces
+    if is_own:
+        register_one_rank_backend()
+        dist.init_process_group(ONE_RANK_BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if dist.is_initialized() and dist.get_world_size() == 1:
+            if not had_groups:
+                parallel_state.destroy_model_parallel()
+            if is_own:
+                dist.destroy_process_group()
+                sys.excepthook = hook
 
 
 def job_store() -> tuple[dist.Store, int, int]:
@@ -163,35 +201,13 @@ def job_store() -> tuple[dist.Store, int, int]:
     return store, rank, size
 
 
-def _initialize_without_sockets() -> bool:
-    """Initialise torch.distributed for this one process with torch's groups for tests. Each group
-    of gloo listens on a port, on an address that other machines reach; these open none. Returns
-    False where they do not copy what a rank sends to itself, as in older releases of torch."""
-    import torch.testing._internal.distributed.fake_pg  # registers them
-
-    dist.init_process_group(_WITHOUT_SOCKETS, store=dist.HashStore(), rank=0, world_size=1)
-    one, found = torch.ones(1, device="cpu"), torch.zeros(7, device="cpu")
-    outputs = found.split(1)
-    dist.all_gather([outputs[0]], one)
-    dist.reduce_scatter(outputs[1], [one])
-    dist.gather(one, [outputs[2]])
-    dist.scatter(outputs[3], [one])
-    dist.all_to_all_single(outputs[4], one, [1], [1])
-    dist.group.WORLD._allgather_base(outputs[5], one)
-    dist.group.WORLD._reduce_scatter_base(outputs[6], one)
-    if not found.all():
-        dist.destroy_process_group()
-        return False
-    return True
-
-
 def _destroy_distributed() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _initialize_model_parallel(config: HybridConfig) -> None:
-    sizes = {
+def _layout(config: HybridConfig) -> dict[str, int]:
+    return {
         name: getattr(config, name)
         for name in (
             "tensor_model_parallel_size",
@@ -200,17 +216,25 @@ def _initialize_model_parallel(config: HybridConfig) -> None:
             "expert_tensor_parallel_size",
         )
     }
+
+
+def _check_ranks(config: HybridConfig, world_size: int) -> None:
+    needed = ranks_needed(config)
+    if world_size % needed:
+        said = ", ".join(f"{name}={size}" for name, size in _layout(config).items())
+        raise ValueError(
+            f"the layout {said} needs a multiple of {needed} processes, but there are "
+            f"{world_size}. Start with `torchrun --nproc-per-node {needed}`."
+        )
+
+
+def _initialize_model_parallel(config: HybridConfig) -> None:
+    sizes = _layout(config)
     # Groups of other sizes on another rank would wait for each other in core.
     met = meet("setting up the process groups of a model", sizes, range(dist.get_world_size()))
     if (difference := first_difference(met)) is not None:
         raise ValueError(difference)
-    needed = ranks_needed(config)
-    if dist.get_world_size() % needed:
-        said = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(
-            f"the layout {said} needs a multiple of {needed} processes, but there are "
-            f"{dist.get_world_size()}. Start with `torchrun --nproc-per-node {needed}`."
-        )
+    _check_ranks(config, dist.get_world_size())
     members = [member for member, _ in met]
     with ends_with(members, "making the process groups"), _all_groups_without_sockets():
         parallel_state.initialize_model_parallel(**sizes)
@@ -221,7 +245,7 @@ def _all_groups_without_sockets() -> Iterator[None]:
     """core asks for some groups of gloo by name: where others need no sockets, these do not,
     either."""
     before = dist.new_group
-    if dist.get_backend() == _WITHOUT_SOCKETS:
+    if dist.get_backend() == ONE_RANK_BACKEND:
         dist.new_group = lambda *args, **named: before(*args, **named | {"backend": None})
     try:
         yield

@@ -37,6 +37,9 @@ def sharded_state_dict(model: Any, prefix: str, metadata: dict | None) -> Sharde
         prefix: of names and keys.
         metadata: core's; `dp_cp_group` and `singleton_local_shards` are used.
     """
+    metadata = dict(metadata or {})
+    if (own := getattr(model.pg_collection, "dp_cp", None)) is not None:
+        metadata.setdefault("dp_cp_group", own)
     metadata = ensure_metadata_has_dp_cp_group(metadata)
     tp, data_parallel = model.pg_collection.tp, metadata["dp_cp_group"]
     singletons = metadata.get("singleton_local_shards", False)

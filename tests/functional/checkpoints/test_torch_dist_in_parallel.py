@@ -11,7 +11,6 @@ from rank_processes import join_ranks, run_ranks
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import full_state_dict
-from megatron_hybrid.models.sharding.parallel_setup import process_groups
 
 pytestmark = pytest.mark.matrix
 
@@ -90,7 +89,6 @@ def folder(request, tmp_path_factory):
 @pytest.mark.parametrize("name", matrix_rows(LAYOUTS, "hybrid, TP 2, PP 2"))
 def test_every_layout_gives_core_s_own_numbers(folder, monkeypatch, name):
     pattern, fields, _ = LAYOUTS[name]
-    process_groups(mh.HybridConfig(layer_pattern="M", hidden_size=64, vocab_size=VOCAB))
     with stock_megatron.on_cpu(monkeypatch), torch.no_grad():
         stock = build(pattern, fields)
         load_folder(stock, folder / name / "iter_0000100")

@@ -11,6 +11,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.transformer.module import Float16Module
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+from stock_megatron import core_groups
 
 from megatron_hybrid.training.cpu_seam import cpu_seam
 
@@ -39,6 +40,7 @@ def copy_of(model):
 )
 def test_steps_of_the_optimizer_begin_epochs(dtype, is_distributed, is_told):
     """A distributed one writes into views of the parameters, and steps on copies of bf16 ones."""
+    core_groups()
     model = tiny_model.__wrapped__("MG*-", params_dtype=DTYPES[dtype])
     inner = Float16Module(model.config, model) if dtype == "bf16" else model
     with cpu_seam():

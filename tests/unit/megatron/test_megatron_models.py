@@ -7,9 +7,6 @@ from door import answer, door_engine, greedy_params
 from reference import VOCAB_SIZE, random_tokens
 from torch import nn
 
-from megatron_hybrid import HybridConfig
-from megatron_hybrid.models.sharding.parallel_setup import process_groups
-
 PROMPT = random_tokens(40)
 
 
@@ -24,7 +21,6 @@ class Wrapper(nn.Module):
 @pytest.mark.parametrize("pattern", ["M*-M*-", None])
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_its_answers_are_those_of_its_own_forward(monkeypatch, pattern, wrapped):
-    process_groups(HybridConfig(layer_pattern="M", hidden_size=64, vocab_size=VOCAB_SIZE))
     config = stock_megatron.core_config(num_layers=len(pattern or "--"), init_method_std=0.2)
     torch.manual_seed(0)
     with stock_megatron.on_cpu(monkeypatch):

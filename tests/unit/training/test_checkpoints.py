@@ -19,9 +19,9 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from rank_processes import join_ranks, rank_context
+from stock_megatron import core_groups
 from waiting import LIMIT_S, wait_until
 
-from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.training import checkpoints as module
 from megatron_hybrid.training.checkpoints import LATEST, Checkpoints, load, why_torn
 from megatron_hybrid.training.cpu_seam import cpu_seam
@@ -39,7 +39,7 @@ def steps_of(folder):
 
 @pytest.fixture(autouse=True)
 def seam():
-    initialize_distributed()
+    core_groups()
     with cpu_seam():
         yield
 
@@ -47,7 +47,7 @@ def seam():
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A folder with the steps 1 and 2."""
-    initialize_distributed()
+    core_groups()
     folder = tmp_path_factory.mktemp("saved")
     with cpu_seam():
         for step in (1, 2):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from small_models import small_model
+from stock_megatron import core_groups
 
 from megatron_hybrid.models.flops import training_flops
 from megatron_hybrid.training.data.batches import Batch
@@ -15,6 +16,11 @@ def batch(*lengths):
     size = sum(lengths)
     tokens = torch.zeros(1, size, dtype=torch.int64)
     return Batch(tokens, tokens, torch.ones(1, size), list(lengths))
+
+
+@pytest.fixture(autouse=True)
+def groups():
+    core_groups()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from stock_megatron import core_groups
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
@@ -36,6 +37,7 @@ UNDECAYED = {"A_log", "D", "dt_bias", "bias"}
 
 @pytest.fixture(autouse=True)
 def seam():
+    core_groups()
     with cpu_seam() as seam:
         yield seam
 

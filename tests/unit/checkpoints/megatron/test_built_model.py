@@ -12,7 +12,6 @@ from torch import nn
 import megatron_hybrid as mh
 from megatron_hybrid.models.flops import token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.models.sharding.parallel_setup import process_groups
 
 VOCAB = 61
 ROPE, NOWHERE = ({"position_embedding_type": kind} for kind in ("rope", "none"))
@@ -35,7 +34,6 @@ DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_
 @pytest.fixture
 def build(monkeypatch):
     """Builds a stock model: of a hybrid pattern, or a GPTModel for None."""
-    process_groups(mh.HybridConfig(layer_pattern="M", hidden_size=64, vocab_size=VOCAB))
 
     def build(pattern, config, **arguments):
         with stock_megatron.on_cpu(monkeypatch), torch.no_grad():

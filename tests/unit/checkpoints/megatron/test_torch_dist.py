@@ -19,7 +19,6 @@ from megatron_hybrid import cli
 from megatron_hybrid.checkpoints.checkpoint import full_state_dict
 from megatron_hybrid.checkpoints.megatron.torch_dist import DistributedTensors, save_megatron
 from megatron_hybrid.compat import activations
-from megatron_hybrid.models.sharding.parallel_setup import process_groups
 from megatron_hybrid.tools.convert import convert
 
 VOCAB = 61
@@ -105,7 +104,6 @@ LOADED_AGAIN += ["gpt", "gpt with biases"]
 @pytest.fixture
 def build(monkeypatch):
     """Builds a stock model in eval mode, with parameters that hide no mistakes."""
-    process_groups(mh.HybridConfig(layer_pattern="M", hidden_size=64, vocab_size=VOCAB))
 
     def build(name, seed=1, vocab_size=VOCAB):
         pattern, fields, arguments, _ = MODELS[name]
