@@ -413,6 +413,15 @@ class DynamicInferenceEngine:
                 f"{name}() was called inside a step of this engine, by a tokenizer or a hook, and "
                 "nothing has changed: call it when step() has returned"
             )
+        self._refuse_inside_load(name)
+
+    def _refuse_inside_load(self, name: str) -> None:
+        """The other ranks wait for a pair, and an update must stay the one that is under way."""
+        if self._updates.reads_pairs:
+            raise EngineBusyError(
+                f"{name}() was called inside load_weights() of this engine, by what it reads pairs "
+                "from, and nothing has changed: call it when load_weights() has returned"
+            )
 
     def _refuse_closed(self, name: str) -> None:
         if self.is_closed:
@@ -521,6 +530,7 @@ class DynamicInferenceEngine:
 
     def _tell(self, name: str | None = None, *args, **kwargs) -> None:
         """Tell the following ranks to cancel what is abandoned, and then to make a call, if any."""
+        self._refuse_inside_load(name or "step")
         cancelled = []
         while self._abandoned and not self.is_suspended:
             request = self._abandoned.popleft()

@@ -345,6 +345,29 @@ def test_a_call_inside_a_step_or_on_a_closed_engine_is_refused():
         engine.load_weights({})
 
 
+@pytest.mark.parametrize("call", ["load_weights", "start_weight_update", "update_weights"])
+def test_no_other_update_begins_inside_the_iterator_of_one(call):
+    old, new = our_names(fresh_model()), our_names(fresh_model(seed=1))
+    with tiny_engine(fresh_model(seed=1)) as engine:
+        expected = engine.generate([PROMPT], LOGGED)[0]
+    with tiny_engine(fresh_model()) as engine:
+
+        def pairs():
+            for index, pair in enumerate(new.items()):
+                if index == 5:
+                    with pytest.raises(EngineBusyError, match=rf"{call}\(\) .* inside load"):
+                        getattr(engine, call)(*[old] * (call == "load_weights"))
+                yield pair
+
+        engine.load_weights(pairs())
+        assert not engine.awaits_weights and engine.epoch == 1
+        result = engine.generate([PROMPT], LOGGED)[0]
+        assert (result.generated_tokens, result.log_probs) == (
+            expected.generated_tokens,
+            expected.log_probs,
+        )
+
+
 @pytest.mark.parametrize("error", [OSError, SystemExit, StopIteration])
 def test_an_iterable_that_raises_leaves_an_engine_that_waits_for_weights(error):
     model, trained = fresh_model(), fresh_model(seed=1)
