@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_hybrid.checkpoints.checkpoint import checked_load, own_weights
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.inference.fingerprint import sample_hash
-from megatron_hybrid.inference.weight_loading import WeightLoader
+from megatron_hybrid.inference.weight_loading import WeightLoader, require_values
 from megatron_hybrid.inference.weight_transfer import (
     FolderPart,
     GroupInfo,
@@ -169,6 +169,7 @@ class WeightUpdate:
         name, tensor = _pair(pair)
         if isinstance(tensor, CheckpointError):
             raise tensor
+        require_values(name, tensor)
         if part.heads is None:
             is_tensor = isinstance(tensor, Tensor) and not hasattr(tensor, "full_tensor")
             self._loader.checks.take(name, tensor.to("meta") if is_tensor else tensor)
@@ -416,8 +417,10 @@ def _given(pairs: Pairs, is_led: bool, ranks: Ranks) -> _Given:
 def _listed(pairs: Pairs) -> Iterable:
     """A list of pairs that are in memory, or an iterator over others."""
     if isinstance(pairs, Mapping):
-        return list(pairs.items())
+        pairs = list(pairs.items())
     if isinstance(pairs, Sequence):
+        for pair in pairs:
+            require_values(*_pair(pair))
         return list(pairs)
     if isinstance(pairs, Iterable):
         return iter(pairs)
@@ -449,6 +452,7 @@ def _of_first_rank(pairs: Iterable, ranks: Ranks) -> Iterator:
 def _sent(pair: object, device: str) -> object:
     """A pair to be sent to other ranks; of a view only its own elements."""
     name, tensor = _pair(pair)
+    require_values(name, tensor)
     if isinstance(tensor, Tensor):
         tensor = tensor.detach().to(device, copy=True).contiguous()
     return name, tensor

@@ -176,6 +176,9 @@ MISTAKES = {
     "unknown": (with_(extra=torch.zeros(1)), "the model has no tensor extra: name tensors as in"),
     "half": (without(K), f"q_proj.weight was given without {K}: they are one tensor of .* {QKV}"),
     "shape": (with_(**{K: torch.zeros(16, 31)}), rf"{K} has shape \[16, 31\] in what load_weights"),
+    "meta": (with_(**{K: torch.zeros(16, 32, device="meta")}), f"{K} is on the meta device"),
+    "sparse": (with_(**{K: torch.zeros(16, 32).to_sparse()}), f"{K} is .* with torch.sparse_coo"),
+    "lazy": (with_(**{K: torch.nn.UninitializedParameter()}), f"{K} has no shape yet"),
     "quantized": (with_(**{K: torch.zeros(16, 32).to(torch.int8)}), "Quantized weights"),
     "two values": (with_(**{QKV: torch.zeros(64, 32)}), f"differs from what was given .*{QKV}"),
 }
