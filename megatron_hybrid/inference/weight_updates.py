@@ -140,7 +140,7 @@ class WeightUpdate:
                 has_ended = pair is None
                 if failure is None and has_ended and part.is_whole_call:
                     self._loader.checks.require_complete()
-            except Exception as error:
+            except BaseException as error:  # the others learn it before it leaves this rank
                 failure, has_ended = failure or error, True
             if failure is None and not has_ended:
                 try:
@@ -184,7 +184,7 @@ class WeightUpdate:
             )
         return _described(name, tensor) if self._ranks.size > 1 else name
 
-    def _explained(self, error: Exception) -> Exception:
+    def _explained(self, error: BaseException) -> BaseException:
         """An error that says what has been written before."""
         if not self.begun or not isinstance(error, CheckpointError):
             return error
@@ -360,7 +360,7 @@ class WeightUpdates:
 
 def _drop(part: Part) -> None:
     """Drop what is left of a part after an error, which must not be hidden by another one."""
-    with suppress(Exception):
+    with suppress(BaseException):
         part.drop()
 
 
@@ -438,15 +438,19 @@ def _of_first_rank(pairs: Iterable, ranks: Ranks) -> Iterator:
                 raise CheckpointError(pair)
             yield pair
         return
-    try:
-        for pair in pairs:
-            sent = _sent(pair, "cpu")
-            ranks.broadcast(sent)
-            yield pair
-    except Exception as error:
-        ranks.broadcast(f"the pairs of {ranks.members[0]} end with {type(error).__name__}: {error}")
-        raise
-    ranks.broadcast(None)
+    pairs = iter(pairs)
+    while True:
+        try:
+            pair = next(pairs, _END)
+            sent = None if pair is _END else _sent(pair, "cpu")
+        except BaseException as error:
+            text = f"the pairs of {ranks.members[0]} end with {type(error).__name__}: {error}"
+            ranks.broadcast(text)
+            raise
+        ranks.broadcast(sent)
+        if sent is None:
+            return
+        yield pair
 
 
 def _sent(pair: object, device: str) -> object:
