@@ -674,7 +674,11 @@ class DynamicInferenceEngine:
             TrainerError: the trainer has left its group; likewise.
             RuntimeError: no update is under way.
         """
-        self._require_weights("receive_weights")
+        try:
+            self._require_weights("receive_weights")
+        except EngineSuspendedError as error:
+            self._updates.settle(update_info, error)
+            raise
         self._updates.receive(update_info)
 
     @exclusive

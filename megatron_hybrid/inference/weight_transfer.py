@@ -375,6 +375,8 @@ def drop_unread(info: object, group: WeightGroup) -> bool:
     """Take what a trainer sends to its group for an `update_info` that has a mistake, and drop it.
     Returns whether that was possible: without heads nothing is known of it."""
     names = info.get("names") if isinstance(info, Mapping) else None
+    if isinstance(info, Mapping) and ("path" in info or "ipc_handles_pickled" in info):
+        return True  # it comes by another way
     if not isinstance(names, Sequence) or not group.has_heads:
         return False
     group.skip(len(names))

@@ -40,6 +40,10 @@ _HOW = (
 )
 _REMEDY = f"send these once more, or the whole model, {_HOW}"
 _WRITTEN = f" Tensors of the model were written before: {_REMEDY}."
+_LEFT = (
+    "What the trainer sends for it is not known here, so its group was left: call "
+    "init_weight_transfer_engine() again"
+)
 _DROPPED = "were dropped"
 
 
@@ -258,13 +262,14 @@ class WeightUpdates:
                 update is over; if nothing of it has been written, nothing has changed.
             RuntimeError: no update is under way, or the trainer has failed.
         """
-        update, part = self._require_open("receive_weights"), None
+        part = None
         try:
             try:
                 with self._ranks.together("reading update_info"):
+                    update = self._require_open("receive_weights")
                     part = part_of(info, self._group, self._device)
-            except Exception:
-                self._settle(info, part)
+            except Exception as error:
+                self.settle(info, error, part)
                 raise
             with self._ranks.together("receive_weights()"):
                 update.take(part)
@@ -338,9 +343,12 @@ class WeightUpdates:
             raise RuntimeError(f"{name}() needs an update: call start_weight_update() first")
         return self._update
 
-    def _settle(self, info: object, part: Part | None) -> None:
+    def settle(self, info: object, error: Exception, part: Part | None = None) -> None:
         """Take what the trainer sends for a part that no rank will take. Where nobody knows what
-        that is, leave the group: it would be taken for the next part."""
+        that is, leave the group: it would be taken for the next part.
+
+        error: why no rank will; it then says to join again.
+        """
         if part is not None:
             _drop(part)
         elif self._group is not None:
@@ -349,6 +357,7 @@ class WeightUpdates:
                 is_settled = drop_unread(info, self._group)
             if not is_settled:
                 self.leave()
+                error.args = (f"{error}. {_LEFT}",)
 
     def _give_up(self, cause: str) -> None:
         """End an update without its finish."""

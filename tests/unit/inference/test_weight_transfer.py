@@ -129,6 +129,34 @@ def test_a_mistake_in_the_first_part_changes_nothing_and_ends_the_update(served)
         engine.finish_weight_update()
 
 
+@pytest.mark.parametrize("has_heads", [True, False])
+@pytest.mark.parametrize("why", ["no update", "asleep"])
+def test_a_part_that_is_refused_does_not_shift_the_next_one(served, why, has_heads):
+    engine, _, expected = served
+    named = weights_of(fresh_model(1))
+    tensors = [tensor for _, tensor in named]
+    group = engine._updates._group = TrainersGroup([*tensors[:3], *tensors])
+    group.has_heads = has_heads
+    if why == "asleep":
+        engine.suspend()
+        engine.release_weights()
+    with pytest.raises(RuntimeError) as raised:
+        engine.receive_weights(info_of(named[:3]))
+    if why == "asleep":
+        engine.reacquire_weights()
+        engine.resume()
+    assert ("init_weight_transfer_engine() again" in str(raised.value)) == (not has_heads)
+    if not has_heads:
+        assert engine._updates._group is None
+        engine._updates._group = TrainersGroup(tensors)
+    with pytest.raises(RuntimeError, match="needs an update"):
+        engine.receive_weights({"path": "/nowhere"})  # which the trainer sends nothing for
+    engine.start_weight_update()
+    engine.receive_weights(info_of(named))
+    engine.finish_weight_update()
+    assert answer(engine) == expected
+
+
 @pytest.mark.parametrize(
     "failure", ["a mistake", "the trainer leaves", "a new start", "another trainer", "a load"]
 )
