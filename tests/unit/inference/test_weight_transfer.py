@@ -4,10 +4,13 @@ import base64
 import os
 import pickle
 import re
+import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from commands import free_port
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -333,3 +336,30 @@ def test_a_trainer_that_does_not_come_is_told(monkeypatch):
     message = r"the group 'weights' at 127\.0\.0\.1:1 has not met: timed out"
     with pytest.raises(TrainerError, match=message):
         WeightGroup("127.0.0.1", 1, 1, 2)
+
+
+def test_threads_of_a_trainer_send_each_head_with_its_tensor(monkeypatch):
+    group = WeightGroup("127.0.0.1", free_port(), 0, 1)
+    sent, both = [], threading.Barrier(2)
+
+    def record(tensor):
+        sent.append((threading.get_ident(), len(tensor)))
+        time.sleep(0)  # another thread may run
+        return tensor
+
+    monkeypatch.setattr(group, "_broadcast", record)
+
+    def send():
+        both.wait()
+        for _ in range(200):
+            group.broadcast(torch.zeros(3))
+
+    threads = [threading.Thread(target=send) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    group.close()
+    assert len(sent) == 800
+    for head, tensor in zip(sent[::2], sent[1::2]):
+        assert head[0] == tensor[0] and (head[1], tensor[1]) == (256, 12)
