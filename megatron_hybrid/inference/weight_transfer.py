@@ -123,6 +123,7 @@ class WeightGroup:
         self.has_failed = False
         """Whether a broadcast has failed, after which there can be no other."""
         seconds = timedelta(seconds=JOIN_SECONDS)
+        connecting = seconds if rank == 0 else seconds / 2  # torch tries it twice
         listening: dict[str, int] = {}
         if rank == 0:  # torch itself would listen on all addresses of the machine
             listening["master_listen_fd"] = socket.create_server((address, port)).detach()
@@ -132,9 +133,10 @@ class WeightGroup:
                 port,
                 world_size,
                 is_master=rank == 0,
-                timeout=seconds,
+                timeout=connecting,
                 **listening,
             )
+            self._store.set_timeout(seconds)
             if self._is_trainer:
                 self._store.set(_SENDS_HEADS, "1")
             # Of torch, for a group that is no part of the job of either side.

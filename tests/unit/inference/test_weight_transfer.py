@@ -17,7 +17,13 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_checkpoint
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.inference import weight_transfer
-from megatron_hybrid.inference.weight_transfer import GroupInfo, TrainerError, WeightGroup, part_of
+from megatron_hybrid.inference.weight_transfer import (
+    JOIN_SECONDS,
+    GroupInfo,
+    TrainerError,
+    WeightGroup,
+    part_of,
+)
 from megatron_hybrid.inference.weight_updates import WeightsUnfinishedError
 
 PROMPT = random_tokens(100)
@@ -329,13 +335,17 @@ def test_what_is_no_meeting_is_refused(change, message):
 
 
 def test_a_trainer_that_does_not_come_is_told(monkeypatch):
-    def waits(*_, **__):
+    limits = []
+
+    def waits(*_, timeout, **__):
+        limits.append(timeout.total_seconds())
         raise dist.DistNetworkError("timed out")
 
     monkeypatch.setattr(dist, "TCPStore", waits)
     message = r"the group 'weights' at 127\.0\.0\.1:1 has not met: timed out"
     with pytest.raises(TrainerError, match=message):
         WeightGroup("127.0.0.1", 1, 1, 2)
+    assert limits == [JOIN_SECONDS / 2]  # torch tries it twice
 
 
 def test_threads_of_a_trainer_send_each_head_with_its_tensor(monkeypatch):
