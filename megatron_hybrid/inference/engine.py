@@ -622,6 +622,11 @@ class DynamicInferenceEngine:
         None: none has."""
         return self._updates.reason_to_wait if self._updates.has_failed else None
 
+    @property
+    def awaits_trainer(self) -> bool:
+        """Whether a call waits for a trainer now, which nothing here can end, for any thread."""
+        return self._updates.awaits_trainer
+
     @exclusive
     @on_all_ranks
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:

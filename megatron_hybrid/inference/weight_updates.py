@@ -4,7 +4,7 @@ WeightUpdates knows what an engine may do meanwhile and afterwards."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
 from itertools import count
@@ -212,6 +212,8 @@ class WeightUpdates:
         self._update: WeightUpdate | None = None
         self._lacking: set[str] = set()  # of all ranks: tensors without values of one model
         self._cause = ""  # why they lack them
+        self.awaits_trainer = False
+        """Whether `join` or `receive` is running, which nothing but the trainer may end."""
         self.reads_pairs = False
         """Whether `load` is running, which runs code of the caller: the iterator."""
 
@@ -241,7 +243,8 @@ class WeightUpdates:
             given = GroupInfo.parse(info)
         self._give_up("another trainer has come in an update")
         self.leave()
-        self._group = given.join(self._ranks.rank, self._device)
+        with self._waiting():
+            self._group = given.join(self._ranks.rank, self._device)
 
     def leave(self) -> None:
         """Leave the trainer's group."""
@@ -262,6 +265,10 @@ class WeightUpdates:
                 update is over; if nothing of it has been written, nothing has changed.
             RuntimeError: no update is under way, or the trainer has failed.
         """
+        with self._waiting():
+            self._receive(info)
+
+    def _receive(self, info: object) -> None:
         part = None
         try:
             try:
@@ -337,6 +344,14 @@ class WeightUpdates:
         of_ranks = self._ranks.gather(list(own_weights(self._model)))
         self._lacking = {name for names in of_ranks for name in names if not is_of_prediction(name)}
         self._cause = _DROPPED
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.awaits_trainer = True
+        try:
+            yield
+        finally:
+            self.awaits_trainer = False
 
     def _require_open(self, name: str) -> WeightUpdate:
         if self._update is None:
