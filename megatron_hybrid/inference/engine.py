@@ -620,6 +620,8 @@ class DynamicInferenceEngine:
     def weights_failure(self) -> str | None:
         """Why the weights are those of no model, and how to go on, after an update has failed;
         None: none has."""
+        if self._updates.has_failed and self._control.has_failed:
+            return f"the weights are not those of one model, as {self._control.failure}"
         return self._updates.reason_to_wait if self._updates.has_failed else None
 
     @property

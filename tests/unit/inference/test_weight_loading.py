@@ -409,6 +409,21 @@ def test_an_iterable_that_raises_leaves_an_engine_that_waits_for_weights(error):
     assert answers(engine) == answers(tiny_engine(trained))
 
 
+def test_the_rank_that_has_ended_is_named_as_the_failure(monkeypatch):
+    new = our_names(fresh_model(seed=1))
+    with tiny_engine(fresh_model()) as engine:
+
+        def pairs():
+            yield from list(new.items())[:4]
+            raise EOFError
+
+        with pytest.raises(EOFError):
+            engine.load_weights(pairs())
+        with monkeypatch.context() as patch:
+            patch.setattr(type(engine._control), "failure", "rank 1 has ended")
+            assert engine.weights_failure.endswith("of one model, as rank 1 has ended")
+
+
 def test_an_async_engine_loads_weights_between_two_steps():
     model, trained = fresh_model(), fresh_model(seed=1)
 
