@@ -84,7 +84,9 @@ class Ranks:
         """Is called on all ranks when they have made different calls, after which no exchange can
         be relied on."""
         self._depth = 0  # of `together`
-        self._told: Exception | None = None  # inside of it: the last own error that all ranks know
+        self._told: BaseException | None = (
+            None  # inside of it: the last own error that all ranks know
+        )
         _open.add(self)
 
     @property
@@ -143,7 +145,7 @@ class Ranks:
             yield
         except RankError:
             raise
-        except Exception as error:
+        except BaseException as error:  # such as SystemExit: the others must not wait for this one
             if error is not self._told:
                 self.tell(what, error)
                 self._told = error
@@ -155,7 +157,7 @@ class Ranks:
         if self.size > 1:
             self._exchange(b"together", b"", b"".join)
 
-    def tell(self, what: str, error: Exception) -> None:
+    def tell(self, what: str, error: BaseException) -> None:
         """Give an error of this rank to the exchange in which the other ranks are, or will be.
         There they raise it, unless all of them give one."""
         if self.size > 1:

@@ -447,6 +447,11 @@ class AsyncEngine:
         """See `DynamicInferenceEngine.rank_failure`."""
         return self._engine.rank_failure
 
+    @property
+    def awaits_trainer(self) -> bool:
+        """See `DynamicInferenceEngine.awaits_trainer`."""
+        return self._engine.awaits_trainer
+
     def check_prompt(self, prompt: Prompt, params: SamplingParams) -> None:
         """Check that a prompt can be served, in any thread.
 

@@ -413,6 +413,15 @@ class DynamicInferenceEngine:
                 f"{name}() was called inside a step of this engine, by a tokenizer or a hook, and "
                 "nothing has changed: call it when step() has returned"
             )
+        self._refuse_inside_load(name)
+
+    def _refuse_inside_load(self, name: str) -> None:
+        """The other ranks wait for a pair, and an update must stay the one that is under way."""
+        if self._updates.reads_pairs:
+            raise EngineBusyError(
+                f"{name}() was called inside load_weights() of this engine, by what it reads pairs "
+                "from, and nothing has changed: call it when load_weights() has returned"
+            )
 
     def _refuse_closed(self, name: str) -> None:
         if self.is_closed:
@@ -521,6 +530,7 @@ class DynamicInferenceEngine:
 
     def _tell(self, name: str | None = None, *args, **kwargs) -> None:
         """Tell the following ranks to cancel what is abandoned, and then to make a call, if any."""
+        self._refuse_inside_load(name or "step")
         cancelled = []
         while self._abandoned and not self.is_suspended:
             request = self._abandoned.popleft()
@@ -610,7 +620,14 @@ class DynamicInferenceEngine:
     def weights_failure(self) -> str | None:
         """Why the weights are those of no model, and how to go on, after an update has failed;
         None: none has."""
+        if self._updates.has_failed and self._control.has_failed:
+            return f"the weights are not those of one model, as {self._control.failure}"
         return self._updates.reason_to_wait if self._updates.has_failed else None
+
+    @property
+    def awaits_trainer(self) -> bool:
+        """Whether a call waits for a trainer now, which nothing here can end, for any thread."""
+        return self._updates.awaits_trainer
 
     @exclusive
     @on_all_ranks
@@ -664,7 +681,11 @@ class DynamicInferenceEngine:
             TrainerError: the trainer has left its group; likewise.
             RuntimeError: no update is under way.
         """
-        self._require_weights("receive_weights")
+        try:
+            self._require_weights("receive_weights")
+        except EngineSuspendedError as error:
+            self._updates.settle(update_info, error)
+            raise
         self._updates.receive(update_info)
 
     @exclusive

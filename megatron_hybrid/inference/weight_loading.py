@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from megatron_hybrid.checkpoints.checkpoint import (
     FLOATS,
@@ -294,3 +295,18 @@ def _check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor) or hasattr(tensor, "full_tensor"):
         remedy = ": give its full_tensor()" if isinstance(tensor, Tensor) else ""
         raise TypeError(f"{name} is a {type(tensor).__name__}, not a whole tensor{remedy}")
+
+
+def require_values(name: str, tensor: object) -> None:
+    """Raise CheckpointError for a tensor without plain values in memory, which cannot be copied."""
+    if not isinstance(tensor, Tensor):
+        return
+    if is_lazy(tensor):
+        kind = "has no shape yet"
+    elif tensor.is_meta:
+        kind = "is on the meta device"
+    elif tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided:
+        kind = "is nested" if tensor.is_nested else f"is {tensor.dtype} with {tensor.layout}"
+    else:
+        return
+    raise CheckpointError(f"{name} {kind}: give a dense tensor with values, such as to_dense()")

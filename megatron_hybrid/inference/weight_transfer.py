@@ -14,6 +14,7 @@ import math
 import os
 import pickle
 import socket
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -118,9 +119,11 @@ class WeightGroup:
             )
         self.device = device if backend == "nccl" else torch.device("cpu")
         self._backend, self._is_trainer = backend, rank == 0
+        self._lock = threading.Lock()  # of a trainer's threads: a head and its tensor go together
         self.has_failed = False
         """Whether a broadcast has failed, after which there can be no other."""
         seconds = timedelta(seconds=JOIN_SECONDS)
+        connecting = seconds if rank == 0 else seconds / 2  # torch tries it twice
         listening: dict[str, int] = {}
         if rank == 0:  # torch itself would listen on all addresses of the machine
             listening["master_listen_fd"] = socket.create_server((address, port)).detach()
@@ -130,9 +133,10 @@ class WeightGroup:
                 port,
                 world_size,
                 is_master=rank == 0,
-                timeout=seconds,
+                timeout=connecting,
                 **listening,
             )
+            self._store.set_timeout(seconds)
             if self._is_trainer:
                 self._store.set(_SENDS_HEADS, "1")
             # Of torch, for a group that is no part of the job of either side.
@@ -162,7 +166,7 @@ class WeightGroup:
 
     def broadcast(self, tensor: Tensor, name: str = "") -> None:
         """Send a tensor from the trainer, and before it its name, dtype, shape and a hash. name: as
-        it was announced; "" is not compared.
+        it was announced; "" is not compared. Threads send one tensor after the other.
 
         Raises:
             ValueError: this process is not the trainer, or the tensor has too many dimensions.
@@ -176,8 +180,10 @@ class WeightGroup:
         tensor = tensor.detach().to(self.device).contiguous()
         said = str(tensor.dtype), list(tensor.shape), crc32(name.encode()), sample_hash(tensor)
         head = json.dumps(said).encode().ljust(_HEAD_BYTES)
-        self._broadcast(torch.frombuffer(bytearray(head), dtype=torch.uint8).to(self.device))
-        self._broadcast(_bytes_of(tensor))
+        head = torch.frombuffer(bytearray(head), dtype=torch.uint8).to(self.device)
+        with self._lock:
+            self._broadcast(head)
+            self._broadcast(_bytes_of(tensor))
 
     def receive(self, name: str, like: Tensor) -> Received:
         """The next tensor of the trainer. Where it sends heads, the tensor has the shape and dtype
@@ -375,6 +381,8 @@ def drop_unread(info: object, group: WeightGroup) -> bool:
     """Take what a trainer sends to its group for an `update_info` that has a mistake, and drop it.
     Returns whether that was possible: without heads nothing is known of it."""
     names = info.get("names") if isinstance(info, Mapping) else None
+    if isinstance(info, Mapping) and ("path" in info or "ipc_handles_pickled" in info):
+        return True  # it comes by another way
     if not isinstance(names, Sequence) or not group.has_heads:
         return False
     group.skip(len(names))

@@ -4,7 +4,7 @@ WeightUpdates knows what an engine may do meanwhile and afterwards."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
 from itertools import count
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_hybrid.checkpoints.checkpoint import checked_load, own_weights
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.inference.fingerprint import sample_hash
-from megatron_hybrid.inference.weight_loading import WeightLoader
+from megatron_hybrid.inference.weight_loading import WeightLoader, require_values
 from megatron_hybrid.inference.weight_transfer import (
     FolderPart,
     GroupInfo,
@@ -40,6 +40,10 @@ _HOW = (
 )
 _REMEDY = f"send these once more, or the whole model, {_HOW}"
 _WRITTEN = f" Tensors of the model were written before: {_REMEDY}."
+_LEFT = (
+    "What the trainer sends for it is not known here, so its group was left: call "
+    "init_weight_transfer_engine() again"
+)
 _DROPPED = "were dropped"
 
 
@@ -140,7 +144,7 @@ class WeightUpdate:
                 has_ended = pair is None
                 if failure is None and has_ended and part.is_whole_call:
                     self._loader.checks.require_complete()
-            except Exception as error:
+            except BaseException as error:  # the others learn it before it leaves this rank
                 failure, has_ended = failure or error, True
             if failure is None and not has_ended:
                 try:
@@ -169,6 +173,7 @@ class WeightUpdate:
         name, tensor = _pair(pair)
         if isinstance(tensor, CheckpointError):
             raise tensor
+        require_values(name, tensor)
         if part.heads is None:
             is_tensor = isinstance(tensor, Tensor) and not hasattr(tensor, "full_tensor")
             self._loader.checks.take(name, tensor.to("meta") if is_tensor else tensor)
@@ -183,7 +188,7 @@ class WeightUpdate:
             )
         return _described(name, tensor) if self._ranks.size > 1 else name
 
-    def _explained(self, error: Exception) -> Exception:
+    def _explained(self, error: BaseException) -> BaseException:
         """An error that says what has been written before."""
         if not self.begun or not isinstance(error, CheckpointError):
             return error
@@ -207,6 +212,10 @@ class WeightUpdates:
         self._update: WeightUpdate | None = None
         self._lacking: set[str] = set()  # of all ranks: tensors without values of one model
         self._cause = ""  # why they lack them
+        self.awaits_trainer = False
+        """Whether `join` or `receive` is running, which nothing but the trainer may end."""
+        self.reads_pairs = False
+        """Whether `load` is running, which runs code of the caller: the iterator."""
 
     @property
     def reason_to_wait(self) -> str | None:
@@ -234,7 +243,8 @@ class WeightUpdates:
             given = GroupInfo.parse(info)
         self._give_up("another trainer has come in an update")
         self.leave()
-        self._group = given.join(self._ranks.rank, self._device)
+        with self._waiting():
+            self._group = given.join(self._ranks.rank, self._device)
 
     def leave(self) -> None:
         """Leave the trainer's group."""
@@ -255,13 +265,18 @@ class WeightUpdates:
                 update is over; if nothing of it has been written, nothing has changed.
             RuntimeError: no update is under way, or the trainer has failed.
         """
-        update, part = self._require_open("receive_weights"), None
+        with self._waiting():
+            self._receive(info)
+
+    def _receive(self, info: object) -> None:
+        part = None
         try:
             try:
                 with self._ranks.together("reading update_info"):
+                    update = self._require_open("receive_weights")
                     part = part_of(info, self._group, self._device)
-            except Exception:
-                self._settle(info, part)
+            except Exception as error:
+                self.settle(info, error, part)
                 raise
             with self._ranks.together("receive_weights()"):
                 update.take(part)
@@ -306,12 +321,15 @@ class WeightUpdates:
         with self._ranks.together("load_weights()"):
             self.start()
             update = self._require_open("load_weights")
+            self.reads_pairs = True
             try:
                 with self._ranks.together("load_weights()"):
                     update.take(_given(pairs, is_led, self._ranks))
             except BaseException as error:
                 self._give_up(_cause_of(error))
                 raise
+            finally:
+                self.reads_pairs = False
             self._update, self._lacking = None, self._lacking - update.begun
             if update.begun and not self._lacking:
                 begin_epoch()
@@ -327,14 +345,25 @@ class WeightUpdates:
         self._lacking = {name for names in of_ranks for name in names if not is_of_prediction(name)}
         self._cause = _DROPPED
 
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.awaits_trainer = True
+        try:
+            yield
+        finally:
+            self.awaits_trainer = False
+
     def _require_open(self, name: str) -> WeightUpdate:
         if self._update is None:
             raise RuntimeError(f"{name}() needs an update: call start_weight_update() first")
         return self._update
 
-    def _settle(self, info: object, part: Part | None) -> None:
+    def settle(self, info: object, error: Exception, part: Part | None = None) -> None:
         """Take what the trainer sends for a part that no rank will take. Where nobody knows what
-        that is, leave the group: it would be taken for the next part."""
+        that is, leave the group: it would be taken for the next part.
+
+        error: why no rank will; it then says to join again.
+        """
         if part is not None:
             _drop(part)
         elif self._group is not None:
@@ -343,6 +372,7 @@ class WeightUpdates:
                 is_settled = drop_unread(info, self._group)
             if not is_settled:
                 self.leave()
+                error.args = (f"{error}. {_LEFT}",)
 
     def _give_up(self, cause: str) -> None:
         """End an update without its finish."""
@@ -354,7 +384,7 @@ class WeightUpdates:
 
 def _drop(part: Part) -> None:
     """Drop what is left of a part after an error, which must not be hidden by another one."""
-    with suppress(Exception):
+    with suppress(BaseException):
         part.drop()
 
 
@@ -411,8 +441,10 @@ def _given(pairs: Pairs, is_led: bool, ranks: Ranks) -> _Given:
 def _listed(pairs: Pairs) -> Iterable:
     """A list of pairs that are in memory, or an iterator over others."""
     if isinstance(pairs, Mapping):
-        return list(pairs.items())
+        pairs = list(pairs.items())
     if isinstance(pairs, Sequence):
+        for pair in pairs:
+            require_values(*_pair(pair))
         return list(pairs)
     if isinstance(pairs, Iterable):
         return iter(pairs)
@@ -430,20 +462,25 @@ def _of_first_rank(pairs: Iterable, ranks: Ranks) -> Iterator:
                 raise CheckpointError(pair)
             yield pair
         return
-    try:
-        for pair in pairs:
-            sent = _sent(pair, "cpu")
-            ranks.broadcast(sent)
-            yield pair
-    except Exception as error:
-        ranks.broadcast(f"the pairs of {ranks.members[0]} end with {type(error).__name__}: {error}")
-        raise
-    ranks.broadcast(None)
+    pairs = iter(pairs)
+    while True:
+        try:
+            pair = next(pairs, _END)
+            sent = None if pair is _END else _sent(pair, "cpu")
+        except BaseException as error:
+            text = f"the pairs of {ranks.members[0]} end with {type(error).__name__}: {error}"
+            ranks.broadcast(text)
+            raise
+        ranks.broadcast(sent)
+        if sent is None:
+            return
+        yield pair
 
 
 def _sent(pair: object, device: str) -> object:
     """A pair to be sent to other ranks; of a view only its own elements."""
     name, tensor = _pair(pair)
+    require_values(name, tensor)
     if isinstance(tensor, Tensor):
         tensor = tensor.detach().to(device, copy=True).contiguous()
     return name, tensor

@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from megatron_hybrid.checkpoints.checkpoint import writes
+from megatron_hybrid.checkpoints.checkpoint import FLOATS, writes
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.files import replace_file
 from megatron_hybrid.inference.fingerprint import sample_hash
@@ -269,6 +269,12 @@ def load_adapters(model: HybridModel, folder: str | os.PathLike) -> None:
                     f"{folder} holds {extra[0]}, which the model lacks: these adapters are of "
                     "another model."
                 )
+            for name, tensor in state.items():
+                if tensor.dtype not in FLOATS or not bool(tensor.isfinite().all()):
+                    raise CheckpointError(
+                        f"{folder}: {name} is {tensor.dtype}, or has NaN or infinite values: an "
+                        "adapter has finite floating-point values."
+                    )
             for name, parameter in parameters.items():
                 expected = whole_shape(parameter)
                 if name not in state or tuple(state[name].shape) != expected:

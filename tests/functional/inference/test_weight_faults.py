@@ -114,6 +114,7 @@ class Job:
             load()
 
 
+RAISED = KeyboardInterrupt, SystemExit, GeneratorExit
 LEADER_HAS_IT = "the leading rank has the error"
 
 
@@ -129,9 +130,9 @@ def half(named):
     return list(named.items())[: len(named) // 2]
 
 
-def raises_after(pairs):
+def raises_after(pairs, error=OSError):
     yield from pairs
-    raise OSError("the trainer is gone")
+    raise error("the trainer is gone")
 
 
 def at(named, index, value):
@@ -215,6 +216,17 @@ def stream_rows():
         is_often=True,
     )
     yield Row(
+        "stream: it exits half way",
+        load(
+            lambda job: (
+                raises_after(half(job.new), SystemExit) if job.is_second else job.new.items()
+            )
+        ),
+        "SystemExit: the trainer is gone|^the trainer is gone",
+        writes=True,
+        is_often=True,
+    )
+    yield Row(
         "stream: it raises at once",
         load(lambda job: raises_after([]) if job.is_second else job.new.items()),
         "OSError: the trainer is gone|^the trainer is gone",
@@ -268,6 +280,16 @@ def led_rows():
         writes=True,
         is_often=True,
     )
+    for error in (KeyboardInterrupt, GeneratorExit):
+        yield Row(
+            f"led: a stream half way has {error.__name__}",
+            lambda job, error=error: job.lead(
+                lambda: job.engine.load_weights(raises_after(half(job.new), error))
+            ),
+            f"the trainer is gone|{LEADER_HAS_IT}",
+            writes=True,
+            is_often=error is KeyboardInterrupt,
+        )
     yield Row(
         "led: a wrong shape in a stream",
         lambda job: job.lead(
@@ -494,7 +516,8 @@ def run_row(job, row, number, old, bits):
     engine.load_weights(old)
     assert answer(engine) == bits["old"]
     epoch = engine.epoch
-    with pytest.raises((ValueError, RankError, OSError, TypeError, TrainerError)) as raised:
+    kinds = ValueError, RankError, OSError, TypeError, TrainerError, *RAISED
+    with pytest.raises(kinds) as raised:
         row.fault(job)
     assert re.search(row.error, str(raised.value)), str(raised.value)
     if row.writes:

@@ -176,6 +176,9 @@ MISTAKES = {
     "unknown": (with_(extra=torch.zeros(1)), "the model has no tensor extra: name tensors as in"),
     "half": (without(K), f"q_proj.weight was given without {K}: they are one tensor of .* {QKV}"),
     "shape": (with_(**{K: torch.zeros(16, 31)}), rf"{K} has shape \[16, 31\] in what load_weights"),
+    "meta": (with_(**{K: torch.zeros(16, 32, device="meta")}), f"{K} is on the meta device"),
+    "sparse": (with_(**{K: torch.zeros(16, 32).to_sparse()}), f"{K} is .* with torch.sparse_coo"),
+    "lazy": (with_(**{K: torch.nn.UninitializedParameter()}), f"{K} has no shape yet"),
     "quantized": (with_(**{K: torch.zeros(16, 32).to(torch.int8)}), "Quantized weights"),
     "two values": (with_(**{QKV: torch.zeros(64, 32)}), f"differs from what was given .*{QKV}"),
 }
@@ -345,6 +348,29 @@ def test_a_call_inside_a_step_or_on_a_closed_engine_is_refused():
         engine.load_weights({})
 
 
+@pytest.mark.parametrize("call", ["load_weights", "start_weight_update", "update_weights"])
+def test_no_other_update_begins_inside_the_iterator_of_one(call):
+    old, new = our_names(fresh_model()), our_names(fresh_model(seed=1))
+    with tiny_engine(fresh_model(seed=1)) as engine:
+        expected = engine.generate([PROMPT], LOGGED)[0]
+    with tiny_engine(fresh_model()) as engine:
+
+        def pairs():
+            for index, pair in enumerate(new.items()):
+                if index == 5:
+                    with pytest.raises(EngineBusyError, match=rf"{call}\(\) .* inside load"):
+                        getattr(engine, call)(*[old] * (call == "load_weights"))
+                yield pair
+
+        engine.load_weights(pairs())
+        assert not engine.awaits_weights and engine.epoch == 1
+        result = engine.generate([PROMPT], LOGGED)[0]
+        assert (result.generated_tokens, result.log_probs) == (
+            expected.generated_tokens,
+            expected.log_probs,
+        )
+
+
 @pytest.mark.parametrize("error", [OSError, SystemExit, StopIteration])
 def test_an_iterable_that_raises_leaves_an_engine_that_waits_for_weights(error):
     model, trained = fresh_model(), fresh_model(seed=1)
@@ -381,6 +407,21 @@ def test_an_iterable_that_raises_leaves_an_engine_that_waits_for_weights(error):
     engine.load_weights(list(new.items())[:2])
     engine.load_weights(new)
     assert answers(engine) == answers(tiny_engine(trained))
+
+
+def test_the_rank_that_has_ended_is_named_as_the_failure(monkeypatch):
+    new = our_names(fresh_model(seed=1))
+    with tiny_engine(fresh_model()) as engine:
+
+        def pairs():
+            yield from list(new.items())[:4]
+            raise EOFError
+
+        with pytest.raises(EOFError):
+            engine.load_weights(pairs())
+        with monkeypatch.context() as patch:
+            patch.setattr(type(engine._control), "failure", "rank 1 has ended")
+            assert engine.weights_failure.endswith("of one model, as rank 1 has ended")
 
 
 def test_an_async_engine_loads_weights_between_two_steps():

@@ -4,17 +4,26 @@ import base64
 import os
 import pickle
 import re
+import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from commands import free_port
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_checkpoint
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.inference import weight_transfer
-from megatron_hybrid.inference.weight_transfer import GroupInfo, TrainerError, WeightGroup, part_of
+from megatron_hybrid.inference.weight_transfer import (
+    JOIN_SECONDS,
+    GroupInfo,
+    TrainerError,
+    WeightGroup,
+    part_of,
+)
 from megatron_hybrid.inference.weight_updates import WeightsUnfinishedError
 
 PROMPT = random_tokens(100)
@@ -127,6 +136,34 @@ def test_a_mistake_in_the_first_part_changes_nothing_and_ends_the_update(served)
     assert answer(engine) == (*first[:2], len(PROMPT))
     with pytest.raises(RuntimeError, match=r"needs an update: call start_weight_update\(\)"):
         engine.finish_weight_update()
+
+
+@pytest.mark.parametrize("has_heads", [True, False])
+@pytest.mark.parametrize("why", ["no update", "asleep"])
+def test_a_part_that_is_refused_does_not_shift_the_next_one(served, why, has_heads):
+    engine, _, expected = served
+    named = weights_of(fresh_model(1))
+    tensors = [tensor for _, tensor in named]
+    group = engine._updates._group = TrainersGroup([*tensors[:3], *tensors])
+    group.has_heads = has_heads
+    if why == "asleep":
+        engine.suspend()
+        engine.release_weights()
+    with pytest.raises(RuntimeError) as raised:
+        engine.receive_weights(info_of(named[:3]))
+    if why == "asleep":
+        engine.reacquire_weights()
+        engine.resume()
+    assert ("init_weight_transfer_engine() again" in str(raised.value)) == (not has_heads)
+    if not has_heads:
+        assert engine._updates._group is None
+        engine._updates._group = TrainersGroup(tensors)
+    with pytest.raises(RuntimeError, match="needs an update"):
+        engine.receive_weights({"path": "/nowhere"})  # which the trainer sends nothing for
+    engine.start_weight_update()
+    engine.receive_weights(info_of(named))
+    engine.finish_weight_update()
+    assert answer(engine) == expected
 
 
 @pytest.mark.parametrize(
@@ -298,10 +335,41 @@ def test_what_is_no_meeting_is_refused(change, message):
 
 
 def test_a_trainer_that_does_not_come_is_told(monkeypatch):
-    def waits(*_, **__):
+    limits = []
+
+    def waits(*_, timeout, **__):
+        limits.append(timeout.total_seconds())
         raise dist.DistNetworkError("timed out")
 
     monkeypatch.setattr(dist, "TCPStore", waits)
     message = r"the group 'weights' at 127\.0\.0\.1:1 has not met: timed out"
     with pytest.raises(TrainerError, match=message):
         WeightGroup("127.0.0.1", 1, 1, 2)
+    assert limits == [JOIN_SECONDS / 2]  # torch tries it twice
+
+
+def test_threads_of_a_trainer_send_each_head_with_its_tensor(monkeypatch):
+    group = WeightGroup("127.0.0.1", free_port(), 0, 1)
+    sent, both = [], threading.Barrier(2)
+
+    def record(tensor):
+        sent.append((threading.get_ident(), len(tensor)))
+        time.sleep(0)  # another thread may run
+        return tensor
+
+    monkeypatch.setattr(group, "_broadcast", record)
+
+    def send():
+        both.wait()
+        for _ in range(200):
+            group.broadcast(torch.zeros(3))
+
+    threads = [threading.Thread(target=send) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    group.close()
+    assert len(sent) == 800
+    for head, tensor in zip(sent[::2], sent[1::2]):
+        assert head[0] == tensor[0] and (head[1], tensor[1]) == (256, 12)

@@ -17,7 +17,7 @@ import uvicorn
 from waiting import LIMIT_S
 
 from megatron_hybrid.process_life import EndSignal
-from megatron_hybrid.serving import service
+from megatron_hybrid.serving import run, service
 from megatron_hybrid.serving.door import access
 from megatron_hybrid.serving.run import Address, _PlainLines, _Server, log_lines
 from megatron_hybrid.serving.service import Service
@@ -245,3 +245,21 @@ def test_freed_memory_goes_back_once_when_nothing_runs(monkeypatch):
 
     asyncio.run(rest())
     assert calls == [0]
+
+
+@pytest.mark.parametrize(("num_ranks", "status"), [(1, 0), (2, 128 + signal.SIGTERM)])
+def test_a_process_that_waits_for_a_trainer_ends(monkeypatch, num_ranks, status):
+    class Ended(BaseException):
+        pass
+
+    def end(status):
+        raise Ended(status)
+
+    async def never():
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(run.os, "_exit", end)
+    monkeypatch.setattr(run, "_CONNECTION_SECONDS", 0.01)
+    engine = SimpleNamespace(awaits_trainer=True, num_ranks=num_ranks)
+    with pytest.raises(Ended, match=str(status)):
+        asyncio.run(run._closed(SimpleNamespace(close=never, engine=engine)))

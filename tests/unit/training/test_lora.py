@@ -1,9 +1,11 @@
 """LoRA: adapters alone learn, merge into the weights, and are saved alone."""
 
 import json
+import math
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_model
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
@@ -158,6 +160,18 @@ def test_adapters_of_another_model_are_refused(tmp_path):
         assert not adapters_of(other) and torch.equal(other(tokens), before)
         assert all(parameter.requires_grad for parameter in other.parameters())
         add_adapters(other, LoraFields(rank=4))
+    state = load_file(tmp_path / "adapters.safetensors")
+    for change in (
+        torch.Tensor.long,
+        torch.Tensor.bool,
+        torch.Tensor.cfloat,
+        lambda t: t * math.nan,
+    ):
+        save_file({name: change(t) for name, t in state.items()}, tmp_path / "adapters.safetensors")
+        other = small_model("M")
+        with pytest.raises(CheckpointError, match=r"lora.* is torch\..*, or has NaN"):
+            load_adapters(other, tmp_path)
+        assert not adapters_of(other)
     fields = json.loads((tmp_path / "adapters.json").read_text())
     (tmp_path / "adapters.json").write_text(json.dumps({**fields, "size": 3}))
     with pytest.raises(CheckpointError, match=r"has no adapters to read: .*size"):
