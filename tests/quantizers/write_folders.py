@@ -127,6 +127,7 @@ def write_llmcompressor(source: Path, out: Path, scheme: str | dict) -> Tensor:
     from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from llmcompressor import oneshot
+    from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
     from llmcompressor.modeling.moe.linearize import linearize_moe
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
@@ -134,6 +135,9 @@ def write_llmcompressor(source: Path, out: Path, scheme: str | dict) -> Tensor:
     model.config.text_config = model.config  # the package looks for Llama 4's there
     linearize_moe(model)
     del model.config.text_config
+    for module in model.modules():
+        if isinstance(module, LinearExperts2D) and hasattr(model.config, "swiglu_limit"):
+            module.limit = model.config.swiglu_limit  # the package takes 7.0, whatever that says
     options = {"targets": "Linear", "scheme": scheme}
     if isinstance(scheme, dict):
         weights = QuantizationArgs(type="int", strategy="group", group_size=GROUP, **scheme)
