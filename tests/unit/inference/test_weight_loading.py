@@ -177,6 +177,7 @@ MISTAKES = {
     "half": (without(K), f"q_proj.weight was given without {K}: they are one tensor of .* {QKV}"),
     "shape": (with_(**{K: torch.zeros(16, 31)}), rf"{K} has shape \[16, 31\] in what load_weights"),
     "quantized": (with_(**{K: torch.zeros(16, 32).to(torch.int8)}), "Quantized weights"),
+    "NaN": (with_(**{K: torch.full((16, 32), torch.nan)}), f"{K} has numbers that are NaN in what"),
     "two values": (with_(**{QKV: torch.zeros(64, 32)}), f"differs from what was given .*{QKV}"),
 }
 
