@@ -117,13 +117,13 @@ def loaded(folder: Path, **sizes) -> mh.HybridModel:
 
 def answers(model: mh.HybridModel) -> list:
     """Tokens and log-probs, cold, and once more from the cache."""
-    config = mh.InferenceConfig(block_size_tokens=8, cache_bytes=16 << 20, max_sequence_length=128)
+    config = mh.InferenceConfig(block_size_tokens=16, cache_bytes=16 << 20, max_sequence_length=128)
     params = mh.SamplingParams(num_tokens_to_generate=6, top_k=1, return_log_probs=True)
     with mh.DynamicInferenceEngine(model, None, config) as engine:
         found = []
         for skipped in (False, True):
             (result,) = engine.generate([PROMPT], params)
-            assert (result.prefix_cache.skipped_tokens > 0) == skipped
+            assert (result.prefix.skipped_tokens > 0) == skipped
             found.append((result.generated_tokens, result.log_probs[-6:]))
         return found
 
@@ -136,7 +136,7 @@ def run_rank(rank: int, folder: Path, size: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("package", "row"), ROWS, ids="-".join)
+@pytest.mark.parametrize(("package", "row"), ROWS, ids=map("-".join, ROWS))
 def test_a_folder_of_a_package_is_equal_or_refused(folder_of, package, row):
     folder, refusal = folder_of(package, row), TABLE[package][row]
     error = (folder / "error.txt").read_text() if (folder / "error.txt").exists() else ""
