@@ -381,6 +381,12 @@ def _turned_words(files: PackedFiles, name: str) -> dict[str, StoredPart]:
     inputs in GPTQ, whose first version takes 1 from each zero point of a word, and where that is 0
     borrows from the next one."""
     layer, quantization = name.removesuffix(".qweight"), files.quantization(name)
+    if layer.endswith(".gate_proj") and ".experts." in layer and files.has(f"{layer}.bias"):
+        raise CheckpointError(
+            f"{name} is of GPT-OSS, whose rows of gate and up alternate, but GPTQModel packs each "
+            f"half of them as one of these, and nothing in {files.files.folder} says whether that "
+            "is so here. Quantize it with llm-compressor, or load it in MXFP4."
+        )
     is_awq = quantization.method == "awq"
     scale = files.part(f"{layer}.scales", None, _turned, _turned)
     zero, shape = files.part(f"{layer}.qzeros"), files.files.shape(name)

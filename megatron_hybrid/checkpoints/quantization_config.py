@@ -206,8 +206,8 @@ _OF_TURNED = {
         "fuse_max_seq_len gradient_accumulate_steps inside_layer_modules iters low_gpu_mem_usage "
         "lr max_input_length meta minmax_lr model_file_base_name model_name_or_path model_seqlen "
         "module_name_preceding_first_block modules_in_block_to_quantize modules_to_fuse mse "
-        "nsamples pad_token_id quant_block_list quant_lm_head regex_config scale_dtype seqlen "
-        "static_attention_dtype static_attention_granularity static_groups static_kv_dtype "
+        "nsamples pad_token_id provider quant_block_list quant_lm_head regex_config scale_dtype "
+        "seqlen static_attention_dtype static_attention_granularity static_groups static_kv_dtype "
         "static_kv_granularity supported_types to_quant_block_names tokenizer true_sequential "
         "use_cuda_fp16 use_exllama"
     ),

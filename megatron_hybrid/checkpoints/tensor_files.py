@@ -147,10 +147,12 @@ class TensorFiles:
 def check_numbers(name: str, tensor: Tensor, source: object) -> None:
     """Raise CheckpointError if a tensor has a NaN, and warn of an infinity. One pass, no copy.
 
-    source: the name of its folder.
+    tensor: without values (meta) it has none.
+    source: the name of its folder, or what it came with.
     """
     codes = _NAN_CODES.get(tensor.dtype)
-    if not tensor.numel() or not (codes or tensor.is_floating_point()):
+    has_numbers = codes or tensor.is_floating_point()
+    if not tensor.numel() or tensor.is_meta or not has_numbers:
         return
     if codes is not None:
         mask, code = codes
@@ -163,7 +165,7 @@ def check_numbers(name: str, tensor: Tensor, source: object) -> None:
     if has_nan:
         raise CheckpointError(
             f"{name} has numbers that are NaN in {source}, which would make every answer NaN. Copy "
-            "it again, or go back to a checkpoint from before they came."
+            "or send it again, or go back to a checkpoint from before they came."
         )
     if is_infinite:
         logger.warning("%s has infinite numbers in %s", name, source)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.checkpoints.checkpoint import checked_load, own_weights
-from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError, check_numbers
 from megatron_hybrid.inference.fingerprint import sample_hash
 from megatron_hybrid.inference.weight_loading import WeightLoader, require_values
 from megatron_hybrid.inference.weight_transfer import (
@@ -110,8 +110,10 @@ class WeightUpdate:
             self._raise_difference(self._ranks.gather([*lines, _END]))
 
     def _plan(self, part: Part) -> None:
-        for pair in part.heads:
-            self._loader.checks.take(*_pair(pair))
+        for name, tensor in map(_pair, part.heads):
+            self._loader.checks.take(name, tensor)
+            if isinstance(tensor, Tensor):
+                check_numbers(name, tensor, part.kind)
         self._loader.checks.require_known()
         if part.is_whole_call:
             self._loader.checks.require_complete()
@@ -178,7 +180,7 @@ class WeightUpdate:
             is_tensor = isinstance(tensor, Tensor) and not hasattr(tensor, "full_tensor")
             self._loader.checks.take(name, tensor.to("meta") if is_tensor else tensor)
         elif (announced := part.heads[index][1]) is tensor:
-            return name  # its values were compared
+            return name  # its values were compared and checked
         elif isinstance(tensor, Tensor) and (
             (announced.dtype, announced.shape) != (tensor.dtype, tensor.shape)
         ):
@@ -186,6 +188,8 @@ class WeightUpdate:
                 f"{name} is {tensor.dtype} {list(tensor.shape)}, and was announced as "
                 f"{announced.dtype} {list(announced.shape)}."
             )
+        if isinstance(tensor, Tensor):
+            check_numbers(name, tensor, part.kind)
         return _described(name, tensor) if self._ranks.size > 1 else name
 
     def _explained(self, error: BaseException) -> BaseException:

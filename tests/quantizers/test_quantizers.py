@@ -7,11 +7,11 @@ not run on a CPU writes by its functions of packing; see `write_folders.py`.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,19 @@ from megatron_hybrid.models.packed_weight import PackedWeight
 
 TESTS = Path(__file__).parents[1]
 EQUAL = None
-TABLE: dict[str, dict[str, str | None]] = {
+BOUND = 1e-5
+"""Of logits that are equal: their largest difference, over the largest logit."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The package itself fails to write the folder, with this error."""
+
+    error: str
+
+
+STACKED = r"in one tensor of torch.float8_e4m3fn in .*, with its scale in .*down_proj_weight_scale"
+TABLE: dict[str, dict[str, str | Broken | None]] = {
     "llmcompressor": {
         "w4a16": EQUAL,
         "w4a16-asymmetric": EQUAL,
@@ -45,9 +57,9 @@ TABLE: dict[str, dict[str, str | None]] = {
         "gptq_v2-asymmetric": EQUAL,
         "awq": EQUAL,
         "gptq-minimax_m2": EQUAL,
-        "gptq-gpt_oss": EQUAL,
-        "gptq-llama4": EQUAL,
-        "gptq-granitemoehybrid": EQUAL,
+        "gptq-gpt_oss": "GPTQModel packs each half of them as one",
+        "gptq-llama4": Broken("layer module item `feed_forward.experts.0.gate_proj` not found"),
+        "gptq-granitemoehybrid": Broken("has no attribute 'torch_forward'"),
     },
     "modelopt": {
         "fp8": EQUAL,
@@ -55,16 +67,16 @@ TABLE: dict[str, dict[str, str | None]] = {
         "fp8-channel": EQUAL,
         "nvfp4": EQUAL,
         "fp8-minimax_m2": EQUAL,
-        "fp8-gpt_oss": EQUAL,
-        "fp8-llama4": EQUAL,
+        "fp8-gpt_oss": STACKED,
+        "fp8-llama4": STACKED,
         "fp8-granitemoehybrid": EQUAL,
     },
     "auto_round": {
         "auto_round": EQUAL,
-        "auto_round-asymmetric": EQUAL,
+        "auto_round-asymmetric": Broken("WQLinear_GEMM.__init__() got an unexpected keyword"),
         "auto_gptq": EQUAL,
         "auto_awq": EQUAL,
-        "auto_round-auto_awq": EQUAL,
+        "auto_round-auto_awq": Broken("WQLinear_GEMM.__init__() got an unexpected keyword"),
     },
     "torchao": {"int8": "quant_method='torchao'"},
     "awq": {"gemm": EQUAL},
@@ -76,29 +88,25 @@ PROMPT = list(range(3, 43))
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    """Where a package has written a row; each package runs once."""
-
-    @functools.cache
-    def written(package: str) -> Path:
-        folder = tmp_path_factory.mktemp(package)
-        paths = (TESTS.parent, TESTS / "helpers", TESTS / "functional" / "huggingface")
-        script = Path(__file__).with_name("write_folders.py")
-        done = subprocess.run(
-            [sys.executable, str(script), package, str(folder)],
-            env={**os.environ, "PYTHONPATH": ":".join(map(str, paths))},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout[-3000:]
-        print(json.loads((folder / "version.json").read_text()), *sorted(os.listdir(folder)))
-        return folder
+    """Where a package has written a row, with all others of the same model."""
+    root = tmp_path_factory.mktemp("written")
+    paths = (TESTS.parent, TESTS / "helpers", TESTS / "functional" / "huggingface")
+    script = Path(__file__).with_name("write_folders.py")
 
     def place(package: str, row: str) -> Path:
-        found = written(package) / row
-        error = found / "error.txt"
-        assert not error.exists(), error.read_text()
-        return found
+        folder = root / package
+        if not (folder / row).exists():
+            done = subprocess.run(
+                [sys.executable, str(script), package, str(folder), row],
+                cwd=root,  # where they leave logs and more
+                env={**os.environ, "PYTHONPATH": ":".join(map(str, paths))},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            assert done.returncode == 0, done.stdout[-3000:]
+            print(json.loads((folder / "version.json").read_text()))
+        return folder / row
 
     return place
 
@@ -109,13 +117,13 @@ def loaded(folder: Path, **sizes) -> mh.HybridModel:
 
 def answers(model: mh.HybridModel) -> list:
     """Tokens and log-probs, cold, and once more from the cache."""
-    config = mh.InferenceConfig(block_size_tokens=8, cache_bytes=16 << 20, max_sequence_length=128)
+    config = mh.InferenceConfig(block_size_tokens=16, cache_bytes=16 << 20, max_sequence_length=128)
     params = mh.SamplingParams(num_tokens_to_generate=6, top_k=1, return_log_probs=True)
     with mh.DynamicInferenceEngine(model, None, config) as engine:
         found = []
         for skipped in (False, True):
             (result,) = engine.generate([PROMPT], params)
-            assert (result.prefix_cache.skipped_tokens > 0) == skipped
+            assert (result.prefix.skipped_tokens > 0) == skipped
             found.append((result.generated_tokens, result.log_probs[-6:]))
         return found
 
@@ -128,9 +136,14 @@ def run_rank(rank: int, folder: Path, size: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("package", "row"), ROWS, ids="-".join)
+@pytest.mark.parametrize(("package", "row"), ROWS, ids=map("-".join, ROWS))
 def test_a_folder_of_a_package_is_equal_or_refused(folder_of, package, row):
     folder, refusal = folder_of(package, row), TABLE[package][row]
+    error = (folder / "error.txt").read_text() if (folder / "error.txt").exists() else ""
+    if isinstance(refusal, Broken):
+        assert refusal.error in error, "the package writes this row now: change the table"
+        return
+    assert not error, error
     if refusal is not None:
         with pytest.raises(ValueError, match=refusal):
             loaded(folder)
@@ -140,7 +153,9 @@ def test_a_folder_of_a_package_is_equal_or_refused(folder_of, package, row):
     expected = load_file(folder / "logits.safetensors")["logits"]
     with torch.no_grad():
         found = model(torch.tensor([PROMPT]), torch.arange(len(PROMPT))[None], None)[0]
-    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+    difference = ((found - expected).abs().max() / expected.abs().max()).item()
+    print(f"{package} {row}: {difference:.1e}")
+    assert difference < BOUND
     cold, warm = answers(model)
     assert cold[0] == warm[0]
     assert cold[0][0] == expected[-1].argmax()

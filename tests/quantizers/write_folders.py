@@ -1,9 +1,9 @@
 """Folders that packages of quantization write of tiny models, and the logits that they stand for.
 
-`python write_folders.py PACKAGE FOLDER [ROW]` writes, for each of the package's rows in `ROWS`,
+`python write_folders.py PACKAGE FOLDER ROW` writes, for each row of `ROWS` with the row's model,
 `FOLDER/row/model` and `FOLDER/row/logits.safetensors`: what the package's own weights, dequantized
-by the package, answer in fp32. A row that fails leaves `FOLDER/row/error.txt`. Each package runs in
-a process of its own: some of them patch transformers.
+by the package, answer in fp32. A row that fails leaves `FOLDER/row/error.txt`. Each model has a
+process of its own: some packages patch transformers.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 MORE_SIZES = {
     "granitemoehybrid": {"mamba_n_heads": 8, "shared_intermediate_size": 64},
+    "llama:64": {"head_dim": 32},  # all rows in blocks of 64, which GPTQModel's AWQ asks for
     "llama4": {"intermediate_size_mlp": 64},
     "qwen3_next": {
         "linear_value_head_dim": 16,
@@ -55,7 +56,7 @@ ROWS: dict[str, dict[str, tuple]] = {
         "gptq": ("llama", "gptq", True),
         "gptq-asymmetric": ("llama", "gptq", False),
         "gptq_v2-asymmetric": ("llama", "gptq_v2", False),
-        "awq": ("llama", "gemm", False),
+        "awq": ("llama:64", "gemm", False),
         **{
             f"gptq-{name}": (name, "gptq", True)
             for name in ("minimax_m2", "gpt_oss", "llama4", "granitemoehybrid")
@@ -86,7 +87,8 @@ ROWS: dict[str, dict[str, tuple]] = {
 
 def source_of(name: str, folder: Path) -> Path:
     """A tiny model in bf16 with a tokenizer, saved by transformers."""
-    build(name, **SIZES, **MORE_SIZES.get(name, {})).to(torch.bfloat16).save_pretrained(folder)
+    model = build(name.partition(":")[0], **SIZES, **MORE_SIZES.get(name, {}))
+    model.to(torch.bfloat16).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(90)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(
@@ -127,6 +129,7 @@ def write_llmcompressor(source: Path, out: Path, scheme: str | dict) -> Tensor:
     from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from llmcompressor import oneshot
+    from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
     from llmcompressor.modeling.moe.linearize import linearize_moe
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
@@ -134,6 +137,9 @@ def write_llmcompressor(source: Path, out: Path, scheme: str | dict) -> Tensor:
     model.config.text_config = model.config  # the package looks for Llama 4's there
     linearize_moe(model)
     del model.config.text_config
+    for module in model.modules():
+        if isinstance(module, LinearExperts2D) and hasattr(model.config, "swiglu_limit"):
+            module.limit = model.config.swiglu_limit  # the package takes 7.0, whatever that says
     options = {"targets": "Linear", "scheme": scheme}
     if isinstance(scheme, dict):
         weights = QuantizationArgs(type="int", strategy="group", group_size=GROUP, **scheme)
@@ -164,9 +170,13 @@ def write_llmcompressor(source: Path, out: Path, scheme: str | dict) -> Tensor:
 
 def write_gptqmodel(source: Path, out: Path, kind: str, symmetric: bool) -> Tensor:
     os.environ["GPTQMODEL_CPU_WORKERS"] = "2"  # on two cores it chooses 1, and asks for 2
+    import torch._dynamo
     from gptqmodel import BACKEND, GPTQModel
+    from gptqmodel.nn_modules.qlinear import AWQuantLinear
     from gptqmodel.quantization import METHOD, QuantizeConfig
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 
+    torch._dynamo.config.disable = True  # it compiles its unpacking in C++, for minutes
     options = {"method": METHOD.AWQ} if kind == "gemm" else {}
     config = QuantizeConfig(
         bits=4,
@@ -183,13 +193,17 @@ def write_gptqmodel(source: Path, out: Path, kind: str, symmetric: bool) -> Tens
     samples = [{"input_ids": row.tolist(), "attention_mask": [1] * 64} for row in rows]
     model.quantize(samples, batch_size=4)
     model.save(str(out))
-    again = GPTQModel.load(str(out), device="cpu", backend=BACKEND.TORCH, dtype=torch.float32).model
+    again = GPTQModel.load(str(out), device="cpu", backend=BACKEND.TORCH, dtype=torch.float16)
 
     def weight_of(module: nn.Module) -> Tensor | None:
+        if isinstance(module, AWQuantLinear):
+            parts = module.qweight, module.qzeros, module.scales, 4, GROUP
+            return dequantize_gemm(*parts).t()
         found = getattr(module, "dequantize_weight", None)
         return None if found is None else found().t()
 
-    return answer(dequantized(again, weight_of))
+    # The package loads in 16 bits alone: scales as they are stored, but dequantized in fp32.
+    return answer(dequantized(again.model.float(), weight_of))
 
 
 def write_modelopt(source: Path, out: Path, name: str) -> Tensor:
@@ -215,7 +229,18 @@ def write_modelopt(source: Path, out: Path, name: str) -> Tensor:
         scale = scale.reshape(-(-codes.shape[0] // 128), -(-codes.shape[1] // 128))
         return kept.dequantize(torch.float32, scale=scale, block_sizes=blocks)
 
-    return answer(dequantized(model, weight_of))
+    state = dequantized(model, weight_of).state_dict()
+    plain = loaded(source).float()
+    for name, value in plain.state_dict().items():
+        experts, _, projection = name.rpartition(".experts.")
+        own = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+        if f"{experts}.experts.0.down_proj.weight" in state and projection in own:
+            for i, expert in enumerate(value):
+                names = (f"{experts}.experts.{i}.{each}.weight" for each in own[projection])
+                expert.copy_(torch.cat([state[each] for each in names]))
+        elif name in state:
+            value.copy_(state[name])
+    return answer(plain)
 
 
 def write_nvfp4(model: PreTrainedModel, out: Path) -> Tensor:
@@ -290,7 +315,9 @@ def write_awq(source: Path, out: Path) -> Tensor:
     from awq.modules.linear.gemm import WQLinear_GEMM
     from awq.utils.packing_utils import dequantize_gemm
 
-    model = loaded(source).half()
+    model = loaded(source)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.half()  # and not the buffers, such as rotary frequencies
     for name, linear in list(model.named_modules()):
         if isinstance(linear, nn.Linear) and name != "lm_head":
             groups = linear.weight.data.float().unflatten(1, (-1, GROUP))
@@ -328,14 +355,14 @@ DISTRIBUTIONS = {"modelopt": "nvidia-modelopt", "awq": "autoawq"}
 """Names on PyPI that differ from the module's."""
 
 
-def main(package: str, folder: Path, rows: list[str]) -> None:
-    """Write the rows of a package."""
+def main(package: str, folder: Path, first: str) -> None:
+    """Write the rows of a package that have the model of `first`."""
     version = importlib.metadata.version(DISTRIBUTIONS.get(package, package))
     write = globals()[f"write_{package}"]
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     (folder / "version.json").write_text(json.dumps(f"{package} {version}"))
     for row, (name, *arguments) in ROWS[package].items():
-        if rows and row not in rows:
+        if name != ROWS[package][first][0]:
             continue
         place = folder / row
         place.mkdir()
@@ -349,4 +376,4 @@ def main(package: str, folder: Path, rows: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -195,6 +195,11 @@ def list_rows():
         is_often=True,
     )
     yield Row(
+        "list: NaN",
+        load(lambda job: {**job.new, LAST: job.new[LAST] * torch.nan}),
+        f"{LAST} has numbers that are NaN",
+    )
+    yield Row(
         "list: no pairs on a rank",
         load(lambda job: [3] if job.is_second else job.new),
         "pairs of a name and a tensor, got a int",
@@ -257,6 +262,12 @@ def stream_rows():
         "stream: a wrong shape",
         load(lambda job: {**job.new, LAST: torch.zeros(3, 3)}.items()),
         f"{LAST} has shape",
+        writes=True,
+    )
+    yield Row(
+        "stream: NaN",
+        load(lambda job: {**job.new, LAST: job.new[LAST] * torch.nan}.items()),
+        f"{LAST} has numbers that are NaN",
         writes=True,
     )
     yield Row(

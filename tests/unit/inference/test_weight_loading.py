@@ -180,6 +180,7 @@ MISTAKES = {
     "sparse": (with_(**{K: torch.zeros(16, 32).to_sparse()}), f"{K} is .* with torch.sparse_coo"),
     "lazy": (with_(**{K: torch.nn.UninitializedParameter()}), f"{K} has no shape yet"),
     "quantized": (with_(**{K: torch.zeros(16, 32).to(torch.int8)}), "Quantized weights"),
+    "NaN": (with_(**{K: torch.full((16, 32), torch.nan)}), f"{K} has numbers that are NaN in what"),
     "two values": (with_(**{QKV: torch.zeros(64, 32)}), f"differs from what was given .*{QKV}"),
 }
 
