@@ -512,6 +512,7 @@ class Scheduler:
                 owners.append(chunk.request)
                 chunk.num_accepted += 1
                 if append(chunk.request, sampled):
+                    chunk.has_ended = True
                     break
         return owners
 

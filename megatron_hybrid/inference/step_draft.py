@@ -34,6 +34,8 @@ class Chunk:
     """As `Work.draft_draws`; the drafts lie behind the request's known tokens."""
     num_accepted: int = 0
     """Drafts that are in the answer, after the forward."""
+    has_ended: bool = False
+    """The last of them has ended the answer."""
     reservations: list[Reservation] = field(default_factory=list)
 
     @property
@@ -45,8 +47,7 @@ class Chunk:
     def last_computed(self) -> int:
         """The end of its accepted drafts, without one that has ended the answer: as the last token
         of other answers, that one is not computed yet."""
-        ends = self.request.done and self.num_accepted > 0
-        return self.end + self.num_accepted - ends
+        return self.end + self.num_accepted - self.has_ended
 
     def work(self) -> Work:
         request, lease = self.request, self.request.lease

@@ -361,7 +361,8 @@ def test_one_prompt_or_rows_of_prompts(prompts):
         (dict(seed=1 << 64), r"seed.*2\*\*64"),
         (dict(seed=-(1 << 63) - 1), "seed.*-9223372036854775809"),
         (dict(min_p=1.5), r"min_p must lie in \[0, 1\].*1.5"),
-        (dict(repetition_penalty=0), "repetition_penalty must be a finite number > 0.*0"),
+        (dict(temperature=10**300), r"temperature must be 0 \(greedy\) or lie in.*1e\+300"),
+        (dict(repetition_penalty=0), r"repetition_penalty must lie in \[1e-30, 1e\+30\].*0"),
         (dict(repetition_penalty=float("inf")), "repetition_penalty.*inf"),
         (dict(presence_penalty=2.1), r"presence_penalty must lie in \[-2, 2\].*2.1"),
         (dict(frequency_penalty="1"), "frequency_penalty.*'1'"),
@@ -439,11 +440,9 @@ def test_numbers_of_numpy_are_numbers():
     assert len(result.generated_tokens) <= 30
 
 
-@pytest.mark.parametrize("temperature", [2**64, 10**300])
-def test_no_temperature_is_too_high(temperature):
-    """Numbers that fit in no tensor of ints."""
+def test_a_temperature_may_be_an_int_that_fits_in_no_tensor_of_ints():
     (result,) = tiny_engine(MODEL).generate(
-        [PROMPT], SamplingParams(temperature=temperature, num_tokens_to_generate=3)
+        [PROMPT], SamplingParams(temperature=2**64, num_tokens_to_generate=3)
     )
     assert len(result.generated_tokens) == 3
 

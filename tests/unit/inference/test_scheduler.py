@@ -531,16 +531,16 @@ def test_drafts_of_a_plan_and_what_is_committed_of_them():
     each.cache.check_integrity()
 
 
-def test_drafts_take_what_decodes_leave_before_prompts_do():
+def test_drafts_take_what_decodes_and_prompts_leave():
     each = scheduler(max_tokens=10)
     each.drafts = Drafts([Counting()], 5, vocab_size=2000)
     each.add(request(0, 4))
     each.add(request(1, 4))
     run(each)
-    each.add(request(2, 30))
+    each.add(request(2, 4))
     plan = each.schedule()
-    assert [len(work.tokens) for work in plan.work] == [6, 4]
-    assert [len(work.draft_draws) for work in plan.work] == [5, 3]
+    assert [len(work.tokens) for work in plan.work] == [5, 1, 4]
+    assert [len(work.draft_draws) for work in plan.work] == [4, 0, 0]
 
 
 def test_a_lost_slot_and_a_waiting_request_with_a_slot_are_found():
