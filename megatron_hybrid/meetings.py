@@ -194,8 +194,8 @@ def coming(what: str) -> Iterator[None]:
     announce()
     key, number = _key("failures", own.rank), store.add(_key("attempts", own.rank), 1)
     before = _attempt.set(number)
-    with suppress(RuntimeError):  # there is none
-        store.delete_key(key)
+    # Not deleted: others may look at it now, and a store waits for a key that is gone.
+    store.set(key, pickle.dumps((number, None)))
     try:
         yield
     except Exception as error:

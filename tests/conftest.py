@@ -6,7 +6,9 @@ import os
 # Threads that wait leave the core to others, on which tests may run beside this one.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 # How long an example takes says how busy the machine is.
@@ -33,3 +35,11 @@ def pytest_collection_finish():
     """What imports and collection made stays to the end: full collections leave it out."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def default_group():
+    """A default process group of torch, with this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()

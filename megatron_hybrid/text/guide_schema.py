@@ -262,7 +262,9 @@ def _check_ends(top: Any, definitions: Mapping[str, Any]) -> None:
         if len(finite) == before:
             break
     if len(finite) < len(definitions) or not _ends(top, finite):
-        raise ValueError("no answer fits a schema that needs itself, by '$ref' and 'required'")
+        raise ValueError(
+            "no answer fits: a list of choices is empty, or a schema needs itself, by '$ref'"
+        )
 
 
 def _ends(schema: Any, finite: set[str]) -> bool:

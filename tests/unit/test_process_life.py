@@ -116,14 +116,16 @@ def test_a_rank_ends_when_its_launcher_was_killed(pipe, monkeypatch, ignored):
 
 
 @pytest.mark.parametrize("is_held", [False, True])
-def test_sigterm_ends_a_server_with_status_0_at_any_time(is_held, capfd):
+def test_sigterm_ends_a_server_with_status_0_at_any_time(is_held, capfd, pipe):
     """At once while it loads; later it is noted, and a fork that serves nobody ends by it."""
+    reads, writes = pipe
 
     def server():
         with EndSignal() as end:
             if is_held:
                 end.hold()
-                pid = in_fork(lambda: time.sleep(600))
+                pid = in_fork(lambda: (os.write(writes, b"x"), time.sleep(600)))
+                os.read(reads, 1)  # a signal that comes while Python forks is lost
                 os.kill(pid, signal.SIGTERM)
                 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (143, -signal.SIGTERM)
                 assert not end.was_sent
@@ -131,6 +133,7 @@ def test_sigterm_ends_a_server_with_status_0_at_any_time(is_held, capfd):
             os._exit(5 if is_held and end.was_sent else 6)
 
     status = os.waitstatus_to_exitcode(os.waitpid(in_fork(server), 0)[1])
+    os.close(writes)
     assert status == (5 if is_held else 0)
     told = capfd.readouterr().err
     assert ("ended by SIGTERM while the model was loading" in told) != is_held

@@ -28,7 +28,7 @@ def test_the_documented_losses_are_read_from_the_table(demo_curve):
 
 
 @torch.no_grad()
-def test_a_document_is_read_whole_and_each_token_counts_alike(demo_curve, tmp_path):
+def test_a_document_is_read_whole_and_each_token_counts_alike(demo_curve, tmp_path, default_group):
     model, tokenizer = mh.load_pretrained("demo")
     generator = torch.Generator().manual_seed(0)
     documents = [

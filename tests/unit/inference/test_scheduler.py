@@ -526,7 +526,8 @@ def test_drafts_of_a_plan_and_what_is_committed_of_them():
     assert appended == [(0, 2), (0, 3)]  # nothing behind its end
     assert (first.num_computed, first.lease.done, first.num_tokens) == (10, 10, 11)
     assert (second.num_computed, second.lease.done, second.num_tokens) == (9, 9, 9)
-    assert each.accepted_at == {0: 1} and each.num_drafts == 4
+    # The one that ends the answer is accepted, too.
+    assert each.accepted_at == {0: 1, 1: 1} and each.num_drafts == 4
     assert each.cache.allocator.num_free == free
     each.cache.check_integrity()
 

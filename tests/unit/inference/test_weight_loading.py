@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,12 +34,12 @@ Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_model_of_fsdp_is_refused_and_a_second_one_takes_its_weights():
+def test_a_model_of_fsdp_is_refused_and_a_second_one_takes_its_weights(default_group):
     """Whatever was served before, the wrapped one can be trained."""
     model, served = fresh_model(seed=1, pattern="M*-"), fresh_model(seed=2, pattern="M*-")
     with tiny_engine(fresh_model(seed=1, pattern="M*-")) as engine:
         expected = engine.generate([PROMPT], greedy(5))[0].generated_tokens
-    fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     wrapped = fsdp.FullyShardedDataParallel(fresh_model(), device_id=torch.device("cpu"))
     for refused in (model, [model], wrapped):
         with pytest.raises(ValueError, match=r"wrapped by FSDP.*full_tensor"):

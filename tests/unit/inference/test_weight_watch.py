@@ -266,12 +266,12 @@ def test_hooks_that_come_and_go_are_noticed(register):
     ],
     ids=["broadcast", "all_reduce", "scatter", "data"],
 )
-def test_writes_that_torch_does_not_count_need_the_call(write):
+def test_writes_that_torch_does_not_count_need_the_call(write, default_group):
     """docs/guides/rollouts.md lists them. If torch counts one, that list is wrong."""
     model = fresh_model()
     engine = tiny_engine(model)
     engine.generate([PROMPT], greedy(2))
-    write(model.decoder.layers[0].mixer.in_proj.weight, dist.new_group(backend="gloo"))
+    write(model.decoder.layers[0].mixer.in_proj.weight, default_group)
     assert engine.generate([PROMPT], greedy(2))[0].prefix.skipped_tokens == 130
     engine.update_weights()
     assert engine.generate([PROMPT], greedy(2))[0].prefix.skipped_tokens == 0

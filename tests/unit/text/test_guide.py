@@ -242,7 +242,7 @@ def test_whitespace_is_limited():
         ({"$ref": "#"}, "no answer fits"),
         (
             {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
-            "no answer fits a schema that needs itself",
+            "no answer fits",
         ),
         ({"type": "string", "minLength": 2, "maxLength": 1}, "no answer fits: minLength"),
         ({"$ref": "#name"}, "to an anchor"),
