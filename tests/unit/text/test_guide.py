@@ -191,11 +191,15 @@ def test_a_regex_is_that_of_python(pattern, data):
     assert accepts(Guide.regex(pattern), text) == bool(compiled.fullmatch(text))
 
 
-@settings(max_examples=60, deadline=None)
+# An answer writes DEL as an escape, which RFC 8259 leaves open.
+TEXTS = st.text(st.characters(exclude_characters="\x7f", exclude_categories=["Cs"]), max_size=5)
+
+
+@settings(max_examples=60)
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=5),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+        st.none() | st.booleans() | st.integers(-(2**53), 2**53) | TEXTS,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner),
         max_leaves=8,
     ),
     st.sampled_from([None, 2]),
