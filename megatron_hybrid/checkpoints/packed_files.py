@@ -295,7 +295,11 @@ def _packed_codes(files: PackedFiles, name: str) -> dict[str, StoredPart] | None
         codes = files.part(name, torch.int8, _int8_of_words, _words_of_int8)
     parts = {"codes": codes, "scale": scale}
     if files.has(zero := f"{weight}_zero_point"):
-        parts["zero"] = _zero_points(files, zero, bits, scale.shape[-2])
+        # Only those of groups and of rows are in words.
+        in_words = files.files.dtype(zero) == torch.int32
+        parts["zero"] = (
+            _zero_points(files, zero, bits, scale.shape[-2]) if in_words else files.part(zero)
+        )
     return parts
 
 

@@ -70,6 +70,18 @@ def words(codes: Tensor, bits: int) -> Tensor:
     return torch.where(found >= 1 << 31, found - (1 << 32), found).to(torch.int32)
 
 
+def one_scale(weight: Tensor, bits: int) -> Stored:
+    """compressed-tensors' pack-quantized with one scale and one zero point of all, which is not in
+    words."""
+    most = (1 << bits - 1) - 1
+    scale = ((weight.max() - weight.min()) / (2 * most + 1)).bfloat16().reshape(1)
+    zero = (-weight.min() / scale.double()).round() - most - 1
+    codes = (weight / scale.double() + zero).round().clamp(-most - 1, most)
+    stored = {"weight_packed": words(codes, bits), "weight_shape": torch.tensor(weight.shape)}
+    stored |= {"weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
+    return stored, (codes - zero) * scale.double()
+
+
 def integers(weight: Tensor, bits: int, group: int, symmetric: bool = True) -> Stored:
     """compressed-tensors' pack-quantized."""
     block = (1, group)
@@ -197,6 +209,13 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Stored], dict]] = {
             "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
         },
     ),
+    **{
+        f"ct-w{bits}a16-tensor": (
+            lambda w, bits=bits: one_scale(w, bits),
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+        )
+        for bits in (4, 8)
+    },
     **{
         kind: (
             lambda w, kind=kind: turned(w, kind),
