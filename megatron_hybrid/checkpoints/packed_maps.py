@@ -301,9 +301,10 @@ class _Rows:
         num_packed = int(is_packed[0].sum())
         if not bool((is_packed == (torch.arange(ours.shape[-2]) < num_packed)).all()):
             raise CheckpointError(
-                f"only some of the weights that {name} of the model consists of are packed, such "
-                f"as {next(n for n in tensor_map.theirs if n in source.stored)}, and not those of "
-                "its first rows: dequantize them with the library that packed them."
+                f"{name} of the model consists of {', '.join(tensor_map.theirs)}, of which "
+                f"{', '.join(n for n in tensor_map.theirs if n not in source.stored)} is not "
+                "packed, and does not come last: pack all of them or none, or dequantize the "
+                "others with the library that packed them."
             )
         return cls(tensor_map, source, num_packed, ours.shape[-2] - num_packed)
 
