@@ -56,7 +56,7 @@ def test_rotary_fields_that_somebody_added(name, values, tmp_path):
     tokens = torch.randint(3, 100, (1, 60), generator=torch.Generator().manual_seed(0))
     expected = Reference(theirs).logits(tokens)
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens), expected, atol=2e-5, rtol=0)
+        torch.testing.assert_close(model(tokens), expected, atol=5e-5, rtol=0)
     before = Reference(build(name)).logits(tokens)
     assert (expected - before).abs().max() > 1e-3
 
