@@ -54,9 +54,9 @@ FAULTS = {
     "some -inf": lambda row, random: row[1::2].fill_(-math.inf),
     "huge": lambda row, random: row.sign_().mul_(LARGEST),
     "equal": lambda row, random: row.zero_(),
-    "denormal": lambda row, random: row.mul_(1e-42),
+    "denormal": lambda row, random: row.copy_(row.argsort().argsort() * 1e-42),
 }
-"""What a row of logits becomes."""
+"""What a row of logits becomes; once more, too, as a row that is drawn again."""
 
 
 class _Random:
