@@ -67,17 +67,42 @@ _DATE = (
 )
 _TIME = (
     r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?"
-    "(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+    "([Zz]|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 )
+_HOST = f"({_host(32, 7)}|{_host(63, 3)})"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = rf"{_BYTE}(\.{_BYTE}){{3}}"
+_WORD = "[0-9a-fA-F]{1,4}"
+
+
+def _ipv6() -> str:
+    """Return addresses of eight words, the last two of which may be an IPv4 address, and in which
+    "::" stands once for one or more of them (RFC 4291, section 2.2)."""
+    words, mixed = [f"({_WORD}:){{7}}{_WORD}"], [f"({_WORD}:){{6}}{_IPV4}"]
+    for before in range(8):
+        start = f"({_WORD}:){{{before}}}" if before else ":"
+        words.append(f"{start}((:{_WORD}){{1,{7 - before}}}|:)" if before < 7 else f"{start}:")
+        if before < 6:
+            mixed.append(f"{start}(:{_WORD}){{0,{5 - before}}}:{_IPV4}")
+    return f"({'|'.join([*words, *mixed])})"
+
+
+_IPV6 = _ipv6()
+_ATOM = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]+"
+_QUOTED = r'"([ !#-\[\]-~]|\\[ -~])*"'
 _OWN_FORMATS = {
     "date": _DATE,
     "time": _TIME,
-    "date-time": f"{_DATE}T{_TIME}",
-    "hostname": f"({_host(32, 7)}|{_host(63, 3)})",
+    "date-time": f"{_DATE}[Tt]{_TIME}",
+    "hostname": _HOST,
+    "ipv4": _IPV4,
+    "ipv6": _IPV6,
+    "email": rf"({_ATOM}(\.{_ATOM})*|{_QUOTED})@({_HOST}|\[({_IPV4}|IPv6:{_IPV6})\])",
 }
-"""Patterns of formats that llguidance would hold less strictly: each day exists, seconds are from 0
-to 59, a host name has up to 253 characters."""
-FORMATS = (*_OWN_FORMATS, "duration", "uuid", "ipv4", "ipv6", "email", "uri")
+"""Patterns of formats that llguidance would hold otherwise: each day exists, seconds are from 0 to
+59, a host name has up to 253 characters, addresses may end in those of IPv4, and mailboxes be
+quoted (RFC 5321)."""
+FORMATS = (*_OWN_FORMATS, "duration", "uuid", "uri")
 _WHITESPACE = {"whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}"}
 _ESCAPES = {"json_allow_general_unicode_escapes": True}
 _NAMED_ONCE = {"json_allowed_escapes": 'nrbtf\\"'}

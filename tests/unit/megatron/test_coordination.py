@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from multiprocessing import Pipe
 from types import SimpleNamespace
 
@@ -10,6 +10,7 @@ import pytest
 from commands import free_port
 from door import LetterTokenizer, door_engine, greedy_params
 from reference import is_greedy, random_tokens, tiny_model
+from waiting import LIMIT_S
 
 from megatron_hybrid import compat
 from megatron_hybrid.inference.rank_watch import RankFailedError
@@ -56,22 +57,24 @@ if compat.HAVE_COORDINATOR:  # 0.16 has another one
         await asyncio.to_thread(ready.wait)  # before, it takes a client for an engine
         client = InferenceClient(address, deserialize=deserialize)
         client.start()
-        try:
-            yield client, engines
-        finally:
-            client.pause_engines()
-            for engine in engines:
-                await asyncio.wait([engine.engine_loop_task], timeout=0)
-                if not engine.engine_loop_task.done():
-                    await engine.wait_until(EngineState.PAUSED)
-            client.stop_engines()
-            for engine in engines:
-                await engine.engine_loop_task
-                assert engine.state is EngineState.STOPPED and not engine.use_coordinator
-            client.shutdown_coordinator()
-            await asyncio.to_thread(thread.join, 10)
-            client.stop()
-            assert not thread.is_alive()
+        # It is stopped in any case: messages that nobody takes would hold up its end for ever.
+        with ExitStack() as end:
+            end.callback(client.stop)
+            try:
+                yield client, engines
+            finally:
+                client.pause_engines()
+                for engine in engines:
+                    await asyncio.wait([engine.engine_loop_task], timeout=0)
+                    if not engine.engine_loop_task.done():
+                        await engine.wait_until(EngineState.PAUSED)
+                client.stop_engines()
+                for engine in engines:
+                    await engine.engine_loop_task
+                    assert engine.state is EngineState.STOPPED and not engine.use_coordinator
+                client.shutdown_coordinator()
+                await asyncio.to_thread(thread.join, LIMIT_S)
+        assert not thread.is_alive()
 
     async def all_of(engines, state):
         for engine in engines:

@@ -199,14 +199,23 @@ CHECKS = {
 }
 EXAMPLES = {
     "date": (["0001-01-01", "2000-02-29", "9999-12-31"], ["0000-01-01", "2100-02-29", "2024-4-1"]),
-    "time": (["23:59:59Z", "00:00:00.123+05:30"], ["24:00:00Z", "12:00:00", "12:00:60Z"]),
+    "time": (
+        ["23:59:59Z", "00:00:00.123+05:30", "08:30:06z"],
+        ["24:00:00Z", "12:00:00", "12:00:60Z"],
+    ),
     "date-time": (["2024-02-29T10:00:00Z"], ["2023-02-29T10:00:00Z", "2024-02-29 10:00:00Z"]),
     "duration": (["P1Y2M3DT4H5M6S", "PT1M", "P2W", "P3D"], ["P", "PT", "P1Y2D", "P1S", "1D"]),
     "uuid": (["123e4567-e89b-12d3-a456-426614174000"], ["123e4567e89b12d3a456426614174000"]),
     "ipv4": (["0.0.0.0", "255.10.99.1"], ["256.1.1.1", "01.1.1.1", "1.1.1"]),
-    "ipv6": (["1:2:3:4:5:6:7:abcd"], ["1:2:3", "g:2:3:4:5:6:7:8"]),
+    "ipv6": (
+        ["1:2:3:4:5:6:7:abcd", "::", "::1", "1::", "1:2:3:4:5:6:7::", "::ffff:192.168.0.1"],
+        ["1:2:3", "g:2:3:4:5:6:7:8", "1::2::3", "1:2:3:4:5:6:7:8::", "1:2:3:4:5:6::1.2.3.4", ":1"],
+    ),
     "hostname": (["a", "example.com", "a-b.c"], ["-a", "a..b", "a_b", "a-"]),
-    "email": (["a.b+c@example.com"], ["a", "@b", "a..b@c", "a b@c"]),
+    "email": (
+        ["a.b+c@example.com", r"\"a b\"@c", "a@[1.2.3.4]", "a@[IPv6:::1]"],
+        ["a", "@b", "a..b@c", "a b@c", "a@[1.2.3]"],
+    ),
     "uri": (["https://a.b:80/c?d=e#f", "ftp://x"], ["a", "https://a b", "http://a/%g"]),
 }
 
@@ -221,7 +230,7 @@ def test_a_format_is_kept_to(name):
     texts = yes + [json.loads(answer) for answer in walks if answer]
     for text in texts:
         jsonschema.Draft202012Validator.FORMAT_CHECKER.check(text, name)
-        CHECKS.get(name, str)(text)
+        CHECKS.get(name, str)(text.upper())  # of times Python reads no small letters
 
 
 def test_the_rules_of_a_shared_schema_are_made_once():
