@@ -133,7 +133,9 @@ class StepDraft:
             parks=list(self.parks.values()),
             loads=loads,
             restores=list(self.restores.values()),
-            work=[chunk.work() for chunk in self.chunks],
+            # Single tokens come first, so that each takes the same path through recurrent layers,
+            # whatever is computed next to it.
+            work=sorted((chunk.work() for chunk in self.chunks), key=lambda w: len(w.tokens) > 1),
             ready=[Ready(r.request_id, r.slot, draws_of(r)) for r in self.ready],
             saves=[
                 SlotSave(saved.position, saved.pages, r.request_id, r.slot)
