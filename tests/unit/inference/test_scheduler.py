@@ -540,8 +540,8 @@ def test_drafts_take_what_decodes_and_prompts_leave():
     run(each)
     each.add(request(2, 4))
     plan = each.schedule()
-    assert [len(work.tokens) for work in plan.work] == [5, 1, 4]
-    assert [len(work.draft_draws) for work in plan.work] == [4, 0, 0]
+    assert [len(work.tokens) for work in plan.work] == [1, 5, 4]
+    assert [len(work.draft_draws) for work in plan.work] == [0, 4, 0]
 
 
 def test_a_lost_slot_and_a_waiting_request_with_a_slot_are_found():

@@ -213,7 +213,7 @@ def test_one_request_saves_while_another_restores():
     engine.add_request(2, [*PROMPT, 7], greedy_params(3))
     before = engine.engine.stats()["checkpoints_saved"]
     engine.step_modern()  # both prefills are in it
-    assert engine.engine.context.request_query_lengths == [len(new), 1]
+    assert engine.engine.context.request_query_lengths == [1, len(new)]  # single tokens first
     assert engine.engine.stats()["checkpoints_saved"] > before
     answers = finish(engine)
     assert answers[2].num_cached_tokens == len(PROMPT)
