@@ -68,7 +68,9 @@ class Contract:
         """Its shapes in numbers, as far as they are known."""
 
         def size(word: str) -> str:
-            if (found := known.get(_name_of(word))) is None or word == "...":
+            if word == "..." and known.get("_rest"):
+                return ", ".join(map(str, known["_rest"]))
+            if (found := known.get(_name_of(word))) is None:
                 return word if word.isdigit() or word == "..." else "any"
             return str(found + int(word[len(_name_of(word)) :] or 0))
 
@@ -147,7 +149,7 @@ def _lines(
     those `known`, or `unknown` where it may have been left out."""
     fail = f"fail({number}, {x}, locals())"
     is_sure = not own.is_optional and len(own.forms) == 1 and own.kind != "stack"
-    lines = [f"_shape, _rank = {x}.shape, {x}.dim()"]
+    lines = [f"_shape = {x}.shape"]
     for place, form in enumerate(own.forms):
         binds, wanted = [], []
         rest = form.index("...") if "..." in form else len(form)
@@ -155,24 +157,26 @@ def _lines(
             at = f"_shape[{index if index <= rest else index - len(form)}]"
             name = "_rest" if word == "..." else _name_of(word)
             if word == "...":
-                at = f"_shape[{index}:_rank - {len(form) - 1 - index}]"
+                at = f"_shape[{index}:len(_shape) - {len(form) - 1 - index}]"
             wanted.append(f"*{name}" if word == "..." else at if word == "any" else word)
             if name.isdigit() or name == "any" or name in known:
                 continue
-            bind = f"{name} = {at}" + (f" - (0{word[len(name) :]})" if name not in (word, "_rest") else "")
+            bind = f"{name} = {at}" + (
+                f" - (0{word[len(name) :]})" if name not in (word, "_rest") else ""
+            )
             if not is_sure:
                 unknown.add(name)
             binds.append(f"if {name} is None: {bind}" if name in unknown else bind)
             if is_sure:
                 known.add(name)
-        count = f"_rank < {len(form) - 1}" if "..." in form else f"_rank != {len(form)}"
+        count = f"len(_shape) {'<' if '...' in form else '!='} {len(form) - ('...' in form)}"
         inner = [*binds, f"if _shape != ({', '.join(wanted)},): {fail}"]
         if place + 1 < len(own.forms):
             lines += [f"{'el' if place else ''}if not {count}:", *(f"    {one}" for one in inner)]
         elif place:
             lines += [f"elif {count}: {fail}", "else:", *(f"    {one}" for one in inner)]
-        else:
-            lines += [f"if {count}: {fail}", *inner]
+        else:  # another number of dimensions is another shape, too
+            lines += [f"if {count}: {fail}"] * (binds != [] or "any" in form) + inner
     dtype = [f"{x}.dtype not in {own.kind}s"] if _KINDS[own.kind] else []
     if is_launch:
         flaws = [*dtype, f"{x}.get_device() != device", f"{x}.is_neg()"]

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hybrid.ops.dispatch import Backend
 from megatron_hybrid.ops.checks import has_tangent
 from megatron_hybrid.ops.contracts import FLOATS
+from megatron_hybrid.ops.dispatch import Backend
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates
 from megatron_hybrid.ops.to_device import all_to_device

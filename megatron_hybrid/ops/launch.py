@@ -35,9 +35,7 @@ class Kernel:
         TypeError: it has other arguments, or a size that is tied to nothing.
     """
 
-    def __init__(
-        self, function: Any, conditions: Sequence[str], contracts: dict[str, str]
-    ) -> None:
+    def __init__(self, function: Any, conditions: Sequence[str], contracts: dict[str, str]) -> None:
         self.function = function
         parameters = inspect.signature(function.fn).parameters
         own = [Contract(name, text) for name, text in contracts.items()]

@@ -239,7 +239,10 @@ def run(
     form = dict(C=C, K=K, HAS_BIAS=bias_C is not None, SILU=activation == "silu")
     form |= dict(BLOCK_T=ROWS, BLOCK_C=CHANNELS, num_warps=4)
     if layout.num_steps == layout.num_sequences:
-        grid, numbers = (triton.cdiv(layout.num_rows, ROWS), blocks), (layout.num_rows, layout.num_sequences)
+        grid, numbers = (
+            (triton.cdiv(layout.num_rows, ROWS), blocks),
+            (layout.num_rows, layout.num_sequences),
+        )
         conv_step_kernel(grid, tensors, numbers, **form)
         capture_steps(states, layout)
         return y_TC

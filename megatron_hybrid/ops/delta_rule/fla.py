@@ -7,7 +7,6 @@ recurrence goes over the chunks of a sequence, from the state in the pool to the
 
 from __future__ import annotations
 
-import torch
 from fla.ops.common.chunk_o import chunk_fwd_o
 from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
@@ -54,9 +53,17 @@ _kimi_factors = checked(
     **{"q": "1 T H N", "k": "1 T H N", "v": "1 T H any", "gk": "fp32 1 T H N", "beta": _BETA},
     **_CHUNKS,
 )
-_gated_outputs = checked(chunk_fwd_o, q=_KEYS, k=_KEYS, v=_VALUES, h=_STATES, g="fp32 1 T H", **_CHUNKS)
+_gated_outputs = checked(
+    chunk_fwd_o, q=_KEYS, k=_KEYS, v=_VALUES, h=_STATES, g="fp32 1 T H", **_CHUNKS
+)
 _kimi_outputs = checked(
-    chunk_gla_fwd_o_gk, q="1 T H N", v=_VALUES, g="fp32 1 T H N", A="1 T H chunk_size", h=_STATES, **_CHUNKS
+    chunk_gla_fwd_o_gk,
+    q="1 T H N",
+    v=_VALUES,
+    g="fp32 1 T H N",
+    A="1 T H chunk_size",
+    h=_STATES,
+    **_CHUNKS,
 )
 
 

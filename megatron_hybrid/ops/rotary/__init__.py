@@ -15,7 +15,7 @@ _rotate_heads = Op(
         **{"q_TKGD": "T K any D", "k_TKD": "T K D", "cos_T1d": "T 1 d", "sin_T1d": "T 1 d"},
         **{"q_weight_D": "D or None", "k_weight_D": "D or None"},
     },
-    {"2 * d <= D": "cos_T1d has angles of {d} pairs, and heads have {D} numbers: give {D} // 2"},
+    {"2 * d <= D": "cos_T1d has angles of {d} pairs, and heads have {D} numbers: a pair takes two"},
 )
 _rotate_heads.register(
     kernel_backend("triton", "megatron_hybrid.ops.rotary.triton", TRITON, priority=10)
@@ -45,4 +45,6 @@ def rotate_heads(
     Returns:
         q `[T, K G, D]` and k `[T, K, D]`.
     """
-    return _rotate_heads(q_TKGD, k_TKD, cos_T1d, sin_T1d, interleaved, *(weights_D or (None, None)), eps)
+    return _rotate_heads(
+        q_TKGD, k_TKD, cos_T1d, sin_T1d, interleaved, *(weights_D or (None, None)), eps
+    )
