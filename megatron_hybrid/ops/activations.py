@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from megatron_hybrid.ops.checks import compute_dtype
+from megatron_hybrid.ops.checks import compute_dtype, has_tangent
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -50,7 +50,7 @@ def _instead_of(torchs: _Function) -> Callable[[_Function], _Function]:
             return ours(x) if dtype == x.dtype else ours(x.to(dtype)).to(x.dtype)
 
         def function(x: torch.Tensor) -> torch.Tensor:
-            if x.device.type != "cpu":
+            if x.device.type != "cpu" or has_tangent(x):
                 return torchs(x)
             if x.requires_grad and torch.is_grad_enabled():
                 return _OnCPU.apply(x, rounded, torchs)

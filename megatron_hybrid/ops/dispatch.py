@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from megatron_hybrid.ops.contracts import Contract, check_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +69,28 @@ class Op:
     Args:
         name: of the public function.
         reference: serves all inputs; the other backends are tested against it.
+        contracts: of each of its tensors, by parameter: see `contracts.py`. T, R and n are those of
+            its `layout`.
+        conditions: expressions of sizes and parameters that must hold, and the errors.
+        helpers: functions that these call.
+
+    Raises:
+        TypeError: a tensor has no contract, or a size is tied to nothing.
     """
 
-    def __init__(self, name: str, reference: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        reference: Callable[..., Any],
+        contracts: Mapping[str, str],
+        conditions: Mapping[str, str] | None = None,
+        **helpers: Callable[..., Any],
+    ) -> None:
         self.name = name
         self.reference = reference
+        self.contracts: dict[str, Contract] = {}
+        """Of each tensor, by its name."""
+        self._check = self._check_of(contracts, conditions or {}, helpers)
         self.backends: list[Backend] = []
         """Beside the reference, by priority."""
         self._usable: list[Backend] = []
@@ -92,9 +112,16 @@ class Op:
         """Run the op; the first input is a tensor.
 
         Raises:
-            ValueError: a backend is forced that no op has.
+            TypeError: a tensor has another dtype than its contract says.
+            ValueError: it has another shape, or a condition does not hold; or a backend is forced
+                that no op has.
             RuntimeError: the forced backend of this op cannot serve the inputs.
         """
+        self._check(*inputs)
+        return self._serve(*inputs)
+
+    def _serve(self, *inputs: Any) -> Any:
+        """Run the op on inputs that fit its contracts."""
         if forced is not None:
             return self._forced_backend(inputs)(*inputs)
         for backend in self._usable:
@@ -105,6 +132,47 @@ class Op:
                 return backend.run(*inputs)
             self._tell(backend, reason)
         return self.reference(*inputs)
+
+    def _check_of(
+        self, contracts: Mapping[str, str], conditions: Mapping[str, str], names: dict[str, Any]
+    ) -> Callable[..., None]:
+        """Return a function of the inputs that checks them."""
+        parameters = inspect.signature(self.reference, eval_str=True).parameters
+        tensors = {
+            name
+            for name, own in parameters.items()
+            if "Tensor" in (kind := str(own.annotation)) and "Callable" not in kind
+        }
+        owners = {name.partition(".")[0] for name in contracts}
+        if tensors != owners:
+            raise TypeError(
+                f"{self.name} has contracts for {sorted(owners)} and the tensors {sorted(tensors)}:"
+                " give each of them one"
+            )
+        signature, head = [], []
+        for name, parameter in parameters.items():
+            has_default = parameter.default is not parameter.empty
+            names |= {f"default_{name}": parameter.default} if has_default else {}
+            signature.append(f"{name}=default_{name}" if has_default else name)
+        for name, text in contracts.items():
+            owner, _, part = name.partition(".")
+            variable = part or owner
+            if part:
+                head.append(f"{part} = None if {owner} is None else {owner}.{part}")
+            self.contracts[variable] = Contract(variable, text)
+        sizes = ()
+        if "layout" in parameters:
+            sizes = ("T", "R", "n")
+            head.append("T, R, n = layout.num_rows, layout.num_sequences, len(layout.captures)")
+        return check_of(
+            self.name,
+            ", ".join(signature),
+            self.contracts,
+            given=sizes,
+            head=head,
+            conditions=conditions,
+            names=names,
+        )
 
     def refusals(self, *inputs: Any) -> dict[str, str | None]:
         """Each backend by priority, and why it cannot serve these inputs (any inputs, if none are

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_hybrid.ops.checks import has_tangent
+from megatron_hybrid.ops.contracts import FLOATS
 from megatron_hybrid.ops.dispatch import Backend
-from megatron_hybrid.ops.launch import FLOATS
 from megatron_hybrid.ops.ragged import RaggedLayout
+from megatron_hybrid.ops.slot_states import SlotStates
 from megatron_hybrid.ops.to_device import all_to_device
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -136,7 +138,9 @@ def aligned_rows(rows: Tensor) -> Tensor:
 
 
 def gradient_refusal(*tensors: Tensor | None) -> str | None:
-    """Why kernels without a backward pass cannot serve, if a gradient is wanted."""
+    """Why kernels without derivatives cannot serve, if one is wanted."""
+    if any(tensor is not None and has_tangent(tensor) for tensor in tensors):
+        return "it has no derivative in forward mode, and one is wanted"
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return "it has no backward pass, and gradients are wanted"
     return None
@@ -149,8 +153,18 @@ def input_refusal(*tensors: Tensor | None) -> str | None:
             continue
         if tensor.dtype not in FLOATS:
             return f"it takes no tensors of {tensor.dtype}"
+        if tensor.is_neg():
+            return "a tensor is negated when it is read"
         if tensor.dim() == 1 and not tensor.is_contiguous():
             return f"a vector has the stride {tensor.stride(0)}; it takes neighbours"
+    return None
+
+
+def states_refusal(states: SlotStates | None) -> str | None:
+    """Why kernels of 16 and 32 bits cannot serve states of these dtypes."""
+    for tensor in states or ():
+        if tensor is not None and tensor.is_floating_point() and tensor.dtype not in FLOATS:
+            return f"it takes no states of {tensor.dtype}"
     return None
 
 

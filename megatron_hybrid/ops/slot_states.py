@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_hybrid.ops.checks import check_shape, compute_dtype, states_or_zeros
+from megatron_hybrid.ops.checks import compute_dtype
 from megatron_hybrid.ops.dispatch import Op
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.to_device import to_device
@@ -41,26 +43,50 @@ class SlotStates(NamedTuple):
 
 
 class SlotOp(Op):
-    """An op that continues states in live slots.
+    """An op that continues states in live slots: its parameter `initial_states_...`, which takes
+    `SlotStates` or None, and the next one, which is the layout.
 
     Args:
-        name, reference: as of `Op`.
-        place: number of its argument `SlotStates`; the next one is the layout.
-        flat: numbers of its flat tensors.
+        name: of the public function.
+        scan: the reference as a function of initial states, see `in_slots`.
+        contracts, conditions: as of `Op`; the tensors whose first size is T are flat.
+        state: contract of one state.
+        has_steps_in_place: see `in_slots`.
     """
 
     def __init__(
-        self, name: str, reference: Callable[..., Any], place: int, flat: tuple[int, ...]
+        self,
+        name: str,
+        scan: Callable[..., tuple],
+        contracts: dict[str, str],
+        state: str,
+        conditions: dict[str, str],
+        has_steps_in_place: bool = False,
     ) -> None:
-        super().__init__(name, reference)
-        self._place, self._flat = place, flat
+        parameters = list(inspect.signature(scan).parameters)
+        self._place = parameters.index("layout") - 1
+        self._flat = [
+            parameters.index(own) for own, text in contracts.items() if text.startswith("T ")
+        ]
+        states, (kind, sizes) = parameters[self._place], state.split(" ", 1)
+        contracts |= {
+            f"{states}.pool_S": f"{kind} any {sizes} or None",
+            f"{states}.slot_ids_R": "int R or None",
+            f"{states}.captured_n": f"{kind} n {sizes} or None",
+        }
+        conditions |= {
+            f"captured_n is not None or not n or {states} is None": "captured_n is None, and the "
+            f"layout has {{n}} captures: give a tensor [{{n}}, {sizes.replace(' ', ', ')}] for them"
+        }
+        reference = in_slots(scan, self._place, has_steps_in_place)
+        super().__init__(name, reference, contracts, conditions)
 
-    def __call__(self, *inputs: Any) -> Any:
-        """As `Op.__call__`; where sequences continue each other, a depth after the other, by the
-        same steps that they would take in a call each."""
+    def _serve(self, *inputs: Any) -> Any:
+        """As `Op._serve`; where sequences continue each other, a depth after the other, by the same
+        steps that they would take in a call each."""
         states, layout = inputs[self._place], inputs[self._place + 1]
         if not layout.depths:
-            return super().__call__(*inputs)
+            return super()._serve(*inputs)
         own, outputs = list(inputs), None
         for part in layout.passes(inputs[0].device):
             for number in self._flat:
@@ -71,7 +97,7 @@ class SlotOp(Op):
             slots_R = states.slot_ids_R.index_select(0, part.sequences_R)
             own[self._place] = SlotStates(states.pool_S, slots_R, captured)
             own[self._place + 1] = part.layout
-            y = super().__call__(*own)
+            y = super()._serve(*own)
             if outputs is None:
                 outputs = y.new_zeros(layout.num_rows, *y.shape[1:])
             outputs.index_copy_(0, part.rows_T, y)
@@ -93,6 +119,7 @@ def in_slots(
             it then changes the states in the pool, and its last two results are None.
     """
 
+    @functools.wraps(scan)
     def run(*inputs: Any) -> torch.Tensor:
         states = inputs[place]
         if states is None:
@@ -112,18 +139,14 @@ def in_slots(
     return run
 
 
-def initial_states(
-    op: str,
-    states: torch.Tensor | SlotStates | None,
-    shape: tuple[int, ...],
-    meaning: str,
-    like: torch.Tensor,
+def states_or_zeros(
+    states: torch.Tensor | SlotStates | None, shape: tuple[int, ...], like: torch.Tensor
 ) -> torch.Tensor | SlotStates:
-    """`states_or_zeros`, or checked `SlotStates` as they are."""
-    if isinstance(states, SlotStates):
-        check_shape(f"initial_states of {op}", states.pool_S, (None, *shape[1:]), meaning)
-        return states
-    return states_or_zeros(op, states, shape, meaning, like)
+    """The initial states in the compute dtype of `like`, zeros of `shape` for None; those in slots
+    as they are."""
+    if states is None:
+        return torch.zeros(shape, dtype=compute_dtype(like), device=like.device)
+    return states.to(compute_dtype(like)) if isinstance(states, torch.Tensor) else states
 
 
 def _are_steps_in_place(inputs: tuple, states: SlotStates, layout: RaggedLayout) -> bool:

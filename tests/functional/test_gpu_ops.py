@@ -29,7 +29,7 @@ SMALL = {
     "time_steps": lambda draw: (draw(9, 32), draw(32), draw(32), (0.0, None), draw(9, 32), 2.0),
     "rotate_heads": lambda draw: (
         *(draw(9, 4, 4, 256), draw(9, 4, 256), draw(9, 1, 32), draw(9, 1, 32)),
-        *(False, (draw(256).float(), draw(256).float()), 1e-5),
+        *(False, draw(256).float(), draw(256).float(), 1e-5),
     ),
 }
 """Ops between projections: inputs from a function that draws tensors of a shape."""

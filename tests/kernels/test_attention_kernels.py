@@ -136,6 +136,23 @@ def test_wide_heads_are_split_as_for_16_bits_and_for_32(monkeypatch, D, P, num_b
         assert_near(paged_attention(*given), kernels_reference(*given))
 
 
+@pytest.mark.parametrize(("B", "entry"), [(16, 0), (1, 0), (1, 2**30)])
+@pytest.mark.parametrize("length", [1, 2, 20])
+def test_what_lies_in_a_first_place_that_is_skipped_does_not_matter(B, entry, length):
+    """Neither NaN there, nor with pages of one token the entry of the block table."""
+    generator = seeded(length)
+    k, v = (torch.randn(33, B, 1, 16, generator=generator) for _ in range(2))
+    table = torch.arange(1, 33, dtype=torch.int32)[None]
+    q, layout = torch.randn(length, 1, 16, generator=generator), RaggedLayout((length,), (5,))
+    pattern = kernels.AttentionPattern(0.25, skips_first=True)
+    expected = kernels_reference(q, k, v, table, layout, pattern)
+    v[1, 0] = k[1, 0] = v[0] = torch.nan
+    if B == 1:
+        table[0, 0] = entry
+    found = paged_attention(q, k, v, table, layout, pattern)
+    assert_near(found, expected)
+
+
 def test_no_call_waits_for_the_device():
     generator = seeded(0)
     layout = RaggedLayout((1, 30), (60, 8), (), 1)

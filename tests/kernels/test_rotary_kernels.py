@@ -36,7 +36,7 @@ def draw(rows, groups, heads, width, pairs, dtype=torch.float32, seed=0):
 )
 def test_rotated_heads_are_as_by_the_reference(sizes, width_pairs, interleaved, has_norm, seed):
     *inputs, weights = draw(*sizes, *width_pairs, seed=seed)
-    form = interleaved, weights if has_norm else None, 1e-3
+    form = interleaved, *(weights if has_norm else (None, None)), 1e-3
     assert OP.refusals(*inputs, *form)["triton"] is None
     for found, expected in zip(OP.backends[0].run(*inputs, *form), OP.reference(*inputs, *form)):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -45,8 +45,8 @@ def test_rotated_heads_are_as_by_the_reference(sizes, width_pairs, interleaved, 
 def test_it_rounds_where_the_reference_does():
     *inputs, weights = draw(5, 2, 3, 64, 16, torch.float16)
     for found, expected in zip(
-        OP.backends[0].run(*inputs, False, weights, 1e-3),
-        OP.reference(*inputs, False, weights, 1e-3),
+        OP.backends[0].run(*inputs, False, *weights, 1e-3),
+        OP.reference(*inputs, False, *weights, 1e-3),
     ):
         assert found.dtype == torch.float16 and (found == expected).float().mean() > 0.98
 

@@ -10,7 +10,7 @@ from megatron_hybrid.ops.activate import reference
 from megatron_hybrid.ops.dispatch import Op
 from megatron_hybrid.ops.kernels import TRITON, kernel_backend
 
-_activate = Op("activate", reference.activate)
+_activate = Op("activate", reference.activate, {"x": "...", "factor": "... or None"})
 _activate.register(
     kernel_backend("triton", "megatron_hybrid.ops.activate.triton", TRITON, priority=10)
 )

@@ -12,11 +12,32 @@ from megatron_hybrid.ops.ragged import RaggedLayout
 
 __all__ = ["AttentionPattern", "paged_attention", "varlen_attention"]
 
-_paged_attention = Op("paged_attention", reference.paged_attention)
+_GROUPS = {"K and H % K == 0": "{H} query heads are not a multiple of {K} kv heads"}
+_paged_attention = Op(
+    "paged_attention",
+    reference.paged_attention,
+    {
+        "q_THD": "T H D",
+        "k_pages_nBKD": "number pages B K D",
+        "v_pages_nBKP": "number pages B K any",
+        "block_table_RM": "int R M",
+        "sinks_H": "H or None",
+    },
+    {
+        **_GROUPS,
+        "layout.last_end <= M * B": "a sequence has {layout.last_end} keys, but the block table "
+        "has {M} columns of {B} tokens: give it more columns",
+    },
+)
 _paged_attention.register(
     kernel_backend("triton", "megatron_hybrid.ops.attention.triton", TRITON, priority=10)
 )
-_varlen_attention = Op("varlen_attention", reference.varlen_attention)
+_varlen_attention = Op(
+    "varlen_attention",
+    reference.varlen_attention,
+    {"q_THD": "T H D", "k_TKD": "T K D", "v_TKP": "T K any", "sinks_H": "H or None"},
+    _GROUPS,
+)
 
 
 def paged_attention(

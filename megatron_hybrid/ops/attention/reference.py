@@ -8,8 +8,6 @@ import torch.nn.functional as F
 from megatron_hybrid.ops.activations import sigmoid
 from megatron_hybrid.ops.attention.pattern import AttentionPattern
 from megatron_hybrid.ops.checks import (
-    check_rows,
-    check_shape,
     compute_dtype,
     join,
     pad_rows,
@@ -40,7 +38,6 @@ def paged_attention(
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.paged_attention`."""
-    check(q_THD, k_pages_nBKD, v_pages_nBKP, block_table_RM, layout, sinks_H)
     B, kv_lengths = k_pages_nBKD.shape[1], layout.end_positions
     outs = []
     if layout.num_steps:
@@ -61,26 +58,6 @@ def paged_attention(
     return pad_rows(join(outs), layout)
 
 
-def check(
-    q_THD: torch.Tensor,
-    k_pages_nBKD: torch.Tensor,
-    v_pages_nBKP: torch.Tensor,
-    block_table_RM: torch.Tensor,
-    layout: RaggedLayout,
-    sinks_H: torch.Tensor | None,
-) -> None:
-    """Raise TypeError or ValueError where inputs of `paged_attention` do not fit."""
-    check_rows("q", q_THD, layout)
-    _check_heads(q_THD, k_pages_nBKD, v_pages_nBKP, "[pages, B, K, {}]", sinks_H)
-    B = k_pages_nBKD.shape[1]
-    check_shape("block_table", block_table_RM, (layout.num_sequences, None), "[R, M]")
-    if layout.last_end > block_table_RM.shape[1] * B:
-        raise ValueError(
-            f"a sequence has {layout.last_end} keys, but the block table has "
-            f"{block_table_RM.shape[1]} columns of {B} tokens: give it more columns"
-        )
-
-
 def varlen_attention(
     q_THD: torch.Tensor,
     k_TKD: torch.Tensor,
@@ -90,9 +67,6 @@ def varlen_attention(
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.varlen_attention`."""
-    for name, tensor in (("q", q_THD), ("k", k_TKD), ("v", v_TKP)):
-        check_rows(name, tensor, layout)
-    _check_heads(q_THD, k_TKD.unsqueeze(1), v_TKP.unsqueeze(1), "[T, 1, K, {}]", sinks_H)
     qkv = [rows_between(t, 0, layout.num_tokens) for t in (q_THD, k_TKD, v_TKP)]
     if len(set(layout.lengths)) == 1:
         q, k, v = (t.unflatten(0, (layout.num_sequences, layout.lengths[0])) for t in qkv)
@@ -338,18 +312,3 @@ def _fixed_groups(
         )
         for begin in range(0, layout.num_sequences, step)
     ]
-
-
-def _check_heads(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meaning: str, sinks: torch.Tensor | None
-) -> None:
-    if q.dim() != 3:
-        raise ValueError(f"q has shape {list(q.shape)}, expected [T, H, D]")
-    check_shape("k", k, (None, None, None, q.shape[2]), meaning.format("D"))
-    check_shape("v", v, (*k.shape[:3], None), meaning.format("P"))
-    if q.shape[1] % k.shape[2]:
-        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[2]} kv heads")
-    if sinks is not None:
-        check_shape("sinks", sinks, (q.shape[1],), "[H]")
-        if not sinks.is_floating_point():
-            raise TypeError(f"sinks have dtype {sinks.dtype}; give a floating-point tensor")

@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.ops.attention.pattern import AttentionPattern
-from megatron_hybrid.ops.attention.reference import check
 from megatron_hybrid.ops.attention.work import PARTIAL_BYTES, Tiles, split_keys, whole_keys
 from megatron_hybrid.ops.kernels import SequenceTable, gradient_refusal, input_refusal
 from megatron_hybrid.ops.launch import kernel
@@ -33,10 +32,11 @@ def _load(ptrs, inside, ALL: tl.constexpr):
 
 
 @kernel(
+    "H == K * GROUP",
     q="T H D |",
     k="pages B K D |",
     v="pages B K P |",
-    table="int R M |",
+    table="int R any |",
     sinks="H or None",
     out="T H P |",
     partial="fp32 room H P or None",
@@ -48,7 +48,7 @@ def _load(ptrs, inside, ALL: tl.constexpr):
     key_starts="int programs or None",
     sizes="int programs or None",
     tokens="int programs or None",
-    places="int tokens+1 or None",
+    places="int any or None",
     boundaries="int R+1",
     starts="int R",
 )
@@ -128,6 +128,8 @@ def attention_kernel(
         low = tl.maximum(start + first // GROUP - WINDOW + 1, 0)
     if CHUNK > 0:
         low = (start + first // GROUP) // CHUNK * CHUNK
+    if SKIPS_FIRST:  # what lies there may be NaN, which a weight of 0 does not remove
+        low = tl.maximum(low, tl.minimum(start + first // GROUP, 1))
     if SPLIT:
         part_start, size = tl.load(key_starts_ptr + number), tl.load(sizes_ptr + number)
         low = tl.maximum(low, part_start)
@@ -246,7 +248,7 @@ def attention_kernel(
     maxima="fp32 room H",
     sums="fp32 room H",
     sinks="H or None",
-    out="T H P |",
+    out="any H P |",
     rows="int programs",
     places="int programs+1",
 )
@@ -350,7 +352,6 @@ def run(
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """See `ops.paged_attention`."""
-    check(q_THD, k_pages_nBKD, v_pages_nBKP, block_table_RM, layout, sinks_H)
     (T, H, D), (_, B, K, P) = q_THD.shape, v_pages_nBKP.shape
     out_THP = q_THD.new_empty(T, H, P)
     out_THP[layout.num_tokens :] = 0

@@ -7,9 +7,21 @@ import torch
 from megatron_hybrid.ops.conv import reference
 from megatron_hybrid.ops.kernels import TRITON, kernel_backend
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.slot_states import SlotOp, SlotStates, in_slots
+from megatron_hybrid.ops.slot_states import SlotOp, SlotStates
 
-_causal_conv1d = SlotOp("causal_conv1d", in_slots(reference.causal_conv1d, 3), 3, (0,))
+_causal_conv1d = SlotOp(
+    "causal_conv1d",
+    reference.causal_conv1d,
+    {"x_TC": "T C", "weight_CK": "C K", "bias_C": "C or None"},
+    "float C K-1",
+    {
+        "K > 1": "weight_CK has K = {K} columns; a causal convolution needs at least 2",
+        "activation in ('silu', None)": "activation is {activation!r}; choose 'silu' or None",
+        "x_TC.dtype == torch.float16 or pool_S is None or pool_S.dtype != torch.float16": "pool_S "
+        "is float16 but x_TC is {x_TC.dtype}: a tail holds inputs, and float16 rounds and "
+        "overflows them",
+    },
+)
 _causal_conv1d.register(
     kernel_backend("triton", "megatron_hybrid.ops.conv.triton", TRITON, priority=10)
 )
@@ -39,7 +51,7 @@ def causal_conv1d(
         inputs). A tail is a copy of inputs, exact in the dtype of x.
 
     Raises:
-        TypeError: inputs or tails that are not floating-point, or fp16 tails of other inputs.
-        ValueError: shapes that do not fit, or an unknown activation.
+        TypeError: inputs or tails that are not floating-point.
+        ValueError: shapes that do not fit, an unknown activation, or fp16 tails of other inputs.
     """
     return _causal_conv1d(x_TC, weight_CK, bias_C, states, layout, activation)

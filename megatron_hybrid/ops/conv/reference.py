@@ -7,8 +7,6 @@ import torch.nn.functional as F
 
 from megatron_hybrid.ops.activations import silu
 from megatron_hybrid.ops.checks import (
-    check_rows,
-    check_shape,
     compute_dtype,
     join,
     pad_rows,
@@ -32,29 +30,14 @@ def causal_conv1d(
     Returns:
         Outputs, final tails and captured tails, all in the dtype of x.
     """
-    check(x_TC, weight_CK, bias_C, activation, layout)
     (C, K), R = weight_CK.shape, layout.num_sequences
     if initial_states_RCk is None:
-        tails_RCk = x_TC.new_zeros((R, C, K - 1))
-    else:
-        if initial_states_RCk.dtype == torch.float16 and x_TC.dtype != torch.float16:
-            raise TypeError(
-                f"initial_states of causal_conv1d are float16 but x is {x_TC.dtype}: a tail holds "
-                f"inputs, and float16 rounds and overflows them. Keep it in {x_TC.dtype}"
-            )
-        if not initial_states_RCk.is_floating_point():
-            raise TypeError(
-                f"initial_states of causal_conv1d have dtype {initial_states_RCk.dtype}; "
-                f"use {x_TC.dtype}"
-            )
-        meaning = "[R, C, K - 1]"
-        check_shape("initial_states of causal_conv1d", initial_states_RCk, (R, C, K - 1), meaning)
-        tails_RCk = initial_states_RCk.to(x_TC.dtype)
+        initial_states_RCk = x_TC.new_zeros((R, C, K - 1))
     y_TC, final_RCk, captured_nCk = ragged_scan(
         lambda *inputs: _step(weight_CK, bias_C, *inputs),
         lambda *inputs: _scan(weight_CK, bias_C, *inputs),
         (x_TC,),
-        tails_RCk,
+        initial_states_RCk.to(x_TC.dtype),
         layout,
         lambda: layout.cached(
             ("conv windows", K, x_TC.device), lambda: _Windows(layout, K, x_TC.device)
@@ -63,26 +46,6 @@ def causal_conv1d(
     if activation == "silu":
         y_TC = silu(y_TC)
     return pad_rows(y_TC.to(x_TC.dtype), layout), final_RCk, captured_nCk
-
-
-def check(
-    x_TC: torch.Tensor,
-    weight_CK: torch.Tensor,
-    bias_C: torch.Tensor | None,
-    activation: str | None,
-    layout: RaggedLayout,
-) -> None:
-    """Raise TypeError or ValueError where inputs do not fit the layout or each other."""
-    check_rows("x", x_TC, layout)
-    check_shape("x", x_TC, (layout.num_rows, None), "[T, C]")
-    C = x_TC.shape[1]
-    check_shape("weight", weight_CK, (C, None), "[C, K]")
-    if (K := weight_CK.shape[1]) < 2:
-        raise ValueError(f"weight has K = {K} columns; a causal convolution needs at least 2")
-    if bias_C is not None:
-        check_shape("bias", bias_C, (C,), "[C]")
-    if activation not in ("silu", None):
-        raise ValueError(f"activation is {activation!r}; choose 'silu' or None")
 
 
 def _step(

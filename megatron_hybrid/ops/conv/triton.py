@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.ops.conv import reference
 from megatron_hybrid.ops.kernels import SequenceTable, gradient_refusal, input_refusal
 from megatron_hybrid.ops.launch import kernel
 from megatron_hybrid.ops.ragged import RaggedLayout
@@ -22,7 +21,7 @@ ROWS, CHANNELS = 16, 128
     x="rows C |",
     weight="C K |",
     bias="C or None",
-    pool="S C K-1 |",
+    pool="any C K-1 |",
     slots="int R",
     y="rows C |",
     sequences="int num_tokens",
@@ -92,7 +91,7 @@ def conv_kernel(
     x="num_rows C |",
     weight="C K |",
     bias="C or None",
-    pool="S C K-1 |",
+    pool="any C K-1 |",
     slots="int num_sequences",
     y="num_rows C |",
 )
@@ -152,10 +151,10 @@ def conv_step_kernel(
 
 
 @kernel(
-    x="rows C |",
-    pool="S C K-1 |",
+    x="any C |",
+    pool="any C K-1 |",
     slots="int R",
-    out="places C K-1 |",
+    out="any C K-1 |",
     places="int programs",
     ends="int programs",
     owners="int programs",
@@ -230,7 +229,6 @@ def run(
     activation: str | None = "silu",
 ) -> Tensor:
     """See `ops.causal_conv1d`."""
-    reference.check(x_TC, weight_CK, bias_C, activation, layout)
     C, K = weight_CK.shape
     if states is None:
         states = SlotStates.zeros(layout.num_sequences, (C, K - 1), x_TC.device, x_TC.dtype)
@@ -241,7 +239,10 @@ def run(
     form = dict(C=C, K=K, HAS_BIAS=bias_C is not None, SILU=activation == "silu")
     form |= dict(BLOCK_T=ROWS, BLOCK_C=CHANNELS, num_warps=4)
     if layout.num_steps == layout.num_sequences:
-        grid, numbers = (triton.cdiv(layout.num_rows, ROWS), blocks), (layout.num_rows, len(slots))
+        grid, numbers = (
+            (triton.cdiv(layout.num_rows, ROWS), blocks),
+            (layout.num_rows, layout.num_sequences),
+        )
         conv_step_kernel(grid, tensors, numbers, **form)
         capture_steps(states, layout)
         return y_TC

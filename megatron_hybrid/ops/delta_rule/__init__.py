@@ -7,14 +7,33 @@ import torch
 from megatron_hybrid.ops.delta_rule import reference
 from megatron_hybrid.ops.kernels import TRITON, kernel_backend
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.slot_states import SlotOp, SlotStates, in_slots
+from megatron_hybrid.ops.slot_states import SlotOp, SlotStates
 
-_FLAT = 0, 1, 2, 3, 4
+_CHUNKS = {"chunk_size > 0": "chunk_size is {chunk_size}; it must be at least 1"}
 _gated_delta_rule = SlotOp(
-    "gated_delta_rule", in_slots(reference.gated_delta_rule, 5, True), 5, _FLAT
+    "gated_delta_rule",
+    reference.gated_delta_rule,
+    {
+        **{"q_THN": "T H_qk N", "k_THN": "T H_qk N", "v_THP": "T H P"},
+        **{"g_TH": "T H", "beta_TH": "T H"},
+    },
+    "state H N P",
+    {
+        "H_qk and H % H_qk == 0": "{H} heads of v cannot be shared out evenly to {H_qk} of q and k",
+        **_CHUNKS,
+    },
+    has_steps_in_place=True,
 )
 _kimi_delta_attention = SlotOp(
-    "kimi_delta_attention", in_slots(reference.kimi_delta_attention, 5, True), 5, _FLAT
+    "kimi_delta_attention",
+    reference.kimi_delta_attention,
+    {
+        **{"q_THN": "T H N", "k_THN": "T H N", "v_THP": "T H P"},
+        **{"g_THN": "T H N", "beta_TH": "T H"},
+    },
+    "state H N P",
+    _CHUNKS,
+    has_steps_in_place=True,
 )
 for _op in (_gated_delta_rule, _kimi_delta_attention):
     _op.register(

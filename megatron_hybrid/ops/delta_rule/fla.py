@@ -7,7 +7,6 @@ recurrence goes over the chunks of a sequence, from the state in the pool to the
 
 from __future__ import annotations
 
-import torch
 from fla.ops.common.chunk_o import chunk_fwd_o
 from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
@@ -18,13 +17,13 @@ from fla.utils import TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
 from torch import Tensor
 
 from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
-from megatron_hybrid.ops.delta_rule import reference
 from megatron_hybrid.ops.delta_rule.triton import MAX_KEY_BYTES, capture, recur, step, unit_rows
 from megatron_hybrid.ops.hopper import is_hopper
 from megatron_hybrid.ops.kernels import (
     aligned_rows,
     gradient_refusal,
     input_refusal,
+    states_refusal,
     tf32_refusal,
 )
 from megatron_hybrid.ops.launch import checked
@@ -42,17 +41,29 @@ if is_hopper() and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1:
 
 _CHUNKS = {"cu_seqlens": "int chunks+1", "chunk_indices": "int chunks 2"}
 _KEYS, _VALUES, _STATES = "1 T H_QK N", "1 T H P", "1 chunks H N P"
-_DECAYS, _SUMS = "1 T H ...", "fp32 1 T H ..."
-_cumsum = checked(chunk_local_cumsum, g=_DECAYS, **_CHUNKS)
+_BETA = "1 T H"
+_cumsum = checked(chunk_local_cumsum, g="1 ...", **_CHUNKS)
 _gated_factors = checked(
-    chunk_gated_delta_rule_fwd_intra, k=_KEYS, v=_VALUES, g=_SUMS, beta="1 T H", **_CHUNKS
+    chunk_gated_delta_rule_fwd_intra,
+    **{"k": "1 T any any", "v": "1 T H any", "g": "fp32 1 T H", "beta": _BETA},
+    **_CHUNKS,
 )
 _kimi_factors = checked(
-    chunk_kda_fwd_intra, q=_KEYS, k=_KEYS, v=_VALUES, gk=_SUMS, beta="1 T H", **_CHUNKS
+    chunk_kda_fwd_intra,
+    **{"q": "1 T H N", "k": "1 T H N", "v": "1 T H any", "gk": "fp32 1 T H N", "beta": _BETA},
+    **_CHUNKS,
 )
-_gated_outputs = checked(chunk_fwd_o, q=_KEYS, k=_KEYS, v=_VALUES, h=_STATES, g=_SUMS, **_CHUNKS)
+_gated_outputs = checked(
+    chunk_fwd_o, q=_KEYS, k=_KEYS, v=_VALUES, h=_STATES, g="fp32 1 T H", **_CHUNKS
+)
 _kimi_outputs = checked(
-    chunk_gla_fwd_o_gk, q=_KEYS, v=_VALUES, g=_SUMS, A="1 T H chunk_size", h=_STATES, **_CHUNKS
+    chunk_gla_fwd_o_gk,
+    q="1 T H N",
+    v=_VALUES,
+    g="fp32 1 T H N",
+    A="1 T H chunk_size",
+    h=_STATES,
+    **_CHUNKS,
 )
 
 
@@ -70,13 +81,11 @@ def verify(
 ) -> str | None:
     """See `Backend.verify`."""
     inputs = (q_THN, k_THN, v_THP, g_TH, beta_TH)
-    refusal = input_refusal(*inputs) or gradient_refusal(*inputs) or tf32_refusal(v_THP)
-    if refusal is not None:
+    refusal = states_refusal(states) or input_refusal(*inputs) or gradient_refusal(*inputs)
+    if (refusal := refusal or tf32_refusal(v_THP)) is not None:
         return refusal
     if not q_THN.dtype == k_THN.dtype == v_THP.dtype:
         return f"q, k and v are of {q_THN.dtype}, {k_THN.dtype} and {v_THP.dtype}"
-    if states is not None and states.pool_S.dtype == torch.float16:
-        return "states are float16"  # which the reference refuses
     if states is not None and states.pool_S.stride(-1) != 1:
         return f"states have the strides {states.pool_S.stride()}; it takes rows of neighbours"
     most = MAX_KEY_BYTES // k_THN.element_size()
@@ -101,8 +110,6 @@ def run(
     use_qk_l2norm: bool = True,
 ) -> Tensor:
     """See `ops.gated_delta_rule`; with decays `[T, H, N]`, `ops.kimi_delta_attention`."""
-    check = reference.check_gated if g_TH.dim() == 2 else reference.check_kimi
-    check(q_THN, k_THN, v_THP, g_TH, beta_TH, layout)
     (_, H, P), N = v_THP.shape, k_THN.shape[2]
     scale = N**-0.5 if scale is None else scale
     if states is None:

@@ -11,8 +11,6 @@ from collections.abc import Callable
 import torch
 
 from megatron_hybrid.ops.checks import (
-    check_rows,
-    check_shape,
     compute_dtype,
     pad_rows,
     without_autocast,
@@ -20,7 +18,7 @@ from megatron_hybrid.ops.checks import (
 from megatron_hybrid.ops.chunk_grid import ChunkGrid
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.scan import decay_matrix, ragged_scan
-from megatron_hybrid.ops.slot_states import SlotStates, initial_states
+from megatron_hybrid.ops.slot_states import SlotStates, states_or_zeros
 
 L2NORM_EPS = 1e-6
 """Added to the squared norm of q and k, as flash-linear-attention and transformers do."""
@@ -48,9 +46,7 @@ def gated_delta_rule(
         Outputs, final states and captured states; these two in the compute dtype, or None where
         they are `SlotStates`: see `in_slots`.
     """
-    check_gated(q_THN, k_THN, v_THP, g_TH, beta_TH, layout)
     return _delta_rule(
-        "gated_delta_rule",
         _gated_chunked,
         (q_THN, k_THN, v_THP, g_TH.unsqueeze(-1), beta_TH),
         initial_states_RHNP,
@@ -93,45 +89,6 @@ def _per_head(x_SK: torch.Tensor, repeats: int) -> torch.Tensor:
     return x_SK if repeats == 1 else x_SK.repeat_interleave(repeats, dim=1)
 
 
-def check_gated(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    layout: RaggedLayout,
-) -> None:
-    """Check the inputs of `ops.gated_delta_rule`."""
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
-        check_rows(name, tensor, layout)
-    check_shape("v", v, (layout.num_rows, None, None), "[T, H, P]")
-    T, H, _ = v.shape
-    check_shape("k", k, (T, None, None), "[T, H_qk, N]")
-    check_shape("q", q, tuple(k.shape), "[T, H_qk, N]")
-    check_shape("g", g, (T, H), "[T, H]")
-    check_shape("beta", beta, (T, H), "[T, H]")
-    if H % k.shape[1]:
-        raise ValueError(f"{H} heads of v cannot be shared out evenly to {k.shape[1]} of q and k")
-
-
-def check_kimi(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    layout: RaggedLayout,
-) -> None:
-    """Check the inputs of `ops.kimi_delta_attention`."""
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
-        check_rows(name, tensor, layout)
-    check_shape("k", k, (layout.num_rows, None, None), "[T, H, N]")
-    for name, tensor in (("q", q), ("g", g)):
-        check_shape(name, tensor, tuple(k.shape), "[T, H, N]")
-    check_shape("v", v, (*k.shape[:2], None), "[T, H, P]")
-    check_shape("beta", beta, tuple(k.shape[:2]), "[T, H]")
-
-
 @without_autocast
 def kimi_delta_attention(
     q_THN: torch.Tensor,
@@ -151,9 +108,7 @@ def kimi_delta_attention(
         Outputs, final states and captured states; these two in the compute dtype, or None where
         they are `SlotStates`: see `in_slots`.
     """
-    check_kimi(q_THN, k_THN, v_THP, g_THN, beta_TH, layout)
     return _delta_rule(
-        "kimi_delta_attention",
         _kimi_chunked,
         (q_THN, k_THN, v_THP, g_THN, beta_TH),
         initial_states_RHNP,
@@ -227,7 +182,6 @@ def _decayed_products(
 
 
 def _delta_rule(
-    op: str,
     chunked: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
     inputs_T: tuple[torch.Tensor, ...],
     initial_states_RHNP: torch.Tensor | SlotStates | None,
@@ -236,7 +190,7 @@ def _delta_rule(
     scale: float | None,
     use_qk_l2norm: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The delta rule `op`, from checked inputs q, k, v, g and beta of any dtype.
+    """The delta rule of inputs q, k, v, g and beta of any dtype.
 
     g is `[T, H, N]`, or `[T, H, 1]` where all key channels share a decay; all else is as in
     `gated_delta_rule`. `chunked` is the scan that `ragged_scan` needs.
@@ -244,7 +198,7 @@ def _delta_rule(
     q_THN, k_THN, v_THP, g_TH, beta_TH = inputs_T
     N = k_THN.shape[-1]
     shape = (layout.num_sequences, v_THP.shape[1], N, v_THP.shape[2])
-    states_RHNP = initial_states(op, initial_states_RHNP, shape, "[R, H, N, P]", like=v_THP)
+    states_RHNP = states_or_zeros(initial_states_RHNP, shape, like=v_THP)
     dtype = compute_dtype(v_THP)
     q_f, k_f, v_f, g_f, beta_f = (t.to(dtype) for t in (q_THN, k_THN, v_THP, g_TH, beta_TH))
     if use_qk_l2norm:

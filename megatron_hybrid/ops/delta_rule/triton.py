@@ -107,12 +107,13 @@ def unit_rows(q_THN: Tensor, k_THN: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @kernel(
+    "H == H_QK * HEADS_PER_KEY",
     q="programs H_QK | N",
     k="programs H_QK | N",
     v="programs H | P",
-    g="programs H | ...",
+    g="programs H | or programs H | N",
     beta="programs H |",
-    pool="S H N | P",
+    pool="any H N | P",
     slots="int num_sequences",
     o="programs H | P",
 )
@@ -221,18 +222,19 @@ def step(
 
 
 @kernel(
+    "H == H_QK * HEADS_PER_KEY",
     k="T H_QK N",
     W="T H N",
     U="T H P",
-    cum="fp32 T H ...",
-    pool="S H N | P",
+    cum="fp32 T H or T H N",
+    pool="any H N | P",
     slots="int programs",
     boundaries="int chunks+1",
     firsts="int programs+1",
     places="int chunks",
     starts="chunks H N P",
     written="T H P",
-    kept="fp32 kept H N P",
+    kept="fp32 any H N P",
 )
 @triton.jit(do_not_specialize=["slots_ptr"])  # a slice from any decode on
 def recur_kernel(
@@ -353,10 +355,11 @@ def recur(
 
 
 @kernel(
+    "H == H_QK * HEADS_PER_KEY",
     k="T H_QK N",
     written="T H P",
-    cum="fp32 T H ...",
-    kept="fp32 kept H N P",
+    cum="fp32 T H or T H N",
+    kept="fp32 any H N P",
     boundaries="int chunks+1",
     places="int chunks",
     chunks="int programs",

@@ -17,7 +17,18 @@ from megatron_hybrid.ops.experts import grouped_mm, reference
 from megatron_hybrid.ops.experts.pairs import ExpertPairs as ExpertPairs
 from megatron_hybrid.ops.experts.reference import PerExpert
 
-_expert_mlps = Op("expert_mlps", reference.expert_mlps)
+_expert_mlps = Op(
+    "expert_mlps",
+    reference.expert_mlps,
+    {
+        "x_mh": "any h",
+        "ends_E": "int E",
+        "fc1_Egh": "stack E g h",
+        "fc1_bias_Eg": "stack E g or None",
+        "fc2_Ehf": "stack E h any",
+        "fc2_bias_Eh": "stack E h or None",
+    },
+)
 _expert_mlps.register(
     Backend(
         "grouped_mm",

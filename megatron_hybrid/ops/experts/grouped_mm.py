@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_hybrid.ops.experts.reference import PerExpert
+from megatron_hybrid.ops.experts.reference import PerExpert, activated
 from megatron_hybrid.ops.kernels import input_refusal
 
 ROW_BYTES = 16
@@ -68,7 +68,8 @@ def run(
     if fc1_bias_Eg is not None or fc2_bias_Eh is not None:
         rows_m = torch.arange(len(x_mh), dtype=torch.int32, device=x_mh.device)
         expert_m = torch.searchsorted(ends_E, rows_m, right=True)
-    y_mh = F.grouped_mm(activate(_biased(x_mg, fc1_bias_Eg, expert_m)), fc2_Ehf.mT, offs=ends_E)
+    x_mf = activated(activate, _biased(x_mg, fc1_bias_Eg, expert_m), fc2_Ehf)
+    y_mh = F.grouped_mm(x_mf, fc2_Ehf.mT, offs=ends_E)
     return _biased(y_mh, fc2_bias_Eh, expert_m)
 
 

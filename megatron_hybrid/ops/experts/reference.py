@@ -24,6 +24,10 @@ def expert_mlps(
 ) -> torch.Tensor:
     """See `ops.expert_mlps`. It waits for the ends, and gives rows of no expert zeros."""
     spans = list(pairwise([0, *ends_E.tolist()]))
+    if spans[-1][1] > len(x_mh):
+        raise ValueError(
+            f"x_mh of expert_mlps has {len(x_mh)} rows, and ends_E says {spans[-1][1]}"
+        )
     fc1_E, fc1_bias_E = _experts(fc1_Egh), _biases(fc1_bias_Eg, len(spans))
     fc2_E, fc2_bias_E = _experts(fc2_Ehf), _biases(fc2_bias_Eh, len(spans))
     # One without rows, if all are: the parameters get a gradient in every backward.
@@ -52,4 +56,21 @@ def _mlp(
     activate: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """One expert, [m, h] -> [m, h]."""
-    return F.linear(activate(F.linear(x_mh, *fc1)), *fc2)
+    return F.linear(activated(activate, F.linear(x_mh, *fc1), fc2[0]), *fc2)
+
+
+def activated(
+    activate: Callable[[torch.Tensor], torch.Tensor], x_mg: torch.Tensor, fc2_Ehf: torch.Tensor
+) -> torch.Tensor:
+    """activate(x), `[m, f]`.
+
+    Raises:
+        ValueError: it is of another width than the second layer takes.
+    """
+    x_mf = activate(x_mg)
+    if x_mf.shape[1] != fc2_Ehf.shape[-1]:
+        raise ValueError(
+            f"fc2_Ehf of expert_mlps has shape {list(fc2_Ehf.shape)}, and activate gives rows of "
+            f"{x_mf.shape[1]} numbers: its last size must be that"
+        )
+    return x_mf

@@ -13,11 +13,19 @@ from megatron_hybrid.ops.dispatch import Op
 from megatron_hybrid.ops.kernels import TRITON, kernel_backend
 from megatron_hybrid.ops.norm import reference
 
-_gated_rms_norm = Op("gated_rms_norm", reference.gated_rms_norm)
+_gated_rms_norm = Op(
+    "gated_rms_norm",
+    reference.gated_rms_norm,
+    {"x_TGC": "T G C", "gate_TGC": "T G C", "weight_GC": "G C or C"},
+    {"activation in GATES": "activation is {activation!r}; choose 'silu' or 'sigmoid'"},
+    GATES=reference.GATES,
+)
 _gated_rms_norm.register(
     kernel_backend("triton", "megatron_hybrid.ops.norm.triton", TRITON, priority=10)
 )
-_rms_norm = Op("rms_norm", reference.rms_norm)
+_rms_norm = Op(
+    "rms_norm", reference.rms_norm, {"x": "... C", "weight_C": "C", "added": "... C or None"}
+)
 _rms_norm.register(
     kernel_backend("triton", "megatron_hybrid.ops.norm.triton_plain", TRITON, priority=10)
 )

@@ -110,6 +110,8 @@ def verify(
     rounds_norm: bool = False,
 ) -> str | None:
     """See `Backend.verify`."""
+    if not x_TGC.numel():
+        return "there are no numbers"
     if (channels := x_TGC.shape[-1]) > MAX_CHANNELS:
         return f"groups have {channels} channels; a program holds {MAX_CHANNELS}"
     inputs = (x_TGC, gate_TGC, weight_GC)

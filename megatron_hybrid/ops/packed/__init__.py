@@ -16,7 +16,25 @@ from megatron_hybrid.ops.packed import reference
 from megatron_hybrid.ops.packed.formats import Format as Format
 from megatron_hybrid.ops.packed.formats import format_of as format_of
 
-_packed_linear = Op("packed_linear", reference.packed_linear)
+_packed_linear = Op(
+    "packed_linear",
+    reference.packed_linear,
+    {
+        "x": "... inputs",
+        "codes": "number packed columns",
+        "scale": "number packed groups",
+        "outer": "number packed 1 or None",
+        "zero": "number packed groups or None",
+        "rest": "number any inputs or None",
+    },
+    {
+        "columns * codes_per_byte(codes, scale) == inputs": "codes has {columns} columns, which "
+        "are not the {inputs} numbers of a row of x: give [packed, in], or half of codes of 4 bits",
+        "groups and inputs % groups == 0": "scale has {groups} groups, which cannot be shared out "
+        "evenly to {inputs} columns",
+    },
+    codes_per_byte=lambda codes, scale: 8 // format_of(codes.dtype, scale.dtype).bits,
+)
 
 
 def packed_linear(

@@ -8,7 +8,15 @@ from megatron_hybrid.ops.dispatch import Op
 from megatron_hybrid.ops.kernels import TRITON, kernel_backend
 from megatron_hybrid.ops.rotary import reference
 
-_rotate_heads = Op("rotate_heads", reference.rotate_heads)
+_rotate_heads = Op(
+    "rotate_heads",
+    reference.rotate_heads,
+    {
+        **{"q_TKGD": "T K any D", "k_TKD": "T K D", "cos_T1d": "T 1 d", "sin_T1d": "T 1 d"},
+        **{"q_weight_D": "D or None", "k_weight_D": "D or None"},
+    },
+    {"2 * d <= D": "cos_T1d has angles of {d} pairs, and heads have {D} numbers: a pair takes two"},
+)
 _rotate_heads.register(
     kernel_backend("triton", "megatron_hybrid.ops.rotary.triton", TRITON, priority=10)
 )
@@ -37,4 +45,6 @@ def rotate_heads(
     Returns:
         q `[T, K G, D]` and k `[T, K, D]`.
     """
-    return _rotate_heads(q_TKGD, k_TKD, cos_T1d, sin_T1d, interleaved, weights_D, eps)
+    return _rotate_heads(
+        q_TKGD, k_TKD, cos_T1d, sin_T1d, interleaved, *(weights_D or (None, None)), eps
+    )

@@ -31,16 +31,15 @@ def rotate_heads(
     cos_T1d: torch.Tensor,
     sin_T1d: torch.Tensor,
     interleaved: bool,
-    weights_D: tuple[torch.Tensor, torch.Tensor] | None,
+    q_weight_D: torch.Tensor | None,
+    k_weight_D: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops.rotate_heads`."""
     q_THD = q_TKGD.flatten(1, 2)
-    if weights_D is not None:
-        q_THD, k_TKD = (
-            rms_norm(x, weight_D, eps, None)[0]
-            for x, weight_D in zip((q_THD, k_TKD), weights_D, strict=True)
-        )
+    if q_weight_D is not None:
+        q_THD = rms_norm(q_THD, q_weight_D, eps, None)[0]
+        k_TKD = rms_norm(k_TKD, k_weight_D, eps, None)[0]
     sizes = [q_THD.shape[1], k_TKD.shape[1]]
     q_THD, k_TKD = rotate(torch.cat((q_THD, k_TKD), 1), cos_T1d, sin_T1d, interleaved).split(
         sizes, 1

@@ -11,6 +11,8 @@ from megatron_hybrid.ops.launch import kernel
 
 
 @kernel(
+    "2 * HALF <= D",
+    "heads == K * G",
     q="programs K G | D",
     k="programs K | D",
     cos="programs | 1 HALF",
@@ -83,7 +85,8 @@ def verify(
     cos_T1d: Tensor,
     sin_T1d: Tensor,
     interleaved: bool,
-    weights_D: tuple[Tensor, Tensor] | None,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
     eps: float,
 ) -> str | None:
     """See `Backend.verify`."""
@@ -92,7 +95,7 @@ def verify(
         return "queries, keys and their angles differ in dtype"
     if any(t.stride(-1) != 1 for t in inputs):
         return "heads or angles are no rows of neighbours"
-    inputs += weights_D or ()
+    inputs += q_weight_D, k_weight_D
     return input_refusal(*inputs) or gradient_refusal(*inputs)
 
 
@@ -102,22 +105,22 @@ def run(
     cos_T1d: Tensor,
     sin_T1d: Tensor,
     interleaved: bool,
-    weights_D: tuple[Tensor, Tensor] | None,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """See `ops.rotate_heads`."""
     T, K, G, D = q_TKGD.shape
     q_out_THD, k_out_TKD = q_TKGD.new_empty(T, K * G, D), k_TKD.new_empty(T, K, D)
-    weights = weights_D or (None, None)
     rotate_kernel(
         (T, K * G + K),
-        (q_TKGD, k_TKD, cos_T1d, sin_T1d, *weights, q_out_THD, k_out_TKD),
+        (q_TKGD, k_TKD, cos_T1d, sin_T1d, q_weight_D, k_weight_D, q_out_THD, k_out_TKD),
         K=K,
         G=G,
         D=D,
         HALF=cos_T1d.shape[-1],
         INTERLEAVED=interleaved,
-        HAS_NORM=weights_D is not None,
+        HAS_NORM=q_weight_D is not None,
         EPS=eps,
         BLOCK_D=triton.next_power_of_2(D),
         num_warps=1,

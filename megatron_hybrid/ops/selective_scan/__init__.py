@@ -7,9 +7,18 @@ import torch
 from megatron_hybrid.ops.kernels import TRITON, kernel_backend
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.selective_scan import reference
-from megatron_hybrid.ops.slot_states import SlotOp, SlotStates, in_slots
+from megatron_hybrid.ops.slot_states import SlotOp, SlotStates
 
-_selective_scan = SlotOp("selective_scan", in_slots(reference.selective_scan, 6), 6, (0, 1, 3, 4))
+_selective_scan = SlotOp(
+    "selective_scan",
+    reference.selective_scan,
+    {
+        **{"x_TC": "T C", "dt_TC": "T C", "A_CN": "C N", "B_TN": "T N", "C_TN": "T N"},
+        "D_C": "C or None",
+    },
+    "state C N",
+    {"chunk_size > 0": "chunk_size is {chunk_size}; it must be at least 1"},
+)
 _selective_scan.register(
     kernel_backend("triton", "megatron_hybrid.ops.selective_scan.triton", TRITON, priority=10)
 )

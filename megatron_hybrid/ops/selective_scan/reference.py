@@ -8,17 +8,15 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron_hybrid.ops.checks import (
-    check_rows,
-    check_shape,
     compute_dtype,
     join,
     pad_rows,
     rows_between,
-    states_or_zeros,
     without_autocast,
 )
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.scan import ragged_scan
+from megatron_hybrid.ops.slot_states import states_or_zeros
 from megatron_hybrid.ops.time_order import TimeOrder
 
 BLOCK_BYTES = 1 << 20
@@ -43,11 +41,8 @@ def selective_scan(
     Returns:
         Outputs, final states and captured states; these two in the compute dtype.
     """
-    check(x_TC, dt_TC, A_CN, B_TN, C_TN, D_C, layout, chunk_size)
     shape = (layout.num_sequences, *A_CN.shape)
-    states_RCN = states_or_zeros(
-        "selective_scan", initial_states_RCN, shape, "[R, C, N]", like=x_TC
-    )
+    states_RCN = states_or_zeros(initial_states_RCN, shape, like=x_TC)
     dtype = compute_dtype(x_TC)
     x_f, dt_f, A_CN, B_f, C_f = (t.to(dtype) for t in (x_TC, dt_TC, A_CN, B_TN, C_TN))
     y_TC, final_RCN, captured_nCN = ragged_scan(
@@ -194,28 +189,3 @@ def _advance(
             h_RNC = h_RNC[:size]
         h_RNC = h_row.addcmul_(h_RNC, decay)
     return decay_TNC, h_TNC, ended
-
-
-def check(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    layout: RaggedLayout,
-    chunk_size: int,
-) -> None:
-    """Raise TypeError or ValueError where inputs do not fit the layout or each other."""
-    for name, tensor in (("x", x), ("dt", dt), ("B", B), ("C", C)):
-        check_rows(name, tensor, layout)
-    check_shape("x", x, (layout.num_rows, None), "[T, C]")
-    channels = x.shape[1]
-    check_shape("dt", dt, tuple(x.shape), "[T, C]")
-    check_shape("A", A, (channels, None), "[C, N]")
-    for name, tensor in (("B", B), ("C", C)):
-        check_shape(name, tensor, (layout.num_rows, A.shape[1]), "[T, N]")
-    if D is not None:
-        check_shape("D", D, (channels,), "[C]")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")

@@ -6,10 +6,23 @@ import torch
 
 from megatron_hybrid.ops.kernels import TRITON, kernel_backend
 from megatron_hybrid.ops.ragged import RaggedLayout
-from megatron_hybrid.ops.slot_states import SlotOp, SlotStates, in_slots
+from megatron_hybrid.ops.slot_states import SlotOp, SlotStates
 from megatron_hybrid.ops.ssd import reference
 
-_ssd_scan = SlotOp("ssd_scan", in_slots(reference.ssd_scan, 6, True), 6, (0, 1, 3, 4))
+_ssd_scan = SlotOp(
+    "ssd_scan",
+    reference.ssd_scan,
+    {
+        **{"x_THP": "T H P", "dt_TH": "T H", "A_H": "H", "B_TGN": "T G N", "C_TGN": "T G N"},
+        "D_H": "H or None",
+    },
+    "state H P N",
+    {
+        "G and H % G == 0": "{H} heads cannot be shared out evenly to {G} groups of B and C",
+        "chunk_size > 0": "chunk_size is {chunk_size}; it must be at least 1",
+    },
+    has_steps_in_place=True,
+)
 _ssd_scan.register(
     kernel_backend(
         "mcore",

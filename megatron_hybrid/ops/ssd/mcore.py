@@ -27,12 +27,12 @@ from megatron_hybrid.ops.kernels import (
     gradient_refusal,
     input_refusal,
     leave_unspecialized,
+    states_refusal,
     tf32_refusal,
 )
 from megatron_hybrid.ops.launch import checked
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, capture_steps, step_rows
-from megatron_hybrid.ops.ssd import reference
 from megatron_hybrid.ops.ssd.triton import capture, step
 
 REMARKS = [
@@ -61,17 +61,17 @@ _OF_CHUNKS = {
     "dA_cumsum": "fp32 H chunks chunk_size |",
     "cu_chunk_seqlens": "int chunks+1",
 }
-_cumsum = checked(_chunk_cumsum_fwd, dt="T H |", A="fp32 H |", cu_chunk_seqlens="int chunks+1")
-_chunk_states = checked(_chunk_state_fwd, B="T G N |", x="T H P |", **_OF_CHUNKS)
+_cumsum = checked(_chunk_cumsum_fwd, dt="any H |", A="fp32 H |", cu_chunk_seqlens="int any")
+_chunk_states = checked(_chunk_state_fwd, B="T any any |", x="T H any |", **_OF_CHUNKS)
 _pass_states = checked(
     _state_passing_fwd,
     states="fp32 chunks H PN |",
-    dA_cumsum=_OF_CHUNKS["dA_cumsum"],
+    dA_cumsum="fp32 H chunks any |",
     cu_chunk_seqlens="int chunks+1",
     seq_idx="int chunks |",
-    initial_states="fp32 R H PN |",
+    initial_states="fp32 any H PN |",
 )
-_scores = checked(_bmm_chunk_fwd, a="T G N |", b="T G N |", cu_chunk_seqlens="int chunks+1")
+_scores = checked(_bmm_chunk_fwd, a="T G N |", b="T G N |", cu_chunk_seqlens="int any")
 _outputs = checked(
     _chunk_scan_fwd,
     cb="fp32 chunks G chunk_size chunk_size |",
@@ -81,7 +81,7 @@ _outputs = checked(
     out="T H P |",
     seq_idx="int chunks |",
     D="H | or None",
-    initial_states="fp32 R H P N |",
+    initial_states="fp32 any H P N |",
     **_OF_CHUNKS,
 )
 
@@ -99,11 +99,9 @@ def verify(
 ) -> str | None:
     """See `Backend.verify`."""
     inputs = (x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H)
-    refusal = input_refusal(*inputs) or gradient_refusal(*inputs)
+    refusal = states_refusal(states) or input_refusal(*inputs) or gradient_refusal(*inputs)
     if (refusal := refusal or tf32_refusal(x_THP, B_TGN, C_TGN)) is not None:
         return refusal
-    if states is not None and states.pool_S.dtype == torch.float16:
-        return "states are float16"  # which the reference refuses
     if chunk_size < 16 or chunk_size & (chunk_size - 1):
         return f"chunk_size is {chunk_size}; it takes powers of two from 16"
     return None
@@ -121,7 +119,6 @@ def run(
     chunk_size: int = 64,
 ) -> Tensor:
     """See `ops.ssd_scan`."""
-    reference.check(x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H, layout)
     (_, H, P), N = x_THP.shape, B_TGN.shape[2]
     if states is None:
         states = SlotStates.zeros(layout.num_sequences, (H, P, N), x_THP.device)

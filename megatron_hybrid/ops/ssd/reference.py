@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 
 from megatron_hybrid.ops.checks import (
-    check_rows,
-    check_shape,
     compute_dtype,
     pad_rows,
     rows_between,
@@ -15,7 +13,7 @@ from megatron_hybrid.ops.checks import (
 from megatron_hybrid.ops.chunk_grid import ChunkGrid
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.scan import decay_matrix, ragged_scan
-from megatron_hybrid.ops.slot_states import SlotStates, initial_states
+from megatron_hybrid.ops.slot_states import SlotStates, states_or_zeros
 
 
 @without_autocast
@@ -36,9 +34,8 @@ def ssd_scan(
         Outputs, final states and captured states; these two in the compute dtype, or None where
         they are `SlotStates`: see `in_slots`.
     """
-    check(x_THP, dt_TH, A_H, B_TGN, C_TGN, D_H, layout)
     shape = (layout.num_sequences, *x_THP.shape[1:], B_TGN.shape[-1])
-    states_RHPN = initial_states("ssd_scan", initial_states_RHPN, shape, "[R, H, P, N]", like=x_THP)
+    states_RHPN = states_or_zeros(initial_states_RHPN, shape, like=x_THP)
     dtype = compute_dtype(x_THP)
     x_f, dt_f, B_f, C_f = (t.to(dtype) for t in (x_THP, dt_TH, B_TGN, C_TGN))
     # What remains is linear attention with a scalar decay: keys B, queries C, values dt x.
@@ -139,27 +136,3 @@ def _next_state(
     state: torch.Tensor, added: torch.Tensor, decay: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
     return torch.addcmul(added, state, decay), None
-
-
-def check(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    layout: RaggedLayout,
-) -> None:
-    """Raise TypeError or ValueError where inputs do not fit the layout or each other."""
-    for name, tensor in (("x", x), ("dt", dt), ("B", B), ("C", C)):
-        check_rows(name, tensor, layout)
-    check_shape("x", x, (layout.num_rows, None, None), "[T, H, P]")
-    T, H, _ = x.shape
-    check_shape("dt", dt, (T, H), "[T, H]")
-    check_shape("A", A, (H,), "[H]")
-    check_shape("B", B, (T, None, None), "[T, G, N]")
-    check_shape("C", C, tuple(B.shape), "[T, G, N]")
-    if H % B.shape[1]:
-        raise ValueError(f"{H} heads cannot be shared out evenly to {B.shape[1]} groups of B and C")
-    if D is not None:
-        check_shape("D", D, (H,), "[H]")

@@ -17,13 +17,14 @@ STEP_ELEMENTS = 1024
 
 
 @kernel(
+    "H == G * HEADS_PER_GROUP",
     x="programs H P |",
     dt="programs H |",
     A="fp32 H",
     B="programs G N |",
     C="programs G N |",
     D="H or None",
-    pool="S H P N |",
+    pool="any H P N |",
     slots="int num_sequences",
     y="programs H P |",
 )
@@ -131,12 +132,13 @@ def step(
 
 
 @kernel(
+    "H == G * HEADS_PER_GROUP",
     x="T H P |",
     B="T G N |",
     dt="fp32 H num_chunks CHUNK",
     cum="fp32 H num_chunks CHUNK",
     ends="fp32 num_chunks H P N",
-    initial="fp32 R H P N",
+    initial="fp32 any H P N",
     boundaries="int num_chunks+1",
     sequences="int num_chunks",
     chunks="int programs",

@@ -15,6 +15,7 @@ ELEMENTS = 512
 
 
 @kernel(
+    "not HAS_FACTOR or C == factors * PER_FACTOR",
     x="programs C |",
     bias="C",
     factor="factors or None",

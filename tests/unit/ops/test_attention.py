@@ -248,23 +248,11 @@ def test_bad_arguments_are_named():
     table = torch.zeros(2, 2, dtype=torch.long)
     with pytest.raises(ValueError, match="has 21 keys, but the block table has 1 columns of 16"):
         paged_attention(q, pages, pages, table[:, :1], layout, PLAIN)
-    with pytest.raises(ValueError, match=r"block_table has shape \[1, 2\]"):
-        paged_attention(q, pages, pages, table[:1], layout, PLAIN)
     with pytest.raises(ValueError, match="4 query heads are not a multiple of 3 kv heads"):
         odd = pages.new_zeros(5, 16, 3, 8)
         paged_attention(q, odd, odd, table, layout, PLAIN)
-    with pytest.raises(ValueError, match=r"k has shape \[5, 16, 2, 4\]"):
-        paged_attention(q, pages[..., :4], pages[..., :4], table, layout, PLAIN)
-    with pytest.raises(
-        ValueError, match=r"v has shape \[5, 8, 2, 8\], expected \[pages, B, K, P\]"
-    ):
-        paged_attention(q, pages, pages[:, :8], table, layout, PLAIN)
-    with pytest.raises(ValueError, match=r"sinks has shape \[2\], expected \[H\] = \[4\]"):
-        paged_attention(q, pages, pages, table, layout, PLAIN, torch.zeros(2))
-    with pytest.raises(TypeError, match=r"sinks have dtype torch\.int64"):
+    with pytest.raises(TypeError, match=r"sinks_H of paged_attention has dtype torch\.int64"):
         paged_attention(q, pages, pages, table, layout, PLAIN, torch.zeros(4, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"its first dimension must be the layout's 21 rows"):
-        varlen_attention(q[:20], q[:20], q[:20], layout, PLAIN)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def toy_op(monkeypatch):
     monkeypatch.setattr(dispatch, "forced", None)
 
     def make(reason=None, missing=None):
-        op = Op("toy", lambda x: 2 * x)
+        op = Op("toy", lambda x: 2 * x, {})
         op.register(Backend("kernels", lambda x: 2 * x, lambda x: reason, 1, missing))
         return op, let_backends_serve_alone(monkeypatch)["toy"]
 

@@ -26,7 +26,7 @@ def toy_op():
             name, lambda x, y: (name, x + y), lambda x, y: reason if refuses(x) else None, priority
         )
 
-    op = Op("toy_sum", lambda x, y: ("reference", x + y))
+    op = Op("toy_sum", lambda x, y: ("reference", x + y), {})
     op.register(backend("small", 1, "x over 9", lambda x: x > 9))
     op.register(backend("even", 2, "x is odd", lambda x: x % 2))
     return op
@@ -51,7 +51,7 @@ def test_refusals_say_why_in_order_of_priority():
 
 
 def test_a_backend_of_another_device_is_never_asked(caplog):
-    op = Op("toy_sum", lambda x: "reference")
+    op = Op("toy_sum", lambda x: "reference", {})
     op.register(Backend("kernels", fails, fails, 3, device_type="cuda"))
     with caplog.at_level("INFO"):
         assert op(torch.ones(1)) == "reference"
@@ -63,7 +63,7 @@ def test_a_backend_of_another_device_is_never_asked(caplog):
 
 def test_without_a_cuda_device_its_backends_are_absent(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    op = Op("toy_sum", lambda x: "reference")
+    op = Op("toy_sum", lambda x: "reference", {})
     op.register(Backend("kernels", fails, fails, 3, device_type="cuda"))
     assert op.refusals() == {"kernels": "there is no CUDA device", "reference": None}
 
@@ -97,7 +97,7 @@ def test_a_name_is_taken_once():
 
 
 def test_forcing(monkeypatch):
-    op, other = toy_op(), Op("toy_other", lambda: "reference")
+    op, other = toy_op(), Op("toy_other", lambda: "reference", {})
     monkeypatch.setattr(dispatch, "forced", "reference")
     assert op(2, 5) == ("reference", 7)
     assert op.refusals(2, 5)["even"] == "MEGATRON_HYBRID_BACKEND=reference"

@@ -32,7 +32,7 @@ def test_it_is_as_in_transformers(module, form, zero_centered):
     # Those over groups take them as one row.
     rows = (T, -1) if len(weight) == G * C else (T, G, C)
     expected = module(x.reshape(1, *rows), gate.reshape(1, *rows)).view(T, G, C)
-    weight = (weight - 1 if zero_centered else weight).view(-1, C)
+    weight = (weight - 1 if zero_centered else weight).view(-1, C).squeeze(0)
     found = gated_rms_norm(x, gate, weight, EPS, zero_centered=zero_centered, **form)
     torch.testing.assert_close(found, expected)
 

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recurrences import (
-    CONVS,
     DELTA_RULES,
     KIMI_DELTA_ATTENTION,
     LINEAR_CONV,
@@ -308,26 +307,3 @@ def test_autocast_does_not_lower_the_precision(op):
         inside = run(op, inputs, parameters, states, layout)
     for left, right in zip(plain, inside):
         assert torch.equal(left, right)
-
-
-@each_op
-def test_float16_states_are_refused_with_the_reason(op):
-    layout = RaggedLayout((4,), (0,))
-    inputs, parameters, states = case(op, layout, 5)
-    reason = "accumulates over the whole sequence" if op not in CONVS else "rounds and overflows"
-    with pytest.raises(TypeError, match=f"{op.name} are float16.*{reason}"):
-        op.call(to(torch.float32, inputs), to(torch.float32, parameters), states.half(), layout, 16)
-
-
-@each_op
-def test_wrong_states_are_refused(op):
-    layout = RaggedLayout((4, 4), (0, 0))
-    inputs, parameters, states = case(op, layout, 6)
-    with pytest.raises(ValueError, match=r"initial_states of .* has shape \[1,.*expected \[R, "):
-        run(op, inputs, parameters, states[:1], layout)
-    with pytest.raises(TypeError, match=r"int64; use torch.float32"):
-        op.call(to(torch.float32, inputs), parameters, states.long(), layout, 16)
-    with pytest.raises(ValueError, match=r"8 rows \(8 tokens \+ 0 padding\)"):
-        run(op, [t[:7] for t in inputs], parameters, states, layout)
-    with pytest.raises(TypeError, match=r"dtype torch\.int64; give a floating-point tensor"):
-        op.call([t.long() for t in inputs], parameters, states, layout, 16)

@@ -1,0 +1,61 @@
+"""Contracts at the door of an op stand before every backend: none reads past a tensor."""
+
+import pytest
+import torch
+from op_calls import assert_refused, calls
+from torch.autograd import forward_ad
+
+from megatron_hybrid.ops import dispatch
+
+BACKENDS = {
+    name: [own.name for own in op.backends if own.missing is None]
+    for name, op in dispatch.OPS.items()
+}
+CALLS = {
+    (call, backend): make
+    for call, make in calls().items()
+    for backend in BACKENDS[call.partition(" ")[0]]
+}
+
+
+def run(monkeypatch, op, backend, inputs):
+    """The outputs of a backend."""
+    monkeypatch.setattr(dispatch, "forced", backend)
+    return outputs_of(op, *inputs)
+
+
+def outputs_of(op, *inputs):
+    outputs = dispatch.OPS[op](*inputs)
+    return [y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if y is not None]
+
+
+@pytest.mark.parametrize(("call", "backend"), CALLS)
+@torch.no_grad()
+def test_a_size_that_differs_by_one_is_refused_and_changes_nothing(monkeypatch, call, backend):
+    op, make = call.partition(" ")[0], CALLS[call, backend]
+    if backend != "grouped_mm":  # whose sizes a CPU does not take
+        found, wanted = (run(monkeypatch, op, each, make()) for each in (backend, "reference"))
+        for left, right in zip(found, wanted, strict=True):
+            torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
+    monkeypatch.setattr(dispatch, "forced", None if backend == "grouped_mm" else backend)
+    assert assert_refused(op, make) > 3
+
+
+def test_each_kernel_backend_is_called():
+    assert {backend for _, backend in CALLS} >= {"triton", "mcore", "fla"}
+
+
+@pytest.mark.parametrize("op", ["activate", "rms_norm", "time_steps"])
+def test_what_only_torch_can_read_is_left_to_the_reference(op):
+    """Views that negate when they are read, and tensors with tangents."""
+    first, *rest = calls()[op]()
+    assert dispatch.OPS[op].refusals(first, *rest)["triton"] is None
+    for view in (torch._neg_view(first), torch.complex(first, first).conj().imag):
+        assert dispatch.OPS[op].refusals(view, *rest)["triton"] is not None
+        for left, right in zip(outputs_of(op, view, *rest), outputs_of(op, view.clone(), *rest)):
+            torch.testing.assert_close(left, right)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(first, torch.ones_like(first))
+        assert "forward mode" in dispatch.OPS[op].refusals(dual, *rest)["triton"]
+        assert forward_ad.unpack_dual(outputs_of(op, dual, *rest)[0]).tangent.any()
+        assert dispatch.OPS[op].refusals(first, *rest)["triton"] is None
