@@ -2,7 +2,7 @@
 update brings the new model's bits. Both ranks of a row share one process for all rows."""
 
 import re
-import time
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from commands import free_port
 from rank_processes import join_ranks, run_ranks
 from reference import greedy, random_tokens, tiny_model
 from torch.distributed import distributed_c10d
+from waiting import wait_until
 
 from megatron_hybrid.checkpoints.checkpoint import (
     load_checkpoint,
@@ -481,8 +482,7 @@ def tell_port(folder, name):
 
 
 def told_port(folder, name):
-    while not (folder / name).exists():
-        time.sleep(0.01)
+    wait_until((folder / name).exists)
     return int((folder / name).read_text())
 
 
@@ -505,6 +505,12 @@ def run_trainer(rows, new, folder, layout):
         else:  # the next full update comes through the same group
             for name, tensor in new.items():
                 group.broadcast(tensor, name)
+    if group is not None:
+        group.close()
+    group = WeightGroup("127.0.0.1", tell_port(folder, f"silence in {layout}"), 0, 1 + RANKS)
+    for rank in range(RANKS):
+        wait_until((folder / f"end of {layout} on {rank}").exists)
+    group.close()
 
 
 def answer(engine):
@@ -543,6 +549,24 @@ def run_row(job, row, number, old, bits):
     assert answer(engine) == bits["new"]
 
 
+def meet(engine, meeting):
+    """Join the trainer's group; requests are answered meanwhile."""
+    joining = engine.begin_join(meeting)
+    answer(engine)
+    while not engine.end_join(joining.number):
+        joining.wait()
+
+
+def end_a_wait(job):
+    """The first rank ends, where the trainer sends nothing: no rank waits for it any more."""
+    job.engine.start_weight_update()
+    if job.engine.ranks.is_first:
+        threading.Timer(0.2, job.engine.end_waits).start()
+    with pytest.raises(TrainerError, match="nobody here waits for it any more"):
+        job.engine.receive_weights(info_of(job.new))
+    assert not job.engine.awaits_weights
+
+
 def run_rank(rank, folder, layouts, is_whole):
     rows = [row for row in ROWS if is_whole or row.is_often]
     old, new = torch.load(folder / "old.pt"), torch.load(folder / "new.pt")
@@ -571,12 +595,17 @@ def run_rank(rank, folder, layouts, is_whole):
                     if begins:
                         port = told_port(folder, f"port of {name}, {row.name.replace(':', '')}")
                         meeting |= {"master_address": "127.0.0.1", "master_port": port}
-                        engine.init_weight_transfer_engine(meeting)
+                        meet(engine, meeting)
                     run_row(job, row, number, old, bits)
                 except BaseException as error:
                     text = f"{name}, {row.name}: {type(error).__name__}: {error}"
                     raise AssertionError(text) from error
+            port = told_port(folder, f"silence in {name}")
+            meet(engine, meeting | {"master_address": "127.0.0.1", "master_port": port})
+            end_a_wait(job)
+            assert answer(engine) == bits["new"]
             engine.check_integrity()
+        (folder / f"end of {name} on {rank}").touch()
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
