@@ -1,12 +1,16 @@
 """Faults of new weights, by path and layout: the error, what the engine does next, and that a full
 update brings the new model's bits. Both ranks of a row share one process for all rows."""
 
+import base64
+import pickle
 import re
+import shutil
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +18,12 @@ import torch.distributed as dist
 from commands import free_port
 from rank_processes import join_ranks, run_ranks
 from reference import greedy, random_tokens, tiny_model
+from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from waiting import wait_until
 
+from megatron_hybrid import ranks
 from megatron_hybrid.checkpoints.checkpoint import (
     load_checkpoint,
     own_tensors,
@@ -24,13 +31,21 @@ from megatron_hybrid.checkpoints.checkpoint import (
     save_checkpoint,
 )
 from megatron_hybrid.compat import parallel_state
+from megatron_hybrid.inference import weight_transfer
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.weight_transfer import TrainerError, WeightGroup
 from megatron_hybrid.inference.weight_updates import WeightsUnfinishedError
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.ranks import RankError
-from megatron_hybrid.training.lora import LoraFields, add_adapters, load_adapters, save_adapters
+from megatron_hybrid.tools.quantize import quantize
+from megatron_hybrid.training.lora import (
+    LoraFields,
+    add_adapters,
+    load_adapters,
+    merge_adapters,
+    save_adapters,
+)
 
 RANKS = 2
 MODEL = dict(
@@ -45,7 +60,9 @@ LAYOUTS = {
     "PP": dict(pipeline_model_parallel_size=2),
     "EP": dict(expert_model_parallel_size=2),
     "one": {},  # two replicas, each of one rank
+    "packed": dict(tensor_model_parallel_size=2),  # weights of 8 bits
 }
+GPU = "GPU-1"
 CONFIG = dict(cache_bytes=1 << 20, max_requests=2, max_sequence_length=96, verify_ranks=True)
 PROMPT = random_tokens(40)
 LOGGED = greedy(3, return_log_probs=True, skip_prompt_log_probs=True)
@@ -68,6 +85,7 @@ class Row:
         is_raw: whether the trainer uses torch alone.
         leaves: whether the group ends.
         is_often: whether it runs in `make test`.
+        is_packed: whether it is one of packed weights.
     """
 
     name: str
@@ -79,6 +97,7 @@ class Row:
     is_raw: bool = False
     leaves: bool = False
     is_often: bool = False
+    is_packed: bool = False
 
 
 @dataclass
@@ -106,6 +125,17 @@ class Job:
         """Receive all tensors, which a trainer sends."""
         self.receive({**info_of(self.new), **fields})
 
+    def share(self, pairs, change=lambda handles: handles, freed=None) -> None:
+        """Receive all tensors from a trainer on the same GPU. change: of its handles. freed: number
+        of a tensor that is not there any more."""
+        tensors = [tensor for _, tensor in pairs]
+        handles = change([{GPU: handle(n, tensor)} for n, tensor in enumerate(tensors)])
+        pickled = base64.b64encode(pickle.dumps(handles)).decode()
+        if freed is not None:
+            tensors[freed] = None
+        with gpu_of(self.engine, tensors):
+            self.announce(ipc_handles_pickled=pickled)
+
     def lead(self, load: Callable) -> None:
         """Let the first rank alone call."""
         if self.rank and self.engine.ranks.size > 1:
@@ -117,6 +147,43 @@ class Job:
 
 RAISED = KeyboardInterrupt, SystemExit, GeneratorExit
 LEADER_HAS_IT = "the leading rank has the error"
+
+
+def handle(number, tensor):
+    """What torch's `reduce_tensor` makes of a tensor on a GPU; its handle is a number."""
+    where = torch.UntypedStorage, tensor.dtype, 0, str(number).encode(), tensor.nbytes
+    end = 0, False, b"", 0, b"", True
+    return rebuild_cuda_tensor, (
+        torch.Tensor,
+        tensor.shape,
+        tensor.stride(),
+        0,
+        *where,
+        *end,
+    )
+
+
+@contextmanager
+def gpu_of(engine, tensors):
+    """A GPU that the engine and a trainer share, as far as it goes without one: tensors are found
+    by their handles. None: that handle has no memory."""
+
+    def rebuild(*arguments):
+        if (tensor := tensors[int(arguments[7])]) is None:
+            raise RuntimeError("invalid device context")
+        return tensor
+
+    name = "torch.multiprocessing.reductions", "rebuild_cuda_tensor"
+    with ExitStack() as patches:
+        for patch in (
+            mock.patch.object(weight_transfer, "_uuid_of", lambda device: GPU),
+            mock.patch.object(weight_transfer, "rebuild_cuda_tensor", rebuild),
+            mock.patch.dict(weight_transfer._HARMLESS, {name: rebuild}),
+            mock.patch.object(torch.cuda, "synchronize"),
+            mock.patch.object(engine._updates, "_device", torch.device("cuda", 0)),
+        ):
+            patches.enter_context(patch)
+        yield
 
 
 def info_of(named):
@@ -369,6 +436,106 @@ def adapter_rows():
             error,
             several=several,
         )
+    yield Row(
+        "adapters: another call on a rank",
+        lambda job: (
+            merge_adapters(job.engine.model)
+            if job.rank
+            else load_adapters(job.engine.model, f"{job.folder}/adapters-some")
+        ),
+        r"rank 0 on .* is load_adapters\(\), rank 1 on .* is merge_adapters\(\)",
+        several=True,
+        is_often=True,
+    )
+    yield Row(
+        "adapters: one rank alone",
+        load_alone,
+        r"rank 1 on .* is load_adapters\(\), and rank 0 on .* did not come|does not call",
+        several=True,
+    )
+
+
+def load_alone(job):
+    if job.rank == 0:
+        raise RankError("rank 0 does not call it")
+    with mock.patch.object(ranks.ranks_of, "__defaults__", (0.5, ranks.MAKING)):
+        load_adapters(job.engine.model, f"{job.folder}/adapters-some")
+
+
+def shared_rows():
+    """Rows of memory that a trainer shares by CUDA IPC."""
+    everything = lambda job: list(job.new.items())  # noqa: E731
+    yield Row(
+        "shared: another dtype than announced",
+        lambda job: job.share(at(job.new, 4, torch.Tensor.bfloat16)),
+        r"is torch.bfloat16 .* in shared memory, and was announced as torch.float32",
+    )
+    yield Row(
+        "shared: too few handles",
+        lambda job: job.share(everything(job), lambda handles: handles[1:]),
+        r"has \d+ names and \d+ handles",
+    )
+    yield Row(
+        "shared: none for the GPU of a rank",
+        lambda job: job.share(
+            everything(job),
+            lambda handles: (
+                [{"GPU-2": each[GPU]} for each in handles] if job.is_second else handles
+            ),
+        ),
+        "has no handle for the GPU GPU-1, only for GPU-2",
+    )
+    yield Row(
+        "shared: NaN",
+        lambda job: job.share([*everything(job)[:-1], (LAST, job.new[LAST] * torch.nan)]),
+        f"{LAST} has numbers that are NaN",
+        writes=True,
+    )
+    yield Row(
+        "shared: other values on a rank",
+        lambda job: job.share(second_has(job, lambda new: dict(at(new, 3, torch.neg))).items()),
+        DIFFER,
+        writes=True,
+        several=True,
+    )
+    yield Row(
+        "shared: the trainer has freed one",
+        lambda job: job.share(everything(job), freed=4),
+        "cannot be read from shared memory",
+        writes=True,
+        is_often=True,
+    )
+
+
+def packed_rows():
+    """Rows of a model with packed weights, and folders of such weights."""
+    for name, first, second, error, several in (
+        ("of another format", "fp8", "fp8", "is packed .* but packed .* in the model", False),
+        ("NaN", "nan", "nan", "NaN", False),
+        ("missing on a rank", "int8", "none", "update_info.path is", False),
+        ("another one on a rank", "int8", "int8 of old", DIFFER, True),
+    ):
+        yield Row(
+            f"packed: {name}",
+            lambda job, first=first, second=second: job.receive(
+                {"path": f"{job.folder}/{second if job.is_second else first}"}
+            ),
+            error,
+            several=several,
+            is_packed=True,
+        )
+    yield Row(
+        "packed: a mistake in a later part",
+        lambda job: job.receive({"path": f"{job.folder}/int8"}, {"path": "/nowhere"}),
+        "update_info.path is '/nowhere'",
+        writes=True,
+        is_packed=True,
+    )
+    yield Row(
+        "folder: a packed one",
+        lambda job: job.receive({"path": f"{job.folder}/int8"}),
+        "is packed .* but not packed in the model",
+    )
 
 
 def sent_rows(is_raw):
@@ -438,6 +605,7 @@ def sent_rows(is_raw):
 
 
 ROWS = [*list_rows(), *stream_rows(), *led_rows(), *info_rows(), *adapter_rows()]
+ROWS += [*shared_rows(), *packed_rows()]
 ROWS += [*sent_rows(is_raw=False), *sent_rows(is_raw=True)]
 
 
@@ -571,7 +739,12 @@ def run_rank(rank, folder, layouts, is_whole):
     rows = [row for row in ROWS if is_whole or row.is_often]
     old, new = torch.load(folder / "old.pt"), torch.load(folder / "new.pt")
     rows_of = {
-        name: [row for row in rows if not (row.several and name == "one")] for name in layouts
+        name: [
+            row
+            for row in rows
+            if not (row.several and name == "one") and row.is_packed == (name == "packed")
+        ]
+        for name in layouts
     }
     if rank == RANKS:
         torch.set_num_threads(1)
@@ -580,10 +753,12 @@ def run_rank(rank, folder, layouts, is_whole):
         return
     join_ranks(rank, RANKS, f"{folder}/rendezvous")
     for name in layouts:
-        model = build_hybrid_model(read_config(folder / "old", **LAYOUTS[name]))
-        load_checkpoint(model, folder / "old")
+        source = folder / ("int8" if name == "packed" else "old")
+        model = build_hybrid_model(read_config(source, **LAYOUTS[name]))
+        load_checkpoint(model, source)
         with DynamicInferenceEngine(model.eval(), None, InferenceConfig(**CONFIG)) as engine:
             job = Job(engine, rank, new, str(folder))
+            engine.load_weights(old)
             bits = {"old": answer(engine)}
             engine.load_weights(new)
             bits["new"] = answer(engine)
@@ -624,6 +799,14 @@ def test_after_a_fault_the_old_weights_answer_or_nothing_does(tmp_path, layouts,
         state = {n: t.detach().clone() for n, t in own_tensors(model).items()}
         torch.save(state, tmp_path / f"{name}.pt")
     save_checkpoint(tiny_model(**{**MODEL, "layer_pattern": "M*|M-"}), tmp_path / "other")
+    if is_whole:
+        for source, name in (("new", "int8"), ("old", "int8 of old"), ("new", "fp8")):
+            quantize(tmp_path / source, tmp_path / name, name.partition(" ")[0])
+        packed = load_file(tmp_path / "int8" / "model.safetensors")
+        scale = next(tensor for name, tensor in packed.items() if name.endswith("scale"))
+        scale[0] = torch.nan
+        shutil.copytree(tmp_path / "int8", tmp_path / "nan")
+        save_file(packed, tmp_path / "nan" / "model.safetensors", {"format": "pt"})
     for name, factor in (("some", 1.0), ("more", 2.0), ("rest", 1.0), ("other", 1.0)):
         fields = {**MODEL, "hidden_size": 96} if name == "other" else MODEL
         model = tiny_model.__wrapped__(**fields)
