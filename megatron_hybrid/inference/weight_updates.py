@@ -84,11 +84,13 @@ class WeightUpdate:
         """
         with ExitStack() as stack:
             write = partial(self._write, part)
+            is_packed = isinstance(part, FolderPart) and part.is_packed
             try:
                 with self._ranks.together(_CHECKING):
                     if part.heads is not None and self._ranks.size > 1:
-                        self._agree(part)
-                    if isinstance(part, FolderPart) and part.is_packed:
+                        # What is written at once is compared with its values.
+                        self._agree(part.kind, part.tensors() if is_packed else part.heads)
+                    if is_packed:
                         names = self._loader.of_all
                         checked = checked_load(self._model, part.path, names, True, True)
                         write = partial(self._write_packed, stack.enter_context(checked))
@@ -103,9 +105,9 @@ class WeightUpdate:
         """Raise CheckpointError if the parts lack something that belongs to what they had."""
         self._loader.checks.require_complete()
 
-    def _agree(self, part: Part) -> None:
+    def _agree(self, kind: str, pairs: Iterable) -> None:
         """Compare a part with that of the other ranks."""
-        lines = [part.kind, *(_described(name, tensor) for name, tensor in map(_pair, part.heads))]
+        lines = [kind, *(_described(name, tensor) for name, tensor in map(_pair, pairs))]
         digest = blake2b("\n".join(lines).encode()).digest()
         if len(set(self._ranks.gather(digest))) > 1:
             self._raise_difference(self._ranks.gather([*lines, _END]))
