@@ -269,9 +269,7 @@ class WeightGroup:
         self.group = self._store = None
 
 
-def _checked_backend(
-    backend: str | None, device: torch.device, rank: int, world_size: int
-) -> str:
+def _checked_backend(backend: str | None, device: torch.device, rank: int, world_size: int) -> str:
     """The backend of a group. Raises ValueError if the numbers make none."""
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend not in ("gloo", "nccl"):
@@ -348,9 +346,7 @@ class GroupInfo:
 
     def check(self, num_ranks: int, device: torch.device) -> None:
         """Raise ValueError if all ranks of a model cannot join."""
-        _checked_backend(
-            self.backend, device, self.rank_offset + num_ranks - 1, self.world_size
-        )
+        _checked_backend(self.backend, device, self.rank_offset + num_ranks - 1, self.world_size)
 
     def join(self, rank: int, device: torch.device, is_over: Callable[[], bool]) -> WeightGroup:
         """Meet the trainer. rank: of the model. is_over: as of `WeightGroup`."""

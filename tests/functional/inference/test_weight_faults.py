@@ -19,24 +19,19 @@ from commands import free_port
 from rank_processes import join_ranks, run_ranks
 from reference import greedy, random_tokens, tiny_model
 from safetensors.torch import load_file, save_file
+from split_models import load, save_old_and_new
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from waiting import wait_until
 
 from megatron_hybrid import ranks
-from megatron_hybrid.checkpoints.checkpoint import (
-    load_checkpoint,
-    own_tensors,
-    read_config,
-    save_checkpoint,
-)
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.compat import parallel_state
 from megatron_hybrid.inference import weight_transfer
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.weight_transfer import TrainerError, WeightGroup
 from megatron_hybrid.inference.weight_updates import WeightsUnfinishedError
-from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.ranks import RankError
 from megatron_hybrid.tools.quantize import quantize
 from megatron_hybrid.training.lora import (
@@ -754,8 +749,7 @@ def run_rank(rank, folder, layouts, is_whole):
     join_ranks(rank, RANKS, f"{folder}/rendezvous")
     for name in layouts:
         source = folder / ("int8" if name == "packed" else "old")
-        model = build_hybrid_model(read_config(source, **LAYOUTS[name]))
-        load_checkpoint(model, source)
+        model = load(source, **LAYOUTS[name])
         with DynamicInferenceEngine(model.eval(), None, InferenceConfig(**CONFIG)) as engine:
             job = Job(engine, rank, new, str(folder))
             engine.load_weights(old)
@@ -793,11 +787,7 @@ def run_rank(rank, folder, layouts, is_whole):
     ],
 )
 def test_after_a_fault_the_old_weights_answer_or_nothing_does(tmp_path, layouts, is_whole):
-    for seed, name in enumerate(("old", "new")):
-        model = tiny_model(**MODEL, seed=seed)
-        save_checkpoint(model, tmp_path / name)
-        state = {n: t.detach().clone() for n, t in own_tensors(model).items()}
-        torch.save(state, tmp_path / f"{name}.pt")
+    save_old_and_new(tmp_path, **MODEL)
     save_checkpoint(tiny_model(**{**MODEL, "layer_pattern": "M*|M-"}), tmp_path / "other")
     if is_whole:
         for source, name in (("new", "int8"), ("old", "int8 of old"), ("new", "fp8")):

@@ -17,7 +17,7 @@ import uvicorn
 from waiting import LIMIT_S
 
 from megatron_hybrid.process_life import EndSignal
-from megatron_hybrid.serving import run, service
+from megatron_hybrid.serving import service
 from megatron_hybrid.serving.door import access
 from megatron_hybrid.serving.run import Address, _PlainLines, _Server, log_lines
 from megatron_hybrid.serving.service import Service
