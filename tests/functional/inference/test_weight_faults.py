@@ -482,7 +482,7 @@ def shared_rows():
     )
     yield Row(
         "shared: NaN",
-        lambda job: job.share([*everything(job)[:-1], (LAST, job.new[LAST] * torch.nan)]),
+        lambda job: job.share({**job.new, LAST: job.new[LAST] * torch.nan}.items()),
         f"{LAST} has numbers that are NaN",
         writes=True,
     )
