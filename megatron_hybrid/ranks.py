@@ -270,7 +270,7 @@ os.register_at_fork(after_in_child=_forget_in_fork)
 ONE_RANK = Ranks()
 
 
-def ranks_of(groups: object, seconds: float = BEGIN_SECONDS) -> Ranks:
+def ranks_of(groups: object, seconds: float = BEGIN_SECONDS, what: str = MAKING) -> Ranks:
     """Connect the ranks of a model. Call it on all of them.
 
     They are joined by tensor-, pipeline- and expert-parallel groups: also ranks that hold the same
@@ -279,13 +279,14 @@ def ranks_of(groups: object, seconds: float = BEGIN_SECONDS) -> Ranks:
     Args:
         groups: megatron-core's ProcessGroupCollection of the model.
         seconds: time for all of them to call it.
+        what: the call that they make, for messages.
 
     Raises:
-        RankError: one of them does not, or cannot.
+        RankError: one of them does not, or cannot, or makes another call.
         OSError: they do not reach each other.
     """
     joined = _joined(groups)
-    return _connected(joined, seconds) if joined else ONE_RANK
+    return _connected(joined, seconds, what) if joined else ONE_RANK
 
 
 def _joined(groups: object) -> list[dist.ProcessGroup]:
@@ -315,7 +316,7 @@ def is_one_machine() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "1")
 
 
-def _connected(groups: Sequence[dist.ProcessGroup], seconds: float) -> Ranks:
+def _connected(groups: Sequence[dist.ProcessGroup], seconds: float, what: str) -> Ranks:
     """Connect the ranks that meetings of these groups, one after the other, reach."""
     host = "127.0.0.1" if is_one_machine() else ""
     server = socket.create_server((host, 0), backlog=128)
@@ -325,7 +326,7 @@ def _connected(groups: Sequence[dist.ProcessGroup], seconds: float) -> Ranks:
         own = own_member(), _own_address(), port, secrets.token_bytes(32)
         known = {dist.get_rank(): own}
         for group in groups:
-            met = meet(MAKING, known, dist.get_process_group_ranks(group), seconds)
+            met = meet(what, known, dist.get_process_group_ranks(group), seconds)
             known = {rank: value for _, each in met for rank, value in each.items()}
         numbers = sorted(known)
         members = [known[number][0] for number in numbers]

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial, wraps
@@ -23,6 +23,7 @@ from megatron_hybrid.inference.request_builder import Prompt, TextTokenizer
 from megatron_hybrid.inference.request_options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
+from megatron_hybrid.inference.weight_transfer import LOOK_SECONDS
 from megatron_hybrid.inference.weight_updates import WeightsUnfinishedError
 from megatron_hybrid.interrupts import result_of
 from megatron_hybrid.text.guide import NICENESS, Guide
@@ -353,7 +354,18 @@ class AsyncEngine:
 
     # Between updates of the weights. The names are vLLM's, where they mean the same.
 
-    init_weight_transfer_engine = _in_thread(DynamicInferenceEngine.init_weight_transfer_engine)
+    async def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """See `DynamicInferenceEngine.init_weight_transfer_engine`; steps run while it waits."""
+        try:
+            joining = await self._run(self._engine.begin_join, init_info)
+            ended = asyncio.wrap_future(joining.ended)
+            while not await self._run(self._engine.end_join, joining.number):
+                await asyncio.wait([ended], timeout=LOOK_SECONDS)
+        except asyncio.CancelledError:
+            with suppress(RuntimeError):  # it is closed, which has the same effect
+                self._submit(self._engine.cancel_join)
+            raise
+
     start_weight_update = _in_thread(DynamicInferenceEngine.start_weight_update)
     receive_weights = _in_thread(DynamicInferenceEngine.receive_weights)
     finish_weight_update = _in_thread(DynamicInferenceEngine.finish_weight_update)
@@ -393,6 +405,10 @@ class AsyncEngine:
     async def epoch(self) -> int:
         """See `DynamicInferenceEngine.epoch`."""
         return await self._run(lambda: self._engine.epoch)
+
+    async def unfinished_weights(self) -> str | None:
+        """See `DynamicInferenceEngine.unfinished_weights`."""
+        return await self._run(lambda: self._engine.unfinished_weights)
 
     async def is_paused(self) -> bool:
         """Whether `pause_generation` or `sleep` holds requests back."""
@@ -447,10 +463,9 @@ class AsyncEngine:
         """See `DynamicInferenceEngine.rank_failure`."""
         return self._engine.rank_failure
 
-    @property
-    def awaits_trainer(self) -> bool:
-        """See `DynamicInferenceEngine.awaits_trainer`."""
-        return self._engine.awaits_trainer
+    def end_waits(self) -> None:
+        """See `DynamicInferenceEngine.end_waits`."""
+        self._engine.end_waits()
 
     def check_prompt(self, prompt: Prompt, params: SamplingParams) -> None:
         """Check that a prompt can be served, in any thread.

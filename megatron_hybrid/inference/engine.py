@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, TypeVar
@@ -69,6 +69,7 @@ from megatron_hybrid.inference.scheduler import RestoreFailedError, Scheduler
 from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.warm_up import WARMED, measure_draft_costs, warm_up
 from megatron_hybrid.inference.weight_memory import WeightMemory
+from megatron_hybrid.inference.weight_transfer import Joining
 from megatron_hybrid.inference.weight_updates import (
     Pairs,
     WeightsUnfinishedError,
@@ -162,7 +163,7 @@ class DynamicInferenceEngine:
             with self._control.inside(MAKING), ranks.together(MAKING):
                 self._build(model, tokenizer, config, undo)
             undo.pop_all()
-        self._updates = WeightUpdates(model, ranks)
+        self._updates = WeightUpdates(model, ranks, lambda: self._control.ends_waits)
         self._weight_memory = WeightMemory(model)
         self._epochs = Epochs(
             self.scheduler, self.offload, self.runner, self.output, self._folders, self.config
@@ -614,7 +615,12 @@ class DynamicInferenceEngine:
     def awaits_weights(self) -> bool:
         """Whether steps are refused until weights have come: an update is under way or has failed,
         or the weights were dropped."""
-        return self._updates.reason_to_wait is not None
+        return self.unfinished_weights is not None
+
+    @property
+    def unfinished_weights(self) -> str | None:
+        """Why `awaits_weights` is true, and how to go on; None: it is not."""
+        return self._updates.reason_to_wait
 
     @property
     def weights_failure(self) -> str | None:
@@ -624,13 +630,12 @@ class DynamicInferenceEngine:
             return f"the weights are not those of one model, as {self._control.failure}"
         return self._updates.reason_to_wait if self._updates.has_failed else None
 
-    @property
-    def awaits_trainer(self) -> bool:
-        """Whether a call waits for a trainer now, which nothing here can end, for any thread."""
-        return self._updates.awaits_trainer
+    def end_waits(self) -> None:
+        """Let no rank wait for a trainer any more: who waits, or will, gets a TrainerError. Any
+        thread may call it, before it closes the engine."""
+        self._control.end_waits()
 
     @exclusive
-    @on_all_ranks
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """Meet a trainer in another process: join its group with all ranks of the model. Like the
         next three calls, make it on all ranks, or on the leading one. The names are vLLM's.
@@ -643,9 +648,40 @@ class DynamicInferenceEngine:
             TrainerError: the trainer has not come.
             RuntimeError: a step of this engine is running, or it is closed; nothing has changed.
         """
+        # Where all ranks wait, Ctrl-C on one must not leave an exchange that the others are in.
+        all_wait = self.ranks.size > 1 and not self._control.leads
+        with interrupts_wait() if all_wait else nullcontext():
+            joining = self.begin_join(init_info)
+            try:
+                while not self.end_join(joining.number):
+                    joining.wait()
+            except KeyboardInterrupt:
+                self.cancel_join()
+                raise
+
+    # Its three parts: whoever has steps to run runs them in between.
+
+    @exclusive
+    @on_all_ranks
+    def begin_join(self, init_info: Mapping[str, Any]) -> Joining:
+        """Set out to meet a trainer; see `init_weight_transfer_engine`."""
         self._refuse_inside_step("init_weight_transfer_engine")
         self._refuse_closed("init_weight_transfer_engine")
-        self._updates.join(init_info)
+        return self._updates.begin_join(init_info)
+
+    @exclusive
+    @on_all_ranks
+    def end_join(self, number: int) -> bool:
+        """Whether all ranks have met the trainer; see `WeightUpdates.end_join`. number: that of
+        the `Joining`."""
+        self._refuse_closed("init_weight_transfer_engine")
+        return self._updates.end_join(number)
+
+    @exclusive
+    @on_all_ranks
+    def cancel_join(self) -> None:
+        """Let nobody wait for a trainer that has not come."""
+        self._updates.cancel_join()
 
     @exclusive
     @on_all_ranks

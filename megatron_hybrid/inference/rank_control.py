@@ -36,6 +36,7 @@ class RankControl:
         self.follows = False
         self.told_change = False
         """Whether the first rank says that its weights have changed."""
+        self._ends_waits = False
 
     @property
     def leads(self) -> bool:
@@ -93,6 +94,17 @@ class RankControl:
         """Tell the other ranks that this one has failed, and they have not."""
         if self._watch:
             self._watch.report(error)
+
+    @property
+    def ends_waits(self) -> bool:
+        """Whether no rank is to wait for processes outside of the job any more."""
+        return self._ends_waits if self._watch is None else self._watch.ends_waits
+
+    def end_waits(self) -> None:
+        """Say so to all ranks. Any thread may call it."""
+        self._ends_waits = True
+        if self._watch:
+            self._watch.end_waits()
 
     def queue(self, name: str, *args: object, **kwargs: object) -> None:
         """Tell a call with the next `send`."""

@@ -36,6 +36,8 @@ STEP_SECONDS = 120.0
 """Default of `InferenceConfig.rank_timeout`, for steps."""
 LONG_CALLS = 10
 """How many times the limit of a step a call may take that loads, saves or moves much memory."""
+_END_WAITS = None
+"""Message: no rank is to wait for processes outside of the job any more."""
 _BROKEN = (ConnectionError, EOFError, dist.DistError)
 _GLOO = ("gloo", "Connection")
 """Errors of a connection that another rank has left, and words of those of gloo."""
@@ -52,6 +54,7 @@ class _Watch:
         self._ranks = ranks
         self.connections = ranks.watched  # by rank
         self.failure: str | None = None
+        self.ends_waits = False
         self.num_inside = 0  # calls that need the other ranks
         self.position: Position | None = None  # in the innermost of them
         self.lock = threading.Lock()
@@ -71,6 +74,14 @@ class _Watch:
                 if rank != source:
                     with suppress(OSError):
                         connection.send(text)
+
+    def end_waits(self) -> None:
+        """Let no rank wait for processes outside of the job any more."""
+        self.ends_waits = True
+        with self.lock:
+            for connection in self.connections.values():
+                with suppress(OSError):
+                    connection.send(_END_WAITS)
 
     def _wait_for_failure(self) -> None:
         ranks = {connection: rank for rank, connection in self.connections.items()}
@@ -95,6 +106,8 @@ class _Watch:
             said = f"{self._ranks.members[rank]} has closed its engine, or its process has ended"
         if isinstance(said, Status):
             self._silent[rank], self._statuses[rank] = 0.0, said
+        elif said is _END_WAITS:
+            self.ends_waits = True
         else:
             self.fail(said, source=rank)
 
@@ -183,6 +196,15 @@ class RankWatch:
     def failure(self) -> str | None:
         """The first failure of any rank."""
         return self._watch.failure
+
+    @property
+    def ends_waits(self) -> bool:
+        """Whether a rank has called `end_waits`."""
+        return self._watch.ends_waits
+
+    def end_waits(self) -> None:
+        """Let no rank wait for processes outside of the job any more. Any thread may call it."""
+        self._watch.end_waits()
 
     @contextmanager
     def inside(self, call: str | None = None) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import ctypes
 import io
 import json
 import math
@@ -15,10 +16,12 @@ import os
 import pickle
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,10 +36,13 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from megatron_hybrid.checkpoints.checkpoint import CONFIG_FILE, is_packed
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles
 from megatron_hybrid.inference.fingerprint import sample_hash
+from megatron_hybrid.interrupts import interrupts_wait, poll_until
 from megatron_hybrid.validation import is_int
 
 JOIN_SECONDS = 300.0
 """For a trainer and its workers to meet, and for each broadcast."""
+LOOK_SECONDS = 0.2
+"""Between two looks whether a wait for a trainer is still wanted."""
 GROUP_NAME = "weights"
 _SENDS_HEADS = "megatron_hybrid/sends_heads"
 """Key of the store by which a trainer says that a head comes before each tensor."""
@@ -89,10 +95,11 @@ class WeightGroup:
         backend: "gloo" or "nccl"; None: what is made for the device.
         name: of the group, the same in all processes.
         device: of the tensors that NCCL sends.
+        is_over: whether nobody wants to wait for the others any more; any thread may ask.
 
     Raises:
         ValueError: the numbers make no group, or this process is in a group of the same name.
-        TrainerError: the others have not come in `JOIN_SECONDS`.
+        TrainerError: the others have not come in `JOIN_SECONDS`, or nobody waits for them.
     """
 
     def __init__(
@@ -105,29 +112,24 @@ class WeightGroup:
         backend: str | None = None,
         name: str = GROUP_NAME,
         device: torch.device | str = "cpu",
+        is_over: Callable[[], bool] = lambda: False,
     ):
         device = torch.device(device)
-        backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-        if backend not in ("gloo", "nccl"):
-            raise ValueError(f"backend is {backend!r}; use 'gloo' or 'nccl'")
-        if backend == "nccl" and device.type != "cuda":
-            raise ValueError(f"backend is 'nccl', and the model is on {device}: use 'gloo'")
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"rank {rank} is outside of a group of {world_size} processes: world_size counts "
-                "the trainer and every rank of every worker, and rank_offset those before a worker"
-            )
+        backend = _checked_backend(backend, device, rank, world_size)
         self.device = device if backend == "nccl" else torch.device("cpu")
         self._backend, self._is_trainer = backend, rank == 0
         self._lock = threading.Lock()  # of a trainer's threads: a head and its tensor go together
         self.has_failed = False
         """Whether a broadcast has failed, after which there can be no other."""
+        self._is_over, self._waits = is_over, False
         seconds = timedelta(seconds=JOIN_SECONDS)
         connecting = seconds if rank == 0 else seconds / 2  # torch tries it twice
         listening: dict[str, int] = {}
         if rank == 0:  # torch itself would listen on all addresses of the machine
             listening["master_listen_fd"] = socket.create_server((address, port)).detach()
         try:
+            if rank != 0:
+                _await_listener(address, port, is_over)
             self._store = dist.TCPStore(
                 address,
                 port,
@@ -149,20 +151,14 @@ class WeightGroup:
                 name,
                 timeout=seconds,
             )
-        except RuntimeError as error:
+            # Who has met the trainer in its group comes behind what it has said.
+            self.has_heads = self._store.check([_SENDS_HEADS])
+            """Whether the trainer says what each tensor is, before it: it uses this class."""
+        except (RuntimeError, OSError) as error:
             raise TrainerError(
                 f"the group {name!r} at {address}:{port} has not met: {error}"
             ) from error
         distributed_c10d._world.pg_group_ranks[self.group] = {i: i for i in range(world_size)}
-
-    @cached_property
-    def has_heads(self) -> bool:
-        """Whether the trainer says what each tensor is, before it sends it: it uses this class."""
-        try:
-            return self._store.check([_SENDS_HEADS])
-        except RuntimeError as error:
-            self.has_failed = True
-            raise TrainerError(f"the trainer's store is gone: {error}") from error
 
     def broadcast(self, tensor: Tensor, name: str = "") -> None:
         """Send a tensor from the trainer, and before it its name, dtype, shape and a hash. name: as
@@ -244,17 +240,67 @@ class WeightGroup:
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         try:
-            dist.broadcast(tensor, 0, group=self.group)
+            self._await(dist.broadcast(tensor, 0, group=self.group, async_op=True))
         except RuntimeError as error:
             self.has_failed = True
             raise TrainerError(f"the trainer's group has failed: {error}") from error
         return tensor
 
+    def _await(self, work: dist.Work) -> None:
+        while not work.is_completed():
+            if self._is_over():
+                self._waits = True
+                raise RuntimeError("nobody here waits for it any more")
+            if self._backend == "gloo":
+                with suppress(RuntimeError):  # not yet; what has failed says so below
+                    work.wait(timedelta(seconds=LOOK_SECONDS))
+            else:  # for which a limit of a wait ends the group
+                time.sleep(0.001)
+        work.wait()
+
     def close(self) -> None:
         """Leave the group. The others cannot use it any more."""
         if self.group is not None:
+            if self._waits:
+                # A thread of torch waits in the group, which nothing ends before its limit; who
+                # frees the group, as Python's exit does, waits for that thread.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
             dist.destroy_process_group(self.group)
         self.group = self._store = None
+
+
+def _checked_backend(backend: str | None, device: torch.device, rank: int, world_size: int) -> str:
+    """The backend of a group. Raises ValueError if the numbers make none."""
+    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"backend is {backend!r}; use 'gloo' or 'nccl'")
+    if backend == "nccl" and device.type != "cuda":
+        raise ValueError(f"backend is 'nccl', and the model is on {device}: use 'gloo'")
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"rank {rank} is outside of a group of {world_size} processes: world_size counts "
+            "the trainer and every rank of every worker, and rank_offset those before a worker"
+        )
+    return backend
+
+
+def _await_listener(address: str, port: int, is_over: Callable[[], bool]) -> None:
+    """Wait until somebody listens, which torch's own wait does not leave early.
+
+    Raises:
+        OSError: there is no such address, or nobody comes in time, or is awaited any more.
+    """
+    end = time.monotonic() + JOIN_SECONDS
+    while True:
+        try:
+            socket.create_connection((address, port), LOOK_SECONDS).close()
+            return
+        except socket.gaierror:
+            raise
+        except OSError:
+            if is_over() or time.monotonic() >= end:
+                raise
+        time.sleep(LOOK_SECONDS)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -298,8 +344,12 @@ class GroupInfo:
                 raise ValueError(f"init_info.{name} is {fields[name]!r}; it is a text")
         return cls(**fields)
 
-    def join(self, rank: int, device: torch.device) -> WeightGroup:
-        """Meet the trainer. rank: of the model."""
+    def check(self, num_ranks: int, device: torch.device) -> None:
+        """Raise ValueError if all ranks of a model cannot join."""
+        _checked_backend(self.backend, device, self.rank_offset + num_ranks - 1, self.world_size)
+
+    def join(self, rank: int, device: torch.device, is_over: Callable[[], bool]) -> WeightGroup:
+        """Meet the trainer. rank: of the model. is_over: as of `WeightGroup`."""
         return WeightGroup(
             self.master_address,
             self.master_port,
@@ -308,7 +358,80 @@ class GroupInfo:
             backend=self.backend,
             name=self.group_name,
             device=device,
+            is_over=is_over,
         )
+
+
+class Joining:
+    """This rank's way into a trainer's group, in a thread of its own: a wait that steps go on in.
+
+    Args:
+        number: of this way; equal on all ranks.
+        info: how to meet.
+        rank, device: of the model.
+        is_ending: whether nobody wants to wait for a trainer any more.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        info: GroupInfo,
+        rank: int,
+        device: torch.device,
+        is_ending: Callable[[], bool],
+    ):
+        self.number, self._is_ending = number, is_ending
+        self.ended: Future[None] = Future()
+        """Is done when `state` is final."""
+        self._lock = threading.Lock()
+        self._is_left = False
+        self._group: WeightGroup | None = None
+        self._error = ""
+        arguments = info, rank, device
+        threading.Thread(target=self._run, args=arguments, name="trainer", daemon=True).start()
+
+    def _is_over(self) -> bool:
+        return self._is_left or self._is_ending()
+
+    def _run(self, info: GroupInfo, rank: int, device: torch.device) -> None:
+        try:
+            group = info.join(rank, device, self._is_over)
+            with self._lock:
+                if not self._is_left:
+                    group, self._group = None, group
+            if group is not None:
+                group.close()  # it has come too late
+        except BaseException as error:  # whoever waits is told
+            self._error = str(error) or type(error).__name__
+        finally:
+            self.ended.set_result(None)
+
+    @property
+    def state(self) -> str | None:
+        """None: on the way; empty: in the group; else why it will not be."""
+        if self._group is not None:
+            return ""
+        if self._error:
+            return self._error
+        return "the engine ends, and waits for no trainer" if self._is_ending() else None
+
+    def wait(self) -> None:
+        """Wait until it has ended, or for a moment."""
+        end = time.monotonic() + LOOK_SECONDS
+        with interrupts_wait() as let_in:
+            poll_until(lambda: self.ended.done() or time.monotonic() >= end, let_in)
+
+    def take(self) -> WeightGroup:
+        """The group, which is the caller's from here on."""
+        group, self._group = self._group, None
+        return group
+
+    def leave(self) -> None:
+        """Close the group, now, or as soon as it is there."""
+        with self._lock:
+            self._is_left = True
+        if self._group is not None:
+            self.take().close()
 
 
 def part_of(info: object, group: WeightGroup | None, device: torch.device) -> Part:

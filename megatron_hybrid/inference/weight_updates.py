@@ -4,7 +4,7 @@ WeightUpdates knows what an engine may do meanwhile and afterwards."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from hashlib import blake2b
 from itertools import count
@@ -19,6 +19,7 @@ from megatron_hybrid.inference.weight_loading import WeightLoader, require_value
 from megatron_hybrid.inference.weight_transfer import (
     FolderPart,
     GroupInfo,
+    Joining,
     Part,
     Received,
     TrainerError,
@@ -83,11 +84,13 @@ class WeightUpdate:
         """
         with ExitStack() as stack:
             write = partial(self._write, part)
+            is_packed = isinstance(part, FolderPart) and part.is_packed
             try:
                 with self._ranks.together(_CHECKING):
                     if part.heads is not None and self._ranks.size > 1:
-                        self._agree(part)
-                    if isinstance(part, FolderPart) and part.is_packed:
+                        # What is written at once is compared with its values.
+                        self._agree(part.kind, part.tensors() if is_packed else part.heads)
+                    if is_packed:
                         names = self._loader.of_all
                         checked = checked_load(self._model, part.path, names, True, True)
                         write = partial(self._write_packed, stack.enter_context(checked))
@@ -102,9 +105,9 @@ class WeightUpdate:
         """Raise CheckpointError if the parts lack something that belongs to what they had."""
         self._loader.checks.require_complete()
 
-    def _agree(self, part: Part) -> None:
+    def _agree(self, kind: str, pairs: Iterable) -> None:
         """Compare a part with that of the other ranks."""
-        lines = [part.kind, *(_described(name, tensor) for name, tensor in map(_pair, part.heads))]
+        lines = [kind, *(_described(name, tensor) for name, tensor in map(_pair, pairs))]
         digest = blake2b("\n".join(lines).encode()).digest()
         if len(set(self._ranks.gather(digest))) > 1:
             self._raise_difference(self._ranks.gather([*lines, _END]))
@@ -207,17 +210,20 @@ class WeightUpdates:
     Args:
         model: of this rank.
         ranks: of the engine.
+        is_ending: whether a wait for a trainer is to end; threads ask it.
     """
 
-    def __init__(self, model: HybridModel, ranks: Ranks):
-        self._model, self._ranks = model, ranks
+    def __init__(
+        self, model: HybridModel, ranks: Ranks, is_ending: Callable[[], bool] = lambda: False
+    ):
+        self._model, self._ranks, self._is_ending = model, ranks, is_ending
         self._device = next(model.parameters()).device
         self._group: WeightGroup | None = None
+        self._joining: Joining | None = None
+        self._numbers = count()
         self._update: WeightUpdate | None = None
         self._lacking: set[str] = set()  # of all ranks: tensors without values of one model
         self._cause = ""  # why they lack them
-        self.awaits_trainer = False
-        """Whether `join` or `receive` is running, which nothing but the trainer may end."""
         self.reads_pairs = False
         """Whether `load` is running, which runs code of the caller: the iterator."""
 
@@ -241,17 +247,45 @@ class WeightUpdates:
         """Whether nobody is about to send what lacks."""
         return self._update is None and bool(self._lacking) and self._cause != _DROPPED
 
-    def join(self, info: object) -> None:
-        """Meet a trainer, in place of an earlier one, whose update ends."""
+    def begin_join(self, info: object) -> Joining:
+        """Set out to meet a trainer, in place of an earlier one, whose update ends."""
         with self._ranks.together("reading init_info"):
             given = GroupInfo.parse(info)
+            given.check(self._ranks.size, self._device)
         self._give_up("another trainer has come in an update")
         self.leave()
-        with self._waiting():
-            self._group = given.join(self._ranks.rank, self._device)
+        rank, number = self._ranks.rank, next(self._numbers)
+        self._joining = Joining(number, given, rank, self._device, self._is_ending)
+        return self._joining
+
+    def end_join(self, number: int) -> bool:
+        """Whether all ranks have met the trainer; nothing is waited for.
+
+        Raises:
+            TrainerError: on all ranks: one will not meet it, and the others have left.
+        """
+        joining = self._joining
+        if joining is None or joining.number != number:
+            raise TrainerError("the wait for this trainer has ended, or another one has come")
+        said = self._ranks.gather(joining.state)
+        for member, text in zip(self._ranks.members, said):
+            if text:
+                self.leave()
+                raise TrainerError(text if self._ranks.size == 1 else f"{member}: {text}")
+        if None in said:
+            return False
+        self._group, self._joining = joining.take(), None
+        return True
+
+    def cancel_join(self) -> None:
+        """Let nobody wait for a trainer that has not come."""
+        joining, self._joining = self._joining, None
+        if joining is not None:
+            joining.leave()
 
     def leave(self) -> None:
-        """Leave the trainer's group."""
+        """Leave the trainer's group, and the way into one."""
+        self.cancel_join()
         group, self._group = self._group, None
         if group is not None:
             group.close()
@@ -269,10 +303,6 @@ class WeightUpdates:
                 update is over; if nothing of it has been written, nothing has changed.
             RuntimeError: no update is under way, or the trainer has failed.
         """
-        with self._waiting():
-            self._receive(info)
-
-    def _receive(self, info: object) -> None:
         part = None
         try:
             try:
@@ -348,14 +378,6 @@ class WeightUpdates:
         of_ranks = self._ranks.gather(list(own_weights(self._model)))
         self._lacking = {name for names in of_ranks for name in names if not is_of_prediction(name)}
         self._cause = _DROPPED
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        self.awaits_trainer = True
-        try:
-            yield
-        finally:
-            self.awaits_trainer = False
 
     def _require_open(self, name: str) -> WeightUpdate:
         if self._update is None:

@@ -27,7 +27,8 @@ _MEANINGS = {
     413: "the body is too large",
     429: "the key has too many unanswered requests",
     499: "the request was aborted",
-    503: "too many requests, or the server shuts down",
+    502: "the trainer has not come, or has left",
+    503: "too many requests, a rank has failed, or the server shuts down",
     504: "the request took too long",
 }
 _KEY = HTTPBearer(scheme_name="key", auto_error=False)  # the door asks for it, where there are keys

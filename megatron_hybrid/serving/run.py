@@ -293,23 +293,10 @@ async def serve(
             raise RankFailedError(f"the server has ended, as {engine.rank_failure}")
     finally:
         began = time.perf_counter()
-        await _closed(service)
+        await service.close()
         if publisher is not None:
             publisher.close()
         logger.info("the engine ended in %.1f s", time.perf_counter() - began)
-
-
-async def _closed(service: Service) -> None:
-    """Close a service. If its engine's thread waits for a trainer, which nothing here can end, end
-    the process: all requests were drained before."""
-    closing = asyncio.ensure_future(service.close())
-    while not (await asyncio.wait([closing], timeout=_CONNECTION_SECONDS))[0]:
-        if service.engine.awaits_trainer:
-            sys.stderr.write("megatron_hybrid: this process ends while it waits for a trainer\n")
-            sys.stderr.flush()
-            # The launcher of ranks takes it as the end that it has asked for.
-            os._exit(0 if service.engine.num_ranks == 1 else 128 + signal.SIGTERM)
-    await closing
 
 
 def follow(

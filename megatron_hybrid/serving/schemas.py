@@ -188,6 +188,7 @@ class UpdateDone(Done):
 class WeightInfo(TypedDict):
     weight_version: str | None
     weight_epoch: NonNegativeInt
+    unfinished: str | None
 
 
 # Answers of one field.

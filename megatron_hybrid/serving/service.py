@@ -494,6 +494,8 @@ class Service:
             if not ticket.is_aborted:
                 raise
             ticket.task.uncancel()
+            if (failure := self.engine.rank_failure) is not None:  # what the drain gives up
+                raise ApiError(503, failure) from None
             raise ApiError(499, "the request was aborted", None, "aborted") from None
         except (TypeError, ValueError) as error:
             raise refusal_of(error, ticket.names) from error
@@ -517,11 +519,13 @@ class Service:
                 await self._idle.wait()
         except TimeoutError:
             self.abort_all()
+        self.engine.end_waits()
 
     def end_now(self) -> None:
         """End all running requests, and save no cache."""
         self.saves_cache = False
         self.abort_all()
+        self.engine.end_waits()
 
     def abort_all(self) -> None:
         """End all running requests."""

@@ -96,7 +96,7 @@ def add_trainer(app: FastAPI, service: Service) -> None:
     def check(request: Request) -> None:
         service.check_admin(request.state.key)
 
-    routes = keyed_routes(400, 401, 403, 409, 413, dependencies=[Depends(check)])
+    routes = keyed_routes(400, 401, 403, 409, 413, 502, 503, dependencies=[Depends(check)])
 
     @routes.post("/pause")
     async def pause(mode: Mode = "abort", clear_cache: ClearCache = True) -> State:
@@ -160,7 +160,9 @@ def add_trainer(app: FastAPI, service: Service) -> None:
 
     @routes.get("/weight_info")
     async def weight_info() -> WeightInfo:
-        return {"weight_version": version, "weight_epoch": await engine.epoch()}
+        unfinished, epoch = await engine.unfinished_weights(), await engine.epoch()
+        named = version if unfinished is None else None
+        return {"weight_version": named, "weight_epoch": epoch, "unfinished": unfinished}
 
     @routes.get("/get_world_size")
     async def world_size() -> WorldSize:
@@ -174,11 +176,11 @@ async def _refusals() -> AsyncIterator[None]:
     """Turns the engine's errors into ApiErrors."""
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OSError) as error:  # OSError: of a folder that was named
         raise ApiError(400, str(error)) from error
     except RankFailedError as error:
         raise ApiError(503, str(error)) from error
-    except TrainerError:
-        raise
+    except TrainerError as error:
+        raise ApiError(502, str(error)) from error
     except (RuntimeError, MemoryError) as error:
         raise ApiError(409, str(error)) from error

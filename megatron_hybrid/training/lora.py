@@ -12,8 +12,8 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from megatron_hybrid.checkpoints.checkpoint import FLOATS, writes
+from megatron_hybrid.checkpoints.checkpoint import FLOATS, of_all_stages, writes
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.files import replace_file
 from megatron_hybrid.inference.fingerprint import sample_hash
@@ -48,7 +48,7 @@ from megatron_hybrid.models.sharding.tensor_sharding import (
     full_shape,
     shard,
 )
-from megatron_hybrid.ranks import RankError, Ranks, fail_together, ranks_of
+from megatron_hybrid.ranks import ranks_of
 from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.validation import is_int, is_number
 
@@ -193,12 +193,18 @@ def adapters_of(model: HybridModel) -> dict[str, nn.Module]:
 
 def merge_adapters(model: HybridModel) -> None:
     """Add the adapters to the weights and remove them: the model computes the same but for
-    rounding, and is saved and exported as any other. Its parameters stay frozen.
+    rounding, and is saved and exported as any other. Its parameters stay frozen. Call it on every
+    rank.
 
     Raises:
-        ValueError: weights are packed, which have no room for the sum.
+        ValueError: weights are packed, which have no room for the sum; or adapters differ between
+            ranks; on all ranks, and nothing has changed.
+        RankError: another rank does not call it, or the error is another rank's; likewise.
     """
-    require_unpacked(model, "adapters cannot be merged")
+    with _agreeing(model, "merge_adapters()") as require_equal:
+        require_unpacked(model, "adapters cannot be merged")
+        shapes = {n: whole_shape(p) for n, p in _parameters(adapters_of(model)).items()}
+        require_equal({"the adapters' fields": _fields_of(model), **shapes})
     with torch.no_grad():
         for projection in adapters_of(model).values():
             weight = projection.weight
@@ -247,65 +253,97 @@ def load_adapters(model: HybridModel, folder: str | os.PathLike) -> None:
     Raises:
         CheckpointError: they cannot be read, are of another model, or differ between the ranks; on
             all ranks, and nothing has changed.
-        ValueError: as `add_adapters`.
+        ValueError: as `add_adapters`; likewise.
+        RankError: another rank does not call it, or the error is another rank's; likewise.
     """
     folder = Path(folder)
-    with fail_together(CheckpointError, groups=model.pg_collection):
-        try:
-            text = (folder / FIELDS_FILE).read_text(encoding="utf-8")
-            fields = LoraFields(**json.loads(text))
-            state = load_file(folder / WEIGHTS_FILE)
-        except (OSError, ValueError, TypeError, SafetensorError) as error:
-            raise CheckpointError(f"{folder} has no adapters to read: {error}") from error
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    add_adapters(model, fields)
-    parameters = _parameters(adapters_of(model))
+    had = _fields_of(model)
     try:
-        with closing(ranks_of(model.pg_collection)) as ranks, ranks.together("load_adapters()"):
-            _check_equal(ranks, fields, state)
-            known = {name for names in ranks.gather(list(parameters)) for name in names}
-            if extra := sorted(state.keys() - known):
-                raise CheckpointError(
-                    f"{folder} holds {extra[0]}, which the model lacks: these adapters are of "
-                    "another model."
-                )
-            for name, tensor in state.items():
-                if tensor.dtype not in FLOATS or not bool(tensor.isfinite().all()):
-                    raise CheckpointError(
-                        f"{folder}: {name} is {tensor.dtype}, or has NaN or infinite values: an "
-                        "adapter has finite floating-point values."
-                    )
-            for name, parameter in parameters.items():
-                expected = whole_shape(parameter)
-                if name not in state or tuple(state[name].shape) != expected:
-                    found = f"has {list(state[name].shape)}" if name in state else "is missing"
-                    raise CheckpointError(
-                        f"{folder}: {name} {found}, the model's is {list(expected)}: these "
-                        "adapters are of another model."
-                    )
-    except BaseException as error:
-        _remove_adapters(model)
-        for parameter in trained:
-            parameter.requires_grad_(True)
-        if isinstance(error, RankError):
-            raise CheckpointError(str(error)) from error
+        with _agreeing(model, "load_adapters()") as require_equal:
+            fields, state = _read(folder)
+            said = {"the adapters that the model has": had, "the adapters' fields": repr(fields)}
+            for name, tensor in sorted(state.items()):
+                values = f"{sample_hash(tensor):016x}"
+                said[f"tensor {len(said) - 1} of the adapters"] = name, str(tensor.dtype), values
+            require_equal({**said, "the number of adapters' tensors": len(state)})
+            add_adapters(model, fields)
+            parameters = _parameters(adapters_of(model))
+            known = of_all_stages(model, parameters.fromkeys(parameters))
+            _check_tensors(folder, state, parameters, known)
+    except BaseException:
+        if not had and getattr(model, "lora_fields", None) is not None:
+            _remove_adapters(model)
+            for parameter in trained:
+                parameter.requires_grad_(True)
         raise
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(own_piece(state[name], parameter, model.pg_collection))
 
 
-def _check_equal(ranks: Ranks, fields: LoraFields, state: dict[str, Tensor]) -> None:
-    """Raise CheckpointError if the ranks have read different adapters."""
-    said = {"the adapters' fields": repr(fields)}
-    for name, tensor in sorted(state.items()):
-        values = f"{sample_hash(tensor):016x}"
-        said[f"tensor {len(said)} of the adapters"] = name, str(tensor.dtype), values
-    said["the number of adapters' tensors"] = len(state)
+@contextmanager
+def _agreeing(model: HybridModel, call: str) -> Iterator[Callable[[Mapping[str, object]], None]]:
+    """Context of a call that all ranks of a model make, before it changes anything: it raises on
+    all of them if it raises on one.
+
+    Yields a function that raises CheckpointError if a value differs between ranks, by name.
+
+    Raises:
+        RankError: a rank does not make this call, or it raised there.
+    """
+    with closing(ranks_of(model.pg_collection, what=call)) as ranks, ranks.together(call):
+
+        def require_equal(named: Mapping[str, object]) -> None:
+            try:
+                ranks.require_equal(dict(named))
+            except ValueError as error:
+                raise CheckpointError(str(error)) from error
+
+        yield require_equal
+
+
+def _fields_of(model: HybridModel) -> str:
+    """Of the adapters that a model has; empty: it has none."""
+    fields = getattr(model, "lora_fields", None)
+    return "" if fields is None else repr(fields)
+
+
+def _read(folder: Path) -> tuple[LoraFields, dict[str, Tensor]]:
     try:
-        ranks.require_equal(said)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
+        text = (folder / FIELDS_FILE).read_text(encoding="utf-8")
+        return LoraFields(**json.loads(text)), load_file(folder / WEIGHTS_FILE)
+    except (OSError, ValueError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"{folder} has no adapters to read: {error}") from error
+
+
+def _check_tensors(
+    folder: Path,
+    state: Mapping[str, Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    known: Mapping[str, object],
+) -> None:
+    """Raise CheckpointError if these are no values of the adapters. parameters: of this rank.
+    known: names of all."""
+    if extra := sorted(state.keys() - known.keys()):
+        raise CheckpointError(
+            f"{folder} holds {extra[0]}, which the model lacks: these adapters are of another "
+            "model."
+        )
+    for name, tensor in state.items():
+        if tensor.dtype not in FLOATS or not bool(tensor.isfinite().all()):
+            raise CheckpointError(
+                f"{folder}: {name} is {tensor.dtype}, or has NaN or infinite values: an adapter "
+                "has finite floating-point values."
+            )
+    for name, parameter in parameters.items():
+        expected = whole_shape(parameter)
+        if name not in state or tuple(state[name].shape) != expected:
+            found = f"has {list(state[name].shape)}" if name in state else "is missing"
+            raise CheckpointError(
+                f"{folder}: {name} {found}, the model's is {list(expected)}: these adapters are "
+                "of another model."
+            )
 
 
 def _parameters(adapted: dict[str, nn.Module]) -> dict[str, nn.Parameter]:

@@ -7,9 +7,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import _allreduce_layernorm_grads
 from megatron.core.packed_seq_params import PackedSeqParams
+from reference import tiny_model
 from sharded_tensors import pieces, whole
 
-from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.checkpoints.checkpoint import (
+    load_checkpoint,
+    own_tensors,
+    read_config,
+    save_checkpoint,
+)
 from megatron_hybrid.models.hybrid_model import NO_LABEL, build_hybrid_model
 from megatron_hybrid.models.sharding.tensor_sharding import shard, unshard
 
@@ -56,6 +62,23 @@ def load(folder, **sizes):
     model = build_hybrid_model(read_config(folder, **sizes))
     load_checkpoint(model, folder)
     return model
+
+
+def save_old_and_new(folder, **fields):
+    """Two models of other weights, "old" and "new": in folders, and as named tensors (`.pt`)."""
+    models = {name: tiny_model(**fields, seed=seed) for seed, name in enumerate(("old", "new"))}
+    for name, model in models.items():
+        save_checkpoint(model, folder / name)
+        state = {n: tensor.detach().clone() for n, tensor in own_tensors(model).items()}
+        torch.save(state, folder / f"{name}.pt")
+    return models
+
+
+def assert_same_answers(found, expected):
+    """Equal tokens and skipped tokens, and log-probabilities within 1e-5."""
+    for (tokens, logs, skipped), row in zip(found, expected, strict=True):
+        assert tokens == row[0] and skipped == row[2]
+        torch.testing.assert_close(torch.tensor(logs), torch.tensor(row[1]), atol=1e-5, rtol=0)
 
 
 def single_process(config, folder):

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import time
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from waiting import LIMIT_S
 
 from megatron_hybrid import process_life
 from megatron_hybrid.commands.layout import run_on_ranks
@@ -32,6 +34,12 @@ def in_fork(work):
     return pid
 
 
+def live_on():
+    """A signal between two naps is taken; one just before a long sleep waits for its end."""
+    while True:
+        time.sleep(0.05)
+
+
 def read_until_closed(descriptor):
     """What was written to a pipe until no process has its other end."""
     text = b""
@@ -52,14 +60,13 @@ def test_forks_are_killed_with_the_process_that_forked_them(pipe):
 
     def fork_twice_and_die():
         with forks_end_with_us():
-            in_fork(lambda: (in_fork(lambda: time.sleep(600)), time.sleep(600)))
+            in_fork(lambda: (in_fork(live_on), live_on()))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    began = time.monotonic()
     pid = in_fork(fork_twice_and_die)
     os.close(writes)
+    assert select.select([reads], [], [], LIMIT_S)[0]
     assert read_until_closed(reads) == b""
-    assert time.monotonic() - began < 60
     os.waitpid(pid, 0)
 
 
@@ -73,7 +80,7 @@ def test_a_rank_ends_whose_launcher_was_killed_before_it_looked(pipe, monkeypatc
     def rank():
         signal.signal(signal.SIGTERM, lambda *_: os.write(writes, b"asked to end"))
         with ends_with_launcher():
-            time.sleep(60)  # a signal does not end it
+            live_on()
 
     pid = in_fork(rank)
     os.close(writes)
@@ -96,8 +103,7 @@ def test_a_rank_ends_when_its_launcher_was_killed(pipe, monkeypatch, ignored):
         signal.signal(signal.SIGTERM, note if ignored else signal.SIG_DFL)
         with ends_with_launcher():
             os.write(writes, b"runs, ")
-            while True:
-                time.sleep(1)
+            live_on()
 
     def launcher():
         in_fork(rank)
@@ -124,7 +130,7 @@ def test_sigterm_ends_a_server_with_status_0_at_any_time(is_held, capfd, pipe):
         with EndSignal() as end:
             if is_held:
                 end.hold()
-                pid = in_fork(lambda: (os.write(writes, b"x"), time.sleep(600)))
+                pid = in_fork(lambda: (os.write(writes, b"x"), live_on()))
                 os.read(reads, 1)  # a signal that comes while Python forks is lost
                 os.kill(pid, signal.SIGTERM)
                 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) in (143, -signal.SIGTERM)

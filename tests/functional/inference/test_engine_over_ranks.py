@@ -11,6 +11,7 @@ from matrix import asked, matrix_rows
 from rank_processes import join_ranks, run_ranks
 from reference import greedy, is_greedy, random_tokens, tiny_model
 from scripted import ByteTokenizer
+from split_models import assert_same_answers
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
@@ -247,14 +248,6 @@ def by_rank(request, folder, cases):
     return [torch.load(folder / f"{request.param}.{rank}.pt") for rank in range(size)]
 
 
-def check_equal(given, expected):
-    """Equal tokens and skipped tokens, and log-probabilities within 1e-5."""
-    for own, their in zip(given, expected, strict=True):
-        assert own[0] == their[0]
-        torch.testing.assert_close(torch.tensor(own[1]), torch.tensor(their[1]), atol=1e-5, rtol=0)
-        assert own[2] == their[2]
-
-
 def test_ranks_with_different_memory_decide_alike(by_rank):
     """The pool is that of the rank with the least, which all name where it lacks memory."""
     found = [rank["sizes"] for rank in by_rank]
@@ -276,7 +269,7 @@ def test_ranks_with_different_memory_decide_alike(by_rank):
 )
 def test_ranks_answer_and_skip_as_one(by_rank, alone, case):
     given = by_rank[0][case]
-    check_equal(given, alone[case])
+    assert_same_answers(given, alone[case])
     model = tiny_model(**MODEL)
     assert all(is_greedy(model, prompt, own[0]) for prompt, own in zip(PROMPTS, given))
 
@@ -303,7 +296,7 @@ def test_ranks_guide_as_one(by_rank, alone):
 
 @pytest.mark.parametrize("job", ["tiers", "warm start"])
 def test_ranks_fetch_as_one(by_rank, alone, job):
-    check_equal(by_rank[0][job], alone[job])
+    assert_same_answers(by_rank[0][job], alone[job])
     assert by_rank[0][f"{job}: counts"]["fetches"] > 0
 
 

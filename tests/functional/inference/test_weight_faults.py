@@ -1,12 +1,16 @@
 """Faults of new weights, by path and layout: the error, what the engine does next, and that a full
 update brings the new model's bits. Both ranks of a row share one process for all rows."""
 
+import base64
+import pickle
 import re
-import time
+import shutil
+import threading
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -14,22 +18,29 @@ import torch.distributed as dist
 from commands import free_port
 from rank_processes import join_ranks, run_ranks
 from reference import greedy, random_tokens, tiny_model
+from safetensors.torch import load_file, save_file
+from split_models import load, save_old_and_new
 from torch.distributed import distributed_c10d
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from waiting import wait_until
 
-from megatron_hybrid.checkpoints.checkpoint import (
-    load_checkpoint,
-    own_tensors,
-    read_config,
-    save_checkpoint,
-)
+from megatron_hybrid import ranks
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.compat import parallel_state
+from megatron_hybrid.inference import weight_transfer
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.weight_transfer import TrainerError, WeightGroup
 from megatron_hybrid.inference.weight_updates import WeightsUnfinishedError
-from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.ranks import RankError
-from megatron_hybrid.training.lora import LoraFields, add_adapters, load_adapters, save_adapters
+from megatron_hybrid.tools.quantize import quantize
+from megatron_hybrid.training.lora import (
+    LoraFields,
+    add_adapters,
+    load_adapters,
+    merge_adapters,
+    save_adapters,
+)
 
 RANKS = 2
 MODEL = dict(
@@ -44,7 +55,9 @@ LAYOUTS = {
     "PP": dict(pipeline_model_parallel_size=2),
     "EP": dict(expert_model_parallel_size=2),
     "one": {},  # two replicas, each of one rank
+    "packed": dict(tensor_model_parallel_size=2),  # weights of 8 bits
 }
+GPU = "GPU-1"
 CONFIG = dict(cache_bytes=1 << 20, max_requests=2, max_sequence_length=96, verify_ranks=True)
 PROMPT = random_tokens(40)
 LOGGED = greedy(3, return_log_probs=True, skip_prompt_log_probs=True)
@@ -67,6 +80,7 @@ class Row:
         is_raw: whether the trainer uses torch alone.
         leaves: whether the group ends.
         is_often: whether it runs in `make test`.
+        is_packed: whether it is one of packed weights.
     """
 
     name: str
@@ -78,6 +92,7 @@ class Row:
     is_raw: bool = False
     leaves: bool = False
     is_often: bool = False
+    is_packed: bool = False
 
 
 @dataclass
@@ -105,6 +120,17 @@ class Job:
         """Receive all tensors, which a trainer sends."""
         self.receive({**info_of(self.new), **fields})
 
+    def share(self, pairs, change=lambda handles: handles, freed=None) -> None:
+        """Receive all tensors from a trainer on the same GPU. change: of its handles. freed: number
+        of a tensor that is not there any more."""
+        tensors = [tensor for _, tensor in pairs]
+        handles = change([{GPU: handle(n, tensor)} for n, tensor in enumerate(tensors)])
+        pickled = base64.b64encode(pickle.dumps(handles)).decode()
+        if freed is not None:
+            tensors[freed] = None
+        with gpu_of(self.engine, tensors):
+            self.announce(ipc_handles_pickled=pickled)
+
     def lead(self, load: Callable) -> None:
         """Let the first rank alone call."""
         if self.rank and self.engine.ranks.size > 1:
@@ -116,6 +142,43 @@ class Job:
 
 RAISED = KeyboardInterrupt, SystemExit, GeneratorExit
 LEADER_HAS_IT = "the leading rank has the error"
+
+
+def handle(number, tensor):
+    """What torch's `reduce_tensor` makes of a tensor on a GPU; its handle is a number."""
+    where = torch.UntypedStorage, tensor.dtype, 0, str(number).encode(), tensor.nbytes
+    end = 0, False, b"", 0, b"", True
+    return rebuild_cuda_tensor, (
+        torch.Tensor,
+        tensor.shape,
+        tensor.stride(),
+        0,
+        *where,
+        *end,
+    )
+
+
+@contextmanager
+def gpu_of(engine, tensors):
+    """A GPU that the engine and a trainer share, as far as it goes without one: tensors are found
+    by their handles. None: that handle has no memory."""
+
+    def rebuild(*arguments):
+        if (tensor := tensors[int(arguments[7])]) is None:
+            raise RuntimeError("invalid device context")
+        return tensor
+
+    name = "torch.multiprocessing.reductions", "rebuild_cuda_tensor"
+    with ExitStack() as patches:
+        for patch in (
+            mock.patch.object(weight_transfer, "_uuid_of", lambda device: GPU),
+            mock.patch.object(weight_transfer, "rebuild_cuda_tensor", rebuild),
+            mock.patch.dict(weight_transfer._HARMLESS, {name: rebuild}),
+            mock.patch.object(torch.cuda, "synchronize"),
+            mock.patch.object(engine._updates, "_device", torch.device("cuda", 0)),
+        ):
+            patches.enter_context(patch)
+        yield
 
 
 def info_of(named):
@@ -368,6 +431,106 @@ def adapter_rows():
             error,
             several=several,
         )
+    yield Row(
+        "adapters: another call on a rank",
+        lambda job: (
+            merge_adapters(job.engine.model)
+            if job.rank
+            else load_adapters(job.engine.model, f"{job.folder}/adapters-some")
+        ),
+        r"rank 0 on .* is load_adapters\(\), rank 1 on .* is merge_adapters\(\)",
+        several=True,
+        is_often=True,
+    )
+    yield Row(
+        "adapters: one rank alone",
+        load_alone,
+        r"rank 1 on .* is load_adapters\(\), and rank 0 on .* did not come|does not call",
+        several=True,
+    )
+
+
+def load_alone(job):
+    if job.rank == 0:
+        raise RankError("rank 0 does not call it")
+    with mock.patch.object(ranks.ranks_of, "__defaults__", (0.5, ranks.MAKING)):
+        load_adapters(job.engine.model, f"{job.folder}/adapters-some")
+
+
+def shared_rows():
+    """Rows of memory that a trainer shares by CUDA IPC."""
+    everything = lambda job: list(job.new.items())  # noqa: E731
+    yield Row(
+        "shared: another dtype than announced",
+        lambda job: job.share(at(job.new, 4, torch.Tensor.bfloat16)),
+        r"is torch.bfloat16 .* in shared memory, and was announced as torch.float32",
+    )
+    yield Row(
+        "shared: too few handles",
+        lambda job: job.share(everything(job), lambda handles: handles[1:]),
+        r"has \d+ names and \d+ handles",
+    )
+    yield Row(
+        "shared: none for the GPU of a rank",
+        lambda job: job.share(
+            everything(job),
+            lambda handles: (
+                [{"GPU-2": each[GPU]} for each in handles] if job.is_second else handles
+            ),
+        ),
+        "has no handle for the GPU GPU-1, only for GPU-2",
+    )
+    yield Row(
+        "shared: NaN",
+        lambda job: job.share({**job.new, LAST: job.new[LAST] * torch.nan}.items()),
+        f"{LAST} has numbers that are NaN",
+        writes=True,
+    )
+    yield Row(
+        "shared: other values on a rank",
+        lambda job: job.share(second_has(job, lambda new: dict(at(new, 3, torch.neg))).items()),
+        DIFFER,
+        writes=True,
+        several=True,
+    )
+    yield Row(
+        "shared: the trainer has freed one",
+        lambda job: job.share(everything(job), freed=4),
+        "cannot be read from shared memory",
+        writes=True,
+        is_often=True,
+    )
+
+
+def packed_rows():
+    """Rows of a model with packed weights, and folders of such weights."""
+    for name, first, second, error, several in (
+        ("of another format", "fp8", "fp8", "is packed .* but packed .* in the model", False),
+        ("NaN", "nan", "nan", "NaN", False),
+        ("missing on a rank", "int8", "none", "update_info.path is", False),
+        ("another one on a rank", "int8", "int8 of old", DIFFER, True),
+    ):
+        yield Row(
+            f"packed: {name}",
+            lambda job, first=first, second=second: job.receive(
+                {"path": f"{job.folder}/{second if job.is_second else first}"}
+            ),
+            error,
+            several=several,
+            is_packed=True,
+        )
+    yield Row(
+        "packed: a mistake in a later part",
+        lambda job: job.receive({"path": f"{job.folder}/int8"}, {"path": "/nowhere"}),
+        "update_info.path is '/nowhere'",
+        writes=True,
+        is_packed=True,
+    )
+    yield Row(
+        "folder: a packed one",
+        lambda job: job.receive({"path": f"{job.folder}/int8"}),
+        "is packed .* but not packed in the model",
+    )
 
 
 def sent_rows(is_raw):
@@ -437,6 +600,7 @@ def sent_rows(is_raw):
 
 
 ROWS = [*list_rows(), *stream_rows(), *led_rows(), *info_rows(), *adapter_rows()]
+ROWS += [*shared_rows(), *packed_rows()]
 ROWS += [*sent_rows(is_raw=False), *sent_rows(is_raw=True)]
 
 
@@ -481,8 +645,7 @@ def tell_port(folder, name):
 
 
 def told_port(folder, name):
-    while not (folder / name).exists():
-        time.sleep(0.01)
+    wait_until((folder / name).exists)
     return int((folder / name).read_text())
 
 
@@ -505,6 +668,12 @@ def run_trainer(rows, new, folder, layout):
         else:  # the next full update comes through the same group
             for name, tensor in new.items():
                 group.broadcast(tensor, name)
+    if group is not None:
+        group.close()
+    group = WeightGroup("127.0.0.1", tell_port(folder, f"silence in {layout}"), 0, 1 + RANKS)
+    for rank in range(RANKS):
+        wait_until((folder / f"end of {layout} on {rank}").exists)
+    group.close()
 
 
 def answer(engine):
@@ -543,11 +712,34 @@ def run_row(job, row, number, old, bits):
     assert answer(engine) == bits["new"]
 
 
+def meet(engine, meeting):
+    """Join the trainer's group; requests are answered meanwhile."""
+    joining = engine.begin_join(meeting)
+    answer(engine)
+    while not engine.end_join(joining.number):
+        joining.wait()
+
+
+def end_a_wait(job):
+    """The first rank ends, where the trainer sends nothing: no rank waits for it any more."""
+    job.engine.start_weight_update()
+    if job.engine.ranks.is_first:
+        threading.Timer(0.2, job.engine.end_waits).start()
+    with pytest.raises(TrainerError, match="nobody here waits for it any more"):
+        job.engine.receive_weights(info_of(job.new))
+    assert not job.engine.awaits_weights
+
+
 def run_rank(rank, folder, layouts, is_whole):
     rows = [row for row in ROWS if is_whole or row.is_often]
     old, new = torch.load(folder / "old.pt"), torch.load(folder / "new.pt")
     rows_of = {
-        name: [row for row in rows if not (row.several and name == "one")] for name in layouts
+        name: [
+            row
+            for row in rows
+            if not (row.several and name == "one") and row.is_packed == (name == "packed")
+        ]
+        for name in layouts
     }
     if rank == RANKS:
         torch.set_num_threads(1)
@@ -556,10 +748,11 @@ def run_rank(rank, folder, layouts, is_whole):
         return
     join_ranks(rank, RANKS, f"{folder}/rendezvous")
     for name in layouts:
-        model = build_hybrid_model(read_config(folder / "old", **LAYOUTS[name]))
-        load_checkpoint(model, folder / "old")
+        source = folder / ("int8" if name == "packed" else "old")
+        model = load(source, **LAYOUTS[name])
         with DynamicInferenceEngine(model.eval(), None, InferenceConfig(**CONFIG)) as engine:
             job = Job(engine, rank, new, str(folder))
+            engine.load_weights(old)
             bits = {"old": answer(engine)}
             engine.load_weights(new)
             bits["new"] = answer(engine)
@@ -571,12 +764,17 @@ def run_rank(rank, folder, layouts, is_whole):
                     if begins:
                         port = told_port(folder, f"port of {name}, {row.name.replace(':', '')}")
                         meeting |= {"master_address": "127.0.0.1", "master_port": port}
-                        engine.init_weight_transfer_engine(meeting)
+                        meet(engine, meeting)
                     run_row(job, row, number, old, bits)
                 except BaseException as error:
                     text = f"{name}, {row.name}: {type(error).__name__}: {error}"
                     raise AssertionError(text) from error
+            port = told_port(folder, f"silence in {name}")
+            meet(engine, meeting | {"master_address": "127.0.0.1", "master_port": port})
+            end_a_wait(job)
+            assert answer(engine) == bits["new"]
             engine.check_integrity()
+        (folder / f"end of {name} on {rank}").touch()
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -589,12 +787,16 @@ def run_rank(rank, folder, layouts, is_whole):
     ],
 )
 def test_after_a_fault_the_old_weights_answer_or_nothing_does(tmp_path, layouts, is_whole):
-    for seed, name in enumerate(("old", "new")):
-        model = tiny_model(**MODEL, seed=seed)
-        save_checkpoint(model, tmp_path / name)
-        state = {n: t.detach().clone() for n, t in own_tensors(model).items()}
-        torch.save(state, tmp_path / f"{name}.pt")
+    save_old_and_new(tmp_path, **MODEL)
     save_checkpoint(tiny_model(**{**MODEL, "layer_pattern": "M*|M-"}), tmp_path / "other")
+    if is_whole:
+        for source, name in (("new", "int8"), ("old", "int8 of old"), ("new", "fp8")):
+            quantize(tmp_path / source, tmp_path / name, name.partition(" ")[0])
+        packed = load_file(tmp_path / "int8" / "model.safetensors")
+        scale = next(tensor for name, tensor in packed.items() if name.endswith("scale"))
+        scale[0] = torch.nan
+        shutil.copytree(tmp_path / "int8", tmp_path / "nan")
+        save_file(packed, tmp_path / "nan" / "model.safetensors", {"format": "pt"})
     for name, factor in (("some", 1.0), ("more", 2.0), ("rest", 1.0), ("other", 1.0)):
         fields = {**MODEL, "hidden_size": 96} if name == "other" else MODEL
         model = tiny_model.__wrapped__(**fields)

@@ -5,18 +5,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import join_ranks, run_ranks
-from reference import greedy, random_tokens, tiny_model
+from reference import greedy, random_tokens
+from split_models import assert_same_answers, load, save_old_and_new
 
-from megatron_hybrid.checkpoints.checkpoint import (
-    load_checkpoint,
-    own_tensors,
-    read_config,
-    save_checkpoint,
-)
 from megatron_hybrid.compat import parallel_state
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 RANKS = 2
 MODEL = dict(
@@ -53,9 +47,7 @@ def received(state):
 
 def run_layout(rank, folder, sizes):
     """Answers with the new weights and epochs, by how they came."""
-    config = read_config(folder, **sizes)
-    model = build_hybrid_model(config)
-    load_checkpoint(model, folder)
+    model = load(folder / "old", **sizes)
     old, new = torch.load(folder / "old.pt"), torch.load(folder / "new.pt")
     given = {}
     with DynamicInferenceEngine(model.eval(), None, InferenceConfig(**CONFIG)) as engine:
@@ -93,12 +85,8 @@ def run_rank(rank, folder):
 
 @pytest.mark.matrix
 def test_ranks_answer_with_new_weights_as_one(tmp_path):
-    models = {"old": tiny_model(**MODEL), "new": tiny_model(**MODEL, seed=1)}
-    save_checkpoint(models["old"], tmp_path)
     expected = {}
-    for name, model in models.items():
-        state = {n: t.detach() for n, t in own_tensors(model).items()}
-        torch.save(state, tmp_path / f"{name}.pt")
+    for name, model in save_old_and_new(tmp_path, **MODEL).items():
         with DynamicInferenceEngine(model, None, InferenceConfig(**CONFIG)) as engine:
             expected[name] = answers(engine)
     run_ranks(run_rank, (tmp_path,), RANKS)
@@ -114,9 +102,4 @@ def test_ranks_answer_with_new_weights_as_one(tmp_path):
     for layout in LAYOUTS:
         assert given[layout].keys() == weights.keys()
         for how, rows in given[layout].items():
-            for (tokens, logs, skipped), row in zip(rows, expected[weights[how]], strict=True):
-                assert tokens == row[0], (layout, how)
-                torch.testing.assert_close(
-                    torch.tensor(logs), torch.tensor(row[1]), atol=1e-5, rtol=0
-                )
-                assert skipped == row[2], (layout, how)
+            assert_same_answers(rows, expected[weights[how]])

@@ -137,7 +137,7 @@ def test_a_trainer_in_another_process_sends_weights_to_two_workers(
         assert rows == expected[1] and epochs == [[[1, 0]]] * 4
         assert skipped[1] == 0  # the first prompt was computed for the stream
         info = httpx.get(f"{url}/weight_info").json()
-        assert info == {"weight_version": "first", "weight_epoch": 1}
+        assert info == {"weight_version": "first", "weight_epoch": 1, "unfinished": None}
     rollouts = trainer.generate(PROMPTS, SAMPLES, **DRAWN)
     assert [(r.answer, r.log_probs) for r in rollouts] == [*expected[1][0], *expected[1][1]]
     # A mistake is told, and the next update goes through.
@@ -171,6 +171,12 @@ def call(server, method, path, key="root", **options):
     return httpx.request(method, server.url + path, headers=headers, timeout=LIMIT_S, **options)
 
 
+NOBODY = {
+    "master_address": "no.such.host.invalid",
+    "master_port": 1,
+    "rank_offset": 1,
+    "world_size": 2,
+}
 ROUTES = {
     # In an order in which each can be called; after each, what `/is_paused` and `/is_sleeping` say.
     ("POST", "/pause"): ({"status": "paused"}, True, False),
@@ -188,7 +194,11 @@ ROUTES = {
     ),
     ("POST", "/wake_up?tags=kv_cache"): ({"status": "awake"}, False, False),
     ("GET", "/get_world_size"): ({"world_size": 1}, False, False),
-    ("GET", "/weight_info"): ({"weight_version": None, "weight_epoch": 1}, False, False),
+    ("GET", "/weight_info"): (
+        {"weight_version": None, "weight_epoch": 1, "unfinished": None},
+        False,
+        False,
+    ),
 }
 
 
@@ -224,6 +234,8 @@ def test_after_a_failed_update_requests_are_refused_until_one_is_whole(server, f
     answer = ask()
     message = answer.json()["error"]["message"]
     assert answer.status_code == 503 and "'/nowhere'" in message and "once more" in message
+    info = call(server, "GET", "/weight_info").json()
+    assert info["weight_version"] is None and info["unfinished"] == message
     assert update(folders[1]).status_code == 200
     assert call(server, "POST", "/finish_weight_update").status_code == 200
     tokens = [choice["token_ids"] for choice in ask().json()["choices"]]
@@ -277,6 +289,7 @@ def test_a_pause_ends_answers_with_what_they_have(server):
         ("/update_weights", {"update_info": [3]}, 400, "update_info: "),
         ("/finish_weight_update", None, 409, "needs an update"),
         ("/init_weight_transfer_engine", {"init_info": {}}, 400, "init_info lacks master_address"),
+        ("/init_weight_transfer_engine", {"init_info": NOBODY}, 502, "'weights' at no.such.host"),
     ],
 )
 def test_what_cannot_be_is_refused(server, path, body, status, message):

@@ -1,5 +1,8 @@
 """LoRA on two ranks learns what it learns on one, by core's data parallelism and optimizer."""
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron.core.distributed import (
@@ -30,11 +33,14 @@ from megatron_hybrid.training.lora import (
     save_adapters,
 )
 
-pytestmark = pytest.mark.matrix
-
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore::UserWarning:torch.distributed.*", "ignore:The .grad attribute"
-)
+pytestmark = [
+    pytest.mark.matrix,
+    pytest.mark.filterwarnings(
+        "ignore::FutureWarning",
+        "ignore::UserWarning:torch.distributed.*",
+        "ignore:The .grad attribute",
+    ),
+]
 RANKS = 2
 PATTERN = "MGKS*+W-H"
 MORE = {"num_query_groups": 1}  # which both ranks hold
@@ -127,6 +133,14 @@ def save_from_stages(folder):
     load_adapters(model, folder / "adapters")
     save_adapters(model, folder / "stages")
     names = list(adapters_of(model))
+    try:  # where a stage has others
+        fields, rank = model.lora_fields, torch.distributed.get_rank()
+        model.lora_fields = replace(fields, alpha=9.0 + rank)
+        merge_adapters(model)
+    except ValueError as raised:
+        assert re.search("the adapters' fields differs .* rank 1 on .* has .*alpha=10", str(raised))
+        assert list(adapters_of(model)) == names
+        model.lora_fields = fields
     merge_adapters(model)
     try:
         add_adapters(model, LoraFields(targets=["linear_qkv", "q_proj"]))

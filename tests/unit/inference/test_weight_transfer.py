@@ -9,16 +9,15 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from commands import free_port
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
+from waiting import wait_until
 
 from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_checkpoint
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.inference import weight_transfer
 from megatron_hybrid.inference.weight_transfer import (
-    JOIN_SECONDS,
     GroupInfo,
     TrainerError,
     WeightGroup,
@@ -329,23 +328,55 @@ MEETING = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "w
 )
 def test_what_is_no_meeting_is_refused(change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        GroupInfo.parse({**MEETING, **change}).join(0, torch.device("cpu"))
+        GroupInfo.parse({**MEETING, **change}).check(1, torch.device("cpu"))
     with pytest.raises(ValueError, match="init_info lacks world_size"):
         GroupInfo.parse({k: v for k, v in MEETING.items() if k != "world_size"})
 
 
-def test_a_trainer_that_does_not_come_is_told(monkeypatch):
-    limits = []
+def meeting_at(port, **change):
+    return {**MEETING, "master_port": port, **change}
 
-    def waits(*_, timeout, **__):
-        limits.append(timeout.total_seconds())
-        raise dist.DistNetworkError("timed out")
 
-    monkeypatch.setattr(dist, "TCPStore", waits)
-    message = r"the group 'weights' at 127\.0\.0\.1:1 has not met: timed out"
+@pytest.mark.parametrize("address", ["127.0.0.1", "no.such.host.invalid"])
+def test_a_trainer_that_does_not_come_is_told(served, address, monkeypatch):
+    engine, first, _ = served
+    monkeypatch.setattr(weight_transfer, "JOIN_SECONDS", 0.0)
+    message = rf"^the group 'weights' at {address}:\d+ has not met: \[Errno -?\d+\] "
     with pytest.raises(TrainerError, match=message):
-        WeightGroup("127.0.0.1", 1, 1, 2)
-    assert limits == [JOIN_SECONDS / 2]  # torch tries it twice
+        engine.init_weight_transfer_engine(meeting_at(free_port(), master_address=address))
+    assert answer(engine)[:2] == first[:2] and engine._updates._joining is None
+
+
+@pytest.mark.parametrize("how", ["cancelled", "another", "closed", "ending"])
+def test_a_group_that_arrives_too_late_is_closed(served, how, monkeypatch):
+    engine, *_ = served
+    late, next_one = TrainersGroup([1]), TrainersGroup([1])
+    groups, comes = [late, next_one], threading.Event()
+
+    def join(self, rank, device, is_over):
+        mine = groups.pop(0)
+        comes.wait()
+        return mine
+
+    monkeypatch.setattr(GroupInfo, "join", join)
+    joining = engine.begin_join(MEETING)
+    wait_until(lambda: len(groups) == 1)
+    if how == "cancelled":
+        engine.cancel_join()
+    elif how == "another":
+        other = engine.begin_join(MEETING)
+    elif how == "closed":
+        engine.close()
+    else:
+        engine.end_waits()
+    with pytest.raises(RuntimeError, match=r"has ended, or another|closed engine|the engine ends"):
+        engine.end_join(joining.number)
+    comes.set()
+    wait_until(joining.ended.done)
+    assert not late.left
+    if how == "another":
+        wait_until(lambda: engine.end_join(other.number))
+        assert engine._updates._group is next_one
 
 
 def test_threads_of_a_trainer_send_each_head_with_its_tensor(monkeypatch):

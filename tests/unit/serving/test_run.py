@@ -17,7 +17,7 @@ import uvicorn
 from waiting import LIMIT_S
 
 from megatron_hybrid.process_life import EndSignal
-from megatron_hybrid.serving import run, service
+from megatron_hybrid.serving import service
 from megatron_hybrid.serving.door import access
 from megatron_hybrid.serving.run import Address, _PlainLines, _Server, log_lines
 from megatron_hybrid.serving.service import Service
@@ -183,7 +183,10 @@ def test_a_server_that_ends_at_once_saves_no_cache(hurried, saved):
     service = Service.__new__(Service)
     service.saves_cache, service._tickets = True, []
     service.engine = SimpleNamespace(
-        rank_failure=None, save_cache=partial(call, "save"), close=partial(call, "close")
+        rank_failure=None,
+        end_waits=lambda: None,
+        save_cache=partial(call, "save"),
+        close=partial(call, "close"),
     )
     if hurried:
         service.end_now()
@@ -245,21 +248,3 @@ def test_freed_memory_goes_back_once_when_nothing_runs(monkeypatch):
 
     asyncio.run(rest())
     assert calls == [0]
-
-
-@pytest.mark.parametrize(("num_ranks", "status"), [(1, 0), (2, 128 + signal.SIGTERM)])
-def test_a_process_that_waits_for_a_trainer_ends(monkeypatch, num_ranks, status):
-    class Ended(BaseException):
-        pass
-
-    def end(status):
-        raise Ended(status)
-
-    async def never():
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(run.os, "_exit", end)
-    monkeypatch.setattr(run, "_CONNECTION_SECONDS", 0.01)
-    engine = SimpleNamespace(awaits_trainer=True, num_ranks=num_ranks)
-    with pytest.raises(Ended, match=str(status)):
-        asyncio.run(run._closed(SimpleNamespace(close=never, engine=engine)))
