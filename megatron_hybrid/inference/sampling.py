@@ -215,12 +215,12 @@ def mark_failures(tokens_n: Tensor, logits_nV: Tensor, adjusted_nV: Tensor) -> T
     """
     if adjusted_nV is not logits_nV:
         tokens_n = tokens_n.masked_fill(adjusted_nV.amax(dim=-1) == -torch.inf, RULED_OUT)
-    return tokens_n.masked_fill(_not_finite(logits_nV), NOT_FINITE)
+    return torch.where(_is_finite(logits_nV), tokens_n, NOT_FINITE)
 
 
-def _not_finite(logits_nV: Tensor) -> Tensor:
-    """Whether rows [n] have a NaN, an inf, or nothing above -inf: the largest one tells."""
-    return ~logits_nV.amax(dim=-1).isfinite()
+def _is_finite(logits_nV: Tensor) -> Tensor:
+    """Whether rows [n] have no NaN, no inf, and something above -inf: the largest one tells."""
+    return logits_nV.amax(dim=-1).isfinite()
 
 
 def _ids(logits_nV: Tensor) -> Tensor:
@@ -409,7 +409,7 @@ def score(log_probs_nV: Tensor, tokens_n: Tensor, top_n: int, logits_nV: Tensor)
     token below 0 means nothing; it is NaN where, and only where, the model's logits are those of
     `NOT_FINITE`."""
     of_tokens_n = log_probs_nV.gather(1, tokens_n.clamp(min=0).unsqueeze(1)).squeeze(1)
-    of_tokens_n = of_tokens_n.masked_fill(_not_finite(logits_nV), torch.nan)
+    of_tokens_n = torch.where(_is_finite(logits_nV), of_tokens_n, torch.nan)
     return Scores(of_tokens_n, *log_probs_nV.topk(min(top_n, log_probs_nV.shape[1]), dim=-1))
 
 
