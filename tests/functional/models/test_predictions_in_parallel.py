@@ -21,11 +21,9 @@ from megatron_hybrid.checkpoints.checkpoint import (
 )
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore::UserWarning:torch.distributed.*", "ignore:The .grad attribute"
-)
+WARNINGS = "ignore::FutureWarning", "ignore::UserWarning:torch.distributed.*", "ignore:The .grad"
 
-pytestmark = pytest.mark.matrix
+pytestmark = [pytest.mark.matrix, pytest.mark.filterwarnings(*WARNINGS)]
 
 RANKS, LENGTH, MICRO_BATCHES, STEPS = 2, 23, 2, 3
 LAYOUTS = {
