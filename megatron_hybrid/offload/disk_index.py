@@ -104,13 +104,13 @@ class DiskIndex:
                 raise
             health = str(error)
         for name, value in {} if is_new else {"format": FORMAT, **head}.items():
-            if found.get(name, value) != value:
+            there = found.get(name, None if health == "ok" else value)
+            if there != value:
                 raise CacheFolderError(
-                    f"{self._path} was written for another {name.replace('_', ' ')}: "
-                    f"{found[name]!r} there, {value!r} here; remove {self._path.parent}, or use "
-                    f"another folder"
+                    f"{self._path} was written for another {name.replace('_', ' ')}: {there!r} "
+                    f"there, {value!r} here; use another folder, or remove {self._path.parent}"
                 )
-        if health != "ok" or not (is_new or head.keys() < found.keys()):
+        if health != "ok":
             raise DamagedIndexError(" ".join(health.split()))
         for setting in ("journal_mode = WAL", "synchronous = FULL", "wal_autocheckpoint = 256"):
             execute(f"PRAGMA {setting}")

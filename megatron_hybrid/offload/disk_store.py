@@ -210,8 +210,8 @@ class DiskStore:
             ) from None
         self._last_number = found[-1][0].number if found else 0
         lost = self._without_pages([placed.slots for placed, _ in found])
-        for row in lost:
-            self._warn(_INDEX, f"record {found[row][0].number} is not used, its pages are lost")
+        if lost:
+            self._warn(_INDEX, f"{len(lost)} records are not used, their pages are lost")
         self._dropped = [found[row][0].number for row in lost]
         found = [each for row, each in enumerate(found) if row not in lost]
         self._placed = {placed.record.key: placed for placed, _ in found}
