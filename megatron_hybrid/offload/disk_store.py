@@ -270,14 +270,11 @@ class DiskStore:
         self._dropped, self._freed = [], []
         self._placed.update({placed.record.key: placed for placed in added})
 
-    def _used_slots(self) -> np.ndarray:
-        used = [placed.slots for placed in self._placed.values()]
-        return np.concatenate([*used, np.empty(0, dtype=np.int64)])
-
     def _cut_pages(self) -> None:
         """Cut the file behind the last record's pages, and list the free pages before that, which
         may be reused once no record of the index has them."""
-        used = self._used_slots()
+        used = [placed.slots for placed in self._placed.values()]
+        used = np.concatenate([*used, np.empty(0, dtype=np.int64)])
         self._num_slots = int(used.max(initial=-1)) + 1
         is_free = np.ones(self._num_slots, dtype=bool)
         is_free[used] = False
@@ -535,8 +532,7 @@ class DiskStore:
             return
         try:
             self._commit()  # dropped records must have left the index before
-            used = self._used_slots()
-            behind = used[used >= limit]
+            behind = np.setdiff1d(np.arange(limit, self._num_slots), self._free)
             places = np.arange(self._num_slots)
             places[behind] = self._take(len(behind))
             for old, new in zip(behind, places[behind]):
