@@ -1,14 +1,12 @@
 """DiskStore: the bytes of the disk tier's records, in a folder that outlives the process.
 
-    cache.json   fingerprint of the model (`fingerprint.py`), and the size of a page
-    pages.bin    pages, in any order
-    index.log    one line per written or dropped record (`disk_log.py`)
-    lock         locked by the engine that uses the folder
+    index.sqlite3   fingerprint of the model (`fingerprint.py`), the records, and their pages
+    pages.bin       pages, in any order; locked by the engine that uses the folder
 
-Crash safety: a record's pages are written before its line, and the record is valid once the line is
-complete; the line of a drop is written before the pages are reused. So a crash loses only pending
-writes. Every line and every record has a checksum; damaged ones are logged and never used. A
-record's checksum includes the fingerprint, so bytes from other weights never match.
+Crash safety: pages are on the disk before a transaction adds their records to the index, and
+records have left the index before their pages are reused. So a crash, or a power failure, loses
+only pending writes. Every record has a checksum; damaged ones are logged and never used. It
+includes the fingerprint, so bytes from other weights never match.
 """
 
 from __future__ import annotations
@@ -21,8 +19,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -32,25 +31,32 @@ import numpy as np
 import torch
 
 from megatron_hybrid.interrupts import interrupts_wait, poll_until
-from megatron_hybrid.offload.disk_log import DiskLog, Placed, runs_of, size_of_log, write_whole
+from megatron_hybrid.offload.disk_index import (
+    FORMAT,
+    CacheFolderError,
+    DamagedIndexError,
+    DiskIndex,
+    Placed,
+)
 from megatron_hybrid.offload.page_mover import HostPages
 from megatron_hybrid.offload.tier import RETRY_SECONDS, Record
 from megatron_hybrid.processes import HomeProcess
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
-"""Version of the folder and of a page's content; increased when either changes."""
 MAX_WAITING_BYTES = 1 << 30
 """The store accepts no further state or prompt while more bytes are waiting to be written."""
+MAX_BATCH, MAX_BATCH_BYTES = 256, 64 << 20
+"""Jobs of one transaction, or bytes before its last record: flushing each record takes longer, and
+Python's lock is held for longer with more."""
+SPARE_BYTES = 64 << 10
+"""Shed for sqlite's next transactions when the disk has no room for them."""
 MAX_PROBLEMS = 1000
 _THREADS = "cache-disk"
 _NO_SPACE = errno.ENOSPC, errno.EDQUOT
-_HEAD, _PAGES, _LOG, _LOCK = "cache.json", "pages.bin", "index.log", "lock"
-
-
-class CacheFolderError(ValueError):
-    """A cache folder cannot be used; the message names the file and the reason."""
+_PAGES, _INDEX, _LOG = "pages.bin", "index.sqlite3", "index.sqlite3-wal"
+_OLD_HEAD = "cache.json"
+"""File of folders of formats 1 to 3."""
 
 
 def real_path(folder: str | os.PathLike) -> Path:
@@ -92,11 +98,14 @@ class DiskStore:
         self.folder = real_path(folder)  # the working directory may change
         self.page_bytes = page_bytes
         self._pin_memory = pin_memory
-        self._head = {"format": FORMAT, **fingerprint, "page_bytes": page_bytes}
+        self._head = {**fingerprint, "page_bytes": page_bytes}
         self._placed: dict[bytes, Placed] = {}
+        self._dropped: list[int] = []  # numbers of rows that are still in the index
+        self._freed: list[int] = []  # their pages
         self._free: list[int] = []
-        self._num_slots = 0
+        self._num_slots = self._last_number = 0
         self._jobs: deque[tuple[str, Record, HostPages | None]] = deque()
+        self._batch: list[tuple[str, Record, HostPages | None]] = []  # the jobs that run now
         self._waiting: dict[bytes, HostPages] = {}
         self.waiting_bytes = 0
         """Bytes of host memory of pending writes."""
@@ -114,26 +123,27 @@ class DiskStore:
         self.problems: deque[str] = deque(maxlen=MAX_PROBLEMS)
         """The last logged problems: damaged, unreadable or unwritable parts."""
         self._head_hash = self._hash_head()
-        self._lock, self._pages = self._open_folder()
-        self._log = DiskLog(self.folder / _LOG, page_bytes, self._warn)
+        self._pages, self._index = self._open_folder()
+        self._files = {name: os.stat(self.folder / name) for name in (_PAGES, _INDEX, _LOG)}
         self._readers = ThreadPoolExecutor(2, thread_name_prefix=f"{_THREADS}-read")
         self._writer = threading.Thread(target=self._write_jobs, name=_THREADS, daemon=True)
 
     # ---- opening ----
 
-    def _open_folder(self) -> tuple[int, int]:
-        """Open the folder. Return the descriptors of the lock and of the pages."""
-        lock = None
+    def _open_folder(self) -> tuple[int, DiskIndex]:
+        """Open the folder. Return the descriptor of the pages, and the index."""
+        pages = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._check_files()
-            lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-            self._take_lock(lock)
-            self._check_head()
-            return lock, os.open(self.folder / _PAGES, os.O_RDWR | os.O_CREAT, 0o600)
+            if not (self.folder / _INDEX).exists():
+                (self.folder / _INDEX).touch(0o600)
+            pages = os.open(self.folder / _PAGES, os.O_RDWR | os.O_CREAT, 0o600)
+            self._take_lock(pages)
+            return pages, self._open_index()
         except BaseException as error:
-            if lock is not None:
-                os.close(lock)
+            if pages is not None:
+                os.close(pages)
             if isinstance(error, OSError):
                 raise CacheFolderError(
                     f"{self.folder} cannot be used as a cache folder: {error}. It must be a folder "
@@ -141,25 +151,39 @@ class DiskStore:
                 ) from None
             raise
 
-    def _take_lock(self, lock: int) -> None:
+    def _take_lock(self, pages: int) -> None:
+        # Besides sqlite's lock, which ends when anything in this process closes the file.
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(pages, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CacheFolderError(
-                f"{self.folder} is in use by another engine, or by one that was not closed "
-                f"(`engine.close()`); give each its own folder"
+                f"{self.folder} is in use by another engine{_holder_of(pages)}, or by one that was "
+                f"not closed (`engine.close()`); give each its own folder"
             ) from None
+
+    def _open_index(self) -> DiskIndex:
+        try:
+            return DiskIndex(self.folder / _INDEX, self._head)
+        except DamagedIndexError as error:
+            self._warn(_INDEX, f"damaged, so its records are lost ({error})")
+        (self.folder / _LOG).unlink(missing_ok=True)
+        os.truncate(self.folder / _INDEX, 0)
+        return DiskIndex(self.folder / _INDEX, self._head)
 
     def _check_files(self) -> None:
         """Raise CacheFolderError if the folder holds other files, before anything is written."""
         entries = {entry.name: entry for entry in self.folder.iterdir()}
-        others = entries.keys() - {_LOCK, f"{_HEAD}.new"}
-        if others and _HEAD not in entries:
+        if _OLD_HEAD in entries:
             raise CacheFolderError(
-                f"{self.folder} holds {sorted(others)[0]!r} and no {_HEAD}: it is no cache "
+                f"{self.folder} was written by an older version (format 3 or less there, {FORMAT} "
+                f"here): remove it, or name another folder"
+            )
+        if entries and _INDEX not in entries:
+            raise CacheFolderError(
+                f"{self.folder} holds {sorted(entries)[0]!r} and no {_INDEX}: it is no cache "
                 f"folder; name a new or an empty one"
             )
-        for name in (_HEAD, f"{_HEAD}.new", _PAGES, _LOG, f"{_LOG}.new", _LOCK):
+        for name in (_PAGES, _INDEX, _LOG):
             entry = entries.get(name)
             # A link may point to any file, which would be overwritten.
             if entry is not None and (entry.is_symlink() or not entry.is_file()):
@@ -169,53 +193,32 @@ class DiskStore:
                     f"it, or name another one"
                 )
 
-    def _check_head(self) -> None:
-        path = self.folder / _HEAD
-        if not path.exists():
-            self._write_head()
-            return
-        try:
-            found = json.loads(path.read_bytes())
-        except ValueError as error:
-            raise CacheFolderError(f"{path} is damaged ({error}); remove {self.folder}") from None
-        if not isinstance(found, dict):
-            raise CacheFolderError(f"{path} is damaged (no JSON object); remove {self.folder}")
-        for name, expected in self._head.items():
-            if name not in found:
-                raise CacheFolderError(f"{path} is damaged (no {name!r}); remove {self.folder}")
-            if found[name] != expected:
-                raise CacheFolderError(
-                    f"{path} was written for another {name.replace('_', ' ')}: {found[name]!r} "
-                    f"there, {expected!r} here; use another folder"
-                )
-
     @interrupts_wait()
     def load(self) -> list[tuple[Record, bytes | None]]:
         """Return the records of the folder, parents first, each with its parent's key, and start
         the writer. Call it once, before anything else. It also works on a full disk.
 
         Raises:
-            CacheFolderError: the log cannot be read.
+            CacheFolderError: the index cannot be read.
         """
         try:
-            entries = self._log.read()
+            found = self._index.read(self.page_bytes)
         except OSError as error:
             raise CacheFolderError(
-                f"{self.folder / _LOG} cannot be read ({error}); remove {self.folder}, or name "
+                f"{self.folder / _INDEX} cannot be read ({error}); remove {self.folder}, or name "
                 f"another folder"
             ) from None
-        size = os.fstat(self._pages).st_size // self.page_bytes
-        found, taken = [], np.zeros(size, dtype=bool)
-        for line, placed in reversed(entries):  # the later of two records on one page is valid
-            slots = placed.slots
-            if (slots >= size).any() or taken[slots].any():
-                self._warn(line, "not used, its pages are not there")
-                continue
-            taken[slots] = True
-            found.append(placed)
-        self._placed = {placed.record.key: placed for placed in reversed(found)}
+        self._last_number = found[-1][0].number if found else 0
+        lost = self._without_pages([placed.slots for placed, _ in found])
+        if lost:
+            self._warn(_INDEX, f"{len(lost)} records are not used, their pages are lost")
+        self._dropped = [found[row][0].number for row in lost]
+        found = [each for row, each in enumerate(found) if row not in lost]
+        self._placed = {placed.record.key: placed for placed, _ in found}
         try:
-            self._compact()
+            self._cut_pages()
+            if self._dropped:
+                self._commit()
         except OSError as error:
             self._note_failure(error)
         self._is_writing = True
@@ -224,66 +227,79 @@ class DiskStore:
         except BaseException:
             self._is_writing = False
             raise
-        return [(placed.record, placed.parent) for placed in self._placed.values()]
+        return [(placed.record, parent) for placed, parent in found]
 
-    def _compact(self, *, may_shed: bool = False) -> None:
-        """Rewrite the head, and the log without dropped records; the old files are kept until the
-        new ones are complete. Pages without a record become free.
+    def _without_pages(self, slots: list[np.ndarray]) -> set[int]:
+        """Return the rows whose pages are not in the file, or belong to a later row."""
+        rows = np.repeat(np.arange(len(slots)), [len(each) for each in slots])
+        pages = np.concatenate([*slots, np.empty(0, dtype=np.int64)])
+        owners = np.full(os.fstat(self._pages).st_size // self.page_bytes, -1)
+        is_there = (pages >= 0) & (pages < len(owners))
+        owners[pages[is_there]] = rows[is_there]
+        is_there[is_there] = owners[pages[is_there]] == rows[is_there]
+        return set(rows[~is_there].tolist())
 
-        may_shed: if there is no room for the log, shed the records with the last pages.
+    def _renew(self, *, may_shed: bool = False) -> None:
+        """Write what the index lacks since writing failed: the head, and dropped records. Pages
+        without a record become free.
+
+        may_shed: if there is no room for the index, shed the records with the last pages.
 
         Raises:
             OSError: writing failed, or the folder's files were removed or replaced.
         """
-        self._check_ours((_LOCK, self._lock), (_PAGES, self._pages))
-        # Cut first, since the new log may need the space behind the last record. A crash in between
-        # is safe: old log lines of pages that were cut off fail the check of the file's size, or a
+        self._check_ours()
+        # Cut first, since the index may need the space behind the last record. A crash in between
+        # is safe: records whose pages were cut off fail the check of the file's size, or a
         # checksum.
         self._cut_pages()
         try:
-            self._log.compact(self._placed.values())
+            self._commit(head=self._head)
         except OSError as error:
             if not may_shed or self._has_shed or error.errno not in _NO_SPACE:
                 raise
             self._has_shed = True  # only once: other processes may take the freed space
-            self._shed_for_log()
-            self._log.compact(self._placed.values())
+            self._shed_for_index()
+            self._commit(head=self._head)
         self._has_shed = False
-        self._write_head()
+
+    def _commit(self, added: Sequence[Placed] = (), head: dict | None = None) -> None:
+        """Write dropped and added records to the index. Pages of the former become free."""
+        self._index.write(self._dropped, added, head)
+        self._free += self._freed
+        self._dropped, self._freed = [], []
+        self._placed.update({placed.record.key: placed for placed in added})
 
     def _cut_pages(self) -> None:
         """Cut the file behind the last record's pages, and list the free pages before that, which
-        may be reused once no log line has them."""
+        may be reused once no record of the index has them."""
         used = [placed.slots for placed in self._placed.values()]
         used = np.concatenate([*used, np.empty(0, dtype=np.int64)])
         self._num_slots = int(used.max(initial=-1)) + 1
         is_free = np.ones(self._num_slots, dtype=bool)
         is_free[used] = False
-        self._free = np.flatnonzero(is_free)[::-1].tolist()
+        self._free, self._freed = np.flatnonzero(is_free)[::-1].tolist(), []
         os.ftruncate(self._pages, self._num_slots * self.page_bytes)
 
-    def _shed_for_log(self) -> None:
-        """Shed the records in the last bytes of the file, twice as many bytes as the log needs."""
-        num_bytes = 2 * size_of_log(self._placed.values())
+    def _shed_for_index(self) -> None:
+        """Shed the records in the last bytes of the file: as many as sqlite's log has, which it
+        moves into the index, and some for what comes."""
+        num_bytes = os.path.getsize(self.folder / _LOG) + SPARE_BYTES
         limit = self._num_slots - -(-num_bytes // self.page_bytes)
         gone = [placed for placed in self._placed.values() if (placed.slots >= limit).any()]
         for placed in gone:
-            del self._placed[placed.record.key]
+            self._forget(placed.record)
         with self._mutex:
             self._unwritten += [placed.record for placed in gone]
             self.num_unwritten += len(gone)
         self._cut_pages()
 
-    def _write_head(self) -> None:
-        write_whole(self.folder / _HEAD, json.dumps(self._head, indent=1).encode())
-
-    def _check_ours(self, *opened: tuple[str, int]) -> None:
+    def _check_ours(self) -> None:
         """Raise OSError if the folder's files are no longer the opened ones."""
-        for name, descriptor in opened:
-            try:
-                is_ours = os.path.samestat(os.stat(self.folder / name), os.fstat(descriptor))
-            except FileNotFoundError:
-                is_ours = False
+        for name, opened in self._files.items():
+            is_ours = False
+            with suppress(FileNotFoundError):
+                is_ours = os.path.samestat(os.stat(self.folder / name), opened)
             if not is_ours:
                 raise OSError(
                     f"{self.folder / name} was removed or replaced while an engine used it; its "
@@ -338,7 +354,7 @@ class DiskStore:
         return was_full
 
     def free_bytes(self) -> int:
-        """Return the free bytes for more records, without their lines in the log."""
+        """Return the free bytes for more records, without their rows in the index."""
         disk = os.statvfs(self.folder)
         return disk.f_bavail * disk.f_frsize * 7 // 8
 
@@ -367,7 +383,7 @@ class DiskStore:
         shape = len(placed.slots), self.page_bytes
         data = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin_memory)
         target = memoryview(data.numpy()).cast("B") if data.numel() else memoryview(b"")
-        for row, slot, count in runs_of(placed.slots):
+        for row, slot, count in _runs_of(placed.slots):
             part = target[row * self.page_bytes : (row + count) * self.page_bytes]
             offset = slot * self.page_bytes
             while part:  # one call reads at most 2 GiB
@@ -382,11 +398,13 @@ class DiskStore:
             return None
         return HostPages(data)
 
-    def _checksum(self, record: Record, pages: np.ndarray) -> str:
-        """Return a hash of a record's bytes, its key and the fingerprint."""
-        digest = blake2b(record.key, digest_size=16, key=self._head_hash)
+    def _checksum(self, record: Record, pages: np.ndarray) -> bytes:
+        """Return a hash of a record's bytes, of what its row says of it, and of the fingerprint."""
+        parent = record.parent.key if record.parent is not None else b""
+        row = record.key, parent, record.position, record.is_state
+        digest = blake2b(repr(row).encode(), digest_size=16, key=self._head_hash)
         digest.update(np.ascontiguousarray(pages))
-        return digest.hexdigest()
+        return digest.digest()
 
     def _hash_head(self) -> bytes:
         return blake2b(json.dumps(self._head, sort_keys=True).encode(), digest_size=32).digest()
@@ -398,43 +416,62 @@ class DiskStore:
             while self._jobs or not self._closing:
                 self._wake.get()
                 while self._jobs:
-                    self._write_job(*self._jobs[0])
-                    self._jobs.popleft()
+                    self._run_batch()
         finally:
             self._is_writing = False
 
-    def _write_job(self, operation: str, record: Record, data: HostPages | None) -> None:
+    def _run_batch(self) -> None:
+        """Run waiting jobs: first the drops, then the puts of what was not dropped since."""
+        puts: dict[bytes, tuple[Record, HostPages]] = {}
+        num_bytes = 0
+        while self._jobs and len(self._batch) < MAX_BATCH and num_bytes < MAX_BATCH_BYTES:
+            operation, record, data = job = self._jobs[0]
+            self._batch.append(job)  # first: others wait until both are empty
+            self._jobs.popleft()
+            if operation == "put":
+                puts[record.key] = record, data
+                num_bytes += record.num_bytes
+            elif puts.pop(record.key, None) is None:
+                self._forget(record)
+        unwritten = self._write(list(puts.values()))
+        with self._mutex:
+            self._unwritten += unwritten
+            self.num_unwritten += len(unwritten)
+        for operation, record, data in self._batch:
+            if operation == "put":
+                with self._mutex:  # each for itself: callers wait for it
+                    self.waiting_bytes -= record.num_bytes
+                    if self._waiting.get(record.key) is data:
+                        del self._waiting[record.key]
+        self._batch.clear()
+
+    def _write(self, puts: list[tuple[Record, HostPages]]) -> list[Record]:
+        """Write drops and records. Return the records that were not written: after a failure
+        nothing is written for a while."""
+        added: list[Placed] = []
         try:
-            is_done = self._run_job(operation, record, data)
+            if self._retry_at is not None:
+                if time.monotonic() < self._retry_at:
+                    return [record for record, _ in puts]
+                self._renew(may_shed=True)
+                self._retry_at = None
+            if self._dropped:
+                self._commit()  # before their pages are reused
+            for put in puts:
+                added.append(self._place(*put))
         except Exception as error:  # the thread must continue: others wait for it
             self._note_failure(error)
-            is_done = False
-        if operation == "put":
-            with self._mutex:
-                if not is_done:
-                    self._unwritten.append(record)
-                    self.num_unwritten += 1
-                self.waiting_bytes -= record.num_bytes
-                if self._waiting.get(record.key) is data:
-                    del self._waiting[record.key]
-
-    def _run_job(self, operation: str, record: Record, data: HostPages | None) -> bool:
-        """Run a job. Return whether it was done: after a failure nothing is written for a while."""
-        if operation == "drop":
-            self._forget(record)
-        elif self._retry_at is not None and time.monotonic() < self._retry_at:
-            return False
-        else:
-            if self._retry_at is not None:
-                self._compact(may_shed=True)
-                self._retry_at = None
-            self._write(record, data)
-        if self._retry_at is None and self._log.is_stale(len(self._placed)):
-            self._compact()
-        return True
+        try:
+            if added:
+                os.fdatasync(self._pages)
+                self._commit(added)
+        except Exception as error:
+            self._note_failure(error)
+            added = []
+        return [record for record, _ in puts[len(added) :]]
 
     def _note_failure(self, error: Exception) -> None:
-        """Note a write error: nothing is written until a `_compact` succeeds. Until then no page is
+        """Note a write error: nothing is written until a `_renew` succeeds. Until then no page is
         reused, so the files stay valid."""
         self._error = error
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
@@ -443,17 +480,16 @@ class DiskStore:
         self._retry_at = time.monotonic() + RETRY_SECONDS
         self._warn("", f"writing failed ({error}); next attempt in {RETRY_SECONDS:.0f} s")
 
-    def _write(self, record: Record, data: HostPages) -> None:
+    def _place(self, record: Record, data: HostPages) -> Placed:
+        """Write a record's pages, without its row."""
         pages = data.numpy()
         slots = self._take(len(pages))
         self._write_pages(slots, pages)
-        parent = record.parent.key if record.parent is not None else None
-        placed = Placed(record, parent, slots, self._checksum(record, pages))
-        self._log.put(placed)
-        self._placed[record.key] = placed
+        self._last_number += 1
+        return Placed(record, self._last_number, slots, self._checksum(record, pages))
 
     def _write_pages(self, slots: np.ndarray, pages: np.ndarray) -> None:
-        for row, slot, count in runs_of(slots):
+        for row, slot, count in _runs_of(slots):
             part = memoryview(pages[row : row + count]).cast("B")
             offset = slot * self.page_bytes
             while part:
@@ -469,9 +505,9 @@ class DiskStore:
 
     def _forget(self, record: Record) -> None:
         placed = self._placed.pop(record.key, None)
-        if placed is not None and self._retry_at is None:
-            self._log.drop(record.key)
-            self._free += placed.slots[::-1].tolist()
+        if placed is not None:
+            self._dropped.append(placed.number)
+            self._freed += placed.slots[::-1].tolist()
 
     # ---- ending ----
 
@@ -495,17 +531,22 @@ class DiskStore:
         if self._retry_at is not None or self._num_slots <= limit:
             return
         try:
-            self._compact()  # drops must be in the log before their pages are reused
-            for key, placed in self._placed.items():
-                behind = placed.slots[placed.slots >= limit]
-                if len(behind):
-                    slots = placed.slots.copy()
-                    slots[slots >= limit] = self._take(len(behind))
-                    for old, new in zip(behind, slots[placed.slots >= limit]):
-                        page = os.pread(self._pages, self.page_bytes, int(old) * self.page_bytes)
-                        self._write_pages(new[None], np.frombuffer(page, dtype=np.uint8)[None])
-                    self._placed[key] = replace(placed, slots=slots)
-            self._compact()
+            self._commit()  # dropped records must have left the index before
+            behind = np.setdiff1d(np.arange(limit, self._num_slots), self._free)
+            places = np.arange(self._num_slots)
+            places[behind] = self._take(len(behind))
+            for old, new in zip(behind, places[behind]):
+                page = os.pread(self._pages, self.page_bytes, int(old) * self.page_bytes)
+                self._write_pages(new[None], np.frombuffer(page, dtype=np.uint8)[None])
+            moved = [
+                replace(placed, slots=places[placed.slots])
+                for placed in self._placed.values()
+                if (placed.slots >= limit).any()
+            ]
+            os.fdatasync(self._pages)
+            self._index.write([placed.number for placed in moved], moved)
+            self._placed.update({placed.record.key: placed for placed in moved})
+            self._cut_pages()
         except OSError as error:
             self._note_failure(error)
 
@@ -518,11 +559,11 @@ class DiskStore:
         self._wait_for_jobs()
         if self._error is not None:
             self._rewrite()
-        self._check_ours((_LOCK, self._lock), (_PAGES, self._pages), (_LOG, self._log.descriptor))
+        self._check_ours()
 
     def _rewrite(self) -> None:
         try:
-            self._compact()
+            self._renew()
         except OSError as error:
             self._note_failure(error)
             raise self._write_error(error) from error
@@ -534,7 +575,7 @@ class DiskStore:
     def _wait_for_jobs(self, let_in: Callable[[], None] = lambda: None) -> None:
         self.check_process()
         self._wake.put(None)  # an interrupt may have come between a job and its wake-up
-        poll_until(lambda: not (self._jobs and self._is_writing), let_in)
+        poll_until(lambda: not ((self._jobs or self._batch) and self._is_writing), let_in)
 
     def flush(self, let_in: Callable[[], None] = lambda: None) -> None:
         """Wait until all records are on the disk, safe from a power failure. let_in: as
@@ -547,9 +588,7 @@ class DiskStore:
         self._wait_for_jobs(let_in)
         if self._error is not None:
             raise self._write_error(self._error) from self._error
-        self._check_ours((_LOCK, self._lock), (_PAGES, self._pages), (_LOG, self._log.descriptor))
-        os.fsync(self._pages)
-        os.fsync(self._log.descriptor)
+        self._check_ours()
 
     @interrupts_wait()
     def close(self) -> None:
@@ -565,10 +604,9 @@ class DiskStore:
             return
         self._closed = True
         if is_ours:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a forked process may have a copy open
-        for descriptor in (self._pages, self._log.descriptor, self._lock):
-            if descriptor is not None:
-                os.close(descriptor)
+            self._index.close()
+            fcntl.flock(self._pages, fcntl.LOCK_UN)  # a forked process may have a copy open
+        os.close(self._pages)
 
     def _wait_for_writer(self) -> None:
         # Not by `join`: after an interrupt in it, a running thread may count as ended.
@@ -581,3 +619,24 @@ class DiskStore:
             threading.Thread(target=self.close, name="cache-close").start()
         else:
             self.close()
+
+
+def _holder_of(descriptor: int) -> str:
+    """Return ", process ..." for the process that has locked a file, "" where it is unknown."""
+    file = os.fstat(descriptor)
+    name = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+    with suppress(OSError):  # Linux has it
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, kind, _, _, process, where, *_ = line.split()
+            if (kind, where) == ("FLOCK", name):
+                return f", process {process}"
+    return ""
+
+
+def _runs_of(slots: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Yield (row, first slot, count) of each run of consecutive slots."""
+    if not len(slots):
+        return
+    starts = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
+    for start, end in zip(starts, [*starts[1:], len(slots)]):
+        yield int(start), int(slots[start]), int(end - start)

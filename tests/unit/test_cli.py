@@ -68,9 +68,9 @@ def test_generate_goes_on_with_the_cache_of_another_call(folder, capsys, tmp_pat
     assert "0 skipped, no_shared_prefix" in outputs[0].err
     assert "41 skipped, 41 of them fetched;" in outputs[1].err
     assert outputs[0].out == outputs[1].out
-    (tmp_path / "cache" / "rank-0-of-1" / "cache.json").write_text("{}")
+    (tmp_path / "cache" / "rank-0-of-1" / "index.sqlite3").write_text("{}")
     assert cli.main([*arguments, "--cache-dir", str(tmp_path / "cache")]) == 2
-    assert "cache.json is damaged" in capsys.readouterr().err
+    assert "file is not a database" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("dtype", "found"), [(None, torch.float32), ("bfloat16", torch.bfloat16)])
