@@ -43,3 +43,13 @@ def default_group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def core_groups(default_group):
+    """Megatron-core's groups, over the default one."""
+    from megatron.core import parallel_state  # where it is installed
+
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()

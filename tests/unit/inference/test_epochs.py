@@ -53,7 +53,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_an_engine_serves_the_parameters_of_a_wrapped_model(name):
+def test_an_engine_serves_the_parameters_of_a_wrapped_model(name, core_groups):
     model = fresh_model(params_dtype=torch.bfloat16) if name == "all" else fresh_model()
     wrapped = WRAPPERS[name](model)
     engine = tiny_engine(wrapped)
@@ -81,7 +81,7 @@ def test_what_holds_no_hybrid_model_is_refused(given):
         tiny_engine(given)
 
 
-def test_an_async_engine_takes_new_weights():
+def test_an_async_engine_takes_new_weights(default_group):
     async def run():
         model = fresh_model()
         async with AsyncEngine(nn.parallel.DistributedDataParallel(model)) as engine:

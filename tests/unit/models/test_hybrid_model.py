@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from small_models import ALL_MIXERS, random_tokens, small_config, small_model
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -141,13 +140,9 @@ def test_a_model_built_on_a_device_lies_there():
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
 
 
-def test_groups_of_another_size_are_refused(default_group):
-    parallel_state.initialize_model_parallel()
-    try:
-        with pytest.raises(ValueError, match="parallel_size is 2, but the process group"):
-            small_model(tensor_model_parallel_size=2)
-    finally:
-        parallel_state.destroy_model_parallel()
+def test_groups_of_another_size_are_refused(core_groups):
+    with pytest.raises(ValueError, match="parallel_size is 2, but the process group"):
+        small_model(tensor_model_parallel_size=2)
 
 
 @pytest.mark.parametrize(
