@@ -40,6 +40,8 @@ def pytest_collection_finish():
 @pytest.fixture
 def default_group():
     """A default process group of torch, with this process alone."""
+    if dist.is_initialized():  # another test has left it
+        dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -50,6 +52,7 @@ def core_groups(default_group):
     """Megatron-core's groups, over the default one."""
     from megatron.core import parallel_state  # where it is installed
 
+    parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel()
     yield
     parallel_state.destroy_model_parallel()
