@@ -118,7 +118,9 @@ def loaded(folder: Path, **sizes) -> mh.HybridModel:
 def answers(model: mh.HybridModel) -> list:
     """Tokens and log-probs, cold, and once more from the cache."""
     config = mh.InferenceConfig(block_size_tokens=16, cache_bytes=16 << 20, max_sequence_length=128)
-    params = mh.SamplingParams(num_tokens_to_generate=6, top_k=1, return_log_probs=True)
+    params = mh.SamplingParams(
+        num_tokens_to_generate=6, top_k=1, return_log_probs=True, skip_prompt_log_probs=True
+    )
     with mh.DynamicInferenceEngine(model, None, config) as engine:
         found = []
         for skipped in (False, True):
