@@ -122,7 +122,8 @@ class Router(nn.Module):
         by_sigmoid = config.moe_router_score_function == "sigmoid"
         if by_sigmoid:
             # core's own sigmoid gives a score other bits beside other rows. Its choice by the
-            # largest "logits" is that by scores.
+            # largest "logits" is that by scores. They are rounded once, as by core 0.19.
+            given, logits_TE = logits_TE, logits_TE.to(compute_dtype(logits_TE))
             scores_TE = sigmoid(logits_TE)
             has_bias = config.moe_router_enable_expert_bias
             logits_TE = scores_TE + self.expert_bias if has_bias else scores_TE
@@ -141,6 +142,7 @@ class Router(nn.Module):
                 weights_TE = weights_TE / (sums_T1 + config.moe_router_topk_epsilon)
             if (factor := config.moe_router_topk_scaling_factor) is not None:
                 weights_TE = weights_TE * factor
+            weights_TE = weights_TE.type_as(given)
         return weights_TE, chosen_TE
 
     def _choose_by_sinkhorn(self, logits_nE: Tensor) -> tuple[Tensor, Tensor]:

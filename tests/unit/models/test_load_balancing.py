@@ -164,7 +164,9 @@ def test_dtypes_of_the_logits_are_those_of_core(router_dtype, scores):
         router_dtype, torch.bfloat16
     )
     assert torch.equal(chosen, core_chosen)
-    torch.testing.assert_close(weights, expected.float(), atol=1e-6, rtol=1e-6)
+    # core 0.16 rounds scores of a sigmoid to bf16 before it divides them by their sum.
+    rtol = 2**-7 if router_dtype is None and scores else 1e-6
+    torch.testing.assert_close(weights, expected.float(), atol=1e-6, rtol=rtol)
 
 
 def test_tokens_of_fp64_keep_their_precision():
