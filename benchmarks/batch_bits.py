@@ -9,7 +9,7 @@ from torch import Tensor
 from benchmarks.common import Row, benchmark_model
 from benchmarks.questions.common import small_model
 from megatron_hybrid import DynamicInferenceEngine, HybridModel, InferenceConfig, SamplingParams
-from megatron_hybrid.inference.step_plan import StepPlan
+from megatron_hybrid.inference.scheduling.step_plan import StepPlan
 
 PATTERNS = {
     "full attention": "**",

@@ -11,7 +11,7 @@ from benchmarks.common import Row, benchmark_model
 from megatron_hybrid import DynamicInferenceEngine, InferenceConfig, SamplingParams
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.inference.step_plan import StepResult
+from megatron_hybrid.inference.scheduling.step_plan import StepResult
 
 STEPS = 200
 

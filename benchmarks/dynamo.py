@@ -91,7 +91,7 @@ async def kill(made: Cluster, frontend: Program) -> float:
     was on its way. Another worker takes its place."""
     workers = [each for each in made.programs if "--cache-mib" in each.process.args]
     alive = [each for each in workers if each.process.poll() is None]
-    alive = [each for each in alive if "megatron_hybrid.serving.dynamo" in each.process.args]
+    alive = [each for each in alive if "megatron_hybrid.dynamo.__main__" in each.process.args]
     body = {"model": MODEL, "prompt": "Once upon a time there was a king", "max_tokens": 150}
     body |= {"temperature": 0, "ignore_eos": True, "stream": True}
     times: list[float] = []

@@ -27,7 +27,7 @@ GUESSING_FLAGS = (*HYBRID_FLAGS, "--no-router-kv-events")
 """The router reads no events: it guesses from its own decisions what is cached."""
 BLIND_FLAGS = ("--router-mode", "kv", "--load-aware")
 """The router knows loads alone."""
-WORKER = ("-m", "megatron_hybrid.serving.dynamo", MODEL, "--served-model-name", MODEL)
+WORKER = ("-m", "megatron_hybrid.dynamo.__main__", MODEL, "--served-model-name", MODEL)
 SIZES = ("--device", "cpu", "--context", "2048", "--max-requests", "16")
 _WORDS = (
     *("king", "queen", "daughter", "castle", "forest", "river", "golden", "silver", "horse"),

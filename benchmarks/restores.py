@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hybrid.inference.context import DynamicInferenceContext
-from megatron_hybrid.inference.memory import CacheMemory, cache_spec_of
-from megatron_hybrid.inference.step_plan import StepPlan, Work
+from megatron_hybrid.inference.memory.cache_memory import CacheMemory, cache_spec_of
+from megatron_hybrid.inference.scheduling.step_plan import StepPlan, Work
+from megatron_hybrid.inference.worker.context import DynamicInferenceContext
 from megatron_hybrid.models.mixers.base import LayerCache
 
 States = dict[tuple[int, str], Tensor]

@@ -26,7 +26,7 @@ PAGES_OF_FILES = {
 }
 """A file -> the page of docs/reference that shows it."""
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
-_METRICS = "megatron_hybrid.inference.metrics"
+_METRICS = "megatron_hybrid.inference.metrics.prometheus"
 
 
 def expand(markdown: str) -> str:

@@ -28,7 +28,7 @@ import megatron_hybrid as mh  # isort: skip
 import numpy as np
 import torch
 
-from megatron_hybrid.inference.weight_transfer import WeightGroup
+from megatron_hybrid.inference.weights.transfer import WeightGroup
 
 UPDATES, PROMPTS, SAMPLES, ANSWER_TOKENS = 10, 4, 8, 8
 LEARNING_RATE = 1e-4

@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from megatron_hybrid.checkpoints.megatron.built_model import from_megatron
     from megatron_hybrid.checkpoints.megatron.torch_dist import load_megatron
     from megatron_hybrid.checkpoints.pretrained import load_pretrained
+    from megatron_hybrid.distributed.ranks import RankError
+    from megatron_hybrid.distributed.watchdog import RankFailedError
     from megatron_hybrid.inference.async_engine import AsyncEngine
     from megatron_hybrid.inference.config import InferenceConfig
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
     from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError
-    from megatron_hybrid.inference.rank_watch import RankFailedError
-    from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
-    from megatron_hybrid.inference.request_options import RequestOptions
+    from megatron_hybrid.inference.requests.options import RequestOptions
+    from megatron_hybrid.inference.requests.request import GenerationResult, Request, RequestOutput
     from megatron_hybrid.inference.sampling_params import SamplingParams, ThinkingBudget
     from megatron_hybrid.models.config.hybrid_config import HybridConfig
     from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
-    from megatron_hybrid.ranks import RankError
     from megatron_hybrid.text.guide import Guide
 
 __all__ = [
@@ -68,18 +68,18 @@ _MODULES = {
     "DynamicInferenceEngine": "inference.engine",
     "EngineBusyError": "inference.exclusive",
     "EngineSuspendedError": "inference.exclusive",
-    "GenerationResult": "inference.request",
+    "GenerationResult": "inference.requests.request",
     "Guide": "text.guide",
     "HybridConfig": "models.config.hybrid_config",
     "HybridModel": "models.hybrid_model",
     "InferenceConfig": "inference.config",
     "MissReason": "cache.report",
     "PrefixReport": "cache.report",
-    "RankError": "ranks",
-    "RankFailedError": "inference.rank_watch",
-    "Request": "inference.request",
-    "RequestOptions": "inference.request_options",
-    "RequestOutput": "inference.request",
+    "RankError": "distributed.ranks",
+    "RankFailedError": "distributed.watchdog",
+    "Request": "inference.requests.request",
+    "RequestOptions": "inference.requests.options",
+    "RequestOutput": "inference.requests.request",
     "SamplingParams": "inference.sampling_params",
     "ThinkingBudget": "inference.sampling_params",
     "build_hybrid_model": "models.hybrid_model",

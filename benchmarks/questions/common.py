@@ -15,7 +15,7 @@ from megatron_hybrid import (
     SamplingParams,
     build_hybrid_model,
 )
-from megatron_hybrid.inference.request import GenerationResult
+from megatron_hybrid.inference.requests.request import GenerationResult
 
 WIDTH = 80
 

@@ -21,7 +21,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megatron_hybrid.inference.rank_watch import RankFailedError
+from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.service import Service, ServingConfig
 

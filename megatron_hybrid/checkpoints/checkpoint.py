@@ -35,8 +35,8 @@ from megatron_hybrid.checkpoints.tensor_files import (
     check_numbers,
     write_tensors,
 )
-from megatron_hybrid.files import replace_file
-from megatron_hybrid.meetings import meet, own_member
+from megatron_hybrid.distributed.ranks import fail_together
+from megatron_hybrid.distributed.rendezvous import meet, own_member
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.layer_pattern import (
@@ -53,7 +53,7 @@ from megatron_hybrid.models.parameter_names import (
 )
 from megatron_hybrid.models.sharding.gathering import gather_whole, own_piece, whole_shape
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING
-from megatron_hybrid.ranks import fail_together
+from megatron_hybrid.utils.files import replace_file
 
 logger = logging.getLogger(__name__)
 

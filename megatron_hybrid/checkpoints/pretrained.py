@@ -15,10 +15,10 @@ from megatron_hybrid.checkpoints.checkpoint import (
     load_checkpoint,
     read_config,
 )
-from megatron_hybrid.meetings import coming
+from megatron_hybrid.distributed.ranks import fail_together
+from megatron_hybrid.distributed.rendezvous import coming
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
-from megatron_hybrid.ranks import fail_together
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.tokenizer_files import find_tokenizer
 

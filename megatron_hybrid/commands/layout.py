@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron_hybrid.commands.arguments import whole_number
-from megatron_hybrid.process_life import EndSignal
+from megatron_hybrid.utils.process_life import EndSignal
 
 LAYOUT = {
     "tp": "tensor_model_parallel_size",
@@ -66,9 +66,9 @@ def run_on_ranks(
             end.hold()  # it is passed on to the ranks
             return launch([*program, *options.arguments], num_ranks)
         rank = take_rank(num_ranks, options.device)
-    from megatron_hybrid.inference.rank_watch import RankFailedError
-    from megatron_hybrid.process_life import ends_with_launcher
-    from megatron_hybrid.ranks import RankError
+    from megatron_hybrid.distributed.ranks import RankError
+    from megatron_hybrid.distributed.watchdog import RankFailedError
+    from megatron_hybrid.utils.process_life import ends_with_launcher
 
     try:
         with ends_with_launcher():

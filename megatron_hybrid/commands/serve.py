@@ -16,8 +16,8 @@ from megatron_hybrid.commands.arguments import (
     served_config,
 )
 from megatron_hybrid.commands.layout import add_layout, run_on_ranks, sizes_of
-from megatron_hybrid.process_life import EndSignal
 from megatron_hybrid.serving.parsers import REASONING_PARSERS, TOOL_PARSERS
+from megatron_hybrid.utils.process_life import EndSignal
 
 if TYPE_CHECKING:
     from megatron_hybrid.serving.kv_publisher import KvPublisher

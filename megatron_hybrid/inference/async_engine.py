@@ -15,18 +15,18 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
-from megatron_hybrid.daemon_threads import DaemonThreads
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
-from megatron_hybrid.inference.request_builder import Prompt, TextTokenizer
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.builder import Prompt, TextTokenizer
+from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.requests.request import GenerationResult, Request, RequestOutput
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
-from megatron_hybrid.inference.weight_transfer import LOOK_SECONDS
-from megatron_hybrid.inference.weight_updates import WeightsUnfinishedError
-from megatron_hybrid.interrupts import result_of
+from megatron_hybrid.inference.weights.transfer import LOOK_SECONDS
+from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
 from megatron_hybrid.text.guide import NICENESS, Guide
+from megatron_hybrid.utils.daemon_threads import DaemonThreads
+from megatron_hybrid.utils.interrupts import result_of
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")

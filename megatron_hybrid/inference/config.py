@@ -8,7 +8,7 @@ from os import PathLike, fspath
 import torch
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
-from megatron_hybrid.validation import is_int, is_number
+from megatron_hybrid.utils.validation import is_int, is_number
 
 STATE_ENCODINGS = ("exact", "bf16", "int8")
 SPECULATIONS = ("off", "lookup", "mtp")

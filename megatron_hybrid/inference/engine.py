@@ -18,70 +18,70 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron_hybrid import errors
 from megatron_hybrid.cache.explain import Explanation
 from megatron_hybrid.cache.index.journal import Version
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.cache.tree_view import TreeChanges, TreeView
-from megatron_hybrid.inference.allocation import allocate
-from megatron_hybrid.inference.cache_folders import CacheFolders
+from megatron_hybrid.distributed.rank_control import RankControl, on_all_ranks
+from megatron_hybrid.distributed.ranks import MAKING, ranks_of, replica_of
+from megatron_hybrid.distributed.rendezvous import BEGIN_SECONDS, coming
+from megatron_hybrid.distributed.watchdog import STEP_SECONDS
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.drafters import Drafter, Drafts
 from megatron_hybrid.inference.drafters.lookup import KnownAnswers, OwnTokens
-from megatron_hybrid.inference.drafters.prediction import PartDrafter
-from megatron_hybrid.inference.epochs import Epochs
 from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError, exclusive
-from megatron_hybrid.inference.graph_runner import GraphRunner
-from megatron_hybrid.inference.meter import ActivityLog, Meter
-from megatron_hybrid.inference.metrics import (
+from megatron_hybrid.inference.metrics.meter import ActivityLog, Meter
+from megatron_hybrid.inference.metrics.prometheus import (
     Stats,
     prometheus_text,
     requests_text,
 )
-from megatron_hybrid.inference.model_runner import ModelRunner
-from megatron_hybrid.inference.output import OutputProcessor
 from megatron_hybrid.inference.rank_checks import (
     check_equal_decisions,
     check_equal_weights,
     refuse_fsdp,
     what_must_be_equal,
 )
-from megatron_hybrid.inference.rank_control import RankControl, on_all_ranks
-from megatron_hybrid.inference.rank_watch import STEP_SECONDS
-from megatron_hybrid.inference.request import (
-    GenerationResult,
-    Request,
-    RequestOutput,
-    recompute_reason,
-)
-from megatron_hybrid.inference.request_builder import (
+from megatron_hybrid.inference.requests.builder import (
     Prompt,
     RequestBuilder,
     RequestSpec,
     TextTokenizer,
 )
-from megatron_hybrid.inference.request_options import RequestOptions, check_salt
-from megatron_hybrid.inference.request_view import EndedRequests, RequestView
+from megatron_hybrid.inference.requests.options import RequestOptions, check_salt
+from megatron_hybrid.inference.requests.output import OutputProcessor
+from megatron_hybrid.inference.requests.request import (
+    GenerationResult,
+    Request,
+    RequestOutput,
+    recompute_reason,
+)
+from megatron_hybrid.inference.requests.view import EndedRequests, RequestView
 from megatron_hybrid.inference.sampling_params import Sampled, SamplingParams
-from megatron_hybrid.inference.scheduler import RestoreFailedError, Scheduler
+from megatron_hybrid.inference.scheduling.scheduler import RestoreFailedError, Scheduler
 from megatron_hybrid.inference.stream import Stream
-from megatron_hybrid.inference.warm_up import WARMED, measure_draft_costs, warm_up
-from megatron_hybrid.inference.weight_memory import WeightMemory
-from megatron_hybrid.inference.weight_transfer import Joining
-from megatron_hybrid.inference.weight_updates import (
+from megatron_hybrid.inference.weight_epochs import Epochs
+from megatron_hybrid.inference.weights.cache_folders import CacheFolders
+from megatron_hybrid.inference.weights.memory import WeightMemory
+from megatron_hybrid.inference.weights.transfer import Joining
+from megatron_hybrid.inference.weights.updates import (
     Pairs,
     WeightsUnfinishedError,
     WeightUpdates,
 )
-from megatron_hybrid.interrupts import interrupts_wait
-from megatron_hybrid.meetings import BEGIN_SECONDS, coming
+from megatron_hybrid.inference.worker.allocation import allocate
+from megatron_hybrid.inference.worker.graph_runner import GraphRunner
+from megatron_hybrid.inference.worker.model_runner import ModelRunner
+from megatron_hybrid.inference.worker.mtp_drafter import PartDrafter
+from megatron_hybrid.inference.worker.warm_up import WARMED, measure_draft_costs, warm_up
 from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
 from megatron_hybrid.offload.offload import Offload
 from megatron_hybrid.offload.page_mover import PageMover
-from megatron_hybrid.processes import HomeProcess
-from megatron_hybrid.ranks import MAKING, ranks_of, replica_of
+from megatron_hybrid.utils import out_of_memory
+from megatron_hybrid.utils.fork_guard import HomeProcess
+from megatron_hybrid.utils.interrupts import interrupts_wait
 
 logger = logging.getLogger(__name__)
 Listener = TypeVar("Listener", bound=CacheListener)
@@ -172,7 +172,7 @@ class DynamicInferenceEngine:
         self._outputs: list[RequestOutput] = []  # not yet returned, if a step failed
         self._failed: list[Request] | None = None  # to cancel after a step that raised
         self._is_stepping = False
-        self._num_decided_by_memory = errors.num_decided_by_memory
+        self._num_decided_by_memory = out_of_memory.num_decided_by_memory
         self.is_suspended = self.is_closed = False
         self._abandoned: deque[Request] = deque()  # of dropped streams
         self._followed: dict[int, Request] = {}  # first samples, of the leading rank's requests
@@ -403,7 +403,10 @@ class DynamicInferenceEngine:
     def _check_decisions(self) -> None:
         """Raise MemoryError if a lack of memory has changed a decision, which other ranks have made
         otherwise."""
-        if self.ranks.size > 1 and errors.num_decided_by_memory != self._num_decided_by_memory:
+        if (
+            self.ranks.size > 1
+            and out_of_memory.num_decided_by_memory != self._num_decided_by_memory
+        ):
             raise MemoryError(
                 "a lack of host memory has changed a decision that all ranks make alike"
             )
@@ -493,7 +496,7 @@ class DynamicInferenceEngine:
         return self.output.append(request, sampled)
 
     def _note_end(self, request: Request) -> None:
-        with errors.optional_work(lambda error: None):  # the page may lack it
+        with out_of_memory.optional_work(lambda error: None):  # the page may lack it
             self._ended.note(request)
         self.meter.note_end(request)
 
@@ -1317,7 +1320,7 @@ class DynamicInferenceEngine:
     @exclusive
     def metrics(self) -> str:
         """`stats`, and times as histograms, in the text format of Prometheus; see
-        `inference/metrics.py`."""
+        `inference/metrics/prometheus.py`."""
         config = self.config
         info = {
             "block_size": config.block_size_tokens,

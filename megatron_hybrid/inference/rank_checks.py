@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from megatron_hybrid.checkpoints.checkpoint import own_tensors
 from megatron_hybrid.compat import MEGATRON_CORE_VERSION
+from megatron_hybrid.distributed.ranks import RankError, Ranks
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.fingerprint import hash_of
-from megatron_hybrid.inference.scheduler import Scheduler
-from megatron_hybrid.inference.step_plan import StepPlan
+from megatron_hybrid.inference.scheduling.scheduler import Scheduler
+from megatron_hybrid.inference.scheduling.step_plan import StepPlan
+from megatron_hybrid.inference.weights.fingerprint import hash_of
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.sharding.gathering import num_experts_of
 from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
 from megatron_hybrid.models.sharding.tensor_sharding import cut_of
-from megatron_hybrid.ranks import RankError, Ranks
 from megatron_hybrid.version import __version__
 
 _OF_EACH_RANK = ("cache_bytes", "cache_dir", "rank_timeout")

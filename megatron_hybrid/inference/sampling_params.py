@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hybrid.validation import check_text, is_int, is_number
+from megatron_hybrid.utils.validation import check_text, is_int, is_number
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.interrupts import interrupts_wait
-from megatron_hybrid.processes import HomeProcess
+from megatron_hybrid.utils.fork_guard import HomeProcess
+from megatron_hybrid.utils.interrupts import interrupts_wait
 
 R = TypeVar("R")
 

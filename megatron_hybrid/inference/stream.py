@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError
-from megatron_hybrid.inference.request import Request, RequestOutput
+from megatron_hybrid.inference.requests.request import Request, RequestOutput
 
 
 class Stream(Iterator[RequestOutput]):

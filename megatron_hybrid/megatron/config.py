@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.distributed.ranks import replica_of
 from megatron_hybrid.inference.config import LOGPROBS_MODES
 from megatron_hybrid.inference.config import InferenceConfig as EngineConfig
-from megatron_hybrid.inference.memory import cache_spec_of
+from megatron_hybrid.inference.memory.cache_memory import cache_spec_of
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.ranks import replica_of
-from megatron_hybrid.validation import is_int, is_number
+from megatron_hybrid.utils.validation import is_int, is_number
 
 GB = 1 << 30
 DEFAULT_MAX_TOKENS = 16384

@@ -9,7 +9,7 @@ from torch import nn
 from megatron_hybrid.checkpoints.megatron.built_model import from_megatron
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
-from megatron_hybrid.validation import takes_argument
+from megatron_hybrid.utils.validation import takes_argument
 
 
 def require(value: object, kind: type, name: str) -> None:

@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_hybrid.compat import coordinator_parts
-from megatron_hybrid.inference.rank_watch import RankFailedError
-from megatron_hybrid.meetings import Member, coming, has_ended, meet
+from megatron_hybrid.distributed.ranks import RankError, is_one_machine
+from megatron_hybrid.distributed.rendezvous import Member, coming, has_ended, meet
+from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.megatron.errors import ContextErrorFactory, ContextOverflowError
 from megatron_hybrid.megatron.request import DynamicInferenceRequestRecord
 from megatron_hybrid.megatron.sampling_params import SamplingParams
 from megatron_hybrid.megatron.states import EngineState
-from megatron_hybrid.process_life import end_with_parent
-from megatron_hybrid.ranks import RankError, is_one_machine
+from megatron_hybrid.utils.process_life import end_with_parent
 
 logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.005

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_hybrid.inference.engine import DynamicInferenceEngine as Engine
 from megatron_hybrid.inference.exclusive import EngineSuspendedError
-from megatron_hybrid.inference.request import GenerationResult, Request, RequestOutput
+from megatron_hybrid.inference.requests.request import GenerationResult, Request, RequestOutput
 from megatron_hybrid.megatron.config import KVCacheManagementMode, engine_config
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.megatron.controller import TextGenerationController, require

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from megatron_hybrid.compat import coordinator_parts
+from megatron_hybrid.distributed.ranks import replica_of
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
-from megatron_hybrid.interrupts import result_of
 from megatron_hybrid.megatron.client import InferenceClient
 from megatron_hybrid.megatron.config import InferenceConfig
 from megatron_hybrid.megatron.context import DynamicInferenceContext
@@ -27,11 +27,11 @@ from megatron_hybrid.megatron.request import DynamicInferenceRequest
 from megatron_hybrid.megatron.sampling_params import SamplingParams
 from megatron_hybrid.megatron.states import EngineState
 from megatron_hybrid.models.hybrid_model import unwrap
-from megatron_hybrid.process_life import EndSignal
-from megatron_hybrid.processes import HomeProcess
-from megatron_hybrid.ranks import replica_of
 from megatron_hybrid.text.tokenizer import Tokenizer
-from megatron_hybrid.validation import is_int
+from megatron_hybrid.utils.fork_guard import HomeProcess
+from megatron_hybrid.utils.interrupts import result_of
+from megatron_hybrid.utils.process_life import EndSignal
+from megatron_hybrid.utils.validation import is_int
 
 T = TypeVar("T")
 Prompts = str | list[int] | list[str] | list[list[int]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hybrid.inference.sampling_params import SamplingParams as EngineParams
-from megatron_hybrid.validation import is_int
+from megatron_hybrid.utils.validation import is_int
 
 
 @dataclass

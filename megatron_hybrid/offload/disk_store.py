@@ -30,7 +30,6 @@ from queue import SimpleQueue
 import numpy as np
 import torch
 
-from megatron_hybrid.interrupts import interrupts_wait, poll_until
 from megatron_hybrid.offload.disk_index import (
     FORMAT,
     CacheFolderError,
@@ -40,7 +39,8 @@ from megatron_hybrid.offload.disk_index import (
 )
 from megatron_hybrid.offload.page_mover import HostPages
 from megatron_hybrid.offload.tier import RETRY_SECONDS, Record
-from megatron_hybrid.processes import HomeProcess
+from megatron_hybrid.utils.fork_guard import HomeProcess
+from megatron_hybrid.utils.interrupts import interrupts_wait, poll_until
 
 logger = logging.getLogger(__name__)
 

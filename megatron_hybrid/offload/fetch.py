@@ -20,9 +20,13 @@ import numpy as np
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
 from megatron_hybrid.cache.pages.lease import Lease, Reservation
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.errors import is_lack_of_memory, note_decided_by_memory, optional_decision
 from megatron_hybrid.offload.prefix_keys import RecentKeys
 from megatron_hybrid.offload.tier import RETRY_SECONDS, Record, Tier
+from megatron_hybrid.utils.out_of_memory import (
+    is_lack_of_memory,
+    note_decided_by_memory,
+    optional_decision,
+)
 
 if TYPE_CHECKING:
     from megatron_hybrid.offload.page_mover import Arrival, HostPages, PageMover

@@ -23,13 +23,13 @@ from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.values import rebuild_work
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.tree_view import tier_in_pool
-from megatron_hybrid.errors import optional_decision
-from megatron_hybrid.interrupts import interrupts_wait
+from megatron_hybrid.distributed.ranks import ONE_RANK, Ranks
 from megatron_hybrid.offload.fetch import Fetches
 from megatron_hybrid.offload.host_store import HostStore
 from megatron_hybrid.offload.prefix_keys import RecentKeys
 from megatron_hybrid.offload.tier import Record, Source, Tier, least_capacity_bytes
-from megatron_hybrid.ranks import ONE_RANK, Ranks
+from megatron_hybrid.utils.interrupts import interrupts_wait
+from megatron_hybrid.utils.out_of_memory import optional_decision
 
 if TYPE_CHECKING:
     from megatron_hybrid.offload.disk_store import DiskStore

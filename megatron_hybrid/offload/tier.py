@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from megatron_hybrid.cache.lazy_heap import Key, LazyHeap
 from megatron_hybrid.cache.pages.spec import CacheSpec
-from megatron_hybrid.errors import optional_work
 from megatron_hybrid.offload.prefix_keys import PrefixKeys
+from megatron_hybrid.utils.out_of_memory import optional_work
 
 logger = logging.getLogger(__name__)
 

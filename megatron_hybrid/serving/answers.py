@@ -11,8 +11,8 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from megatron_hybrid.cache.report import PrefixReport
-from megatron_hybrid.inference.metrics import FINISH_REASONS
-from megatron_hybrid.inference.request import GenerationResult, RequestOutput
+from megatron_hybrid.inference.metrics.prometheus import FINISH_REASONS
+from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import CompletionFields, GenerationFields
 from megatron_hybrid.serving.json_response import encode_json

@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.inference.metrics import CONTENT_TYPE, PREFIX
-from megatron_hybrid.inference.request_builder import Prompt
+from megatron_hybrid.inference.metrics.prometheus import CONTENT_TYPE, PREFIX
+from megatron_hybrid.inference.requests.builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.answers import Answer
 from megatron_hybrid.serving.door import Door

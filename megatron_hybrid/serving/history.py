@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from megatron_hybrid.inference.async_engine import AsyncEngine
-from megatron_hybrid.inference.meter import BOUNDS
+from megatron_hybrid.inference.metrics.meter import BOUNDS
 
 SECONDS = 5.0
 """Between two samples."""

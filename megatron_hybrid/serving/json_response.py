@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fastapi import Response
 from pydantic_core import to_json
 
-from megatron_hybrid.daemon_threads import DaemonThreads
+from megatron_hybrid.utils.daemon_threads import DaemonThreads
 
 R = TypeVar("R")
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from megatron_hybrid.cache.report import PrefixReport
-from megatron_hybrid.inference.request import GenerationResult, RequestOutput
+from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.answers import (
     Json,
     argument_pieces,

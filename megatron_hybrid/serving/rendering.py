@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from megatron_hybrid.inference.request_builder import Prompt, RenderedChat, check_messages
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.builder import Prompt, RenderedChat, check_messages
+from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams, ThinkingBudget
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import (

@@ -25,19 +25,19 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from uvicorn.loops.auto import auto_loop_factory
 
+from megatron_hybrid.distributed.ranks import RankError
+from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.rank_watch import RankFailedError
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.process_life import EndSignal
-from megatron_hybrid.ranks import RankError
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.kv_events import BlockEvents
 from megatron_hybrid.serving.loading import Loading
 from megatron_hybrid.serving.service import Service, ServingConfig
 from megatron_hybrid.serving.slow_clients import TimedProtocol
 from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.utils.process_life import EndSignal
 
 if TYPE_CHECKING:  # what it imports need not be installed
     from megatron_hybrid.serving.kv_publisher import KvPublisher

@@ -25,14 +25,14 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from megatron_hybrid.cache.report import PrefixReport
+from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.inference.async_engine import AsyncEngine, AsyncStream, QueueTimeoutError
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.rank_watch import RankFailedError
-from megatron_hybrid.inference.request import GenerationResult, RequestOutput
-from megatron_hybrid.inference.request_builder import Prompt
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.builder import Prompt
+from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
-from megatron_hybrid.inference.weight_updates import WeightsUnfinishedError
+from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import TemplateFields
 from megatron_hybrid.serving.history import History

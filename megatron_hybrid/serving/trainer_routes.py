@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 from fastapi import Depends, FastAPI, Query, Request
 from pydantic import BaseModel, ConfigDict
 
-from megatron_hybrid.inference.rank_watch import RankFailedError
-from megatron_hybrid.inference.weight_transfer import TrainerError
+from megatron_hybrid.distributed.watchdog import RankFailedError
+from megatron_hybrid.inference.weights.transfer import TrainerError
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.routes import keyed_routes
 from megatron_hybrid.serving.schemas import (

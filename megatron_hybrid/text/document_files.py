@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_hybrid.validation import check_text
+from megatron_hybrid.utils.validation import check_text
 
 JSONL, TEXT, PARQUET = (".jsonl", ".ndjson", ".json"), (".txt", ".text", ".md"), (".parquet",)
 CHUNK_BYTES = 1 << 20

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_hybrid.text import guide_tag
 from megatron_hybrid.text.guide_grammar import lark
-from megatron_hybrid.validation import check_text
+from megatron_hybrid.utils.validation import check_text
 
 _NAMES = {"json_schema": "JSON schema", "structural_tag": "structural tag"}
 """Kinds of guides whose source is JSON."""

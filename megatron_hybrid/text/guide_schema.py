@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from megatron_hybrid.text.guide_regex import found_in
-from megatron_hybrid.validation import is_number
+from megatron_hybrid.utils.validation import is_number
 
 MAX_WHITESPACE = 16
 """Most spaces and newlines in a row between two parts of a JSON answer. Without a limit a model may

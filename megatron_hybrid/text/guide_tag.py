@@ -22,7 +22,7 @@ from megatron_hybrid.text.guide_grammar import (
     seq,
     text,
 )
-from megatron_hybrid.validation import is_int
+from megatron_hybrid.utils.validation import is_int
 
 MAX_DEPTH = 32
 """Most formats inside of each other."""

@@ -28,7 +28,7 @@ from megatron_hybrid.text.tokenizer_files import (
     read_tokenizer_files,
     write_tokenizer_files,
 )
-from megatron_hybrid.validation import check_text
+from megatron_hybrid.utils.validation import check_text
 
 # Its tokens tell apart tokenizers with the same vocabulary.
 _PROBE = " Don't the naïve  漢字\t🙂 cost\r\n\n    $1234567.89 (or more)?"

@@ -13,8 +13,8 @@ from typing import Any
 
 import tokenizers
 
-from megatron_hybrid.files import replace_file
 from megatron_hybrid.text.chat_template import ChatTemplate
+from megatron_hybrid.utils.files import replace_file
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"

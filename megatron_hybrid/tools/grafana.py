@@ -6,7 +6,7 @@ tokens like one of a hundred thousand.
 
 from typing import Any
 
-from megatron_hybrid.inference.metrics import PREFIX
+from megatron_hybrid.inference.metrics.prometheus import PREFIX
 
 _RATE = "sum(rate({}[$__rate_interval]))"
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 3

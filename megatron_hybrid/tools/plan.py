@@ -31,10 +31,10 @@ from megatron_hybrid.checkpoints.checkpoint import (
 from megatron_hybrid.checkpoints.pretrained import hub_advice, model_folder
 from megatron_hybrid.checkpoints.tensor_files import INDEX_FILE, WEIGHTS_FILE
 from megatron_hybrid.inference.config import STATE_ENCODINGS, InferenceConfig
-from megatron_hybrid.inference.graph_runner import graph_sizes, planned_bytes
-from megatron_hybrid.inference.memory import cache_spec_of
-from megatron_hybrid.inference.memory_budget import step_bytes
-from megatron_hybrid.inference.scheduler import max_captures
+from megatron_hybrid.inference.memory.budget import step_bytes
+from megatron_hybrid.inference.memory.cache_memory import cache_spec_of
+from megatron_hybrid.inference.scheduling.scheduler import max_captures
+from megatron_hybrid.inference.worker.graph_runner import graph_sizes, planned_bytes
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.flops import attention_parity, token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model

@@ -16,7 +16,7 @@ import torch
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.checkpoints.pretrained import model_folder
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.request_builder import check_messages
+from megatron_hybrid.inference.requests.builder import check_messages
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.text.tokenizer import Tokenizer

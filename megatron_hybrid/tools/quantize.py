@@ -48,13 +48,13 @@ from megatron_hybrid.checkpoints.tensor_files import (
     check_numbers,
     write_tensors,
 )
-from megatron_hybrid.files import replace_file
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.packed_weight import PackedWeight, Packing, replace_weight
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.models.sharding.tensor_sharding import cut_of
 from megatron_hybrid.ops import unpack
+from megatron_hybrid.utils.files import replace_file
 
 GROUPS = (128, 64, 32)
 """Columns that share a scale in int4: the widest that divides most weights."""

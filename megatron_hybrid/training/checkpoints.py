@@ -29,11 +29,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.compat import quiet_core, start_save
-from megatron_hybrid.files import replace_file
-from megatron_hybrid.process_life import forks_end_with_us
-from megatron_hybrid.ranks import fail_together
+from megatron_hybrid.distributed.ranks import fail_together
 from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.training.save_results import use_save_results
+from megatron_hybrid.utils.files import replace_file
+from megatron_hybrid.utils.process_life import forks_end_with_us
 
 logger = logging.getLogger(__name__)
 

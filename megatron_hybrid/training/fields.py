@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, Self, get_args, get_type_hints
 
-from megatron_hybrid.validation import check_field
+from megatron_hybrid.utils.validation import check_field
 
 
 class Fields:

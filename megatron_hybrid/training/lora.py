@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from megatron_hybrid.checkpoints.checkpoint import FLOATS, of_all_stages, writes
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
-from megatron_hybrid.files import replace_file
-from megatron_hybrid.inference.fingerprint import sample_hash
+from megatron_hybrid.distributed.ranks import ranks_of
+from megatron_hybrid.inference.weights.fingerprint import sample_hash
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.packed_weight import require_unpacked
 from megatron_hybrid.models.sharding.collectives import (
@@ -48,9 +48,9 @@ from megatron_hybrid.models.sharding.tensor_sharding import (
     full_shape,
     shard,
 )
-from megatron_hybrid.ranks import ranks_of
 from megatron_hybrid.training.fields import Fields
-from megatron_hybrid.validation import is_int, is_number
+from megatron_hybrid.utils.files import replace_file
+from megatron_hybrid.utils.validation import is_int, is_number
 
 WEIGHTS_FILE, FIELDS_FILE = "adapters.safetensors", "adapters.json"
 TARGETS = ("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")

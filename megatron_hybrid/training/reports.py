@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_hybrid.files import replace_file
 from megatron_hybrid.training.fields import Fields
+from megatron_hybrid.utils.files import replace_file
 
 LOG = "log.jsonl"
 

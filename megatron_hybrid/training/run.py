@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from megatron_hybrid.core_errors import core_refusals
-from megatron_hybrid.files import replace_file
-from megatron_hybrid.ranks import fail_together
+from megatron_hybrid.distributed.ranks import fail_together
 from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.training.reports import plot_losses
 from megatron_hybrid.training.trainer import Trainer, TrainingError, training_device
+from megatron_hybrid.utils.core_errors import core_refusals
+from megatron_hybrid.utils.files import replace_file
 
 EXPORTED = "exported"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megatron_hybrid.files import replace_file
+from megatron_hybrid.utils.files import replace_file
 
 
 class SaveResults:

@@ -29,13 +29,12 @@ from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config,
 from megatron_hybrid.checkpoints.pretrained import model_folder
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.compat import quiet_core
+from megatron_hybrid.distributed.ranks import fail_together
 from megatron_hybrid.models.config.hybrid_config import HybridConfig, decode_fields
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.one_rank_draw import draw_as_one_rank
 from megatron_hybrid.models.packed_weight import require_unpacked
 from megatron_hybrid.models.sharding.parallel_setup import core_process_groups, torch_distributed
-from megatron_hybrid.process_life import ends_with_launcher
-from megatron_hybrid.ranks import fail_together
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.tokenizer_files import find_tokenizer
 from megatron_hybrid.training import checkpoints
@@ -56,6 +55,7 @@ from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.training.reports import Reports
 from megatron_hybrid.training.run_lock import RunLock
 from megatron_hybrid.training.stop_signals import stop_signals
+from megatron_hybrid.utils.process_life import ends_with_launcher
 
 
 @dataclass

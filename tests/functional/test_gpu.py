@@ -13,12 +13,12 @@ from reference import ALL_MIXERS, full_logits, is_greedy, random_tokens, tiny_mo
 
 from megatron_hybrid.checkpoints.checkpoint import full_state_dict, load_state
 from megatron_hybrid.inference import engine as engine_module
-from megatron_hybrid.inference import model_runner
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.memory_budget import available_bytes
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.memory.budget import available_bytes
+from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.inference.worker import model_runner
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.offload.page_mover import PageMover

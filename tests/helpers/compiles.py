@@ -30,8 +30,8 @@ from megatron_hybrid import (  # noqa: E402
     SamplingParams,
     build_hybrid_model,
 )
-from megatron_hybrid.inference import warm_up  # noqa: E402
-from megatron_hybrid.inference.request_options import RequestOptions  # noqa: E402
+from megatron_hybrid.inference.requests.options import RequestOptions  # noqa: E402
+from megatron_hybrid.inference.worker import warm_up
 
 FIELDS = {
     "hidden_size": 64,

@@ -14,9 +14,9 @@ import torch
 from reference import VOCAB_SIZE, full_logits, greedy, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
-from megatron_hybrid.inference.request import Request
-from megatron_hybrid.inference.request_options import RequestOptions
-from megatron_hybrid.inference.step_plan import StepPlan
+from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.requests.request import Request
+from megatron_hybrid.inference.scheduling.step_plan import StepPlan
 from megatron_hybrid.offload.tier import least_capacity_bytes
 
 TOLERANCE = 1e-5

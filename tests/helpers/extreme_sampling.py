@@ -20,10 +20,10 @@ from http_server import demo_service
 from reference import VOCAB_SIZE, tiny_engine, tiny_model
 from scripted import ByteTokenizer
 
-from megatron_hybrid.inference import model_runner
-from megatron_hybrid.inference.request_options import RequestOptions
-from megatron_hybrid.inference.sampling import noise_keys
+from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import NOT_FINITE, RULED_OUT, Draw, SamplingParams
+from megatron_hybrid.inference.worker import model_runner
+from megatron_hybrid.inference.worker.sampler import noise_keys
 from megatron_hybrid.serving.app import create_app
 
 LARGEST = float(np.finfo(np.float32).max)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from megatron_hybrid.inference import graph_runner
+from megatron_hybrid.inference.worker import graph_runner
 
 _aten = torch.ops.aten
 _SAME = (

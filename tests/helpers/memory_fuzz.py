@@ -18,8 +18,8 @@ import torch
 from failing_allocator import FailingAllocator
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.errors import is_lack_of_memory
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.utils.out_of_memory import is_lack_of_memory
 
 CONFIGURATIONS = {
     "hybrid, host memory and disk": (

@@ -3,7 +3,7 @@
 import json
 
 from megatron_hybrid.cache.report import MissReason, PrefixReport
-from megatron_hybrid.inference.request import GenerationResult, RequestOutput
+from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
 
 REPORT = PrefixReport(10, 8, 6, MissReason.STATE_EVICTED)
 

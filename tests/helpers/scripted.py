@@ -3,7 +3,7 @@
 import torch
 from reference import VOCAB_SIZE, tiny_engine, tiny_model
 
-from megatron_hybrid.inference import model_runner
+from megatron_hybrid.inference.worker import model_runner
 
 EOD = 96
 PIECES = {

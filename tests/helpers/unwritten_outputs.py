@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from megatron_hybrid.inference.model_runner import ModelRunner
+from megatron_hybrid.inference.worker.model_runner import ModelRunner
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from matrix import matrix_rows
 from reference import random_tokens, tiny_engine, tiny_model
 from torch import Tensor
 
-from megatron_hybrid.inference import graph_runner
-from megatron_hybrid.inference.graph_runner import sizes_up_to
-from megatron_hybrid.inference.step_plan import StepPlan, Work
+from megatron_hybrid.inference.scheduling.step_plan import StepPlan, Work
+from megatron_hybrid.inference.worker import graph_runner
+from megatron_hybrid.inference.worker.graph_runner import sizes_up_to
 from megatron_hybrid.ops import dispatch
 from megatron_hybrid.ops.attention import work as attention_work
 

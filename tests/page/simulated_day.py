@@ -5,8 +5,8 @@ import math
 import random
 from typing import Any
 
-from megatron_hybrid.inference.meter import Histogram
-from megatron_hybrid.inference.metrics import COUNTERS, GAUGES
+from megatron_hybrid.inference.metrics.meter import Histogram
+from megatron_hybrid.inference.metrics.prometheus import COUNTERS, GAUGES
 from megatron_hybrid.serving.history import SECONDS, History
 
 DAY = 86400

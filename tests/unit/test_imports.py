@@ -42,7 +42,7 @@ BELOW = {
 }
 """Wing -> the wings that it may import."""
 
-PROGRAM = "serving.dynamo"
+PROGRAM = "dynamo.__main__"
 """A program of its own, as it needs Dynamo before it can read its options."""
 DOORS = {
     "serving": set(),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_hybrid.ops.activations import ACTIVATIONS
-from megatron_hybrid.validation import is_number
+from megatron_hybrid.utils.validation import is_number
 
 _ACTIVATION_NAMES = {
     "silu": "silu",

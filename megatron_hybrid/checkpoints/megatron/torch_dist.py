@@ -54,8 +54,8 @@ from megatron_hybrid.checkpoints.megatron.names import (
 from megatron_hybrid.checkpoints.megatron.pickles import load_pickle, load_saved, readable
 from megatron_hybrid.checkpoints.pretrained import checked_device
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
-from megatron_hybrid.files import replace_file
-from megatron_hybrid.meetings import own_member
+from megatron_hybrid.distributed.ranks import fail_together
+from megatron_hybrid.distributed.rendezvous import own_member
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.parameter_names import canonical_name, is_parameter
@@ -63,7 +63,7 @@ from megatron_hybrid.models.sharding.parallel_setup import initialize_distribute
 from megatron_hybrid.models.sharding.sharded_state import EXPERTS, distributed_keys
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING, OUTPUT_LAYER
 from megatron_hybrid.models.sharding.tensor_sharding import cut_of
-from megatron_hybrid.ranks import fail_together
+from megatron_hybrid.utils.files import replace_file
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_hybrid.errors import is_lack_of_memory, note_decided_by_memory
-from megatron_hybrid.inference.request import Request
+from megatron_hybrid.inference.requests.request import Request
+from megatron_hybrid.utils.out_of_memory import is_lack_of_memory, note_decided_by_memory
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.drafters import last_occurrence
-from megatron_hybrid.inference.request import Request
+from megatron_hybrid.inference.requests.request import Request
 
 LEAST_MATCH = 3
 """Tokens before a place of the request that are the same as its last ones."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from megatron_hybrid.models.config.field_group import ModelFields
-from megatron_hybrid.validation import Range
+from megatron_hybrid.utils.validation import Range
 
 
 @dataclass

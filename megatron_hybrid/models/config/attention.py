@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_hybrid.models.config.field_group import LayerFields
-from megatron_hybrid.validation import Range
+from megatron_hybrid.utils.validation import Range
 
 
 @dataclass

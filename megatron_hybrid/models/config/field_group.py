@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
-from megatron_hybrid.validation import Range, check_field
+from megatron_hybrid.utils.validation import Range, check_field
 
 
 class FieldGroup:

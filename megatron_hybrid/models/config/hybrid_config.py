@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hybrid.compat import TransformerConfig, replace_deprecated_defaults
-from megatron_hybrid.core_errors import core_refusals
 from megatron_hybrid.models.config.architecture import ArchitectureFields
 from megatron_hybrid.models.config.attention import AttentionFields, ChunkFields, WindowFields
 from megatron_hybrid.models.config.common import CommonFields
@@ -44,6 +43,7 @@ from megatron_hybrid.models.layer_pattern import (
     split_stages,
 )
 from megatron_hybrid.ops.activations import ACTIVATIONS
+from megatron_hybrid.utils.core_errors import core_refusals
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megatron_hybrid.models.config.field_group import FieldGroup, LayerFields
-from megatron_hybrid.validation import Range
+from megatron_hybrid.utils.validation import Range
 
 AUXILIARY_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 """Losses in `moe_router_load_balancing_type`, each with its `moe_aux_loss_coeff`."""

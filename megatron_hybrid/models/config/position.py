@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from megatron_hybrid.models.config.field_group import LayerFields
-from megatron_hybrid.validation import Range, check_field
+from megatron_hybrid.utils.validation import Range, check_field
 
 _SCALING_NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_hybrid.meetings import announce, ends_with, first_difference, join, meet
+from megatron_hybrid.distributed.ranks import RankError, is_one_machine
+from megatron_hybrid.distributed.rendezvous import announce, ends_with, first_difference, join, meet
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.unsupported import CONTEXT_PARALLEL
 from megatron_hybrid.models.sharding.one_rank_group import (
@@ -23,7 +24,6 @@ from megatron_hybrid.models.sharding.one_rank_group import (
     OneRankGroup,
     register_one_rank_backend,
 )
-from megatron_hybrid.ranks import RankError, is_one_machine
 
 
 def process_groups(

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_hybrid.tools.replay.request import Request
-from megatron_hybrid.validation import check_text
+from megatron_hybrid.utils.validation import check_text
 
 PROMPT_FIELDS = ("prompt", "messages", "tokens", "prompt_tokens")
 OUTPUT_FIELDS = ("output", "completion")

@@ -10,7 +10,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from megatron_hybrid.training.fields import Fields
-from megatron_hybrid.validation import is_int, is_number
+from megatron_hybrid.utils.validation import is_int, is_number
 
 KINDS = ("pretraining", "sft")
 SPLITS = ("train", "valid", "test")

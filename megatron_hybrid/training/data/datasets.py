@@ -12,7 +12,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from torch.utils.data import Dataset
 
-from megatron_hybrid.ranks import fail_together
+from megatron_hybrid.distributed.ranks import fail_together
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.data.config import SPLITS, DataFields, parse_blend, parse_split
 from megatron_hybrid.training.data.index_files import check_dataset

@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_huggingface
 from megatron_hybrid.checkpoints.huggingface import adapters
-from megatron_hybrid.inference.request_options import RequestOptions
-from megatron_hybrid.inference.weight_updates import WeightUpdates
-from megatron_hybrid.ranks import ONE_RANK
+from megatron_hybrid.distributed.ranks import ONE_RANK
+from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.weights.updates import WeightUpdates
 
 LONG = 110
 FILE = "model.safetensors"

@@ -23,9 +23,9 @@ from megatron_hybrid.checkpoints.checkpoint import (
     save_checkpoint,
     save_huggingface,
 )
-from megatron_hybrid.inference.fingerprint import weights_hash
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.inference.weight_watch import WeightWatch
+from megatron_hybrid.inference.weights.change_detector import WeightWatch
+from megatron_hybrid.inference.weights.fingerprint import weights_hash
 from megatron_hybrid.models.flops import layer_widths, token_flops
 from megatron_hybrid.models.packed_weight import PackedWeight
 from megatron_hybrid.tools.quantize import quantize

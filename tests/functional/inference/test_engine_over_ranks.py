@@ -16,10 +16,10 @@ from split_models import assert_same_answers
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.inference import engine as engine_module
-from megatron_hybrid.inference import memory_budget
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.memory import budget
+from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.text.guide import Guide
@@ -159,17 +159,17 @@ def jobs(folder, page_bytes, cases):
 def sizes(model, rank):
     """Pages that ranks with less memory than the rank before them decide on; and what they are told
     where the last one lacks it."""
-    available = memory_budget.available_bytes
+    available = budget.available_bytes
     config = make_config(cache_bytes=None)
-    memory_budget.available_bytes = lambda device: (4096 - 512 * rank) << 20
+    budget.available_bytes = lambda device: (4096 - 512 * rank) << 20
     pages = DynamicInferenceEngine(model, None, config).cache.allocator.num_pages
-    memory_budget.available_bytes = lambda device: (100 if rank else 4096) << 20
+    budget.available_bytes = lambda device: (100 if rank else 4096) << 20
     try:
         DynamicInferenceEngine(model, None, replace(config, cache_bytes=64 << 20))
     except MemoryError as error:
         return pages, str(error)
     finally:
-        memory_budget.available_bytes = available
+        budget.available_bytes = available
 
 
 def page_bytes_of(model):

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.memory_budget import available_bytes
+from megatron_hybrid.inference.memory.budget import available_bytes
 
 model, tokenizer = load_pretrained("demo")
 device = next(model.parameters()).device

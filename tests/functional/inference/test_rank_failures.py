@@ -24,15 +24,15 @@ from waiting import LIMIT_S
 
 from megatron_hybrid.checkpoints import pretrained
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
-from megatron_hybrid.inference import rank_watch
+from megatron_hybrid.distributed import watchdog
+from megatron_hybrid.distributed.ranks import RankError
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.memory import CacheMemory
+from megatron_hybrid.inference.memory.cache_memory import CacheMemory
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.inference.scheduler import RestoreFailedError
+from megatron_hybrid.inference.scheduling.scheduler import RestoreFailedError
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
-from megatron_hybrid.ranks import RankError
 
 RANKS = 2
 MODEL = dict(layer_pattern="M*S-W*", mamba_num_groups=2, sliding_window=20)
@@ -503,7 +503,7 @@ ROWS = matrix_rows(
 def run_to_the_end(rank, folder, name):
     os.dup2(os.open(f"{folder}/{name}.{rank}.log", os.O_CREAT | os.O_WRONLY), 2)
     failing_rank, fail, stays, idle = ENDS[name]
-    rank_watch.SILENCE_SECONDS, timeout = 5.0, 3.0 if fail is is_stuck else None
+    watchdog.SILENCE_SECONDS, timeout = 5.0, 3.0 if fail is is_stuck else None
     model = start(rank, folder, name)
     if rank == failing_rank == 1 and not idle and fail is not decides_otherwise:
         steps = iter(range(100))

@@ -13,13 +13,13 @@ from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.cache.pages.spec import common_spec
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
+from megatron_hybrid.distributed.ranks import ranks_of
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.memory import agree_on_spec, cache_spec_of, full_bytes
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.memory.cache_memory import agree_on_spec, cache_spec_of, full_bytes
+from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache, StateTensor
-from megatron_hybrid.ranks import ranks_of
 
 RANKS = 2
 TWO_GROUPS = dict(mamba_num_groups=2, linear_num_key_heads=2, linear_num_value_heads=4)

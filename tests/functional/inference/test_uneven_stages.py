@@ -12,11 +12,11 @@ from rank_processes import join_ranks, run_ranks
 from reference import greedy, random_tokens, tiny_model
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.distributed.ranks import RankError
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.ranks import RankError
 
 pytestmark = pytest.mark.matrix
 

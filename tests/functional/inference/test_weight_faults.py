@@ -24,15 +24,15 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from waiting import wait_until
 
-from megatron_hybrid import ranks
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.compat import parallel_state
-from megatron_hybrid.inference import weight_transfer
+from megatron_hybrid.distributed import ranks
+from megatron_hybrid.distributed.ranks import RankError
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.weight_transfer import TrainerError, WeightGroup
-from megatron_hybrid.inference.weight_updates import WeightsUnfinishedError
-from megatron_hybrid.ranks import RankError
+from megatron_hybrid.inference.weights import transfer
+from megatron_hybrid.inference.weights.transfer import TrainerError, WeightGroup
+from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
 from megatron_hybrid.tools.quantize import quantize
 from megatron_hybrid.training.lora import (
     LoraFields,
@@ -171,9 +171,9 @@ def gpu_of(engine, tensors):
     name = "torch.multiprocessing.reductions", "rebuild_cuda_tensor"
     with ExitStack() as patches:
         for patch in (
-            mock.patch.object(weight_transfer, "_uuid_of", lambda device: GPU),
-            mock.patch.object(weight_transfer, "rebuild_cuda_tensor", rebuild),
-            mock.patch.dict(weight_transfer._HARMLESS, {name: rebuild}),
+            mock.patch.object(transfer, "_uuid_of", lambda device: GPU),
+            mock.patch.object(transfer, "rebuild_cuda_tensor", rebuild),
+            mock.patch.dict(transfer._HARMLESS, {name: rebuild}),
             mock.patch.object(torch.cuda, "synchronize"),
             mock.patch.object(engine._updates, "_device", torch.device("cuda", 0)),
         ):

@@ -23,7 +23,7 @@ from waiting import LIMIT_S, wait_until
 
 from megatron_hybrid.cli import main
 from megatron_hybrid.inference.async_engine import AsyncEngine
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving import slow_clients
 from megatron_hybrid.serving.errors import ApiError

@@ -22,7 +22,7 @@ from megatron_hybrid.checkpoints.tensor_files import (
     check_numbers,
     write_tensors,
 )
-from megatron_hybrid.files import replace_file
+from megatron_hybrid.utils.files import replace_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -15,15 +15,15 @@ from docs_tools.reference import MARK, PAGES_OF_FILES, expand, file
 from docs_tools.source import read_class
 from megatron_hybrid import HybridConfig, InferenceConfig
 from megatron_hybrid.cli import COMMANDS, command_parser
-from megatron_hybrid.inference.meter import Histogram
-from megatron_hybrid.inference.metrics import (
+from megatron_hybrid.inference.metrics.meter import Histogram
+from megatron_hybrid.inference.metrics.prometheus import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
     prometheus_text,
     requests_text,
 )
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.models.config.field_group import FieldGroup
 from megatron_hybrid.serving import fields as http
 from megatron_hybrid.serving.messages import MessageFields

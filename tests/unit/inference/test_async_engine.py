@@ -20,9 +20,9 @@ from waiting import LIMIT_S
 
 from megatron_hybrid import AsyncEngine, DynamicInferenceEngine, SamplingParams
 from megatron_hybrid.inference.async_engine import QueueTimeoutError, _put_all
-from megatron_hybrid.inference.model_runner import ModelRunner
-from megatron_hybrid.inference.output import OutputProcessor
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.requests.output import OutputProcessor
+from megatron_hybrid.inference.worker.model_runner import ModelRunner
 from megatron_hybrid.text.guide import Guide
 
 MODEL = tiny_model("MG*-")

@@ -12,7 +12,7 @@ from reference import greedy, greedy_tokens, is_greedy, random_tokens, tiny_engi
 from settled import settled
 
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.options import RequestOptions
 
 MODEL = tiny_model()
 

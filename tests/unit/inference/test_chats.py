@@ -11,8 +11,8 @@ from settled import settled
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_hybrid.cache.index.tree import Kind
-from megatron_hybrid.inference.request_builder import RenderedChat
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.builder import RenderedChat
+from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.text.chat_template import ChatTemplate
 from megatron_hybrid.text.tokenizer import Tokenizer
 

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.inference import warm_up
 from megatron_hybrid.inference.draft_length import (
     FIRST_ACCEPTANCE,
     TRIAL_STEPS,
@@ -19,6 +18,7 @@ from megatron_hybrid.inference.draft_length import (
 )
 from megatron_hybrid.inference.drafters import BatchDrafter
 from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.inference.worker import warm_up
 
 # Parts of a step's time, as measured with the demo model on a CPU of one thread.
 ALONE, BUSY = 0.15, 0.65

@@ -29,14 +29,14 @@ from scripted import ByteTokenizer
 
 from megatron_hybrid.cache.policy import admission
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.inference.context import DynamicInferenceContext
 from megatron_hybrid.inference.exclusive import EngineBusyError
-from megatron_hybrid.inference.memory import CacheMemory
-from megatron_hybrid.inference.model_runner import ModelRunner
-from megatron_hybrid.inference.output import OutputProcessor
-from megatron_hybrid.inference.request import RequestStatus
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.memory.cache_memory import CacheMemory
+from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.requests.output import OutputProcessor
+from megatron_hybrid.inference.requests.request import RequestStatus
 from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.inference.worker.context import DynamicInferenceContext
+from megatron_hybrid.inference.worker.model_runner import ModelRunner
 from megatron_hybrid.offload.page_mover import PageMover
 
 MODEL = tiny_model()

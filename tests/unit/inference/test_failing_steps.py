@@ -14,12 +14,12 @@ from reference import greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid import AsyncEngine, DynamicInferenceEngine, SamplingParams
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.inference.memory import CacheMemory
-from megatron_hybrid.inference.model_runner import ModelRunner
-from megatron_hybrid.inference.rank_control import RankControl
-from megatron_hybrid.inference.rank_watch import RankFailedError
-from megatron_hybrid.inference.request_options import RequestOptions
-from megatron_hybrid.inference.scheduler import Scheduler
+from megatron_hybrid.distributed.rank_control import RankControl
+from megatron_hybrid.distributed.watchdog import RankFailedError
+from megatron_hybrid.inference.memory.cache_memory import CacheMemory
+from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.scheduling.scheduler import Scheduler
+from megatron_hybrid.inference.worker.model_runner import ModelRunner
 
 MODEL = tiny_model("MG*-")
 PROMPTS = [random_tokens(20 + 17 * index, seed=index) for index in range(8)]

@@ -17,8 +17,8 @@ from reference import full_logits, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.request_builder import RequestBuilder, RequestSpec
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.builder import RequestBuilder, RequestSpec
+from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.text.guide import Guide
 

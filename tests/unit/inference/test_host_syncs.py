@@ -5,9 +5,9 @@ import torch
 from host_syncs import HostSyncError, no_host_syncs
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.inference import model_runner
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.inference.worker import model_runner
 from megatron_hybrid.ops import slot_states
 from megatron_hybrid.ops.state_codec import codec
 

@@ -12,7 +12,7 @@ from matrix import matrix_rows
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.options import RequestOptions
 
 MODES = ("off", "memory_only", "restore")
 BASE = random_tokens(120)

@@ -9,10 +9,10 @@ from memory_fuzz import CONFIGURATIONS, fuzz
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.pages.allocator import PageAllocator
-from megatron_hybrid.inference.memory import CacheMemory
-from megatron_hybrid.inference.request import RequestStatus
-from megatron_hybrid.inference.request_options import RequestOptions
-from megatron_hybrid.inference.request_view import EndedRequests
+from megatron_hybrid.inference.memory.cache_memory import CacheMemory
+from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.requests.request import RequestStatus
+from megatron_hybrid.inference.requests.view import EndedRequests
 
 MODEL = tiny_model()
 

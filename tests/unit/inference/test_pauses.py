@@ -9,7 +9,7 @@ from reference import greedy, is_greedy, random_tokens, tiny_model
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.options import RequestOptions
 
 PROMPT, OTHER = random_tokens(60), random_tokens(40, seed=1)
 CONFIG = dict(cache_bytes=1 << 20, max_requests=4, max_sequence_length=256)

@@ -19,10 +19,10 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from megatron_hybrid.inference.request import Request
-from megatron_hybrid.inference.request_options import RequestOptions
-from megatron_hybrid.inference.sampling import adjust, processed_log_probs
+from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.requests.request import Request
 from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.inference.worker.sampler import adjust, processed_log_probs
 
 MODEL = tiny_model()
 PROMPT = random_tokens(20)

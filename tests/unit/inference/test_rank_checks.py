@@ -3,9 +3,9 @@
 import torch
 from reference import tiny_model
 
+from megatron_hybrid.distributed.rendezvous import Member, first_difference
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.rank_checks import what_must_be_equal
-from megatron_hybrid.meetings import Member, first_difference
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 

@@ -5,8 +5,8 @@ from differential import InjectedError, LogitsRecorder, check_answer, failing_fo
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.index.tree import Kind
-from megatron_hybrid.inference.request_options import RequestOptions
-from megatron_hybrid.inference.scheduler import MIN_CAPTURES
+from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.scheduling.scheduler import MIN_CAPTURES
 
 
 class Spy:

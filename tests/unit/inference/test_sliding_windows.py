@@ -15,7 +15,7 @@ from reference import VOCAB_SIZE, full_logits, greedy, random_tokens, tiny_engin
 
 from megatron_hybrid.cache.policy.hybrid import SPARE_TOKENS
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.options import RequestOptions
 
 MODES = ("off", "memory_only", "restore")
 

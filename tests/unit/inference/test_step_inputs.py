@@ -6,8 +6,8 @@ import torch
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.inference.step_buffer import StepBuffer
-from megatron_hybrid.inference.step_plan import StepPlan
+from megatron_hybrid.inference.scheduling.step_plan import StepPlan
+from megatron_hybrid.inference.worker.step_buffer import StepBuffer
 
 MODEL = tiny_model("MG*-W-")
 

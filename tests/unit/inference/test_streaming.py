@@ -15,9 +15,9 @@ from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_mo
 from scripted import EOD, PIECES, ByteTokenizer, scripted_engine
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron_hybrid.inference.output import GrowingText, OutputProcessor
-from megatron_hybrid.inference.request import Request
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.requests.output import GrowingText, OutputProcessor
+from megatron_hybrid.inference.requests.request import Request
 from megatron_hybrid.inference.sampling_params import Sampled, SamplingParams
 from megatron_hybrid.text.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ from differential import poison
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.exclusive import EngineSuspendedError
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.options import RequestOptions
 
 PROMPT = random_tokens(100)
 

@@ -13,7 +13,7 @@ from reference import is_greedy, random_tokens, tiny_model
 from waiting import LIMIT_S
 
 from megatron_hybrid import compat
-from megatron_hybrid.inference.rank_watch import RankFailedError
+from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.megatron import EngineState, InferenceClient
 from megatron_hybrid.megatron import coordination as module
 

@@ -30,9 +30,9 @@ from megatron_hybrid.cache.pages.allocator import NULL_PAGE
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference.config import STATE_ENCODINGS
-from megatron_hybrid.inference.metrics import COUNTERS
-from megatron_hybrid.inference.request import RequestStatus
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.metrics.prometheus import COUNTERS
+from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.requests.request import RequestStatus
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.offload import disk_store, fetch
 from megatron_hybrid.offload.disk_store import CacheFolderError, DiskStore

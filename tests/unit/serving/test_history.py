@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from waiting import LIMIT_S
 
-from megatron_hybrid.inference.meter import BOUNDS, Histogram
-from megatron_hybrid.inference.metrics import HISTOGRAMS
+from megatron_hybrid.inference.metrics.meter import BOUNDS, Histogram
+from megatron_hybrid.inference.metrics.prometheus import HISTOGRAMS
 from megatron_hybrid.serving import history
 from megatron_hybrid.serving.history import SPANS, History, percentile
 

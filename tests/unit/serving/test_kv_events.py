@@ -15,7 +15,7 @@ from waiting import LIMIT_S
 
 from megatron_hybrid import AsyncEngine, cli
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.serving.kv_events import BlockEvents
 from megatron_hybrid.serving.kv_publisher import KvPublisher
 

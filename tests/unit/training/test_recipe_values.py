@@ -7,9 +7,9 @@ from typing import get_args, get_type_hints
 import pytest
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megatron_hybrid.core_errors import core_refusals
 from megatron_hybrid.models.config.hybrid_config import SAVED_FIELDS, HybridConfig, decode_fields
 from megatron_hybrid.training.recipe import Recipe
+from megatron_hybrid.utils.core_errors import core_refusals
 
 VALUES = [math.nan, math.inf, -1, 1e20, 10**20, "1e20", "abc", [], {}, None]
 MODEL = {

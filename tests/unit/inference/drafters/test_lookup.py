@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.drafters import Drafts, last_occurrence
-from megatron_hybrid.inference.request_options import RequestOptions
+from megatron_hybrid.inference.requests.options import RequestOptions
 
 FEW = st.lists(st.integers(0, 2), min_size=1, max_size=30)
 

@@ -1,0 +1,421 @@
+"""A worker of NVIDIA Dynamo over one `AsyncEngine`: python -m megatron_hybrid.dynamo MODEL
+
+Dynamo's frontend speaks HTTP, writes chats, tokenizes and detokenizes, and sends each prompt to one
+of its workers; docs/guides/many_machines.md shows how they are started. What a request may ask, its
+limits, its guides and the end are those of `megatron-hybrid serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import logging
+import math
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+try:
+    from dynamo._core import Context, Endpoint, get_tool_parser_names
+    from dynamo.common.backend.health_check import build_health_check_payload
+    from dynamo.common.configuration.groups.runtime_args import (
+        DynamoRuntimeArgGroup,
+        DynamoRuntimeConfig,
+    )
+    from dynamo.common.utils.endpoint_types import parse_endpoint_types
+    from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds
+    from dynamo.common.utils.runtime import create_runtime, parse_endpoint
+    from dynamo.llm import (
+        KvEventPublisher,
+        ModelInput,
+        ModelRuntimeConfig,
+        WorkerMetricsPublisher,
+        WorkerType,
+        register_model,
+    )
+    from dynamo.llm.exceptions import Cancelled, EngineShutdown, InvalidArgument, Unknown
+    from dynamo.runtime.logging import configure_dynamo_logging
+
+    from megatron_hybrid.serving.kv_publisher import KvPublisher
+except ImportError as error:
+    raise ImportError(
+        f"{error}: a worker of Dynamo needs pip install 'megatron_hybrid[dynamo]', and then "
+        "pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1"
+    ) from error
+
+from megatron_hybrid.checkpoints.pretrained import model_folder
+from megatron_hybrid.cli import reported
+from megatron_hybrid.commands.arguments import (
+    PYTHON_NAMES,
+    CommandParser,
+    add_engine,
+    add_served_engine,
+    load_for_chats,
+    served_config,
+)
+from megatron_hybrid.commands.layout import add_layout, run_on_ranks, sizes_of
+from megatron_hybrid.distributed.watchdog import RankFailedError
+from megatron_hybrid.dynamo.model_card import card_folder
+from megatron_hybrid.dynamo.requests import Chunks, Json, read_request
+from megatron_hybrid.inference.async_engine import AsyncEngine
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.json_response import in_texts_thread
+from megatron_hybrid.serving.kv_events import BlockEvents
+from megatron_hybrid.serving.parsers import shown_tool_parser
+from megatron_hybrid.serving.rendering import request_options
+from megatron_hybrid.serving.run import SAME_SECONDS, follow, log_lines, run
+from megatron_hybrid.serving.service import Service, ServingConfig
+from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.utils.process_life import EndSignal
+
+logger = logging.getLogger(__name__)
+PROGRAM = ("-m", "megatron_hybrid.dynamo.__main__")
+_PLACE = "backend", "generate"
+"""Component and endpoint."""
+_PARSER_NAMES = {"openai": "harmony", "deepseek_v31": "deepseek_v3_1"}
+"""Of Dynamo's parsers of calls, where they are others than ours."""
+_WATCH_SECONDS = 0.2
+_LOAD_SECONDS = 0.5
+"""Between messages about the load, while requests run."""
+_SCRAPE_SECONDS = 5.0
+
+
+class HybridWorker:
+    """Serves an engine at an endpoint of Dynamo's. Its interface for engines (`LLMEngine`) is not
+    used: that ends an answer with its first sample.
+
+    Args:
+        engine, tokenizer, engine_config: as for `Service`.
+        config: limits, and how the model's answers are read.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        tokenizer: Tokenizer,
+        engine_config: InferenceConfig,
+        config: ServingConfig,
+    ):
+        self.service = Service(engine, tokenizer, engine_config, config)
+        self._style = config.style_of(tokenizer.template_source(()))
+        self._ending: asyncio.Task[None] | None = None
+        self._signaled_at = -math.inf
+
+    async def serve(
+        self, options: DynamoRuntimeConfig, folder: Path, publisher: KvPublisher | None
+    ) -> None:
+        """Serve until a signal. Then requests run to their end.
+
+        Args:
+            options: of Dynamo's workers.
+            folder: with config.json and the tokenizer, for the frontend.
+            publisher: of KV events, which Dynamo reads; None: no events are published.
+        """
+        loop, service = asyncio.get_running_loop(), self.service
+        config = service.engine_config
+        runtime, _ = create_runtime(
+            options.discovery_backend,
+            options.request_plane,
+            options.event_plane,
+            response_plane=options.response_plane,
+        )
+        place = options.endpoint and parse_endpoint(options.endpoint)
+        endpoint = runtime.endpoint(".".join(place or (options.namespace, *_PLACE)))
+
+        end = partial(self._end, endpoint, runtime.shutdown)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, end)
+        stats = await service.engine.stats()
+        async with AsyncExitStack() as closing:
+            if publisher is not None:
+                relay = KvEventPublisher(
+                    endpoint,
+                    kv_block_size=config.block_size_tokens,
+                    zmq_endpoint=publisher.endpoint,
+                    enable_local_indexer=options.enable_local_indexer,
+                )
+                closing.callback(relay.shutdown)
+            loads = WorkerMetricsPublisher()
+            await loads.create_endpoint(endpoint)
+            endpoint.metrics.register_prometheus_expfmt_callback(partial(self._metrics, loop))
+            for job in (service.give_back(), self._tell_load(loads), self._watch_ranks(end)):
+                closing.callback(asyncio.create_task(job).cancel)
+            model = ModelRuntimeConfig()
+            model.context_length = config.max_sequence_length
+            model.total_kv_blocks = max(1, stats["pool_tokens"] // config.block_size_tokens)
+            model.max_num_seqs = config.max_requests
+            model.max_num_batched_tokens = config.max_tokens
+            model.enable_local_indexer = options.enable_local_indexer
+            model.kv_event_publishing_enabled = publisher is not None
+            model.tool_call_parser = self._tool_parser(options)
+            model.reasoning_parser = options.dyn_reasoning_parser
+            model.exclude_tools_when_tool_choice_none = options.exclude_tools_when_tool_choice_none
+            model.set_structural_tag(options.structural_tag)
+            if options.dyn_default_thinking_mode is not None:
+                mode = json.dumps(options.dyn_default_thinking_mode)
+                model.set_engine_specific("default_thinking_mode", mode)
+            name, tokenizer = service.config.model_name, service.tokenizer
+            serving = asyncio.ensure_future(
+                endpoint.serve_endpoint(
+                    self.generate,
+                    graceful_shutdown=True,
+                    metrics_labels=[("model", name), ("model_name", name)],
+                    health_check_payload=build_health_check_payload(
+                        tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+                    ),
+                )
+            )
+            await register_model(
+                ModelInput.Tokens,
+                parse_endpoint_types(options.endpoint_types),
+                endpoint,
+                str(folder),
+                name,
+                worker_type=WorkerType.Aggregated,
+                kv_cache_block_size=config.block_size_tokens,
+                runtime_config=model,
+                custom_template_path=options.custom_jinja_template,
+            )
+            logger.info("%s is served as %s", name, endpoint)
+            await serving
+
+    def _tool_parser(self, options: DynamoRuntimeConfig) -> str | None:
+        """Name of Dynamo's parser of calls: the one that was asked for, or that the template
+        shows."""
+        template = self.service.tokenizer.template_source(())
+        if options.dyn_tool_call_parser is not None or template is None:
+            return options.dyn_tool_call_parser
+        name = shown_tool_parser(template)
+        name = _PARSER_NAMES.get(name, name)
+        return name if name in get_tool_parser_names() else None
+
+    # Requests ------------------------------------------------------------------------------------
+
+    async def generate(self, request: Mapping[str, Any], context: Context) -> AsyncIterator[Json]:
+        """The chunks of an answer, as Dynamo reads them.
+
+        Raises:
+            DynamoException: the request cannot be served, or not to its end.
+        """
+        # By a task of its own: Dynamo may leave this generator as it is, for good.
+        chunks: asyncio.Queue[Json | None] = asyncio.Queue()
+        task = asyncio.create_task(self._answer(request, context.id(), chunks.put_nowait))
+        task.add_done_callback(lambda _: chunks.put_nowait(None))
+        stopped = asyncio.ensure_future(context.async_killed_or_stopped())
+        stopped.add_done_callback(lambda _: task.cancel())
+        task.add_done_callback(lambda _: stopped.cancel())
+        try:
+            while (chunk := await chunks.get()) is not None:
+                yield chunk
+            await task
+        except ApiError as error:
+            raise self._told(error) from error
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise
+            raise Cancelled("the request was cancelled") from None
+        finally:
+            task.cancel()
+
+    async def _answer(
+        self, request: Mapping[str, Any], id: str, put: Callable[[Json], None]
+    ) -> None:
+        """Put the chunks of an answer."""
+        service = self.service
+        room = service.engine_config.max_sequence_length
+        given = request, service.tokenizer, self._style, room
+        asked = await in_texts_thread(partial(read_request, *given))
+        with service.admitted(id, "", asked.fields.n) as ticket:
+            ticket.names = asked.fields.caller_names
+            guide = None
+            if asked.guide is not None:
+                guide = await service.compiled(ticket, *asked.guide)
+            options = request_options(asked.fields, asked.salt, "", guide)
+            (stream,) = service.streams([asked.fields.prompt], asked.params, options)
+            chunks = Chunks(asked, service.tokenizer)
+            async with stream:
+                async for outputs in service.outputs(ticket, stream):
+                    for output in outputs:
+                        put(chunks.of(output))
+
+    def _told(self, error: ApiError) -> Exception:
+        """An error as Dynamo knows it. After one that tells of the worker's end, the frontend goes
+        on with another worker."""
+        ends = self.service.engine.rank_failure is not None or self.service.is_draining
+        if ends and error.status in (499, 503):
+            return EngineShutdown(str(error))
+        return (InvalidArgument if error.status == 400 else Unknown)(str(error))
+
+    # What operators and the router are told ------------------------------------------------------
+
+    def _metrics(self, loop: asyncio.AbstractEventLoop) -> str:
+        """In another thread."""
+        asked = asyncio.run_coroutine_threadsafe(self.service.engine.metrics(), loop)
+        return asked.result(_SCRAPE_SECONDS)
+
+    async def _tell_load(self, loads: WorkerMetricsPublisher) -> None:
+        """Tell the router how many blocks running requests have, while there are some."""
+        was_busy = True
+        while True:
+            is_busy = self.service.load > 0
+            if is_busy or was_busy:
+                stats = await self.service.engine.stats()
+                loads.publish(0, kv_used_blocks=stats["kv_blocks_in_use"])
+                was_busy = is_busy
+            await asyncio.sleep(_LOAD_SECONDS)
+
+    # The end -------------------------------------------------------------------------------------
+
+    def _end(self, endpoint: Endpoint, shut_down: Callable[[], None]) -> None:
+        """At the first signal, drain; at the second, end what runs."""
+        # A terminal's Ctrl-C may reach a rank twice: by itself, and from the ranks' launcher.
+        now = time.monotonic()
+        if self.service.engine.num_ranks > 1 and now - self._signaled_at < SAME_SECONDS:
+            return
+        self._signaled_at = now
+        if self._ending is None:
+            logger.info("draining: no new requests")
+            self._ending = asyncio.create_task(self._drain(endpoint, shut_down))
+        else:
+            self.service.end_now()
+
+    async def _drain(self, endpoint: Endpoint, shut_down: Callable[[], None]) -> None:
+        await endpoint.unregister_endpoint_instance()
+        if self.service.engine.rank_failure is None:
+            await asyncio.sleep(get_grace_period_seconds())  # until all frontends know
+        await self.service.drain()
+        shut_down()
+
+    async def _watch_ranks(self, end: Callable[[], None]) -> None:
+        """End when another rank has failed: what runs has got the error."""
+        while (failure := self.service.engine.rank_failure) is None:
+            await asyncio.sleep(_WATCH_SECONDS)
+        logger.error("the worker ends: %s", failure)
+        end()
+
+
+# The program ------------------------------------------------------------------------------------
+
+
+def read_options(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a command line, ours and those of all of Dynamo's workers."""
+    parser = CommandParser("", "Serve a model as a worker of NVIDIA Dynamo.")
+    parser.prog = f"python {' '.join(PROGRAM)}"
+    parser.epilog = (
+        "With --tp, --pp or --ep the worker starts a process for each rank on this machine, as "
+        f"megatron-hybrid serve does. {PYTHON_NAMES}"
+    )
+    add_engine(parser)
+    add_layout(parser)
+    add_served_engine(parser)
+    parser.add_argument(
+        "--max-waiting",
+        type=int,
+        default=256,
+        metavar="N",
+        help="Let at most N requests wait in addition to those that run.",
+    )
+    parser.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="Offer the model under this name. The default is the name of its folder.",
+    )
+    parser.add_argument(
+        "--no-kv-events",
+        action="store_false",
+        dest="kv_events",
+        help="Do not publish KV events. By default the router gets an event for each block that is "
+        "cached or evicted.",
+    )
+    parser.add_argument(
+        "--kv-events-endpoint",
+        default="tcp://127.0.0.1:*",
+        metavar="ENDPOINT",
+        help="Publish KV events at this endpoint, to Dynamo and other readers. * is any free port.",
+    )
+    parser.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="Give running requests this much time to end after SIGTERM. After that the frontend "
+        "continues them on other workers, up to --migration-limit.",
+    )
+    DynamoRuntimeArgGroup().add_arguments(parser)
+    options = parser.read(arguments)
+    options.chat_template = options.custom_jinja_template
+    return options
+
+
+def _publisher(options: argparse.Namespace) -> AbstractContextManager[KvPublisher | None]:
+    if not options.kv_events or options.mode != "restore":  # else nothing can be resumed
+        return nullcontext()
+    return KvPublisher(options.kv_events_endpoint)
+
+
+def _serving_config(options: argparse.Namespace) -> ServingConfig:
+    return ServingConfig(
+        options.served_model_name or Path(options.model).name,
+        max_waiting=options.max_waiting,
+        drain_seconds=options.shutdown_timeout,
+    )
+
+
+async def _work(options: argparse.Namespace, publisher: KvPublisher | None, end: EndSignal) -> None:
+    configure_dynamo_logging()
+    model, tokenizer = load_for_chats(options, **sizes_of(options))
+    config = served_config(options)
+    given = DynamoRuntimeConfig.from_cli_args(options)
+    given.validate()
+    folder = model_folder(options.model).resolve()
+    folder = card_folder(folder, tokenizer, config.max_sequence_length)
+    end.hold()
+    engine = AsyncEngine(model, tokenizer, config)
+    end.serves = True
+    worker = HybridWorker(engine, tokenizer, config, _serving_config(options))
+    del model
+    try:
+        if publisher is not None:
+            publisher.begin(await engine.watch_cache(BlockEvents))
+        # What is here stays: each full collection of it would stop all threads for long.
+        gc.collect()
+        gc.freeze()
+        if not end.was_sent:
+            await worker.serve(given, folder, publisher)
+        if engine.rank_failure is not None:
+            raise RankFailedError(f"the worker has ended, as {engine.rank_failure}")
+    finally:
+        await worker.service.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a worker until SIGTERM or Ctrl-C. Returns the exit status."""
+    options = read_options(sys.argv[1:] if arguments is None else arguments)
+
+    def check() -> None:
+        with _publisher(options):  # the first rank binds it anew
+            pass
+
+    def run_rank(rank: int | None) -> None:
+        log_lines(rank)
+        if rank:
+            model, tokenizer = load_for_chats(options, **sizes_of(options))
+            follow(model, tokenizer, served_config(options), _serving_config(options), end)
+            return
+        with _publisher(options) as publisher:
+            run(_work(options, publisher, end))
+
+    with EndSignal() as end:
+        return reported(lambda: run_on_ranks(options, PROGRAM, check, run_rank, end))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,417 @@
+"""Request, the engine's record of a request, and its outputs: RequestOutput, GenerationResult."""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_hybrid.cache.pages.lease import Lease
+from megatron_hybrid.cache.report import MissReason, PrefixReport
+from megatron_hybrid.inference.draft_length import DraftLength
+from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.sampling_params import Draw, SamplingParams, ThinkingBudget
+from megatron_hybrid.text.guide import GuideMatcher
+
+if TYPE_CHECKING:  # it imports torch, and the scheduler does not
+    from megatron_hybrid.offload.fetch import Fetch
+
+_WIDTH = 80
+MAX_FAILURES = 3
+"""Failed steps in a row after which a request that did not get on fails with the last one."""
+
+
+class RequestStatus(StrEnum):
+    WAITING = "waiting"  # in the queue: new, or preempted
+    PREFILL = "prefill"  # holds a slot; some known tokens are not computed yet
+    DECODE = "decode"  # all tokens are computed, or all but the newest
+    CLOSING = "closing"  # answered or cancelled; its last state is not yet saved
+    FINISHED = "finished"  # not in the engine any more
+
+
+@dataclass
+class GenerationResult:
+    """Result of a request, or of one sample of it.
+
+    `print` shows it in two lines. `generated_tokens` has the stop token only with
+    `detokenize_stop_sequence`. `log_probs` and `top_n_logprobs` have one entry for each generated
+    token, `prompt_log_probs` and `prompt_top_n_logprobs` one for each prompt token but the first.
+    Times are seconds since the request was added.
+    """
+
+    request_id: int
+    prompt_tokens: list[int]
+    generated_tokens: list[int]
+    generated_text: str | None
+    finish_reason: str  # "length" | "stop" | "cancelled" | "error"; before that a `RequestStatus`
+    prefix: PrefixReport | None  # None: not admitted yet
+    log_probs: list[float] | None = None
+    prompt_log_probs: list[float] | None = None
+    top_n_logprobs: list[dict[int, float]] | None = None
+    prompt_top_n_logprobs: list[dict[int, float]] | None = None
+    epochs: list[tuple[int, int]] = field(default_factory=list)
+    """Generation epochs: (epoch, index in `generated_tokens` of the first token drawn in it)."""
+    time_to_first_token: float | None = None
+    total_time: float | None = None
+    stop_reason: int | str | None = None
+    """The stop token of `stop_token_ids`, or the text of `stop_words`, that ended the answer; None:
+    the answer ended otherwise."""
+    error: str | None = None
+    """The tokenizer's error for the text of this answer; the text is then None."""
+    draft_tokens: int = field(default=0, compare=False)
+    """Drafts of the answer's tokens that were computed (`InferenceConfig.speculation`)."""
+    accepted_draft_tokens: int = field(default=0, compare=False)
+    """Computed drafts that were accepted, and are in the answer."""
+    other_samples: list["GenerationResult"] = field(default_factory=list, repr=False, compare=False)
+    """In the result of the first sample: the results of the n - 1 other samples."""
+
+    def __str__(self) -> str:
+        """Two lines of at most 80 columns: the answer, cut to fit, and its token counts."""
+        answer = self.generated_tokens if self.generated_text is None else self.generated_text
+        head = f"request {self.request_id}: "
+        if self.other_samples:
+            head = f"request {self.request_id}, 1 of {len(self.samples)} samples: "
+        line = head + (repr(answer) if self.error is None else " ".join(self.error.split()))
+        line = line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
+        reason = self.prefix and self.prefix.miss_reason
+        skipped = self.prefix.skipped_tokens if self.prefix else 0
+        drafts = self.accepted_draft_tokens, self.draft_tokens
+        return (
+            f"{line}\ntokens: prompt {len(self.prompt_tokens)}, skipped {skipped}"
+            f"{f' ({reason.value})' if reason else ''}, new {len(self.generated_tokens)} "
+            f"({self.finish_reason})"
+            f"{f', drafts {drafts[0]} of {drafts[1]}' if drafts[1] else ''}"
+        )
+
+    @property
+    def samples(self) -> list["GenerationResult"]:
+        """In the result of the first sample: the results of all n samples; in another result: this
+        result alone."""
+        return [self, *self.other_samples]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """Tokens and text that one step added to a request, or to one sample of it."""
+
+    request_id: int
+    sample_index: int
+    """Number of the sample of the prompt, in [0, n). Each sample has its own `request_id`."""
+    tokens: list[int]
+    text: str
+    """New text. A possible beginning of a stop string or of a character is held back for a later
+    output. Text of an output is never changed later: with a tokenizer that falls back to single
+    bytes, `generated_text` may differ in the character before an incomplete one at its end. A
+    request of `generate` has all its text in its last output."""
+    finish_reason: str | None
+    """As in `GenerationResult`; None: the sample is not finished."""
+    report: PrefixReport
+    """Reused tokens of the prompt."""
+    epoch: int
+    """`engine.epoch` of the step, and so of its tokens."""
+    result: GenerationResult | None
+    """The result, in the last output of the sample; None in earlier outputs. The result of the
+    first sample has the other samples as far as they are generated."""
+    log_probs: list[float] | None = None
+    """Log-probabilities of the tokens; None: the request did not ask for them."""
+    top_n_logprobs: list[dict[int, float]] | None = None
+    """The most likely tokens at each position; None: the request did not ask for them."""
+
+
+def bits_of(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
+    """Some tokens, as `Draw.allowed`."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, bool)
+    bits[list(tokens)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class ThoughtMeter:
+    """Counts the tokens of one answer's reasoning.
+
+    Args:
+        budget: of it.
+        vocab_size: of the model.
+    """
+
+    def __init__(self, budget: ThinkingBudget, vocab_size: int):
+        self.end_bits = bits_of([budget.end], vocab_size)
+        """The end of the reasoning, as `Draw.allowed`."""
+        self._budget = budget
+        self._is_open = budget.begins_inside
+        self._num_tokens = self._num_seen = 0
+
+    def is_over(self, request: "Request") -> bool:
+        """Whether the next token of the answer has to end the reasoning."""
+        for token in request.generated_from(self._num_seen):
+            if token in (self._budget.start, self._budget.end):
+                self._is_open = token == self._budget.start
+            else:
+                self._num_tokens += self._is_open
+        self._num_seen = request.num_generated
+        return self._is_open and self._num_tokens >= self._budget.max_tokens
+
+
+@dataclass(eq=False)
+class Request:
+    """The engine's record of one request, and the handle that `add_request` returns.
+
+    `tokens[:num_tokens]` are the known tokens (prompt and generated); the first `num_computed` of
+    them are computed, and the live slot holds the state after exactly these.
+    """
+
+    request_id: int
+    tokens: np.ndarray  # int32, with room for the longest possible answer
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    options: RequestOptions = field(default_factory=RequestOptions)  # of all n samples
+    message_starts: tuple[int, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    matcher: GuideMatcher | None = None  # of `options.guide`
+    allowed: np.ndarray | None = None  # as `Draw.allowed`: by `params.allowed_token_ids`
+    thought: "ThoughtMeter | None" = None  # of `params.thinking_budget`
+    sample_index: int = 0
+    longest_forward: int = 1 << 62  # most of its tokens in one step
+    origin: object = None  # the `RequestBuilder` of its engine
+
+    status: RequestStatus = RequestStatus.WAITING
+    num_tokens: int = 0
+    num_computed: int = 0
+    slot: int = -1
+    lease: Lease | None = None
+    waits_for: "tuple[Request, int] | None" = None
+    common_with: dict[int, int] = field(default_factory=dict)  # request id -> tokens in common
+    looked_up_at: int | None = None  # evictions from the pool at the last search of the tiers
+    fetch: "Fetch | None" = None  # found by that search
+    lacks_memory: bool = False  # to restore a state: all of the prompt is computed
+    parked_tokens: int = 0  # computed before the preemption, with bytes in host memory
+    num_preemptions: int = 0
+    num_failures: int = 0  # failed steps that it was blamed for, in a row
+    failed_at: tuple[int, int] = (0, 0)  # furthest (num_tokens, num_computed) at one of them
+    lease_before: Lease | None = None  # released; its wanted positions pass to the next lease
+    draft_length: DraftLength = field(default_factory=DraftLength)
+    siblings: "list[Request]" = field(default_factory=list)  # samples to fork after the prefill
+    other_samples: "list[Request]" = field(default_factory=list)  # on the first one only
+
+    report: PrefixReport | None = None
+    log_probs: list[float] = field(default_factory=list)
+    prompt_log_probs: list[float] = field(default_factory=list)
+    top_n_logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_top_n_logprobs: list[dict[int, float]] = field(default_factory=list)
+    epochs: list[tuple[int, int]] = field(default_factory=list)  # as in the result
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    generated_text: str | None = None
+    num_tokens_out: int = 0  # generated tokens in its outputs so far
+    num_chars_out: int = 0
+    unread: "deque[RequestOutput] | None" = None  # outputs for its stream
+    added_at: float = field(default_factory=time.perf_counter)
+    started_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    finished_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_tokens or self.num_prompt_tokens
+
+    @property
+    def samples(self) -> "list[Request]":
+        """Of the first sample: all n samples of the prompt; of another sample: this sample
+        alone."""
+        return [self, *self.other_samples]
+
+    @property
+    def done(self) -> bool:
+        """Whether the request is answered: its result is complete. Its last state may not be saved
+        yet."""
+        return self.finish_reason is not None
+
+    @property
+    def closed(self) -> bool:
+        """Whether the request is done, and no longer in the engine."""
+        return self.status is RequestStatus.FINISHED
+
+    def mark_started(self) -> None:
+        if self.started_at is None:
+            self.started_at = time.perf_counter()
+
+    def mark_first_token(self) -> None:
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+
+    def mark_answered(self, reason: str) -> None:
+        self.finish_reason = reason
+        self.finished_at = time.perf_counter()
+
+    @property
+    def got_on(self) -> bool:
+        """Whether it is further than at any failed step that it was blamed for."""
+        return (self.num_tokens, self.num_computed) > self.failed_at
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what makes steps fail: two in a row did, and it has not got on."""
+        return self.num_failures >= MAX_FAILURES - 1 and not (self.done or self.got_on)
+
+    def note_failure(self) -> None:
+        """Blame it for a failed step."""
+        if self.got_on:
+            self.num_failures, self.failed_at = 0, (self.num_tokens, self.num_computed)
+        self.num_failures += 1
+
+    def mark_failed(self, error: BaseException) -> None:
+        """End the request with the tokenizer's error for its text."""
+        self.error = f"{type(error).__name__}: {error}"
+        if self.finish_reason != "cancelled":
+            self.mark_answered("error")
+
+    @property
+    def num_generated(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def generated_tokens(self) -> list[int]:
+        return self.generated_from(0)
+
+    def generated_from(self, start: int) -> list[int]:
+        """Generated tokens without the first `start`."""
+        return self.tokens[self.num_prompt_tokens + start : self.num_tokens].tolist()
+
+    @property
+    def starts_from_cache(self) -> bool:
+        """Whether its prefill starts where the match ends: it is not parked, and no prompt token
+        has to be computed."""
+        return not (self.parked_tokens or self.params.needs_prompt_logits)
+
+    @property
+    def prompt_needs_logits(self) -> bool:
+        """Whether prompt log-probs are missing, so that every prompt token must be computed."""
+        return self.params.needs_prompt_logits and self.num_computed < self.num_prompt_tokens
+
+    @property
+    def recompute_reason(self) -> MissReason | None:
+        """Why the whole prompt is computed: for its log-probs, or for lack of memory."""
+        return MissReason.NO_ROOM if self.lacks_memory else recompute_reason(self.params)
+
+    @cached_property
+    def _distinct_prompt_tokens(self) -> np.ndarray:
+        return np.unique(self.tokens[: self.num_prompt_tokens])
+
+    def draw(self) -> Draw:
+        """The draw of the next token."""
+        params, matcher = self.params, self.matcher
+        must_end_thought = self.thought is not None and self.thought.is_over(self)
+        # Where a guide is over, nothing but a stop token could be drawn.
+        is_over = self.follow_guide()
+        is_too_short = self.num_generated < params.min_tokens and not is_over
+        bans_stops = is_too_short and not self._stops_are_text
+        repeats = params.penalises_repetition
+        penalises = repeats or params.penalises_answer
+        return Draw(
+            params,
+            self.seed,
+            self.sample_index,
+            self.num_tokens,
+            self._distinct_prompt_tokens if repeats else None,
+            self.tokens[self.num_prompt_tokens : self.num_tokens] if penalises else None,
+            () if must_end_thought else (*self._bad_ends(), *(self.stop_ids if bans_stops else ())),
+            self.thought.end_bits
+            if must_end_thought
+            else (self.allowed if matcher is None else matcher.allowed),
+        )
+
+    def draft_draws(self, drafts: Sequence[int]) -> list[Draw]:
+        """The draw behind each draft, as if it and those before it had been drawn. Fewer than there
+        are drafts: the next one cannot be drawn, or it ends the answer, so that nothing is drawn
+        behind it. The drafts lie in `tokens` behind the known ones, as long as none is appended."""
+        num_tokens, thought, draws = self.num_tokens, self.thought, []
+        self.thought = copy(thought)
+        try:
+            for token in drafts:
+                if self.is_stop(token) or not (self.matcher is None or self.matcher.allows(token)):
+                    break
+                self.tokens[self.num_tokens] = token
+                self.num_tokens += 1
+                try:
+                    if self.follow_guide():
+                        break
+                except ValueError:  # nothing can follow; if it is drawn, the answer fails
+                    break
+                draws.append(self.draw())
+        finally:
+            self.num_tokens, self.thought = num_tokens, thought
+            if self.matcher is not None:
+                self.matcher.go_back_to(self.num_generated)
+        return draws
+
+    def _bad_ends(self) -> Iterator[int]:
+        """Tokens that would complete one of `bad_words_ids`."""
+        runs = self.params.bad_words_ids
+        longest = max(map(len, runs), default=0)
+        tail = self.generated_from(max(0, self.num_generated - longest)) if longest > 1 else []
+        for *before, last in runs:
+            if tail[max(0, len(tail) - len(before)) :] == before:
+                yield last
+
+    def is_stop(self, token: int) -> bool:
+        """Whether a token ends the answer, if it is drawn next."""
+        return token in self.stop_ids and not self._stops_are_text
+
+    @property
+    def _stops_are_text(self) -> bool:
+        return self.matcher is not None and self.matcher.stops_are_text
+
+    def follow_guide(self) -> bool:
+        """Let the guide's matcher, if there is one, see all generated tokens. Returns whether the
+        answer is complete.
+
+        Raises:
+            ValueError: no token of the tokenizer can follow.
+        """
+        if self.matcher is None:
+            return False
+        self.matcher.add(self.generated_from(self.matcher.num_tokens))
+        return self.matcher.is_over
+
+    def result(self) -> GenerationResult:
+        """The answer so far; final once `done`."""
+        scored = self.params.return_log_probs
+        return GenerationResult(
+            request_id=self.request_id,
+            prompt_tokens=self.tokens[: self.num_prompt_tokens].tolist(),
+            generated_tokens=self.generated_tokens,
+            generated_text=self.generated_text,
+            finish_reason=self.finish_reason or self.status.value,
+            prefix=self.report,
+            log_probs=list(self.log_probs) if scored else None,
+            prompt_log_probs=(
+                list(self.prompt_log_probs) if self.params.needs_prompt_logits else None
+            ),
+            top_n_logprobs=list(self.top_n_logprobs) if self.params.top_n_logprobs else None,
+            prompt_top_n_logprobs=(
+                list(self.prompt_top_n_logprobs)
+                if self.params.top_n_logprobs and self.params.needs_prompt_logits
+                else None
+            ),
+            epochs=list(self.epochs),
+            time_to_first_token=(
+                None if self.first_token_at is None else self.first_token_at - self.added_at
+            ),
+            total_time=None if self.finished_at is None else self.finished_at - self.added_at,
+            stop_reason=self.stop_reason,
+            error=self.error,
+            draft_tokens=self.draft_length.num_drafts,
+            accepted_draft_tokens=self.draft_length.num_accepted,
+            other_samples=[request.result() for request in self.other_samples],
+        )
+
+
+def recompute_reason(params: SamplingParams) -> MissReason | None:
+    """Reason to compute all of a prompt, however much of it is cached; None: there is none."""
+    return MissReason.PROMPT_LOG_PROBS if params.needs_prompt_logits else None

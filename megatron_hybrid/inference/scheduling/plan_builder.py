@@ -1,0 +1,144 @@
+"""StepDraft: a step with its requests and leases, from which the plan of plain data is made."""
+
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+import numpy as np
+
+from megatron_hybrid.cache.pages.lease import Lease, Reservation
+from megatron_hybrid.inference.requests.request import Request
+from megatron_hybrid.inference.sampling_params import Draw
+from megatron_hybrid.inference.scheduling.step_plan import (
+    Park,
+    Ready,
+    Restore,
+    Save,
+    Scored,
+    SlotSave,
+    StepPlan,
+    Unpark,
+    Work,
+)
+
+
+@dataclass
+class Chunk:
+    """Tokens [start, end) of a request that the next step computes."""
+
+    request: Request
+    start: int
+    end: int
+    draws: bool
+    """The known tokens end with its last row, so the next token is drawn."""
+    draft_draws: list[Draw] = field(default_factory=list)
+    """As `Work.draft_draws`; the drafts lie behind the request's known tokens."""
+    num_accepted: int = 0
+    """Drafts that are in the answer, after the forward."""
+    has_ended: bool = False
+    """The last of them has ended the answer."""
+    reservations: list[Reservation] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        """The end of its drafts."""
+        return self.end + len(self.draft_draws)
+
+    @property
+    def last_computed(self) -> int:
+        """The end of its accepted drafts, without one that has ended the answer: as the last token
+        of other answers, that one is not computed yet."""
+        return self.end + self.num_accepted - self.has_ended
+
+    def work(self) -> Work:
+        request, lease = self.request, self.request.lease
+        work = Work(
+            request.request_id,
+            request.slot,
+            self.start,
+            request.tokens[self.start : self.last],
+            lease.shared_tokens,
+            tables_of(lease),
+            saves=[
+                Save(each.position, each.pages)
+                for each in sorted(self.reservations, key=attrgetter("position"))
+            ],
+        )
+        if self.draws:
+            work.num_logits, work.draws = 1 + len(self.draft_draws), draws_of(request)
+            work.draft_draws = self.draft_draws
+        if request.prompt_needs_logits:
+            work.num_logits = self.end - self.start
+            # A preempted request that computes its prompt again has some of them already.
+            first = len(request.prompt_log_probs) + 1
+            last = min(self.end, request.num_prompt_tokens - 1)
+            if first <= last:
+                tokens = request.tokens[first : last + 1].tolist()
+                work.scored = Scored(first, tokens, request.params)
+        return work
+
+
+def tables_of(lease: Lease) -> list[np.ndarray]:
+    """As `Work.tables`."""
+    return [lease.block_table, *lease.local_tables]
+
+
+def copies_of(lease: Lease) -> tuple[np.ndarray, np.ndarray]:
+    """Source and target pages of a new lease's copies, int32 [n] each."""
+    nothing = np.empty(0, np.int32)
+    return (
+        np.concatenate([nothing, *(copy.src_pages for copy in lease.copies)]),
+        np.concatenate([nothing, *(copy.dst_pages for copy in lease.copies)]),
+    )
+
+
+def draws_of(request: Request) -> dict[int, Draw]:
+    """Draws of a request and of the samples to fork from it, by request id."""
+    return {owner.request_id: owner.draw() for owner in (request, *request.siblings)}
+
+
+@dataclass
+class StepDraft:
+    """A step with the objects that `Scheduler.complete` needs after it has run."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    ready: list[Request] = field(default_factory=list)
+    restores: dict[Request, Restore | Unpark] = field(default_factory=dict)
+    parks: dict[Request, Park] = field(default_factory=dict)
+    drops: list[int] = field(default_factory=list)
+    ending: dict[Request, Reservation] = field(default_factory=dict)
+    """Requests that end with the step, with the reservation for their last state."""
+    num_tokens: int = 0
+
+    def add(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        self.num_tokens += chunk.end - chunk.start
+
+    def add_drafts(self, chunk: Chunk, draws: list[Draw]) -> None:
+        """Let a chunk of it go on by drafts."""
+        chunk.draft_draws = draws
+        self.num_tokens += len(draws)
+
+    def remove(self, request: Request) -> None:
+        """Take out a request that was preempted, or ended, while the step was planned."""
+        self.chunks = [chunk for chunk in self.chunks if chunk.request is not request]
+        self.num_tokens = sum(chunk.last - chunk.start for chunk in self.chunks)
+        self.ready = [ready for ready in self.ready if ready is not request]
+        self.restores.pop(request, None)
+        self.ending.pop(request, None)
+
+    def plan(self, number: int, loads: dict[bytes, list[np.ndarray]]) -> StepPlan:
+        return StepPlan(
+            number,
+            drops=self.drops,
+            parks=list(self.parks.values()),
+            loads=loads,
+            restores=list(self.restores.values()),
+            # Single tokens come first, so that each takes the same path through recurrent layers,
+            # whatever is computed next to it.
+            work=sorted((chunk.work() for chunk in self.chunks), key=lambda w: len(w.tokens) > 1),
+            ready=[Ready(r.request_id, r.slot, draws_of(r)) for r in self.ready],
+            saves=[
+                SlotSave(saved.position, saved.pages, r.request_id, r.slot)
+                for r, saved in self.ending.items()
+            ],
+        )

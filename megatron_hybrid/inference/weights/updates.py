@@ -1,0 +1,512 @@
+"""Updates of a model's weights. However new weights come, a WeightUpdate takes them, on all ranks;
+WeightUpdates knows what an engine may do meanwhile and afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from hashlib import blake2b
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.checkpoints.checkpoint import checked_load, own_weights
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError, check_numbers
+from megatron_hybrid.distributed.ranks import Ranks
+from megatron_hybrid.inference.weights.fingerprint import sample_hash
+from megatron_hybrid.inference.weights.loading import WeightLoader, require_values
+from megatron_hybrid.inference.weights.transfer import (
+    FolderPart,
+    GroupInfo,
+    Joining,
+    Part,
+    Received,
+    TrainerError,
+    WeightGroup,
+    drop_unread,
+    part_of,
+)
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.parameter_names import is_of_prediction
+
+Pairs = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+_GIVEN = "what load_weights was given"
+_END = "nothing more"
+_CHECKING, _WRITING = "checking new weights", "writing new weights"
+_HOW = (
+    "by load_weights(), or by start_weight_update() and so on, where receive_weights({'path': ...})"
+    " reads a folder"
+)
+_REMEDY = f"send these once more, or the whole model, {_HOW}"
+_WRITTEN = f" Tensors of the model were written before: {_REMEDY}."
+_LEFT = (
+    "What the trainer sends for it is not known here, so its group was left: call "
+    "init_weight_transfer_engine() again"
+)
+_DROPPED = "were dropped"
+
+
+class WeightsUnfinishedError(RuntimeError):
+    """The weights are not those of one model, so that no step may use them; the message says how
+    to go on."""
+
+
+class WeightUpdate:
+    """One update: it is planned, then it is written, then it is whole or has failed.
+
+    `take` is the only way in, for each part. All ranks make the same calls. Of a part whose names
+    are known, all ranks agree on names, dtypes, shapes and order, and check them, before the first
+    byte is written; tensors of another part are agreed on and checked one by one. In both, each
+    tensor is then compared with what was announced, and its values with those of the other ranks,
+    before any rank writes it. As soon as `begun` is not empty, only a whole update may follow.
+    """
+
+    def __init__(self, model: HybridModel, ranks: Ranks):
+        self._model, self._ranks = model, ranks
+        self._loader = WeightLoader(model, ranks)
+
+    @property
+    def begun(self) -> set[str]:
+        """Names of the tensors of which any rank may have written something."""
+        return self._loader.begun
+
+    def take(self, part: Part) -> None:
+        """Take a part. After an error the rest of it is received, and dropped: to make or to send
+        it may need collectives that other processes are in.
+
+        Raises:
+            CheckpointError, TypeError: it does not fit, or differs from what was announced or from
+                that of another rank. Of a part whose names are known nothing was written, if these
+                were wrong.
+            Exception: what the iterator raised.
+        """
+        with ExitStack() as stack:
+            write = partial(self._write, part)
+            is_packed = isinstance(part, FolderPart) and part.is_packed
+            try:
+                with self._ranks.together(_CHECKING):
+                    if part.heads is not None and self._ranks.size > 1:
+                        # What is written at once is compared with its values.
+                        self._agree(part.kind, part.tensors() if is_packed else part.heads)
+                    if is_packed:
+                        names = self._loader.of_all
+                        checked = checked_load(self._model, part.path, names, True, True)
+                        write = partial(self._write_packed, stack.enter_context(checked))
+                    elif part.heads is not None:
+                        self._plan(part)
+            except Exception:
+                _drop(part)
+                raise
+            write()
+
+    def check_complete(self) -> None:
+        """Raise CheckpointError if the parts lack something that belongs to what they had."""
+        self._loader.checks.require_complete()
+
+    def _agree(self, kind: str, pairs: Iterable) -> None:
+        """Compare a part with that of the other ranks."""
+        lines = [kind, *(_described(name, tensor) for name, tensor in map(_pair, pairs))]
+        digest = blake2b("\n".join(lines).encode()).digest()
+        if len(set(self._ranks.gather(digest))) > 1:
+            self._raise_difference(self._ranks.gather([*lines, _END]))
+
+    def _plan(self, part: Part) -> None:
+        for name, tensor in map(_pair, part.heads):
+            self._loader.checks.take(name, tensor)
+            if isinstance(tensor, Tensor):
+                check_numbers(name, tensor, part.kind)
+        self._loader.checks.require_known()
+        if part.is_whole_call:
+            self._loader.checks.require_complete()
+
+    def _raise_difference(self, said: Sequence[Sequence[str]]) -> None:
+        """Name the first line in which a rank differs from the first one. said: of all ranks."""
+        members = self._ranks.members
+        first = next(lines for lines in zip(*said) if len(set(lines)) > 1)
+        other = next(rank for rank, line in enumerate(first) if line != first[0])
+        text = (
+            f"the ranks have different weights: {members[0]} has {first[0]}, {members[other]} has "
+            f"{first[other]}. Give all ranks the same names, dtypes, shapes and values in the same "
+            "order."
+        )
+        raise self._explained(CheckpointError(text))
+
+    def _write_packed(self, write: Callable[[], None]) -> None:
+        self._loader.begin_all()
+        with self._ranks.together(_WRITING):
+            write()
+
+    def _write(self, part: Part) -> None:
+        """Write tensors, each when all ranks have it and agree. A rank that fails says so where
+        the others have the next one: until then they may be in a collective that makes it."""
+        pairs, failure, has_ended = part.tensors(), None, False
+        for index in count():
+            pair, line = None, _END
+            try:
+                pair = next(pairs, None)
+                has_ended = pair is None
+                if failure is None and has_ended and part.is_whole_call:
+                    self._loader.checks.require_complete()
+            except BaseException as error:  # the others learn it before it leaves this rank
+                failure, has_ended = failure or error, True
+            if failure is None and not has_ended:
+                try:
+                    line = self._checked(pair, part, index)
+                except Exception as error:
+                    failure = error
+            own = line, failure is not None, has_ended
+            said = [own] if part.is_in_memory else self._ranks.gather(own)
+            lines = {line for line, *_ in said}
+            if has_ended or len(lines) > 1 or any(failed for _, failed, _ in said):
+                break
+            try:
+                self._loader.writes.take(*pair)
+            except Exception as error:
+                failure = error
+        if not any(ended for *_, ended in said):
+            _drop(part)
+        with self._ranks.together(_WRITING):
+            if failure is not None:
+                raise self._explained(failure)
+            if len(lines) > 1 and not any(failed for _, failed, _ in said):
+                self._raise_difference([[line] for line, *_ in said])
+
+    def _checked(self, pair: object, part: Part, index: int) -> str:
+        """Check a tensor that has come, and return what the ranks compare."""
+        name, tensor = _pair(pair)
+        if isinstance(tensor, CheckpointError):
+            raise tensor
+        require_values(name, tensor)
+        if part.heads is None:
+            is_tensor = isinstance(tensor, Tensor) and not hasattr(tensor, "full_tensor")
+            self._loader.checks.take(name, tensor.to("meta") if is_tensor else tensor)
+        elif (announced := part.heads[index][1]) is tensor:
+            return name  # its values were compared and checked
+        elif isinstance(tensor, Tensor) and (
+            (announced.dtype, announced.shape) != (tensor.dtype, tensor.shape)
+        ):
+            raise CheckpointError(
+                f"{name} is {tensor.dtype} {list(tensor.shape)}, and was announced as "
+                f"{announced.dtype} {list(announced.shape)}."
+            )
+        if isinstance(tensor, Tensor):
+            check_numbers(name, tensor, part.kind)
+        return _described(name, tensor) if self._ranks.size > 1 else name
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """An error that says what has been written before."""
+        if not self.begun or not isinstance(error, CheckpointError):
+            return error
+        explained = CheckpointError(f"{error}{_WRITTEN}")
+        explained.__cause__ = error
+        return explained
+
+
+class WeightUpdates:
+    """The update that is under way, and the tensors that need one. All ranks make the same calls.
+
+    Args:
+        model: of this rank.
+        ranks: of the engine.
+        is_ending: whether a wait for a trainer is to end; threads ask it.
+    """
+
+    def __init__(
+        self, model: HybridModel, ranks: Ranks, is_ending: Callable[[], bool] = lambda: False
+    ):
+        self._model, self._ranks, self._is_ending = model, ranks, is_ending
+        self._device = next(model.parameters()).device
+        self._group: WeightGroup | None = None
+        self._joining: Joining | None = None
+        self._numbers = count()
+        self._update: WeightUpdate | None = None
+        self._lacking: set[str] = set()  # of all ranks: tensors without values of one model
+        self._cause = ""  # why they lack them
+        self.reads_pairs = False
+        """Whether `load` is running, which runs code of the caller: the iterator."""
+
+    @property
+    def reason_to_wait(self) -> str | None:
+        """Why no step may use the weights; None: it may."""
+        if self._update is not None:
+            return "an update of the weights is under way: call finish_weight_update() first"
+        if self._lacking and self._cause == _DROPPED:
+            return f"the weights {_DROPPED}: send all of them, {_HOW}"
+        if self._lacking:
+            names = f"{len(self._lacking)} tensors, such as {min(self._lacking)}"
+            return (
+                f"the weights are not those of one model, as {self._cause}. This is about {names}: "
+                f"{_REMEDY}"
+            )
+        return None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether nobody is about to send what lacks."""
+        return self._update is None and bool(self._lacking) and self._cause != _DROPPED
+
+    def begin_join(self, info: object) -> Joining:
+        """Set out to meet a trainer, in place of an earlier one, whose update ends."""
+        with self._ranks.together("reading init_info"):
+            given = GroupInfo.parse(info)
+            given.check(self._ranks.size, self._device)
+        self._give_up("another trainer has come in an update")
+        self.leave()
+        rank, number = self._ranks.rank, next(self._numbers)
+        self._joining = Joining(number, given, rank, self._device, self._is_ending)
+        return self._joining
+
+    def end_join(self, number: int) -> bool:
+        """Whether all ranks have met the trainer; nothing is waited for.
+
+        Raises:
+            TrainerError: on all ranks: one will not meet it, and the others have left.
+        """
+        joining = self._joining
+        if joining is None or joining.number != number:
+            raise TrainerError("the wait for this trainer has ended, or another one has come")
+        said = self._ranks.gather(joining.state)
+        for member, text in zip(self._ranks.members, said):
+            if text:
+                self.leave()
+                raise TrainerError(text if self._ranks.size == 1 else f"{member}: {text}")
+        if None in said:
+            return False
+        self._group, self._joining = joining.take(), None
+        return True
+
+    def cancel_join(self) -> None:
+        """Let nobody wait for a trainer that has not come."""
+        joining, self._joining = self._joining, None
+        if joining is not None:
+            joining.leave()
+
+    def leave(self) -> None:
+        """Leave the trainer's group, and the way into one."""
+        self.cancel_join()
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def start(self) -> None:
+        """Begin an update, in place of one that is under way."""
+        self._give_up("an update was begun anew before its end")
+        self._update = WeightUpdate(self._model, self._ranks)
+
+    def receive(self, info: object) -> None:
+        """Take a part of the weights.
+
+        Raises:
+            ValueError: `info` is none, or the part does not fit, see `WeightUpdate.take`. The
+                update is over; if nothing of it has been written, nothing has changed.
+            RuntimeError: no update is under way, or the trainer has failed.
+        """
+        part = None
+        try:
+            try:
+                with self._ranks.together("reading update_info"):
+                    update = self._require_open("receive_weights")
+                    part = part_of(info, self._group, self._device)
+            except Exception as error:
+                self.settle(info, error, part)
+                raise
+            with self._ranks.together("receive_weights()"):
+                update.take(part)
+                if self._device.type == "cuda":  # the trainer may write there again
+                    torch.cuda.synchronize(self._device)
+        except BaseException as error:
+            self._give_up(_cause_of(error))
+            if self._group is not None and self._group.has_failed:
+                self.leave()
+            raise
+
+    def finish(self) -> None:
+        """End an update.
+
+        Raises:
+            ValueError: tensors are missing; the update goes on.
+            RuntimeError: no update is under way.
+        """
+        update = self._require_open("finish_weight_update")
+        with self._ranks.together("finishing an update"):
+            update.check_complete()
+            if left := sorted(self._lacking - update.begun):
+                more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+                raise CheckpointError(
+                    f"{left[0]}{more} was not sent, and has no value of this model, as an earlier "
+                    "update has failed or the weights were dropped: send it before the end"
+                )
+        self.note_whole()
+
+    def load(self, pairs: Pairs, is_led: bool, begin_epoch: Callable[[], None]) -> None:
+        """Make an update of one call, in place of one that is under way. If the weights are those
+        of one model afterwards, and others than before, an epoch begins.
+
+        Args:
+            pairs: names and tensors; not looked at on other ranks than the first, if `is_led`.
+            is_led: whether only the first rank has pairs.
+
+        Raises:
+            TypeError: not pairs of names and tensors.
+            Exception: see `WeightUpdate.take`.
+        """
+        with self._ranks.together("load_weights()"):
+            self.start()
+            update = self._require_open("load_weights")
+            self.reads_pairs = True
+            try:
+                with self._ranks.together("load_weights()"):
+                    update.take(_given(pairs, is_led, self._ranks))
+            except BaseException as error:
+                self._give_up(_cause_of(error))
+                raise
+            finally:
+                self.reads_pairs = False
+            self._update, self._lacking = None, self._lacking - update.begun
+            if update.begun and not self._lacking:
+                begin_epoch()
+
+    def note_whole(self) -> None:
+        """All tensors are those of one model."""
+        self._update, self._lacking = None, set()
+
+    def note_dropped(self) -> None:
+        """No tensor has a value. Trainers may send none of a part for multi-token prediction: its
+        values change no output."""
+        of_ranks = self._ranks.gather(list(own_weights(self._model)))
+        self._lacking = {name for names in of_ranks for name in names if not is_of_prediction(name)}
+        self._cause = _DROPPED
+
+    def _require_open(self, name: str) -> WeightUpdate:
+        if self._update is None:
+            raise RuntimeError(f"{name}() needs an update: call start_weight_update() first")
+        return self._update
+
+    def settle(self, info: object, error: Exception, part: Part | None = None) -> None:
+        """Take what the trainer sends for a part that no rank will take. Where nobody knows what
+        that is, leave the group: it would be taken for the next part.
+
+        error: why no rank will; it then says to join again.
+        """
+        if part is not None:
+            _drop(part)
+        elif self._group is not None:
+            is_settled = False
+            with suppress(TrainerError):
+                is_settled = drop_unread(info, self._group)
+            if not is_settled:
+                self.leave()
+                error.args = (f"{error}. {_LEFT}",)
+
+    def _give_up(self, cause: str) -> None:
+        """End an update without its finish."""
+        update, self._update = self._update, None
+        if update is not None and update.begun:
+            self._lacking |= update.begun
+            self._cause = cause
+
+
+def _drop(part: Part) -> None:
+    """Drop what is left of a part after an error, which must not be hidden by another one."""
+    with suppress(BaseException):
+        part.drop()
+
+
+def _cause_of(error: BaseException) -> str:
+    text = str(error).removesuffix(_WRITTEN).rstrip(".")
+    return f"an update has failed with {type(error).__name__}: {text}"
+
+
+def _described(name: str, tensor: object) -> str:
+    if not isinstance(tensor, Tensor) or hasattr(tensor, "full_tensor"):
+        return f"{name}, a {type(tensor).__name__}"
+    values = "" if tensor.is_meta else f" with the hash {sample_hash(tensor):016x}"
+    return f"{name}, {tensor.dtype} {list(tensor.shape)}{values}"
+
+
+def _pair(given: object) -> tuple[str, object]:
+    if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[0], str):
+        return given[0], given[1]
+    kind = type(given).__name__
+    raise TypeError(f"load_weights takes pairs of a name and a tensor, got a {kind}")
+
+
+# What load_weights is given -----------------------------------------------------------------------
+
+
+class _Given:
+    """The pairs of one call of `load_weights`. heads: all of them, if they are in memory."""
+
+    kind, is_whole_call = _GIVEN, True
+
+    def __init__(self, pairs: Iterator, heads: Sequence | None, is_led: bool):
+        self._pairs, self.heads = pairs, heads
+        self.is_in_memory = heads is not None and not is_led
+
+    def tensors(self) -> Iterator[tuple[str, Received]]:
+        return self._pairs
+
+    def drop(self) -> None:
+        if self.heads is None:
+            for _ in self._pairs:
+                pass
+
+
+def _given(pairs: Pairs, is_led: bool, ranks: Ranks) -> _Given:
+    """A part of what all ranks give, or the first one."""
+    receives = is_led and not ranks.is_first
+    pairs = () if receives else _listed(pairs)
+    heads = None
+    if all(ranks.gather(isinstance(pairs, Sequence))):
+        heads = ranks.broadcast([_sent(p, "meta") for p in pairs]) if is_led else pairs
+    return _Given(_of_first_rank(pairs, ranks) if is_led else iter(pairs), heads, is_led)
+
+
+def _listed(pairs: Pairs) -> Iterable:
+    """A list of pairs that are in memory, or an iterator over others."""
+    if isinstance(pairs, Mapping):
+        pairs = list(pairs.items())
+    if isinstance(pairs, Sequence):
+        for pair in pairs:
+            require_values(*_pair(pair))
+        return list(pairs)
+    if isinstance(pairs, Iterable):
+        return iter(pairs)
+    raise TypeError(
+        "load_weights takes a mapping of names to tensors, or an iterable of pairs of them, got "
+        f"{type(pairs).__name__}"
+    )
+
+
+def _of_first_rank(pairs: Iterable, ranks: Ranks) -> Iterator:
+    """The pairs of the first rank, on all ranks."""
+    if not ranks.is_first:
+        while (pair := ranks.broadcast(None)) is not None:
+            if isinstance(pair, str):
+                raise CheckpointError(pair)
+            yield pair
+        return
+    pairs = iter(pairs)
+    while True:
+        try:
+            pair = next(pairs, _END)
+            sent = None if pair is _END else _sent(pair, "cpu")
+        except BaseException as error:
+            text = f"the pairs of {ranks.members[0]} end with {type(error).__name__}: {error}"
+            ranks.broadcast(text)
+            raise
+        ranks.broadcast(sent)
+        if sent is None:
+            return
+        yield pair
+
+
+def _sent(pair: object, device: str) -> object:
+    """A pair to be sent to other ranks; of a view only its own elements."""
+    name, tensor = _pair(pair)
+    require_values(name, tensor)
+    if isinstance(tensor, Tensor):
+        tensor = tensor.detach().to(device, copy=True).contiguous()
+    return name, tensor

@@ -1,0 +1,155 @@
+"""What a new engine allocates: sizes that all ranks agree on, and the pool in the memory that is
+left."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.distributed.ranks import Ranks
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.memory.budget import Part, pool_pages, step_bytes
+from megatron_hybrid.inference.memory.cache_memory import (
+    CacheMemory,
+    agree_on_spec,
+    cache_spec_of,
+    full_bytes,
+)
+from megatron_hybrid.inference.scheduling.scheduler import max_captures
+from megatron_hybrid.inference.worker.context import (
+    DynamicInferenceContext,
+    input_bytes,
+    input_fields,
+)
+from megatron_hybrid.inference.worker.graph_runner import graph_sizes, planned_bytes, refusal
+from megatron_hybrid.inference.worker.memory_profile import measured_step_bytes
+from megatron_hybrid.inference.worker.mtp_drafter import cached_layers, require_part
+from megatron_hybrid.models.flops import token_flops
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.offload.offload import check_capacities
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """The memory of an engine, and the sizes that it was made for."""
+
+    context: DynamicInferenceContext
+    """Of its `memory`, which has the pool and the live slots."""
+    config: InferenceConfig
+    """With the `cache_bytes` of the pool."""
+    kv_dtype: torch.dtype
+    max_drafts: int
+    """Of a request in a step."""
+    graph_sizes: dict[int, list[int]] | None
+    """Numbers of decodes that have a CUDA graph; None: there are no graphs."""
+
+
+def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Allocated:
+    """Allocate what an engine needs. Call it on all ranks of the model.
+
+    Raises:
+        ValueError: the model cannot draft as `config` asks for, or a size is too small.
+        MemoryError: a device, or a host, has no room for what `config` asks for.
+    """
+    parameter = next(model.parameters())
+    dtype, device = config.kv_cache_dtype or parameter.dtype, parameter.device
+    uses_part = config.speculation == "mtp"
+    if uses_part:
+        require_part(model)
+    layers, model_layers = cached_layers(model, config), model.cache_requirements()
+    spec = _agreed_spec(model, config, dtype, ranks)
+    sizes = config.max_requests, config.max_tokens, config.max_sequence_length
+    longest = min(config.num_speculative_tokens, config.max_sequence_length - 1)
+    drafts = longest if config.speculation != "off" else 0
+    # A state before each draft, beside those to save.
+    captures = max_captures(spec, *sizes[:2]) + drafts * config.max_requests
+    has_graphs = config.cuda_graphs
+    if has_graphs and (reason := refusal(model, device)) is not None:
+        has_graphs = False
+        if ranks.is_first:
+            logger.warning("decodes run without CUDA graphs: %s", reason)
+    num_slots = config.max_requests + has_graphs  # one for rows that fill up a graph
+    graphed = graph_sizes(*sizes[:2], drafts)
+
+    def new_context(num_pages: int) -> DynamicInferenceContext:
+        memory = CacheMemory(
+            spec,
+            layers,
+            model.config.hidden_size,
+            dtype,
+            num_pages,
+            num_slots,
+            device,
+            config.state_encoding,
+            hidden_dtype=parameter.dtype,
+        )
+        before_part = len(model_layers) if uses_part else None
+        return DynamicInferenceContext(memory, *sizes, captures, drafts, before_part)
+
+    on_host, on_device = input_bytes(input_fields(spec, *sizes, captures, drafts), device)
+    lengths = "max_sequence_length or max_requests"
+    beside = [
+        Part(num_slots * spec.slot_bytes, "live slots", "max_requests"),
+        Part(on_device, "inputs of a step", lengths),
+        Part(on_host, "copies of them", lengths, on_host=True),
+        Part(config.host_cache_bytes, "the host tier", "host_cache_bytes", on_host=True),
+    ]
+    if has_graphs:
+        asked = planned_bytes(model, spec, graphed, sizes[2])
+        beside.append(Part(asked, "CUDA graphs", "max_requests, or turn cuda_graphs off"))
+    step = 0
+    if config.cache_bytes is None and device.type == "cuda":
+        least = replace(config, cache_bytes=2 * spec.page_bytes)
+        num_pages = pool_pages(least, device, spec.page_bytes, step, beside, ranks)
+        with ranks.together(f"a step of max_tokens={config.max_tokens}"):
+            context = new_context(num_pages)
+            step = measured_step_bytes(model, context, captures, config.max_tokens, ranks)
+            del context
+    elif config.cache_bytes is None:
+        step = step_bytes(model, spec, captures, *sizes)
+    num_pages = pool_pages(config, device, spec.page_bytes, step, beside, ranks)
+    if config.cache_bytes is None:
+        config = replace(config, cache_bytes=num_pages * spec.page_bytes)
+    on_disk = None if config.cache_dir is None else config.disk_cache_bytes
+    check_capacities(spec, config.host_cache_bytes, on_disk)
+    context = new_context(num_pages)
+    if ranks.is_first:
+        logger.info(
+            "the pool of %.2f GiB on %s holds %d tokens, or %d states",
+            context.memory.pool.numel() / 2**30,
+            device,
+            spec.tokens_in(num_pages - 1),
+            spec.states_in(num_pages - 1),
+        )
+    return Allocated(context, config, dtype, drafts, graphed if has_graphs else None)
+
+
+def _agreed_spec(
+    model: HybridModel, config: InferenceConfig, dtype: torch.dtype, ranks: Ranks
+) -> CacheSpec:
+    """The same on all ranks; of the part for multi-token prediction too where it drafts."""
+    model_layers = model.cache_requirements()
+    own, of_model = (
+        cache_spec_of(
+            layers,
+            model.config.hidden_size,
+            dtype,
+            config.block_size_tokens,
+            config.state_encoding,
+            hidden_dtype=next(model.parameters()).dtype,
+        )
+        for layers in (cached_layers(model, config), model_layers)
+    )
+    full = full_bytes(model_layers, of_model, dtype)
+    stage = model.pg_collection.pp.rank()
+    spec = agree_on_spec(own, full, *token_flops(model), ranks, stage)
+    if config.speculation == "mtp":
+        # States are saved at the positions at which they are without drafts.
+        rung_bytes = of_model.rung_bytes if spec.model_bytes is None else spec.model_bytes
+        spec = replace(spec, model_bytes=rung_bytes)
+    return spec

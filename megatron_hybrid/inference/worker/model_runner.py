@@ -1,0 +1,463 @@
+"""ModelRunner: executes plans on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_hybrid.cache.index.tree import common_prefix
+from megatron_hybrid.distributed.ranks import Ranks
+from megatron_hybrid.inference.memory.cache_memory import CacheMemory, ParkedRequest
+from megatron_hybrid.inference.sampling_params import (
+    DRAW_AGAIN,
+    NOT_DRAWN,
+    Draw,
+    Sampled,
+    SamplingParams,
+)
+from megatron_hybrid.inference.scheduling.step_plan import (
+    Park,
+    PromptScores,
+    Restore,
+    Save,
+    StepPlan,
+    StepResult,
+    Unpark,
+    Work,
+)
+from megatron_hybrid.inference.worker.context import DynamicInferenceContext
+from megatron_hybrid.inference.worker.graph_runner import GraphRunner
+from megatron_hybrid.inference.worker.sampler import (
+    NUM_CANDIDATES,
+    Scores,
+    adjust,
+    mark_failures,
+    processed_log_probs,
+    raw_log_probs,
+    sample,
+    score,
+    to_host,
+)
+from megatron_hybrid.models.derived_weights import keep_derived
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.ops.to_device import to_device
+from megatron_hybrid.utils.out_of_memory import optional_work
+
+
+class ModelRunner:
+    """Runs the model over one step's batch, samples, and moves bytes before and after.
+
+    Args:
+        model: in eval mode.
+        memory: pool and live slots.
+        context: lays out the batch.
+        load: starts to copy a fetch into the pool: `Fetches.load`.
+        logprobs_mode: as in `InferenceConfig`.
+        ranks: those of the model.
+        graphs: replays steps of decodes; None: all of them are launched.
+    """
+
+    def __init__(
+        self,
+        model: HybridModel,
+        memory: CacheMemory,
+        context: DynamicInferenceContext,
+        load: Callable[[bytes, list[np.ndarray]], None],
+        logprobs_mode: str,
+        ranks: Ranks,
+        graphs: GraphRunner | None = None,
+    ):
+        self.model = model
+        self.memory = memory
+        self.context = context
+        self.logprobs_mode = logprobs_mode
+        self._load = load
+        self._parked: dict[int, ParkedRequest] = {}
+        self.ranks = ranks
+        self.graphs = graphs
+        self._derived: dict = {}  # see `keep_derived`
+        self._stages = model.pg_collection.pp
+        self._has_stages = self._stages.size() > 1
+        self._is_last_stage = model.post_process
+        self._last_rank = ranks.gather(model.post_process).index(True)
+
+    @property
+    def parked_bytes(self) -> int:
+        """Host memory of preempted requests."""
+        return sum(parked.num_bytes for parked in self._parked.values())
+
+    def drop_parked(self) -> None:
+        """Drop the bytes of all preempted requests."""
+        self._parked.clear()
+
+    def drop_old_weights(self) -> None:
+        """Drop what was worked out from weights that have changed."""
+        self._derived.clear()
+        self.drop_graphs()
+
+    def drop_graphs(self) -> None:
+        """Drop all graphs: see `GraphRunner.drop`."""
+        if self.graphs is not None:
+            self.graphs.drop()
+
+    @torch.inference_mode()
+    def capture_graph(self, size: int, num_rows: int) -> None:
+        """Capture a graph: see `GraphRunner.capture`."""
+        with keep_derived(self._derived):
+            self.graphs.capture(size, num_rows)
+
+    def graph_counts(self) -> dict[str, int]:
+        """What `stats` tells of graphs."""
+        graphs = self.graphs
+        return {
+            "graphs": 0 if graphs is None else graphs.num_graphs,
+            "graph_bytes": 0 if graphs is None else graphs.num_bytes,
+            "graph_steps": 0 if graphs is None else graphs.num_replays,
+        }
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Execute a plan in its order. Lack of memory in the moves and saves is noted in the
+        result; in the forward and the draws it raises."""
+        result = StepResult()
+        for request_id in plan.drops:
+            self._parked.pop(request_id, None)
+        # Before all writes: this step may write the pages that the request had.
+        for park in plan.parks:
+            with optional_work(partial(_note, result.not_parked, park.request_id)):
+                self._park(park)
+        for key, targets in plan.loads.items():
+            with optional_work(partial(_note, result.unloaded, key)):
+                self._load(key, targets)
+        for restore in plan.restores:
+            with optional_work(partial(_note, result.unrestored, restore.request_id)):
+                if isinstance(restore, Unpark):
+                    self._unpark(restore)
+                else:
+                    self._restore(restore)
+        if plan.work or plan.ready:
+            logits_nV = self.forward(plan)
+            if logits_nV is not None:
+                drawn = self.sample(plan, logits_nV)
+                scores = self.score(plan, logits_nV)
+            self._save(plan, result)
+            if logits_nV is not None:
+                self._read(plan, drawn, scores, result)
+        for save in plan.saves:
+            self._save_state(self.memory.slots[save.slot], save, save.request_id, result)
+        if self.ranks.size > 1:
+            self._agree(plan, result)
+        return result
+
+    def _agree(self, plan: StepPlan, result: StepResult) -> None:
+        """Make the result that of all ranks: moves for which one of them lacked memory, and the
+        draws of the last pipeline stage. One exchange, of a length that the plan tells; none if
+        there is nothing to tell."""
+        optional = [
+            *((result.not_parked, park.request_id) for park in plan.parks),
+            *((result.unloaded, key) for key in plan.loads),
+            *((result.unrestored, restore.request_id) for restore in plan.restores),
+            *((result.unsaved, key) for key in plan.save_keys()),
+        ]
+        numbers = [key in failed for failed, key in optional]
+        draws = plan.draws() if self._has_stages else []
+        drawn = {
+            request_id: [*result.accepted.get(request_id, ()), last]
+            for request_id, last in result.sampled.items()
+        }
+        of_rows = {request_id: iter(tokens) for request_id, tokens in drawn.items()}
+        rejected = Sampled(NOT_DRAWN)
+        numbers += [next(of_rows.get(owner, iter(())), rejected).token for owner, _ in draws]
+        agreed = self.ranks.maximum(numbers)
+        for (failed, key), has_failed in zip(optional, agreed):
+            if has_failed:
+                failed.setdefault(key, "another rank lacked memory")
+        if not self._has_stages:
+            return
+        tokens = agreed[len(optional) :]
+        if any(work.scored for work in plan.work) or any(
+            draw.params.return_log_probs for _, draw in draws
+        ):
+            scored = drawn, result.prompt_scores
+            drawn, result.prompt_scores = self.ranks.broadcast(scored, self._last_rank)
+        else:
+            drawn = {}
+            for (owner, _), token in zip(draws, tokens):
+                drawn.setdefault(owner, []).extend([Sampled(token)] * (token != NOT_DRAWN))
+        _note_drawn(result, drawn)
+
+    def _park(self, park: Park) -> None:
+        blocks, *local = park.tables
+        self._parked[park.request_id] = self.memory.park(blocks, local, park.num_tokens, park.slot)
+
+    def _unpark(self, unpark: Unpark) -> None:
+        parked = self._parked.pop(unpark.request_id, None)
+        if parked is None:
+            raise MemoryError(f"request {unpark.request_id} found no host memory to be parked in")
+        blocks, *local = unpark.tables
+        self.memory.unpark(parked, blocks, local, unpark.first_block, unpark.slot)
+
+    def _restore(self, restore: Restore) -> None:
+        self._parked.pop(restore.request_id, None)  # a failed step's: it starts from the cache
+        if restore.source_slot is not None:
+            self.memory.copy_slot(restore.source_slot, restore.slot)
+        elif restore.checkpoint_pages is not None:
+            self.memory.load_checkpoint(restore.checkpoint_pages, restore.slot)
+        else:
+            self.memory.clear_slot(restore.slot)
+        if len(restore.sources):
+            self.memory.copy_pages(restore.sources, restore.targets)
+
+    def forward(self, plan: StepPlan) -> Tensor | None:
+        """Compute logits [n, V] of `num_logits` rows per `plan.work`, then one per `plan.ready`.
+        None on a pipeline stage before the last."""
+        with keep_derived(self._derived):
+            return self._forward(plan)
+
+    def _forward(self, plan: StepPlan) -> Tensor | None:
+        if self.graphs is not None and (logits_nV := self.graphs.forward(plan)) is not None:
+            return logits_nV
+        self.context.begin_step(plan)
+        if not plan.work:
+            if not self._is_last_stage:
+                return None
+            return self.model.compute_logits(self.context.ready_hidden())
+        stages = self._stages
+        if not self.model.pre_process:
+            hidden = self.model.stage_input(self.context.input_ids.shape[1])
+            dist.recv(hidden, group=stages, group_src=stages.rank() - 1)
+            self.model.set_input_tensor(hidden)
+        output = self.model(self.context.input_ids, inference_context=self.context)
+        if self._is_last_stage:
+            return output[0]
+        dist.send(output, group=stages, group_dst=stages.rank() + 1)
+        return None
+
+    @torch.inference_mode()
+    def predict(self, works: list[Work], most: list[int]) -> list[list[int]]:
+        """Tokens that the part for multi-token prediction expects behind those of some decodes.
+
+        Args:
+            works: each has its request's newest token alone, whose live slot has the state before,
+                and the draw of the next one.
+                Keys and values of the part are written there and at the drafts but the last.
+            most: drafts of each, at least 1, descending.
+        """
+        context, drafts = self.context.prediction, []
+        context.begin_drafts()
+        try:
+            with keep_derived(self._derived):
+                for number in range(most[0]):
+                    count = sum(own > number for own in most)
+                    at = [replace(own, start=own.start + number) for own in works[:count]]
+                    self.context.begin_step(StepPlan(work=at))
+                    ids_T = self.context.input_ids[0]
+                    if number:
+                        ids_T = F.pad(drafts[-1][:count], (0, len(ids_T) - count))
+                    else:
+                        hidden_Th = self.context.live_hidden()
+                    hidden_Th = hidden_Th[:count].to(self.model.config.params_dtype)
+                    hidden_Th = F.pad(hidden_Th, (0, 0, 0, len(ids_T) - count))
+                    hidden_Th = self.model.predict(hidden_Th, ids_T, context)
+                    logits_nV = self.model.compute_logits(hidden_Th[:count])
+                    draws = [
+                        replace(draw, position=draw.position + number)
+                        for own in at
+                        for draw in own.draws.values()
+                    ]
+                    tokens_n = sample(logits_nV, draws)
+                    # Of those that would be drawn again, the likeliest token.
+                    drafts.append(torch.where(tokens_n < 0, logits_nV.argmax(-1), tokens_n))
+        finally:
+            context.end_drafts()
+        columns = to_host(drafts)
+        return [[column[i] for column in columns[:own]] for i, own in enumerate(most)]
+
+    def sample(self, plan: StepPlan, logits_nV: Tensor) -> Drawn | None:
+        """Draw the tokens of a plan, on the device. None: it has no draws."""
+        draws: list[Draw] = []
+        rows: list[int] = []
+        end = 0
+        for entry, count in [
+            *((work, work.num_logits) for work in plan.work),
+            *((ready, 1) for ready in plan.ready),
+        ]:
+            end += count
+            drafted = entry.draft_draws if isinstance(entry, Work) else []
+            known = end - 1 - len(drafted)
+            draws += (*entry.draws.values(), *drafted)
+            rows += [known] * len(entry.draws) + list(range(known + 1, end))
+        if not draws:
+            return None
+        if rows != list(range(len(logits_nV))):
+            logits_nV = logits_nV.index_select(0, to_device(rows, logits_nV.device))
+        return self._draw(logits_nV, draws, NUM_CANDIDATES)
+
+    def _draw(self, logits_nV: Tensor, draws: list[Draw], num_candidates: int) -> Drawn:
+        adjusted_nV = adjust(logits_nV, draws)
+        tokens_n = sample(adjusted_nV, draws, num_candidates)
+        tokens_n = mark_failures(tokens_n, logits_nV, adjusted_nV)
+        drawn = Drawn(logits_nV, draws, tokens_n)
+        scored_nV = adjusted_nV if self.logprobs_mode == "processed_logprobs" else logits_nV
+        by_top_n: dict[int, list[int]] = {}
+        for row, draw in enumerate(draws):
+            if draw.params.return_log_probs:
+                by_top_n.setdefault(draw.params.top_n_logprobs, []).append(row)
+        for top_n, group in by_top_n.items():
+            group_rows = to_device(group, logits_nV.device)
+            log_probs = self._log_probs(
+                scored_nV.index_select(0, group_rows), [draws[row].params for row in group]
+            )
+            tokens = tokens_n.index_select(0, group_rows)
+            own_logits = logits_nV.index_select(0, group_rows)
+            drawn.scored.append((group, score(log_probs, tokens, top_n, own_logits)))
+        return drawn
+
+    def _log_probs(self, logits_nV: Tensor, params: list[SamplingParams]) -> Tensor:
+        if self.logprobs_mode == "processed_logprobs":
+            return processed_log_probs(logits_nV, params)
+        return raw_log_probs(logits_nV)
+
+    def score(self, plan: StepPlan, logits_nV: Tensor) -> dict[int, Scores]:
+        """Log-probabilities of `Work.scored`, by request id, on the device."""
+        scores, start = {}, 0
+        for work in plan.work:
+            if work.scored is not None:
+                first = start + work.scored.first - 1 - work.start
+                tokens, params = work.scored.tokens, work.scored.params
+                rows_TV = logits_nV[first : first + len(tokens)]
+                log_probs_TV = self._log_probs(rows_TV, [params] * len(tokens))
+                tokens_T = to_device(tokens, logits_nV.device)
+                scores[work.request_id] = score(
+                    log_probs_TV, tokens_T, params.top_n_logprobs, rows_TV
+                )
+            start += work.num_logits
+        return scores
+
+    def _read(
+        self,
+        plan: StepPlan,
+        drawn: Drawn | None,
+        scores: dict[int, Scores],
+        result: StepResult,
+    ) -> None:
+        """Wait for the device, and copy what was drawn and scored into the result."""
+        tensors = [tensor for each in scores.values() for tensor in each]
+        if drawn is not None:
+            tensors += drawn.tensors()
+        if not tensors:
+            return
+        values = iter(to_host(tensors))
+        for request_id in scores:
+            log_probs, top_rows = next(values), _top_rows(values)
+            result.prompt_scores[request_id] = PromptScores(log_probs, top_rows or [])
+        if drawn is not None:
+            rows: dict[int, list[Sampled]] = {}
+            for (owner, _), sampled in zip(plan.draws(), self._sampled(drawn, values)):
+                rows.setdefault(owner, []).append(sampled)
+            for work in plan.work:
+                if work.draft_draws:
+                    own = rows[work.request_id]
+                    drawn_n = np.array([sampled.token for sampled in own[:-1]])
+                    count = common_prefix(drawn_n, work.drafts)
+                    del own[1 + count :]
+            _note_drawn(result, rows)
+
+    def _sampled(self, drawn: Drawn, values: Iterator[list]) -> list[Sampled]:
+        """What was drawn, from the values of its tensors. Rows whose token was not among the
+        candidates are drawn again, which waits for the device again: at most until all tokens are
+        candidates."""
+        sampled, num_candidates = drawn.sampled(values), NUM_CANDIDATES
+        while rows := [row for row, own in enumerate(sampled) if own.token == DRAW_AGAIN]:
+            num_candidates *= 16
+            logits_mV = drawn.logits_nV.index_select(0, to_device(rows, drawn.tokens_n.device))
+            again = self._draw(logits_mV, [drawn.draws[row] for row in rows], num_candidates)
+            for row, own in zip(rows, again.sampled(iter(to_host(again.tensors())))):
+                sampled[row] = own
+        return sampled
+
+    def _save(self, plan: StepPlan, result: StepResult) -> None:
+        captured = self.context.captured_states()
+        for work, first in zip(plan.work, self.context.first_captures):
+            positions = work.captures
+            for save in work.saves:
+                # The state at the end is the live slot itself.
+                if save.position == work.end:
+                    state = self.memory.slots[work.slot]
+                else:
+                    state = captured[first + positions.index(save.position)]
+                self._save_state(state, save, work.request_id, result)
+
+    @torch.inference_mode()
+    def take_back(self, plan: StepPlan, ends: Mapping[int, int]) -> None:
+        """Set the live slots of a plan that has just run to the states before its rejected drafts.
+
+        ends: by request id, the number of tokens that its state is to have seen.
+        """
+        slots, rows = [], []
+        for work, first in zip(plan.work, self.context.first_captures):
+            if work.draft_draws and (end := ends[work.request_id]) < work.end:
+                slots.append(work.slot)
+                rows.append(first + work.captures.index(end))
+        if slots:
+            slots_n, rows_n = to_device((slots, rows), self.memory.device)
+            # As words: copies of single bytes take several times as long.
+            captured = self.context.captured_states().view(torch.int64)
+            states = captured.index_select(0, rows_n)
+            self.memory.slots.view(torch.int64).index_copy_(0, slots_n, states)
+
+    def _save_state(self, state: Tensor, save: Save, request_id: int, result: StepResult) -> None:
+        with optional_work(partial(_note, result.unsaved, (request_id, save.position))):
+            self.memory.save_checkpoint(state, save.pages)
+
+
+@dataclass
+class Drawn:
+    """What a step has drawn, on the device."""
+
+    logits_nV: Tensor
+    """The rows that were drawn from."""
+    draws: list[Draw]
+    """Those of `StepPlan.draws`."""
+    tokens_n: Tensor
+    """int64, from `mark_failures`."""
+    scored: list[tuple[list[int], Scores]] = field(default_factory=list)
+    """Numbers of the draws that need log-probabilities, and these."""
+
+    def tensors(self) -> list[Tensor]:
+        return [self.tokens_n, *(tensor for _, each in self.scored for tensor in each)]
+
+    def sampled(self, values: Iterator[list]) -> list[Sampled]:
+        """What was drawn, from the values of `tensors`."""
+        sampled = [Sampled(token) for token in next(values)]
+        for rows, _ in self.scored:
+            log_probs, top_rows = next(values), _top_rows(values)
+            for row, log_prob, top in zip(rows, log_probs, top_rows or [None] * len(rows)):
+                sampled[row] = Sampled(sampled[row].token, log_prob, top)
+        return sampled
+
+
+def _top_rows(values: Iterator[list]) -> list[dict[int, float]]:
+    """The most likely tokens of each row, from their log-probabilities and ids; empty if none were
+    asked for."""
+    log_probs, ids = next(values), next(values)
+    return [dict(zip(*row)) for row in zip(ids, log_probs) if row[0]]
+
+
+def _note_drawn(result: StepResult, drawn: dict[int, list[Sampled]]) -> None:
+    """Note what counts of each request's draws, by its id."""
+    for request_id, (*accepted, last) in drawn.items():
+        result.sampled[request_id] = last
+        if accepted:
+            result.accepted[request_id] = accepted
+
+
+def _note(failed: dict, key, error: Exception) -> None:
+    failed[key] = str(error)

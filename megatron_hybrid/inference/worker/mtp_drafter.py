@@ -1,0 +1,88 @@
+"""The drafter that runs the model's part for multi-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.drafters import BatchDrafter
+from megatron_hybrid.inference.requests.request import Request
+from megatron_hybrid.inference.sampling_params import Draw
+from megatron_hybrid.inference.scheduling.plan_builder import tables_of
+from megatron_hybrid.inference.scheduling.step_plan import Work
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.mixers.base import LayerCache
+
+
+def require_part(model: HybridModel) -> None:
+    """Raise ValueError unless the model has a part for multi-token prediction that can draft."""
+    if not hasattr(model, "mtp"):
+        raise ValueError(
+            "speculation is 'mtp', but the model has no part for multi-token prediction: nothing "
+            f"behind '/' in its layer pattern {model.config.layer_pattern!r}. Load a folder with "
+            "such weights (mtp.*) by load_pretrained(..., mtp=True), on one pipeline stage, or use "
+            "speculation='lookup'."
+        )
+    keeps_state = any(map(_is_local, model.cache_requirements()))
+    if not keeps_state and any(map(_is_local, model.prediction_requirements())):
+        raise ValueError(
+            f"speculation is 'mtp', and what stands behind '/' in {model.config.layer_pattern!r} "
+            "keeps states or a window of keys, which the layers before it do not: prompts would "
+            "resume at saved states alone. Use speculation='lookup'."
+        )
+
+
+def cached_layers(model: HybridModel, config: InferenceConfig) -> list[LayerCache]:
+    """What the layers of this rank keep: those of the model and, where it drafts, of its part."""
+    part = model.prediction_requirements() if config.speculation == "mtp" else []
+    return model.cache_requirements() + part
+
+
+def _draw(request: Request) -> Draw:
+    """The draw of its next token, without what depends on the tokens before: a draft that is drawn
+    from the part's logits with the same noise is more often the token than the likeliest one."""
+    return Draw(request.params, request.seed, request.sample_index, request.num_tokens)
+
+
+def _is_local(layer: LayerCache) -> bool:
+    """Whether a sequence cannot go on at any token, where the layer's keys and values are there."""
+    return bool(layer.states) or (layer.kv is not None and layer.kv.is_local)
+
+
+class PartDrafter(BatchDrafter):
+    """Drafts by a part that the model was trained with. It computes those of all decodes together,
+    before the step is planned: `propose` tells them.
+
+    Args:
+        run: `ModelRunner.predict`.
+    """
+
+    def __init__(self, run: Callable[[list[Work], list[int]], list[list[int]]]):
+        self._run = run
+        self._drafts: dict[int, list[int]] = {}
+
+    def prepare(self, most: Mapping[Request, int]) -> None:
+        """See `BatchDrafter.prepare`."""
+        self._drafts = {}
+        # Those with most passes first: the later passes have the first ones alone.
+        requests = sorted(most, key=lambda request: -most[request])
+        works = [
+            Work(
+                request.request_id,
+                request.slot,
+                request.num_computed,
+                request.tokens[request.num_computed : request.num_tokens],
+                request.lease.shared_tokens,
+                tables_of(request.lease),
+                num_logits=1,
+                draws={request.request_id: _draw(request)},
+            )
+            for request in requests
+        ]
+        if works:
+            drafts = self._run(works, [most[request] for request in requests])
+            self._drafts = {work.request_id: own for work, own in zip(works, drafts, strict=True)}
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        """See `Drafter.propose`."""
+        return self._drafts.pop(request.request_id, [])[:most]

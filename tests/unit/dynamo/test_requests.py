@@ -1,0 +1,275 @@
+"""Dynamo's requests ask the engine for what the same body over HTTP asks for; chunks, cards."""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+from http_server import DEMO
+
+from megatron_hybrid import cli
+from megatron_hybrid.cache.report import PrefixReport
+from megatron_hybrid.dynamo import model_card
+from megatron_hybrid.dynamo.model_card import card_folder
+from megatron_hybrid.dynamo.requests import GROUPS, Chunks, read_request
+from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
+from megatron_hybrid.inference.sampling_params import ThinkingBudget
+from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.fields import CompletionFields
+from megatron_hybrid.serving.origins import Origins
+from megatron_hybrid.serving.parsers import style_of
+from megatron_hybrid.serving.rendering import guide_of, sampling_params
+from megatron_hybrid.text.tokenizer import Tokenizer
+
+ROOM = 100
+PROMPT = [5, 6, 7, 8]
+STYLE = style_of("<think>")
+EXAMPLES = Path(__file__).parents[3] / "examples" / "dynamo"
+SHUTDOWN_SECONDS = 30
+VALUES = {
+    "sampling_options": {
+        **{"n": 2, "best_of": 1, "temperature": 0.7, "top_p": 0.9, "top_k": 12, "min_p": 0.05},
+        **{"presence_penalty": 0.1, "frequency_penalty": -0.2, "repetition_penalty": 1.3},
+        **{"seed": 7, "logit_bias": {"9": 2.5}, "use_beam_search": False, "length_penalty": 1},
+        **{"include_stop_str_in_output": True, "allowed_token_ids": [4, 9]},
+        "guided_decoding": {"choice": ["yes", "no"]},
+    },
+    "stop_conditions": {
+        **{"max_tokens": 9, "min_tokens": 2, "stop": ["x", "yz"], "ignore_eos": True},
+        "stop_token_ids": [11],
+    },
+    "output_options": {"logprobs": 3, "prompt_logprobs": 2, "skip_special_tokens": False},
+}
+"""A value of each field, other than the one that counts without it."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_folder(DEMO)
+
+
+def asked(tokenizer, style=STYLE, **request):
+    return read_request({"token_ids": PROMPT, **request}, tokenizer, style, ROOM)
+
+
+@pytest.mark.parametrize(
+    ("group", "name"), [(group, name) for group, names in GROUPS.items() for name in names]
+)
+def test_each_field_asks_for_what_it_asks_over_http(tokenizer, group, name):
+    value = VALUES[group][name]
+    found = asked(tokenizer, **{group: {name: value}})
+    body = {"prompt": PROMPT, "max_tokens": ROOM - len(PROMPT)} | {GROUPS[group][name]: value}
+    fields = CompletionFields.model_validate(body)
+    assert found.params == sampling_params(tokenizer, fields, fields.max_tokens)
+    assert found.guide == guide_of(fields, STYLE) and found.fields.n == fields.n
+    assert found.fields.prompt == PROMPT and found.salt == ""
+
+
+def test_numbers_are_those_that_the_caller_wrote(tokenizer):
+    found = asked(tokenizer, sampling_options={"temperature": 0.699999988079071, "top_p": 1.0})
+    assert (found.params.temperature, found.params.top_p) == (0.7, 1.0)
+
+
+def test_salts_are_marked_for_dynamo_s_reader_and_higher_priorities_come_first(tokenizer):
+    routing = {"cache_salt": "tenant", "priority": 3}
+    for request in ({"routing": routing}, {"extra_args": {"nvext": {"cache_salt": "tenant"}}}):
+        assert asked(tokenizer, **request).salt == "dynamo-cache-salt:tenant"
+    assert asked(tokenizer, routing=routing).fields.priority == -3
+
+
+def test_end_tokens_of_the_frontend_are_stops_and_no_stop_reasons(tokenizer):
+    stops = {"stop_token_ids": [11], "stop_token_ids_hidden": [12, tokenizer.eod]}
+    found = asked(tokenizer, stop_conditions=stops)
+    assert sorted(found.params.stop_token_ids) == [11, 12]
+    outputs = [output(result=result(stop_reason=reason)) for reason in (12, 11, "x")]
+    assert [Chunks(found, tokenizer).of(each).get("stop_reason") for each in outputs] == [
+        *(None, 11, "x")
+    ]
+
+
+def test_a_request_that_was_moved_may_have_fewer_tokens_left_than_its_least(tokenizer):
+    stops = {"max_tokens": 3, "min_tokens": 50, "stop": ["x"]}
+    found = asked(tokenizer, stop_conditions=stops)
+    assert (found.params.min_tokens, found.params.num_tokens_to_generate) == (3, 3)
+    assert found.params.stop_words == ()  # the frontend finds them, behind the least
+
+
+def test_options_that_only_dynamo_has(tokenizer):
+    request = {"sampling_options": {"guided_decoding": {"regex": "a+", "backend": "xgrammar"}}}
+    assert asked(tokenizer, **request).guide[0].source == "a+"
+    request = {"extra_args": {"sampling_options": {"top_k": 4}}}
+    assert asked(tokenizer, **request).params.top_k == 4
+    request = {"sampling_options": {"bad_words_token_ids": [[3], [4, 5]]}}
+    assert asked(tokenizer, **request).params.bad_words_ids == ((3,), (4, 5))
+
+
+def test_reasoning_comes_before_the_guide_and_has_a_budget(tokenizer):
+    guided = {"sampling_options": {"guided_decoding": {"regex": "a+"}}}
+    (guide, _), (free, _) = (
+        asked(tokenizer, **guided, require_reasoning=thinks).guide for thinks in (False, True)
+    )
+    assert guide.kind == "regex" and '"begin": "<think>"' in free.source
+    opened = tokenizer.tokenize("<think>", add_special_tokens=False)
+    prompt = {"token_ids": [*PROMPT, *opened], "require_reasoning": True}
+    inside = read_request({**prompt, **guided}, tokenizer, STYLE, ROOM).guide[0]
+    assert '"begin": ""' in inside.source
+    with pytest.raises(ApiError, match="reasoning between two tokens"):
+        asked(tokenizer, stop_conditions={"max_thinking_tokens": 4})
+
+
+def test_a_thinking_budget_begins_where_the_prompt_ends(tokenizer, monkeypatch):
+    ids = {"<think>": [100], "</think>": [101]}
+    monkeypatch.setattr(tokenizer, "tokenize", lambda text, **_: ids[text])
+    shown = {100: "<think>\n"}
+    monkeypatch.setattr(
+        tokenizer, "detokenize", lambda ids, **_: "".join(shown.get(id, "x") for id in ids)
+    )
+    for prompt, inside in ((PROMPT, False), ([*PROMPT, 100], True)):
+        request = {"token_ids": prompt, "stop_conditions": {"max_thinking_tokens": 4}}
+        found = read_request(request, tokenizer, STYLE, ROOM).params.thinking_budget
+        assert found == ThinkingBudget(4, end=101, start=100, begins_inside=inside)
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        ({"prompt_embeds": "abc"}, "prompt_embeds"),
+        ({"multi_modal_data": {"image_url": []}}, "multi_modal_data"),
+        ({"prefill_result": {"disaggregated_params": {}}}, "prefill_result"),
+        ({"routing": {"lora_name": "mine"}}, "lora_name"),
+        ({"sampling_options": {"use_beam_search": True}}, "use_beam_search"),
+        ({"sampling_options": {"temperature": -1.0}}, "temperature"),
+        ({"sampling_options": {"guided_decoding": {"json": {"type": 3}, "regex": "a"}}}, None),
+        ({"sampling_options": {"guided_decoding": {"whitespace_pattern": " "}}}, None),
+        ({"token_ids": []}, "prompt"),
+        ({"output_options": {"logprobs": 21}}, "logprobs"),
+    ],
+)
+def test_what_there_is_not_is_refused_by_name(tokenizer, request_, param):
+    with pytest.raises(ApiError) as refused:
+        asked(tokenizer, **request_)
+    assert refused.value.status == 400
+    assert refused.value.param == (param or "structured_outputs")
+
+
+def result(**fields):
+    return GenerationResult(0, PROMPT, [20, 21], "ab", "stop", None, **fields)
+
+
+def output(**fields):
+    given = {"request_id": 0, "sample_index": 0, "tokens": [20], "text": "", "epoch": 0}
+    given |= {"finish_reason": None, "result": None, "report": PrefixReport(4, 3, 2, None)}
+    return RequestOutput(**(given | fields))
+
+
+def test_chunks_have_tokens_logprobs_and_counts(tokenizer):
+    options = {"logprobs": 1, "prompt_logprobs": 0}
+    chunks = Chunks(asked(tokenizer, output_options=options), tokenizer)
+    minus = float("-inf")
+    first = chunks.of(output(log_probs=[minus], top_n_logprobs=[{30: -0.5, 20: minus}]))
+    text = tokenizer.shown_bytes(30)
+    assert first == {
+        "token_ids": [20],
+        "index": 0,
+        "log_probs": [-9999.0],
+        "top_logprobs": [
+            [
+                {
+                    **{"rank": 1, "token_id": 30, "token": text.decode(), "logprob": -0.5},
+                    "bytes": list(text),
+                }
+            ]
+        ],
+    }
+    last = chunks.of(
+        output(
+            sample_index=1,
+            finish_reason="stop",
+            log_probs=[-1.0],
+            top_n_logprobs=[{30: -0.5}],
+            result=result(prompt_log_probs=[-0.1, -0.2, -0.3]),
+        )
+    )
+    assert (last["index"], last["finish_reason"]) == (1, "stop")
+    assert last["completion_usage"] == {
+        "prompt_tokens": 4,
+        "completion_tokens": 2,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    shown = last["engine_data"]["prompt_logprobs"]
+    assert shown[0] is None and [each[str(t)]["logprob"] for each, t in zip(shown[1:], PROMPT[1:])]
+    json.dumps([first, last])
+
+
+def test_a_card_is_the_model_s_own_folder_or_has_what_the_frontend_reads(
+    tokenizer, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = card_folder(DEMO, tokenizer, ROOM)
+    # Workers of one model have one path, and those of another template another one.
+    assert card_folder(DEMO, tokenizer, ROOM) == made == card_folder(made, tokenizer, ROOM)
+    other = tokenizer.with_chat_template("{{ messages[0].content }}")
+    assert card_folder(DEMO, other, ROOM) != made
+    assert len(list(made.parent.iterdir())) == 2
+    config = json.loads((made / "config.json").read_text())
+    assert config["eos_token_id"] == list(tokenizer.end_tokens)
+    assert config["max_position_embeddings"] == ROOM
+    found = Tokenizer.from_folder(made)
+    assert found.fingerprint == tokenizer.fingerprint
+    assert found.chat_template == tokenizer.chat_template
+
+
+def test_cards_that_nobody_uses_go_but_the_last_ones(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(model_card, "KEPT_CARDS", 3)
+    own = card_folder(DEMO, tokenizer, ROOM)
+    others = [own.parent / name for name in ("oldest", "older", "of another", "old")]
+    for age, card in enumerate(others):
+        card.mkdir()
+        (card / "config.json").touch()
+        os.utime(card, (age + 1, age + 1))
+    os.utime(own, (0, 0))
+    other = os.open(others[2], os.O_RDONLY)  # as of another worker
+    fcntl.flock(other, fcntl.LOCK_SH)
+    newest = card_folder(DEMO, tokenizer.with_chat_template("{{ messages }}"), ROOM)
+    assert {*own.parent.iterdir()} == {own, newest, *others[2:]}
+    os.utime(others[2], (0, 0))
+    card_folder(DEMO, tokenizer.with_chat_template("{{ messages[0] }}"), ROOM)
+    assert len(left := {*own.parent.iterdir()}) == 5 and {own, newest, others[2]} < left
+    os.close(other)  # it has ended
+    assert card_folder(DEMO, tokenizer, ROOM) == own
+    assert others[2] not in own.parent.iterdir()
+
+
+def test_manifests_leave_time_to_drain_and_name_the_flags_that_there_are():
+    documents = {
+        path.name: list(yaml.safe_load_all(path.read_text())) for path in EXAMPLES.glob("*.yaml")
+    }
+    (graph,) = documents["kubernetes.yaml"]
+    frontend, worker = (each["podTemplate"]["spec"] for each in graph["spec"]["components"])
+    container = worker["containers"][0]
+    (gpus,) = container["resources"]["limits"].values()
+    assert f"--tp={gpus}" in container["args"]
+    assert container["command"][-1] == "megatron_hybrid.dynamo.__main__"
+    (services,) = (each["services"] for each in documents["etcd.yaml"])
+    assert services["frontend"]["command"][3:] == frontend["containers"][0]["args"]
+    server, picker = documents["llm_d.yaml"]
+    pod = server["spec"]["template"]["spec"]
+    arguments = pod["containers"][0]["args"]
+    options = cli.command_parser("serve").read(arguments[1:])
+    assert options.shutdown_timeout == SHUTDOWN_SECONDS
+    assert min(worker["terminationGracePeriodSeconds"], pod["terminationGracePeriodSeconds"]) > 30
+    assert all(each["stop_grace_period"] == "60s" for name, each in services.items() if "w" in name)
+    plugins = yaml.safe_load(picker["data"]["picker.yaml"])["plugins"]
+    events = next(p["parameters"]["kvEventsConfig"] for p in plugins if "precise" in p["type"])
+    ports = events["podDiscoveryConfig"]
+    assert options.kv_events_endpoint == f"tcp://*:{ports['socketPort']}"
+    assert options.kv_events_replay_endpoint == f"tcp://*:{ports['replaySocketPort']}"
+    assert options.kv_events_topic.startswith(events["topicFilter"])
+    producer = next(p["parameters"] for p in plugins if p["type"] == "token-producer")
+    host = urlsplit(producer["vllm"]["url"]).netloc
+    Origins((*options.allowed_host, options.host)).check(host, None)

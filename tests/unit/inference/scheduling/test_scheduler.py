@@ -1,0 +1,559 @@
+"""Which tokens of which requests run next: tables of requests and plans, without any model."""
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.inference.drafters import Drafts
+from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.requests.request import Request, RequestStatus
+from megatron_hybrid.inference.sampling_params import Sampled, SamplingParams
+from megatron_hybrid.inference.scheduling.scheduler import Scheduler
+from megatron_hybrid.inference.scheduling.step_plan import Restore, StepPlan, StepResult
+
+BLOCK = 16
+SPEC = CacheSpec(BLOCK, (KVGroup(1, 64),), state_bytes=2048, hidden_bytes=256)
+
+
+class NoTiers:
+    tiers = ()
+
+    def poll(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        pass
+
+    def take_loads(self) -> dict:
+        return {}
+
+
+def scheduler(num_pages=200, max_requests=4, max_tokens=64) -> Scheduler:
+    cache = PrefixCache(SPEC, num_pages)
+    return Scheduler(cache, NoTiers(), max_requests, max_tokens)
+
+
+def request(
+    request_id: int, length: int, answer: int = 8, seed: int | None = None, **options
+) -> Request:
+    """A prompt of its own, or that of `seed`."""
+    rng = np.random.default_rng(request_id if seed is None else seed)
+    tokens = np.zeros(length + answer, np.int32)
+    tokens[:length] = rng.integers(0, 1000, length)
+    params = SamplingParams(num_tokens_to_generate=answer).resolved()
+    return Request(request_id, tokens, length, params, 0, RequestOptions(**options))
+
+
+def run(scheduler: Scheduler) -> list[tuple[int, int, int, bool]]:
+    """One step that draws token 1 everywhere; (request, start, end, whether it draws)."""
+    plan = scheduler.schedule()
+    drawn = {i: Sampled(1) for entry in (*plan.work, *plan.ready) for i in entry.draws}
+    for owner in scheduler.complete(plan, StepResult(drawn)):
+        owner.tokens[owner.num_tokens] = 1
+        owner.num_tokens += 1
+        if owner.num_generated == owner.params.num_tokens_to_generate:
+            owner.mark_answered("length")
+            scheduler.finish(owner)
+    scheduler.complete(scheduler.schedule_moves(), StepResult())
+    scheduler.cache.check_integrity()
+    return [(work.request_id, work.start, work.end, bool(work.draws)) for work in plan.work] + [
+        (ready.request_id, -1, -1, True) for ready in plan.ready
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes", "plans"),
+    [
+        ([], {}, [[]]),
+        ([10], {}, [[(0, 0, 10, True)], [(0, 10, 11, True)]]),
+        # A prompt longer than the budget is cut; the next one gets what is left.
+        (
+            [100, 30],
+            {},
+            [
+                [(0, 0, 64, False)],
+                [(0, 64, 100, True), (1, 0, 28, False)],
+                [(0, 100, 101, True), (1, 28, 30, True)],
+                [(0, 101, 102, True), (1, 30, 31, True)],
+            ],
+        ),
+        # First come, first served, as many as there are slots.
+        (
+            [10, 10, 10],
+            {"max_requests": 2},
+            [[(0, 0, 10, True), (1, 0, 10, True)], [(0, 10, 11, True), (1, 10, 11, True)]],
+        ),
+        # Decodes come before prefills, and their budget is taken first.
+        (
+            [4, 20],
+            {"max_tokens": 8},
+            [
+                [(0, 0, 4, True), (1, 0, 4, False)],
+                [(0, 4, 5, True), (1, 4, 11, False)],
+                [(0, 5, 6, True), (1, 11, 18, False)],
+            ],
+        ),
+    ],
+)
+def test_plans(lengths, sizes, plans):
+    each = scheduler(**sizes)
+    for request_id, length in enumerate(lengths):
+        each.add(request(request_id, length))
+    assert [run(each) for _ in plans] == plans
+
+
+@pytest.mark.parametrize(
+    ("priorities", "started"),
+    [
+        ([], []),
+        ([0, 0, 0], [0, 1, 2]),
+        ([1, 0, 2, 0], [1, 3, 0, 2]),
+        ([3, 2, 1, 0, -1], [4, 3, 2, 1, 0]),
+    ],
+)
+def test_lower_priorities_start_first_and_equal_ones_in_order_of_arrival(priorities, started):
+    each = scheduler(max_requests=1)
+    for request_id, priority in enumerate(priorities):
+        each.add(request(request_id, 10, answer=1, priority=priority))
+    order = []
+    while each.has_work:
+        order += [number for number, _, _, draws in run(each) if draws]
+    assert order == started
+
+
+def test_nobody_is_preempted_or_overtaken_for_a_priority_once_it_ran():
+    each = scheduler(max_requests=1)
+    running, urgent = request(0, 10, priority=5), request(1, 10, priority=-5)
+    each.add(running)
+    run(each)
+    each.add(urgent)
+    assert run(each) == [(0, 10, 11, True)]
+    each.abort()
+    assert list(each.waiting) == [running, urgent]
+    assert [work[0] for work in run(each)] == [0]
+
+
+def test_a_preempted_request_starts_before_those_of_lower_priority():
+    each, _, plan = preempted()
+    each.complete(plan, StepResult({i: Sampled(1) for i in (0, 1)}))
+    each.add(request(3, 10, priority=-1))
+    assert [waiting.request_id for waiting in each.waiting] == [2, 3]
+
+
+@pytest.mark.parametrize(("priority", "starts"), [(-1, True), (0, True), (1, False)])
+def test_a_request_that_waits_for_a_prefill_is_overtaken_within_its_priority(priority, starts):
+    each = scheduler(max_tokens=32)
+    each.add(request(0, 90))
+    run(each), run(each)
+    each.add(request(1, 100, seed=0))
+    each.add(request(2, 4, priority=priority))
+    assert [work[0] for work in run(each)] == ([0, 2] if starts else [0])
+    while each.has_work:
+        run(each)
+
+
+def test_an_answer_of_full_length_runs_once_more_for_its_state():
+    each, one = scheduler(), request(0, 10, answer=2)
+    each.add(one)
+    assert [run(each) for _ in range(4)] == [
+        [(0, 0, 10, True)],
+        [(0, 10, 11, True)],
+        [(0, 11, 12, False)],
+        [],
+    ]
+    assert one.status is RequestStatus.FINISHED and not each.has_work
+    # A prompt that goes on from there starts behind it.
+    next_turn = request(1, 20)
+    next_turn.tokens[:12] = one.tokens[:12]
+    each.add(next_turn)
+    assert run(each) == [(1, 12, 20, True)]
+    assert next_turn.report.skipped_tokens == 12
+
+
+def test_a_prompt_that_is_cached_whole_needs_no_forward():
+    each = scheduler()
+    each.add(request(0, 20, answer=1))
+    while each.has_work:
+        run(each)
+    each.add(request(1, 20, seed=0))
+    assert run(each) == [(1, -1, -1, True)]
+    assert run(each) == [(1, 20, 21, True)]
+
+
+def test_an_equal_prompt_waits_for_the_prefill_of_the_first():
+    each = scheduler()
+    each.add(request(0, 100))
+    each.add(request(1, 100, seed=0))
+    assert run(each) == [(0, 0, 64, False)]
+    assert run(each) == [(0, 64, 100, True)]
+    assert run(each) == [(0, 100, 101, True), (1, -1, -1, True)]
+
+
+def test_samples_are_drawn_with_the_first_and_forked_from_it():
+    each, one = scheduler(), request(0, 20)
+    one.siblings = [request(1, 20, seed=0), request(2, 20, seed=0)]
+    each.add(one)
+    plan = each.schedule()
+    assert list(plan.work[0].draws) == [0, 1, 2]
+    owners = each.complete(plan, StepResult({i: Sampled(1) for i in range(3)}))
+    assert [owner.request_id for owner in owners] == [0, 1, 2]
+    moves = each.schedule_moves()
+    assert [(copy.request_id, copy.source_slot) for copy in moves.restores] == [
+        (1, one.slot),
+        (2, one.slot),
+    ]
+    # The partial last block is copied, too, and stays pinned until it is.
+    sources = np.concatenate([copy.sources for copy in moves.restores])
+    assert sources.tolist() == 2 * one.lease.block_table[1].tolist()
+    assert (each.cache.allocator.ref_counts[sources] > 1).all()
+    each.complete(moves, StepResult())
+    each.cache.check_integrity()
+
+
+def test_a_sample_that_lacks_memory_for_its_fork_starts_from_the_cache():
+    each, one = scheduler(), request(0, 20)
+    one.siblings = [request(1, 20, seed=0)]
+    each.add(one)
+    owners = each.complete(each.schedule(), StepResult({0: Sampled(1), 1: Sampled(1)}))
+    for owner in owners:
+        owner.num_tokens += 1
+    each.complete(each.schedule_moves(), StepResult(unrestored={1: "no memory"}))
+    assert [waiting.request_id for waiting in each.waiting] == [1]
+    assert run(each) == [(0, 20, 21, True), (1, 20, 21, True)]
+
+
+def test_a_sample_that_is_cancelled_before_its_fork_leaves_nothing_behind():
+    each, one = scheduler(), request(0, 20)
+    one.siblings = [request(1, 20, seed=0)]
+    each.add(one)
+    _, sibling = each.complete(each.schedule(), StepResult({0: Sampled(1), 1: Sampled(1)}))
+    each.cancel(sibling)
+    assert not each.schedule_moves() and sibling.closed and each.running == [one]
+    each.cache.check_integrity()
+
+
+def test_a_request_that_ends_keeps_its_slot_until_its_state_is_saved():
+    each, one = scheduler(max_requests=1), request(0, 20)
+    each.add(one)
+    run(each)
+    each.complete(each.schedule(), StepResult({0: Sampled(7)}))
+    one.mark_answered("stop")  # token 7 is no part of the answer
+    each.finish(one)
+    assert not one.closed and not each.free_slots
+    moves = each.schedule_moves()
+    assert [(save.request_id, save.slot, save.position) for save in moves.saves] == [(0, 0, 21)]
+    assert each.cache.match(one.tokens[:22]).skipped_tokens == 20
+    each.complete(moves, StepResult())
+    assert one.closed and each.free_slots == [0]
+    assert each.cache.match(one.tokens[:22]).skipped_tokens == 21
+    each.cache.check_integrity()
+
+
+def test_a_request_that_ends_without_memory_for_its_state_ends():
+    each, one = scheduler(), request(0, 20)
+    each.add(one)
+    run(each)
+    each.cancel(one)
+    each.complete(each.schedule_moves(), StepResult(unsaved={(0, 20): "no memory"}))
+    assert one.closed and not each.has_work
+    assert not each.cache.allocator.ref_counts.any()
+
+
+def test_nothing_is_visible_before_the_step_is_completed():
+    each, one = scheduler(), request(0, 40)
+    each.add(one)
+    plan = each.schedule()
+    assert [save.position for save in plan.work[0].saves]
+    assert each.cache.match(one.tokens[:40]).shared_tokens == 0
+    each.complete(plan, StepResult({0: Sampled(1)}))
+    assert each.cache.match(one.tokens[:40]).skipped_tokens == 40
+
+
+def test_a_state_that_was_not_saved_is_not_found():
+    each, one = scheduler(), request(0, 40)
+    each.add(one)
+    plan = each.schedule()
+    unsaved = {(0, save.position): "" for save in plan.work[0].saves}
+    each.complete(plan, StepResult({0: Sampled(1)}, unsaved=unsaved))
+    match = each.cache.match(one.tokens[:40])
+    assert (match.shared_tokens, match.skipped_tokens) == (40, 0)
+    assert one.report.checkpoints_skipped == len(unsaved)
+
+
+def cached(length: int) -> Scheduler:
+    """One that has answered a prompt, with states at its end and behind the answer."""
+    each = scheduler()
+    each.add(request(0, length, answer=1))
+    while each.has_work:
+        run(each)
+    return each
+
+
+def test_what_a_plan_loads_and_copies_is_pinned_until_it_has_run():
+    each, one = cached(20), request(1, 30)
+    one.tokens[:20] = request(0, 20).tokens[:20]
+    each.add(one)
+    plan = each.schedule()
+    (restore,) = plan.restores
+    assert (restore.request_id, restore.slot) == (1, one.slot)
+    sources = np.concatenate([restore.checkpoint_pages, restore.sources])
+    assert len(restore.sources) == len(restore.targets) == 1
+    assert restore.targets[0] in one.lease.block_table
+    assert (each.cache.allocator.ref_counts[sources] == 1).all()
+    each.complete(plan, StepResult({1: Sampled(1)}))
+    assert (each.cache.allocator.ref_counts[sources] == 0).all()
+    each.cache.check_integrity()
+
+
+def test_a_request_that_lacks_memory_to_restore_is_computed_while_others_run():
+    each, one, other = cached(20), request(1, 30), request(2, 10)
+    one.tokens[:20] = request(0, 20).tokens[:20]
+    each.add(other)
+    run(each)
+    each.add(one)
+    plan = each.schedule()
+    assert [(work.request_id, work.start) for work in plan.work] == [(2, 10), (1, 20)]
+    owners = each.complete(plan, StepResult({2: Sampled(1)}, unrestored={1: "no memory"}))
+    assert owners == [other] and list(each.waiting) == [one] and one.lease is None
+    plan = each.schedule()
+    assert [(work.request_id, work.start) for work in plan.work if work.request_id == 1] == [(1, 0)]
+    each.complete(plan, StepResult())
+    each.cache.check_integrity()
+
+
+def test_a_request_that_lacks_memory_when_alone_fails_its_step():
+    each, one = cached(20), request(1, 20, seed=0)
+    each.add(one)
+    plan = each.schedule()
+    with pytest.raises(MemoryError, match="no memory"):
+        each.complete(plan, StepResult(unrestored={1: "no memory"}))
+    each.abort()
+    assert list(each.waiting) == [one]
+    assert run(each) == [(1, 0, 20, True)]
+
+
+def preempted() -> tuple[Scheduler, list[Request], StepPlan]:
+    """Three requests, and the plan for which the last of them makes room."""
+    each = scheduler(num_pages=10)
+    requests = [request(i, 30, answer=40) for i in range(3)]
+    for one in requests:
+        each.add(one)
+    while True:
+        plan = each.schedule()
+        if each.num_preemptions:
+            return each, requests, plan
+        drawn = {i: Sampled(1) for work in plan.work for i in work.draws}
+        for owner in each.complete(plan, StepResult(drawn)):
+            owner.num_tokens += 1
+
+
+def test_the_last_to_come_makes_room_and_goes_on_at_its_token():
+    each, requests, plan = preempted()
+    parked = requests[-1]
+    (park,) = plan.parks
+    done = parked.num_computed
+    assert parked.status is RequestStatus.WAITING
+    assert (park.request_id, park.num_tokens) == (2, done) and parked.parked_tokens == done
+    owners = each.complete(plan, StepResult({i: Sampled(1) for i in (0, 1)}))
+    assert [owner.request_id for owner in owners] == [0, 1]
+    each.cancel(requests[0])
+    each.complete(each.schedule_moves(), StepResult())
+    plan = each.schedule()
+    (unpark,) = plan.restores
+    assert (unpark.request_id, unpark.slot) == (2, parked.slot)
+    (again,) = [work for work in plan.work if work.request_id == 2]
+    assert (again.start, again.end, list(again.draws)) == (done, done + 1, [2])
+    assert all(mine is its for mine, its in zip(unpark.tables, again.tables, strict=True))
+    # Others see its blocks when its bytes are there.
+    own = parked.tokens[:done]
+    assert each.cache.match(own).shared_tokens < done
+    each.complete(plan, StepResult({i: Sampled(1) for i in (1, 2)}))
+    assert each.cache.match(own).shared_tokens == done
+    each.cache.check_integrity()
+
+
+def test_a_request_that_cannot_be_parked_starts_from_the_cache():
+    each, requests, plan = preempted()
+    result = StepResult({i: Sampled(1) for i in (0, 1)}, not_parked={2: "no memory"})
+    each.complete(plan, result)
+    each.cancel(requests[0])
+    each.complete(each.schedule_moves(), StepResult())
+    plan = each.schedule()
+    (restore,) = plan.restores
+    assert isinstance(restore, Restore) and restore.request_id == 2
+
+
+def test_parked_bytes_are_dropped_when_nobody_wants_them():
+    each, requests, plan = preempted()
+    each.complete(plan, StepResult({i: Sampled(1) for i in (0, 1)}))
+    each.cancel(requests[2])
+    moves = each.schedule_moves()
+    assert moves.drops == [2]
+    each.complete(moves, StepResult())
+    assert not each.schedule_moves()
+
+
+def test_a_request_that_was_parked_by_a_failed_step_starts_from_the_cache():
+    each, requests, plan = preempted()
+    each.cancel(requests[0])
+    each.abort()  # the plan, and the cancellation's moves
+    assert not requests[2].parked_tokens
+    plan = each.schedule()
+    assert all(isinstance(restore, Restore) for restore in plan.restores)
+    assert [restore.request_id for restore in plan.restores] == [1, 2]
+
+
+def test_a_failed_step_leaves_all_requests_in_line():
+    each = scheduler()
+    requests = [request(i, 30) for i in range(2)]
+    for one in requests:
+        each.add(one)
+    each.schedule()
+    each.abort()
+    assert list(each.waiting) == requests and not each.running
+    assert len(each.free_slots) == 4 and not each.cache.allocator.ref_counts.any()
+    assert run(each) == [(0, 0, 30, True), (1, 0, 30, True)]
+
+
+def test_after_two_failed_steps_requests_start_one_at_a_time_until_they_get_on():
+    each = scheduler()
+    requests = [request(i, 10) for i in range(3)]
+    for one in requests:
+        each.add(one)
+    for _ in range(2):
+        assert [work.request_id for work in each.schedule().work] == [0, 1, 2]
+        assert each.fail() == []
+    each.add(request(3, 10))
+    assert [work.request_id for work in each.schedule().work] == [0]  # nobody beside it
+    assert each.fail() == requests[:1]
+    each.cancel(requests[0])
+    assert [number for number, *_ in run(each)] == [1]
+    assert [number for number, *_ in run(each)] == [1, 2]
+    assert [number for number, *_ in run(each)] == [1, 2, 3]
+    assert each.num_failures == 3 and each.num_restarts == 3 + 3 + 1
+    # Those that got on start anew.
+    each.schedule()
+    assert each.fail() == [] and len(each.schedule().work) == 3
+
+
+def test_a_failed_admission_is_blamed_on_its_request_alone(monkeypatch):
+    each, first, bad = scheduler(), request(0, 10), request(1, 20)
+    each.add(first)
+    run(each)
+    each.add(bad)
+    acquire = each.cache.acquire
+
+    def failing(tokens, *args, **options):
+        if len(tokens) == 20:
+            raise KeyError("a bug")
+        return acquire(tokens, *args, **options)
+
+    monkeypatch.setattr(each.cache, "acquire", failing)
+    for failed in ([], [], [bad]):
+        with pytest.raises(KeyError):
+            each.schedule()
+        assert each.fail() == failed
+    assert not first.num_failures and list(each.waiting) == [first, bad]
+
+
+def test_only_the_last_plan_is_completed():
+    each = scheduler()
+    each.add(request(0, 100))
+    first = each.schedule()
+    each.complete(first, StepResult())
+    each.schedule()
+    with pytest.raises(ValueError, match="plan 1 is completed, and 2 was the last"):
+        each.complete(first, StepResult())
+
+
+def test_a_plan_is_plain_data():
+    each = scheduler()
+    each.add(request(0, 40))
+    plan = each.schedule()
+    again = pickle.loads(pickle.dumps(plan))
+    assert isinstance(again, StepPlan) and repr(again) == repr(plan)
+    assert again.tokens_digest() == plan.tokens_digest()
+
+
+def test_it_imports_no_torch():
+    """Nor what touches the device."""
+    code = """
+import sys
+import megatron_hybrid.inference.scheduling.scheduler
+loaded = {name.removeprefix("megatron_hybrid.inference.") for name in sys.modules}
+assert not loaded & {"torch", "megatron", "memory", "context", "model_runner"}, loaded
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class Counting:
+    """A drafter that goes on counting."""
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        return [int(request.tokens[request.num_tokens - 1]) + 1 + i for i in range(most)]
+
+
+def test_drafts_of_a_plan_and_what_is_committed_of_them():
+    each = scheduler(max_tokens=23)
+    each.drafts = Drafts([Counting()], 3, vocab_size=2000)
+    first, second = request(0, 8, answer=9), request(1, 8, answer=3)
+    each.add(first)
+    each.add(second)
+    run(each)
+    assert first.num_generated == second.num_generated == 1
+    plan = each.schedule()
+    shapes = [(work.start, work.tokens.tolist(), work.num_logits) for work in plan.work]
+    # As many as may still be drawn, but for the last one.
+    assert shapes == [(8, [1, 2, 3, 4], 4), (8, [1, 2], 2)]
+    assert [draw.position for draw in plan.work[0].draft_draws] == [10, 11, 12]
+    assert plan.work[0].captures == [9, 10, 11]
+    appended, free = [], each.cache.allocator.num_free
+
+    def append(request: Request, sampled: Sampled) -> bool:
+        appended.append((request.request_id, sampled.token))
+        request.tokens[request.num_tokens] = sampled.token
+        request.num_tokens += 1
+        return sampled.token == 3  # ends the answer
+
+    accepted = {0: [Sampled(2), Sampled(3), Sampled(4)]}
+    assert each.accept(accepted, append) == [first, first]
+    each.complete(plan, StepResult({0: Sampled(9), 1: Sampled(9)}, accepted))
+    assert appended == [(0, 2), (0, 3)]  # nothing behind its end
+    assert (first.num_computed, first.lease.done, first.num_tokens) == (10, 10, 11)
+    assert (second.num_computed, second.lease.done, second.num_tokens) == (9, 9, 9)
+    # The one that ends the answer is accepted, too.
+    assert each.accepted_at == {0: 1, 1: 1} and each.num_drafts == 4
+    assert each.cache.allocator.num_free == free
+    each.cache.check_integrity()
+
+
+def test_drafts_take_what_decodes_and_prompts_leave():
+    each = scheduler(max_tokens=10)
+    each.drafts = Drafts([Counting()], 5, vocab_size=2000)
+    each.add(request(0, 4))
+    each.add(request(1, 4))
+    run(each)
+    each.add(request(2, 4))
+    plan = each.schedule()
+    assert [len(work.tokens) for work in plan.work] == [1, 5, 4]
+    assert [len(work.draft_draws) for work in plan.work] == [0, 4, 0]
+
+
+def test_a_lost_slot_and_a_waiting_request_with_a_slot_are_found():
+    each, one = scheduler(), request(0, 20)
+    each.add(one)
+    each.check_integrity()
+    one.slot = 2
+    with pytest.raises(RuntimeError, match="waiting request 0 holds a lease or a slot"):
+        each.check_integrity()
+    one.slot = -1
+    run(each)
+    each.check_integrity()
+    each.free_slots.pop()
+    with pytest.raises(RuntimeError, match="live slots do not add up"):
+        each.check_integrity()
