@@ -77,7 +77,7 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.process_life import EndSignal
 
 logger = logging.getLogger(__name__)
-PROGRAM = ("-m", "megatron_hybrid.dynamo.__main__")
+PROGRAM = ("-m", "megatron_hybrid.dynamo")
 _PLACE = "backend", "generate"
 """Component and endpoint."""
 _PARSER_NAMES = {"openai": "harmony", "deepseek_v31": "deepseek_v3_1"}

@@ -31,7 +31,7 @@ from megatron_hybrid import (  # noqa: E402
     build_hybrid_model,
 )
 from megatron_hybrid.inference.requests.options import RequestOptions  # noqa: E402
-from megatron_hybrid.inference.worker import warm_up
+from megatron_hybrid.inference.worker import warm_up  # noqa: E402
 
 FIELDS = {
     "hidden_size": 64,

@@ -88,7 +88,7 @@ def test_what_dynamo_needs_beside_itself_is_pinned(file):
     named = "pip install --no-deps ai-dynamo=={0} ai-dynamo-runtime=={0}".format(
         beside["ai-dynamo"]
     )
-    assert named in (ROOT / "megatron_hybrid" / "serving" / "dynamo.py").read_text()
+    assert named in (ROOT / "megatron_hybrid" / "dynamo" / "__main__.py").read_text()
     assert named in (ROOT / "docs" / "guides" / "many_machines.md").read_text()
 
 

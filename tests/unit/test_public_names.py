@@ -56,7 +56,8 @@ def test_a_missing_megatron_core_is_explained_wherever_it_is_first_needed():
     script = """
 import importlib, sys
 sys.modules["megatron.core"] = None
-for name in ("models.mixers.base", "inference.engine", "ranks", "checkpoints.checkpoint"):
+names = "models.mixers.base", "inference.engine", "distributed.ranks", "checkpoints.checkpoint"
+for name in names:
     try:
         importlib.import_module(f"megatron_hybrid.{name}")
     except ImportError as error:

@@ -125,4 +125,4 @@ def test_a_thread_that_computes_is_not_still(monkeypatch):
     assert [position.status(1.0).still for _ in range(4)] == [0.0, 0.0, 1.0, 2.0]
     end.set()
     thread.join()
-    assert "inference/test_rank_watch.py" in status.place and not status.waits
+    assert "distributed/test_watchdog.py" in status.place and not status.waits

@@ -254,7 +254,7 @@ def test_manifests_leave_time_to_drain_and_name_the_flags_that_there_are():
     container = worker["containers"][0]
     (gpus,) = container["resources"]["limits"].values()
     assert f"--tp={gpus}" in container["args"]
-    assert container["command"][-1] == "megatron_hybrid.dynamo.__main__"
+    assert container["command"][-1] == "megatron_hybrid.dynamo"
     (services,) = (each["services"] for each in documents["etcd.yaml"])
     assert services["frontend"]["command"][3:] == frontend["containers"][0]["args"]
     server, picker = documents["llm_d.yaml"]
