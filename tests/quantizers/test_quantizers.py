@@ -132,7 +132,10 @@ def answers(model: mh.HybridModel) -> list:
 
 def run_rank(rank: int, folder: Path, size: str) -> None:
     join_ranks(rank, 2, f"{folder}/rendezvous-{size}")
-    found = answers(loaded(folder, **{f"{size}_model_parallel_size": 2}))
+    sizes = {f"{size}_model_parallel_size": 2}
+    if size == "tensor" and "gpt_oss" in folder.name:
+        sizes["expert_tensor_parallel_size"] = 1  # experts with biases stay whole
+    found = answers(loaded(folder, **sizes))
     if rank == 0:
         torch.save(found, folder / f"{size}.pt")
     dist.destroy_process_group()
