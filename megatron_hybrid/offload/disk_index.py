@@ -7,7 +7,6 @@ dropped record could come back after its pages were overwritten.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_hybrid.offload.tier import Record
+from megatron_hybrid.utils.process_life import never_free
 
 try:
     import sqlite3
@@ -80,8 +80,7 @@ class DiskIndex:
         self._path = path
         with self._os_errors():
             self._connection = sqlite3.connect(path, timeout=0, check_same_thread=False)
-            # Never freed: a fork's garbage collector would close it, and remove the parent's log.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
+            never_free(self._connection)  # which a fork would do, and remove the parent's log
             try:
                 self._open(head)
             except BaseException:

@@ -24,6 +24,12 @@ _ends_with_us = False
 _forker = 0
 
 
+def never_free(kept: object) -> None:
+    """Keep an object until the process is gone: neither Python's exit nor a garbage collector, also
+    that of a fork, frees it."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
 @contextmanager
 def forks_end_with_us() -> Iterator[None]:
     """Context in which forked processes, and their own forks, are killed when the thread that

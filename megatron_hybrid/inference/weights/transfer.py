@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import ctypes
 import io
 import json
 import math
@@ -37,6 +36,7 @@ from megatron_hybrid.checkpoints.checkpoint import CONFIG_FILE, is_packed
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles
 from megatron_hybrid.inference.weights.fingerprint import sample_hash
 from megatron_hybrid.utils.interrupts import interrupts_wait, poll_until
+from megatron_hybrid.utils.process_life import never_free
 from megatron_hybrid.utils.validation import is_int
 
 JOIN_SECONDS = 300.0
@@ -264,7 +264,7 @@ class WeightGroup:
             if self._waits:
                 # A thread of torch waits in the group, which nothing ends before its limit; who
                 # frees the group, as Python's exit does, waits for that thread.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.group))
+                never_free(self.group)
             dist.destroy_process_group(self.group)
         self.group = self._store = None
 
