@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron_hybrid.text import guide_tag
 from megatron_hybrid.text.guide_grammar import lark
+from megatron_hybrid.text.guide_trial import GuideTrial, library, limits
 from megatron_hybrid.utils.validation import check_text
 
 _NAMES = {"json_schema": "JSON schema", "structural_tag": "structural tag"}
@@ -195,25 +196,7 @@ def _refusal(guide: Guide, reason: str) -> ValueError:
 # llguidance --------------------------------------------------------------------------------------
 
 
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ImportError("guided answers need llguidance: pip install '.[serve]'") from error
-    return llguidance
-
-
-def _limits() -> Any:
-    """Return what bounds the seconds and bytes of a compilation, and of one token."""
-    return _library().LLParserLimits(
-        max_items_in_row=2100,  # four for each of `guide_schema.MAX_OPTIONAL` properties
-        initial_lexer_fuel=1_000_000,
-        max_lexer_states=10_000,  # of one answer
-        precompute_large_lexemes=False,
-        verbose_errors=False,
-    )
-
-
+_trial = GuideTrial()
 _PLACE = re.compile(r"\Aat \d+\(\d+\): (failed to compile JSON schema: )?")
 _ONE_OF = (
     "'oneOf' is supported only where it is plain that no value fits two of its schemas: use "
@@ -241,9 +224,8 @@ def _check(guide: Guide) -> str:
         ValueError: the guide cannot be kept to.
     """
     grammar = grammar_of(guide)
-    _, said = _library().LLMatcher.validate_grammar_with_warnings(grammar, None, limits=_limits())
-    if said:
-        raise _refusal(guide, _told(said[0]))
+    if error := _trial.error_of(grammar):
+        raise _refusal(guide, _told(error))
     return grammar
 
 
@@ -336,7 +318,7 @@ class _Vocabulary:
     special_token_ids = ()
 
     def __init__(self, texts: Sequence[bytes], size: int):
-        self._library = _library()
+        self._library = library()
         self.texts = [*texts[:size], *[b""] * (size - len(texts))]
         padded = np.zeros(-(-size // 32) * 32, bool)
         padded[:size] = list(map(bool, self.texts))
@@ -362,7 +344,7 @@ class _Vocabulary:
         Raises:
             ValueError: it takes too much memory or time.
         """
-        matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+        matcher = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
         if matcher.is_error():
             raise _refusal(guide, _told(matcher.get_error()))
         return matcher
