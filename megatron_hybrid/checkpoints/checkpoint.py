@@ -41,7 +41,6 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.layer_pattern import (
     PREDICTION_BOUNDARY,
-    prediction_symbols,
     split_predictions,
 )
 from megatron_hybrid.models.packed_weight import PackedWeight
@@ -123,7 +122,7 @@ def save_huggingface(model: HybridModel, folder: str | os.PathLike[str]) -> None
     for name, original in adapter.copies(model.config).items():
         if original in theirs:  # else packed, and among `kept`
             theirs[name] = theirs[original]
-    if adapter.prediction_layers(hf, None) and not prediction_symbols(model.config.layer_pattern):
+    if adapter.prediction_layers(hf, None) and not model.config.pattern.predictions:
         logger.warning(
             "%s has no part for multi-token prediction, which its config.json announces. If the "
             "folder that it came from has one, load that with mtp=True, on one pipeline stage",
@@ -287,7 +286,7 @@ def find_tensors(
     config = model.config
     if not _is_huggingface(values):
         given = {canonical_name(name): name for name in files.names()}
-        if not prediction_symbols(config.layer_pattern):
+        if not config.pattern.predictions:
             given = {name: own for name, own in given.items() if not is_of_prediction(name)}
         packed, packed_maps = own_source(
             given, lambda name: files.shape(given[name]), lambda name: files.dtype(given[name])

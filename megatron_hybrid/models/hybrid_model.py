@@ -27,11 +27,6 @@ from megatron_hybrid.models.batch_checks import (
 from megatron_hybrid.models.batch_layout import batch_layout, row_padding
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
-from megatron_hybrid.models.layer_pattern import (
-    layer_symbols,
-    prediction_symbols,
-    split_stages,
-)
 from megatron_hybrid.models.layer_specs import get_layer_spec, get_mixer, get_norm
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext, UncachedContext
@@ -106,7 +101,7 @@ class HybridModel(_LanguageModule):
         padded_vocab_size = -(-config.vocab_size // tp_size) * tp_size
         vocabulary_cut = Cut(0, (padded_vocab_size,), tp_size, unpadded_size=config.vocab_size)
 
-        stages = split_stages(config.layer_pattern, pg_collection.pp.size())
+        stages = config.pattern.stages(pg_collection.pp.size())
         stage = pg_collection.pp.rank()
         self.layer_offset = sum(map(len, stages[:stage]))
         """Layers of the pipeline stages before this one."""
@@ -126,7 +121,7 @@ class HybridModel(_LanguageModule):
             mark_tensor_parallel(self.embedding.word_embeddings.weight, vocabulary_cut)
             self.per_layer_embedding = (
                 PerLayerEmbedding(config, get_norm(config))
-                if "P" in layer_symbols(config.layer_pattern)
+                if "P" in config.pattern.symbols
                 else None
             )
         symbols = stages[stage]
@@ -137,7 +132,7 @@ class HybridModel(_LanguageModule):
         self.decoder = HybridStack(
             config, symbols, configs, specs, get_norm(config), pg_collection, post_process
         )
-        if prediction_symbols(config.layer_pattern):
+        if config.pattern.predictions:
             # Core asks whether a model has the attribute.
             self.mtp = MultiTokenPrediction(config, pg_collection)
         if post_process:

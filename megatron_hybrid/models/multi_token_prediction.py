@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
-from megatron_hybrid.models.layer_pattern import prediction_symbols
 from megatron_hybrid.models.layer_specs import get_layer_spec, get_norm
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
@@ -39,9 +38,7 @@ class PredictionLayers(MegatronModule):
         pg_collection: process groups.
     """
 
-    def __init__(
-        self, config: HybridConfig, symbols: list[str], pg_collection: ProcessGroupCollection
-    ):
+    def __init__(self, config: HybridConfig, symbols: str, pg_collection: ProcessGroupCollection):
         super().__init__(config)
         self.tp_group = pg_collection.tp
         hidden, norm = config.hidden_size, get_norm(config)
@@ -106,7 +103,7 @@ class MultiTokenPrediction(MegatronModule):
 
     def __init__(self, config: HybridConfig, pg_collection: ProcessGroupCollection):
         super().__init__(config)
-        parts = prediction_symbols(config.layer_pattern)
+        parts = config.pattern.predictions
         self.num_parts = len(parts)
         if config.mtp_use_repeated_layer:
             config = _counted_once(config, len(parts))

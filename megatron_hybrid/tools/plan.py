@@ -38,7 +38,7 @@ from megatron_hybrid.inference.worker.graph_runner import graph_sizes, planned_b
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.flops import attention_parity, token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
-from megatron_hybrid.models.layer_pattern import layer_symbols
+from megatron_hybrid.models.layer_pattern import LayerPattern
 from megatron_hybrid.models.packed_weight import PackedWeight, named_weights
 from megatron_hybrid.tools.quantize import pack_as
 from megatron_hybrid.tools.rates import WIDTH, Rates, predict, render_rates
@@ -353,7 +353,7 @@ def render(result: Plan) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     widths[1] = max(widths[1], len("this model"))
     widths[2] = max(widths[2], len("pure attention"))
-    symbols = layer_symbols(result.layer_pattern)
+    symbols = LayerPattern.parse(result.layer_pattern).symbols
     if result.settings is None:
         advice = wrap(
             f"no room: the weights take {size(result.weight_bytes)} of "

@@ -28,7 +28,6 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
     prediction_tensors,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols, prediction_symbols
 from megatron_hybrid.models.mixers.rotary import yarn_scale
 
 _FURTHER = re.compile(r"(model\.layers\.(\d+)\.)(eh_proj|enorm|hnorm|shared_head)\..*")
@@ -74,7 +73,7 @@ class DeepseekV3(Adapter):
         """See `Adapter.tensors`."""
         yield from model_tensors(config)
         mlps = {"-": mlp_tensors, "E": moe_tensors}
-        for i, symbol in enumerate(layer_symbols(config.layer_pattern)[1::2]):
+        for i, symbol in enumerate(config.pattern.symbols[1::2]):
             theirs = f"model.layers.{i}"
             mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
             yield from layer_norms(mixer, mlp, theirs)
@@ -82,7 +81,7 @@ class DeepseekV3(Adapter):
                 config, f"{mixer}.self_attention", f"{theirs}.self_attn"
             )
             yield from mlps[symbol](config, f"{mlp}.mlp", f"{theirs}.mlp")
-        for symbols in prediction_symbols(config.layer_pattern):
+        for symbols in config.pattern.predictions:
             theirs = f"model.layers.{config.num_layers // 2}"
             names = (f"{theirs}.{name}" for name in ("enorm", "hnorm", "eh_proj"))
             yield from prediction_tensors(*names, f"{theirs}.shared_head.norm")
@@ -104,7 +103,7 @@ class DeepseekV3(Adapter):
 
     def copies(self, config: HybridConfig) -> dict[str, str]:
         """See `Adapter.copies`."""
-        if not prediction_symbols(config.layer_pattern):
+        if not config.pattern.predictions:
             return {}
         theirs, embedding = f"model.layers.{config.num_layers // 2}", "model.embed_tokens.weight"
         is_tied = config.share_embeddings_and_output_weights
@@ -119,7 +118,7 @@ class DeepseekV3(Adapter):
 
         A layer is one by what only these have, not by its number alone: an ordinary layer that
         config.json does not count is a contradiction, and refused."""
-        if prediction_symbols(config.layer_pattern):
+        if config.pattern.predictions:
             return super().ignored_names(names, config)
         num_layers = config.num_layers // 2
         further = {

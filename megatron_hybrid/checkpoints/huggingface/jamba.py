@@ -23,7 +23,6 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
     same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
 
 
 class Jamba(Adapter):
@@ -72,7 +71,7 @@ class Jamba(Adapter):
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
         """See `Adapter.tensors`."""
         yield from model_tensors(config, norm="model.final_layernorm.weight")
-        symbols = layer_symbols(config.layer_pattern)
+        symbols = config.pattern.symbols
         for i, (mixer, mlp) in enumerate(zip(symbols[::2], symbols[1::2])):
             theirs = f"model.layers.{i}"
             first, second = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))

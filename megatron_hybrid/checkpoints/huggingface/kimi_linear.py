@@ -27,7 +27,6 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
     same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
 
 _MIXERS = {"linear_attention": "K", "full_attention": "+"}
 _MLPS = {"dense": "-", "sparse": "E"}
@@ -80,7 +79,7 @@ class KimiLinear(Adapter):
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
         """See `Adapter.tensors`."""
         yield from model_tensors(config)
-        symbols = layer_symbols(config.layer_pattern)
+        symbols = config.pattern.symbols
         for i, (mixer_kind, mlp_kind) in enumerate(zip(symbols[::2], symbols[1::2])):
             theirs = f"model.layers.{i}"
             mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))

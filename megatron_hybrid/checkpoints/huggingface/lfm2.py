@@ -21,7 +21,6 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
     same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
 
 PROJECTIONS = ("w1", "w3", "w2")
 """What the projections of an MLP are called: gate, up and down."""
@@ -88,7 +87,7 @@ def mixer_tensors(config: HybridConfig, layer: int, theirs: str) -> Iterator[Ten
         theirs: prefix, such as "model.layers.0".
     """
     ours, norm = f"decoder.layers.{layer}", f"{theirs}.operator_norm.weight"
-    if layer_symbols(config.layer_pattern)[layer] == "*":
+    if config.pattern.symbols[layer] == "*":
         yield same(f"{ours}.input_layernorm.weight", norm)
         yield from attention_tensors(
             config,

@@ -20,7 +20,6 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
     same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
 
 _ROUTER_EPSILON = 1e-6
 
@@ -58,7 +57,7 @@ class Lfm2Moe(Adapter):
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
         """See `Adapter.tensors`."""
         yield from model_tensors(config, norm="model.embedding_norm.weight")
-        for i, symbol in enumerate(layer_symbols(config.layer_pattern)[1::2]):
+        for i, symbol in enumerate(config.pattern.symbols[1::2]):
             theirs, mlp = f"model.layers.{i}", f"decoder.layers.{2 * i + 1}"
             yield from mixer_tensors(config, 2 * i, theirs)
             yield same(f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.ffn_norm.weight")

@@ -25,7 +25,6 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
     same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
 
 
 class Llama4(Adapter):
@@ -66,7 +65,7 @@ class Llama4(Adapter):
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
         """See `Adapter.tensors`."""
         yield from model_tensors(config)
-        for i, symbol in enumerate(layer_symbols(config.layer_pattern)[1::2]):
+        for i, symbol in enumerate(config.pattern.symbols[1::2]):
             theirs = f"model.layers.{i}"
             mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
             yield from layer_norms(mixer, mlp, theirs)

@@ -30,7 +30,7 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
     same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols, prediction_symbols
+from megatron_hybrid.models.layer_pattern import KINDS
 
 _OLD_NAMES = {
     "mamba_n_groups": "n_groups",
@@ -91,12 +91,12 @@ class NemotronH(Adapter):
         yield from model_tensors(config, "backbone.embeddings.weight", "backbone.norm_f.weight")
         moe = partial(moe_tensors, projections=("up_proj", "down_proj"))
         parts = {"M": mamba2_tensors, "*": attention_tensors, "-": mlp_tensors, "E": moe}
-        for i, symbol in enumerate(layer_symbols(config.layer_pattern)):
+        for i, symbol in enumerate(config.pattern.symbols):
             ours, theirs, kind = f"decoder.layers.{i}", f"backbone.layers.{i}", KINDS[symbol]
             yield same(f"{ours}.{kind.norm_name}.weight", f"{theirs}.norm.weight")
             own = config.for_layer(i + 1)
             yield from parts[symbol](own, f"{ours}.{kind.mixer_name}", f"{theirs}.mixer")
-        for symbols in prediction_symbols(config.layer_pattern):
+        for symbols in config.pattern.predictions:
             names = (f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj"))
             last = f"mtp.layers.{len(symbols) - 1}.final_layernorm"
             yield from prediction_tensors(*names, last)

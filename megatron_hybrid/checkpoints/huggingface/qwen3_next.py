@@ -28,7 +28,6 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
     same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols, prediction_symbols
 
 _SYMBOLS = {"linear_attention": "G", "full_attention": "*"}
 
@@ -69,7 +68,7 @@ class Qwen3Next(Adapter):
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
         """See `Adapter.tensors`."""
         yield from model_tensors(config)
-        for i, symbol in enumerate(layer_symbols(config.layer_pattern)):
+        for i, symbol in enumerate(config.pattern.symbols):
             ours, theirs = f"decoder.layers.{i}", f"model.layers.{i // 2}"
             mixer, mlp = f"{ours}.self_attention", f"{ours}.mlp"
             if symbol in "G*":
@@ -88,7 +87,7 @@ class Qwen3Next(Adapter):
                 yield from moe_tensors(config, mlp, f"{theirs}.mlp", shared="shared_expert")
             else:
                 yield from mlp_tensors(config, mlp, f"{theirs}.mlp")
-        for symbols in prediction_symbols(config.layer_pattern):
+        for symbols in config.pattern.predictions:
             names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
             yield from prediction_tensors(*names)
             mixer, mlp, theirs = prediction_layer(0), prediction_layer(1), "mtp.layers.0"

@@ -14,7 +14,6 @@ from megatron_hybrid.checkpoints.huggingface.layouts import (
     stacked,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
 
 
 def same(ours: str, theirs: str, layout: Layout = SAME) -> TensorMap:
@@ -177,7 +176,7 @@ def mamba2_hybrid_layer(config: HybridConfig, layer: int, theirs: str) -> Iterat
     """
     ours, own = f"decoder.layers.{layer}", config.for_layer(layer + 1)
     norm = f"{theirs}.input_layernorm.weight"
-    if layer_symbols(config.layer_pattern)[layer] == "M":
+    if config.pattern.symbols[layer] == "M":
         yield same(f"{ours}.norm.weight", norm)
         yield from mamba2_tensors(own, f"{ours}.mixer", f"{theirs}.mamba")
     else:

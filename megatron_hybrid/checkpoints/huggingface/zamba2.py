@@ -22,7 +22,6 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
     same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
 
 _SYMBOLS = {"linear_attention": "M", "mamba": "M", "hybrid": "Z"}
 
@@ -72,7 +71,7 @@ class Zamba2(Adapter):
         yield from model_tensors(config, norm="model.final_layernorm.weight")
         blocks: list[str] = []  # where theirs keep each shared block: in its first layer
         number = 0
-        for i, symbol in enumerate(layer_symbols(config.layer_pattern)):
+        for i, symbol in enumerate(config.pattern.symbols):
             ours, theirs = f"decoder.layers.{i}", f"model.layers.{i}"
             if symbol == "M":
                 yield same(f"{ours}.norm.weight", f"{theirs}.input_layernorm.weight")

@@ -27,7 +27,6 @@ from megatron_hybrid.checkpoints.huggingface.layouts import SAME, stacked
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.models.layer_pattern import prediction_symbols
 from megatron_hybrid.models.packed_weight import PackedWeight
 from megatron_hybrid.models.parameter_names import (
     canonical_name,
@@ -148,7 +147,7 @@ class _Names:
     def require_known(self, names: Iterable[str], unknown: Iterable[str]) -> None:
         """Raise CheckpointError if one of `unknown` holds something. names: all that were given."""
         ignored: set[str] = set()
-        if not prediction_symbols(self._config.layer_pattern):
+        if not self._config.pattern.predictions:
             ignored = set(filter(is_of_prediction, names))
         if self._adapter is not None:
             ignored |= self._adapter.ignored_names({*map(self._text_name, names)}, self._config)

@@ -6,7 +6,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
 from megatron_hybrid.models.mixers.base import Mixer, MixerSubmodules, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import ReplicatedLinear
@@ -35,7 +34,7 @@ class PerLayerInputMixer(Mixer):
         pg_collection: ProcessGroupCollection,
     ):
         super().__init__(config)
-        self.index = layer_symbols(config.layer_pattern)[: layer_number - 1].count("P")
+        self.index = config.pattern.symbols[: layer_number - 1].count("P")
         """Number of layers of this symbol before this one."""
         size = config.per_layer_input_size
         self.gate = ReplicatedLinear(config, config.hidden_size, size)

@@ -8,7 +8,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import split_stages
 from megatron_hybrid.models.mixers.attention import AttentionMixer
 from megatron_hybrid.models.mixers.base import (
     KVShape,
@@ -56,14 +55,13 @@ class SharedBlockMixer(Mixer):
     ):
         super().__init__(config)
         self.layer_number = layer_number
-        stages = split_stages(config.layer_pattern, config.pipeline_model_parallel_size)
+        stages = config.pattern.stages(config.pipeline_model_parallel_size)
         stage = pg_collection.pp.rank()
-        symbols = [symbol for symbols in stages[:stage] for symbol in symbols]
-        layer = len(symbols) + layer_number - 1
-        symbols += stages[stage][: layer_number - 1]
-        self.block_number = symbols.count("Z") % config.num_shared_blocks
+        before = "".join(stages[:stage]) + stages[stage][: layer_number - 1]
+        self.block_number = before.count("Z") % config.num_shared_blocks
         owner = shared_block_owners(config)[self.block_number][stage]
-        self.block = SharedBlock(config, submodules, pg_collection) if owner == layer else None
+        is_owner = owner == len(before)
+        self.block = SharedBlock(config, submodules, pg_collection) if is_owner else None
         hidden, ffn = config.hidden_size, config.ffn_hidden_size
         self.num_groups = max(1, config.num_query_groups // pg_collection.tp.size())
         heads = [config.num_attention_heads] + [config.num_query_groups] * config.num_kv_projections

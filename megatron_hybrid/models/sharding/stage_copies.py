@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import split_stages
 
 EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -26,9 +25,7 @@ def shared_block_owners(config: HybridConfig) -> list[dict[int, int]]:
     model."""
     owners: list[dict[int, int]] = [{} for _ in range(config.num_shared_blocks)]
     layer = uses = 0
-    for stage, symbols in enumerate(
-        split_stages(config.layer_pattern, config.pipeline_model_parallel_size)
-    ):
+    for stage, symbols in enumerate(config.pattern.stages(config.pipeline_model_parallel_size)):
         for symbol in symbols:
             if symbol == "Z":
                 owners[uses % len(owners)].setdefault(stage, layer)
