@@ -245,7 +245,7 @@ def cut_config(name: str, dtype: str) -> HybridConfig:
     """The configuration of a checkpoint, with the first layers up to one of each kind that
     launches kernels, and narrow between them."""
     from megatron_hybrid import HybridConfig
-    from megatron_hybrid.checkpoints.checkpoint import config_of
+    from megatron_hybrid.checkpoints.folder import config_of
 
     if name == "odd":
         return HybridConfig.from_dict(ODD | {"params_dtype": dtype})

@@ -12,19 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from megatron_hybrid.checkpoints.checkpoint import (
-    FLOATS,
-    HEAD,
-    TensorSource,
-    adapter_of,
-    check_map,
-    copy_piece,
-    own_tensors,
-    own_weights,
-)
+from megatron_hybrid.checkpoints.folder import FLOATS, adapter_of
+from megatron_hybrid.checkpoints.found_tensors import HEAD
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import SAME, stacked
+from megatron_hybrid.checkpoints.model_tensors import own_tensors, own_weights
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.checkpoints.tensor_source import TensorSource, check_map, copy_piece
 from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.packed_weight import PackedWeight

@@ -17,12 +17,8 @@ from safetensors.torch import load_file, save_file
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints import checkpoint
-from megatron_hybrid.checkpoints.checkpoint import (
-    CheckpointError,
-    own_tensors,
-    read_config,
-    save_huggingface,
-)
+from megatron_hybrid.checkpoints.checkpoint import CheckpointError, read_config, save_huggingface
+from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.models.packed_weight import PackedWeight

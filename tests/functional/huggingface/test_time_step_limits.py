@@ -14,7 +14,8 @@ from huggingface import build
 from safetensors.torch import load_file
 
 import megatron_hybrid as mh
-from megatron_hybrid.checkpoints.checkpoint import CheckpointError, config_of, save_huggingface
+from megatron_hybrid.checkpoints.checkpoint import CheckpointError, save_huggingface
+from megatron_hybrid.checkpoints.folder import config_of
 
 LIMITS = [None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}], [0.002, 0.3]]
 SMALL, LARGE = -8.0, 1.0

@@ -7,17 +7,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_config, small_model
+from state_dicts import load_state
 from transformers import LlamaConfig
 
 from megatron_hybrid.checkpoints import checkpoint, tensor_files
 from megatron_hybrid.checkpoints.checkpoint import (
     CheckpointError,
-    full_state_dict,
     load_checkpoint,
-    load_state,
     read_config,
     save_checkpoint,
 )
+from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 
@@ -186,8 +186,8 @@ def test_mismatches_name_the_tensor_and_load_nothing(tmp_path, change, message, 
             save_file(state, tmp_path / "model.safetensors")
             load_checkpoint(model, tmp_path)
         else:
-            source = "the state"
-            load_state(model, state, source)
+            source = "state dict"
+            load_state(model, state)
     assert message.format(source=source) in str(error.value)
     assert source in str(error.value)
     assert same(model, before)

@@ -11,7 +11,7 @@ from transformers.models.zamba2.modeling_zamba2 import (
     Zamba2RotaryEmbedding,
 )
 
-from megatron_hybrid.checkpoints.checkpoint import full_state_dict
+from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.models.mixers.base import StackInputs
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.ops.activations import ACTIVATIONS

@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 from small_models import random_tokens
+from state_dicts import load_state
 
-from megatron_hybrid.checkpoints.checkpoint import load_state
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
@@ -28,7 +28,7 @@ def randomize(model):
 
 def compare(reference, config, state):
     model = build_hybrid_model(config).eval()
-    load_state(model, state, source="transformers")
+    load_state(model, state)
     tokens = random_tokens(2, 33)
     with torch.no_grad():
         expected = reference(tokens).logits
