@@ -20,11 +20,10 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     has_tensor,
     latent_attention_tensors,
-    layer_norms,
+    layer_tensors,
     mlp_tensors,
     model_tensors,
     moe_tensors,
-    prediction_layer,
     prediction_tensors,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -72,24 +71,16 @@ class DeepseekV3(Adapter):
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
         """See `Adapter.tensors`."""
         yield from model_tensors(config)
-        mlps = {"-": mlp_tensors, "E": moe_tensors}
-        for i, symbol in enumerate(config.pattern.symbols[1::2]):
-            theirs = f"model.layers.{i}"
-            mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
-            yield from layer_norms(mixer, mlp, theirs)
-            yield from latent_attention_tensors(
-                config, f"{mixer}.self_attention", f"{theirs}.self_attn"
-            )
-            yield from mlps[symbol](config, f"{mlp}.mlp", f"{theirs}.mlp")
-        for symbols in config.pattern.predictions:
-            theirs = f"model.layers.{config.num_layers // 2}"
-            names = (f"{theirs}.{name}" for name in ("enorm", "hnorm", "eh_proj"))
-            yield from prediction_tensors(*names, f"{theirs}.shared_head.norm")
-            mixer, mlp = prediction_layer(0), prediction_layer(1)
-            yield from layer_norms(mixer, mlp, theirs)
-            mixer = f"{mixer}.self_attention"
-            yield from latent_attention_tensors(config, mixer, f"{theirs}.self_attn")
-            yield from mlps[symbols[1]](config, f"{mlp}.mlp", f"{theirs}.mlp")
+        parts = {
+            "+": ("self_attn", latent_attention_tensors),
+            "-": ("mlp", mlp_tensors),
+            "E": ("mlp", moe_tensors),
+        }
+        yield from layer_tensors(config, parts)
+        layers, number = "model.layers", config.num_layers // 2
+        names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        around = [f"{layers}.{number}.{name}" for name in names]
+        yield from prediction_tensors(config, parts, around, layers=layers, first=number)
 
     def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
         """See `Adapter.prediction_layers`."""

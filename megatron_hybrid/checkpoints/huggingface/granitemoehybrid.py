@@ -19,8 +19,10 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
 )
 from megatron_hybrid.checkpoints.huggingface.layouts import stacked
 from megatron_hybrid.checkpoints.huggingface.tensors import (
+    attention_tensors,
     experts_one_by_one,
-    mamba2_hybrid_layer,
+    layer_tensors,
+    mamba2_tensors,
     model_tensors,
     same,
 )
@@ -64,13 +66,12 @@ class GraniteMoeHybrid(Adapter):
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
         """See `Adapter.tensors`."""
         yield from model_tensors(config)
-        for i in range(config.num_layers // 2):
-            theirs, mlp = f"model.layers.{i}", f"decoder.layers.{2 * i + 1}"
-            yield from mamba2_hybrid_layer(config, 2 * i, theirs)
-            yield same(
-                f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight"
-            )
-            yield from _mlp_tensors(config, f"{mlp}.mlp", theirs)
+        parts = {
+            "M": ("mamba", mamba2_tensors),
+            "*": ("self_attn", attention_tensors),
+            **dict.fromkeys("-E", ("", _mlp_tensors)),
+        }
+        yield from layer_tensors(config, parts)
 
     def as_found(
         self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
