@@ -29,11 +29,14 @@ from torch import Tensor
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """Floating-point numbers that kernels take."""
 
+INTEGERS = frozenset((torch.int32, torch.int64))
+"""Numbers of rows, pages and slots."""
+
 _KINDS = {
     "float": FLOATS | {torch.float64},
     "state": frozenset((torch.float32, torch.bfloat16, torch.float64)),
     "fp32": frozenset((torch.float32,)),
-    "int": frozenset((torch.int32, torch.int64)),
+    "int": INTEGERS,
     "number": None,
     "stack": None,
 }
