@@ -88,12 +88,12 @@ def save_huggingface(model: HybridModel, folder: str | os.PathLike[str]) -> None
     maps: Iterable[TensorMap] = adapter.tensors(model.config)
     packed = model.packed_source
     if packed is not None:
-        maps = packed.maps(adapter.as_found(m, model.config, packed.shapes) for m in maps)
+        maps = packed.expand_maps(adapter.as_found(m, model.config, packed.shapes) for m in maps)
         theirs |= {adapter.text_name(name): tensor for name, tensor in packed.kept.items()}
     for tensor_map in maps:
         values = tensor_map.layout.to_theirs([state[name] for name in tensor_map.ours])
         for name, value in zip(tensor_map.theirs, values, strict=True):
-            written = {name: value} if packed is None else packed.written(name, value)
+            written = {name: value} if packed is None else packed.to_file_tensors(name, value)
             theirs |= {adapter.text_name(name): value for name, value in written.items()}
     for name, original in adapter.copies(model.config).items():
         if original in theirs:  # else packed, and among `kept`
@@ -180,9 +180,9 @@ def checked_load(
     """
     found = find_tensors(model, folder, names)
     rounded = FLOATS if cast else (torch.float32,) if found.is_mixed else ()
-    with found.packed.pack(model, found.maps, str(folder.path), keeps_packing):
+    with found.packed.install(model, found.maps, str(folder.path), keeps_packing):
         source = found.source()
-        maps = checked_maps(model, found.packed.maps(found.maps), source, rounded)
+        maps = checked_maps(model, found.packed.expand_maps(found.maps), source, rounded)
         found.check_numbers(model, maps)
 
         yield partial(copy_tensors, model, maps, source)

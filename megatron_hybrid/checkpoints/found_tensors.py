@@ -170,5 +170,5 @@ def pack_as_in(model: HybridModel, folder: str | os.PathLike[str]) -> None:
     """
     with CheckpointFolder(folder) as opened:
         found = find_tensors(model, opened)
-        with found.packed.pack(model, found.maps, str(folder)):
+        with found.packed.install(model, found.maps, str(folder)):
             pass

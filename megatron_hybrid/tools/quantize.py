@@ -27,7 +27,7 @@ from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout
 from megatron_hybrid.checkpoints.packed_files import (
     PARTS,
-    StoredPart,
+    PackedTensor,
     StoredWeight,
     in_words,
 )
@@ -279,14 +279,14 @@ def _stored(
         names = {"codes": codes, "scale": f"{name}_scale", "outer": f"{name}_global_scale"}
     sizes = {"codes": columns // 2 if packs else columns, "scale": columns // (group or columns)}
     parts = {
-        part: StoredPart(names[part], (*lead, rows, size), dtype)
+        part: PackedTensor(names[part], (*lead, rows, size), dtype)
         for part, size, dtype in (
             ("codes", sizes["codes"], kind.codes),
             ("scale", sizes["scale"], kind.scale),
         )
     }
     if kind.scale == torch.float8_e4m3fn:
-        parts["outer"] = StoredPart(names["outer"], (*lead, rows, 1), torch.float32)
+        parts["outer"] = PackedTensor(names["outer"], (*lead, rows, 1), torch.float32)
     return StoredWeight(shape, parts, (1, group))
 
 

@@ -68,7 +68,7 @@ class WeightLoader:
     def write_piece(self, name: str, whole: Tensor) -> None:
         """Write this rank's piece of a whole tensor of ours; where it is packed, to nearest."""
         if isinstance(self.own[name], PackedWeight):
-            for part, value in self.model.packed_source.quantized(name, whole):
+            for part, value in self.model.packed_source.requantize(name, whole):
                 copy_piece(value, self.parts[part], self.model)
         else:
             copy_piece(whole, self.own[name], self.model)
@@ -77,7 +77,7 @@ class WeightLoader:
         """Whether a packed weight of this rank is what `write_piece` would make of it."""
         pieces = (
             (self.parts[part], own_piece(value, self.parts[part], self.model.pg_collection))
-            for part, value in self.model.packed_source.quantized(name, whole)
+            for part, value in self.model.packed_source.requantize(name, whole)
         )
         return all(torch.equal(own.float(), value.to(own).float()) for own, value in pieces)
 
