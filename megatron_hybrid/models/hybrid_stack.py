@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import LayerCache, StackInputs, rank_generator
+from megatron_hybrid.models.mixers.base import LayerCache, MixerPlace, StackInputs, rank_generator
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.norms import is_plain
 from megatron_hybrid.models.recompute import (
@@ -104,11 +104,10 @@ class HybridLayer(MegatronModule):
         splits_rows = submodules.mixer.module.splits_rows
         self.gathers_rows = config.sequence_parallel and not splits_rows
         """Whether the mixer gets the rows of all ranks, of which the layer has its own."""
-        mixer = build_module(
-            submodules.mixer,
-            config=config if splits_rows else config.with_all_rows(),
-            layer_number=layer_number,
-            pg_collection=pg_collection,
+        mixer = submodules.mixer.module(
+            config if splits_rows else config.with_all_rows(),
+            MixerPlace(submodules.mixer.submodules, layer_number, pg_collection),
+            **submodules.mixer.params,
         )
         self.recomputes_mixer = is_selected(config, submodules.mixer.module.recompute_name)
         # With the mixer it is recomputed anyway, and its hooks would keep what the mixer saves.
