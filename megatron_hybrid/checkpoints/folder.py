@@ -157,7 +157,7 @@ def config_of(
         CheckpointError: not a usable config, or of an unknown architecture.
         ValueError, TypeError: an override is not possible.
     """
-    # The stage behind the last layer has no embedding, which the parts need.
+    # The stage after the last layer has no embedding, which the parts need.
     mtp = mtp and (overrides.get("pipeline_model_parallel_size") or 1) == 1
     try:
         if _is_huggingface(values):

@@ -25,7 +25,7 @@ def own_tensors(model: HybridModel) -> dict[str, Tensor]:
 
 
 def own_weights(model: HybridModel) -> dict[str, Tensor | PackedWeight]:
-    """As `own_tensors`, where a packed weight counts as one."""
+    """List `own_tensors`, where a packed weight counts as one."""
     packed = {
         model.canonical_name(name): module
         for name, module in model.named_modules()

@@ -72,7 +72,7 @@ class StoredWeight:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Of the parts, in memory."""
+        """Dtypes of the parts, in memory."""
         return {name: part.dtype for name, part in self.parts.items()}
 
     def by_row(self, name: str, stored: Tensor, group: int) -> Tensor:
@@ -254,7 +254,7 @@ def _plain_codes(files: PackedFiles, name: str) -> dict[str, PackedTensor] | Non
         if not files.may_be_packed:
             return None
         raise CheckpointError(
-            f"{name} is {dtype} in {files.files.folder}, without {name}_scale or {inverse} beside "
+            f"{name} is {dtype} in {files.files.folder}, without {name}_scale or {inverse} next to "
             "it. Copy the folder again."
         )
     if dtype == torch.uint8:

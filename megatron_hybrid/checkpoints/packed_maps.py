@@ -106,7 +106,7 @@ class PackedSource:
             yield part_map.ours[0], part
 
     def note_change(self, name: str) -> None:
-        """One of our weights, of this rank or another, is about to change: what was read beside it
+        """One of our weights, of this rank or another, is about to change: what was read with it
         no longer belongs to it."""
         if (tensor_map := self.weight_maps.get(name)) is not None:
             for their_name in tensor_map.theirs:
@@ -277,7 +277,7 @@ class _Rows:
         """Found by the layout of a mask.
 
         Raises:
-            CheckpointError: the layout is more than an order of rows, or packed rows lie behind
+            CheckpointError: the layout is more than an order of rows, or packed rows lie after
                 others.
         """
         shapes = [source.shapes[name][:-1] for name in tensor_map.theirs]

@@ -76,7 +76,7 @@ def model_folder(name: str | os.PathLike[str]) -> Path:
 
 
 def checked_folder(name: str | os.PathLike[str]) -> Path:
-    """As `model_folder`. Raises CheckpointError if there is no such folder."""
+    """Find a `model_folder`. Raises CheckpointError if there is no such folder."""
     path = model_folder(name)
     if not path.is_dir():
         raise CheckpointError(

@@ -31,7 +31,7 @@ class TensorSource:
     read: Callable[[str], Tensor]
 
     def num_bytes(self, name: str) -> int:
-        """Of a tensor in the maps."""
+        """Number of bytes of a tensor in the maps."""
         given = self.given[name]
         return math.prod(self.shape(given)) * self.dtype(given).itemsize
 
@@ -137,7 +137,7 @@ def check_map(
             continue
         if dtype not in FLOATS:
             remedy = (
-                "Quantized weights are read with the scales beside them, in the formats of "
+                "Quantized weights are read with the scales next to them, in the formats of "
                 "docs/guides/quantized_weights.md; dequantize others first."
             )
         elif torch.promote_types(dtype, expected.dtype) == expected.dtype:

@@ -109,7 +109,7 @@ class HybridModel(_LanguageModule):
         passes_embedding = any("Z" in symbols for symbols in stages[1:])
         self.boundary_width = config.hidden_size * (2 if passes_embedding else 1)
         """Width of the tensors [s, b, boundary_width] between pipeline stages: hidden states, and
-        beside them the word embedding if the pattern has a `Z` behind the first stage."""
+        next to them the word embedding if the pattern has a `Z` after the first stage."""
         if pre_process:
             self.embedding = LanguageModelEmbedding(
                 config=config.with_all_rows(),
@@ -187,8 +187,8 @@ class HybridModel(_LanguageModule):
         return super()._apply(converted, recurse)
 
     def train(self, mode: bool = True) -> HybridModel:
-        """As in torch. An engine that serves the model treats its weights as changed from now
-        on."""
+        """Train, or not, as in torch. An engine that serves the model treats its weights as changed
+        from now on."""
         if mode:
             self._note_weight_change()
         return super().train(mode)
@@ -247,7 +247,7 @@ class HybridModel(_LanguageModule):
 
     def sum_shared_gradients(self) -> None:
         """Sum the gradients of the shared blocks over the pipeline stages that hold a copy. Call it
-        on all stages behind core's `finalize_model_grads`, which sums those of a tied word
+        on all stages after core's `finalize_model_grads`, which sums those of a tied word
         embedding, and before the optimizer."""
         self.stage_copies.sum_gradients()
 
@@ -409,12 +409,12 @@ class HybridModel(_LanguageModule):
     def _embed(
         self, input_ids: Tensor | None, decoder_input: Tensor | None, padding: int
     ) -> tuple[Tensor, StackInputs]:
-        """The input of the stack, and what some mixers need beside it.
+        """The input of the stack, and what some mixers need in addition to it.
 
         Args:
             input_ids: [b, s], or None with a decoder_input.
             decoder_input: see `forward`.
-            padding: rows to add behind all others.
+            padding: rows to add after all others.
         """
         tp, splits_rows = self.pg_collection.tp, self.config.sequence_parallel
         ids_T = None if input_ids is None else F.pad(input_ids.flatten(), (0, padding))
@@ -433,7 +433,7 @@ class HybridModel(_LanguageModule):
             if ids_T is None:
                 raise ValueError(
                     "input_ids is None, but the layers P of layer_pattern embed the tokens again. "
-                    "Pass input_ids beside decoder_input."
+                    "Pass input_ids with decoder_input."
                 )
             if splits_rows:
                 ids_T = ids_T.chunk(tp.size())[tp.rank()]
@@ -462,7 +462,7 @@ class HybridModel(_LanguageModule):
         if input_ids is None:
             raise ValueError(
                 "input_ids is None, but multi-token prediction (/ in layer_pattern) embeds the "
-                "tokens again. Pass input_ids beside decoder_input."
+                "tokens again. Pass input_ids with decoder_input."
             )
         layout, num_rows = context.ragged_layout(), labels.numel()
         labels_T = labels.flatten()
@@ -522,7 +522,7 @@ class HybridModel(_LanguageModule):
         sharded_offsets: tuple = (),
         metadata: dict | None = None,
     ) -> ShardedStateDict:
-        """For `megatron.core.dist_checkpointing`: keys as in core's own hybrid models."""
+        """Make the state for core's dist_checkpointing, with the keys of its own hybrid models."""
         if sharded_offsets:
             raise ValueError(f"sharded_offsets is {sharded_offsets}; a whole model has none.")
         require_unpacked(self, "core's distributed checkpoints cannot hold the model")

@@ -59,7 +59,7 @@ class ResidualSums:
 
 @dataclass
 class HybridLayerSubmodules:
-    """The mixer, and the norms before and behind it.
+    """The mixer, and the norms before and after it.
 
     A norm is an identity if `norm_placement` has none there; the first one also if the mixer's
     input projection normalises.
@@ -221,9 +221,8 @@ class HybridStack(MegatronModule):
         return [min(size, layers - start) for start in range(0, layers, size)]
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """For core's inference configs: shapes of a Mamba-2 layer's last inputs of the convolution,
-        [C, K], and of its state, [H, P, N], on this rank; None without such a layer in this stage.
-        """
+        """Tell core's inference configs the shapes of a Mamba-2 layer on this rank: of the last
+        inputs of the convolution, [C, K], and of the state, [H, P, N]. None: the stage has none."""
         for symbol, layer in zip(self.layer_type_list, self.layers):
             if symbol == "M":
                 tail, state = layer.cache_requirements().states
@@ -248,7 +247,7 @@ class HybridStack(MegatronModule):
         return sums.normed(self.final_norm, hidden_Th)
 
     def _norms_of_sums(self, layers: Sequence[HybridLayer]) -> Iterator[nn.Module | None]:
-        """For each layer, the norm that reads its residual sum, where one launch may do both."""
+        """Find each layer's norm that reads its residual sum, where one launch may do both."""
         if torch.is_grad_enabled() or self.config.fp32_residual_connection:
             return
         norms = [layer._modules[layer.norm_name] for layer in layers[1:]]

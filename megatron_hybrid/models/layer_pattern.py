@@ -213,7 +213,7 @@ def _parse(text: str) -> LayerPattern:
         part, allowed = predictions[0], set(KINDS) - set("ZP")
         if not part or set(predictions) != {part} or set(part) - allowed:
             raise ValueError(
-                f"layer_pattern {text!r} has the parts {predictions} behind "
+                f"layer_pattern {text!r} has the parts {predictions} after "
                 f"'{PREDICTION_BOUNDARY}', for multi-token prediction. They must all be the same "
                 f"one layer or more, without '{STAGE_BOUNDARY}', 'Z' and 'P'."
             )

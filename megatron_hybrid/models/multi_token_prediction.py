@@ -1,4 +1,4 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): the parts behind `/` in a
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): the parts after `/` in a
 layer pattern, with the parameters of core's MultiTokenPredictionBlock.
 
 In training the k-th part predicts, from the hidden states of the one before it and the embedding of
@@ -120,7 +120,7 @@ class MultiTokenPrediction(MegatronModule):
 
     @property
     def parts(self) -> list[PredictionLayers]:
-        """In the order of their use; with `mtp_use_repeated_layer` all are the same one."""
+        """List the parts in order of use; with `mtp_use_repeated_layer` all are the same one."""
         return list(self.layers) * (self.num_parts // len(self.layers))
 
     def attach_losses(
@@ -175,7 +175,7 @@ def _counted_once(config: HybridConfig, uses: int) -> HybridConfig:
 
 
 def _next(x_T: Tensor, ends: Tensor) -> Tensor:
-    """Each row's next one, and 0 behind the last one of a sequence."""
+    """Each row's next one, and 0 after the last one of a sequence."""
     next_T = F.pad(x_T[1:], (0, 1))
     next_T[ends] = 0
     return next_T

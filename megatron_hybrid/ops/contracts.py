@@ -248,7 +248,7 @@ def _errors(
 
 
 def _are_neighbours(tensor: Tensor, first: int) -> bool:
-    """Whether the numbers in the dimensions from `first` on lie one behind the other."""
+    """Whether the numbers in the dimensions from `first` on lie one after the other."""
     next_stride = 1
     rest = list(zip(tensor.shape, tensor.stride()))[first:]
     for size, stride in reversed(rest):

@@ -85,8 +85,8 @@ class SlotOp(Op):
         )
 
     def _serve(self, *inputs: Any) -> Any:
-        """As `Op._serve`; where sequences continue each other, a depth after the other, by the same
-        steps that they would take in a call each."""
+        """Run as `Op._serve`; where sequences continue each other, a depth after the other, by the
+        same steps that they would take in a call each."""
         states, layout = inputs[self._place], inputs[self._place + 1]
         if not layout.depths:
             return super()._serve(*inputs)

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: multi-head latent attention, and experts behind the first few layers."""
+"""DeepSeek-V3: multi-head latent attention, and experts after the first few layers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class DeepseekV3(Adapter):
         }
 
     def ignored_names(self, names: Collection[str], config: HybridConfig) -> set[str]:
-        """See `Adapter.ignored_names`: layers behind the last one that predict further tokens,
+        """See `Adapter.ignored_names`: layers after the last one that predict further tokens,
         unless the config has them.
 
         A layer is one by what only these have, not by its number alone: an ordinary layer that

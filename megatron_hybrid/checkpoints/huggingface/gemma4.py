@@ -156,7 +156,7 @@ class Gemma4(Adapter):
 
 
 def _layer(hf: Mapping[str, Any]) -> str:
-    """Our layers behind the attention of one of theirs."""
+    """Our layers after the attention of one of theirs."""
     mlp = "B" if hf.get("enable_moe_block") else "-"
     return mlp + ("P" if hf["hidden_size_per_layer_input"] else "")
 

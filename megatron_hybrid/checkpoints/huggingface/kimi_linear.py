@@ -1,4 +1,4 @@
-"""Kimi Linear: Kimi Delta Attention and latent attention without RoPE, with experts behind."""
+"""Kimi Linear: Kimi Delta Attention and latent attention without RoPE, with experts after both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OLMo Hybrid: Gated DeltaNet layers with norms in front, attention layers with norms behind."""
+"""OLMo Hybrid: Gated DeltaNet layers with norms in front, attention layers with norms after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-Next: Gated DeltaNet and gated attention, each with experts behind it."""
+"""Qwen3-Next: Gated DeltaNet and gated attention, each followed by experts."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def attention_tensors(
         ours: prefix, such as "decoder.layers.0.self_attention".
         theirs: prefix, such as "model.layers.0.self_attn".
         output: what they call o_proj.
-        norm: what they call q_norm and k_norm, behind the q_ and k_.
+        norm: what they call q_norm and k_norm, after the q_ and k_.
     """
     names = "qkv"[: 1 + config.num_kv_projections]
     groups, head_dim = config.num_query_groups, config.kv_channels

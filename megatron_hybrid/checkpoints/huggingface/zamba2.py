@@ -1,4 +1,4 @@
-"""Zamba2: Mamba-2 layers, some of them behind a transformer block that they share."""
+"""Zamba2: Mamba-2 layers, some of them after a transformer block that they share."""
 
 from __future__ import annotations
 

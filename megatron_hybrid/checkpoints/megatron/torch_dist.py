@@ -307,7 +307,7 @@ class DistributedTensors:
 
     @cached_property
     def _common(self) -> Mapping[str, Any]:
-        """What is saved beside the tensors."""
+        """All that is saved in addition to the tensors."""
         path = self.path / COMMON_FILE
         if path.is_file():
             with path.open("rb") as file:
@@ -334,7 +334,7 @@ class DistributedTensors:
         if self._own_config is not None:
             if any(".lora." in key for key in self._tensors):
                 raise CheckpointError(
-                    f"{self.path} has the adapters (LoRA) of a run beside its model. The run "
+                    f"{self.path} has the adapters (LoRA) of a run next to its model. The run "
                     f"merges them at its end: use {self.path.parent / 'exported'}, or finish it."
                 )
             return config_of(self._own_config, str(self.path), **overrides)

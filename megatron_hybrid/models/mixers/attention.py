@@ -133,7 +133,7 @@ class AttentionMixer(Mixer):
     def attend(
         self, mixed: Tensor, context: MixerContext, layer_number: int
     ) -> tuple[Tensor, Tensor | None]:
-        """`forward` behind the input projection, as the layer `layer_number`."""
+        """`forward` after the input projection, as the layer `layer_number`."""
         kv_layer = self.config.kv_source_layer or layer_number
         q_TKGD, kv, gate = self._heads(mixed)
         k, v = kv or (None, None)

@@ -108,7 +108,7 @@ class MixerPlace:
 
 @dataclass(frozen=True)
 class StackInputs:
-    """Inputs of a pipeline stage beside the hidden states, for mixers that need them."""
+    """Inputs of a pipeline stage in addition to the hidden states, for mixers that need them."""
 
     embedding_Th: Tensor | None
     """Word embedding, the input of the stack, of all ranks' rows; None on later stages of a model

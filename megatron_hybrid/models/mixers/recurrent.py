@@ -86,7 +86,7 @@ class RecurrentMixer(Mixer):
         return LayerCache(states=(self.conv1d.state(), *self.recurrent_states()))
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
-        """Of the recurrence, beside the tail."""
+        """States of the recurrence, in addition to the tail."""
         return ()
 
     def _state(

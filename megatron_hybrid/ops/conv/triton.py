@@ -1,4 +1,4 @@
-"""The causal convolution in Triton: one launch for all rows, one for the tails behind them; one for
+"""The causal convolution in Triton: one launch for all rows, one for the tails after them; one for
 both where each sequence has a row."""
 
 from __future__ import annotations

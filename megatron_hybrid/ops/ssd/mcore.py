@@ -1,7 +1,7 @@
 """Mamba-2's scan by megatron-core's Triton kernels, with ours for steps and states in a chunk.
 
 Chunks are anchored at absolute position 0, so what a token gives does not depend on how its
-sequence is cut into calls. States are captured from what the kernels leave, behind them: outputs
+sequence is cut into calls. States are captured from what the kernels leave, after them: outputs
 and final states have the same bits with captures and without. (Steps are not core's
 `selective_state_update`: without a buffer for intermediate states, 0.19.2 writes these over x.)
 """
