@@ -66,16 +66,3 @@ def test_heads_follow_from_the_width():
     config = small_config("K", linear_num_key_heads=None, linear_num_value_heads=None)
     assert config.linear_num_key_heads == 3
     assert config.linear_num_value_heads is None  # has no meaning here
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"linear_key_head_dim": 0}, "linear_key_head_dim is 0"),
-        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
-        ({"linear_num_key_heads": 3, "tensor_model_parallel_size": 2}, "linear_num_key_heads"),
-    ],
-)
-def test_contradictions_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        small_config("K", **fields)

@@ -1,8 +1,7 @@
 """The options of the Mamba-2 mixer, the layer of parallel heads, multipliers of an MLP."""
 
-import pytest
 import torch
-from small_models import random_tokens, small_config, small_model
+from small_models import random_tokens, small_model
 
 FACTORS = [0.9, 0.8, 1.2, 0.7, 1.3]
 
@@ -26,18 +25,3 @@ def test_multipliers_of_an_mlp():
     gate, up = (x_Th @ mlp.linear_fc1.weight.T).chunk(2, -1)
     expected = (torch.nn.functional.silu(0.3 * gate) * up) @ mlp.linear_fc2.weight.T * 1.7
     torch.testing.assert_close(mlp(x_Th, None)[0], expected)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "fields", "message"),
-    [
-        ("M", {"mamba_gated_norm": "last"}, "use 'gate_first', 'norm_first' or 'none'"),
-        ("M", {"mamba_dt_min": 0.5, "mamba_dt_max": 0.1}, r"mamba_dt_max are \(0.5, 0.1\)"),
-        ("H", {"mamba_section_multipliers": [1.0]}, "takes five factors"),
-        ("-", {"mlp_gate_multiplier": 2.0, "gated_linear_unit": False}, "has no gate"),
-        ("-", {"mlp_gate_multiplier": 2.0, "bias_activation_fusion": True}, "do not know"),
-    ],
-)
-def test_one_clear_error(pattern, fields, message):
-    with pytest.raises(ValueError, match=message):
-        small_config(pattern, **fields)

@@ -1,8 +1,7 @@
 """What Gemma alone has: per-layer inputs, experts next to an MLP."""
 
-import pytest
 import torch
-from small_models import random_tokens, small_config, small_model
+from small_models import random_tokens, small_model
 from test_mixer_context import DictContext, run
 
 from megatron_hybrid.models.mixers.base import StackInputs
@@ -43,10 +42,3 @@ def test_gradients_reach_every_parameter():
     model(random_tokens(2, 60)).square().sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad.abs().max() > 0, name
-
-
-def test_per_layer_inputs_need_a_width_and_one_stage():
-    with pytest.raises(ValueError, match=r"per_layer_input_size is None. Set it"):
-        small_config("P-")
-    with pytest.raises(ValueError, match=r"there are 2 stages. Use 1"):
-        small_config("P-", per_layer_input_size=8, pipeline_model_parallel_size=2)

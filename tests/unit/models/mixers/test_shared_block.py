@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import random_tokens, small_config, small_model
+from small_models import random_tokens, small_model
 
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 
@@ -53,16 +53,3 @@ def test_a_block_serves_every_second_layer():
     torch.testing.assert_close(model(tokens), without_block, atol=0, rtol=0)
     shared[1].linear.weight.zero_()
     assert (model(tokens) - without_block).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_shared_blocks": 0}, "num_shared_blocks is 0"),
-        ({"gated_linear_unit": False}, "need True"),
-        ({"glu_linear_offset": 1.0}, "glu_linear_offset is 1.0, but shared blocks"),
-    ],
-)
-def test_one_clear_error(fields, message):
-    with pytest.raises(ValueError, match=message):
-        small_config("ZZ", **fields)
