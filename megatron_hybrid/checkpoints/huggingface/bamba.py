@@ -31,7 +31,6 @@ class Bamba(Adapter):
     model_types = ("bamba",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         hf = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, **hf}
         only(hf, hidden_act=("silu", "swish"))  # it is that of the convolution, too
         heads = attention_fields({"num_key_value_heads": 8, **hf})
@@ -56,7 +55,6 @@ class Bamba(Adapter):
         return fields
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config, norm="model.final_layernorm.weight")
         parts = {
             "M": ("mamba", mamba2_tensors),

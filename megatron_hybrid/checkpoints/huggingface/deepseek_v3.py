@@ -38,7 +38,6 @@ class DeepseekV3(Adapter):
     model_types = ("deepseek_v3",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         hf = {"q_lora_rank": 1536, **hf}
         only(hf, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc")
         only(hf, moe_layer_freq=1, ep_size=1)
@@ -69,7 +68,6 @@ class DeepseekV3(Adapter):
         return fields
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
         parts = {
             "+": ("self_attn", latent_attention_tensors),
@@ -83,7 +81,6 @@ class DeepseekV3(Adapter):
         yield from prediction_tensors(config, parts, around, layers=layers, first=number)
 
     def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
-        """See `Adapter.prediction_layers`."""
         if names is None:
             return "+E" if hf.get("num_nextn_predict_layers") == 1 else ""
         number = required(hf, "num_hidden_layers")
@@ -93,7 +90,6 @@ class DeepseekV3(Adapter):
         return "+E" if has_tensor(names, f"{found}mlp.experts.") else "+-"
 
     def copies(self, config: HybridConfig) -> dict[str, str]:
-        """See `Adapter.copies`."""
         if not config.pattern.predictions:
             return {}
         theirs, embedding = f"model.layers.{config.num_layers // 2}", "model.embed_tokens.weight"

@@ -31,7 +31,6 @@ class FalconH1(Adapter):
     model_types = ("falcon_h1",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         hf = {"rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, **hf}
         # The activation is that of the convolution, too; the biases are those of the projections
         # into and out of the Mamba-2 part.
@@ -69,7 +68,6 @@ class FalconH1(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config, norm="model.final_layernorm.weight")
         parts = {"H": ("", _mixer_tensors), "-": ("feed_forward", mlp_tensors)}
         yield from layer_tensors(config, parts, ("input_layernorm", "pre_ff_layernorm"))

@@ -61,7 +61,6 @@ class Gemma4(Adapter):
     ignored = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         hf = {**_DEFAULTS, **hf}
         # "vision" is causal among text tokens.
         only(hf, attention_bias=False, use_bidirectional_attention=(None, "vision"))
@@ -105,7 +104,6 @@ class Gemma4(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
         per_layer = config.per_layer_input_size is not None
         if per_layer:

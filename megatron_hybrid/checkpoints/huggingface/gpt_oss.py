@@ -44,7 +44,6 @@ class GptOss(Adapter):
     model_types = ("gpt_oss",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         only(hf, attention_bias=True, hidden_act="silu", swiglu_alpha=1.702)
         layers = required(hf, "num_hidden_layers")
         types = hf.get("layer_types") or [
@@ -69,7 +68,6 @@ class GptOss(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
         attention = ("self_attn", _attention_tensors)
         parts = {"*": attention, "W": attention, "E": ("mlp", _moe_tensors)}
@@ -86,7 +84,6 @@ class GptOss(Adapter):
         return same(tensor_map.ours[0], blocks, layout)
 
     def one_by_one(self, tensor_map: TensorMap, config: HybridConfig) -> TensorMap:
-        """See `Adapter.one_by_one`."""
         return experts_one_by_one(tensor_map, config)
 
 

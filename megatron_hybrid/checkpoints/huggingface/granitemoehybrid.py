@@ -35,7 +35,6 @@ class GraniteMoeHybrid(Adapter):
     model_types = ("granitemoehybrid",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         only(hf, hidden_act=("silu", "swish"))  # it is that of the convolution, too
         num_layers = required(hf, "num_hidden_layers")
         types = hf.get("layer_types") or hf.get("layers_block_type") or ["mamba"] * num_layers
@@ -64,7 +63,6 @@ class GraniteMoeHybrid(Adapter):
         return fields
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
         parts = {
             "M": ("mamba", mamba2_tensors),

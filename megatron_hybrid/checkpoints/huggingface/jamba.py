@@ -32,7 +32,6 @@ class Jamba(Adapter):
     model_types = ("jamba",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         # The activation is that of the convolution, too.
         only(
             hf,
@@ -70,7 +69,6 @@ class Jamba(Adapter):
         return fields
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config, norm="model.final_layernorm.weight")
         parts = {
             "S": ("mamba", mamba1_tensors),

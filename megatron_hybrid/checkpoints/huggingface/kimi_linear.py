@@ -39,7 +39,6 @@ class KimiLinear(Adapter):
     model_types = ("kimi_linear",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         only(hf, hidden_act="silu", tie_word_embeddings=False, mla_use_nope=True)
         only(hf, moe_renormalize=True, moe_router_activation_func="sigmoid", moe_layer_freq=1)
         only(hf, num_nextn_predict_layers=(0, None))
@@ -78,7 +77,6 @@ class KimiLinear(Adapter):
         return fields
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
         parts = {
             "K": ("self_attn", _delta_attention_tensors),

@@ -34,7 +34,6 @@ class Lfm2(Adapter):
     model_types = ("lfm2",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         only(hf, block_use_swiglu=True)
         if hf.get("layer_types") is None:
             layers = range(required(hf, "num_hidden_layers"))
@@ -48,7 +47,6 @@ class Lfm2(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config, norm="model.embedding_norm.weight")
         names = {"projections": ("w1", "w3", "w2")}
         parts = {

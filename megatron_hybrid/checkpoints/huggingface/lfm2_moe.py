@@ -18,7 +18,6 @@ class Lfm2Moe(Lfm2):
     ignored = (r"model\.pos_emb\.inv_freq",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         only(hf, norm_topk_prob=True)
         mixers, dense = mixer_symbols(hf), hf.get("num_dense_layers", 2)
         pattern = "".join(f"{mixer}{'-' if i < dense else 'E'}" for i, mixer in enumerate(mixers))

@@ -29,7 +29,6 @@ class Llama(Adapter):
     ignored = (r".*\.rotary_emb\.inv_freq",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         return {
             **model_fields(hf),
             **attention_fields(hf),
@@ -45,7 +44,6 @@ class Llama(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
         parts = {"*": ("self_attn", attention_tensors), "-": ("mlp", mlp_tensors)}
         yield from layer_tensors(config, parts)

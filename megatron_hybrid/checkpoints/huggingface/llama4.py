@@ -35,7 +35,6 @@ class Llama4(Adapter):
     ignored = (r".*\.rotary_emb\.inv_freq", r"(vision_model|multi_modal_projector)\..*")
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         only(hf, attention_bias=False)
         without_rope = {"position_embedding_type": "none", "qk_l2_norm": False}
         if hf.get("attn_temperature_tuning", True):
@@ -63,7 +62,6 @@ class Llama4(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
         attention = ("self_attn", attention_tensors)
         parts = {
@@ -82,7 +80,6 @@ class Llama4(Adapter):
         return separate if separate.theirs[0] in shapes else tensor_map
 
     def one_by_one(self, tensor_map: TensorMap, config: HybridConfig) -> TensorMap:
-        """See `Adapter.one_by_one`."""
         return experts_one_by_one(tensor_map, config)
 
 

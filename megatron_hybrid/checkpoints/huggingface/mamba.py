@@ -41,7 +41,6 @@ class Mamba(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config, "backbone.embeddings.weight", "backbone.norm_f.weight")
         parts = {"S": ("mixer", mamba1_tensors)}
         yield from layer_tensors(config, parts, ("norm",), "backbone.layers")

@@ -52,7 +52,6 @@ class Mamba2(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config, "backbone.embeddings.weight", "backbone.norm_f.weight")
         parts = {"M": ("mixer", mamba2_tensors)}
         yield from layer_tensors(config, parts, ("norm",), "backbone.layers")

@@ -32,7 +32,6 @@ class MiniMaxM2(Adapter):
     model_types = ("minimax_m2",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         only(
             hf,
             scoring_func="sigmoid",
@@ -68,7 +67,6 @@ class MiniMaxM2(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
         moe = partial(
             moe_tensors,

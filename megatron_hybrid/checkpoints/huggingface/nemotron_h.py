@@ -46,7 +46,6 @@ class NemotronH(Adapter):
     prediction_names = (r"mtp\..*",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         hf = {_OLD_NAMES.get(key, key): value for key, value in hf.items()}
         head_dim = hf.get("attention_head_dim", 128)  # what the first releases call it
         hf = {"layer_norm_epsilon": 1e-5, "head_dim": head_dim, **hf}
@@ -85,7 +84,6 @@ class NemotronH(Adapter):
         return fields
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config, "backbone.embeddings.weight", "backbone.norm_f.weight")
         moe_of_two = partial(moe_tensors, projections=("up_proj", "down_proj"))
         parts = {
@@ -101,7 +99,6 @@ class NemotronH(Adapter):
             yield from prediction_tensors(config, parts, around, ("norm",))
 
     def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
-        """See `Adapter.prediction_layers`."""
         pattern = hf.get("mtp_hybrid_override_pattern")
         if pattern is None:
             types = hf.get("mtp_layers_block_type") or ["full_attention", "moe"]

@@ -40,7 +40,6 @@ class OlmoHybrid(Adapter):
     model_types = ("olmo_hybrid",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         only(hf, attention_bias=False)
         only(hf, hidden_act=("silu", "swish"))  # it is that of the convolution, too
         mixers = _mixers(hf)
@@ -69,7 +68,6 @@ class OlmoHybrid(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
         for i, symbol in enumerate(config.pattern.symbols[::2]):
             theirs = f"model.layers.{i}"

@@ -41,7 +41,6 @@ class Qwen3Next(Adapter):
     """Where config.json leaves them out."""
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         # The convolution and the gates are SiLU here, whatever the MLP's activation.
         only(hf, attention_bias=False, hidden_act="silu")
         key_heads = hf.get("linear_num_key_heads", 16)
@@ -66,7 +65,6 @@ class Qwen3Next(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
         parts = {
             "G": ("linear_attn", self._linear_tensors),
@@ -79,7 +77,6 @@ class Qwen3Next(Adapter):
         yield from prediction_tensors(config, parts, [f"mtp.{name}" for name in names])
 
     def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
-        """See `Adapter.prediction_layers`."""
         if names is None:
             return f"*{self._mlps(hf)[-1]}" if hf.get("mtp_num_hidden_layers") == 1 else ""
         if not has_tensor(names, "mtp.fc.") or has_tensor(names, "mtp.layers.1."):

@@ -32,7 +32,6 @@ class Zamba2(Adapter):
     model_types = ("zamba2",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         hf = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, **hf}
         # Without tie_word_embeddings, transformers does not tie the shared blocks either.
         only(hf, add_bias_linear=False, use_conv_bias=True, tie_word_embeddings=True)
@@ -67,7 +66,6 @@ class Zamba2(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config, norm="model.final_layernorm.weight")
         blocks: list[str] = []  # where theirs keep each shared block: in its first layer
         number = 0
