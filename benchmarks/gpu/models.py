@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.bench import Bench
 from megatron_hybrid import HybridConfig, HybridModel, build_hybrid_model
-from megatron_hybrid.checkpoints.checkpoint import config_of
+from megatron_hybrid.checkpoints.folder import config_of
 
 CONFIGS = Path(__file__).parents[2] / "tests" / "functional" / "huggingface" / "hub_configs"
 """config.json as published."""

@@ -32,7 +32,7 @@ and keys and values are not quantized by what a file says."""
 
 
 @dataclass(frozen=True)
-class StoredPart:
+class PackedTensor:
     """One part of a packed weight as a folder holds it."""
 
     name: str
@@ -53,13 +53,13 @@ class StoredWeight:
 
     shape: tuple[int, ...]
     """Of the weight, unpacked."""
-    parts: Mapping[str, StoredPart]
+    parts: Mapping[str, PackedTensor]
     """By the names of `ops.packed_linear`: "codes", "scale", and "outer" and "zero" if there."""
     block: tuple[int, int]
     """Rows and columns that share a scale; 0: all of them."""
 
     @classmethod
-    def of_parts(cls, parts: Mapping[str, StoredPart]) -> StoredWeight:
+    def of_parts(cls, parts: Mapping[str, PackedTensor]) -> StoredWeight:
         """A weight whose parts are stored as they are in memory, a scale for each row."""
         *rows, width = parts["codes"].shape
         columns = width * 8 // format_of(parts["codes"].dtype, parts["scale"].dtype).bits
@@ -72,7 +72,7 @@ class StoredWeight:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Of the parts, in memory."""
+        """Dtypes of the parts, in memory."""
         return {name: part.dtype for name, part in self.parts.items()}
 
     def by_row(self, name: str, stored: Tensor, group: int) -> Tensor:
@@ -164,7 +164,7 @@ class PackedFiles:
         decode: Callable[[Tensor], Tensor] | None = None,
         encode: Callable[[Tensor], Tensor] | None = None,
         is_kept: bool = False,
-    ) -> StoredPart:
+    ) -> PackedTensor:
         """One of the folder's tensors as a part; dtype: None: as stored.
 
         Raises:
@@ -177,7 +177,7 @@ class PackedFiles:
             )
         files = self.files
         dtype = dtype or files.dtype(name)
-        return StoredPart(name, files.shape(name), dtype, decode, encode, is_kept)
+        return PackedTensor(name, files.shape(name), dtype, decode, encode, is_kept)
 
     def has(self, name: str) -> bool:
         """Whether the folder has a tensor of this name."""
@@ -197,7 +197,7 @@ class PackedFiles:
         """Whether the config says that weights are packed."""
         return self._quantization is not None
 
-    def _weight(self, name: str, parts: Mapping[str, StoredPart]) -> StoredWeight:
+    def _weight(self, name: str, parts: Mapping[str, PackedTensor]) -> StoredWeight:
         codes, scale = parts["codes"], parts["scale"]
         kind = format_of(codes.dtype, scale.dtype)
         if kind is None:
@@ -207,7 +207,7 @@ class PackedFiles:
                 "library that packed it."
             )
 
-        def decoded_shape(part: StoredPart) -> tuple[int, ...]:
+        def decoded_shape(part: PackedTensor) -> tuple[int, ...]:
             stored = torch.empty(part.shape, dtype=self.files.dtype(part.name), device="meta")
             return tuple((stored if part.decode is None else part.decode(stored)).shape)
 
@@ -246,7 +246,7 @@ class PackedFiles:
 # Readers: the parts of a packed weight, by the name of its codes; None: these are no codes --------
 
 
-def _plain_codes(files: PackedFiles, name: str) -> dict[str, StoredPart] | None:
+def _plain_codes(files: PackedFiles, name: str) -> dict[str, PackedTensor] | None:
     """FP8 and INT8 of one code an element, and ModelOpt's NVFP4."""
     dtype, inverse = files.files.dtype(name), f"{name}_scale_inv"
     is_code = dtype in (torch.uint8, torch.float8_e4m3fn, torch.int8)
@@ -254,7 +254,7 @@ def _plain_codes(files: PackedFiles, name: str) -> dict[str, StoredPart] | None:
         if not files.may_be_packed:
             return None
         raise CheckpointError(
-            f"{name} is {dtype} in {files.files.folder}, without {name}_scale or {inverse} beside "
+            f"{name} is {dtype} in {files.files.folder}, without {name}_scale or {inverse} next to "
             "it. Copy the folder again."
         )
     if dtype == torch.uint8:
@@ -274,7 +274,7 @@ def _plain_codes(files: PackedFiles, name: str) -> dict[str, StoredPart] | None:
     return parts
 
 
-def _packed_codes(files: PackedFiles, name: str) -> dict[str, StoredPart] | None:
+def _packed_codes(files: PackedFiles, name: str) -> dict[str, PackedTensor] | None:
     """Those of compressed-tensors: NVFP4 in bytes, and integers in words of 32 bits, of which each
     is offset to be positive."""
     weight, dtype = name.removesuffix("_packed"), files.files.dtype(name)
@@ -320,7 +320,7 @@ def _word_bits(files: PackedFiles, name: str) -> int:
     return bits
 
 
-def _zero_points(files: PackedFiles, name: str, bits: int, rows: int) -> StoredPart:
+def _zero_points(files: PackedFiles, name: str, bits: int, rows: int) -> PackedTensor:
     """Zero points, words of whose integers lie one below the other."""
     words = files.files.shape(name)[0]
     if bits == 8:
@@ -341,7 +341,7 @@ def _zero_points(files: PackedFiles, name: str, bits: int, rows: int) -> StoredP
     return files.part(name, torch.int8, decode, encode)
 
 
-def _blocks(files: PackedFiles, name: str) -> dict[str, StoredPart] | None:
+def _blocks(files: PackedFiles, name: str) -> dict[str, PackedTensor] | None:
     """MXFP4 of GPT-OSS: groups of 32 columns as 16 bytes, with an exponent each."""
     scales = f"{name.removesuffix('_blocks')}_scales"
     if not files.has(scales):
@@ -379,7 +379,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Rows of the weight whose codes lie in a word, from the lowest bits on."""
 
 
-def _turned_words(files: PackedFiles, name: str) -> dict[str, StoredPart]:
+def _turned_words(files: PackedFiles, name: str) -> dict[str, PackedTensor]:
     """Those of AWQ and GPTQ, of 4 bits and from 0 on. Rows are inputs, groups of them have a scale
     and a zero point for each output. Words hold neighbouring outputs in AWQ and in all zero points,
     inputs in GPTQ, whose first version takes 1 from each zero point of a word, and where that is 0

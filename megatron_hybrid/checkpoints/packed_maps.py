@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout, Tensors, joined
-from megatron_hybrid.checkpoints.packed_files import PARTS, StoredPart, StoredWeight
+from megatron_hybrid.checkpoints.packed_files import PARTS, PackedTensor, StoredWeight
 from megatron_hybrid.checkpoints.quantize import quantized
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -78,9 +78,9 @@ class PackedSource:
         """Names that `read` takes."""
         return [f"{name}:{part}" for name, stored in self.stored.items() for part in stored.parts]
 
-    def written(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """The inverse of `read`: the tensor in their folder by its name; none if it is among
-        `kept`. Other tensors are returned as they are."""
+    def to_file_tensors(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        """Invert `read`: the tensor in their folder by its name; none if it is among `kept`. Other
+        tensors are returned as they are."""
         weight, _, part = name.rpartition(":")
         if weight not in self.stored:
             return {name: value}
@@ -89,8 +89,9 @@ class PackedSource:
             return {}
         return {stored.parts[part].name: stored.as_stored(part, value)}
 
-    def quantized(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """New values of one of our weights, whole, as parts of it, by their names in the model."""
+    def requantize(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Quantize new values of one of our weights, whole, into its parts, by their names in the
+        model."""
         tensor_map, values = self.weight_maps[name], {}
         theirs = tensor_map.layout.to_theirs([weight])
         for their_name, value in zip(tensor_map.theirs, theirs, strict=True):
@@ -105,7 +106,7 @@ class PackedSource:
             yield part_map.ours[0], part
 
     def note_change(self, name: str) -> None:
-        """One of our weights, of this rank or another, is about to change: what was read beside it
+        """One of our weights, of this rank or another, is about to change: what was read with it
         no longer belongs to it."""
         if (tensor_map := self.weight_maps.get(name)) is not None:
             for their_name in tensor_map.theirs:
@@ -113,8 +114,8 @@ class PackedSource:
                     for part in stored.parts.values():
                         self.kept.pop(part.name, None)
 
-    def maps(self, maps: Iterable[TensorMap]) -> Iterator[TensorMap]:
-        """Maps of weights as those of the parts of the model. Parts of theirs are `weight:part`."""
+    def expand_maps(self, maps: Iterable[TensorMap]) -> Iterator[TensorMap]:
+        """Turn maps of weights into those of the model's parts. Theirs are called `weight:part`."""
         for tensor_map in maps:
             if any(name in self.stored for name in tensor_map.theirs):
                 yield from self._parts(tensor_map)
@@ -132,7 +133,7 @@ class PackedSource:
             yield TensorMap((f"{tensor_map.ours[0]}.rest",), plain, rows.layout(False))
 
     @contextmanager
-    def pack(
+    def install(
         self,
         model: HybridModel,
         maps: Iterable[TensorMap],
@@ -240,7 +241,7 @@ def own_source(
     for codes in [name for name in names if name.endswith(".weight.codes")]:
         weight = codes.removesuffix(".codes")
         parts = {
-            part: StoredPart(
+            part: PackedTensor(
                 f"{weight}.{part}", shape(f"{weight}.{part}"), dtype(f"{weight}.{part}")
             )
             for part in PARTS
@@ -276,7 +277,7 @@ class _Rows:
         """Found by the layout of a mask.
 
         Raises:
-            CheckpointError: the layout is more than an order of rows, or packed rows lie behind
+            CheckpointError: the layout is more than an order of rows, or packed rows lie after
                 others.
         """
         shapes = [source.shapes[name][:-1] for name in tensor_map.theirs]

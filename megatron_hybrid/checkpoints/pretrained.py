@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_hybrid.checkpoints.checkpoint import (
-    CheckpointError,
-    is_packed,
-    load_checkpoint,
-    read_config,
-)
+from megatron_hybrid.checkpoints.checkpoint import load_checkpoint
+from megatron_hybrid.checkpoints.folder import CheckpointFolder
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.distributed.ranks import fail_together
 from megatron_hybrid.distributed.rendezvous import coming
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
@@ -52,21 +51,22 @@ def load_pretrained(
         ValueError: this machine has no such device.
     """
     initialize_distributed()
-    with coming("load_pretrained()"):
+    with coming("load_pretrained()"), ExitStack() as stack:
         with fail_together(CheckpointError):
             device = checked_device(device)
-            path = checked_folder(folder)
+            opened = stack.enter_context(CheckpointFolder(checked_folder(folder)))
             if dtype is not None:
                 overrides["params_dtype"] = dtype
+            opened.check_quantization()
             # Random initialization would take longer than reading the file.
-            config = read_config(path, mtp, perform_initialization=False, **overrides)
-            tokenizer = load_tokenizer(path, config.vocab_size)
-            packed = is_packed(path)
+            config = opened.config(mtp, perform_initialization=False, **overrides)
+            tokenizer = load_tokenizer(opened.path, config.vocab_size, opened.values)
+            is_packed = opened.is_packed
         # Parameters that packed weights replace are never written: they take no room in a CPU's
         # memory.
-        with torch.device("cpu") if packed else device:
+        with torch.device("cpu") if is_packed else device:
             model = build_hybrid_model(config)
-        load_checkpoint(model, path, cast=dtype is not None)
+        load_checkpoint(model, opened, cast=dtype is not None)
         return model.to(device).eval(), tokenizer
 
 
@@ -76,7 +76,7 @@ def model_folder(name: str | os.PathLike[str]) -> Path:
 
 
 def checked_folder(name: str | os.PathLike[str]) -> Path:
-    """As `model_folder`. Raises CheckpointError if there is no such folder."""
+    """Find a `model_folder`. Raises CheckpointError if there is no such folder."""
     path = model_folder(name)
     if not path.is_dir():
         raise CheckpointError(
@@ -115,8 +115,12 @@ def checked_device(device: str | torch.device | None) -> torch.device:
     return checked
 
 
-def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer of a model folder; None if it has none.
+def load_tokenizer(
+    path: Path, vocab_size: int, config: Mapping[str, Any] | None = None
+) -> Tokenizer | None:
+    """Load the tokenizer of a model folder; None if it has none.
+
+    config: content of its config.json, if it was read.
 
     Raises:
         CheckpointError: it cannot be read, or has more tokens than the model.
@@ -125,7 +129,7 @@ def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
     if file is None:
         return None
     try:
-        tokenizer = Tokenizer.from_folder(path)
+        tokenizer = Tokenizer.from_folder(path, config)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     if tokenizer.base_vocab_size > vocab_size:

@@ -18,7 +18,7 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 
 def quantized(weight: Tensor, stored: StoredWeight) -> dict[str, Tensor]:
     """The parts of a weight as a folder would hold them, but not yet in its words
-    (`StoredPart.encode`): scales of blocks, codes of each number.
+    (`PackedTensor.encode`): scales of blocks, codes of each number.
 
     Args:
         weight: of `stored.shape`, floating point.

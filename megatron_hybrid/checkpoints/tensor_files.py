@@ -240,7 +240,7 @@ def write_tensors(
 
 
 def _nothing_found(folder: Path) -> str:
-    message = f"{folder / WEIGHTS_FILE} does not exist, nor does {INDEX_FILE} beside it. "
+    message = f"{folder / WEIGHTS_FILE} does not exist, nor does {INDEX_FILE} next to it. "
     if any(_SHARD.fullmatch(path.name) for path in folder.glob("*.safetensors")):
         return message + (
             "There are shards, but without their index it is not known whether they belong "

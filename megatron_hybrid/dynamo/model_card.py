@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_hybrid.checkpoints.checkpoint import CONFIG_FILE, read_values
+from megatron_hybrid.checkpoints.folder import CONFIG_FILE, CheckpointFolder
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.tokenizer_files import TOKENIZER_FILE
 
@@ -34,7 +34,7 @@ def card_folder(folder: Path, tokenizer: Tokenizer, context: int) -> Path:
         tokenizer: of the model, with its chat template.
         context: most tokens of prompt and answer.
     """
-    values = read_values(folder / CONFIG_FILE)
+    values = CheckpointFolder(folder).values
     if "model_type" in values and (folder / TOKENIZER_FILE).is_file():
         return folder
     if "model_type" not in values:

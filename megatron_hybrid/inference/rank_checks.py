@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from megatron_hybrid.checkpoints.checkpoint import own_tensors
+from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.compat import MEGATRON_CORE_VERSION
 from megatron_hybrid.distributed.ranks import RankError, Ranks
 from megatron_hybrid.inference.config import InferenceConfig

@@ -1,4 +1,4 @@
-"""The layout of a batch without caches: rows, documents or packed sequences, and padding behind."""
+"""The layout of a batch without caches: rows, documents or packed sequences, then padding."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def batch_layout(
     position_ids: Tensor | None,
     attention_mask: Tensor | None,
 ) -> RaggedLayout:
-    """The layout of a batch [b, s], and of `padding` rows behind it; other arguments as those of
+    """The layout of a batch [b, s], and of `padding` rows after it; other arguments as those of
     `HybridModel.forward`.
 
     Raises:
@@ -69,7 +69,7 @@ def batch_layout(
 def _packed_layout(
     b: int, s: int, packed_seq_params: PackedSeqParams, padding: int
 ) -> RaggedLayout:
-    """The layout of one row of s tokens without caches, and of so many rows behind it."""
+    """The layout of one row of s tokens without caches, and of so many rows after it."""
     if b != 1:
         raise ValueError(
             f"packed_seq_params describe one row of tokens, but input_ids has {b} rows. "

@@ -27,11 +27,6 @@ from megatron_hybrid.models.batch_checks import (
 from megatron_hybrid.models.batch_layout import batch_layout, row_padding
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
-from megatron_hybrid.models.layer_pattern import (
-    layer_symbols,
-    prediction_symbols,
-    split_stages,
-)
 from megatron_hybrid.models.layer_specs import get_layer_spec, get_mixer, get_norm
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext, UncachedContext
@@ -106,7 +101,7 @@ class HybridModel(_LanguageModule):
         padded_vocab_size = -(-config.vocab_size // tp_size) * tp_size
         vocabulary_cut = Cut(0, (padded_vocab_size,), tp_size, unpadded_size=config.vocab_size)
 
-        stages = split_stages(config.layer_pattern, pg_collection.pp.size())
+        stages = config.pattern.stages(pg_collection.pp.size())
         stage = pg_collection.pp.rank()
         self.layer_offset = sum(map(len, stages[:stage]))
         """Layers of the pipeline stages before this one."""
@@ -114,7 +109,7 @@ class HybridModel(_LanguageModule):
         passes_embedding = any("Z" in symbols for symbols in stages[1:])
         self.boundary_width = config.hidden_size * (2 if passes_embedding else 1)
         """Width of the tensors [s, b, boundary_width] between pipeline stages: hidden states, and
-        beside them the word embedding if the pattern has a `Z` behind the first stage."""
+        next to them the word embedding if the pattern has a `Z` after the first stage."""
         if pre_process:
             self.embedding = LanguageModelEmbedding(
                 config=config.with_all_rows(),
@@ -126,7 +121,7 @@ class HybridModel(_LanguageModule):
             mark_tensor_parallel(self.embedding.word_embeddings.weight, vocabulary_cut)
             self.per_layer_embedding = (
                 PerLayerEmbedding(config, get_norm(config))
-                if "P" in layer_symbols(config.layer_pattern)
+                if "P" in config.pattern.symbols
                 else None
             )
         symbols = stages[stage]
@@ -137,7 +132,7 @@ class HybridModel(_LanguageModule):
         self.decoder = HybridStack(
             config, symbols, configs, specs, get_norm(config), pg_collection, post_process
         )
-        if prediction_symbols(config.layer_pattern):
+        if config.pattern.predictions:
             # Core asks whether a model has the attribute.
             self.mtp = MultiTokenPrediction(config, pg_collection)
         if post_process:
@@ -192,8 +187,8 @@ class HybridModel(_LanguageModule):
         return super()._apply(converted, recurse)
 
     def train(self, mode: bool = True) -> HybridModel:
-        """As in torch. An engine that serves the model treats its weights as changed from now
-        on."""
+        """Train, or not, as in torch. An engine that serves the model treats its weights as changed
+        from now on."""
         if mode:
             self._note_weight_change()
         return super().train(mode)
@@ -252,7 +247,7 @@ class HybridModel(_LanguageModule):
 
     def sum_shared_gradients(self) -> None:
         """Sum the gradients of the shared blocks over the pipeline stages that hold a copy. Call it
-        on all stages behind core's `finalize_model_grads`, which sums those of a tied word
+        on all stages after core's `finalize_model_grads`, which sums those of a tied word
         embedding, and before the optimizer."""
         self.stage_copies.sum_gradients()
 
@@ -414,12 +409,12 @@ class HybridModel(_LanguageModule):
     def _embed(
         self, input_ids: Tensor | None, decoder_input: Tensor | None, padding: int
     ) -> tuple[Tensor, StackInputs]:
-        """The input of the stack, and what some mixers need beside it.
+        """The input of the stack, and what some mixers need in addition to it.
 
         Args:
             input_ids: [b, s], or None with a decoder_input.
             decoder_input: see `forward`.
-            padding: rows to add behind all others.
+            padding: rows to add after all others.
         """
         tp, splits_rows = self.pg_collection.tp, self.config.sequence_parallel
         ids_T = None if input_ids is None else F.pad(input_ids.flatten(), (0, padding))
@@ -438,7 +433,7 @@ class HybridModel(_LanguageModule):
             if ids_T is None:
                 raise ValueError(
                     "input_ids is None, but the layers P of layer_pattern embed the tokens again. "
-                    "Pass input_ids beside decoder_input."
+                    "Pass input_ids with decoder_input."
                 )
             if splits_rows:
                 ids_T = ids_T.chunk(tp.size())[tp.rank()]
@@ -467,7 +462,7 @@ class HybridModel(_LanguageModule):
         if input_ids is None:
             raise ValueError(
                 "input_ids is None, but multi-token prediction (/ in layer_pattern) embeds the "
-                "tokens again. Pass input_ids beside decoder_input."
+                "tokens again. Pass input_ids with decoder_input."
             )
         layout, num_rows = context.ragged_layout(), labels.numel()
         labels_T = labels.flatten()
@@ -527,7 +522,7 @@ class HybridModel(_LanguageModule):
         sharded_offsets: tuple = (),
         metadata: dict | None = None,
     ) -> ShardedStateDict:
-        """For `megatron.core.dist_checkpointing`: keys as in core's own hybrid models."""
+        """Make the state for core's dist_checkpointing, with the keys of its own hybrid models."""
         if sharded_offsets:
             raise ValueError(f"sharded_offsets is {sharded_offsets}; a whole model has none.")
         require_unpacked(self, "core's distributed checkpoints cannot hold the model")

@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import LayerCache, StackInputs, rank_generator
+from megatron_hybrid.models.mixers.base import LayerCache, MixerPlace, StackInputs, rank_generator
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.norms import is_plain
 from megatron_hybrid.models.recompute import (
@@ -59,7 +59,7 @@ class ResidualSums:
 
 @dataclass
 class HybridLayerSubmodules:
-    """The mixer, and the norms before and behind it.
+    """The mixer, and the norms before and after it.
 
     A norm is an identity if `norm_placement` has none there; the first one also if the mixer's
     input projection normalises.
@@ -104,11 +104,10 @@ class HybridLayer(MegatronModule):
         splits_rows = submodules.mixer.module.splits_rows
         self.gathers_rows = config.sequence_parallel and not splits_rows
         """Whether the mixer gets the rows of all ranks, of which the layer has its own."""
-        mixer = build_module(
-            submodules.mixer,
-            config=config if splits_rows else config.with_all_rows(),
-            layer_number=layer_number,
-            pg_collection=pg_collection,
+        mixer = submodules.mixer.module(
+            config if splits_rows else config.with_all_rows(),
+            MixerPlace(submodules.mixer.submodules, layer_number, pg_collection),
+            **submodules.mixer.params,
         )
         self.recomputes_mixer = is_selected(config, submodules.mixer.module.recompute_name)
         # With the mixer it is recomputed anyway, and its hooks would keep what the mixer saves.
@@ -222,9 +221,8 @@ class HybridStack(MegatronModule):
         return [min(size, layers - start) for start in range(0, layers, size)]
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """For core's inference configs: shapes of a Mamba-2 layer's last inputs of the convolution,
-        [C, K], and of its state, [H, P, N], on this rank; None without such a layer in this stage.
-        """
+        """Tell core's inference configs the shapes of a Mamba-2 layer on this rank: of the last
+        inputs of the convolution, [C, K], and of the state, [H, P, N]. None: the stage has none."""
         for symbol, layer in zip(self.layer_type_list, self.layers):
             if symbol == "M":
                 tail, state = layer.cache_requirements().states
@@ -249,7 +247,7 @@ class HybridStack(MegatronModule):
         return sums.normed(self.final_norm, hidden_Th)
 
     def _norms_of_sums(self, layers: Sequence[HybridLayer]) -> Iterator[nn.Module | None]:
-        """For each layer, the norm that reads its residual sum, where one launch may do both."""
+        """Find each layer's norm that reads its residual sum, where one launch may do both."""
         if torch.is_grad_enabled() or self.config.fp32_residual_connection:
             return
         norms = [layer._modules[layer.norm_name] for layer in layers[1:]]

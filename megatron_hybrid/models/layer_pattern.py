@@ -7,6 +7,7 @@ The symbols are megatron-core's where it has one. A new layer kind is a mixer an
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from megatron_hybrid.models.config.attention import AttentionFields, ChunkFields, WindowFields
@@ -129,7 +130,8 @@ KINDS: dict[str, LayerKind] = {
 
 
 def split_predictions(pattern: str) -> tuple[str, list[str]]:
-    """Megatron's pattern as the model's own layers and its parts for multi-token prediction.
+    """Split Megatron's pattern into the model's own layers and its parts for multi-token
+    prediction.
 
     `"M-|M*-/MM/MM"` gives `("M-|M*-", ["MM", "MM"])`. No symbol is checked.
     """
@@ -137,107 +139,108 @@ def split_predictions(pattern: str) -> tuple[str, list[str]]:
     return main, predictions
 
 
-def _check_symbol(pattern: str, place: int, known: str) -> None:
-    """Raises ValueError unless the symbol at `place` is a layer kind or a stage boundary."""
-    symbol = pattern[place]
-    if symbol in KINDS or symbol == STAGE_BOUNDARY:
-        return
-    found = f"{symbol!r} at place {place + 1} of {len(pattern)}"
-    if symbol == "D":
+@dataclass(frozen=True)
+class LayerPattern:
+    """A layer pattern, checked and parsed."""
+
+    text: str
+    marked_stages: tuple[str, ...]
+    """The layers of each pipeline stage that the pattern marks."""
+    predictions: tuple[str, ...]
+    """The layers of each part for multi-token prediction."""
+
+    @classmethod
+    def parse(cls, text: str) -> LayerPattern:
+        """Parse a pattern; each text is parsed once.
+
+        Raises:
+            ValueError: the pattern is empty, has an unknown symbol, a stage without a layer, or
+                parts for multi-token prediction that are not as Megatron wants them.
+        """
+        if not isinstance(text, str) or not text:
+            raise ValueError(
+                f"layer_pattern is {text!r}, but a model needs one layer or more. "
+                f"Write one symbol per layer: {_known()}."
+            )
+        return _parse(text)
+
+    @property
+    def symbols(self) -> str:
+        """The layers of the whole model, without stage boundaries."""
+        return "".join(self.marked_stages)
+
+    def stages(self, num_stages: int) -> tuple[str, ...]:
+        """The layers of each pipeline stage.
+
+        A pattern with boundaries defines the stages; one without is cut into equal parts.
+
+        Raises:
+            ValueError: the pattern does not give `num_stages` stages.
+        """
+        marked, symbols = self.marked_stages, self.symbols
+        if len(marked) == num_stages:
+            return marked
+        if num_stages == 1:
+            return (symbols,)  # a model for several stages also runs on one, without boundaries
+        if len(symbols) < num_stages:
+            raise ValueError(
+                f"layer_pattern {self.text!r} has {len(symbols)} layers, but "
+                f"pipeline_model_parallel_size is {num_stages}, and each stage needs a layer. Use "
+                f"at most {len(symbols)} stages."
+            )
+        if len(marked) > 1:
+            raise ValueError(
+                f"layer_pattern {self.text!r} has {len(marked)} pipeline stages, but "
+                f"pipeline_model_parallel_size is {num_stages}. Use {num_stages - 1} '|' or none."
+            )
+        if len(symbols) % num_stages:
+            raise ValueError(
+                f"layer_pattern {self.text!r} has {len(symbols)} layers, which do not divide "
+                f"evenly over {num_stages} pipeline stages. Mark the stages with "
+                f"'{STAGE_BOUNDARY}'."
+            )
+        size = len(symbols) // num_stages
+        return tuple(symbols[i : i + size] for i in range(0, len(symbols), size))
+
+
+@cache
+def _parse(text: str) -> LayerPattern:
+    main, predictions = split_predictions(text)
+    for place, symbol in enumerate(text, start=1):
+        if symbol not in KINDS and symbol not in (STAGE_BOUNDARY, PREDICTION_BOUNDARY):
+            raise ValueError(_unknown_symbol(text, place))
+    if predictions:
+        part, allowed = predictions[0], set(KINDS) - set("ZP")
+        if not part or set(predictions) != {part} or set(part) - allowed:
+            raise ValueError(
+                f"layer_pattern {text!r} has the parts {predictions} after "
+                f"'{PREDICTION_BOUNDARY}', for multi-token prediction. They must all be the same "
+                f"one layer or more, without '{STAGE_BOUNDARY}', 'Z' and 'P'."
+            )
+    stages = main.split(STAGE_BOUNDARY)
+    if not all(stages):
         raise ValueError(
-            f"layer_pattern {pattern!r} has {found}. In Megatron that is DeepSeek sparse "
+            f"layer_pattern {text!r} has a pipeline stage without a layer. Put at least one "
+            f"symbol on each side of every '{STAGE_BOUNDARY}'."
+        )
+    return LayerPattern(text, tuple(stages), tuple(predictions))
+
+
+def _known() -> str:
+    return ", ".join(f"'{symbol}' {kind.meaning}" for symbol, kind in KINDS.items())
+
+
+def _unknown_symbol(text: str, place: int) -> str:
+    symbol = text[place - 1]
+    found = f"{symbol!r} at place {place} of {len(text)}"
+    if symbol == "D":
+        return (
+            f"layer_pattern {text!r} has {found}. In Megatron that is DeepSeek sparse "
             "attention, which is not implemented here. In a config.json that megatron_hybrid wrote "
             f"before 0.2 it is {KINDS['B'].meaning}, which is 'B' now: rename it in layer_pattern "
             "and in the keys of layer_overrides."
         )
-    raise ValueError(
-        f"layer_pattern {pattern!r} has the unknown symbol {found}. "
-        f"Known: {known}, '{STAGE_BOUNDARY}' pipeline stage boundary."
+    return (
+        f"layer_pattern {text!r} has the unknown symbol {found}. "
+        f"Known: {_known()}, '{STAGE_BOUNDARY}' pipeline stage boundary."
     )
-
-
-def parse(pattern: str) -> list[str]:
-    """The symbols of a pattern in order, stage boundaries included, those of multi-token prediction
-    not.
-
-    Raises:
-        ValueError: the pattern is empty, has an unknown symbol, a stage without a layer, or parts
-            for multi-token prediction that are not as Megatron wants them.
-    """
-    known = ", ".join(f"'{symbol}' {kind.meaning}" for symbol, kind in KINDS.items())
-    if not isinstance(pattern, str) or not pattern:
-        raise ValueError(
-            f"layer_pattern is {pattern!r}, but a model needs one layer or more. "
-            f"Write one symbol per layer: {known}."
-        )
-    main, predictions = split_predictions(pattern)
-    for place in range(len(pattern)):
-        if pattern[place] != PREDICTION_BOUNDARY:
-            _check_symbol(pattern, place, known)
-    _check_predictions(pattern, predictions)
-    if any(not stage for stage in main.split(STAGE_BOUNDARY)):
-        raise ValueError(
-            f"layer_pattern {pattern!r} has a pipeline stage without a layer. Put at least one "
-            f"symbol on each side of every '{STAGE_BOUNDARY}'."
-        )
-    return list(main)
-
-
-def _check_predictions(pattern: str, predictions: list[str]) -> None:
-    """Raises ValueError unless the parts for multi-token prediction are equal, and of layers that
-    read nothing of other layers."""
-    if not predictions:
-        return
-    allowed = set(KINDS) - set("ZP")
-    if not predictions[0] or set(predictions) != {predictions[0]} or set(predictions[0]) - allowed:
-        raise ValueError(
-            f"layer_pattern {pattern!r} has the parts {predictions} behind "
-            f"'{PREDICTION_BOUNDARY}', for multi-token prediction. They must all be the same one "
-            f"layer or more, without '{STAGE_BOUNDARY}', 'Z' and 'P'."
-        )
-
-
-def prediction_symbols(pattern: str) -> list[list[str]]:
-    """The layers of each part for multi-token prediction."""
-    parse(pattern)
-    return [list(part) for part in split_predictions(pattern)[1]]
-
-
-def layer_symbols(pattern: str) -> list[str]:
-    """The layers of the whole model, without stage boundaries."""
-    return [symbol for symbol in parse(pattern) if symbol != STAGE_BOUNDARY]
-
-
-def split_stages(pattern: str, num_stages: int) -> list[list[str]]:
-    """The layers of each pipeline stage.
-
-    A pattern with boundaries defines the stages; one without is cut into equal parts.
-
-    Raises:
-        ValueError: the pattern does not give `num_stages` stages.
-    """
-    symbols = parse(pattern)
-    stages = [list(stage) for stage in "".join(symbols).split(STAGE_BOUNDARY)]
-    if len(stages) == num_stages:
-        return stages
-    if num_stages == 1:
-        # A model for several stages also runs on one, without boundaries.
-        return [[symbol for stage in stages for symbol in stage]]
-    if len(symbols) < num_stages:
-        raise ValueError(
-            f"layer_pattern {pattern!r} has {len(symbols)} layers, but "
-            f"pipeline_model_parallel_size is {num_stages}, and each stage needs a layer. Use at "
-            f"most {len(symbols)} stages."
-        )
-    if len(stages) > 1:
-        raise ValueError(
-            f"layer_pattern {pattern!r} has {len(stages)} pipeline stages, but "
-            f"pipeline_model_parallel_size is {num_stages}. Use {num_stages - 1} '|' or none."
-        )
-    if len(symbols) % num_stages:
-        raise ValueError(
-            f"layer_pattern {pattern!r} has {len(symbols)} layers, which do not divide evenly over "
-            f"{num_stages} pipeline stages. Mark the stages with '{STAGE_BOUNDARY}'."
-        )
-    size = len(symbols) // num_stages
-    return [symbols[i * size : (i + 1) * size] for i in range(num_stages)]

@@ -1,4 +1,4 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): the parts behind `/` in a
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): the parts after `/` in a
 layer pattern, with the parameters of core's MultiTokenPredictionBlock.
 
 In training the k-th part predicts, from the hidden states of the one before it and the embedding of
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
-from megatron_hybrid.models.layer_pattern import prediction_symbols
 from megatron_hybrid.models.layer_specs import get_layer_spec, get_norm
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
@@ -39,9 +38,7 @@ class PredictionLayers(MegatronModule):
         pg_collection: process groups.
     """
 
-    def __init__(
-        self, config: HybridConfig, symbols: list[str], pg_collection: ProcessGroupCollection
-    ):
+    def __init__(self, config: HybridConfig, symbols: str, pg_collection: ProcessGroupCollection):
         super().__init__(config)
         self.tp_group = pg_collection.tp
         hidden, norm = config.hidden_size, get_norm(config)
@@ -106,7 +103,7 @@ class MultiTokenPrediction(MegatronModule):
 
     def __init__(self, config: HybridConfig, pg_collection: ProcessGroupCollection):
         super().__init__(config)
-        parts = prediction_symbols(config.layer_pattern)
+        parts = config.pattern.predictions
         self.num_parts = len(parts)
         if config.mtp_use_repeated_layer:
             config = _counted_once(config, len(parts))
@@ -123,7 +120,7 @@ class MultiTokenPrediction(MegatronModule):
 
     @property
     def parts(self) -> list[PredictionLayers]:
-        """In the order of their use; with `mtp_use_repeated_layer` all are the same one."""
+        """List the parts in order of use; with `mtp_use_repeated_layer` all are the same one."""
         return list(self.layers) * (self.num_parts // len(self.layers))
 
     def attach_losses(
@@ -178,7 +175,7 @@ def _counted_once(config: HybridConfig, uses: int) -> HybridConfig:
 
 
 def _next(x_T: Tensor, ends: Tensor) -> Tensor:
-    """Each row's next one, and 0 behind the last one of a sequence."""
+    """Each row's next one, and 0 after the last one of a sequence."""
     next_T = F.pad(x_T[1:], (0, 1))
     next_T[ends] = 0
     return next_T

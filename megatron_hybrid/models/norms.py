@@ -43,7 +43,7 @@ class LocalNorm(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel
 
     def factor(self, dtype: torch.dtype) -> Tensor:
-        """Of the normed values, [hidden_size]."""
+        """Factor of the normed values, [hidden_size]."""
 
         def make() -> Tensor:
             weight = self.weight.to(dtype)

@@ -122,7 +122,7 @@ class PackedWeight(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Of the parts."""
+        """Device of the parts."""
         return self.codes.device
 
     def _is_cut_by_row(self) -> bool:

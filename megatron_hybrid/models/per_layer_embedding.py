@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
 from megatron_hybrid.models.mixers.projections import ReplicatedLinear, replicated_weight
 
 
@@ -27,7 +26,7 @@ class PerLayerEmbedding(nn.Module):
     def __init__(self, config: HybridConfig, norm: type):
         super().__init__()
         self.size = config.per_layer_input_size
-        width = layer_symbols(config.layer_pattern).count("P") * self.size
+        width = config.pattern.symbols.count("P") * self.size
         self.weight = replicated_weight(config, config.vocab_size, width)
         self.projection = ReplicatedLinear(config, config.hidden_size, width)
         self.norm = norm(config=config, hidden_size=self.size, eps=config.layernorm_epsilon)

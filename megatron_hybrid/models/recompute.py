@@ -41,7 +41,7 @@ def recompute(function: Callable, *args: Any) -> Any:
     which runs it again: with the same random numbers, so with equal results.
 
     torch's checkpoint without re-entrance, as core's own needs CUDA, and takes no gradients to what
-    `function` reads beside its arguments.
+    `function` reads in addition to its arguments.
     """
     return checkpoint(function, *args, use_reentrant=False, context_fn=_contexts)
 
@@ -133,7 +133,7 @@ def _set(variable: ContextVar, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _recomputation(tracker_states: dict | None, results: list) -> Iterator[None]:
-    """With core's generators as they were (torch restores its own), and results of `once`."""
+    """Restore core's generators (torch restores its own), and keep the results of `once`."""
     tracker, known = get_cuda_rng_tracker(), iter(results)
     if tracker_states is not None:
         present = tracker.get_states()

@@ -2,7 +2,7 @@
 
 On a CPU torch evaluates most of them a few vectors at a time, and what is left of a row, of a
 strided tensor or of a thread's part one by one, by another exponential: a value's bits then depend
-on how many values are beside it. torch's `exp`, `log1p`, `erf` and `tanh` take a rest as a part of
+on how many values are next to it. torch's `exp`, `log1p`, `erf` and `tanh` take a rest as a part of
 a vector, by the same code, whatever the width of a vector is, and sums, products and quotients are
 rounded in one way only. So here all are made of these. Elsewhere in `ops` and `models` no function
 of torch is called that depends on places.

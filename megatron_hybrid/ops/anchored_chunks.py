@@ -13,7 +13,7 @@ from megatron_hybrid.ops.to_device import to_device
 
 @dataclass(frozen=True)
 class AnchoredChunks:
-    """Chunks of the sequences behind the leading steps of a layout, as `ChunkGrid` has them, but
+    """Chunks of the sequences after the leading steps of a layout, as `ChunkGrid` has them, but
     without empty rows: the grid is anchored at absolute position 0, so a sequence that starts
     inside a chunk has a shorter first one. Rows count from the first of these sequences.
     """

@@ -11,7 +11,7 @@ from megatron_hybrid.ops.ragged import RaggedLayout
 
 
 class ChunkGrid:
-    """Chunks of the sequences behind the leading steps of a layout.
+    """Chunks of the sequences after the leading steps of a layout.
 
     The grid is anchored at absolute position 0: the token at position t sits in row
     `t % chunk_size` of its chunk in every call. A sequence that starts inside a chunk leaves the
@@ -118,9 +118,9 @@ class ChunkGrid:
         self, cum_SHL: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decays up to each captured row: of the chunk's start state `[n, H, 1]`, and of the
-        contributions of its rows `[n, H, L]`, 0 for the rows behind the captured one.
+        contributions of its rows `[n, H, L]`, 0 for the rows after the captured one.
 
-        `cum_SHL` is the float64 running sum of log decays in each chunk. Dimensions behind L are
+        `cum_SHL` is the float64 running sum of log decays in each chunk. Dimensions after L are
         carried along.
         """
         rows_n = self._capture_rows

@@ -29,11 +29,14 @@ from torch import Tensor
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """Floating-point numbers that kernels take."""
 
+INTEGERS = frozenset((torch.int32, torch.int64))
+"""Numbers of rows, pages and slots."""
+
 _KINDS = {
     "float": FLOATS | {torch.float64},
     "state": frozenset((torch.float32, torch.bfloat16, torch.float64)),
     "fp32": frozenset((torch.float32,)),
-    "int": frozenset((torch.int32, torch.int64)),
+    "int": INTEGERS,
     "number": None,
     "stack": None,
 }
@@ -245,7 +248,7 @@ def _errors(
 
 
 def _are_neighbours(tensor: Tensor, first: int) -> bool:
-    """Whether the numbers in the dimensions from `first` on lie one behind the other."""
+    """Whether the numbers in the dimensions from `first` on lie one after the other."""
     next_stride = 1
     rest = list(zip(tensor.shape, tensor.stride()))[first:]
     for size, stride in reversed(rest):

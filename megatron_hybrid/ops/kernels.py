@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.ops.checks import has_tangent
-from megatron_hybrid.ops.contracts import FLOATS
+from megatron_hybrid.ops.contracts import FLOATS, INTEGERS
 from megatron_hybrid.ops.dispatch import Backend
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates
@@ -31,8 +31,8 @@ TRITON = {"triton": "triton"}
 
 
 def kernel_backend(name: str, module: str, libraries: Mapping[str, str], priority: int) -> Backend:
-    """The backend in a module with `run`, `verify` and, where there are some, `REMARKS`, which is
-    imported at the first call.
+    """Make the backend of a module with `run` and, where it has more to say than what no kernel
+    takes, `verify` and `REMARKS`. It is imported at the first call.
 
     Args:
         name: of the backend.
@@ -47,7 +47,10 @@ def kernel_backend(name: str, module: str, libraries: Mapping[str, str], priorit
             return load().run(*inputs)
 
     def verify(*inputs: Any) -> str | None:
-        return load().verify(*inputs)
+        if (reason := _refusal(inputs)) is not None:
+            return reason
+        own = getattr(load(), "verify", None)
+        return None if own is None else own(*inputs)
 
     def remarks() -> Sequence[str]:
         return getattr(load(), "REMARKS", ())
@@ -137,17 +140,20 @@ def aligned_rows(rows: Tensor) -> Tensor:
     return rows if is_aligned else rows.clone(memory_format=torch.contiguous_format)
 
 
-def gradient_refusal(*tensors: Tensor | None) -> str | None:
-    """Why kernels without derivatives cannot serve, if one is wanted."""
-    if any(tensor is not None and has_tangent(tensor) for tensor in tensors):
-        return "it has no derivative in forward mode, and one is wanted"
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return "it has no backward pass, and gradients are wanted"
-    return None
+def _refusal(inputs: tuple) -> str | None:
+    """Why no kernel of 16 and 32 bits can serve these inputs: they have no derivatives, and take
+    vectors of neighbours alone."""
+    states = next((each for each in inputs if isinstance(each, SlotStates)), ())
+    for tensor in states:
+        if tensor is not None and tensor.is_floating_point() and tensor.dtype not in FLOATS:
+            return f"it takes no states of {tensor.dtype}"
+    tensors = [each for each in inputs if isinstance(each, Tensor)]
+    tensors = [each for each in tensors if each.dtype not in INTEGERS]
+    return input_refusal(*tensors) or _gradient_refusal(tensors)
 
 
 def input_refusal(*tensors: Tensor | None) -> str | None:
-    """Why kernels of 16 and 32 bits cannot serve, which take vectors of neighbours alone."""
+    """Why kernels of 16 and 32 bits cannot serve these tensors."""
     for tensor in tensors:
         if tensor is None:
             continue
@@ -160,11 +166,11 @@ def input_refusal(*tensors: Tensor | None) -> str | None:
     return None
 
 
-def states_refusal(states: SlotStates | None) -> str | None:
-    """Why kernels of 16 and 32 bits cannot serve states of these dtypes."""
-    for tensor in states or ():
-        if tensor is not None and tensor.is_floating_point() and tensor.dtype not in FLOATS:
-            return f"it takes no states of {tensor.dtype}"
+def _gradient_refusal(tensors: list[Tensor]) -> str | None:
+    if any(map(has_tangent, tensors)):
+        return "it has no derivative in forward mode, and one is wanted"
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return "it has no backward pass, and gradients are wanted"
     return None
 
 

@@ -13,7 +13,7 @@ import torch
 from megatron_hybrid.ops.to_device import to_device
 
 # Batches of linear layers are padded to a multiple of this many rows: MKL's fp32 kernels then give
-# a row the same bits at any place and beside any other rows. Exceptions measured: with inputs of
+# a row the same bits at any place and next to any other rows. Exceptions measured: with inputs of
 # 192 or wider, 8 rows differ from 16 or more; layers of 2 or 3 outputs.
 ROW_ALIGNMENT = 8
 
@@ -80,7 +80,7 @@ class RaggedLayout:
         for r, depth in enumerate(self.depths):
             if depth and (self.lengths[r] > 1 or depth != self.depths[r - 1] + 1):
                 raise ValueError(
-                    f"sequence {r} of depth {depth} has {self.lengths[r]} tokens, behind one of "
+                    f"sequence {r} of depth {depth} has {self.lengths[r]} tokens, after one of "
                     f"depth {self.depths[r - 1]}: it needs one token and one depth more"
                 )
         if min(self.start_positions) < 0:
@@ -144,7 +144,7 @@ class RaggedLayout:
 
     @functools.cached_property
     def end_positions(self) -> tuple[int, ...]:
-        """Absolute position behind each sequence's last token: R numbers."""
+        """Absolute position after each sequence's last token: R numbers."""
         return tuple(map(sum, zip(self.start_positions, self.lengths, strict=True)))
 
     @functools.cached_property
@@ -200,8 +200,8 @@ class RaggedLayout:
         return _remembered(self._memo, key, make)
 
     def derived(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """As `cached`, for what follows from positions: where these are on the device, it is kept
-        until `forget_derived`."""
+        """Keep as `cached` does what follows from positions: where these are on the device, it is
+        kept until `forget_derived`."""
         memo = self._memo if self.starts is None else self._derived
         return _remembered(memo, key, make)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -58,9 +58,10 @@ class SlotOp(Op):
         self,
         name: str,
         scan: Callable[..., tuple],
-        contracts: dict[str, str],
+        contracts: Mapping[str, str],
+        *,
         state: str,
-        conditions: dict[str, str],
+        conditions: Mapping[str, str],
         has_steps_in_place: bool = False,
     ) -> None:
         parameters = list(inspect.signature(scan).parameters)
@@ -69,21 +70,23 @@ class SlotOp(Op):
             parameters.index(own) for own, text in contracts.items() if text.startswith("T ")
         ]
         states, (kind, sizes) = parameters[self._place], state.split(" ", 1)
-        contracts |= {
+        of_states = {
             f"{states}.pool_S": f"{kind} any {sizes} or None",
             f"{states}.slot_ids_R": "int R or None",
             f"{states}.captured_n": f"{kind} n {sizes} or None",
         }
-        conditions |= {
+        with_captures = {
             f"captured_n is not None or not n or {states} is None": "captured_n is None, and the "
             f"layout has {{n}} captures: give a tensor [{{n}}, {sizes.replace(' ', ', ')}] for them"
         }
         reference = in_slots(scan, self._place, has_steps_in_place)
-        super().__init__(name, reference, contracts, conditions)
+        super().__init__(
+            name, reference, {**contracts, **of_states}, {**conditions, **with_captures}
+        )
 
     def _serve(self, *inputs: Any) -> Any:
-        """As `Op._serve`; where sequences continue each other, a depth after the other, by the same
-        steps that they would take in a call each."""
+        """Run as `Op._serve`; where sequences continue each other, a depth after the other, by the
+        same steps that they would take in a call each."""
         states, layout = inputs[self._place], inputs[self._place + 1]
         if not layout.depths:
             return super()._serve(*inputs)

@@ -9,7 +9,7 @@ from megatron_hybrid.ops.ragged import RaggedLayout
 
 
 class TimeOrder:
-    """Row by row: the first tokens of all sequences behind the leading steps, then the second ones.
+    """Row by row: the first tokens of all sequences after the leading steps, then the second ones.
 
     The sequences lie longest first, so that those alive in a row are a prefix of those of the row
     before (as in torch's PackedSequence). No row is padded.

@@ -83,16 +83,20 @@ class Tokenizer:
         self.pad = -1 if pad in (None, self.bos, *self.end_tokens) else pad
 
     @classmethod
-    def from_folder(cls, folder: str | os.PathLike[str]) -> Tokenizer:
+    def from_folder(
+        cls, folder: str | os.PathLike[str], config: Mapping[str, Any] | None = None
+    ) -> Tokenizer:
         """Read the tokenizer of a checkpoint, its chat templates and the tokens that end an answer.
 
         Without tokenizer.json, `transformers` (if installed) converts other files: sentencepiece,
         tiktoken, vocab and merges.
 
+        config: content of config.json, which may name end tokens; None: it is read.
+
         Raises:
             ValueError: a file is missing, unreadable, or contradicts another.
         """
-        files = read_tokenizer_files(Path(folder))
+        files = read_tokenizer_files(Path(folder), config)
         return cls(
             files.tokenizer,
             files.eod,

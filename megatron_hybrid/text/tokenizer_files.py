@@ -45,7 +45,7 @@ class TokenizerFiles:
     generation_config: Mapping[str, Any]
 
 
-def read_tokenizer_files(folder: Path) -> TokenizerFiles:
+def read_tokenizer_files(folder: Path, config: Mapping[str, Any] | None = None) -> TokenizerFiles:
     """See `Tokenizer.from_folder`."""
     path = find_tokenizer(folder)
     if path is None:
@@ -76,7 +76,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     return TokenizerFiles(
         tokenizer,
         eod,
-        end_tokens=_read_end_tokens(folder),
+        end_tokens=_read_end_tokens(folder, config),
         settings=settings,
         chat_templates=templates,
         generation_config=_read_if_there(folder / GENERATION_CONFIG_FILE),
@@ -206,11 +206,12 @@ def _read_templates(folder: Path, settings: dict[str, Any]) -> dict[str, ChatTem
     return {name: ChatTemplate(source, origin) for name, source in sources.items()}
 
 
-def _read_end_tokens(folder: Path) -> list[int]:
+def _read_end_tokens(folder: Path, config: Mapping[str, Any] | None = None) -> list[int]:
     """Ids that end an answer, from generation_config.json, else config.json."""
     for name in (GENERATION_CONFIG_FILE, "config.json"):
         path = folder / name
-        values = _read_if_there(path)
+        is_read = name == "config.json" and config is not None
+        values = config if is_read else _read_if_there(path)
         ids = values.get("eos_token_id")
         if ids is None and isinstance(values.get("text_config"), dict):
             ids = values["text_config"].get("eos_token_id")

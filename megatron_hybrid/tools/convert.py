@@ -12,12 +12,12 @@ import torch
 import yaml
 
 from megatron_hybrid.checkpoints.checkpoint import (
-    CONFIG_FILE,
     CheckpointError,
     read_config,
     save_checkpoint,
     save_huggingface,
 )
+from megatron_hybrid.checkpoints.folder import CONFIG_FILE
 from megatron_hybrid.checkpoints.megatron.torch_dist import (
     is_torch_dist,
     load_megatron,

@@ -16,7 +16,7 @@ from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import GenerationResult
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols
+from megatron_hybrid.models.layer_pattern import KINDS
 
 SYSTEM_PROMPT = (
     "You are the teller of stories at a long winter fire. The company has come a great way through "
@@ -174,8 +174,7 @@ def run_demo(model, tokenizer, console: Console) -> bool:
     if next(model.parameters()).device.type == "cpu":
         # So small a model gains nothing from more threads, and its timings get steadier.
         torch.set_num_threads(1)
-    pattern = model.config.layer_pattern
-    symbols = dict.fromkeys(layer_symbols(pattern))
+    pattern, symbols = model.config.layer_pattern, model.config.symbols
     kinds = ", ".join(f"{KINDS[symbol].meaning} ({symbol})" for symbol in symbols)
     console.print(
         f"[bold]{pattern}[/bold]: {kinds}; "

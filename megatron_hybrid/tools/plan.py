@@ -17,19 +17,10 @@ from typing import Any
 import torch
 
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
-from megatron_hybrid.checkpoints.checkpoint import (
-    CONFIG_FILE,
-    CheckpointError,
-    config_of,
-    is_packed,
-    pack_as_in,
-    quantization,
-    read_values,
-    tensor_names,
-    with_dtype,
-)
+from megatron_hybrid.checkpoints.folder import CONFIG_FILE, CheckpointFolder, quantization_of
+from megatron_hybrid.checkpoints.found_tensors import pack_as_in
 from megatron_hybrid.checkpoints.pretrained import hub_advice, model_folder
-from megatron_hybrid.checkpoints.tensor_files import INDEX_FILE, WEIGHTS_FILE
+from megatron_hybrid.checkpoints.tensor_files import INDEX_FILE, WEIGHTS_FILE, CheckpointError
 from megatron_hybrid.inference.config import STATE_ENCODINGS, InferenceConfig
 from megatron_hybrid.inference.memory.budget import step_bytes
 from megatron_hybrid.inference.memory.cache_memory import cache_spec_of
@@ -38,7 +29,7 @@ from megatron_hybrid.inference.worker.graph_runner import graph_sizes, planned_b
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.flops import attention_parity, token_flops
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
-from megatron_hybrid.models.layer_pattern import layer_symbols
+from megatron_hybrid.models.layer_pattern import LayerPattern
 from megatron_hybrid.models.packed_weight import PackedWeight, named_weights
 from megatron_hybrid.tools.quantize import pack_as
 from megatron_hybrid.tools.rates import WIDTH, Rates, predict, render_rates
@@ -128,16 +119,18 @@ def read_model_config(path: str | os.PathLike, mtp: bool = False) -> HybridConfi
     file = folder / CONFIG_FILE if folder.is_dir() else folder
     if not file.exists() and (advice := hub_advice(path)):
         raise CheckpointError(f"{path} is no folder here.{advice}")
-    values = with_dtype(read_values(file), file.parent)
-    names = tensor_names(file.parent) or None
-    return config_of(values, str(file), names, mtp, perform_initialization=False)
+    with CheckpointFolder(file.parent, file.name) as opened:
+        return opened.config(mtp, as_announced=True, perform_initialization=False)
 
 
 def packed_folder(path: str | os.PathLike) -> Path | None:
     """The folder of a model's packed weights; None: they are not packed, or not here."""
     folder = model_folder(path)
     has_weights = any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
-    return folder if has_weights and is_packed(folder) else None
+    if not has_weights:
+        return None
+    with CheckpointFolder(folder) as opened:
+        return folder if opened.is_packed else None
 
 
 def parse_count(text: str) -> int:
@@ -203,7 +196,7 @@ def plan(
         graphs = planned_bytes(model, spec, sizes_of_graphs, context)
     cache_bytes = max(0, int((memory_bytes - weight_bytes - step - graphs) * MEMORY_FRACTION))
     footprint = _footprint(spec, cache_bytes, context, num_speculative_tokens)
-    published = quantization(config.huggingface_config or {}) or {}
+    published = quantization_of(config.huggingface_config or {}) or {}
     rates = None
     if device is not None:
         lengths = sorted({*_RATED_LENGTHS, context})
@@ -353,7 +346,7 @@ def render(result: Plan) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     widths[1] = max(widths[1], len("this model"))
     widths[2] = max(widths[2], len("pure attention"))
-    symbols = layer_symbols(result.layer_pattern)
+    symbols = LayerPattern.parse(result.layer_pattern).symbols
     if result.settings is None:
         advice = wrap(
             f"no room: the weights take {size(result.weight_bytes)} of "

@@ -21,21 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_hybrid.checkpoints.checkpoint import (
-    CONFIG_FILE,
-    HEAD,
-    CheckpointError,
-    FoundTensors,
-    adapter_of,
-    find_tensors,
-    read_config,
-    read_values,
-)
+from megatron_hybrid.checkpoints.folder import CONFIG_FILE, CheckpointFolder, adapter_of
+from megatron_hybrid.checkpoints.found_tensors import HEAD, FoundTensors, find_tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout
 from megatron_hybrid.checkpoints.packed_files import (
     PARTS,
-    StoredPart,
+    PackedTensor,
     StoredWeight,
     in_words,
 )
@@ -43,6 +35,7 @@ from megatron_hybrid.checkpoints.packed_maps import is_packable
 from megatron_hybrid.checkpoints.pretrained import checked_folder, load_pretrained
 from megatron_hybrid.checkpoints.quantize import fp4_divisor, quantized
 from megatron_hybrid.checkpoints.tensor_files import (
+    CheckpointError,
     TensorFiles,
     TensorPlan,
     check_numbers,
@@ -156,16 +149,17 @@ def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> R
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} is not empty. Name a folder that does not exist yet.")
     initialize_distributed()
-    config = read_config(folder, perform_initialization=False)
-    values = read_values(folder / CONFIG_FILE)
-    with torch.device("meta"):
-        model = build_hybrid_model(config)
     report = Report()
-    with TensorFiles.open(folder) as files:
-        found = find_tensors(model, folder, files, values)
+    with CheckpointFolder(folder) as opened:
+        opened.check_quantization()
+        config = opened.config(perform_initialization=False)
+        files, values = opened.files, opened.values
+        with torch.device("meta"):
+            model = build_hybrid_model(config)
+        found = find_tensors(model, opened)
         if found.packed.stored:
             raise CheckpointError(f"{folder} is quantized already. Name an unquantized folder.")
-        is_theirs = config.huggingface_config is not None and "layer_pattern" not in values
+        is_theirs = opened.is_huggingface
         source = _Source(files, found, adapter_of(config) if is_theirs else None, config)
         places = dict(_places(model, source.maps, source.given))
         rest, shapes = {} if is_theirs else _rest_rows(model, source.given), {}
@@ -285,14 +279,14 @@ def _stored(
         names = {"codes": codes, "scale": f"{name}_scale", "outer": f"{name}_global_scale"}
     sizes = {"codes": columns // 2 if packs else columns, "scale": columns // (group or columns)}
     parts = {
-        part: StoredPart(names[part], (*lead, rows, size), dtype)
+        part: PackedTensor(names[part], (*lead, rows, size), dtype)
         for part, size, dtype in (
             ("codes", sizes["codes"], kind.codes),
             ("scale", sizes["scale"], kind.scale),
         )
     }
     if kind.scale == torch.float8_e4m3fn:
-        parts["outer"] = StoredPart(names["outer"], (*lead, rows, 1), torch.float32)
+        parts["outer"] = PackedTensor(names["outer"], (*lead, rows, 1), torch.float32)
     return StoredWeight(shape, parts, (1, group))
 
 

@@ -30,7 +30,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from megatron_hybrid.checkpoints.checkpoint import FLOATS, of_all_stages, writes
+from megatron_hybrid.checkpoints.folder import FLOATS
+from megatron_hybrid.checkpoints.model_tensors import of_all_stages, writes
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.distributed.ranks import ranks_of
 from megatron_hybrid.inference.weights.fingerprint import sample_hash

@@ -10,8 +10,9 @@ from backends_alone import let_backends_serve_alone
 from differential import PATTERNS, RandomRun
 from door import answer, door_engine, greedy_params
 from reference import ALL_MIXERS, full_logits, is_greedy, random_tokens, tiny_model
+from state_dicts import load_state
 
-from megatron_hybrid.checkpoints.checkpoint import full_state_dict, load_state
+from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.inference import engine as engine_module
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from reference import full_logits, random_tokens, tiny_model
+from state_dicts import load_state
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
-from megatron_hybrid.checkpoints.checkpoint import full_state_dict, load_state
+from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.sampling_params import SamplingParams

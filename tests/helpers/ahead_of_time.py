@@ -245,8 +245,7 @@ def cut_config(name: str, dtype: str) -> HybridConfig:
     """The configuration of a checkpoint, with the first layers up to one of each kind that
     launches kernels, and narrow between them."""
     from megatron_hybrid import HybridConfig
-    from megatron_hybrid.checkpoints.checkpoint import config_of
-    from megatron_hybrid.models.layer_pattern import layer_symbols
+    from megatron_hybrid.checkpoints.folder import config_of
 
     if name == "odd":
         return HybridConfig.from_dict(ODD | {"params_dtype": dtype})
@@ -254,7 +253,7 @@ def cut_config(name: str, dtype: str) -> HybridConfig:
     values = json.loads((CONFIGS / f"{base}.json").read_text(encoding="utf-8"))
     whole = config_of(values, base)
     kinds: dict[tuple, int] = {}
-    symbols = layer_symbols(whole.layer_pattern)
+    symbols = whole.pattern.symbols
     for number, symbol in enumerate(symbols, 1):
         if symbol not in WITHOUT_KERNELS:
             overrides = sorted(whole.overrides_of(number, symbol).items())

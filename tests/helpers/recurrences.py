@@ -1,4 +1,4 @@
-"""The recurrences as they are written, token by token in float64, and batches to try ops on.
+"""The ops that carry a state, each with its naive loop, and batches to try them on.
 
 Each `RecurrentOp` gives the tests one face for the ops that carry a state.
 """
@@ -9,13 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from hypothesis import strategies as st
 
 from megatron_hybrid.ops import RaggedLayout
+from megatron_hybrid.ops.conv.naive import causal_conv1d as naive_conv
 from megatron_hybrid.ops.conv.reference import causal_conv1d
+from megatron_hybrid.ops.delta_rule.naive import delta_rule
 from megatron_hybrid.ops.delta_rule.reference import gated_delta_rule, kimi_delta_attention
+from megatron_hybrid.ops.selective_scan.naive import selective_scan as naive_selective_scan
 from megatron_hybrid.ops.selective_scan.reference import selective_scan
+from megatron_hybrid.ops.ssd.naive import ssd_scan as naive_ssd_scan
 from megatron_hybrid.ops.ssd.reference import ssd_scan
 
 H, H_QK, P, G, N = 4, 2, 6, 2, 5
@@ -51,56 +54,6 @@ def rand(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.rand(*shape, generator=generator, dtype=torch.float64)
 
 
-def naive_ssd(inputs, parameters, state):
-    (x, dt, B, C), (A, D) = inputs, parameters
-    repeats = x.shape[1] // B.shape[1]
-    ys, states = [], []
-    for t in range(len(x)):
-        B_t, C_t = (m[t].repeat_interleave(repeats, 0) for m in (B, C))
-        decay = (dt[t] * A).exp()
-        state = decay[:, None, None] * state + torch.einsum("h,hp,hn->hpn", dt[t], x[t], B_t)
-        ys.append(torch.einsum("hpn,hn->hp", state, C_t) + D[:, None] * x[t])
-        states.append(state)
-    return torch.stack(ys), torch.stack(states)
-
-
-def naive_selective_scan(inputs, parameters, state):
-    (x, dt, B, C), (A, D) = inputs, parameters
-    ys, states = [], []
-    for t in range(len(x)):
-        state = (dt[t][:, None] * A).exp() * state + torch.outer(dt[t] * x[t], B[t])
-        ys.append(state @ C[t] + D * x[t])
-        states.append(state)
-    return torch.stack(ys), torch.stack(states)
-
-
-def naive_delta_rule(inputs, parameters, state):
-    """The decays g are `[T, H]`, or `[T, H, N]` for Kimi Delta Attention."""
-    q, k, v, g, beta = inputs
-    repeats = v.shape[1] // k.shape[1]
-    q, k = (m / (m.square().sum(-1, keepdim=True) + 1e-6).sqrt() for m in (q, k))
-    q, k = (m.repeat_interleave(repeats, 1) for m in (q, k))
-    os, states = [], []
-    for t in range(len(v)):
-        state = g[t].exp().view(len(g[t]), -1, 1) * state
-        delta = beta[t][:, None] * (v[t] - torch.einsum("hn,hnp->hp", k[t], state))
-        state = state + torch.einsum("hn,hp->hnp", k[t], delta)
-        os.append(torch.einsum("hn,hnp->hp", q[t], state) * q.shape[-1] ** -0.5)
-        states.append(state)
-    return torch.stack(os), torch.stack(states)
-
-
-def naive_conv(inputs, parameters, state, activation=F.silu):
-    (x,), (weight, bias) = inputs, parameters
-    ys, states = [], []
-    for x_t in x:
-        row = torch.cat([state, x_t[:, None]], dim=1)
-        ys.append(activation((row * weight).sum(1) + bias))
-        state = row[:, 1:]
-        states.append(state)
-    return torch.stack(ys), torch.stack(states)
-
-
 SSD = RecurrentOp(
     "ssd_scan",
     (H, P, N),
@@ -109,7 +62,7 @@ SSD = RecurrentOp(
     lambda i, p, states, layout, chunk: ssd_scan(
         i[0], i[1], p[0], i[2], i[3], p[1], states, layout, chunk
     ),
-    naive_ssd,
+    lambda i, p, state: naive_ssd_scan(i[0], i[1], p[0], i[2], i[3], p[1], state),
     log_decay=1,
 )
 SELECTIVE_SCAN = RecurrentOp(
@@ -123,7 +76,7 @@ SELECTIVE_SCAN = RecurrentOp(
     lambda i, p, states, layout, chunk: selective_scan(
         i[0], i[1], p[0], i[2], i[3], p[1], states, layout, chunk
     ),
-    naive_selective_scan,
+    lambda i, p, state: naive_selective_scan(i[0], i[1], p[0], i[2], i[3], p[1], state),
     log_decay=1,
 )
 
@@ -139,7 +92,7 @@ def gated_delta_rule_of(heads: int, key_heads: int) -> RecurrentOp:
         ),
         lambda g: (),
         lambda i, p, states, layout, chunk: gated_delta_rule(*i, states, layout, chunk),
-        naive_delta_rule,
+        lambda i, p, state: delta_rule(*i, state),
         log_decay=3,
     )
 
@@ -155,7 +108,7 @@ def kimi_delta_attention_of(heads: int) -> RecurrentOp:
         ),
         lambda g: (),
         lambda i, p, states, layout, chunk: kimi_delta_attention(*i, states, layout, chunk),
-        naive_delta_rule,
+        lambda i, p, state: delta_rule(*i, state),
         log_decay=3,
     )
 
@@ -168,7 +121,7 @@ CONV = RecurrentOp(
     lambda T, g: (randn(g, T, CHANNELS),),
     lambda g: (randn(g, CHANNELS, WIDTH), randn(g, CHANNELS)),
     lambda i, p, states, layout, chunk: causal_conv1d(i[0], *p, states, layout),
-    naive_conv,
+    lambda i, p, state: naive_conv(*i, *p, state),
 )
 LINEAR_CONV = RecurrentOp(
     "causal_conv1d",
@@ -176,7 +129,7 @@ LINEAR_CONV = RecurrentOp(
     CONV.inputs,
     CONV.parameters,
     lambda i, p, states, layout, chunk: causal_conv1d(i[0], *p, states, layout, None),
-    lambda i, p, state: naive_conv(i, p, state, activation=lambda x: x),
+    lambda i, p, state: naive_conv(*i, *p, state, activation=lambda x: x),
 )
 SSMS = (SSD, SELECTIVE_SCAN)
 DELTA_RULES = (GATED_DELTA_RULE, KIMI_DELTA_ATTENTION)

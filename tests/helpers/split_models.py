@@ -10,12 +10,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from reference import tiny_model
 from sharded_tensors import pieces, whole
 
-from megatron_hybrid.checkpoints.checkpoint import (
-    load_checkpoint,
-    own_tensors,
-    read_config,
-    save_checkpoint,
-)
+from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.models.hybrid_model import NO_LABEL, build_hybrid_model
 from megatron_hybrid.models.sharding.tensor_sharding import shard, unshard
 

@@ -16,10 +16,11 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
     rotary_fields,
 )
 from megatron_hybrid.checkpoints.huggingface.tensors import (
-    mamba2_hybrid_layer,
+    attention_tensors,
+    layer_tensors,
+    mamba2_tensors,
     mlp_tensors,
     model_tensors,
-    same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
@@ -30,7 +31,6 @@ class Bamba(Adapter):
     model_types = ("bamba",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         hf = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, **hf}
         only(hf, hidden_act=("silu", "swish"))  # it is that of the convolution, too
         heads = attention_fields({"num_key_value_heads": 8, **hf})
@@ -55,13 +55,13 @@ class Bamba(Adapter):
         return fields
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config, norm="model.final_layernorm.weight")
-        for i in range(config.num_layers // 2):
-            theirs, mlp = f"model.layers.{i}", f"decoder.layers.{2 * i + 1}"
-            yield from mamba2_hybrid_layer(config, 2 * i, theirs)
-            yield same(f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.pre_ff_layernorm.weight")
-            yield from mlp_tensors(config, f"{mlp}.mlp", f"{theirs}.feed_forward")
+        parts = {
+            "M": ("mamba", mamba2_tensors),
+            "*": ("self_attn", attention_tensors),
+            "-": ("feed_forward", mlp_tensors),
+        }
+        yield from layer_tensors(config, parts, ("input_layernorm", "pre_ff_layernorm"))
 
 
 ADAPTER = Bamba()

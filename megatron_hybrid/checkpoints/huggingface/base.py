@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface.layouts import SAME, Layout
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import prediction_symbols
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Adapter(ABC):
         """Which tensors of a folder (`text_name`) hold nothing of the model: those of `ignored`,
         copies, and those of a part for multi-token prediction that the config does not have."""
         ignored = self.ignored
-        if not prediction_symbols(config.layer_pattern):
+        if not config.pattern.predictions:
             ignored += self.prediction_names
         patterns = [re.compile(pattern) for pattern in ignored]
         found = {name for name in names if any(pattern.fullmatch(name) for pattern in patterns)}

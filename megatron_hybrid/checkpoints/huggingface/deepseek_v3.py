@@ -1,4 +1,4 @@
-"""DeepSeek-V3: multi-head latent attention, and experts behind the first few layers."""
+"""DeepSeek-V3: multi-head latent attention, and experts after the first few layers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     has_tensor,
     latent_attention_tensors,
-    layer_norms,
+    layer_tensors,
     mlp_tensors,
     model_tensors,
     moe_tensors,
-    prediction_layer,
     prediction_tensors,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols, prediction_symbols
 from megatron_hybrid.models.mixers.rotary import yarn_scale
 
 _FURTHER = re.compile(r"(model\.layers\.(\d+)\.)(eh_proj|enorm|hnorm|shared_head)\..*")
@@ -40,7 +38,6 @@ class DeepseekV3(Adapter):
     model_types = ("deepseek_v3",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         hf = {"q_lora_rank": 1536, **hf}
         only(hf, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc")
         only(hf, moe_layer_freq=1, ep_size=1)
@@ -71,29 +68,19 @@ class DeepseekV3(Adapter):
         return fields
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
-        mlps = {"-": mlp_tensors, "E": moe_tensors}
-        for i, symbol in enumerate(layer_symbols(config.layer_pattern)[1::2]):
-            theirs = f"model.layers.{i}"
-            mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
-            yield from layer_norms(mixer, mlp, theirs)
-            yield from latent_attention_tensors(
-                config, f"{mixer}.self_attention", f"{theirs}.self_attn"
-            )
-            yield from mlps[symbol](config, f"{mlp}.mlp", f"{theirs}.mlp")
-        for symbols in prediction_symbols(config.layer_pattern):
-            theirs = f"model.layers.{config.num_layers // 2}"
-            names = (f"{theirs}.{name}" for name in ("enorm", "hnorm", "eh_proj"))
-            yield from prediction_tensors(*names, f"{theirs}.shared_head.norm")
-            mixer, mlp = prediction_layer(0), prediction_layer(1)
-            yield from layer_norms(mixer, mlp, theirs)
-            mixer = f"{mixer}.self_attention"
-            yield from latent_attention_tensors(config, mixer, f"{theirs}.self_attn")
-            yield from mlps[symbols[1]](config, f"{mlp}.mlp", f"{theirs}.mlp")
+        parts = {
+            "+": ("self_attn", latent_attention_tensors),
+            "-": ("mlp", mlp_tensors),
+            "E": ("mlp", moe_tensors),
+        }
+        yield from layer_tensors(config, parts)
+        layers, number = "model.layers", config.num_layers // 2
+        names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        around = [f"{layers}.{number}.{name}" for name in names]
+        yield from prediction_tensors(config, parts, around, layers=layers, first=number)
 
     def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
-        """See `Adapter.prediction_layers`."""
         if names is None:
             return "+E" if hf.get("num_nextn_predict_layers") == 1 else ""
         number = required(hf, "num_hidden_layers")
@@ -103,8 +90,7 @@ class DeepseekV3(Adapter):
         return "+E" if has_tensor(names, f"{found}mlp.experts.") else "+-"
 
     def copies(self, config: HybridConfig) -> dict[str, str]:
-        """See `Adapter.copies`."""
-        if not prediction_symbols(config.layer_pattern):
+        if not config.pattern.predictions:
             return {}
         theirs, embedding = f"model.layers.{config.num_layers // 2}", "model.embed_tokens.weight"
         is_tied = config.share_embeddings_and_output_weights
@@ -114,12 +100,12 @@ class DeepseekV3(Adapter):
         }
 
     def ignored_names(self, names: Collection[str], config: HybridConfig) -> set[str]:
-        """See `Adapter.ignored_names`: layers behind the last one that predict further tokens,
+        """See `Adapter.ignored_names`: layers after the last one that predict further tokens,
         unless the config has them.
 
         A layer is one by what only these have, not by its number alone: an ordinary layer that
         config.json does not count is a contradiction, and refused."""
-        if prediction_symbols(config.layer_pattern):
+        if config.pattern.predictions:
             return super().ignored_names(names, config)
         num_layers = config.num_layers // 2
         further = {

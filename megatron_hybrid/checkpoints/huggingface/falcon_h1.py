@@ -17,10 +17,10 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
 )
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     attention_tensors,
+    layer_tensors,
     mamba2_tensors,
     mlp_tensors,
     model_tensors,
-    same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
@@ -31,7 +31,6 @@ class FalconH1(Adapter):
     model_types = ("falcon_h1",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         hf = {"rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, **hf}
         # The activation is that of the convolution, too; the biases are those of the projections
         # into and out of the Mamba-2 part.
@@ -69,16 +68,14 @@ class FalconH1(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config, norm="model.final_layernorm.weight")
-        for i in range(config.num_layers // 2):
-            heads, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
-            own, theirs = config.for_layer(2 * i + 1), f"model.layers.{i}"
-            yield same(f"{heads}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
-            yield from attention_tensors(own, f"{heads}.mixer.attention", f"{theirs}.self_attn")
-            yield from mamba2_tensors(own, f"{heads}.mixer.mamba", f"{theirs}.mamba")
-            yield same(f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.pre_ff_layernorm.weight")
-            yield from mlp_tensors(config, f"{mlp}.mlp", f"{theirs}.feed_forward")
+        parts = {"H": ("", _mixer_tensors), "-": ("feed_forward", mlp_tensors)}
+        yield from layer_tensors(config, parts, ("input_layernorm", "pre_ff_layernorm"))
+
+
+def _mixer_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    yield from attention_tensors(config, f"{ours}.attention", f"{theirs}.self_attn")
+    yield from mamba2_tensors(config, f"{ours}.mamba", f"{theirs}.mamba")
 
 
 def _gated_norm(hf: Mapping[str, Any]) -> str:

@@ -63,7 +63,6 @@ class Gemma3(Adapter):
     ignored = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         hf = _with_defaults(hf)
         only(hf, attention_bias=False, use_bidirectional_attention=(False, None))
         is_gemma3 = hf["model_type"] == "gemma3_text"
@@ -94,7 +93,6 @@ class Gemma3(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
         for i in range(config.num_layers // 2):
             theirs = f"model.layers.{i}"

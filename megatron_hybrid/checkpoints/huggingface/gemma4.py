@@ -61,7 +61,6 @@ class Gemma4(Adapter):
     ignored = (r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         hf = {**_DEFAULTS, **hf}
         # "vision" is causal among text tokens.
         only(hf, attention_bias=False, use_bidirectional_attention=(None, "vision"))
@@ -105,7 +104,6 @@ class Gemma4(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
         per_layer = config.per_layer_input_size is not None
         if per_layer:
@@ -156,7 +154,7 @@ class Gemma4(Adapter):
 
 
 def _layer(hf: Mapping[str, Any]) -> str:
-    """Our layers behind the attention of one of theirs."""
+    """Our layers after the attention of one of theirs."""
     mlp = "B" if hf.get("enable_moe_block") else "-"
     return mlp + ("P" if hf["hidden_size_per_layer_input"] else "")
 

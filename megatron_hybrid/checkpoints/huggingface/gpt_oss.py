@@ -19,7 +19,7 @@ from megatron_hybrid.checkpoints.huggingface.layouts import SAME, alternating, c
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     attention_tensors,
     experts_one_by_one,
-    layer_norms,
+    layer_tensors,
     model_tensors,
     moe_tensors,
     same,
@@ -44,7 +44,6 @@ class GptOss(Adapter):
     model_types = ("gpt_oss",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         only(hf, attention_bias=True, hidden_act="silu", swiglu_alpha=1.702)
         layers = required(hf, "num_hidden_layers")
         types = hf.get("layer_types") or [
@@ -69,25 +68,10 @@ class GptOss(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
-        for i in range(config.num_layers // 2):
-            theirs = f"model.layers.{i}"
-            mixer, moe = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
-            attention = f"{mixer}.self_attention"
-            yield from layer_norms(mixer, moe, theirs)
-            yield from attention_tensors(config, attention, f"{theirs}.self_attn")
-            yield same(f"{attention}.core_attention.softmax_offset", f"{theirs}.self_attn.sinks")
-            ours, theirs = f"{moe}.mlp", f"{theirs}.mlp"
-            yield from moe_tensors(config, ours, theirs, router="router", projections=None)
-            for projection, name, layout in (
-                ("fc1.weight", "gate_up_proj", chained(transposed(), alternating(1))),
-                ("fc1.bias", "gate_up_proj_bias", alternating(1)),
-                ("fc2.weight", "down_proj", transposed()),
-                ("fc2.bias", "down_proj_bias", SAME),
-            ):
-                experts = f"{ours}.experts.linear_{projection}", f"{theirs}.experts.{name}"
-                yield same(*experts, layout)
+        attention = ("self_attn", _attention_tensors)
+        parts = {"*": attention, "W": attention, "E": ("mlp", _moe_tensors)}
+        yield from layer_tensors(config, parts)
 
     def as_found(
         self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
@@ -100,8 +84,23 @@ class GptOss(Adapter):
         return same(tensor_map.ours[0], blocks, layout)
 
     def one_by_one(self, tensor_map: TensorMap, config: HybridConfig) -> TensorMap:
-        """See `Adapter.one_by_one`."""
         return experts_one_by_one(tensor_map, config)
+
+
+def _attention_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    yield from attention_tensors(config, ours, theirs)
+    yield same(f"{ours}.core_attention.softmax_offset", f"{theirs}.sinks")
+
+
+def _moe_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    yield from moe_tensors(config, ours, theirs, router="router", projections=None)
+    for projection, name, layout in (
+        ("fc1.weight", "gate_up_proj", chained(transposed(), alternating(1))),
+        ("fc1.bias", "gate_up_proj_bias", alternating(1)),
+        ("fc2.weight", "down_proj", transposed()),
+        ("fc2.bias", "down_proj_bias", SAME),
+    ):
+        yield same(f"{ours}.experts.linear_{projection}", f"{theirs}.experts.{name}", layout)
 
 
 ADAPTER = GptOss()

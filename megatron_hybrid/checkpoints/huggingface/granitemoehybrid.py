@@ -19,8 +19,10 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
 )
 from megatron_hybrid.checkpoints.huggingface.layouts import stacked
 from megatron_hybrid.checkpoints.huggingface.tensors import (
+    attention_tensors,
     experts_one_by_one,
-    mamba2_hybrid_layer,
+    layer_tensors,
+    mamba2_tensors,
     model_tensors,
     same,
 )
@@ -33,7 +35,6 @@ class GraniteMoeHybrid(Adapter):
     model_types = ("granitemoehybrid",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         only(hf, hidden_act=("silu", "swish"))  # it is that of the convolution, too
         num_layers = required(hf, "num_hidden_layers")
         types = hf.get("layer_types") or hf.get("layers_block_type") or ["mamba"] * num_layers
@@ -62,15 +63,13 @@ class GraniteMoeHybrid(Adapter):
         return fields
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
-        for i in range(config.num_layers // 2):
-            theirs, mlp = f"model.layers.{i}", f"decoder.layers.{2 * i + 1}"
-            yield from mamba2_hybrid_layer(config, 2 * i, theirs)
-            yield same(
-                f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight"
-            )
-            yield from _mlp_tensors(config, f"{mlp}.mlp", theirs)
+        parts = {
+            "M": ("mamba", mamba2_tensors),
+            "*": ("self_attn", attention_tensors),
+            **dict.fromkeys("-E", ("", _mlp_tensors)),
+        }
+        yield from layer_tensors(config, parts)
 
     def as_found(
         self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]

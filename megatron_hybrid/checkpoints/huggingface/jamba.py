@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
@@ -16,14 +17,13 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
 )
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     attention_tensors,
+    layer_tensors,
     mamba1_tensors,
     mlp_tensors,
     model_tensors,
     moe_tensors,
-    same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
 
 
 class Jamba(Adapter):
@@ -32,7 +32,6 @@ class Jamba(Adapter):
     model_types = ("jamba",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         # The activation is that of the convolution, too.
         only(
             hf,
@@ -70,23 +69,14 @@ class Jamba(Adapter):
         return fields
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config, norm="model.final_layernorm.weight")
-        symbols = layer_symbols(config.layer_pattern)
-        for i, (mixer, mlp) in enumerate(zip(symbols[::2], symbols[1::2])):
-            theirs = f"model.layers.{i}"
-            first, second = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
-            norm = f"{theirs}.input_layernorm.weight"
-            if mixer == "*":
-                yield same(f"{first}.input_layernorm.weight", norm)
-                attention = f"{theirs}.self_attn"
-                yield from attention_tensors(config, f"{first}.self_attention", attention)
-            else:
-                yield same(f"{first}.norm.weight", norm)
-                yield from mamba1_tensors(config, f"{first}.mixer", f"{theirs}.mamba")
-            yield same(f"{second}.pre_mlp_layernorm.weight", f"{theirs}.pre_ff_layernorm.weight")
-            parts = (config, f"{second}.mlp", f"{theirs}.feed_forward")
-            yield from moe_tensors(*parts, router="router") if mlp == "E" else mlp_tensors(*parts)
+        parts = {
+            "S": ("mamba", mamba1_tensors),
+            "*": ("self_attn", attention_tensors),
+            "-": ("feed_forward", mlp_tensors),
+            "E": ("feed_forward", partial(moe_tensors, router="router")),
+        }
+        yield from layer_tensors(config, parts, ("input_layernorm", "pre_ff_layernorm"))
 
 
 def _periodic(

@@ -1,9 +1,10 @@
-"""Kimi Linear: Kimi Delta Attention and latent attention without RoPE, with experts behind."""
+"""Kimi Linear: Kimi Delta Attention and latent attention without RoPE, with experts after both."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
@@ -20,14 +21,13 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
 from megatron_hybrid.checkpoints.huggingface.layouts import joined, reshaped
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     latent_attention_tensors,
-    layer_norms,
+    layer_tensors,
     mlp_tensors,
     model_tensors,
     moe_tensors,
     same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
 
 _MIXERS = {"linear_attention": "K", "full_attention": "+"}
 _MLPS = {"dense": "-", "sparse": "E"}
@@ -39,7 +39,6 @@ class KimiLinear(Adapter):
     model_types = ("kimi_linear",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         only(hf, hidden_act="silu", tie_word_embeddings=False, mla_use_nope=True)
         only(hf, moe_renormalize=True, moe_router_activation_func="sigmoid", moe_layer_freq=1)
         only(hf, num_nextn_predict_layers=(0, None))
@@ -78,25 +77,14 @@ class KimiLinear(Adapter):
         return fields
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
-        symbols = layer_symbols(config.layer_pattern)
-        for i, (mixer_kind, mlp_kind) in enumerate(zip(symbols[::2], symbols[1::2])):
-            theirs = f"model.layers.{i}"
-            mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
-            yield from layer_norms(mixer, mlp, theirs)
-            is_delta = mixer_kind == "K"
-            mixer_tensors = _delta_attention_tensors if is_delta else latent_attention_tensors
-            yield from mixer_tensors(config, f"{mixer}.self_attention", f"{theirs}.self_attn")
-            if mlp_kind == "E":
-                yield from moe_tensors(
-                    config,
-                    f"{mlp}.mlp",
-                    f"{theirs}.block_sparse_moe",
-                    projections=("w1", "w3", "w2"),
-                )
-            else:
-                yield from mlp_tensors(config, f"{mlp}.mlp", f"{theirs}.mlp")
+        parts = {
+            "K": ("self_attn", _delta_attention_tensors),
+            "+": ("self_attn", latent_attention_tensors),
+            "-": ("mlp", mlp_tensors),
+            "E": ("block_sparse_moe", partial(moe_tensors, projections=("w1", "w3", "w2"))),
+        }
+        yield from layer_tensors(config, parts)
 
     def as_found(
         self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]

@@ -139,7 +139,7 @@ def grouped(rows_per_group: Sequence[int], num_groups: int) -> Layout:
 
 
 def grouped_with_gates(heads_per_group: int, head_dim: int, num_groups: int) -> Layout:
-    """As `grouped`, where each query head is followed by its output gate in their `q_proj`
+    """Lay out as `grouped`, where each query head is followed by its output gate in their `q_proj`
     (Qwen3-Next); ours has a group's queries, its gates, its key, its value."""
     queries = heads_per_group * head_dim
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
@@ -16,15 +17,13 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
 )
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     attention_tensors,
+    layer_tensors,
     mlp_tensors,
     model_tensors,
+    moe_tensors,
     same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
-
-PROJECTIONS = ("w1", "w3", "w2")
-"""What the projections of an MLP are called: gate, up and down."""
 
 _SYMBOLS = {"conv": "C", "full_attention": "*"}
 
@@ -35,7 +34,6 @@ class Lfm2(Adapter):
     model_types = ("lfm2",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         only(hf, block_use_swiglu=True)
         if hf.get("layer_types") is None:
             layers = range(required(hf, "num_hidden_layers"))
@@ -49,14 +47,15 @@ class Lfm2(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config, norm="model.embedding_norm.weight")
-        for i in range(config.num_layers // 2):
-            theirs, mlp = f"model.layers.{i}", f"decoder.layers.{2 * i + 1}"
-            yield from mixer_tensors(config, 2 * i, theirs)
-            yield same(f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.ffn_norm.weight")
-            feed_forward = f"{theirs}.feed_forward"
-            yield from mlp_tensors(config, f"{mlp}.mlp", feed_forward, projections=PROJECTIONS)
+        names = {"projections": ("w1", "w3", "w2")}
+        parts = {
+            "C": ("conv", _conv_tensors),
+            "*": ("self_attn", partial(attention_tensors, output="out_proj", norm="layernorm")),
+            "-": ("feed_forward", partial(mlp_tensors, **names)),
+            "E": ("feed_forward", partial(moe_tensors, expert_bias="expert_bias", **names)),
+        }
+        yield from layer_tensors(config, parts, ("operator_norm", "ffn_norm"))
 
 
 def decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,29 +78,10 @@ def mixer_symbols(hf: Mapping[str, Any]) -> list[str]:
     return symbols_of(required(hf, "layer_types"), _SYMBOLS, required(hf, "num_hidden_layers"))
 
 
-def mixer_tensors(config: HybridConfig, layer: int, theirs: str) -> Iterator[TensorMap]:
-    """A convolution or attention, and the norm before it.
-
-    Args:
-        config: that of the model.
-        layer: its index among ours.
-        theirs: prefix, such as "model.layers.0".
-    """
-    ours, norm = f"decoder.layers.{layer}", f"{theirs}.operator_norm.weight"
-    if layer_symbols(config.layer_pattern)[layer] == "*":
-        yield same(f"{ours}.input_layernorm.weight", norm)
-        yield from attention_tensors(
-            config,
-            f"{ours}.self_attention",
-            f"{theirs}.self_attn",
-            output="out_proj",
-            norm="layernorm",
-        )
-        return
-    yield same(f"{ours}.norm.weight", norm)
+def _conv_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
     for kind in ("weight", "bias") if config.short_conv_bias else ("weight",):
         for own, name in (("in_proj", "in_proj"), ("conv1d", "conv"), ("out_proj", "out_proj")):
-            yield same(f"{ours}.mixer.{own}.{kind}", f"{theirs}.conv.{name}.{kind}")
+            yield same(f"{ours}.{own}.{kind}", f"{theirs}.{name}.{kind}")
 
 
 def _type(attends: bool) -> str:

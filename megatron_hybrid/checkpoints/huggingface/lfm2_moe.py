@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
 from megatron_hybrid.checkpoints.huggingface.fields import check_sigmoid_topk, only, required
-from megatron_hybrid.checkpoints.huggingface.lfm2 import (
-    PROJECTIONS,
-    decoder_fields,
-    mixer_symbols,
-    mixer_tensors,
-)
-from megatron_hybrid.checkpoints.huggingface.tensors import (
-    mlp_tensors,
-    model_tensors,
-    moe_tensors,
-    same,
-)
-from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
+from megatron_hybrid.checkpoints.huggingface.lfm2 import Lfm2, decoder_fields, mixer_symbols
 
 _ROUTER_EPSILON = 1e-6
 
 
-class Lfm2Moe(Adapter):
+class Lfm2Moe(Lfm2):
     """`Lfm2MoeForCausalLM`."""
 
     model_types = ("lfm2_moe",)
     ignored = (r"model\.pos_emb\.inv_freq",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         only(hf, norm_topk_prob=True)
         mixers, dense = mixer_symbols(hf), hf.get("num_dense_layers", 2)
         pattern = "".join(f"{mixer}{'-' if i < dense else 'E'}" for i, mixer in enumerate(mixers))
@@ -54,20 +39,6 @@ class Lfm2Moe(Adapter):
                 "moe_router_topk_epsilon": _ROUTER_EPSILON,
             }
         return fields
-
-    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
-        yield from model_tensors(config, norm="model.embedding_norm.weight")
-        for i, symbol in enumerate(layer_symbols(config.layer_pattern)[1::2]):
-            theirs, mlp = f"model.layers.{i}", f"decoder.layers.{2 * i + 1}"
-            yield from mixer_tensors(config, 2 * i, theirs)
-            yield same(f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.ffn_norm.weight")
-            feed_forward, names = f"{theirs}.feed_forward", {"projections": PROJECTIONS}
-            if symbol == "E":
-                names["expert_bias"] = "expert_bias"
-                yield from moe_tensors(config, f"{mlp}.mlp", feed_forward, **names)
-            else:
-                yield from mlp_tensors(config, f"{mlp}.mlp", feed_forward, **names)
 
 
 ADAPTER = Lfm2Moe()

@@ -15,7 +15,7 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
 )
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     attention_tensors,
-    layer_norms,
+    layer_tensors,
     mlp_tensors,
     model_tensors,
 )
@@ -29,7 +29,6 @@ class Llama(Adapter):
     ignored = (r".*\.rotary_emb\.inv_freq",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         return {
             **model_fields(hf),
             **attention_fields(hf),
@@ -45,17 +44,9 @@ class Llama(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
-        for i in range(config.num_layers // 2):
-            theirs = f"model.layers.{i}"
-            mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
-            yield from layer_norms(mixer, mlp, theirs)
-            attention, dense = config.for_layer(2 * i + 1), config.for_layer(2 * i + 2)
-            yield from attention_tensors(
-                attention, f"{mixer}.self_attention", f"{theirs}.self_attn"
-            )
-            yield from mlp_tensors(dense, f"{mlp}.mlp", f"{theirs}.mlp")
+        parts = {"*": ("self_attn", attention_tensors), "-": ("mlp", mlp_tensors)}
+        yield from layer_tensors(config, parts)
 
 
 ADAPTER = Llama()

@@ -18,14 +18,13 @@ from megatron_hybrid.checkpoints.huggingface.layouts import transposed
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     attention_tensors,
     experts_one_by_one,
-    layer_norms,
+    layer_tensors,
     mlp_tensors,
     model_tensors,
     moe_tensors,
     same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
 
 
 class Llama4(Adapter):
@@ -36,7 +35,6 @@ class Llama4(Adapter):
     ignored = (r".*\.rotary_emb\.inv_freq", r"(vision_model|multi_modal_projector)\..*")
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         only(hf, attention_bias=False)
         without_rope = {"position_embedding_type": "none", "qk_l2_norm": False}
         if hf.get("attn_temperature_tuning", True):
@@ -64,23 +62,15 @@ class Llama4(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
-        for i, symbol in enumerate(layer_symbols(config.layer_pattern)[1::2]):
-            theirs = f"model.layers.{i}"
-            mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
-            yield from layer_norms(mixer, mlp, theirs)
-            yield from attention_tensors(config, f"{mixer}.self_attention", f"{theirs}.self_attn")
-            ours, theirs = f"{mlp}.mlp", f"{theirs}.feed_forward"
-            if symbol == "-":
-                yield from mlp_tensors(config, ours, theirs)
-                continue
-            yield from moe_tensors(
-                config, ours, theirs, router="router", projections=None, shared="shared_expert"
-            )
-            for name, projection in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):
-                experts = f"{ours}.experts.linear_{name}.weight", f"{theirs}.experts.{projection}"
-                yield same(*experts, transposed())
+        attention = ("self_attn", attention_tensors)
+        parts = {
+            "*": attention,
+            "L": attention,
+            "-": ("feed_forward", mlp_tensors),
+            "E": ("feed_forward", _moe_tensors),
+        }
+        yield from layer_tensors(config, parts)
 
     def as_found(
         self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
@@ -90,8 +80,15 @@ class Llama4(Adapter):
         return separate if separate.theirs[0] in shapes else tensor_map
 
     def one_by_one(self, tensor_map: TensorMap, config: HybridConfig) -> TensorMap:
-        """See `Adapter.one_by_one`."""
         return experts_one_by_one(tensor_map, config)
+
+
+def _moe_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    names = {"router": "router", "shared": "shared_expert"}
+    yield from moe_tensors(config, ours, theirs, projections=None, **names)
+    for own, name in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):
+        weight = f"{ours}.experts.linear_{own}.weight"
+        yield same(weight, f"{theirs}.experts.{name}", transposed())
 
 
 def _pattern(hf: Mapping[str, Any]) -> str:

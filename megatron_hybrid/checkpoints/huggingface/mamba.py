@@ -7,7 +7,11 @@ from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
 from megatron_hybrid.checkpoints.huggingface.fields import dt_rank, model_fields, only, required
-from megatron_hybrid.checkpoints.huggingface.tensors import mamba1_tensors, model_tensors, same
+from megatron_hybrid.checkpoints.huggingface.tensors import (
+    layer_tensors,
+    mamba1_tensors,
+    model_tensors,
+)
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
@@ -37,12 +41,9 @@ class Mamba(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config, "backbone.embeddings.weight", "backbone.norm_f.weight")
-        for i in range(config.num_layers):
-            ours, theirs = f"decoder.layers.{i}", f"backbone.layers.{i}"
-            yield same(f"{ours}.norm.weight", f"{theirs}.norm.weight")
-            yield from mamba1_tensors(config, f"{ours}.mixer", f"{theirs}.mixer")
+        parts = {"S": ("mixer", mamba1_tensors)}
+        yield from layer_tensors(config, parts, ("norm",), "backbone.layers")
 
 
 ADAPTER = Mamba()

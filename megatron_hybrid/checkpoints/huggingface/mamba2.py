@@ -12,7 +12,11 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
     required,
     time_step_fields,
 )
-from megatron_hybrid.checkpoints.huggingface.tensors import mamba2_tensors, model_tensors, same
+from megatron_hybrid.checkpoints.huggingface.tensors import (
+    layer_tensors,
+    mamba2_tensors,
+    model_tensors,
+)
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
@@ -48,12 +52,9 @@ class Mamba2(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config, "backbone.embeddings.weight", "backbone.norm_f.weight")
-        for i in range(config.num_layers):
-            ours, theirs = f"decoder.layers.{i}", f"backbone.layers.{i}"
-            yield same(f"{ours}.norm.weight", f"{theirs}.norm.weight")
-            yield from mamba2_tensors(config, f"{ours}.mixer", f"{theirs}.mixer")
+        parts = {"M": ("mixer", mamba2_tensors)}
+        yield from layer_tensors(config, parts, ("norm",), "backbone.layers")
 
 
 ADAPTER = Mamba2()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
 )
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     attention_tensors,
-    layer_norms,
+    layer_tensors,
     model_tensors,
     moe_tensors,
 )
@@ -31,7 +32,6 @@ class MiniMaxM2(Adapter):
     model_types = ("minimax_m2",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         only(
             hf,
             scoring_func="sigmoid",
@@ -67,20 +67,14 @@ class MiniMaxM2(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
-        for i in range(config.num_layers // 2):
-            theirs = f"model.layers.{i}"
-            mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
-            yield from layer_norms(mixer, mlp, theirs)
-            yield from attention_tensors(config, f"{mixer}.self_attention", f"{theirs}.self_attn")
-            yield from moe_tensors(
-                config,
-                f"{mlp}.mlp",
-                f"{theirs}.block_sparse_moe",
-                expert_bias="e_score_correction_bias",
-                projections=("w1", "w3", "w2"),
-            )
+        moe = partial(
+            moe_tensors,
+            expert_bias="e_score_correction_bias",
+            projections=("w1", "w3", "w2"),
+        )
+        parts = {"*": ("self_attn", attention_tensors), "E": ("block_sparse_moe", moe)}
+        yield from layer_tensors(config, parts)
 
     def as_found(
         self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]

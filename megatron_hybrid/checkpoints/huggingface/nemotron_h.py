@@ -21,16 +21,14 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     attention_tensors,
     has_tensor,
+    layer_tensors,
     mamba2_tensors,
     mlp_tensors,
     model_tensors,
     moe_tensors,
-    prediction_layer,
     prediction_tensors,
-    same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols, prediction_symbols
 
 _OLD_NAMES = {
     "mamba_n_groups": "n_groups",
@@ -48,7 +46,6 @@ class NemotronH(Adapter):
     prediction_names = (r"mtp\..*",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         hf = {_OLD_NAMES.get(key, key): value for key, value in hf.items()}
         head_dim = hf.get("attention_head_dim", 128)  # what the first releases call it
         hf = {"layer_norm_epsilon": 1e-5, "head_dim": head_dim, **hf}
@@ -87,27 +84,21 @@ class NemotronH(Adapter):
         return fields
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config, "backbone.embeddings.weight", "backbone.norm_f.weight")
-        moe = partial(moe_tensors, projections=("up_proj", "down_proj"))
-        parts = {"M": mamba2_tensors, "*": attention_tensors, "-": mlp_tensors, "E": moe}
-        for i, symbol in enumerate(layer_symbols(config.layer_pattern)):
-            ours, theirs, kind = f"decoder.layers.{i}", f"backbone.layers.{i}", KINDS[symbol]
-            yield same(f"{ours}.{kind.norm_name}.weight", f"{theirs}.norm.weight")
-            own = config.for_layer(i + 1)
-            yield from parts[symbol](own, f"{ours}.{kind.mixer_name}", f"{theirs}.mixer")
-        for symbols in prediction_symbols(config.layer_pattern):
-            names = (f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj"))
-            last = f"mtp.layers.{len(symbols) - 1}.final_layernorm"
-            yield from prediction_tensors(*names, last)
-            for i, symbol in enumerate(symbols):
-                ours, theirs, kind = prediction_layer(i), f"mtp.layers.{i}", KINDS[symbol]
-                yield same(f"{ours}.{kind.norm_name}.weight", f"{theirs}.norm.weight")
-                own = config.for_prediction(symbol)
-                yield from parts[symbol](own, f"{ours}.{kind.mixer_name}", f"{theirs}.mixer")
+        moe_of_two = partial(moe_tensors, projections=("up_proj", "down_proj"))
+        parts = {
+            "M": ("mixer", mamba2_tensors),
+            "*": ("mixer", attention_tensors),
+            "-": ("mixer", mlp_tensors),
+            "E": ("mixer", moe_of_two),
+        }
+        yield from layer_tensors(config, parts, ("norm",), "backbone.layers")
+        for symbols in config.pattern.predictions:
+            around = [f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj")]
+            around.append(f"mtp.layers.{len(symbols) - 1}.final_layernorm")
+            yield from prediction_tensors(config, parts, around, ("norm",))
 
     def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
-        """See `Adapter.prediction_layers`."""
         pattern = hf.get("mtp_hybrid_override_pattern")
         if pattern is None:
             types = hf.get("mtp_layers_block_type") or ["full_attention", "moe"]

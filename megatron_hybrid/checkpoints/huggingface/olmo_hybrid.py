@@ -1,4 +1,4 @@
-"""OLMo Hybrid: Gated DeltaNet layers with norms in front, attention layers with norms behind."""
+"""OLMo Hybrid: Gated DeltaNet layers with norms in front, attention layers with norms after."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
     same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
 
 _NORMS = {
     "attention_layer_norm": "input_layernorm",
@@ -41,7 +40,6 @@ class OlmoHybrid(Adapter):
     model_types = ("olmo_hybrid",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         only(hf, attention_bias=False)
         only(hf, hidden_act=("silu", "swish"))  # it is that of the convolution, too
         mixers = _mixers(hf)
@@ -70,9 +68,8 @@ class OlmoHybrid(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
-        for i, symbol in enumerate(layer_symbols(config.layer_pattern)[::2]):
+        for i, symbol in enumerate(config.pattern.symbols[::2]):
             theirs = f"model.layers.{i}"
             mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
             if symbol == "G":

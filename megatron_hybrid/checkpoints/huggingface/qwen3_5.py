@@ -22,7 +22,6 @@ class Qwen35(Qwen3Next):
     """Where config.json leaves them out."""
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         only(hf, attn_output_gate=True)
         return super().config(hf)
 

@@ -1,8 +1,9 @@
-"""Qwen3-Next: Gated DeltaNet and gated attention, each with experts behind it."""
+"""Qwen3-Next: Gated DeltaNet and gated attention, each followed by experts."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
@@ -19,16 +20,14 @@ from megatron_hybrid.checkpoints.huggingface.layouts import ungrouped
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     attention_tensors,
     has_tensor,
-    layer_norms,
+    layer_tensors,
     mlp_tensors,
     model_tensors,
     moe_tensors,
-    prediction_layer,
     prediction_tensors,
     same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols, prediction_symbols
 
 _SYMBOLS = {"linear_attention": "G", "full_attention": "*"}
 
@@ -42,7 +41,6 @@ class Qwen3Next(Adapter):
     """Where config.json leaves them out."""
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         # The convolution and the gates are SiLU here, whatever the MLP's activation.
         only(hf, attention_bias=False, hidden_act="silu")
         key_heads = hf.get("linear_num_key_heads", 16)
@@ -67,43 +65,18 @@ class Qwen3Next(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config)
-        for i, symbol in enumerate(layer_symbols(config.layer_pattern)):
-            ours, theirs = f"decoder.layers.{i}", f"model.layers.{i // 2}"
-            mixer, mlp = f"{ours}.self_attention", f"{ours}.mlp"
-            if symbol in "G*":
-                yield same(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
-            else:
-                norm = f"{theirs}.post_attention_layernorm.weight"
-                yield same(f"{ours}.pre_mlp_layernorm.weight", norm)
-            if symbol == "G":
-                yield self._linear_input(config, mixer, f"{theirs}.linear_attn")
-                for name in ("conv1d.weight", "A_log", "dt_bias", "out_proj.weight"):
-                    yield same(f"{mixer}.{name}", f"{theirs}.linear_attn.{name}")
-                yield same(f"{mixer}.out_norm.weight", f"{theirs}.linear_attn.norm.weight")
-            elif symbol == "*":
-                yield from attention_tensors(config, mixer, f"{theirs}.self_attn")
-            elif symbol == "E":
-                yield from moe_tensors(config, mlp, f"{theirs}.mlp", shared="shared_expert")
-            else:
-                yield from mlp_tensors(config, mlp, f"{theirs}.mlp")
-        for symbols in prediction_symbols(config.layer_pattern):
-            names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
-            yield from prediction_tensors(*names)
-            mixer, mlp, theirs = prediction_layer(0), prediction_layer(1), "mtp.layers.0"
-            yield from layer_norms(mixer, mlp, theirs)
-            mixer = f"{mixer}.self_attention"
-            yield from attention_tensors(config, mixer, f"{theirs}.self_attn")
-            if symbols[1] == "E":
-                yield from moe_tensors(
-                    config, f"{mlp}.mlp", f"{theirs}.mlp", shared="shared_expert"
-                )
-            else:
-                yield from mlp_tensors(config, f"{mlp}.mlp", f"{theirs}.mlp")
+        parts = {
+            "G": ("linear_attn", self._linear_tensors),
+            "*": ("self_attn", attention_tensors),
+            "-": ("mlp", mlp_tensors),
+            "E": ("mlp", partial(moe_tensors, shared="shared_expert")),
+        }
+        yield from layer_tensors(config, parts)
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        yield from prediction_tensors(config, parts, [f"mtp.{name}" for name in names])
 
     def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
-        """See `Adapter.prediction_layers`."""
         if names is None:
             return f"*{self._mlps(hf)[-1]}" if hf.get("mtp_num_hidden_layers") == 1 else ""
         if not has_tensor(names, "mtp.fc.") or has_tensor(names, "mtp.layers.1."):
@@ -134,6 +107,12 @@ class Qwen3Next(Adapter):
             "moe_shared_expert_intermediate_size": hf.get("shared_expert_intermediate_size", 512),
             "moe_shared_expert_gate": True,
         }
+
+    def _linear_tensors(self, config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+        yield self._linear_input(config, ours, theirs)
+        for name in ("conv1d.weight", "A_log", "dt_bias", "out_proj.weight"):
+            yield same(f"{ours}.{name}", f"{theirs}.{name}")
+        yield same(f"{ours}.out_norm.weight", f"{theirs}.norm.weight")
 
     def _linear_input(self, config: HybridConfig, ours: str, theirs: str) -> TensorMap:
         """The projection into a Gated DeltaNet layer: theirs goes by key heads, and has for each

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import (
@@ -14,7 +14,7 @@ from megatron_hybrid.checkpoints.huggingface.layouts import (
     stacked,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
+from megatron_hybrid.models.layer_pattern import KINDS
 
 
 def same(ours: str, theirs: str, layout: Layout = SAME) -> TensorMap:
@@ -35,33 +35,74 @@ def model_tensors(
         yield same("output_layer.weight", head)
 
 
-PREDICTION = "mtp.layers.0"
-"""Prefix of our part for multi-token prediction; its layers are `prediction_layer`."""
+Part = Callable[[HybridConfig, str, str], Iterable[TensorMap]]
+"""The tensors of a mixer or an MLP, by the config of its layer, our prefix and theirs."""
+
+LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
-def prediction_layer(index: int) -> str:
-    """Prefix of one of its layers."""
-    return f"{PREDICTION}.mtp_model_layer.layers.{index}"
+def layer_tensors(
+    config: HybridConfig,
+    parts: Mapping[str, tuple[str, Part]],
+    norms: Sequence[str] = LLAMA_NORMS,
+    layers: str = "model.layers",
+) -> Iterator[TensorMap]:
+    """All layers, and the norm before each.
 
-
-def prediction_tensors(enorm: str, hnorm: str, projection: str, norm: str) -> Iterator[TensorMap]:
-    """What a part for multi-token prediction has around its layers, by their names: the norms of
-    the embedding and of the hidden state, the projection of both, in this order, and the last norm.
+    Args:
+        parts: for each layer symbol, what they call its mixer or MLP within a layer ("": it has the
+            names of the layer), and its tensors.
+        norms: what they call the norms of the layers of ours that make up one of theirs, in order.
+        layers: prefix of theirs.
     """
-    names = {"enorm": enorm, "hnorm": hnorm, "eh_proj": projection, "final_layernorm": norm}
-    for own, theirs in names.items():
-        yield same(f"{PREDICTION}.{own}.weight", f"{theirs}.weight")
+    for i, symbol in enumerate(config.pattern.symbols):
+        theirs, norm = f"{layers}.{i // len(norms)}", norms[i % len(norms)]
+        own = config.for_layer(i + 1)
+        yield from _layer(own, symbol, f"decoder.layers.{i}", theirs, norm, parts)
+
+
+def prediction_tensors(
+    config: HybridConfig,
+    parts: Mapping[str, tuple[str, Part]],
+    around: Sequence[str],
+    norms: Sequence[str] = LLAMA_NORMS,
+    layers: str = "mtp.layers",
+    first: int = 0,
+) -> Iterator[TensorMap]:
+    """The part for multi-token prediction, if the config has one.
+
+    Args:
+        parts, norms, layers: see `layer_tensors`.
+        around: what they call the norms of the embedding and of the hidden state, the projection of
+            both, in this order, and the last norm.
+        first: number of its first layer.
+    """
+    for symbols in config.pattern.predictions:
+        for own, theirs in zip(("enorm", "hnorm", "eh_proj", "final_layernorm"), around):
+            yield same(f"mtp.layers.0.{own}.weight", f"{theirs}.weight")
+        for i, symbol in enumerate(symbols):
+            ours = f"mtp.layers.0.mtp_model_layer.layers.{i}"
+            theirs, norm = f"{layers}.{first + i // len(norms)}", norms[i % len(norms)]
+            yield from _layer(config.for_prediction(symbol), symbol, ours, theirs, norm, parts)
+
+
+def _layer(
+    config: HybridConfig,
+    symbol: str,
+    ours: str,
+    theirs: str,
+    norm: str,
+    parts: Mapping[str, tuple[str, Part]],
+) -> Iterator[TensorMap]:
+    kind, (name, tensors) = KINDS[symbol], parts[symbol]
+    yield same(f"{ours}.{kind.norm_name}.weight", f"{theirs}.{norm}.weight")
+    inner = f"{theirs}.{name}" if name else theirs
+    yield from tensors(config, f"{ours}.{kind.mixer_name}", inner)
 
 
 def has_tensor(names: Collection[str], prefix: str) -> bool:
     """Whether the name of a tensor begins so."""
     return any(name.startswith(prefix) for name in names)
-
-
-def layer_norms(mixer: str, mlp: str, theirs: str) -> Iterator[TensorMap]:
-    """The norms in front of the mixer and of the MLP of one of their layers, in Llama's names."""
-    yield same(f"{mixer}.input_layernorm.weight", f"{theirs}.input_layernorm.weight")
-    yield same(f"{mlp}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight")
 
 
 def attention_tensors(
@@ -74,7 +115,7 @@ def attention_tensors(
         ours: prefix, such as "decoder.layers.0.self_attention".
         theirs: prefix, such as "model.layers.0.self_attn".
         output: what they call o_proj.
-        norm: what they call q_norm and k_norm, behind the q_ and k_.
+        norm: what they call q_norm and k_norm, after the q_ and k_.
     """
     names = "qkv"[: 1 + config.num_kv_projections]
     groups, head_dim = config.num_query_groups, config.kv_channels
@@ -165,24 +206,6 @@ def mamba1_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[Ten
         names += [f"{part}_layernorm.weight" for part in ("dt", "b", "c")]
     for name in names:
         yield same(f"{ours}.{name}", f"{theirs}.{name}")
-
-
-def mamba2_hybrid_layer(config: HybridConfig, layer: int, theirs: str) -> Iterator[TensorMap]:
-    """A layer that is either Mamba-2 or attention: the mixer and the norm before it.
-
-    Args:
-        config: that of the model.
-        layer: its index among ours.
-        theirs: prefix, such as "model.layers.0".
-    """
-    ours, own = f"decoder.layers.{layer}", config.for_layer(layer + 1)
-    norm = f"{theirs}.input_layernorm.weight"
-    if layer_symbols(config.layer_pattern)[layer] == "M":
-        yield same(f"{ours}.norm.weight", norm)
-        yield from mamba2_tensors(own, f"{ours}.mixer", f"{theirs}.mamba")
-    else:
-        yield same(f"{ours}.input_layernorm.weight", norm)
-        yield from attention_tensors(own, f"{ours}.self_attention", f"{theirs}.self_attn")
 
 
 def experts_one_by_one(tensor_map: TensorMap, config: HybridConfig) -> TensorMap:

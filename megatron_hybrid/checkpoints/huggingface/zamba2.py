@@ -1,4 +1,4 @@
-"""Zamba2: Mamba-2 layers, some of them behind a transformer block that they share."""
+"""Zamba2: Mamba-2 layers, some of them after a transformer block that they share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
     same,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
 
 _SYMBOLS = {"linear_attention": "M", "mamba": "M", "hybrid": "Z"}
 
@@ -33,7 +32,6 @@ class Zamba2(Adapter):
     model_types = ("zamba2",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Adapter.config`."""
         hf = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, **hf}
         # Without tie_word_embeddings, transformers does not tie the shared blocks either.
         only(hf, add_bias_linear=False, use_conv_bias=True, tie_word_embeddings=True)
@@ -68,11 +66,10 @@ class Zamba2(Adapter):
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        """See `Adapter.tensors`."""
         yield from model_tensors(config, norm="model.final_layernorm.weight")
         blocks: list[str] = []  # where theirs keep each shared block: in its first layer
         number = 0
-        for i, symbol in enumerate(layer_symbols(config.layer_pattern)):
+        for i, symbol in enumerate(config.pattern.symbols):
             ours, theirs = f"decoder.layers.{i}", f"model.layers.{i}"
             if symbol == "M":
                 yield same(f"{ours}.norm.weight", f"{theirs}.input_layernorm.weight")

@@ -24,7 +24,6 @@ from megatron_hybrid.models.config.mlp import MLPFields
 from megatron_hybrid.models.layer_pattern import (
     KINDS,
     STAGE_BOUNDARY,
-    layer_symbols,
     split_predictions,
 )
 from megatron_hybrid.models.parameter_names import canonical_name
@@ -186,7 +185,7 @@ def args_of_config(config: HybridConfig) -> Namespace:
     Raises:
         ValueError: Megatron has no argument for a field of the config.
     """
-    symbols = layer_symbols(config.layer_pattern)
+    symbols = config.pattern.symbols
     is_gpt = config.is_gpt_model
     kind = "GPT models" if is_gpt else "hybrid models"
     for number, symbol in enumerate(symbols):
@@ -226,7 +225,7 @@ def args_of_config(config: HybridConfig) -> Namespace:
     return args
 
 
-def _layer_arguments(config: HybridConfig, symbols: list[str]) -> dict[str, Any]:
+def _layer_arguments(config: HybridConfig, symbols: str) -> dict[str, Any]:
     """What layers there are, and what differs between them."""
     if config.is_gpt_model:
         mixers, mlps = symbols[::2], symbols[1::2]
@@ -257,7 +256,7 @@ def _activation_arguments(config: HybridConfig) -> dict[str, Any]:
     }
 
 
-def _position_arguments(config: HybridConfig, symbols: list[str]) -> dict[str, Any]:
+def _position_arguments(config: HybridConfig, symbols: str) -> dict[str, Any]:
     step = 2 if config.is_gpt_model else 1
     numbers = range(1, step * len(symbols) + 1, step)
     kinds = [config.for_layer(number).position_embedding_type for number in numbers]

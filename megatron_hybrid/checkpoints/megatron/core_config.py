@@ -151,7 +151,7 @@ def rotary_fields(
     elif rope_scaling_factor is not None:
         if seq_len_interpolation_factor is not None:
             raise ValueError(
-                f"seq_len_interpolation_factor is {seq_len_interpolation_factor} beside a "
+                f"seq_len_interpolation_factor is {seq_len_interpolation_factor} next to a "
                 f"rope_scaling_factor of {rope_scaling_factor}; HybridModel supports one of them."
             )
         scaling = {

@@ -135,7 +135,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(owner: Any, name: str) -> Any:
-    """In the place of `getattr`, by which some releases of Python pickle enums."""
+    """Stand in for `getattr`, by which some releases of Python pickle enums."""
     if isinstance(owner, type) and issubclass(owner, Unknown):
         return owner(name)
     raise CheckpointError(f"it reads the attribute {name!r} of {owner!r}, which no checkpoint does")

@@ -34,16 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_hybrid.checkpoints.checkpoint import (
-    FLOATS,
-    TensorSource,
-    config_of,
-    full_state_dict,
-    load_tensors,
-    of_all_stages,
-    own_tensors,
-    writes,
-)
+from megatron_hybrid.checkpoints.folder import FLOATS, config_of
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout, joined
 from megatron_hybrid.checkpoints.megatron.args import args_of_config, fields_of_args, is_gpt
@@ -52,8 +43,15 @@ from megatron_hybrid.checkpoints.megatron.names import (
     hybrid_to_gpt_name,
 )
 from megatron_hybrid.checkpoints.megatron.pickles import load_pickle, load_saved, readable
+from megatron_hybrid.checkpoints.model_tensors import (
+    full_state_dict,
+    of_all_stages,
+    own_tensors,
+    writes,
+)
 from megatron_hybrid.checkpoints.pretrained import checked_device
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.checkpoints.tensor_source import TensorSource, load_tensors
 from megatron_hybrid.distributed.ranks import fail_together
 from megatron_hybrid.distributed.rendezvous import own_member
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -309,7 +307,7 @@ class DistributedTensors:
 
     @cached_property
     def _common(self) -> Mapping[str, Any]:
-        """What is saved beside the tensors."""
+        """All that is saved in addition to the tensors."""
         path = self.path / COMMON_FILE
         if path.is_file():
             with path.open("rb") as file:
@@ -336,7 +334,7 @@ class DistributedTensors:
         if self._own_config is not None:
             if any(".lora." in key for key in self._tensors):
                 raise CheckpointError(
-                    f"{self.path} has the adapters (LoRA) of a run beside its model. The run "
+                    f"{self.path} has the adapters (LoRA) of a run next to its model. The run "
                     f"merges them at its end: use {self.path.parent / 'exported'}, or finish it."
                 )
             return config_of(self._own_config, str(self.path), **overrides)

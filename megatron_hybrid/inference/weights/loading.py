@@ -12,22 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from megatron_hybrid.checkpoints.checkpoint import (
-    FLOATS,
-    HEAD,
-    TensorSource,
-    adapter_of,
-    check_map,
-    copy_piece,
-    own_tensors,
-    own_weights,
-)
+from megatron_hybrid.checkpoints.folder import FLOATS, adapter_of
+from megatron_hybrid.checkpoints.found_tensors import HEAD
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import SAME, stacked
+from megatron_hybrid.checkpoints.model_tensors import own_tensors, own_weights
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.checkpoints.tensor_source import TensorSource, check_map, copy_piece
 from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.models.layer_pattern import prediction_symbols
 from megatron_hybrid.models.packed_weight import PackedWeight
 from megatron_hybrid.models.parameter_names import (
     canonical_name,
@@ -75,7 +68,7 @@ class WeightLoader:
     def write_piece(self, name: str, whole: Tensor) -> None:
         """Write this rank's piece of a whole tensor of ours; where it is packed, to nearest."""
         if isinstance(self.own[name], PackedWeight):
-            for part, value in self.model.packed_source.quantized(name, whole):
+            for part, value in self.model.packed_source.requantize(name, whole):
                 copy_piece(value, self.parts[part], self.model)
         else:
             copy_piece(whole, self.own[name], self.model)
@@ -84,7 +77,7 @@ class WeightLoader:
         """Whether a packed weight of this rank is what `write_piece` would make of it."""
         pieces = (
             (self.parts[part], own_piece(value, self.parts[part], self.model.pg_collection))
-            for part, value in self.model.packed_source.quantized(name, whole)
+            for part, value in self.model.packed_source.requantize(name, whole)
         )
         return all(torch.equal(own.float(), value.to(own).float()) for own, value in pieces)
 
@@ -148,7 +141,7 @@ class _Names:
     def require_known(self, names: Iterable[str], unknown: Iterable[str]) -> None:
         """Raise CheckpointError if one of `unknown` holds something. names: all that were given."""
         ignored: set[str] = set()
-        if not prediction_symbols(self._config.layer_pattern):
+        if not self._config.pattern.predictions:
             ignored = set(filter(is_of_prediction, names))
         if self._adapter is not None:
             ignored |= self._adapter.ignored_names({*map(self._text_name, names)}, self._config)

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from megatron_hybrid.checkpoints.checkpoint import CONFIG_FILE, is_packed
+from megatron_hybrid.checkpoints.folder import CONFIG_FILE, CheckpointFolder
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles
 from megatron_hybrid.inference.weights.fingerprint import sample_hash
 from megatron_hybrid.utils.interrupts import interrupts_wait, poll_until
@@ -541,7 +541,10 @@ class FolderPart:
                 "of the server can read"
             )
         self.path = Path(path)
-        self.is_packed = (self.path / CONFIG_FILE).is_file() and is_packed(self.path)
+        self.is_packed = False
+        if (self.path / CONFIG_FILE).is_file():
+            with CheckpointFolder(self.path) as folder:
+                self.is_packed = folder.is_packed
         with TensorFiles.open(self.path) as files:
             self.heads = [
                 (name, torch.empty(files.shape(name), dtype=files.dtype(name), device="meta"))

@@ -12,7 +12,9 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from megatron_hybrid.checkpoints.checkpoint import checked_load, own_weights
+from megatron_hybrid.checkpoints.checkpoint import checked_load
+from megatron_hybrid.checkpoints.folder import CheckpointFolder
+from megatron_hybrid.checkpoints.model_tensors import own_weights
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, check_numbers
 from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.inference.weights.fingerprint import sample_hash
@@ -92,7 +94,10 @@ class WeightUpdate:
                         self._agree(part.kind, part.tensors() if is_packed else part.heads)
                     if is_packed:
                         names = self._loader.of_all
-                        checked = checked_load(self._model, part.path, names, True, True)
+                        folder = stack.enter_context(CheckpointFolder(part.path))
+                        checked = checked_load(
+                            self._model, folder, names, cast=True, keeps_packing=True
+                        )
                         write = partial(self._write_packed, stack.enter_context(checked))
                     elif part.heads is not None:
                         self._plan(part)

@@ -109,9 +109,7 @@ class AttentionFields(LayerFields):
         if self.num_query_groups is not None:
             self._require_divisible_or_copied("num_query_groups")
 
-    def check_kv_source(
-        self, number: int, symbols: list[str], layers: Sequence[AttentionFields]
-    ) -> None:
+    def check_kv_source(self, number: int, symbols: str, layers: Sequence[AttentionFields]) -> None:
         """Raises ValueError unless the layer `number` can read the keys and values of its
         `kv_source_layer`. symbols, layers: those of the whole model, overrides in place."""
         source = self.kv_source_layer

@@ -36,12 +36,7 @@ from megatron_hybrid.models.config.unsupported import (
     check_unsupported,
     warn_fields_without_effect,
 )
-from megatron_hybrid.models.layer_pattern import (
-    KINDS,
-    layer_symbols,
-    prediction_symbols,
-    split_stages,
-)
+from megatron_hybrid.models.layer_pattern import KINDS, LayerPattern
 from megatron_hybrid.ops.activations import ACTIVATIONS
 from megatron_hybrid.utils.core_errors import core_refusals
 
@@ -81,7 +76,7 @@ class HybridConfig(
     """
 
     def __post_init__(self) -> None:
-        symbols = layer_symbols(self.layer_pattern)
+        symbols = self.pattern.symbols
         if self.num_layers not in (0, len(symbols)):
             raise ValueError(
                 f"num_layers is {self.num_layers}, but layer_pattern {self.layer_pattern!r} has "
@@ -91,7 +86,7 @@ class HybridConfig(
         given = set_fields(self)
         check_types(type(self), given)
         ArchitectureFields.check(self)
-        split_stages(self.layer_pattern, self.pipeline_model_parallel_size)
+        self.pattern.stages(self.pipeline_model_parallel_size)
         check_unsupported(self)
         PrecisionFields.check(self)
         if self.has_attention:
@@ -113,7 +108,7 @@ class HybridConfig(
         self.recompute_granularity = granularity
         check_unsupported(self)  # core has derived some of them from others
         self.check()
-        self._check_overrides(symbols, left_out)
+        self._check_overrides(left_out)
         RunFields.check(self)
         warn_fields_without_effect(self)
 
@@ -123,14 +118,18 @@ class HybridConfig(
             self._check_layer(symbol)
 
     @property
+    def pattern(self) -> LayerPattern:
+        """`layer_pattern`, parsed."""
+        return LayerPattern.parse(self.layer_pattern)
+
+    @property
     def symbols(self) -> dict[str, None]:
         """The symbols of the layers, those of multi-token prediction included."""
-        parts = [layer_symbols(self.layer_pattern), *prediction_symbols(self.layer_pattern)]
-        return dict.fromkeys(symbol for symbols in parts for symbol in symbols)
+        return dict.fromkeys(self.pattern.symbols + "".join(self.pattern.predictions))
 
     def _check_predictions(self) -> None:
         """Sets `mtp_num_layers` to the number of parts behind `/`."""
-        parts = len(prediction_symbols(self.layer_pattern))
+        parts = len(self.pattern.predictions)
         if self.mtp_num_layers not in (None, parts):
             raise ValueError(
                 f"mtp_num_layers is {self.mtp_num_layers}, but layer_pattern "
@@ -150,12 +149,13 @@ class HybridConfig(
         for group in (CommonFields, *KINDS[symbol].fields):
             group.check(self)
 
-    def _check_overrides(self, symbols: list[str], left_out: set[str]) -> None:
+    def _check_overrides(self, left_out: set[str]) -> None:
         """Raises ValueError unless overrides name existing layers and fields of a layer, and each
         layer is legal with its own. left_out: fields whose defaults depended on others."""
+        symbols = self.pattern.symbols
         for layers, fields in self.layer_overrides.items():
             is_number = isinstance(layers, str) and layers.isdecimal()
-            if layers not in symbols and not (is_number and 1 <= int(layers) <= len(symbols)):
+            if layers not in list(symbols) and not (is_number and 1 <= int(layers) <= len(symbols)):
                 raise ValueError(
                     f"layer_overrides has the key {layers!r}, but keys are symbols of the "
                     f"layer_pattern {self.layer_pattern!r} or layer numbers from '1' to "
@@ -194,7 +194,7 @@ class HybridConfig(
         Args:
             number: from 1, through the whole model.
         """
-        symbol = layer_symbols(self.layer_pattern)[number - 1]
+        symbol = self.pattern.symbols[number - 1]
         return self._with(symbol, self.overrides_of(number, symbol))
 
     def for_prediction(self, symbol: str) -> HybridConfig:
@@ -260,8 +260,8 @@ class HybridConfig(
 
         Of layer fields, those that a layer of its kind reads are compared, overrides in place.
         """
-        symbols = layer_symbols(self.layer_pattern)
-        if symbols != layer_symbols(other.layer_pattern):
+        symbols = self.pattern.symbols
+        if symbols != other.pattern.symbols:
             return ["layer_pattern"]
         names = set(_fields_of(ModelFields)) - _NOT_COMPARED
         found = [name for name in names if getattr(self, name) != getattr(other, name)]

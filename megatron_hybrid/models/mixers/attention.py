@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -15,7 +14,7 @@ from megatron_hybrid.models.mixers.base import (
     KVShape,
     LayerCache,
     Mixer,
-    MixerSubmodules,
+    MixerPlace,
     rank_generator,
 )
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
@@ -35,9 +34,7 @@ class AttentionMixer(Mixer):
 
     Args:
         config: sizes are the heads, `num_query_groups` and `kv_channels`.
-        submodules: classes of the projections and norms.
-        layer_number: from 1, within the pipeline stage.
-        pg_collection: process groups; `tp` is used.
+        place: see `MixerPlace`.
         locality: None: a token sees all positions; "window": the last `config.sliding_window`;
             "chunk": those of its own chunk of `config.attention_chunk_size`.
         input_size: width of the input; None: hidden_size.
@@ -52,15 +49,13 @@ class AttentionMixer(Mixer):
     def __init__(
         self,
         config: HybridConfig,
-        submodules: MixerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
+        place: MixerPlace,
         locality: Literal["window", "chunk"] | None = None,
         input_size: int | None = None,
     ):
         super().__init__(config)
-        self.layer_number = layer_number
-        self.kv_layer = config.kv_source_layer or layer_number
+        self.layer_number = place.layer_number
+        self.kv_layer = config.kv_source_layer or place.layer_number
         """Number of the layer whose keys and values are read: this or an earlier one."""
         self.head_dim = config.kv_channels
         self.pattern = AttentionPattern(
@@ -71,7 +66,7 @@ class AttentionMixer(Mixer):
         )
         self.training_pattern = replace(self.pattern, dropout=config.attention_dropout)
         self.recomputes_attention = is_selected(config, "core_attn")
-        self.tp_group = pg_collection.tp
+        self.tp_group = place.pg_collection.tp
         tp_size, groups = self.tp_group.size(), config.num_query_groups
         self.num_groups = max(1, groups // tp_size)
         self.heads_per_group = config.num_attention_heads // tp_size // self.num_groups
@@ -86,10 +81,10 @@ class AttentionMixer(Mixer):
         if copies == 1:
             sections, block_copies = (sum(sections) * groups // repeats,), None
         self.linear_qkv = build_input_projection(
-            submodules.input_projection,
+            place.submodules.input_projection,
             config,
             sections,
-            pg_collection,
+            place.pg_collection,
             comm_buffer="qkv",
             copies=block_copies,
             repeats=repeats,
@@ -97,18 +92,18 @@ class AttentionMixer(Mixer):
             input_size=input_size,
         )
         self.linear_proj = build_output_projection(
-            submodules.row,
+            place.submodules.row,
             config,
             queries,
-            pg_collection,
+            place.pg_collection,
             comm_buffer="proj",
             bias=config.add_bias_linear,
         )
         # Each rank norms its own heads alone; core's finalize_model_grads sums these gradients.
-        self.q_layernorm = self._build_norm(submodules.norm, config.num_attention_heads)
+        self.q_layernorm = self._build_norm(place.submodules.norm, config.num_attention_heads)
         self.k_layernorm = (
-            self._build_norm(submodules.norm, groups, copies)
-            if self.kv_layer == layer_number
+            self._build_norm(place.submodules.norm, groups, copies)
+            if self.kv_layer == place.layer_number
             else None
         )
         if config.softmax_type == "learnable":
@@ -138,7 +133,7 @@ class AttentionMixer(Mixer):
     def attend(
         self, mixed: Tensor, context: MixerContext, layer_number: int
     ) -> tuple[Tensor, Tensor | None]:
-        """`forward` behind the input projection, as the layer `layer_number`."""
+        """`forward` after the input projection, as the layer `layer_number`."""
         kv_layer = self.config.kv_source_layer or layer_number
         q_TKGD, kv, gate = self._heads(mixed)
         k, v = kv or (None, None)

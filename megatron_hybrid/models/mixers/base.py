@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
@@ -90,8 +91,24 @@ class MixerSubmodules:
 
 
 @dataclass(frozen=True)
+class MixerPlace:
+    """What every mixer is built with, in addition to its config."""
+
+    submodules: MixerSubmodules
+    layer_number: int
+    """From 1, within the pipeline stage."""
+    pg_collection: ProcessGroupCollection
+    """Process groups, whose tensor-parallel ranks share out heads and channels; experts and shared
+    blocks use those of expert- and pipeline-parallel ranks too."""
+
+    def with_input_projection(self, projection: type) -> MixerPlace:
+        """The place of a part whose input is normed already, or is not all of the layer's."""
+        return replace(self, submodules=replace(self.submodules, input_projection=projection))
+
+
+@dataclass(frozen=True)
 class StackInputs:
-    """Inputs of a pipeline stage beside the hidden states, for mixers that need them."""
+    """Inputs of a pipeline stage in addition to the hidden states, for mixers that need them."""
 
     embedding_Th: Tensor | None
     """Word embedding, the input of the stack, of all ranks' rows; None on later stages of a model

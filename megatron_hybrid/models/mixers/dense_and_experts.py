@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import Mixer, MixerSubmodules
+from megatron_hybrid.models.mixers.base import Mixer, MixerPlace
 from megatron_hybrid.models.mixers.experts import Experts
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.mlp import MLPMixer
@@ -23,35 +20,27 @@ class DenseAndExpertsMixer(Mixer):
 
     Args:
         config: the fields of the symbols `-` and `E` are used.
-        submodules: classes of the MLP's projections and of the norms.
-        layer_number: from 1, within the pipeline stage.
-        pg_collection: process groups; see `Experts` and `Router`.
+        place: see `MixerPlace`.
     """
 
     recompute_name = "moe"
 
-    def __init__(
-        self,
-        config: HybridConfig,
-        submodules: MixerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-    ):
+    def __init__(self, config: HybridConfig, place: MixerPlace):
         super().__init__(config)
         for name in ("dense", "experts"):
-            for place in ("pre", "post"):
-                norm = submodules.norm(
+            for when in ("pre", "post"):
+                norm = place.submodules.norm(
                     config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
                 )
-                self.add_module(f"{place}_{name}_layernorm", norm)
-        submodules = replace(submodules, input_projection=submodules.column)
-        self.dense = MLPMixer(config, submodules, layer_number, pg_collection)
-        self.router = Router(config, layer_number, pg_collection)
+                self.add_module(f"{when}_{name}_layernorm", norm)
+        place = place.with_input_projection(place.submodules.column)
+        self.dense = MLPMixer(config, place)
+        self.router = Router(config, place.layer_number, place.pg_collection)
         self.router_scale = nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype))
         self.expert_scale = nn.Parameter(
             torch.ones(config.num_moe_experts, dtype=config.params_dtype)
         )
-        self.experts = Experts(config, pg_collection)
+        self.experts = Experts(config, place.pg_collection)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, None]:
         """[T, hidden] -> (output [T, hidden], None); padding rows get the MLP alone."""

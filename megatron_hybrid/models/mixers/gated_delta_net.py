@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import (
-    MixerSubmodules,
+    MixerPlace,
     StateTensor,
 )
 from megatron_hybrid.models.mixers.gated_norm import GatedHeadNorm
@@ -27,32 +26,22 @@ class GatedDeltaNetMixer(RecurrentMixer):
 
     Args:
         config: sizes are its `linear_*` fields.
-        submodules: classes of the projections.
-        layer_number: from 1, within the pipeline stage.
-        pg_collection: process groups; `tp` is used.
+        place: see `MixerPlace`.
     """
 
     recompute_name = "gated_delta_net"
     input_projection = "in_proj"
 
-    def __init__(
-        self,
-        config: HybridConfig,
-        submodules: MixerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-    ):
+    def __init__(self, config: HybridConfig, place: MixerPlace):
         key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         key_heads, value_heads = config.linear_num_key_heads, config.linear_num_value_heads
         keys, values = key_heads * key_dim, value_heads * value_dim
-        tp_size = pg_collection.tp.size()
+        tp_size = place.pg_collection.tp.size()
         copies = max(1, tp_size // key_heads)  # of a key head, on the ranks with its value heads
         sections = {"query": keys, "key": keys, "value": values, "z": values}
         super().__init__(
             config,
-            submodules.input_projection,
-            layer_number,
-            pg_collection,
+            place,
             sections={**sections, "beta": value_heads, "alpha": value_heads},
             convolved=("query", "key", "value"),
             kernel_size=config.linear_conv_kernel_dim,
@@ -65,12 +54,12 @@ class GatedDeltaNetMixer(RecurrentMixer):
         widths = self.in_proj.weight.cut.local_sections
         self.split_sizes = [sum(widths[:3]), *widths[3:]]
         # Decay and time step stay in fp32 in a bf16 model, as in Mamba-2.
-        cut, rank = Cut(0, (value_heads,), tp_size), pg_collection.tp.rank()
+        cut, rank = Cut(0, (value_heads,), tp_size), place.pg_collection.tp.rank()
         A_log = torch.empty(value_heads).uniform_(*_A_RANGE).log()
         self.A_log = sharded_parameter(A_log, cut, rank)
         self.dt_bias = sharded_parameter(torch.ones(value_heads), cut, rank)
-        self.out_norm = GatedHeadNorm(config, value_dim, pg_collection.tp, "silu")
-        self.out_proj = self._build_output(submodules.row, values)
+        self.out_norm = GatedHeadNorm(config, value_dim, place.pg_collection.tp, "silu")
+        self.out_proj = self._build_output(values)
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
         """[H, N, P]."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import MixerSubmodules
+from megatron_hybrid.models.mixers.base import MixerPlace
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
 
@@ -16,27 +15,17 @@ class GatedShortConvMixer(RecurrentMixer):
 
     Args:
         config: its `short_conv_*` fields are used; there are `hidden_size` channels.
-        submodules: classes of the projections.
-        layer_number: from 1, within the pipeline stage.
-        pg_collection: process groups; `tp` is used.
+        place: see `MixerPlace`.
     """
 
     recompute_name = "short_conv"
     input_projection = "in_proj"
 
-    def __init__(
-        self,
-        config: HybridConfig,
-        submodules: MixerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-    ):
+    def __init__(self, config: HybridConfig, place: MixerPlace):
         width, bias = config.hidden_size, config.short_conv_bias
         super().__init__(
             config,
-            submodules.input_projection,
-            layer_number,
-            pg_collection,
+            place,
             sections=dict.fromkeys(("B", "C", "x"), width),
             convolved=("x",),
             kernel_size=config.short_conv_kernel,
@@ -44,7 +33,7 @@ class GatedShortConvMixer(RecurrentMixer):
             conv_bias=bias,
             activation=None,
         )
-        self.out_proj = self._build_output(submodules.row, width, bias)
+        self.out_proj = self._build_output(width, bias)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""

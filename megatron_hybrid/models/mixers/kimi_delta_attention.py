@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import (
-    MixerSubmodules,
+    MixerPlace,
     StateTensor,
 )
 from megatron_hybrid.models.mixers.gated_norm import GatedHeadNorm
@@ -34,34 +33,24 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
 
     Args:
         config: sizes are its `linear_*` fields; there are `linear_num_key_heads` heads.
-        submodules: classes of the projections.
-        layer_number: from 1, within the pipeline stage.
-        pg_collection: process groups; `tp` is used.
+        place: see `MixerPlace`.
     """
 
     recompute_name = "kimi_delta_attention"
 
-    def __init__(
-        self,
-        config: HybridConfig,
-        submodules: MixerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-    ):
+    def __init__(self, config: HybridConfig, place: MixerPlace):
         key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         heads = config.linear_num_key_heads
         keys, values = heads * key_dim, heads * value_dim
         # Heads are split over the ranks; the inner dimension of the low-rank gates is replicated.
         super().__init__(
             config,
-            submodules.column,
-            layer_number,
-            pg_collection,
+            place.with_input_projection(place.submodules.column),
             sections={"query": keys, "key": keys, "value": values, "beta": heads},
             convolved=("query", "key", "value"),
             kernel_size=config.linear_conv_kernel_dim,
         )
-        tp_size = pg_collection.tp.size()
+        tp_size = place.pg_collection.tp.size()
         self.key_dim, self.value_dim, self.num_heads = key_dim, value_dim, heads // tp_size
         self.max_beta = 2.0 if config.linear_allow_neg_eigval else 1.0
         self.f_a_proj, self.g_a_proj = (
@@ -69,22 +58,22 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
         )
         self.f_b_proj, self.g_b_proj = (
             build_input_projection(
-                submodules.column,
+                place.submodules.column,
                 config,
                 (width,),
-                pg_collection,
+                place.pg_collection,
                 comm_buffer="fc1",
                 input_size=self.value_dim,
             )
             for width in (keys, values)
         )
         # Decay and time step stay in fp32 in a bf16 model, as in Mamba-2.
-        rank = pg_collection.tp.rank()
+        rank = place.pg_collection.tp.rank()
         A_log = torch.empty(heads).uniform_(*_A_RANGE).log()
         self.A_log = sharded_parameter(A_log, Cut(0, (heads,), tp_size), rank)
         self.dt_bias = sharded_parameter(initial_dt_bias(keys), Cut(0, (keys,), tp_size), rank)
-        self.out_norm = GatedHeadNorm(config, self.value_dim, pg_collection.tp, "sigmoid")
-        self.out_proj = self._build_output(submodules.row, values)
+        self.out_norm = GatedHeadNorm(config, self.value_dim, place.pg_collection.tp, "sigmoid")
+        self.out_proj = self._build_output(values)
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
         """[H, N, P]."""

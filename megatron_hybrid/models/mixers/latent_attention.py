@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
@@ -16,7 +15,7 @@ from megatron_hybrid.models.mixers.base import (
     KVShape,
     LayerCache,
     Mixer,
-    MixerSubmodules,
+    MixerPlace,
     rank_generator,
 )
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
@@ -43,9 +42,7 @@ class LatentAttentionMixer(Mixer):
     Args:
         config: sizes are the heads, `kv_lora_rank`, `q_lora_rank`, `qk_head_dim`,
             `qk_pos_emb_head_dim` and `v_head_dim`.
-        submodules: classes of the projections and norms.
-        layer_number: from 1, within the pipeline stage.
-        pg_collection: process groups; `tp` is used. Heads are split over its ranks, the latent is
+        place: see `MixerPlace`. Heads are split over the tensor-parallel ranks, the latent is
             replicated.
     """
 
@@ -54,18 +51,12 @@ class LatentAttentionMixer(Mixer):
 
     splits_rows = True
 
-    def __init__(
-        self,
-        config: HybridConfig,
-        submodules: MixerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-    ):
+    def __init__(self, config: HybridConfig, place: MixerPlace):
         super().__init__(config)
-        self.layer_number = layer_number
+        self.layer_number = place.layer_number
         # The projection lies inside of attention, so that one is not recomputed without the other.
         self.recomputes_attention = is_selected(config, "core_attn", "mla_up_proj")
-        self.tp_group = pg_collection.tp
+        self.tp_group = place.pg_collection.tp
         self.num_heads = config.num_attention_heads // self.tp_group.size()
         self.rank = config.kv_lora_rank
         self.head_dims = [config.qk_head_dim, config.qk_pos_emb_head_dim]
@@ -79,10 +70,10 @@ class LatentAttentionMixer(Mixer):
 
         def up_projection(config: HybridConfig, input_size: int, width: int, name: str):
             return build_input_projection(
-                submodules.column,
+                place.submodules.column,
                 config,
                 (config.num_attention_heads * width,),
-                pg_collection,
+                place.pg_collection,
                 comm_buffer=name,
                 input_size=input_size,
             )
@@ -91,7 +82,7 @@ class LatentAttentionMixer(Mixer):
             if not config.latent_norm:
                 return IdentityOp()
             eps = config.latent_norm_epsilon or config.layernorm_epsilon
-            return submodules.norm(config=config, hidden_size=width, eps=eps)
+            return place.submodules.norm(config=config, hidden_size=width, eps=eps)
 
         if config.q_lora_rank is None:
             self.linear_q_proj = up_projection(
@@ -119,10 +110,10 @@ class LatentAttentionMixer(Mixer):
             config.with_all_rows(), self.rank, config.qk_head_dim + self.value_dim, "kv_up_proj"
         )
         self.linear_proj = build_output_projection(
-            submodules.row,
+            place.submodules.row,
             config,
             config.num_attention_heads * self.value_dim,
-            pg_collection,
+            place.pg_collection,
             comm_buffer="proj",
             bias=config.add_bias_linear,
         )

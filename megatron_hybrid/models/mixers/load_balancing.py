@@ -24,7 +24,6 @@ from torch import Tensor
 
 from megatron_hybrid.compat import record_aux_loss
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import split_stages
 from megatron_hybrid.models.recompute import is_recomputing, once
 from megatron_hybrid.ops import RaggedLayout
 
@@ -56,7 +55,7 @@ class AuxiliaryLosses:
         self, config: HybridConfig, layer_number: int, pg_collection: ProcessGroupCollection
     ):
         self._config = config
-        stages = split_stages(config.layer_pattern, pg_collection.pp.size())
+        stages = config.pattern.stages(pg_collection.pp.size())
         self.layer_number = layer_number + sum(map(len, stages[: pg_collection.pp.rank()]))
         """From 1, within the model."""
         self._dp_group = getattr(pg_collection, "dp", None)

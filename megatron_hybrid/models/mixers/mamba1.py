@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import (
-    MixerSubmodules,
+    MixerPlace,
     StateTensor,
 )
 from megatron_hybrid.models.mixers.gated_norm import gated
@@ -32,34 +31,24 @@ class Mamba1Mixer(RecurrentMixer):
 
     Args:
         config: sizes are its `mamba1_*` fields.
-        submodules: classes of the projections.
-        layer_number: from 1, within the pipeline stage.
-        pg_collection: process groups; `tp` is used.
+        place: see `MixerPlace`.
     """
 
     recompute_name = "mamba"
     input_projection = "in_proj"
 
-    def __init__(
-        self,
-        config: HybridConfig,
-        submodules: MixerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-    ):
+    def __init__(self, config: HybridConfig, place: MixerPlace):
         inner, rank = config.mamba1_inner_size, config.mamba1_dt_rank
         super().__init__(
             config,
-            submodules.input_projection,
-            layer_number,
-            pg_collection,
+            place,
             sections={"x": inner, "z": inner},
             convolved=("x",),
             kernel_size=config.mamba1_conv_kernel,
             bias=config.mamba1_proj_bias,
             conv_bias=config.mamba1_conv_bias,
         )
-        tp_size, tp_rank = pg_collection.tp.size(), pg_collection.tp.rank()
+        tp_size, tp_rank = place.pg_collection.tp.size(), place.pg_collection.tp.rank()
         self.state_dim = config.mamba1_state_dim
         self.num_channels, self.num_full_channels = inner // tp_size, inner
         self.split_sizes = [rank, self.state_dim, self.state_dim]
@@ -67,10 +56,10 @@ class Mamba1Mixer(RecurrentMixer):
         # dt, B and C are sums over the channels of all ranks, in all rows.
         config = config.with_all_rows()
         self.x_proj = build_output_projection(
-            submodules.row,
+            place.submodules.row,
             config,
             inner,
-            pg_collection,
+            place.pg_collection,
             comm_buffer="fc2",
             output_size=sum(self.split_sizes),
             init_method=config.init_method,
@@ -79,10 +68,10 @@ class Mamba1Mixer(RecurrentMixer):
             self._build_norm(size) for size in self.split_sizes
         )
         self.dt_proj = build_input_projection(
-            submodules.column,
+            place.submodules.column,
             config,
             (inner,),
-            pg_collection,
+            place.pg_collection,
             comm_buffer="fc1",
             bias=True,
             skip_bias_add=True,
@@ -96,7 +85,7 @@ class Mamba1Mixer(RecurrentMixer):
         cut, decay = Cut(0, (inner,), tp_size), torch.arange(1.0, self.state_dim + 1.0).log()
         self.A_log = sharded_parameter(decay.repeat(inner, 1), cut, tp_rank)
         self.D = sharded_parameter(torch.ones(inner), cut, tp_rank)
-        self.out_proj = self._build_output(submodules.row, inner, config.mamba1_proj_bias)
+        self.out_proj = self._build_output(inner, config.mamba1_proj_bias)
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
         """[C, N]."""

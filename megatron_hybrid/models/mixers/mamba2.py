@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.derived_weights import from_weights
 from megatron_hybrid.models.mixers.base import (
-    MixerSubmodules,
+    MixerPlace,
     StateTensor,
 )
 from megatron_hybrid.models.mixers.gated_norm import GatedGroupNorm, gated
@@ -27,31 +26,21 @@ class Mamba2Mixer(RecurrentMixer):
 
     Args:
         config: sizes and options are its `mamba_*` fields.
-        submodules: classes of the projections.
-        layer_number: from 1, within the pipeline stage.
-        pg_collection: process groups; `tp` is used.
+        place: see `MixerPlace`.
     """
 
     recompute_name = "mamba"
     input_projection = "in_proj"
 
-    def __init__(
-        self,
-        config: HybridConfig,
-        submodules: MixerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-    ):
+    def __init__(self, config: HybridConfig, place: MixerPlace):
         heads, groups = config.mamba_num_heads, config.mamba_num_groups
         inner, group_states = heads * config.mamba_head_dim, groups * config.mamba_state_dim
-        tp_size = pg_collection.tp.size()
+        tp_size = place.pg_collection.tp.size()
         copies = max(1, tp_size // groups)  # of a group's B and C, on the ranks with its heads
         groups_states = {"B": group_states, "C": group_states}
         super().__init__(
             config,
-            submodules.input_projection,
-            layer_number,
-            pg_collection,
+            place,
             sections={"z": inner, "x": inner, **groups_states, "dt": heads},
             convolved=("x", "B", "C"),
             kernel_size=config.mamba_conv_kernel,
@@ -70,7 +59,7 @@ class Mamba2Mixer(RecurrentMixer):
             multipliers = torch.cat([f.expand(width) for f, width in zip(factors, widths)])
         self.register_buffer("multipliers", multipliers, persistent=False)
         # Time step, decay and skip stay in fp32 in a bf16 model; in core the last two do.
-        cut, rank = Cut(0, (heads,), tp_size), pg_collection.tp.rank()
+        cut, rank = Cut(0, (heads,), tp_size), place.pg_collection.tp.rank()
         self.dt_bias = sharded_parameter(initial_dt_bias(heads), cut, rank)
         self.A_log = sharded_parameter(torch.empty(heads).uniform_(*_A_RANGE).log(), cut, rank)
         self.D = sharded_parameter(torch.ones(heads), cut, rank)
@@ -79,12 +68,12 @@ class Mamba2Mixer(RecurrentMixer):
             self.norm = GatedGroupNorm(
                 inner,
                 inner // groups,
-                pg_collection.tp,
+                place.pg_collection.tp,
                 eps=config.mamba_norm_epsilon,
                 dtype=config.params_dtype,
                 norm_before_gate=config.mamba_gated_norm == "norm_first",
             )
-        self.out_proj = self._build_output(submodules.row, inner, config.mamba_proj_bias)
+        self.out_proj = self._build_output(inner, config.mamba_proj_bias)
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
         """[H, P, N]."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from copy import copy
 
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import Mixer, MixerSubmodules
+from megatron_hybrid.models.mixers.base import Mixer, MixerPlace
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops import activate
@@ -33,9 +32,7 @@ class MLPMixer(MLP, Mixer):
 
     Args:
         config: sizes are `hidden_size` and `ffn_hidden_size`.
-        submodules: classes of the projections.
-        layer_number: unused; every mixer is built with it.
-        pg_collection: process groups; `tp` is used.
+        place: see `MixerPlace`.
     """
 
     recompute_name = "mlp"
@@ -43,13 +40,7 @@ class MLPMixer(MLP, Mixer):
     splits_rows = True
     input_projection = "linear_fc1"
 
-    def __init__(
-        self,
-        config: HybridConfig,
-        submodules: MixerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-    ):
+    def __init__(self, config: HybridConfig, place: MixerPlace):
         if config.mlp_gate_multiplier != 1.0:
             config = copy(config)
             activation = independent_of_place(config.activation_func)
@@ -57,17 +48,19 @@ class MLPMixer(MLP, Mixer):
             config.activation_func = lambda gate: activation(gate * factor)
         super().__init__(
             config,
-            MLPSubmodules(linear_fc1=submodules.input_projection, linear_fc2=submodules.row),
+            MLPSubmodules(
+                linear_fc1=place.submodules.input_projection, linear_fc2=place.submodules.row
+            ),
             ffn_hidden_size=config.ffn_hidden_size,
-            tp_group=pg_collection.tp,
+            tp_group=place.pg_collection.tp,
         )
         # A rank holds its piece of the gate and its piece of the value, one after the other.
         sections = (config.ffn_hidden_size,) * (2 if config.gated_linear_unit else 1)
-        cut = Cut(0, sections, pg_collection.tp.size())
+        cut = Cut(0, sections, place.pg_collection.tp.size())
         mark_tensor_parallel(self.linear_fc1.weight, cut)
         if config.add_bias_linear:
             mark_tensor_parallel(self.linear_fc1.bias, cut)
-        cut = Cut(1, (config.ffn_hidden_size,), pg_collection.tp.size())
+        cut = Cut(1, (config.ffn_hidden_size,), place.pg_collection.tp.size())
         mark_tensor_parallel(self.linear_fc2.weight, cut)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:

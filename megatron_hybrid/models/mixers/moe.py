@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import replace
 
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import Mixer, MixerSubmodules
+from megatron_hybrid.models.mixers.base import Mixer, MixerPlace
 from megatron_hybrid.models.mixers.experts import Experts
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.mlp import MLPMixer
@@ -29,32 +27,22 @@ class MoEMixer(Mixer):
 
     Args:
         config: `num_moe_experts` and the `moe_*` fields are used.
-        submodules: classes of the shared expert's projections.
-        layer_number: from 1, within the pipeline stage.
-        pg_collection: process groups; see `Experts` and `Router`.
+        place: see `MixerPlace`.
     """
 
     recompute_name = "moe"
     recompute_parts = ("shared_experts",)
 
-    def __init__(
-        self,
-        config: HybridConfig,
-        submodules: MixerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-    ):
+    def __init__(self, config: HybridConfig, place: MixerPlace):
         super().__init__(config)
         self.recomputes_shared = is_selected(config, "shared_experts")
-        self.router = Router(config, layer_number, pg_collection)
-        self.experts = Experts(config, pg_collection)
+        self.router = Router(config, place.layer_number, place.pg_collection)
+        self.experts = Experts(config, place.pg_collection)
         if (latent := config.moe_latent_size) is not None:
             self.fc1_latent_proj = ReplicatedLinear(config, config.hidden_size, latent)
             self.fc2_latent_proj = ReplicatedLinear(config, latent, config.hidden_size)
         self.shared_experts = (
-            SharedExperts(config, submodules, layer_number, pg_collection)
-            if config.moe_shared_expert_intermediate_size
-            else None
+            SharedExperts(config, place) if config.moe_shared_expert_intermediate_size else None
         )
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, None]:
@@ -76,18 +64,12 @@ class SharedExperts(MLPMixer):
     Args: see `MoEMixer`.
     """
 
-    def __init__(
-        self,
-        config: HybridConfig,
-        submodules: MixerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-    ):
+    def __init__(self, config: HybridConfig, place: MixerPlace):
         config = copy(config)
         config.ffn_hidden_size = config.moe_shared_expert_intermediate_size
         # The layer's norm is applied before, as the router needs it, too.
-        submodules = replace(submodules, input_projection=submodules.column)
-        super().__init__(config, submodules, layer_number, pg_collection)
+        place = place.with_input_projection(place.submodules.column)
+        super().__init__(config, place)
         gate = replicated_weight(config, 1, config.hidden_size)
         self.register_parameter("gate_weight", gate if config.moe_shared_expert_gate else None)
 

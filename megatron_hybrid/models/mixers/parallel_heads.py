@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.attention import AttentionMixer
-from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerSubmodules
+from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerPlace
 from megatron_hybrid.models.mixers.mamba2 import Mamba2Mixer
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 
@@ -17,9 +16,7 @@ class ParallelHeadsMixer(Mixer):
 
     Args:
         config: sizes are those of both mixers.
-        submodules: classes of their projections and norms.
-        layer_number: from 1, within the pipeline stage.
-        pg_collection: process groups; `tp` is used.
+        place: see `MixerPlace`.
     """
 
     recompute_name = "parallel_heads"
@@ -27,16 +24,10 @@ class ParallelHeadsMixer(Mixer):
 
     splits_rows = True
 
-    def __init__(
-        self,
-        config: HybridConfig,
-        submodules: MixerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-    ):
+    def __init__(self, config: HybridConfig, place: MixerPlace):
         super().__init__(config)
-        self.attention = AttentionMixer(config, submodules, layer_number, pg_collection)
-        self.mamba = Mamba2Mixer(config, submodules, layer_number, pg_collection)
+        self.attention = AttentionMixer(config, place)
+        self.mamba = Mamba2Mixer(config, place)
 
     def cache_requirements(self) -> LayerCache:
         """Keys and values of attention, states of Mamba-2."""

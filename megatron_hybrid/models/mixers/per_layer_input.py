@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import layer_symbols
-from megatron_hybrid.models.mixers.base import Mixer, MixerSubmodules, StackInputs
+from megatron_hybrid.models.mixers.base import Mixer, MixerPlace, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import ReplicatedLinear
 from megatron_hybrid.ops import activate
@@ -19,23 +17,15 @@ class PerLayerInputMixer(Mixer):
 
     Args:
         config: `per_layer_input_size` and `activation_func` are used.
-        submodules: unused; every mixer is built with them.
-        layer_number: from 1; there is one pipeline stage alone.
-        pg_collection: unused.
+        place: see `MixerPlace`.
     """
 
     splits_rows = True
     takes_stack_inputs = True
 
-    def __init__(
-        self,
-        config: HybridConfig,
-        submodules: MixerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-    ):
+    def __init__(self, config: HybridConfig, place: MixerPlace):
         super().__init__(config)
-        self.index = layer_symbols(config.layer_pattern)[: layer_number - 1].count("P")
+        self.index = config.pattern.symbols[: place.layer_number - 1].count("P")
         """Number of layers of this symbol before this one."""
         size = config.per_layer_input_size
         self.gate = ReplicatedLinear(config, config.hidden_size, size)

@@ -93,7 +93,7 @@ def build_input_projection(
         comm_buffer: name of Transformer Engine's communication buffer to share ("fc1", "qkv").
         section_names: names of the sections in core's distributed checkpoints, if they have any.
         copies, repeats: see `Cut`.
-        skip_bias_add: return the bias beside the output.
+        skip_bias_add: return the bias next to the output.
         init_method: of the weight; None: the config's.
 
     Raises:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import LayerCache, Mixer, StateTensor
+from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerPlace, StateTensor
 from megatron_hybrid.models.mixers.projections import (
     build_input_projection,
     build_output_projection,
@@ -21,9 +20,7 @@ class RecurrentMixer(Mixer):
 
     Args:
         config: of the model.
-        projection: class of `in_proj`.
-        layer_number: from 1, within the pipeline stage.
-        pg_collection: process groups; `tp` is used.
+        place: see `MixerPlace`.
         sections: widths of the parts of `in_proj`'s output, by their names in core's distributed
             checkpoints.
         convolved: names of those that `conv1d` takes, as one.
@@ -39,9 +36,7 @@ class RecurrentMixer(Mixer):
     def __init__(
         self,
         config: HybridConfig,
-        projection: type,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
+        place: MixerPlace,
         *,
         sections: Mapping[str, int],
         convolved: tuple[str, ...],
@@ -52,12 +47,13 @@ class RecurrentMixer(Mixer):
         activation: str | None = "silu",
     ):
         super().__init__(config)
-        self.layer_number, self.pg_collection = layer_number, pg_collection
+        self.layer_number, self.pg_collection = place.layer_number, place.pg_collection
+        self._output_projection = place.submodules.row
         self.in_proj = build_input_projection(
-            projection,
+            place.submodules.input_projection,
             config,
             tuple(sections.values()),
-            pg_collection,
+            place.pg_collection,
             comm_buffer="fc1",
             section_names=tuple(sections),
             copies=copies and tuple(copies.get(name, 1) for name in sections),
@@ -68,16 +64,21 @@ class RecurrentMixer(Mixer):
             convolved,
             kernel_size,
             bias=conv_bias,
-            tp_group=pg_collection.tp,
+            tp_group=place.pg_collection.tp,
             dtype=config.params_dtype,
             activation=activation,
             copies=copies and tuple(copies.get(name, 1) for name in convolved),
         )
 
-    def _build_output(self, projection: type, width: int, bias: bool = False) -> nn.Module:
+    def _build_output(self, width: int, bias: bool = False) -> nn.Module:
         """width channels of all ranks -> hidden_size."""
         return build_output_projection(
-            projection, self.config, width, self.pg_collection, comm_buffer="fc2", bias=bias
+            self._output_projection,
+            self.config,
+            width,
+            self.pg_collection,
+            comm_buffer="fc2",
+            bias=bias,
         )
 
     def cache_requirements(self) -> LayerCache:
@@ -85,7 +86,7 @@ class RecurrentMixer(Mixer):
         return LayerCache(states=(self.conv1d.state(), *self.recurrent_states()))
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
-        """Of the recurrence, beside the tail."""
+        """States of the recurrence, in addition to the tail."""
         return ()
 
     def _state(

@@ -57,7 +57,7 @@ class Router(nn.Module):
         self._losses.layer_number = layer_number
 
     def reset_global_aux_loss_tracker(self) -> None:
-        """For core's finalize_model_grads, at the end of each global batch."""
+        """Start anew, as core's finalize_model_grads asks at the end of each global batch."""
         self._losses.start_global_batch()
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor]:
@@ -121,7 +121,7 @@ class Router(nn.Module):
             return self._choose_by_sinkhorn(logits_TE)
         by_sigmoid = config.moe_router_score_function == "sigmoid"
         if by_sigmoid:
-            # core's own sigmoid gives a score other bits beside other rows. Its choice by the
+            # core's own sigmoid gives a score other bits next to other rows. Its choice by the
             # largest "logits" is that by scores. They are rounded once, as by core 0.19.
             given, logits_TE = logits_TE, logits_TE.to(compute_dtype(logits_TE))
             scores_TE = sigmoid(logits_TE)
@@ -146,8 +146,8 @@ class Router(nn.Module):
         return weights_TE, chosen_TE
 
     def _choose_by_sinkhorn(self, logits_nE: Tensor) -> tuple[Tensor, Tensor]:
-        """As `_choose`: weights as without it, for experts that the tokens of the batch share
-        evenly."""
+        """Choose as `_choose` does: weights as without it, for experts that the tokens of the
+        batch share evenly."""
         topk = self.config.moe_router_topk
         with torch.no_grad():
             indices_nk = sinkhorn(logits_nE.float()).topk(topk, dim=1).indices

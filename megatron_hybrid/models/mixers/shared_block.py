@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import split_stages
 from megatron_hybrid.models.mixers.attention import AttentionMixer
 from megatron_hybrid.models.mixers.base import (
     KVShape,
     LayerCache,
     Mixer,
-    MixerSubmodules,
+    MixerPlace,
     StackInputs,
 )
 from megatron_hybrid.models.mixers.mamba2 import Mamba2Mixer
@@ -36,9 +34,7 @@ class SharedBlockMixer(Mixer):
 
     Args:
         config: sizes are those of attention, MLP and Mamba-2, and `shared_block_adapter_rank`.
-        submodules: classes of the projections and norms.
-        layer_number: from 1, within the one pipeline stage.
-        pg_collection: process groups; `tp` and `pp` are used.
+        place: see `MixerPlace`.
     """
 
     recompute_name = "shared_block"
@@ -47,38 +43,32 @@ class SharedBlockMixer(Mixer):
     takes_stack_inputs = True
     norms_input = True
 
-    def __init__(
-        self,
-        config: HybridConfig,
-        submodules: MixerSubmodules,
-        layer_number: int,
-        pg_collection: ProcessGroupCollection,
-    ):
+    def __init__(self, config: HybridConfig, place: MixerPlace):
         super().__init__(config)
-        self.layer_number = layer_number
-        stages = split_stages(config.layer_pattern, config.pipeline_model_parallel_size)
-        stage = pg_collection.pp.rank()
-        symbols = [symbol for symbols in stages[:stage] for symbol in symbols]
-        layer = len(symbols) + layer_number - 1
-        symbols += stages[stage][: layer_number - 1]
-        self.block_number = symbols.count("Z") % config.num_shared_blocks
+        self.layer_number = place.layer_number
+        stages = config.pattern.stages(config.pipeline_model_parallel_size)
+        stage = place.pg_collection.pp.rank()
+        before = "".join(stages[:stage]) + stages[stage][: place.layer_number - 1]
+        self.block_number = before.count("Z") % config.num_shared_blocks
         owner = shared_block_owners(config)[self.block_number][stage]
-        self.block = SharedBlock(config, submodules, pg_collection) if owner == layer else None
+        is_owner = owner == len(before)
+        self.block = SharedBlock(config, place) if is_owner else None
         hidden, ffn = config.hidden_size, config.ffn_hidden_size
-        self.num_groups = max(1, config.num_query_groups // pg_collection.tp.size())
+        self.num_groups = max(1, config.num_query_groups // place.pg_collection.tp.size())
         heads = [config.num_attention_heads] + [config.num_query_groups] * config.num_kv_projections
         self.qkv_adapters = (
             nn.ModuleList(
-                LowRank(config, submodules, 2 * hidden, (config.kv_channels,), pg_collection, count)
-                for count in heads
+                LowRank(config, place, 2 * hidden, (config.kv_channels,), count) for count in heads
             )
             if config.shared_block_attention_adapters
             else None
         )
-        self.mlp_adapter = LowRank(config, submodules, hidden, (ffn, ffn), pg_collection)
+        self.mlp_adapter = LowRank(config, place, hidden, (ffn, ffn))
         self.linear = ReplicatedLinear(config, hidden, hidden)
-        self.norm = submodules.norm(config=config, hidden_size=hidden, eps=config.layernorm_epsilon)
-        self.mamba = Mamba2Mixer(config, submodules, layer_number, pg_collection)
+        self.norm = place.submodules.norm(
+            config=config, hidden_size=hidden, eps=config.layernorm_epsilon
+        )
+        self.mamba = Mamba2Mixer(config, place)
 
     def cache_requirements(self) -> LayerCache:
         """Keys and values of this layer's run of the block, states of its Mamba-2 mixer."""
@@ -109,25 +99,18 @@ class SharedBlock(nn.Module):
     Args: see `SharedBlockMixer`.
     """
 
-    def __init__(
-        self,
-        config: HybridConfig,
-        submodules: MixerSubmodules,
-        pg_collection: ProcessGroupCollection,
-    ):
+    def __init__(self, config: HybridConfig, place: MixerPlace):
         super().__init__()
         self.activation = config.activation_func
         hidden, ffn, eps = config.hidden_size, config.ffn_hidden_size, config.layernorm_epsilon
-        self.input_layernorm = submodules.norm(config=config, hidden_size=2 * hidden, eps=eps)
-        self.self_attention = AttentionMixer(
-            config, submodules, 0, pg_collection, input_size=2 * hidden
-        )
-        self.pre_mlp_layernorm = submodules.norm(config=config, hidden_size=hidden, eps=eps)
+        self.input_layernorm = place.submodules.norm(config=config, hidden_size=2 * hidden, eps=eps)
+        self.self_attention = AttentionMixer(config, place, input_size=2 * hidden)
+        self.pre_mlp_layernorm = place.submodules.norm(config=config, hidden_size=hidden, eps=eps)
         self.linear_fc1 = build_input_projection(
-            submodules.column, config, (ffn, ffn), pg_collection, comm_buffer="fc1"
+            place.submodules.column, config, (ffn, ffn), place.pg_collection, comm_buffer="fc1"
         )
         self.linear_fc2 = build_output_projection(
-            submodules.row, config, ffn, pg_collection, comm_buffer="fc2"
+            place.submodules.row, config, ffn, place.pg_collection, comm_buffer="fc2"
         )
 
     def forward(
@@ -171,25 +154,24 @@ class LowRank(nn.Module):
     def __init__(
         self,
         config: HybridConfig,
-        submodules: MixerSubmodules,
+        place: MixerPlace,
         input_size: int,
         sections: tuple[int, ...],
-        pg_collection: ProcessGroupCollection,
         num_heads: int | None = None,
     ):
         super().__init__()
         rank, repeats, copies = config.shared_block_adapter_rank, 1, None
         if num_heads is not None:
-            tp_size = pg_collection.tp.size()
+            tp_size = place.pg_collection.tp.size()
             repeats = min(tp_size, num_heads)
             sections = tuple(size * num_heads // repeats for size in sections)
             copies = (tp_size // repeats,) * len(sections)
         self.down = ReplicatedLinear(config, input_size, rank)
         self.up = build_input_projection(
-            submodules.column,
+            place.submodules.column,
             config,
             sections,
-            pg_collection,
+            place.pg_collection,
             comm_buffer="fc1",
             copies=copies,
             repeats=repeats,

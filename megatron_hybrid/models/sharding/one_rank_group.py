@@ -17,7 +17,7 @@ ONE_RANK_BACKEND = "one_rank"
 class OneRankGroup(dist.ProcessGroup):
     """A group whose only rank is this process: it copies what the rank sends to itself.
 
-    It opens no socket and starts no thread, as each group of gloo does. It works beside any default
+    It opens no socket and starts no thread, as each group of gloo does. It works with any default
     group, and without one; it can be copied and pickled.
     """
 

@@ -87,7 +87,7 @@ def distributed_keys(model: Any) -> dict[str, str]:
 
 
 def _fused_norms(model: Any) -> dict[str, str]:
-    """Each layer's norm -> the projection behind it, both as full canonical names."""
+    """Each layer's norm -> the projection after it, both as full canonical names."""
     layers = {
         f"decoder.layers.{i}.": layer
         for i, layer in enumerate(model.decoder.layers, model.layer_offset)

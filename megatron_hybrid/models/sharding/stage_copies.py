@@ -15,20 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import split_stages
 
 EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 def shared_block_owners(config: HybridConfig) -> list[dict[int, int]]:
-    """For each shared block {stage: layer that owns its parameters there}, of all stages that use
-    it, in order: the first of the stage's layers that do. Layers count from 0, through the whole
-    model."""
+    """Map, for each shared block, the stages that use it to the layer that owns its parameters
+    there: the first of the stage's layers that do. Layers count from 0, through the whole model."""
     owners: list[dict[int, int]] = [{} for _ in range(config.num_shared_blocks)]
     layer = uses = 0
-    for stage, symbols in enumerate(
-        split_stages(config.layer_pattern, config.pipeline_model_parallel_size)
-    ):
+    for stage, symbols in enumerate(config.pattern.stages(config.pipeline_model_parallel_size)):
         for symbol in symbols:
             if symbol == "Z":
                 owners[uses % len(owners)].setdefault(stage, layer)
@@ -143,8 +139,8 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Where a parameter's gradient is summed up, in core's buffer or in `grad`; zeros to be thrown
-    away, if it does not learn."""
+    """Find where a parameter's gradient is summed up, in core's buffer or in `grad`; zeros to be
+    thrown away, if it does not learn."""
     if hasattr(parameter, "main_grad"):
         return parameter.main_grad
     if not parameter.requires_grad:

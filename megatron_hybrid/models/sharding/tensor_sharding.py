@@ -1,6 +1,6 @@
 """Sharding of parameters over tensor-parallel ranks, described by one attribute of the parameters.
 
-A sharded parameter carries a `Cut` beside megatron-core's own attributes (`tensor_model_parallel`,
+A sharded parameter carries a `Cut` next to megatron-core's own attributes (`tensor_model_parallel`,
 `partition_dim`, `partition_stride`), and all that cuts or joins parameters follows from it.
 """
 
@@ -59,7 +59,7 @@ class Cut:
         return found
 
     def copy_numbers(self, rank: int) -> list[int]:
-        """For each block, which of the copies of its piece the rank holds, from 0."""
+        """Number for each block which of the copies of its piece the rank holds, from 0."""
         rank %= self.num_ranks // self.repeats
         return [rank % copies for copies in self._copies]
 

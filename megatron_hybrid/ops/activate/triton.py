@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.ops.activations import gelu_tanh, squared_relu
-from megatron_hybrid.ops.kernels import gradient_refusal, input_refusal
 from megatron_hybrid.ops.launch import kernel
 
 ELEMENTS = 1024
@@ -66,7 +66,7 @@ def verify(
     x: Tensor,
     activation: Callable[[Tensor], Tensor],
     factor: Tensor | None,
-    in_fp32: bool,
+    *_: Any,
 ) -> str | None:
     """See `Backend.verify`."""
     if activation not in KINDS:
@@ -75,7 +75,7 @@ def verify(
         return f"x has shape {list(x.shape)} and strides {x.stride()}; it takes rows of neighbours"
     if factor is not None and (factor.dtype, factor.stride(-1)) != (x.dtype, 1):
         return "x and its factor differ in dtype, or the factor has no rows of neighbours"
-    return input_refusal(x, factor) or gradient_refusal(x, factor)
+    return None
 
 
 def run(

@@ -245,7 +245,7 @@ def _decode_groups(
 
     Returns, for each group, its rows `[r]`, the block table columns to read `[r, m]`, which of
     their t = m * B keys are visible `[r, t]`, and the slices of t that hold all hidden ones, each
-    with those `[r, e, 1, 1]`; and the place of each row behind all groups. One group of all rows
+    with those `[r, e, 1, 1]`; and the place of each row after all groups. One group of all rows
     has None for rows and places.
     """
     lengths = [start + 1 for start in layout.start_positions[: layout.num_steps]]
@@ -269,7 +269,7 @@ def _decode_groups(
             for numbers in (firsts, lows, lengths)
         )
         size = max(sizes[r] for r in group)
-        # Columns behind a sequence's end repeat its last block, and their keys are not visible.
+        # Columns after a sequence's end repeat its last block, and their keys are not visible.
         columns = (first + torch.arange(size, device=device)).minimum((length - 1) // B)
         positions = first * B + torch.arange(size * B, device=device)
         visible = positions < length

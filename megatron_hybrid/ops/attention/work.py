@@ -114,7 +114,7 @@ def part_size(positions: np.ndarray, pattern: AttentionPattern) -> np.ndarray:
 
 
 def _counted_up_to(counts: np.ndarray) -> np.ndarray:
-    """0 .. n - 1 for each of the counts n, one behind the other."""
+    """0 .. n - 1 for each of the counts n, one after the other."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
@@ -187,7 +187,7 @@ def _fixed_launches(
     most_places: int,
 ) -> Iterator[Parts]:
     """`_launches` of single tokens whose positions are on the device: each has the programs of the
-    largest position. Those behind its own parts begin behind its keys, so they read and store
+    largest position. Those after its own parts begin after its keys, so they read and store
     nothing."""
     positions, last = layout.starts, layout.last_end - 1
     reach = min(last, (pattern.window or pattern.chunk or layout.last_end) - 1)

@@ -13,8 +13,8 @@ _causal_conv1d = SlotOp(
     "causal_conv1d",
     reference.causal_conv1d,
     {"x_TC": "T C", "weight_CK": "C K", "bias_C": "C or None"},
-    "float C K-1",
-    {
+    state="float C K-1",
+    conditions={
         "K > 1": "weight_CK has K = {K} columns; a causal convolution needs at least 2",
         "activation in ('silu', None)": "activation is {activation!r}; choose 'silu' or None",
         "x_TC.dtype == torch.float16 or pool_S is None or pool_S.dtype != torch.float16": "pool_S "

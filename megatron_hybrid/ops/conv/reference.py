@@ -66,7 +66,7 @@ def _step(
 
 
 class _Windows:
-    """Rows of the sequences behind the leading steps of a layout, each preceded by its tail: row t
+    """Rows of the sequences after the leading steps of a layout, each preceded by its tail: row t
     of sequence r becomes row t + (r + 1)(K - 1)."""
 
     def __init__(self, layout: RaggedLayout, K: int, device: torch.device) -> None:
@@ -96,7 +96,7 @@ def _scan(
     tails_RCk: torch.Tensor,
     windows: _Windows,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All sequences behind their tails as one convolution."""
+    """All sequences after their tails as one convolution."""
     pieces = []
     for tail_kC, x_seq in zip(tails_RCk.mT, x_TC.split(windows.lengths), strict=True):
         pieces += [tail_kC, x_seq]

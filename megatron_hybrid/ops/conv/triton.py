@@ -1,14 +1,16 @@
-"""The causal convolution in Triton: one launch for all rows, one for the tails behind them; one for
+"""The causal convolution in Triton: one launch for all rows, one for the tails after them; one for
 both where each sequence has a row."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.ops.kernels import SequenceTable, gradient_refusal, input_refusal
+from megatron_hybrid.ops.kernels import SequenceTable
 from megatron_hybrid.ops.launch import kernel
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, capture_steps
@@ -206,18 +208,12 @@ def tails_kernel(
 
 
 def verify(
-    x_TC: Tensor,
-    weight_CK: Tensor,
-    bias_C: Tensor | None,
-    states: SlotStates | None,
-    layout: RaggedLayout,
-    activation: str | None = "silu",
+    x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, states: SlotStates | None, *_: Any
 ) -> str | None:
     """See `Backend.verify`."""
-    inputs = (x_TC, weight_CK, bias_C)
     if states is not None and states.pool_S.dtype not in (torch.float32, x_TC.dtype):
         return f"tails are {states.pool_S.dtype} and inputs {x_TC.dtype}"
-    return input_refusal(*inputs) or gradient_refusal(*inputs)
+    return None
 
 
 def run(

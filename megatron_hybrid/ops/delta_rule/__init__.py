@@ -17,8 +17,8 @@ _gated_delta_rule = SlotOp(
         **{"q_THN": "T H_qk N", "k_THN": "T H_qk N", "v_THP": "T H P"},
         **{"g_TH": "T H", "beta_TH": "T H"},
     },
-    "state H N P",
-    {
+    state="state H N P",
+    conditions={
         "H_qk and H % H_qk == 0": "{H} heads of v cannot be shared out evenly to {H_qk} of q and k",
         **_CHUNKS,
     },
@@ -31,8 +31,8 @@ _kimi_delta_attention = SlotOp(
         **{"q_THN": "T H N", "k_THN": "T H N", "v_THP": "T H P"},
         **{"g_THN": "T H N", "beta_TH": "T H"},
     },
-    "state H N P",
-    _CHUNKS,
+    state="state H N P",
+    conditions=_CHUNKS,
     has_steps_in_place=True,
 )
 for _op in (_gated_delta_rule, _kimi_delta_attention):
@@ -100,27 +100,12 @@ def kimi_delta_attention(
 ) -> torch.Tensor:
     """S' = Diag(exp(g_t)) S_{t-1};  S_t = S' + k_t (x) beta_t (v_t - k_t S');  o_t = scale q_t S_t.
 
-    The gated delta rule with a decay of its own for each key channel.
+    The gated delta rule with a decay of its own for each key channel. Arguments, result and errors
+    are those of `gated_delta_rule`, but:
 
     Args:
         q_THN, k_THN: `[T, H, N]`.
-        v_THP: values `[T, H, P]`.
         g_THN: log decays `[T, H, N]`, at most 0; best in fp32.
-        beta_TH: writing strengths `[T, H]`, from 0 to 1, or to 2 for negative eigenvalues.
-        states: fp32 or bf16 `[H, N, P]` per slot; None: start from zeros and keep nothing.
-        layout: lengths, positions and captures of the sequences.
-        chunk_size: rows of a chunk; the result does not depend on it but for rounding.
-        scale: factor of q, N ** -0.5 by default.
-        use_qk_l2norm: divide each row of q and k by its length first.
-
-    Returns:
-        o `[T, H, P]` in the dtype of v, zeros in padding rows. All arithmetic is fp32, whatever the
-        inputs are (float64 for float64 inputs). Captures change neither o nor the states
-        in any bit.
-
-    Raises:
-        TypeError: fp16 states, or inputs that are not floating-point.
-        ValueError: shapes that do not fit the layout or each other.
     """
     return _kimi_delta_attention(
         q_THN, k_THN, v_THP, g_THN, beta_TH, states, layout, chunk_size, scale, use_qk_l2norm

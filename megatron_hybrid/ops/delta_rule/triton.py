@@ -154,7 +154,7 @@ def step_kernel(
     BLOCK_P: tl.constexpr,
 ):
     """Some values of one head of one sequence: S = exp(g) S; S += k beta (v - k S) in the pool,
-    o = scale q S; 0 in the rows behind them."""
+    o = scale q S; 0 in the rows after them."""
     r, h = tl.program_id(0), tl.program_id(1)
     p, n = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     h_qk = h // HEADS_PER_KEY
@@ -201,7 +201,7 @@ def step(
     slot_ids_R: Tensor,
     o_RHP: Tensor,
 ) -> None:
-    """One token of each of the sequences with slots, in place, and zeros in the rows behind them:
+    """One token of each of the sequences with slots, in place, and zeros in the rows after them:
     see `ops.gated_delta_rule`. g is `[R, H]`, or `[R, H, N]`; the last stride of all but g_RH and
     beta_RH is 1."""
     (R, H, P), N = v_RHP.shape, k_RHN.shape[2]

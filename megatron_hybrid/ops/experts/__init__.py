@@ -55,7 +55,7 @@ def expert_mlps(
 
     Args:
         x_mh: `[m, h]`, expert by expert; m may be 0. See `ExpertPairs`.
-        ends_E: the row behind those of each of the E experts, int32 on the device of x, ascending.
+        ends_E: the row after those of each of the E experts, int32 on the device of x, ascending.
             Rows from the last one on are of no expert.
         fc1_Egh, fc1_bias_Eg: the first layers, `[E, g, h]` and `[E, g]` or None; stacked in one
             tensor, or one tensor an expert.

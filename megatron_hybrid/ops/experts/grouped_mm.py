@@ -48,7 +48,7 @@ def verify(
         if num_bytes := layer.shape[2] * layer.element_size() % ROW_BYTES:
             return (
                 f"matrices have rows of {layer.shape[2]} numbers, which end {num_bytes} bytes "
-                f"behind a multiple of {ROW_BYTES}"
+                f"after a multiple of {ROW_BYTES}"
             )
     return None
 

@@ -18,7 +18,7 @@ class ExpertPairs:
     those of each from a multiple of `alignment` on.
 
     Nothing waits for the device: m is the most rows that so many pairs can take, whatever the
-    experts. Rows between and behind those of pairs have zeros for a token.
+    experts. Rows between and after those of pairs have zeros for a token.
 
     Args:
         chosen_nE: the experts of each token, bool, k for each token.
@@ -47,7 +47,7 @@ class ExpertPairs:
         counts_E = place_En[:, -1:].sum(1, dtype=torch.int32)  # there may be no tokens
         sizes_E = (counts_E + (alignment - 1)) & -alignment
         self.ends_E = sizes_E.cumsum(0, dtype=torch.int32)
-        """The row behind those of each expert, int32 on the device of `chosen_nE`."""
+        """The row after those of each expert, int32 on the device of `chosen_nE`."""
         row_En = place_En + (self.ends_E - sizes_E - 1).unsqueeze(1)
         # Rows ascend by expert. In place of those that a token lacks stands m.
         rows = row_En.t().masked_fill(~own_nE, m).topk(k, dim=1, largest=False)

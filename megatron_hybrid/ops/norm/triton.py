@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.ops.kernels import gradient_refusal, input_refusal
 from megatron_hybrid.ops.launch import kernel
 
 ELEMENTS = 2048
@@ -99,23 +100,13 @@ def configuration(channels: int) -> tuple[dict[str, int], int]:
     return blocks, max(4, block_c // 1024)
 
 
-def verify(
-    x_TGC: Tensor,
-    gate_TGC: Tensor,
-    weight_GC: Tensor,
-    eps: float,
-    activation: str = "silu",
-    norm_first: bool = False,
-    zero_centered: bool = False,
-    rounds_norm: bool = False,
-) -> str | None:
+def verify(x_TGC: Tensor, *_: Any) -> str | None:
     """See `Backend.verify`."""
     if not x_TGC.numel():
         return "there are no numbers"
     if (channels := x_TGC.shape[-1]) > MAX_CHANNELS:
         return f"groups have {channels} channels; a program holds {MAX_CHANNELS}"
-    inputs = (x_TGC, gate_TGC, weight_GC)
-    return input_refusal(*inputs) or gradient_refusal(*inputs)
+    return None
 
 
 def run(

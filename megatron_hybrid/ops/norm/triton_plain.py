@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_hybrid.ops.kernels import gradient_refusal, input_refusal
 from megatron_hybrid.ops.norm.triton import MAX_CHANNELS, launch
 
 _FORM = dict.fromkeys(("SILU", "NORM_FIRST", "ZERO_CENTERED", "ROUNDS_NORM"), False)
@@ -19,7 +18,7 @@ def verify(x: Tensor, weight_C: Tensor, eps: float, added: Tensor | None) -> str
         return f"x has shape {list(x.shape)}; it takes rows, or rows of heads"
     if added is not None and added.dtype != x.dtype:
         return "x and what is added differ in dtype"
-    return input_refusal(x, weight_C) or gradient_refusal(x, weight_C, added)
+    return None
 
 
 def run(x: Tensor, weight_C: Tensor, eps: float, added: Tensor | None) -> tuple[Tensor, Tensor]:

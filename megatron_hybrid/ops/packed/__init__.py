@@ -2,7 +2,7 @@
 
 The number at [o, i] is (value of its code - zero[o, g]) scale[o, g] outer[o], computed in fp32 and
 rounded once; g is the group of column i. All groups are equally wide. Rows that are not packed,
-`rest`, lie behind the others. Scales are kept row by row, also where a published weight has one for
+`rest`, lie after the others. Scales are kept row by row, also where a published weight has one for
 128 rows or for all: whatever reorders or cuts rows does so to codes and scales alike.
 """
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys (arXiv 2104.09864), behind their norms."""
+"""Rotary position embedding of queries and keys (arXiv 2104.09864), after their norms."""
 
 from __future__ import annotations
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.ops.kernels import gradient_refusal, input_refusal
 from megatron_hybrid.ops.launch import kernel
 
 
@@ -48,7 +49,7 @@ def rotate_kernel(
     EPS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One head of one row: of q, or of k behind all of q."""
+    """One head of one row: of q, or of k after all of q."""
     t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
     if INTERLEAVED:
@@ -79,24 +80,14 @@ def rotate_kernel(
     tl.store(out_ptr + d, tl.where(turns, turned, x), mask=d < D)
 
 
-def verify(
-    q_TKGD: Tensor,
-    k_TKD: Tensor,
-    cos_T1d: Tensor,
-    sin_T1d: Tensor,
-    interleaved: bool,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    eps: float,
-) -> str | None:
+def verify(q_TKGD: Tensor, k_TKD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor, *_: Any) -> str | None:
     """See `Backend.verify`."""
     inputs = (q_TKGD, k_TKD, cos_T1d, sin_T1d)
     if any(t.dtype != q_TKGD.dtype for t in inputs):
         return "queries, keys and their angles differ in dtype"
     if any(t.stride(-1) != 1 for t in inputs):
         return "heads or angles are no rows of neighbours"
-    inputs += q_weight_D, k_weight_D
-    return input_refusal(*inputs) or gradient_refusal(*inputs)
+    return None
 
 
 def run(

@@ -16,8 +16,8 @@ _selective_scan = SlotOp(
         **{"x_TC": "T C", "dt_TC": "T C", "A_CN": "C N", "B_TN": "T N", "C_TN": "T N"},
         "D_C": "C or None",
     },
-    "state C N",
-    {"chunk_size > 0": "chunk_size is {chunk_size}; it must be at least 1"},
+    state="state C N",
+    conditions={"chunk_size > 0": "chunk_size is {chunk_size}; it must be at least 1"},
 )
 _selective_scan.register(
     kernel_backend("triton", "megatron_hybrid.ops.selective_scan.triton", TRITON, priority=10)

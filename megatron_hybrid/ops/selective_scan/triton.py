@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.ops.kernels import (
-    SequenceTable,
-    gradient_refusal,
-    input_refusal,
-    states_refusal,
-)
+from megatron_hybrid.ops.kernels import SequenceTable
 from megatron_hybrid.ops.launch import kernel
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates
@@ -134,22 +131,11 @@ def scan_kernel(
     tl.store(state_ptrs, h, mask=inside)
 
 
-def verify(
-    x_TC: Tensor,
-    dt_TC: Tensor,
-    A_CN: Tensor,
-    B_TN: Tensor,
-    C_TN: Tensor,
-    D_C: Tensor | None,
-    states: SlotStates | None,
-    layout: RaggedLayout,
-    chunk_size: int = 32,
-) -> str | None:
+def verify(x_TC: Tensor, dt_TC: Tensor, A_CN: Tensor, *_: Any) -> str | None:
     """See `Backend.verify`."""
-    inputs = (x_TC, dt_TC, A_CN, B_TN, C_TN, D_C)
     if A_CN.shape[1] > ELEMENTS:
         return f"states are {A_CN.shape[1]} wide; it takes up to {ELEMENTS}"
-    return states_refusal(states) or input_refusal(*inputs) or gradient_refusal(*inputs)
+    return None
 
 
 def run(

@@ -16,8 +16,8 @@ _ssd_scan = SlotOp(
         **{"x_THP": "T H P", "dt_TH": "T H", "A_H": "H", "B_TGN": "T G N", "C_TGN": "T G N"},
         "D_H": "H or None",
     },
-    "state H P N",
-    {
+    state="state H P N",
+    conditions={
         "G and H % G == 0": "{H} heads cannot be shared out evenly to {G} groups of B and C",
         "chunk_size > 0": "chunk_size is {chunk_size}; it must be at least 1",
     },

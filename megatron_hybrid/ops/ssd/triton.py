@@ -66,7 +66,7 @@ def step_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Some values of one head of one sequence: S = exp(dt A) S + dt x B^T in the pool, y = S C; 0
-    in the rows behind them."""
+    in the rows after them."""
     r, h = tl.program_id(0), tl.program_id(1)
     p, s = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     group, row = h // HEADS_PER_GROUP, r.to(tl.int64)
@@ -111,7 +111,7 @@ def step(
     slot_ids_R: Tensor,
     y_RHP: Tensor,
 ) -> None:
-    """One token of each of the sequences with slots, in place, and zeros in the rows behind them:
+    """One token of each of the sequences with slots, in place, and zeros in the rows after them:
     see `ops.ssd_scan`. A_H is fp32."""
     R, H, P = x_RHP.shape
     N = B_RGN.shape[2]

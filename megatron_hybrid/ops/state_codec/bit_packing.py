@@ -123,7 +123,7 @@ def rice_unpack(
 
 
 def positions_of_ones(words_W: Tensor, count: int) -> Tensor:
-    """Numbers of the first `count` bits that are 1, int64; -1 behind the last one."""
+    """Numbers of the first `count` bits that are 1, int64; -1 after the last one."""
     octets = words_W.contiguous().view(torch.uint8).unsqueeze(-1)
     bits = (octets >> torch.arange(8, dtype=torch.uint8, device=words_W.device)) & 1
     return torch.nonzero_static(bits.flatten(), size=count).squeeze(-1)

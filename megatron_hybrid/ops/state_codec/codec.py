@@ -160,7 +160,7 @@ class StatesCodec:
         sizes_S = torch.stack([sections.num_rice_words for sections in read]) - num_planes_S
         sizes_S.clamp_(min=0)
 
-        # The streams of all states one behind the other.
+        # The streams of all states one after the other.
         ends_S, before_S = sizes_S.cumsum(0), _before(sizes_S)
         size = self._most_stream_words
         if _is_free_to_read(ends_S):
@@ -184,7 +184,7 @@ class StatesCodec:
 
 
 def _together(tensors_B64: list[Tensor]) -> list[Tensor]:
-    """On a GPU all in one, for few launches; on a CPU one by one, in its caches."""
+    """Run on a GPU all in one, for few launches; on a CPU one by one, in its caches."""
     return tensors_B64 if _is_free_to_read(tensors_B64[0]) else [torch.cat(tensors_B64)]
 
 
@@ -206,7 +206,7 @@ class _Blocks:
         return numbers_B.new_zeros(len(self.firsts_S)).index_add_(0, self._owners_B, numbers_B)
 
     def offsets(self, sizes_B: Tensor, starts_S: Tensor) -> Tensor:
-        """Where blocks begin, int64 `[B]`, if those of each state lie one behind the other."""
+        """Find where blocks begin, int64 `[B]`, if those of each state lie one after the other."""
         before_B = _before(sizes_B)
         return before_B + (starts_S - before_B[self.firsts_S])[self._owners_B]
 
@@ -272,7 +272,7 @@ class _State:
         )
 
     def blocks(self, x_HNP: Tensor) -> Tensor:
-        """`[B, 64]`, zeros behind the last element."""
+        """`[B, 64]`, zeros after the last element."""
         padding = BLOCK * self.num_blocks - self.num_elements
         return F.pad(x_HNP.flatten(), (0, padding)).view(-1, BLOCK)
 
@@ -296,7 +296,7 @@ class _Sections:
         self._most_parts = int(num_parts) if _is_free_to_read(first) else known.max_rank
         sizes = known.section_words(num_parts)
         _, nibbles, factors, self.codes = (first + size for size in accumulate(sizes, initial=0))
-        """`codes`: the word behind them, int64 scalar."""
+        """`codes`: the word after them, int64 scalar."""
         most_numbers, num_nibbles, most_factors = known.section_words(self._most_parts)
         numbers = _some(words_W, first, most_numbers)[1:].view(torch.float32)
         scales = numbers[: heads * (1 + self._most_parts)].view(-1, heads, 1, 1)
@@ -361,7 +361,7 @@ class _Prepared:
         scales = torch.cat([self._level_H11 * step, *self._scales_H11]).flatten()
         counts = torch.stack([self._num_parts, num_rice_words]).int()
         numbers = torch.cat([counts, scales.view(torch.int32)])
-        # An odd one has a zero beside it, not the scale of a part that is not there.
+        # An odd one has a zero next to it, not the scale of a part that is not there.
         used = 2 + len(self._level_H11) * (1 + self._num_parts)
         numbers.masked_fill_(torch.arange(len(numbers), device=first.device) >= used, 0)
         sections = (
@@ -400,7 +400,7 @@ def _take_out_leading_parts(
 
     Returns:
         The rest `[H, N, P]`; for each part its factors, integers -31..31 `[H, N + P]`, and its
-        scales `[H, 1, 1]`; the number of parts, int64 scalar: those behind them count for nothing.
+        scales `[H, 1, 1]`; the number of parts, int64 scalar: those after them count for nothing.
     """
     heads, rows, columns = known.matrices
     cost = _FACTOR_BITS * heads * (rows + columns)
@@ -489,7 +489,7 @@ def _round_factor(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pack_factors(factors: list[Tensor], num_parts: Tensor, device: torch.device) -> Tensor:
-    """Integers -31..31 in six words for each 64 of them; zeros behind those of `num_parts`."""
+    """Integers -31..31 in six words for each 64 of them; zeros after those of `num_parts`."""
     codes = torch.cat([torch.empty(0, device=device), *(f.flatten() for f in factors)])
     codes = codes.int() + _FACTOR_LEVELS
     if factors:
@@ -516,6 +516,6 @@ def _unpack_nibbles(words_W: Tensor) -> Tensor:
 
 
 def _some(words_W: Tensor, first: Tensor, count: int) -> Tensor:
-    """`count` words from a word on; behind the last one, any."""
+    """`count` words from a word on; after the last one, any."""
     places = first + torch.arange(count, device=first.device)
     return words_W[places.clamp_(max=len(words_W) - 1)]

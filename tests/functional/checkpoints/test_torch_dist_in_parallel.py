@@ -10,7 +10,7 @@ from megatron_folders import PATTERN_ARGUMENT, load_folder, megatron_args, save_
 from rank_processes import join_ranks, run_ranks
 
 import megatron_hybrid as mh
-from megatron_hybrid.checkpoints.checkpoint import full_state_dict
+from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 
 pytestmark = pytest.mark.matrix
 

@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 CONFIGS = Path(__file__).parent / "configs"
 NOISE = 0.08
+WITH_OTHER_PARTS = ("falcon_h1_ungated_norm", "gemma4_experts", "nemotron_h_moe")
 
 logging.disable_progress_bar()
 
@@ -28,11 +29,12 @@ def config_names() -> list[str]:
 
 
 def config_rows() -> list:
-    """Parameters of a test of all tiny models, of which `make test` runs one an architecture."""
-    first: dict[str, str] = {}
+    """Parameters of a test of all tiny models, of which `make test` runs one an architecture, and
+    those that have parts which no other one has."""
+    kept = {}
     for name in config_names():
-        first.setdefault(read_values(name)["model_type"], name)
-    return matrix_rows(config_names(), *first.values())
+        kept.setdefault(read_values(name)["model_type"], name)
+    return matrix_rows(config_names(), *kept.values(), *WITH_OTHER_PARTS)
 
 
 def read_values(name: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_hybrid.inference.memory.cache_memory import cache_spec_of
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.models.layer_pattern import KINDS, layer_symbols
+from megatron_hybrid.models.layer_pattern import KINDS
 
 TABLE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
 _START, _END = "<!-- table: made by `make models-table` -->", "<!-- end of table -->"
@@ -32,7 +32,7 @@ class Row:
         spec = cache_spec_of(
             model.cache_requirements(), config.hidden_size, config.params_dtype, 16
         )
-        symbols = dict.fromkeys(layer_symbols(config.layer_pattern))
+        symbols = dict.fromkeys(config.pattern.symbols)
         return cls(
             name,
             f"`{config.layer_pattern}`",

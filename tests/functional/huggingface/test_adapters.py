@@ -23,8 +23,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import megatron_hybrid as mh
-from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_huggingface
+from megatron_hybrid.checkpoints.checkpoint import save_huggingface
 from megatron_hybrid.checkpoints.huggingface import adapters
+from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.distributed.ranks import ONE_RANK
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.weights.updates import WeightUpdates

@@ -12,7 +12,8 @@ import torch
 from matrix import matrix_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_hybrid.checkpoints.checkpoint import CheckpointError, config_of, read_config
+from megatron_hybrid.checkpoints.checkpoint import CheckpointError, read_config
+from megatron_hybrid.checkpoints.folder import config_of
 from megatron_hybrid.tools.plan import plan, read_model_config
 
 FOLDER = Path(__file__).parent / "hub_configs"

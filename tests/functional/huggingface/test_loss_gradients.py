@@ -10,8 +10,8 @@ from huggingface import build, config_rows, in_float64, twin_in_float64
 from safetensors.torch import load_file
 
 import megatron_hybrid as mh
-from megatron_hybrid.checkpoints.checkpoint import own_tensors
 from megatron_hybrid.checkpoints.huggingface import adapters
+from megatron_hybrid.checkpoints.model_tensors import own_tensors
 
 
 def gradients_of_theirs(model, tokens, labels, folder):

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import (
     load_checkpoint,
-    own_tensors,
     save_checkpoint,
     save_huggingface,
 )
+from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 
 PROJECTIONS = r"((q|k|v|o|gate|up|down)_proj|in_proj_qkvz|(in|out)_proj|experts\.\d+\.\w+)$"

@@ -16,13 +16,9 @@ from reference import tiny_engine
 from safetensors.torch import load_file, save_file
 
 import megatron_hybrid as mh
-from megatron_hybrid.checkpoints import checkpoint
-from megatron_hybrid.checkpoints.checkpoint import (
-    CheckpointError,
-    own_tensors,
-    read_config,
-    save_huggingface,
-)
+from megatron_hybrid.checkpoints import tensor_source
+from megatron_hybrid.checkpoints.checkpoint import CheckpointError, read_config, save_huggingface
+from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.models.packed_weight import PackedWeight
@@ -175,7 +171,7 @@ def test_a_folders_part_drafts_as_in_transformers_and_is_written_back(tmp_path, 
 def test_a_part_is_loaded_only_where_it_is_asked_for_and_conversions_keep_it(
     tmp_path, caplog, monkeypatch
 ):
-    advanced = check_bars(monkeypatch, checkpoint)
+    advanced = check_bars(monkeypatch, tensor_source)
     source, ours, back = (tmp_path / name for name in ("source", "ours", "back"))
     Reference("deepseek_v3").save(source, RELEASED["deepseek_v3"])
     convert(source, ours, "ours")

@@ -9,8 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import megatron_hybrid as mh
-from megatron_hybrid.checkpoints.checkpoint import full_state_dict, save_huggingface
+from megatron_hybrid.checkpoints.checkpoint import save_huggingface
 from megatron_hybrid.checkpoints.huggingface import adapters
+from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 
 
 def names(folder):

@@ -14,7 +14,9 @@ from huggingface import build
 from safetensors.torch import load_file
 
 import megatron_hybrid as mh
-from megatron_hybrid.checkpoints.checkpoint import CheckpointError, config_of, save_huggingface
+from megatron_hybrid.checkpoints.checkpoint import CheckpointError, save_huggingface
+from megatron_hybrid.checkpoints.folder import config_of
+from megatron_hybrid.ops.ssd.naive import ssd_scan
 
 LIMITS = [None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}], [0.002, 0.3]]
 SMALL, LARGE = -8.0, 1.0
@@ -40,7 +42,7 @@ def rms(x, eps):
 
 
 def mamba2(x_Th, w, heads, groups, states, limits, eps):
-    """S_t = exp(dt A) S_{t-1} + dt x_t B_t, y_t = S_t C_t + D x_t, then norm(y SiLU(z))."""
+    """The scan, then norm(y SiLU(z))."""
     inner = w("out_proj.weight").shape[1]
     group_states = groups * states
     sizes = [inner, inner + 2 * group_states, heads]
@@ -50,17 +52,13 @@ def mamba2(x_Th, w, heads, groups, states, limits, eps):
     xBC = F.silu((padded * kernel).sum(-1) + w("conv1d.bias"))
     x, B, C = xBC.split([inner, group_states, group_states], -1)
     x = x.unflatten(-1, (heads, -1))
-    B, C = (m.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 1) for m in (B, C))
+    B, C = (m.unflatten(-1, (groups, -1)) for m in (B, C))
     dt = F.softplus(dt + w("dt_bias"))
     if limits is not None:
         dt = dt.clamp(*(math.inf if isinstance(limit, dict) else limit for limit in limits))
-    A, D = -w("A_log").exp(), w("D")[:, None]
-    S, ys = x.new_zeros(heads, x.shape[-1], states), []
-    for t in range(len(x)):
-        write = torch.einsum("hp,hn->hpn", dt[t][:, None] * x[t], B[t])
-        S = (dt[t] * A).exp()[:, None, None] * S + write
-        ys.append(torch.einsum("hpn,hn->hp", S, C[t]) + D * x[t])
-    y = torch.stack(ys).flatten(1) * F.silu(z)
+    start = x.new_zeros(heads, x.shape[-1], states)
+    y, _ = ssd_scan(x, dt, -w("A_log").exp(), B, C, w("D"), start)
+    y = y.flatten(1) * F.silu(z)
     y = rms(y.unflatten(-1, (groups, -1)), eps).flatten(-2) * w("norm.weight")
     return y @ w("out_proj.weight").T
 

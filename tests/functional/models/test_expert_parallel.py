@@ -23,12 +23,12 @@ from split_models import assert_close, assert_same_checkpoint
 
 from megatron_hybrid.checkpoints.checkpoint import (
     CheckpointError,
-    full_state_dict,
     load_checkpoint,
     read_config,
     save_checkpoint,
 )
 from megatron_hybrid.checkpoints.megatron.torch_dist import load_megatron, save_megatron
+from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model

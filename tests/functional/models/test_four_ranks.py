@@ -19,11 +19,7 @@ from reference import greedy
 from sharded_tensors import pieces, whole
 from split_models import assert_same_gradients, batch, load, logits_loss_gradients, single_process
 
-from megatron_hybrid.checkpoints.checkpoint import (
-    load_checkpoint,
-    read_config,
-    save_checkpoint,
-)
+from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.models.config.hybrid_config import HybridConfig

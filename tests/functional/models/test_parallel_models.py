@@ -11,12 +11,8 @@ from rank_processes import run_ranks
 from sharded_tensors import pieces, whole
 from split_models import assert_same_gradients, batch, load, logits_loss_gradients, single_process
 
-from megatron_hybrid.checkpoints.checkpoint import (
-    full_state_dict,
-    load_checkpoint,
-    read_config,
-    save_checkpoint,
-)
+from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 

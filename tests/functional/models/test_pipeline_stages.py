@@ -16,13 +16,8 @@ from rank_processes import train_on_ranks
 from sharded_tensors import pieces
 from split_models import assert_close, assert_same_checkpoint
 
-from megatron_hybrid.checkpoints.checkpoint import (
-    full_state_dict,
-    load_checkpoint,
-    own_tensors,
-    read_config,
-    save_checkpoint,
-)
+from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.checkpoints.model_tensors import full_state_dict, own_tensors
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.sharding.gathering import gather_whole

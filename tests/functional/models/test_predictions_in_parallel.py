@@ -14,11 +14,8 @@ from reference import greedy, tiny_engine
 from small_models import small_config
 from split_models import assert_close
 
-from megatron_hybrid.checkpoints.checkpoint import (
-    full_state_dict,
-    load_checkpoint,
-    save_checkpoint,
-)
+from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 WARNINGS = "ignore::FutureWarning", "ignore::UserWarning:torch.distributed.*", "ignore:The .grad"

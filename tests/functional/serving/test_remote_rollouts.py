@@ -16,7 +16,8 @@ from rank_processes import rank_context
 from reference import is_greedy, random_tokens, tiny_model
 from waiting import LIMIT_S
 
-from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_checkpoint
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
+from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.requests.options import RequestOptions

@@ -21,7 +21,8 @@ from reference import greedy, random_tokens, tiny_model
 from waiting import LIMIT_S, wait_until
 
 from megatron_hybrid import cli
-from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_checkpoint
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
+from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 

@@ -11,7 +11,7 @@ from matrix import matrix_rows
 from megatron.core import parallel_state
 
 from megatron_hybrid import cli, load_megatron, load_pretrained
-from megatron_hybrid.checkpoints import checkpoint
+from megatron_hybrid.checkpoints import tensor_source
 from megatron_hybrid.checkpoints.megatron.torch_dist import DistributedTensors
 from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ def state_of(model):
 
 @pytest.mark.parametrize("name", matrix_rows(MODELS, "shared blocks", "prediction"))
 def test_the_newest_checkpoint_is_the_exported_model(text, tmp_path, caplog, monkeypatch, name):
-    advanced = check_bars(monkeypatch, checkpoint)
+    advanced = check_bars(monkeypatch, tensor_source)
     train(text, tmp_path, model={**MODEL, **MODELS[name]})
     with caplog.at_level(logging.WARNING):
         found = state_of(load_megatron(tmp_path))

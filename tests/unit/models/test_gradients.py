@@ -9,10 +9,13 @@ import stock_megatron
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from recurrences import naive_conv, naive_delta_rule, naive_selective_scan, naive_ssd
 from small_models import random_tokens, small_model
 
 from megatron_hybrid.models.parameter_names import canonical_name
+from megatron_hybrid.ops.conv.naive import causal_conv1d
+from megatron_hybrid.ops.delta_rule.naive import delta_rule
+from megatron_hybrid.ops.selective_scan.naive import selective_scan
+from megatron_hybrid.ops.ssd.naive import ssd_scan
 
 LENGTHS = (23, 1, 17)
 PATTERN = "MGSK*W-"
@@ -26,7 +29,7 @@ def conv(p, x, activation=F.silu):
     """A short convolution from no inputs before the first."""
     weight = p["conv1d.weight"].squeeze(1)
     bias = p.get("conv1d.bias", weight.new_zeros(len(weight)))
-    return naive_conv((x,), (weight, bias), weight[:, 1:] * 0, activation)[0]
+    return causal_conv1d(x, weight, bias, weight[:, 1:] * 0, activation)[0]
 
 
 def mamba2(c, p, x):
@@ -35,8 +38,9 @@ def mamba2(c, p, x):
     z, xBC, dt = (x @ p["in_proj.weight"].T).split([H * P, H * P + 2 * G * N, H], -1)
     v, B, C = conv(p, xBC).split([H * P, G * N, G * N], -1)
     dt = F.softplus(dt + p["dt_bias"])
-    inputs = v.unflatten(1, (H, P)), dt, B.unflatten(1, (G, N)), C.unflatten(1, (G, N))
-    y, _ = naive_ssd(inputs, (-p["A_log"].exp(), p["D"]), x.new_zeros(H, P, N))
+    inputs = v.unflatten(1, (H, P)), dt, -p["A_log"].exp()
+    B, C = B.unflatten(1, (G, N)), C.unflatten(1, (G, N))
+    y, _ = ssd_scan(*inputs, B, C, p["D"], x.new_zeros(H, P, N))
     y = (y.flatten(1) * F.silu(z)).unflatten(1, (G, -1))
     y = rms(y, 1.0, c.mamba_norm_epsilon).flatten(1) * p["norm.weight"]
     return y @ p["out_proj.weight"].T
@@ -49,7 +53,7 @@ def mamba1(c, p, x):
     dt, B, C = (v @ p["x_proj.weight"].T).split([rank, N, N], -1)
     dt = F.softplus(dt @ p["dt_proj.weight"].T + p["dt_proj.bias"])
     A = -p["A_log"].exp()
-    y, _ = naive_selective_scan((v, dt, B, C), (A, p["D"]), torch.zeros_like(A))
+    y, _ = selective_scan(v, dt, A, B, C, p["D"], torch.zeros_like(A))
     return (y * F.silu(z)) @ p["out_proj.weight"].T
 
 
@@ -61,7 +65,7 @@ def gated_delta_net(c, p, x):
     q, k, v = conv(p, qkv).split([K * N, K * N, V * P], -1)
     g = -p["A_log"].exp() * F.softplus(alpha + p["dt_bias"])
     inputs = q.unflatten(1, (K, N)), k.unflatten(1, (K, N)), v.unflatten(1, (V, P)), g
-    o, _ = naive_delta_rule((*inputs, beta.sigmoid()), (), x.new_zeros(V, N, P))
+    o, _ = delta_rule(*inputs, beta.sigmoid(), x.new_zeros(V, N, P))
     o = rms(o, p["out_norm.weight"], c.layernorm_epsilon).flatten(1) * F.silu(z)
     return o @ p["out_proj.weight"].T
 
@@ -73,7 +77,7 @@ def kimi_delta_attention(c, p, x):
     dt = F.softplus(x @ p["f_a_proj.weight"].T @ p["f_b_proj.weight"].T + p["dt_bias"])
     g = -p["A_log"].exp()[:, None] * dt.unflatten(1, (H, N))
     inputs = q.unflatten(1, (H, N)), k.unflatten(1, (H, N)), v.unflatten(1, (H, P)), g
-    o, _ = naive_delta_rule((*inputs, beta.sigmoid()), (), x.new_zeros(H, N, P))
+    o, _ = delta_rule(*inputs, beta.sigmoid(), x.new_zeros(H, N, P))
     gate = (x @ p["g_a_proj.weight"].T @ p["g_b_proj.weight"].T).sigmoid()
     o = rms(o, p["out_norm.weight"], c.layernorm_epsilon).flatten(1) * gate
     return o @ p["out_proj.weight"].T

@@ -5,19 +5,19 @@ from differential import SYMBOLS
 from small_models import small_config
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import (
-    KINDS,
-    layer_symbols,
-    parse,
-    prediction_symbols,
-    split_predictions,
-    split_stages,
-)
+from megatron_hybrid.models.layer_pattern import KINDS, LayerPattern, split_predictions
+
+parse = LayerPattern.parse
 
 
 def test_parse_gives_every_symbol():
-    assert parse("MG*|W-") == ["M", "G", "*", "|", "W", "-"]
-    assert layer_symbols("MG*|W-") == ["M", "G", "*", "W", "-"]
+    assert parse("MG*|W-").marked_stages == ("MG*", "W-")
+    assert parse("MG*|W-").symbols == "MG*W-"
+
+
+def test_a_pattern_is_parsed_once():
+    config = small_config("M-*-")
+    assert config.pattern is parse("M-*-") is config.for_layer(2).pattern
 
 
 def test_random_runs_mix_every_kind():
@@ -40,10 +40,11 @@ def test_parts_for_multi_token_prediction_are_equal_layers(pattern):
 
 
 def test_layers_for_multi_token_prediction_are_none_of_the_model():
-    assert layer_symbols("M-|M*-/*-/*-") == list("M-M*-")
-    assert split_stages("M-|M*-/*-/*-", 2) == [list("M-"), list("M*-")]
-    assert prediction_symbols("M-|M*-/*-/*-") == [["*", "-"], ["*", "-"]]
-    assert prediction_symbols("M-") == []
+    pattern = parse("M-|M*-/*-/*-")
+    assert pattern.symbols == "M-M*-"
+    assert pattern.stages(2) == ("M-", "M*-")
+    assert pattern.predictions == ("*-", "*-")
+    assert parse("M-").predictions == ()
     with pytest.raises(ValueError, match="pipeline stage without a layer"):
         parse("/M")
 
@@ -102,7 +103,7 @@ def test_stage_without_a_layer(pattern):
     ],
 )
 def test_stages(pattern, num_stages, expected):
-    assert ["".join(stage) for stage in split_stages(pattern, num_stages)] == expected
+    assert list(parse(pattern).stages(num_stages)) == expected
 
 
 @pytest.mark.parametrize(
@@ -114,5 +115,5 @@ def test_stages(pattern, num_stages, expected):
 )
 def test_stages_that_do_not_fit(pattern, num_stages, message):
     with pytest.raises(ValueError) as error:
-        split_stages(pattern, num_stages)
+        parse(pattern).stages(num_stages)
     assert message in str(error.value)

@@ -8,14 +8,11 @@ import transformer_engine_stub
 from reference import tiny_model
 from safetensors.torch import load_file
 from small_models import ALL_MIXERS, random_tokens, small_config, small_model
+from state_dicts import load_state
 
 from megatron_hybrid import compat
-from megatron_hybrid.checkpoints.checkpoint import (
-    full_state_dict,
-    load_checkpoint,
-    load_state,
-    save_checkpoint,
-)
+from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
+from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.layer_pattern import KINDS
 from megatron_hybrid.models.layer_specs import get_layer_spec, resolve_layer_spec

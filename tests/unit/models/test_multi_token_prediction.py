@@ -237,5 +237,5 @@ def test_one_clear_error(fields, message):
 
 def test_tokens_are_needed_beside_a_decoder_input():
     own, tokens = model(), random_tokens(1, 8)
-    with pytest.raises(ValueError, match="Pass input_ids beside decoder_input"):
+    with pytest.raises(ValueError, match="Pass input_ids with decoder_input"):
         own(None, decoder_input=own.embedding(tokens, None), labels=tokens)

@@ -5,9 +5,10 @@ import stock_megatron
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from sharded_tensors import pieces
+from state_dicts import load_state
 from stock_megatron import scramble
 
-from megatron_hybrid.checkpoints.checkpoint import full_state_dict, load_state
+from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
@@ -79,7 +80,7 @@ def test_stock_model_gives_the_same_logits(monkeypatch, pattern, fields):
 def test_load_state_takes_a_stock_state_dict(monkeypatch):
     ours, stock = compare(monkeypatch, config("M*-"))
     again = build_hybrid_model(ours.config)
-    load_state(again, stock.state_dict(), source="stock model")
+    load_state(again, stock.state_dict())
     expected = {canonical_name(name): value for name, value in stock.named_parameters()}
     loaded = full_state_dict(again)
     assert loaded.keys() == expected.keys()

@@ -273,7 +273,7 @@ def inputs_of(**changes):
             {"x": torch.zeros(32, HIDDEN).bfloat16()},
             "tensors of one dtype, not of torch.bfloat16 and torch.float32",
         ),
-        ({"fc2": torch.zeros(2, HIDDEN, 10)}, "rows of 10 numbers, which end 8 bytes behind a"),
+        ({"fc2": torch.zeros(2, HIDDEN, 10)}, "rows of 10 numbers, which end 8 bytes after a"),
     ],
 )
 def test_grouped_mm_says_what_it_cannot_serve(changes, reason):

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import megatron_hybrid as mh
-from megatron_hybrid.checkpoints.checkpoint import CheckpointError, own_tensors
+from megatron_hybrid.checkpoints.checkpoint import CheckpointError
+from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.cli import main
 from megatron_hybrid.models.packed_weight import PackedWeight
 from megatron_hybrid.tools.convert import convert

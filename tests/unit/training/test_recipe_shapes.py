@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_hybrid import build_hybrid_model
-from megatron_hybrid.checkpoints.checkpoint import config_of
+from megatron_hybrid.checkpoints.folder import config_of
 from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
 from megatron_hybrid.models.layer_pattern import KINDS
 from megatron_hybrid.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from benchmarks.replay.geometry import GEOMETRIES
-from megatron_hybrid.checkpoints.checkpoint import config_of
+from megatron_hybrid.checkpoints.folder import config_of
 from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.tools.plan import spec_of

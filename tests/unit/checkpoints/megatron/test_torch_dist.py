@@ -16,8 +16,8 @@ from megatron_folders import PATTERN_ARGUMENT, load_folder, megatron_args, save_
 
 import megatron_hybrid as mh
 from megatron_hybrid import cli
-from megatron_hybrid.checkpoints.checkpoint import full_state_dict
 from megatron_hybrid.checkpoints.megatron.torch_dist import DistributedTensors, save_megatron
+from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.compat import activations
 from megatron_hybrid.tools.convert import convert
 

@@ -9,7 +9,8 @@ from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron_hybrid.checkpoints.checkpoint import adapter_of, config_of, own_tensors
+from megatron_hybrid.checkpoints.folder import adapter_of, config_of
+from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.exclusive import EngineBusyError

@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.checkpoints.checkpoint import own_tensors
+from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.inference.exclusive import EngineSuspendedError
 from megatron_hybrid.inference.weights.memory import WeightMemory
 

@@ -14,7 +14,8 @@ from reference import greedy, random_tokens, tiny_engine, tiny_model
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from waiting import wait_until
 
-from megatron_hybrid.checkpoints.checkpoint import own_tensors, save_checkpoint
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
+from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.inference.weights import transfer
 from megatron_hybrid.inference.weights.transfer import (

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from small_models import small_config, small_model
 
-from megatron_hybrid.models.mixers.base import StateTensor
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
+from megatron_hybrid.ops.delta_rule.naive import delta_rule
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 HEADS, KEY, VALUE, WIDTH = 2, 16, 24, 4
@@ -23,19 +23,12 @@ def recurrence(mixer, x_Th, max_beta):
     taps = weights["conv1d.weight"][:, 0].T
     qkv = F.silu(sum(padded[i : i + len(x_Th)] * taps[i] for i in range(WIDTH)))
     q, k, v = (part.unflatten(-1, (HEADS, -1)) for part in qkv.split(sizes[:3], -1))
-    q, k = (part / part.square().sum(-1, keepdim=True).add(1e-6).sqrt() for part in (q, k))
     decay = x_Th @ weights["f_a_proj.weight"].T @ weights["f_b_proj.weight"].T
     decay = F.softplus(decay + weights["dt_bias"]).unflatten(-1, (HEADS, KEY))
-    decay = (-weights["A_log"].exp()[:, None] * decay).exp()
+    log_decay = -weights["A_log"].exp()[:, None] * decay
     beta = beta.sigmoid() * max_beta
     gate = x_Th @ weights["g_a_proj.weight"].T @ weights["g_b_proj.weight"].T
-    state, rows = torch.zeros(HEADS, KEY, VALUE, dtype=torch.double), []
-    for t in range(len(x_Th)):
-        state = decay[t][..., None] * state
-        error = v[t] - torch.einsum("hn,hnp->hp", k[t], state)
-        state = state + torch.einsum("h,hn,hp->hnp", beta[t], k[t], error)
-        rows.append(torch.einsum("hn,hnp->hp", q[t], state) * KEY**-0.5)
-    o = torch.stack(rows)
+    o, _ = delta_rule(q, k, v, log_decay, beta, q.new_zeros(HEADS, KEY, VALUE))
     o = o / o.square().mean(-1, keepdim=True).add(mixer.config.linear_norm_epsilon).sqrt()
     factor = weights["out_norm.weight"] + mixer.out_norm.zero_centered
     o = o * factor * gate.sigmoid().view_as(o)
@@ -69,30 +62,7 @@ def test_equals_the_recurrence(negative, fields, zero_centered):
     assert expected.abs().max() > 0.1
 
 
-def test_what_is_kept():
-    (cache,) = small_model("K", recurrent_state_dtype=torch.bfloat16).cache_requirements()
-    channels = HEADS * (2 * KEY + VALUE)
-    assert cache.kv is None
-    assert cache.states == (
-        StateTensor("conv", (channels, WIDTH - 1), torch.float32),
-        StateTensor("delta", (HEADS, KEY, VALUE), torch.bfloat16),
-    )
-
-
 def test_heads_follow_from_the_width():
     config = small_config("K", linear_num_key_heads=None, linear_num_value_heads=None)
     assert config.linear_num_key_heads == 3
     assert config.linear_num_value_heads is None  # has no meaning here
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"linear_key_head_dim": 0}, "linear_key_head_dim is 0"),
-        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
-        ({"linear_num_key_heads": 3, "tensor_model_parallel_size": 2}, "linear_num_key_heads"),
-    ],
-)
-def test_contradictions_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        small_config("K", **fields)

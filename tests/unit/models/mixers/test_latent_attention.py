@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import random_tokens, small_config, small_model
+from small_models import random_tokens, small_model
 from test_mixer_context import DictContext, run
 
 from megatron_hybrid.models.mixers.base import KVShape
@@ -80,26 +80,3 @@ def test_every_parameter_learns(pattern):
     F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad.abs().sum() > 0, name
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"kv_lora_rank": 0}, "kv_lora_rank is 0"),
-        ({"q_lora_rank": 0}, "q_lora_rank is 0"),
-        ({"v_head_dim": -1}, "v_head_dim is -1"),
-        ({"qk_pos_emb_head_dim": 5}, "qk_pos_emb_head_dim=5"),
-        ({"position_embedding_type": "alibi"}, "'alibi'"),
-        ({"rotary_scaling": {"rope_type": "ntk"}}, "'ntk'"),
-        (
-            {
-                "tensor_model_parallel_size": 2,
-                "layer_overrides": {"+": {"num_attention_heads": 3}},
-            },
-            "multiple of 2",
-        ),
-    ],
-)
-def test_contradictions_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        small_config("+", **fields)

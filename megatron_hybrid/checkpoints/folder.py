@@ -1,0 +1,252 @@
+"""CheckpointFolder: a folder's config.json and the headers of its tensor files, each read once."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_hybrid.checkpoints.huggingface import adapters
+from megatron_hybrid.checkpoints.huggingface.base import Adapter
+from megatron_hybrid.checkpoints.huggingface.fields import check_general_keys
+from megatron_hybrid.checkpoints.quantization_config import Quantization, modelopt_config
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.layer_pattern import PREDICTION_BOUNDARY, split_predictions
+
+CONFIG_FILE = "config.json"
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class CheckpointFolder:
+    """A folder of ours or of Hugging Face. Close it, or use it as a context.
+
+    Args:
+        path: of the folder.
+        config_name: of the file with its config.
+
+    Raises:
+        CheckpointError: the config is missing, unreadable or not a JSON object.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], config_name: str = CONFIG_FILE):
+        self.path = Path(path)
+        self.config_file = self.path / config_name
+        self.values = _read_json(self.config_file)
+        """Content of config.json, with the quantization_config that ModelOpt may have put into a
+        file of its own."""
+        if self.quantization is None and (found := modelopt_config(self.path)) is not None:
+            self.values["quantization_config"] = found
+        self._opened = ExitStack()
+
+    def __enter__(self) -> CheckpointFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the tensor files."""
+        self._opened.close()
+
+    @cached_property
+    def files(self) -> TensorFiles:
+        """The tensor files, opened when they are first asked for.
+
+        Raises:
+            CheckpointError: there are none, or unreadable ones.
+        """
+        return self._opened.enter_context(TensorFiles.open(self.path))
+
+    @property
+    def is_huggingface(self) -> bool:
+        """Whether the folder is one of Hugging Face."""
+        return _is_huggingface(self.values)
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter of a folder of Hugging Face.
+
+        Raises:
+            CheckpointError: there is none for its model_type.
+        """
+        return _adapter(self.values, str(self.config_file))
+
+    @property
+    def quantization(self) -> Mapping[str, Any] | None:
+        """The quantization_config; None: the weights are not quantized."""
+        return quantization_of(self.values)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the weights are quantized, by the config or the headers of the tensor files."""
+        has_codes = (name.endswith(".weight.codes") for name in self.files.names())
+        return self.quantization is not None or any(has_codes)
+
+    def check_quantization(self) -> None:
+        """Raise CheckpointError if the weights are quantized in a format that is not read."""
+        if (found := self.quantization) is not None:
+            Quantization.read(found, str(self.config_file))
+
+    def config(
+        self, mtp: bool = True, as_announced: bool = False, **overrides: Any
+    ) -> HybridConfig:
+        """Make the config of the model; `overrides` replace its fields. For quantized weights, it
+        is that of the dequantized model.
+
+        Args:
+            mtp: with the parts for multi-token prediction that the folder has.
+            as_announced: without weights, with those that config.json announces.
+            overrides: fields of HybridConfig.
+
+        Raises:
+            CheckpointError: not a usable config, or of an unknown architecture.
+            ValueError, TypeError: an override is not possible.
+        """
+        names = self._tensor_names() or (None if as_announced else [])
+        return config_of(self._with_dtype(), str(self.config_file), names, mtp, **overrides)
+
+    def _tensor_names(self) -> list[str]:
+        """Names of all weights; none where there are unreadable ones, which their loading
+        reports."""
+        try:
+            return self.files.names()
+        except CheckpointError:
+            return []
+
+    def _with_dtype(self) -> Mapping[str, Any]:
+        """The values with a `dtype`, which a config.json of Hugging Face may lack: bfloat16 for
+        quantized weights, else that of the first floating-point tensor, as in transformers.
+        Without weights none is added, which means float32."""
+        parts = _with_text_config(self.values)
+        named = any(part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
+        if named or not self.is_huggingface:
+            return self.values
+        if self.quantization is not None:
+            return {**self.values, "dtype": "bfloat16"}
+        found = None
+        with suppress(CheckpointError):  # their loading reports it
+            dtypes = map(self.files.dtype, self.files.names())
+            found = next((dtype for dtype in dtypes if dtype in FLOATS), None)
+        if found is None:
+            return self.values
+        return {**self.values, "dtype": str(found).removeprefix("torch.")}
+
+
+def config_of(
+    values: Mapping[str, Any],
+    source: str,
+    tensor_names: Collection[str] | None = (),
+    mtp: bool = True,
+    **overrides: Any,
+) -> HybridConfig:
+    """Convert the content of a config.json. A quantization is ignored.
+
+    Args:
+        tensor_names: of the weights of a Hugging Face folder, which say whether it has a part for
+            multi-token prediction. None: what config.json says of that.
+        mtp: with such parts; over several pipeline stages they are left out in any case.
+
+    Raises:
+        CheckpointError: not a usable config, or of an unknown architecture.
+        ValueError, TypeError: an override is not possible.
+    """
+    # The stage after the last layer has no embedding, which the parts need.
+    mtp = mtp and (overrides.get("pipeline_model_parallel_size") or 1) == 1
+    try:
+        if _is_huggingface(values):
+            return huggingface_config(values, source, tensor_names if mtp else (), **overrides)
+        if "layer_pattern" not in values:
+            raise CheckpointError(
+                f"{source} has neither a layer_pattern, as ours have, nor a model_type, as those "
+                "of transformers have. Convert the model to one of these."
+            )
+        if not mtp:
+            main = split_predictions(values["layer_pattern"])[0]
+            values = {**values, "layer_pattern": main}
+        return HybridConfig.from_dict(values, **overrides)
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        if overrides:
+            # This raises CheckpointError if the file is at fault.
+            config_of(values, source, tensor_names, mtp)
+            raise
+        raise CheckpointError(f"{source} is no usable config: {error}") from error
+
+
+def huggingface_config(
+    hf: Mapping[str, Any],
+    source: str,
+    tensor_names: Collection[str] | None = (),
+    **overrides: Any,
+) -> HybridConfig:
+    """Convert a config.json of Hugging Face, as `config_of`, with errors of all kinds."""
+    adapter = _adapter(hf, source)
+    hf = adapter.text_config(hf)
+    check_general_keys(hf)
+    fields = {**adapter.config(hf), "huggingface_config": hf}
+    if tensor_names is not None:
+        tensor_names = {adapter.text_name(name) for name in tensor_names}
+    part = adapter.prediction_layers(hf, tensor_names)
+    if part and ("E" not in part or "num_moe_experts" in fields):
+        fields["layer_pattern"] += PREDICTION_BOUNDARY + part
+    dtype = hf.get("dtype") or hf.get("torch_dtype") or "float32"
+    fields["params_dtype"] = getattr(torch, str(dtype).removeprefix("torch."), dtype)
+    return HybridConfig(**{**fields, **overrides})
+
+
+def quantization_of(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The quantization_config in a config.json; None: the weights are not quantized."""
+    for part in _with_text_config(values):
+        if isinstance(found := part.get("quantization_config"), Mapping) and found:
+            return found
+    return None
+
+
+def adapter_of(config: HybridConfig) -> Adapter | None:
+    """The adapter of the Hugging Face folder that a config was read from; None: it was not."""
+    hf = config.huggingface_config
+    return None if hf is None else _adapter(hf, "huggingface_config")
+
+
+def _adapter(hf: Mapping[str, Any], source: str) -> Adapter:
+    model_type = hf.get("model_type")
+    if not isinstance(model_type, str) or model_type not in adapters():
+        raise CheckpointError(
+            f"{source} has the model_type {model_type!r}, which no adapter reads. Known: "
+            f"{', '.join(sorted(adapters()))}. docs/guides/own_model.md says how to add one."
+        )
+    return adapters()[model_type]
+
+
+def _is_huggingface(values: Mapping[str, Any]) -> bool:
+    return "layer_pattern" not in values and ("model_type" in values or "architectures" in values)
+
+
+def _with_text_config(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A config.json, and its text_config if it has one."""
+    text = values.get("text_config")
+    return [values, text] if isinstance(text, Mapping) else [values]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        exported = path.parent / "exported"  # in the folder of a training run
+        such = f", such as {exported}" if (exported / path.name).is_file() else ""
+        raise CheckpointError(
+            f"{path} does not exist: name a folder with a checkpoint, or its config.json{such}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds a {type(values).__name__}, not a JSON object.")
+    return values

@@ -1,0 +1,174 @@
+"""What a folder holds for a model: the maps of its weights, and which of them are packed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_hybrid.checkpoints.folder import CheckpointFolder
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
+from megatron_hybrid.checkpoints.model_tensors import own_weights
+from megatron_hybrid.checkpoints.packed_files import PackedFiles
+from megatron_hybrid.checkpoints.packed_maps import PackedSource, own_source
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles, check_numbers
+from megatron_hybrid.checkpoints.tensor_source import TensorSource, check_names
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.parameter_names import canonical_name, is_of_prediction
+from megatron_hybrid.models.sharding.stage_copies import EMBEDDING
+
+HEAD = "lm_head.weight"  # theirs, in every architecture
+
+
+@dataclass(frozen=True)
+class FoundTensors:
+    """What a folder holds for a model."""
+
+    files: TensorFiles
+    maps: list[TensorMap]
+    """Of weights, unpacked."""
+    given: dict[str, str]
+    """Names in the maps -> names in the files."""
+    packed: PackedSource
+    is_mixed: bool = False
+    """Whether values in fp32 are rounded, as the word embedding is in the model's dtype."""
+
+    def source(self) -> TensorSource:
+        """The tensors of the folder, and parts of packed weights in place of these."""
+        files, packed = self.files, self.packed
+        parts = {name: name for name in packed.parts()}
+        others = self.given.keys() - packed.stored.keys() - packed.part_names()
+
+        def read(name: str) -> Tensor:
+            return packed.read(name, files.read) if name in parts else files.read(name)
+
+        return TensorSource(
+            str(files.folder),
+            parts | {name: self.given[name] for name in others},
+            lambda name: packed.shape(name) if name in parts else files.shape(name),
+            lambda name: packed.dtype(name) if name in parts else files.dtype(name),
+            read,
+        )
+
+    def check_numbers(self, model: HybridModel, maps: list[TensorMap]) -> None:
+        """Raise CheckpointError for NaN in tensors of this rank's stage, which its tensor-parallel
+        ranks share out among them. maps: of these tensors, and of parts of packed weights."""
+        tp, files = model.pg_collection.tp, self.files
+        names = sorted({name for tensor_map in maps for name in tensor_map.theirs})
+        for name in names[tp.rank() :: tp.size()]:
+            weight, _, part = name.rpartition(":")
+            if weight in self.packed.stored:
+                stored = self.packed.stored[weight].parts[part]
+                name, value = stored.name, files.read(stored.name)
+                if value.element_size() == stored.dtype.itemsize:
+                    value = value.view(stored.dtype)
+            else:
+                name = self.given[name]
+                value = files.read(name)
+            check_numbers(name, value, files.folder)
+
+
+def find_tensors(
+    model: HybridModel, folder: CheckpointFolder, names: Collection[str] | None = None
+) -> FoundTensors:
+    """Find what the files of a folder hold for a model, which may be on the meta device.
+
+    Args:
+        names: `names_of_all_stages`; None: the model is whole.
+
+    Raises:
+        CheckpointError: unreadable, or not of this model.
+    """
+    if folder.is_huggingface:
+        return _find_theirs(model.config, folder)
+    files = folder.files
+    given = {canonical_name(name): name for name in files.names()}
+    if not model.config.pattern.predictions:
+        given = {name: own for name, own in given.items() if not is_of_prediction(name)}
+    packed, maps = own_source(
+        given, lambda name: files.shape(given[name]), lambda name: files.dtype(given[name])
+    )
+    of_packed = {name for m in maps for name in m.ours}
+    names = own_weights(model) if names is None else names
+    maps += [TensorMap((name,), (name,)) for name in names if name not in of_packed]
+    there = given.keys() - packed.part_names() | packed.stored.keys()
+    check_names(maps, there, str(folder.path))
+    return FoundTensors(files, maps, given, packed)
+
+
+def _find_theirs(config: HybridConfig, folder: CheckpointFolder) -> FoundTensors:
+    """`find_tensors` in a folder of Hugging Face."""
+    adapter, files = folder.adapter, folder.files
+    weights = PackedFiles(files, folder.quantization)
+    given = {adapter.text_name(name): name for name in weights.names()}
+    copies = [
+        (name, original, "multi-token prediction", given[name], given[original])
+        for name, original in adapter.copies(config).items()
+        if given.keys() >= {name, original}
+    ]
+    for name in adapter.ignored_names(given, config):
+        del given[name]
+    shapes = {name: weights.shape(file_name) for name, file_name in given.items()}
+    maps = [adapter.as_found(m, config, shapes) for m in adapter.tensors(config)]
+    embedding = next(m.theirs[0] for m in maps if m.ours == (EMBEDDING,))
+    if config.share_embeddings_and_output_weights and HEAD in given:
+        head = given.pop(HEAD)  # the tied tensor may be stored under this name alone
+        if head != given.setdefault(embedding, head):
+            copies.append((HEAD, embedding, "tie_word_embeddings", head, given[embedding]))
+    check_names(maps, given, str(folder.path))
+    heads = [(name, file_name) for name, _, _, file_name, _ in copies if name == HEAD]
+    for name, file_name in [(embedding, given[embedding]), *heads]:
+        if file_name in weights.stored:
+            raise CheckpointError(
+                f"{name} is packed in {folder.path}, but the word embedding is looked up row by row"
+                f"{', and both are one (tie_word_embeddings)' if name == HEAD else ''}. Dequantize "
+                "it with the library that packed it."
+            )
+    for name, original, why, *file_names in copies:
+        is_packed = not weights.stored.keys().isdisjoint(file_names)
+        if not is_packed and not torch.equal(*map(files.read, file_names)):
+            raise CheckpointError(
+                f"{name} differs from {original} in {folder.path}, but they are one in the model "
+                f"({why}). Config and weights do not belong together."
+            )
+    packed = _packed_source(weights, given, shapes, adapter, config)
+    is_mixed = files.dtype(given[embedding]) == config.params_dtype
+    return FoundTensors(files, maps, given, packed, is_mixed)
+
+
+def _packed_source(
+    weights: PackedFiles,
+    given: Mapping[str, str],
+    shapes: dict[str, tuple[int, ...]],
+    adapter: Adapter,
+    config: HybridConfig,
+) -> PackedSource:
+    """The packed ones of the weights of a folder. given: their names in it, by those that they have
+    in one of the text model alone; shapes: unpacked, by the same."""
+    stored = {
+        name: weights.stored[file_name]
+        for name, file_name in given.items()
+        if file_name in weights.stored
+    }
+    names = {adapter.text_name(name): name for name in weights.kept}
+    for name in adapter.ignored_names(names, config):
+        del names[name]
+    kept = {file_name: weights.files.read(file_name).clone() for file_name in names.values()}
+    return PackedSource(stored, shapes, kept)
+
+
+def pack_as_in(model: HybridModel, folder: str | os.PathLike[str]) -> None:
+    """Pack the weights that are packed in a folder. They get no values; a model on the meta device
+    has the sizes of the loaded one then.
+
+    Raises:
+        CheckpointError: unreadable, or not of this model.
+    """
+    with CheckpointFolder(folder) as opened:
+        found = find_tensors(model, opened)
+        with found.packed.install(model, found.maps, str(folder)):
+            pass

@@ -1,0 +1,142 @@
+"""Contradictions of a layer kind's fields: refused by name, with the value and the limit."""
+
+import pytest
+from small_models import small_config
+
+EXPERTS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 20, "moe_router_topk": 3}
+REFUSED = {
+    "S": [
+        ({"mamba1_norm": "rms"}, "mamba1_norm is 'rms'; use 'none', 'weighted' or 'weightless'"),
+        ({"mamba1_state_dim": 0}, "mamba1_state_dim is 0; it must be a whole number of 1 or more"),
+        ({"mamba1_dt_rank": 0}, "mamba1_dt_rank is 0"),
+        ({"mamba1_chunk_size": 0}, "mamba1_chunk_size is 0"),
+        ({"mamba1_conv_kernel": 1}, "mamba1_conv_kernel is 1; a causal convolution needs"),
+        (
+            {"mamba1_inner_size": 95, "tensor_model_parallel_size": 2},
+            "mamba1_inner_size is 95, which does not divide evenly",
+        ),
+    ],
+    "C": [
+        ({"short_conv_kernel": 1}, "short_conv_kernel is 1; a causal convolution needs"),
+        (
+            {"hidden_size": 49, "tensor_model_parallel_size": 2},
+            "hidden_size is 49, which does not divide evenly",
+        ),
+    ],
+    "K": [
+        ({"linear_key_head_dim": 0}, "linear_key_head_dim is 0"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
+        ({"linear_num_key_heads": 3, "tensor_model_parallel_size": 2}, "linear_num_key_heads"),
+    ],
+    "+": [
+        ({"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        ({"q_lora_rank": 0}, "q_lora_rank is 0"),
+        ({"v_head_dim": -1}, "v_head_dim is -1"),
+        ({"qk_pos_emb_head_dim": 5}, "qk_pos_emb_head_dim=5"),
+        ({"position_embedding_type": "alibi"}, "'alibi'"),
+        ({"rotary_scaling": {"rope_type": "ntk"}}, "'ntk'"),
+        (
+            {
+                "tensor_model_parallel_size": 2,
+                "layer_overrides": {"+": {"num_attention_heads": 3}},
+            },
+            "multiple of 2",
+        ),
+    ],
+    "M": [
+        ({"mamba_gated_norm": "last"}, "use 'gate_first', 'norm_first' or 'none'"),
+        ({"mamba_dt_min": 0.5, "mamba_dt_max": 0.1}, r"mamba_dt_max are \(0.5, 0.1\)"),
+    ],
+    "H": [
+        ({"mamba_section_multipliers": [1.0]}, "takes five factors"),
+    ],
+    "-": [
+        ({"mlp_gate_multiplier": 2.0, "gated_linear_unit": False}, "has no gate"),
+        ({"mlp_gate_multiplier": 2.0, "bias_activation_fusion": True}, "do not know"),
+    ],
+    "ZZ": [
+        ({"num_shared_blocks": 0}, "num_shared_blocks is 0"),
+        ({"gated_linear_unit": False}, "need True"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset is 1.0, but shared blocks"),
+    ],
+    "*E": [
+        (
+            {"num_moe_experts": None, "moe_ffn_hidden_size": None},
+            "num_moe_experts is None, but layer_pattern",
+        ),
+        (
+            {"moe_router_load_balancing_type": "sinkhorn"},
+            "moe_router_pre_softmax is False, which moe_router_load_balancing_type='sinkhorn' does",
+        ),
+        ({"moe_token_dropping": True}, "use moe_expert_capacity_factor"),
+        ({"moe_router_topk": 9}, "moe_router_topk is 9, but num_moe_experts is 8"),
+        ({"moe_router_topk": 1}, "moe_router_pre_softmax=True"),
+        ({"moe_router_enable_expert_bias": True}, "moe_router_score_function='sigmoid'"),
+        ({"moe_router_score_function": "tanh"}, "use 'softmax' or 'sigmoid'"),
+        ({"moe_apply_probs_on_input": True}, "needs moe_router_topk=1"),
+        ({"moe_shared_expert_gate": True}, "there is none"),
+        ({"moe_router_num_groups": 4}, "moe_router_group_topk is None"),
+        ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "do not fit"),
+        ({"moe_router_num_groups": 4, "moe_router_group_topk": 2}, "do not fit"),
+        ({"mlp_output_multiplier": 0.5}, "mlp_output_multiplier 0.5, which experts do not have"),
+        (
+            {"moe_router_load_balancing_type": "entropy"},
+            "moe_router_load_balancing_type is 'entropy'; use 'aux_loss'",
+        ),
+        (
+            {"moe_router_load_balancing_type": "quantile_balancing"},
+            "a bias that checkpoints and serving do not have",
+        ),
+        ({"moe_aux_loss_coeff": [0.01]}, "moe_aux_loss_coeff is .0.01.. Give one loss and one"),
+        (
+            {
+                "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+                "moe_aux_loss_coeff": [0.01],
+            },
+            "a list of each, of the same length",
+        ),
+        (
+            {
+                "moe_router_load_balancing_type": ["aux_loss", "aux_loss"],
+                "moe_aux_loss_coeff": [0.01, 0.1],
+            },
+            "name each loss once",
+        ),
+        ({"moe_aux_loss_coeff": -0.1}, "moe_aux_loss_coeff is -0.1; it must be 0 or more"),
+        (
+            {"moe_aux_loss_coeff": "1e-3"},
+            "moe_aux_loss_coeff is '1e-3'; it must be a number or a list of numbers",
+        ),
+        ({"moe_z_loss_coeff": -0.1}, "moe_z_loss_coeff is -0.1; it must be 0 or more"),
+        ({"moe_token_drop_policy": "first"}, "moe_token_drop_policy is 'first'; use 'probs'"),
+        ({"moe_router_dtype": "bf16"}, "moe_router_dtype is 'bf16'; use 'fp32' or 'fp64'"),
+        ({"add_bias_linear": True, "tensor_model_parallel_size": 2}, "needs whole experts"),
+        (
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 4},
+            "expert_tensor_parallel_size is 4, which does not divide tensor_model_parallel_size=2",
+        ),
+        (
+            {"expert_model_parallel_size": 3},
+            "num_moe_experts is 8, which does not divide evenly over expert_model_parallel_size=3",
+        ),
+        ({"moe_ffn_hidden_size": 21, "tensor_model_parallel_size": 2}, "moe_ffn_hidden_size is 21"),
+    ],
+    "P-": [
+        ({}, "per_layer_input_size is None. Set it"),
+        (
+            {"per_layer_input_size": 8, "pipeline_model_parallel_size": 2},
+            "there are 2 stages. Use 1",
+        ),
+    ],
+}
+"""Pattern -> fields, and words of the error."""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fields", "message"),
+    [(pattern, *row) for pattern, rows in REFUSED.items() for row in rows],
+)
+def test_contradictions_are_refused(pattern, fields, message):
+    experts = EXPERTS if "E" in pattern else {}
+    with pytest.raises(ValueError, match=message):
+        small_config(pattern, **{**experts, **fields})

@@ -1,0 +1,142 @@
+"""Every kind of attention gives the same in pieces and at once; keys and values that are shared."""
+
+import pytest
+import torch
+from small_models import random_tokens, small_config, small_model
+from test_mixer_context import DictContext, run
+
+from megatron_hybrid.models.mixers.mixer_context import UncachedContext
+from megatron_hybrid.ops.ragged import RaggedLayout
+
+LENGTH, WINDOW, CHUNK = 37, 7, 8
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
+
+
+KINDS = {
+    "sinks, biases, yarn, window": (
+        "W",
+        {"softmax_type": "learnable", "add_bias_linear": True, "rotary_scaling": YARN},
+    ),
+    "sinks of nought": ("*", {"softmax_type": "off-by-one", "add_bias_linear": True}),
+    "chunks, neighbouring pairs, L2 norm": ("L", {"rotary_interleaved": True, "qk_l2_norm": True}),
+    "no RoPE, temperature": (
+        "*",
+        {
+            "position_embedding_type": "none",
+            "attention_temperature_scale": 0.7,
+            "attention_temperature_floor": 5,
+        },
+    ),
+    "softcap, scale": ("W", {"attention_logit_softcap": 1.5, "softmax_scale": 5**-0.5}),
+    "value norm, keys as values, part of the pairs": (
+        "*",
+        {
+            "qk_layernorm": True,
+            "value_l2_norm": True,
+            "keys_as_values": True,
+            "rotary_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+        },
+    ),
+    "norm of all heads": ("*", {"qk_layernorm": True, "qk_layernorm_scope": "all_heads"}),
+    "gates, partial rotary": ("*", {"attention_output_gate": True, "rotary_percent": 0.25}),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+@torch.inference_mode()
+def test_pieces_equal_the_whole(name):
+    """Positions, windows and chunks are absolute, wherever a call begins."""
+    symbol, fields = KINDS[name]
+    model = small_model(symbol, kv_channels=16, attention_chunk_size=CHUNK, **fields)
+    for parameter in model.decoder.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    tokens = random_tokens(2, LENGTH)
+    whole = model(tokens)
+    check_pieces(model, tokens, whole)
+
+
+def check_pieces(model, tokens, whole):
+    context = DictContext(model.cache_requirements(), 2)
+    for cuts in ({0: (0, 13), 1: (0, 5)}, {1: (5, 6), 0: (13, 30)}, {0: (30, 37), 1: (6, 37)}):
+        for (r, (start, end)), logits in zip(cuts.items(), run(model, context, tokens, cuts)):
+            torch.testing.assert_close(logits, whole[r, start:end], atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_sink_of_nought_is_one_that_learned_nothing():
+    models = [
+        small_model("*", softmax_type=kind, add_bias_linear=True)
+        for kind in ("off-by-one", "learnable")
+    ]
+    models[1].load_state_dict(models[0].state_dict(), strict=False)
+    models[1].decoder.layers[0].self_attention.core_attention.softmax_offset.zero_()
+    tokens = random_tokens(1, LENGTH)
+    assert torch.equal(models[0](tokens), models[1](tokens))
+
+
+def test_shared_keys_and_values_are_those_of_their_source():
+    """With the source's projection of keys and values beside its own of the queries, and the same
+    input, a layer with keys and values of its own does the same."""
+    model = small_model("WW", layer_overrides={"2": {"kv_source_layer": 1}}, qk_layernorm=True)
+    source, reader = (layer.self_attention for layer in model.decoder.layers)
+    alone = small_model("W", qk_layernorm=True).decoder.layers[0].self_attention
+    theirs, queries = (m.linear_qkv.weight.unflatten(0, (2, -1)) for m in (source, reader))
+    with torch.no_grad():
+        weight = torch.cat([queries, theirs[:, queries.shape[1] :]], 1).flatten(0, 1)
+        alone.linear_qkv.weight.copy_(weight)
+        alone.linear_proj.weight.copy_(reader.linear_proj.weight)
+    hidden_Th = torch.randn(LENGTH, 48)
+    layout = RaggedLayout.uniform(1, LENGTH)
+    context = UncachedContext(layout, hidden_Th.device, shared_kv_layers={1})
+    source(hidden_Th, context)
+    output, _ = reader(hidden_Th, context)
+    expected, _ = alone(hidden_Th, UncachedContext(layout, hidden_Th.device))
+    torch.testing.assert_close(output, expected)
+    assert reader.k_layernorm is None
+
+
+@torch.inference_mode()
+def test_shared_keys_and_values_from_a_cache():
+    overrides = {"3": {"kv_source_layer": 1}, "5": {"kv_source_layer": 2}}
+    model = small_model("W*W-*", layer_overrides=overrides)
+    tokens = random_tokens(2, LENGTH)
+    kept = [layer.kv for layer in model.cache_requirements()]
+    assert [kv is None for kv in kept] == [False, False, True, True, True]
+    check_pieces(model, tokens, model(tokens))
+
+
+def test_gradients_reach_the_shared_projection_from_both_layers():
+    model = small_model("WW", layer_overrides={"2": {"kv_source_layer": 1}})
+    source = model.decoder.layers[0].self_attention
+    with torch.no_grad():
+        source.linear_proj.weight.zero_()  # so that only the reader uses its keys and values
+    model(random_tokens(1, 9)).square().sum().backward()
+    keys_values = source.linear_qkv.weight.grad.unflatten(0, (2, -1))[:, -24:]
+    assert keys_values.abs().amax(-1).min() > 0
+
+
+@pytest.mark.parametrize(
+    ("pattern", "overrides"),
+    [
+        ("W*", {"2": {"kv_source_layer": 1}}),
+        ("**", {"1": {"kv_source_layer": 2}}),
+        ("**", {"2": {"kv_source_layer": 0}}),
+        ("***", {"2": {"kv_source_layer": 1}, "3": {"kv_source_layer": 2}}),
+        ("**", {"2": {"kv_source_layer": 1, "kv_channels": 8}}),
+        ("WW", {"2": {"kv_source_layer": 1, "sliding_window": 3}}),
+    ],
+)
+def test_sources_that_cannot_be_read_are_refused(pattern, overrides):
+    with pytest.raises(ValueError, match=r"kv_source_layer=.; it must be a layer before it"):
+        small_config(pattern, layer_overrides=overrides)
+
+
+def test_sharing_needs_one_pipeline_stage():
+    overrides = {"2": {"kv_source_layer": 1}}
+    with pytest.raises(ValueError, match=r"one pipeline stage, but there are 2. Use 1"):
+        small_config("**", layer_overrides=overrides, pipeline_model_parallel_size=2)
