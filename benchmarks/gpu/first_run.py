@@ -1,8 +1,8 @@
 """The first minutes on a GPU: `python -m benchmarks.gpu.first_run quick`, then `... rest`.
 
-*quick* checks: the environment, every op and backend beside its reference, each config of autotuned
-kernels, memory accesses, the tests that need a GPU. *rest* measures: ops beside their rooflines,
-whole models behind the engine and by transformers. Neither needs a network.
+*quick* checks the environment, every op and backend against its reference, each config of autotuned
+kernels, and memory accesses. *rest* measures ops, and whole models in the engine, against their
+rooflines. Neither needs a network. The tests that need a GPU are `pytest -m gpu`.
 
 Each part is a process of its own with a time limit. Rows are printed as they are known, and a table
 of all rows is written again and again, so that the end of the time loses nothing. This file imports
@@ -62,7 +62,7 @@ OPS = (
 AUTOTUNED = ("ssd_scan", "gated_delta_rule", "kimi_delta_attention")
 """Those of them that run kernels of libraries, which are tuned."""
 MODELS = ("nemotron_h_8b", "qwen3_5_4b")
-"""Compared with transformers, and measured unless others are named."""
+"""Measured unless others are named."""
 OTHER_MODELS = ("qwen3_next_80b_a3b", "jamba_1_5_mini", "gemma_3_4b")
 LIBRARIES = ("torch", "triton", "numpy", "transformers", "megatron-core", "fla-core")
 
@@ -89,7 +89,6 @@ class Part:
 def phases(call: str, models: Sequence[str] = MODELS) -> list[list[Part]]:
     """What a call may run: phases one behind the other, the parts of each side by side. What is
     timed has a phase of its own; the most telling parts come first."""
-    compared = [model for model in models if model in MODELS]
     if call == "quick":
         checks = [Part("configs", ("configs", op), 125) for op in AUTOTUNED]
         for op in OPS:
@@ -97,23 +96,15 @@ def phases(call: str, models: Sequence[str] = MODELS) -> list[list[Part]]:
         return [
             [Part("environment", ("environment",), 45)],
             checks,
-            [Part("sanitizer", ("sanitizer",), 90), Part("tests", ("tests",), 150)],
+            [Part("sanitizer", ("sanitizer",), 90)],
         ]
     serving = [("serving", model) for model in models]
-    transformers = [("transformers", model) for model in compared]
-    compiled = [*serving, *transformers, *(("ops", op) for op in OPS)]
+    compiled = [*serving, *(("ops", op) for op in OPS)]
     return [
         [Part("compile", (*arguments, "--once"), 75) for arguments in compiled],
         [Part("ops", ("ops",), 90)],
         *([Part("serving", arguments, 75)] for arguments in serving),
-        *([Part("transformers", arguments, 30)] for arguments in transformers),
-        [Part("core_engine", ("core_engine",), 60)],
     ]
-
-
-UNASKED = {"quick": {"environment", "configs", "check", "sanitizer", "tests"}}
-UNASKED["rest"] = {"compile", "ops", "serving", "transformers"}
-"""The parts that run unless others are named."""
 
 
 def main(arguments: list[str] | None = None, command: Sequence[str] = COMMAND) -> int:
@@ -156,7 +147,7 @@ def main(arguments: list[str] | None = None, command: Sequence[str] = COMMAND) -
     ):
         parser.add_argument(f"--{name}", type=Path, default=ROOT / default, help=what)
     options = parser.parse_args(arguments)
-    wanted = set(options.parts or UNASKED[options.call])
+    wanted = options.parts or names
     seconds = options.seconds or BUDGETS[options.call]
     stretch = seconds / BUDGETS[options.call]
     chosen = [

@@ -30,7 +30,7 @@ COPY_SECONDS = 50e-6
 
 
 def run(bench: Bench, name: str) -> Iterator[Row]:
-    """One model, by its name in `SHAPES`. What takes longest comes last."""
+    """Measure one model, by its name in `SHAPES`. What takes longest comes last."""
     model = cut_model(name, bench)
     short, long = bench.size(8192, 48), bench.size(65536, 64)
     for part in (
