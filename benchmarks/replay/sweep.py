@@ -93,11 +93,3 @@ def best_replays(
         parameter = max(found, key=lambda parameter: found[parameter].skipped_share)
         best.append((found[parameter], parameter))
     return best
-
-
-def skipped_by(
-    engine: str, geometry: str, budget_gb: float, requests: Sequence[Request], in_flight: int = 1
-) -> float:
-    """What one engine skips of a trace's prompt tokens, in %."""
-    [(best, _)] = best_replays([engine], geometry, budget_gb, requests, in_flight)
-    return 100 * best.skipped_share

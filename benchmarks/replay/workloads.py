@@ -15,10 +15,6 @@ import numpy as np
 from megatron_hybrid.tools.replay.request import Request
 
 VOCABULARY = 120_000
-AGENT_STEPS = range(20, 41)
-"""Steps that an agent takes before it ends, each number as likely as the others."""
-AGENT_PAUSE = 20.0
-"""Mean of the pauses between them, in seconds: exponential."""
 
 
 def draw_tokens(rng: np.random.Generator, n: float) -> np.ndarray:
@@ -75,12 +71,12 @@ def agent(limit: int | None = None, seed: int = 5, sessions: int = 60) -> Iterat
     for session in range(sessions):
         arrival = rng.uniform(0, 600)
         history = [tools[rng.integers(3)], draw_tokens(rng, rng.integers(50, 400))]
-        for _ in range(rng.integers(AGENT_STEPS.start, AGENT_STEPS.stop)):
+        for _ in range(rng.integers(20, 41)):
             prompt_pieces = len(history)
             output = draw_tokens(rng, rng.integers(100, 401))
             history += [output, draw_tokens(rng, rng.integers(200, 3001))]
             turns.append((arrival, session, history, prompt_pieces, output))
-            arrival += rng.exponential(AGENT_PAUSE)
+            arrival += rng.exponential(20)
     return interleaved(turns, limit)
 
 
