@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.compat import quiet_core, start_save
 from megatron_hybrid.distributed.ranks import fail_together
+from megatron_hybrid.training.core_save_patch import patch_saves
 from megatron_hybrid.training.fields import Fields
-from megatron_hybrid.training.save_results import use_save_results
 from megatron_hybrid.utils.files import replace_file
 from megatron_hybrid.utils.process_life import forks_end_with_us
 
@@ -80,7 +80,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int = 0, asynchronous: bool = False):
         self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
         self._queue = AsyncCallsQueue()
-        use_save_results()
+        patch_saves()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write a checkpoint; every rank calls it.

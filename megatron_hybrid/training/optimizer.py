@@ -28,8 +28,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_hybrid.compat import quiet_core
+from megatron_hybrid.training.core_groups_patch import support_mixed_groups
 from megatron_hybrid.training.fields import Fields
-from megatron_hybrid.training.mixed_groups import support_mixed_groups
 
 
 @dataclass

@@ -39,7 +39,7 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.tokenizer_files import find_tokenizer
 from megatron_hybrid.training import checkpoints
 from megatron_hybrid.training.checkpoints import Checkpoints, check_shared_folder
-from megatron_hybrid.training.cpu_seam import cpu_seam
+from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
 from megatron_hybrid.training.data.batches import Batch, batches
 from megatron_hybrid.training.data.datasets import build_datasets
 from megatron_hybrid.training.data.rows import contents_of
@@ -100,7 +100,7 @@ def training_device() -> Iterator[torch.device]:
             with torch.cuda.device(device):
                 yield device
         else:
-            with cpu_seam():
+            with core_cpu_patch():
                 yield torch.device("cpu")
 
 
@@ -340,7 +340,7 @@ class Trainer:
         if chunk.training:
             batch = batch.cut(self.recipe.data.longest_sequence(self.progress.step))
             self.measures.count_batch(batch)
-        with _outside_of_the_seam():
+        with _unpatched():
             output = chunk(
                 batch.tokens,
                 None,
@@ -508,8 +508,8 @@ def _finalize_gradients(
         chunk.module.sum_shared_gradients()
 
 
-def _outside_of_the_seam() -> AbstractContextManager:
-    """The model needs no answers in core's place, and its many calls would be slower with them."""
+def _unpatched() -> AbstractContextManager:
+    """Leave the patch of core: the model does not need it, and its many calls would be slower."""
     return nullcontext() if torch.cuda.is_available() else torch._C.DisableTorchFunction()
 
 

@@ -169,7 +169,7 @@ def outcome(request, tmp_path_factory):
     (folder / "ranks").mkdir()
     names = asked(request, "layout", LAYOUTS)
     results = train_on_ranks(run_all, RANKS, folder / "ranks", folder / "weights", names)
-    return expected, [result for result, _ in results]
+    return expected, results
 
 
 @pytest.mark.parametrize("layout", matrix_rows(LAYOUTS, "tp_ep"))
