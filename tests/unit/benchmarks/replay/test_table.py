@@ -9,7 +9,7 @@ from benchmarks.replay.table import cells_behind, markdown
 
 def test_cells_behind_set_ours_beside_the_best_that_one_could_have_instead():
     def cell(engine, budget, percent, geometry="a", in_flight=1):
-        return Cell("chat", geometry, in_flight, budget, engine, None, 9, 99, percent, 1.0, 2.0, {})
+        return Cell("chat", geometry, in_flight, budget, engine, None, 9, 99, percent, 1.0, 2.0)
 
     cells = [
         cell("ours", 4.0, 70.0), cell("ours-int8", 4.0, 80.0), cell("vllm", 4.0, 50.04),

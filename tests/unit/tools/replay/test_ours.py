@@ -27,19 +27,19 @@ def test_ours_leaves_the_cache_whole(budget, in_flight):
 def test_ours_runs_a_request_that_never_fits_beside_the_cache():
     requests = list(WORKLOADS["agent"].generate(3))
     result = replay(requests, Ours(NEMOTRON.spec(), 1e8))
-    assert result.miss_reasons == ["too_large"] * 3 and result.skipped_share == 0
+    assert len(result.prompt_tokens) == 3 and result.skipped_share == 0
 
 
-@pytest.mark.parametrize(
-    ("length", "reason"), [(36_000, "no_shared_prefix"), (46_000, "too_large")]
-)
-def test_a_prompt_whose_last_forward_has_no_room_is_computed_in_shorter_ones(length, reason):
+@pytest.mark.parametrize(("length", "fits"), [(36_000, True), (46_000, False)])
+def test_a_prompt_whose_last_forward_has_no_room_is_computed_in_shorter_ones(length, fits):
     """Its first forward would have: windows roll, and what they give back is not enough."""
     engine = Ours(GEOMETRIES["gemma-3-27b"].spec(), 4e9)
     prompt = np.arange(length, dtype=np.int32)
     assert engine.cache.fits(20_000, 2048) and not engine.cache.fits(length, 2048)
-    result = replay([Request(prompt, prompt[:10], "one", 0, 0.0)], engine)
-    assert result.miss_reasons == [reason]
+    assert engine.holds(length) is fits
+    running = engine.begin(prompt)
+    engine.finish(running, prompt)
+    assert (running.lease is not None) is fits
 
 
 def documents_in_batches(seed, batches=10, documents=30):

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_hybrid.tools.replay.protocol import Attempts
 from megatron_hybrid.tools.replay.request import Request
-from megatron_hybrid.tools.replay.runner import TURN, Replay, replay, side_by_side, timed
+from megatron_hybrid.tools.replay.runner import TURN, replay, side_by_side, timed
 
 
 class Recorder:
@@ -116,13 +116,6 @@ def test_no_garbage_is_collected_while_the_clock_runs(collects):
 def test_no_room_for_a_request_that_is_alone():
     with pytest.raises(RuntimeError, match="no room for request 0"):
         replay(requests("a"), Recorder(room=0))
-
-
-def test_lost_tokens_by_reason():
-    result = Replay([10, 10, 10, 10], [10, 2, 3, 0], [0.0] * 4, [None, "a", "b", None], True)
-    assert result.lost_tokens([10, 9, 3, 1]) == {"a": 7, "unexplained": 1}
-    result.explains = False
-    assert result.lost_tokens([10, 9, 3, 1]) == {}
 
 
 def test_what_a_refused_attempt_has_cached_is_not_counted():
