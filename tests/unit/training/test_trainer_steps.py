@@ -74,7 +74,8 @@ def recipe_of(text, **sections):
                 "min_learning_rate": 1e-3,
                 **sections.pop("optimizer", {}),
             },
-            "reports": {"every_steps": 1, **sections.pop("reports", {})},
+            "checkpoints": {"asynchronous": False, **sections.pop("checkpoints", {})},
+            "reports": {"every_steps": 1},
             **sections,
         }
     )
@@ -221,8 +222,11 @@ def test_a_run_that_is_killed_in_its_last_evaluation_has_its_last_checkpoint(tex
         def evaluate(self):
             raise KeyboardInterrupt
 
-    chosen = recipe_of(text, run={"eval_every_steps": STEPS + 1, "eval_batches": 1})
-    assert chosen.checkpoints.asynchronous
+    chosen = recipe_of(
+        text,
+        run={"eval_every_steps": STEPS + 1, "eval_batches": 1},
+        checkpoints={"asynchronous": True},
+    )
     with pytest.raises(KeyboardInterrupt):
         train(chosen, tmp_path, Killed)
     assert Checkpoints(tmp_path).newest().name == f"iter_{STEPS:07d}"
