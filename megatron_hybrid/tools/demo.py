@@ -65,7 +65,7 @@ class Run:
         return sum(row.result.time_to_first_token for row in self.rows)
 
     def prefix_sum(self, attribute: str) -> int:
-        """Of a number that each request's `PrefixReport` has."""
+        """Sum a number that each request's `PrefixReport` has."""
         return sum(getattr(row.result.prefix, attribute) for row in self.rows)
 
 
@@ -183,7 +183,7 @@ def run_demo(model, tokenizer, console: Console) -> bool:
 
 
 def _in_short(runs: list[Run]) -> str:
-    """What a person should see in the tables."""
+    """Say what a person should see in the tables."""
     off, restore = runs[0], runs[-1]
     prompts, computed = map(restore.prefix_sum, ("prompt_tokens", "computed_tokens"))
     wait = restore.first_token_seconds / off.first_token_seconds

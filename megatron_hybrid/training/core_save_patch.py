@@ -18,7 +18,7 @@ from megatron_hybrid.utils.files import replace_file
 class SaveResults:
     """A queue of one value, in a file, for the results of a save.
 
-    Core's own queue is in a process beside each rank. A launcher's SIGTERM to all processes ends
+    Core's own queue is in another process of each rank. A launcher's SIGTERM to all processes ends
     that one, and the saves after it fail; it lives on where its rank is killed; and it imports
     torch to pass on what it is given.
     """

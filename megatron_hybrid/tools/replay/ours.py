@@ -44,7 +44,7 @@ class Ours:
         return tokens
 
     def holds(self, num_tokens: int) -> bool:
-        """Whether a prompt of this length can ever run, as in the engine's check of requests."""
+        """Return whether a prompt of this length can run, as the engine checks it."""
         return self._longest_forward(num_tokens) > 0
 
     def _longest_forward(self, num_tokens: int) -> int:
