@@ -169,8 +169,8 @@ class Pairs:
         self._runner, self._client, self._alone = runner, client, alone
 
     def run(self, work: Callable[[Client | Alone], Awaitable], rounds: int) -> list[tuple]:
-        """Of each round the seconds over HTTP, those of the engine alone, and the CPU time of the
-        server's event loop."""
+        """Measure of each round the seconds over HTTP, those of the engine alone, and the CPU time
+        of the server's event loop."""
         return [self._round(work) for _ in range(rounds + 1)][1:]
 
     def _round(self, work: Callable[[Client | Alone], Awaitable]) -> tuple:
@@ -189,7 +189,7 @@ class Pairs:
 
 
 def extra(rounds: list[tuple], parts: int, unit: float, name: str) -> str:
-    """What HTTP adds to each part of a round, and the CPU time of the event loop in it."""
+    """Say what HTTP adds to each part of a round, and the CPU time of the event loop in it."""
     wall = statistics.median(over - alone for over, alone, _ in rounds) / parts / unit
     cpu = statistics.median(cpu for *_, cpu in rounds) / parts / unit
     return f"{wall:+.4g} {name}; event loop {cpu:.4g} {name}"

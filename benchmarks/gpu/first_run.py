@@ -45,7 +45,7 @@ BUDGETS = {"quick": 240, "rest": 300}
 RESERVE = 6
 """Seconds of it to end processes, write the table and pack the logs."""
 RESUMED = 5
-"""How often checks go on behind one that the device did not survive."""
+"""How often checks go on after one that the device did not survive."""
 AT_ONCE = 16
 """Processes that check or compile side by side on one GPU, at most."""
 COLUMNS = 80
@@ -81,13 +81,13 @@ class Part:
 
     @property
     def title(self) -> str:
-        """Of a table, a log."""
+        """Title of a table and of a log."""
         words = [word for word in self.arguments if not word.startswith("-")]
         return " ".join(dict.fromkeys([self.name, *words]))
 
 
 def phases(call: str, models: Sequence[str] = MODELS) -> list[list[Part]]:
-    """What a call may run: phases one behind the other, the parts of each side by side. What is
+    """List what a call may run: phases one after the other, the parts of each side by side. What is
     timed has a phase of its own; the most telling parts come first."""
     if call == "quick":
         checks = [Part("configs", ("configs", op), 125) for op in AUTOTUNED]
@@ -183,7 +183,8 @@ def install(wheels: Path, site: str) -> str | None:
 
 
 def versions(site: str | None = None) -> dict[str, str]:
-    """Of Python and of what is installed of `LIBRARIES`, in a folder or in `sys.path`."""
+    """Read versions of Python and of what is installed of `LIBRARIES`, in a folder or in
+    `sys.path`."""
     found = {"python": platform.python_version()}
     path = [*([] if site is None else [site]), *sys.path]
     for library in LIBRARIES:
@@ -200,7 +201,7 @@ def fault_row(what: str, fault: str) -> Row:
 
 @dataclass
 class Report:
-    """What was found: printed, and written to files."""
+    """Prints what was found, and writes it to files."""
 
     call: str
     results: Path
@@ -219,7 +220,7 @@ class Report:
 
     @property
     def folder(self) -> Path:
-        """Of the logs, until they are packed."""
+        """Folder of the logs, until they are packed."""
         return self.logs / self.call
 
     @property
@@ -229,7 +230,7 @@ class Report:
 
     @property
     def stem(self) -> str:
-        """Of the files' names."""
+        """Stem of the files' names."""
         device = re.sub(r"[^a-z0-9]+", "_", self.device.lower()).strip("_")
         return f"first_run_{device}_{self.call}"
 
@@ -264,7 +265,7 @@ class Report:
         self._is_written = True
 
     def table(self) -> str:
-        """Of all rows, in Markdown: faults, parts, and the rows of each kind of part."""
+        """Format all rows in Markdown: faults, parts, and the rows of each kind of part."""
         named = ", ".join(f"{name} {version}" for name, version in versions(self.site).items())
         text = [f"# First run, {self.call}: {self.device}\n\n{named}\n"]
         text += _section("Faults", ("part", "what", "fault"), [
@@ -405,11 +406,11 @@ class Running:
 
     @property
     def seconds(self) -> float:
-        """Since it was started."""
+        """Seconds since it was started."""
         return time.monotonic() - self._began
 
     def rows(self, is_ended: bool) -> Iterator[Row]:
-        """Those that are new in the log."""
+        """Yield those that are new in the log."""
         with self.log.open("rb") as log:
             log.seek(self._at)
             found = log.read()
@@ -434,14 +435,14 @@ class Running:
 
 
 def _ending(code: int) -> str:
-    """How a process ended; empty: well."""
+    """Say how a process ended; empty: well."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}" if code else ""
 
 
 def _last_line(text: str) -> str:
-    """What a log says last, without its rows."""
+    """Return what a log says last, without its rows."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith(MARK)]
     return lines[-1].strip()[:100] if lines else ""
 

@@ -157,7 +157,7 @@ def selective_scan_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> 
 
 
 def delta_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> tuple:
-    """Of the gated delta rule, and with `per_channel` of Kimi Delta Attention."""
+    """Make inputs of the gated delta rule, and with `per_channel` of Kimi Delta Attention."""
     T, H, H_qk, N, P = layout.num_rows, *(sizes[name] for name in ("H", "H_qk", "N", "P"))
     decays = (T, H, N) if sizes.get("per_channel") else (T, H)
     return (
@@ -205,7 +205,7 @@ def norm_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> tuple:
 
 
 def expert_rows(sizes: Sizes, layout: RaggedLayout) -> list[int]:
-    """How many rows each expert has, if the pairs of all tokens go to one expert after another."""
+    """Count the rows of each expert, if the pairs of all tokens go to one expert after another."""
     pairs, E = layout.num_tokens * sizes["k"], sizes["E"]
     return [-(-(pairs // E + (e < pairs % E)) // ROW_ALIGNMENT) * ROW_ALIGNMENT for e in range(E)]
 

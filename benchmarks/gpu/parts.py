@@ -116,7 +116,7 @@ def sanitizer(bench: Bench) -> Iterator[Row]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # Else torch's own cache hides accesses behind a tensor's end.
+        # Else torch's own cache hides accesses after a tensor's end.
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     )
     told: list[str] = []

@@ -156,7 +156,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def chosen_engines(options: argparse.Namespace, console: Console) -> Sequence[str]:
-    """Those that are asked for and installed; says which are not."""
+    """Return those that are asked for and installed; says which are not."""
     names = options.engines or list(ENGINES)
     missing = [name for name in names if not ENGINES[name].installed]
     if missing and options.markdown:

@@ -54,7 +54,7 @@ class Geometry:
         return self.state_layers * (conv + prod(self.ssm_shape) * BYTES_PER_ELEMENT[encoding])
 
     def state_bytes(self, encoding: str = "exact") -> int:
-        """All that has to be there beside the KV to resume at a position: recurrent states and
+        """All that resuming needs in addition to the KV at a position: recurrent states and
         the KV of a whole window. 0: the KV of full attention is enough."""
         return self.recurrent_bytes(encoding) + self.window * self.window_bytes_per_token
 
@@ -79,9 +79,9 @@ class Geometry:
         )
 
     def prefill_flops(self, n: int) -> float:
-        """Of a prompt of n tokens, by layer kind as in Marconi (Pan et al., MLSys 2025, table 1):
-        8 n D^2 + 4 n^2 D for attention, 16 n D^2 for an MLP, 12 n D^2 + 16 n D N + 10 n for a state
-        space layer; a window bounds the quadratic part."""
+        """Count those of a prompt of n tokens, by layer kind as in Marconi (Pan et al., MLSys 2025,
+        table 1): 8 n D^2 + 4 n^2 D for attention, 16 n D^2 for an MLP, 12 n D^2 + 16 n D N + 10 n
+        for a state space layer; a window bounds the quadratic part."""
         d, state = self.hidden_size, self.ssm_shape[-1] if self.ssm_shape else 0
         seen = min(n, self.window or n)
         return (

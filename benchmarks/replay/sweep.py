@@ -73,7 +73,7 @@ def best_replays(
     requests: Sequence[Request],
     in_flight: int,
 ) -> list[tuple[Replay, float | None]]:
-    """Per engine, the replay that skips most among its candidates, and the parameter behind it."""
+    """Find for each engine the replay that skips most among its candidates, and its parameter."""
     of_engine = [
         ENGINES[name].build(GEOMETRIES[geometry], (budget_gb or 0) * GB, in_flight)
         for name in engines

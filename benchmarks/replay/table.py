@@ -22,8 +22,8 @@ _ENGINE_WIDTH, _BUDGET_WIDTH = 22, 26
 
 
 def grouped(cells: Sequence[Cell]) -> Iterator[tuple[str, list[float], dict[str, list[Cell]]]]:
-    """Per workload, geometry and number in flight: a title, the budgets, and for each engine its
-    cells in order of the budgets (an engine without a limit repeats its one)."""
+    """Yield for each workload, geometry and number in flight a title, the budgets, and for each
+    engine its cells in order of the budgets (an engine without a limit repeats its one)."""
     groups = by(cells, "workload", "geometry", "in_flight")
     for (workload, geometry, in_flight), group in groups.items():
         title = (
@@ -39,8 +39,8 @@ def grouped(cells: Sequence[Cell]) -> Iterator[tuple[str, list[float], dict[str,
 
 
 def terminal_tables(cells: Sequence[Cell], width: int) -> Iterator[Table]:
-    """Per workload, geometry and number in flight as many tables as it takes for all budgets to
-    fit into so many columns; one row per engine."""
+    """Make for each workload, geometry and number in flight as many tables as it takes for all
+    budgets to fit into so many columns; one row per engine."""
     at_once = max(1, (width - _ENGINE_WIDTH) // _BUDGET_WIDTH)
     for title, budgets, engines in grouped(cells):
         heads = [f"{budget:g} GB" for budget in budgets] or ["no limit"]
@@ -142,12 +142,13 @@ def by(cells: Sequence[Cell], *names: str) -> dict[tuple, list[Cell]]:
 
 
 def is_rival(cell: Cell) -> bool:
-    """Whether an engine could be had in place of ours: not one that foresees or pays nothing."""
+    """Return whether an engine could be had in place of ours: not one that foresees or pays
+    nothing."""
     return not cell.engine.startswith(("ours", "clairvoyant", "lru-free", "ceiling"))
 
 
 def around_results(path: Path, name: str) -> tuple[str, str]:
-    """What stands before and after results in a Markdown file, their two marks included.
+    """Return what stands before and after results in a Markdown file, their two marks included.
 
     Args:
         name: of the results: "results", or "models" for many models.

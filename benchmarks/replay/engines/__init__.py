@@ -20,7 +20,7 @@ reported, so a parameter is tuned with hindsight."""
 
 @dataclass(frozen=True)
 class Entry:
-    """How to get an engine."""
+    """A way to get an engine."""
 
     what: str
     build: Callable[[Geometry, float, int], Candidates]
@@ -32,7 +32,7 @@ class Entry:
 
     @property
     def installed(self) -> bool:
-        """Whether it can run here."""
+        """True where it can run here."""
         try:
             return self.module is None or find_spec(self.module) is not None
         except ImportError:  # a parent of the module does not import
