@@ -1,4 +1,4 @@
-"""Whether a request's logits depend, in the last bit, on those that are decoded beside it."""
+"""Whether a request's logits depend, in the last bit, on those that are decoded with it."""
 
 from collections.abc import Iterator
 
@@ -35,8 +35,8 @@ PROMPTS = (20, 300)
 
 
 def run() -> Iterator[Row]:
-    """For each kind of layer, in fp32 and bf16, the rows of logits that are equal to the bit; then
-    for a wider model, whose fp32 kernels differ for 8 rows and for more (`ROW_ALIGNMENT`)."""
+    """Count for each kind of layer, in fp32 and bf16, the rows of logits that are equal to the bit;
+    then for a wider model, whose fp32 kernels differ for 8 rows and for more (`ROW_ALIGNMENT`)."""
     for name, pattern in PATTERNS.items():
         for dtype in (torch.float32, torch.bfloat16):
             share = equal_share(random_model(pattern, dtype), *PROMPTS)

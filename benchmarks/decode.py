@@ -1,4 +1,4 @@
-"""One decode step on the CPU, beside the same weights in transformers.
+"""One decode step on the CPU, and that of the same weights in transformers.
 
 What bounds small batches: all are padded to 8 rows, so that a row has the same bits in each, and
 MKL takes 1.8 to 2.4 times as long for 8 rows as for one, in either layout of the product (fp32, 256

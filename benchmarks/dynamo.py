@@ -87,7 +87,7 @@ def started(made: Cluster) -> dict[str, Program]:
 
 
 async def kill(made: Cluster, frontend: Program) -> float:
-    """Kill the worker of a stream. Returns the milliseconds until the stream goes on, behind what
+    """Kill the worker of a stream. Returns the milliseconds until the stream goes on, after what
     was on its way. Another worker takes its place."""
     workers = [each for each in made.programs if "--cache-mib" in each.process.args]
     alive = [each for each in workers if each.process.poll() is None]

@@ -75,7 +75,7 @@ class Cluster:
 
     Args:
         folder: an empty one, for discovery and logs.
-        environment: of all programs, beside what keeps them on loopback.
+        environment: of all programs, in addition to what keeps them on loopback.
     """
 
     def __init__(self, folder: Path, **environment: str):
@@ -167,7 +167,7 @@ def cluster(folder: Path, **environment: str) -> Iterator[Cluster]:
 
 @dataclass
 class Measured:
-    """Of a run of chats. Times in seconds."""
+    """Measurements of a run of chats. Times in seconds."""
 
     num_answers: int = 0
     prompt_tokens: int = 0

@@ -27,7 +27,7 @@ RANDOM_MODELS = {
 
 
 def run() -> Iterator[Row]:
-    """For each model the KL of bf16, then how many times as large others are."""
+    """Measure for each model the KL of bf16, then how many times as large others are."""
     yield from _rows("demo", demo_restores())
     for name, (pattern, key_dim) in RANDOM_MODELS.items():
         yield from _rows(name, random_restores(pattern, key_dim))

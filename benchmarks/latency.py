@@ -1,4 +1,4 @@
-"""Time to first token: what a restored prefix costs beside what it saves."""
+"""Time to first token: what a restored prefix costs, and what it saves."""
 
 import statistics
 from collections.abc import Iterator

@@ -156,7 +156,8 @@ class Errors:
 
 
 def _relative(actual: Tensor, exact: Tensor, dim: int) -> Tensor:
-    """Of each head, [heads]; `dim` is that of heads, or of channels with as many in each."""
+    """Return the error of each head, [heads]; `dim` is that of heads, or of channels with as many
+    in each."""
 
     def of_heads(x: Tensor) -> Tensor:
         return x.double().movedim(dim, 0).reshape(HEADS, -1).square().sum(1)
@@ -251,13 +252,13 @@ def gradient_errors(kind: Kind, tokens: int = GRADIENT_TOKENS) -> list[float]:
 
 
 def heading(positions: list[int]) -> str:
-    """Of the table, 80 columns at most."""
+    """Format the head of the table, 80 columns at most."""
     marks = "".join(f"{positions[i] // 1000:>7}k" for i in _marks(positions))
     return f"{'outputs after this many tokens':32}{marks}{'state':>8}"
 
 
 def lines(kind: str, ways: dict[str, Errors]) -> Iterator[str]:
-    """Of the table, one for each way."""
+    """Format the lines of the table, one for each way."""
     for way, errors in ways.items():
         numbers = [errors.outputs[i] for i in _marks(errors.positions)] + [errors.states[-1]]
         yield _line(f"{kind:18}{way}", numbers)

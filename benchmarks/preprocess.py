@@ -1,4 +1,4 @@
-"""Tokens per second of preprocess, beside the `tokenizers` library alone on the same texts."""
+"""Tokens per second of preprocess, against the `tokenizers` library alone on the same texts."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""What one engine over several ranks costs beside the model: bytes of a decoded token, host time of
-a step; and what a suspended engine holds.
+"""What one engine over several ranks costs in addition to the model: bytes of a decoded token, host
+time of a step; and what a suspended engine holds.
 
 Ranks are processes on this machine, on gloo. A step's forward is a stub, so that the time of a step
 is that of its bookkeeping and of the messages between the ranks.

@@ -76,7 +76,7 @@ class Restores:
         }
 
     def decays(self) -> States:
-        """What a token leaves of each state, by the parameters of its layer."""
+        """Return what a token leaves of each state, by the parameters of its layer."""
         return {
             (number, state.name): state.decay.float()
             for number, layer in enumerate(self.layers, start=1)
@@ -85,7 +85,7 @@ class Restores:
         }
 
     def log_probs(self, states: States) -> Tensor:
-        """Log-probabilities `[R, tokens, V]` behind each of the tokens that follow."""
+        """Log-probabilities `[R, tokens, V]` after each of the tokens that follow."""
         self.memory.slots.copy_(self._slots)
         for (number, name), state in states.items():
             self.memory.state(number, name).copy_(state)

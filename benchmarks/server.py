@@ -47,7 +47,6 @@ def run() -> Iterator[Row]:
         client = Client(process.port)
         yield from rates(runner, client)
         yield from beside_a_page(runner, client)
-    yield from ends()
 
 
 class Server(subprocess.Popen):
@@ -169,8 +168,8 @@ class Pairs:
         self._runner, self._client, self._alone = runner, client, alone
 
     def run(self, work: Callable[[Client | Alone], Awaitable], rounds: int) -> list[tuple]:
-        """Of each round the seconds over HTTP, those of the engine alone, and the CPU time of the
-        server's event loop."""
+        """Measure of each round the seconds over HTTP, those of the engine alone, and the CPU time
+        of the server's event loop."""
         return [self._round(work) for _ in range(rounds + 1)][1:]
 
     def _round(self, work: Callable[[Client | Alone], Awaitable]) -> tuple:
@@ -189,7 +188,7 @@ class Pairs:
 
 
 def extra(rounds: list[tuple], parts: int, unit: float, name: str) -> str:
-    """What HTTP adds to each part of a round, and the CPU time of the event loop in it."""
+    """Say what HTTP adds to each part of a round, and the CPU time of the event loop in it."""
     wall = statistics.median(over - alone for over, alone, _ in rounds) / parts / unit
     cpu = statistics.median(cpu for *_, cpu in rounds) / parts / unit
     return f"{wall:+.4g} {name}; event loop {cpu:.4g} {name}"
@@ -317,25 +316,19 @@ class Page:
 def gaps(runner: asyncio.Runner, client: Client) -> Iterator[Row]:
     """The longest gap of the event loop while one stream runs, and something else is asked."""
     text = (PROMPT + " ") * (200_000 // len(PROMPT))
-    tokens = json.loads(runner.run(client.ask("/tokenize", {"prompt": text})))["tokens"]
     choice = {"enum": [f"value {index}" for index in range(8)]}
     inner = {"type": "object", "properties": {f"field{index}": choice for index in range(9)}}
     schema = {"type": "object", "properties": {f"part{index}": inner for index in range(40)}}
     guided = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8}
     turns = {"messages": [{"role": "user", "content": text[:2000]}] * 100}
-    scored = {**body_of(200), "logprobs": 20}
     tasks: dict[str, list[tuple]] = {
         "nothing else": [],
         "a text of 200 kB to tokenize": [("/tokenize", {"prompt": text})],
         "a chat of 200 kB to render": [("/v1/chat/completions/render", turns)],
-        "a body of 1 MB of token ids": [("/v1/completions", {"prompt": (tokens * 4)[:200_000]})],
-        "500,000 tokens to detokenize": [("/detokenize", {"tokens": (tokens * 10)[:500_000]})],
         "a JSON schema of 360 fields": [
             ("/v1/chat/completions", {**chat, "response_format": guided})
         ],
-        "20 log-probabilities of 200 tokens": [("/v1/completions", scored)],
-        "/metrics, /cache/explain": [("/metrics",), ("/cache/explain", {"prompt": PROMPT})],
         "64 requests at once": [("/v1/completions", body_of(8))] * 64,
     }
     for what, calls in tasks.items():
@@ -344,41 +337,9 @@ def gaps(runner: asyncio.Runner, client: Client) -> Iterator[Row]:
             stream = asyncio.ensure_future(client.stream(200))
             await client.ask("/gap")
             for _ in range(3):
-                await asyncio.gather(*(quietly(client.ask(*call)) for call in calls))
+                await asyncio.gather(*(client.ask(*call) for call in calls))
             await stream
             return float(await client.ask("/gap"))
 
         found = statistics.median(runner.run(ask()) for _ in range(3))
         yield Row(f"longest gap of the event loop: a stream, and {what}", f"{found * 1e3:.1f} ms")
-
-
-async def quietly(call: Awaitable) -> None:
-    """A call that the server may refuse."""
-    try:
-        await call
-    except RuntimeError as error:
-        if "max_sequence_length" not in str(error):
-            raise
-
-
-def ends() -> Iterator[Row]:
-    """Seconds from SIGTERM, or from the last answer if that is later, to the exit."""
-
-    async def last_answer(process: Server, count: int) -> float:
-        client = Client(process.port)
-        streams = [asyncio.ensure_future(client.stream(200)) for _ in range(count)]
-        await asyncio.sleep(0.3)
-        process.send_signal(signal.SIGTERM)
-        began = time.perf_counter()
-        await asyncio.gather(*streams)
-        return time.perf_counter() if streams else began
-
-    for what, count in (("idle", 0), ("with 8 streams that end", 8)):
-        found = []
-        for _ in range(3):
-            with server() as process:
-                began = asyncio.run(last_answer(process, count))
-                process.wait(60)
-                found.append(time.perf_counter() - began)
-        took = statistics.median(found)
-        yield Row(f"from SIGTERM, or the last answer, to the exit: {what}", f"{took:.2f} s")

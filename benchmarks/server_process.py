@@ -14,6 +14,7 @@ from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.serving import run
 from megatron_hybrid.serving.service import ServingConfig
+from megatron_hybrid.utils.process_life import EndSignal
 
 DEMO = Path(megatron_hybrid.__file__).parent / "demo_model"
 CONFIG = InferenceConfig(cache_bytes=64 << 20, max_requests=64, max_sequence_length=4096)
@@ -77,7 +78,8 @@ def main() -> None:
     run.log_lines()
     address = run.Address(port=0)
     model, tokenizer = {"demo": demo, "tiny": tiny}[sys.argv[1]]()
-    run.run(run.serve(model, tokenizer, CONFIG, ServingConfig("demo"), address, address.bind()))
+    served = model, tokenizer, CONFIG, ServingConfig("demo"), address, address.bind()
+    run.run(run.serve(*served, None, None, EndSignal()))
 
 
 if __name__ == "__main__":

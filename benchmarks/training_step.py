@@ -201,7 +201,7 @@ def _stall(trainer: Trainer, data: Iterator[Batch]) -> float:
 
 
 def _recipe(folder: Path, model: dict) -> Recipe:
-    """With random tokens, of the demo model's tokenizer, as data."""
+    """Make a recipe with random tokens, of the demo model's tokenizer, as data."""
     builder = IndexedDatasetBuilder(f"{folder}/tokens.bin", dtype=np.uint16)
     builder.add_item(torch.randint(1, VOCAB_SIZE // 2, (100 * BATCH * LENGTH,)))
     builder.end_document()

@@ -46,7 +46,7 @@ def idea(shade: str) -> str:
 
 
 def tree(shade: str) -> str:
-    """Two cached chats behind one system prompt, and a prompt that leaves one of them."""
+    """Two cached chats after one system prompt, and a prompt that leaves one of them."""
     sheet = Sheet("A tree of cached prefixes with states, ghost entries and a junction", 356, shade)
     sheet.title("The tree: tokens, KV blocks, states")
     left, per_token = 20, 0.75
@@ -89,7 +89,7 @@ def tree(shade: str) -> str:
 
 
 def pages(shade: str) -> str:
-    """One pool of pages: who holds which, live slots beside it, tiers below it."""
+    """One pool of pages: who holds which, live slots next to it, tiers below it."""
     sheet = Sheet("Pages of one pool, live slots, and the tiers below", 466, shade)
     sheet.title("One pool of uniform pages")
     for x, name, table, start in (

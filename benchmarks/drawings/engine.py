@@ -93,7 +93,7 @@ def layers(shade: str) -> str:
 
 
 def ranks(shade: str) -> str:
-    """Two replicas of a model, each split over two ranks, behind a router."""
+    """Two replicas of a model, each split over two ranks, and a router."""
     sheet = Sheet("Two replicas of a model, each over two ranks, behind a router", 452, shade)
     sheet.title("Ranks of one model, replicas of it")
     sheet.box(150, 44, 220, 48, "soft grey", radius=6)

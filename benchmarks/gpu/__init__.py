@@ -1,1 +1,1 @@
-"""Checks and benchmarks for a GPU, beside its rooflines and other libraries: see `first_run`."""
+"""Checks and benchmarks for a GPU, against its rooflines: see `first_run`."""

@@ -37,7 +37,7 @@ class Chosen:
         self._compiled: set[tuple] = set()
 
     def run(self, kernel: Autotuner, run: Callable, args: tuple, kwargs: dict) -> Any:
-        """In the place of a call of an autotuner's `run`."""
+        """Stand in for an autotuner's `run`."""
         from triton.compiler.errors import CompileTimeAssertionFailure
         from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -63,7 +63,7 @@ class Chosen:
         raise NoFit(str(failure)) from failure
 
     def launch(self, function: JITFunction, run: Callable, args: tuple, kwargs: dict) -> Any:
-        """In the place of a call of a kernel's `run`."""
+        """Stand in for a kernel's `run`."""
         if not kwargs["warmup"]:
             names = [k for k in kwargs if k.startswith("B") or k in ("num_warps", "num_stages")]
             words = [f"{k}={kwargs[k]}" for k in names if isinstance(kwargs[k], int)]
@@ -84,15 +84,15 @@ def _compile(kernel: Autotuner, configs: list[Config], args: tuple, kwargs: dict
 
 
 def _risk(config: Config) -> tuple:
-    """What compilers got wrong are products that groups of 4 warps share, in a loop with stages:
-    configs without them first, then few stages, warps and elements."""
+    """Order configs by risk. What compilers got wrong are products that groups of 4 warps share, in
+    a loop with stages: configs without them first, then few stages, warps and elements."""
     sizes = [value for value in config.kwargs.values() if isinstance(value, int)]
     is_shared = config.num_stages > 1 and config.num_warps % 4 == 0
     return is_shared, config.num_stages, config.num_warps, math.prod(sizes)
 
 
 def described(config: Config) -> str:
-    """In the words of a table."""
+    """Describe it in the words of a table."""
     sizes = [f"{name}={value}" for name, value in config.kwargs.items()]
     return " ".join([*sizes, f"warps={config.num_warps}", f"stages={config.num_stages}"])
 

@@ -49,16 +49,16 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """Of the roofline: 1 is the best possible."""
+        """Share of the roofline: 1 is the best possible."""
         return self.bound / self.seconds if self.bound and self.seconds else None
 
     def values(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return values for JSON."""
         return {**asdict(self), "share": self.share, "cells": self.cells()}
 
     def cells(self) -> tuple[str, str, str, str]:
-        """What it is, its result, its share of the roofline, and all else. Others' times are in
-        units of its own."""
+        """Return what it is, its result, its share of the roofline, and all else. Others' times are
+        in units of its own."""
         result = "ok" if self.seconds is None else duration(self.seconds)
         if self.fault:
             result = f"FAULT: {self.fault}"
@@ -79,7 +79,7 @@ def _short(value: float | str) -> str:
 
 
 class Timing(NamedTuple):
-    """Of one call."""
+    """Times of one call."""
 
     seconds: float
     """On the device."""
@@ -89,12 +89,12 @@ class Timing(NamedTuple):
     """Whether no part of the host's time can be in the first number."""
 
     def numbers(self) -> dict[str, float | str]:
-        """What a row says beside the time on the device."""
+        """Numbers of a row, in addition to the time on the device."""
         return {"host us": self.host_seconds * 1e6, **({} if self.by_graph else {"graph": "none"})}
 
 
 class Activity(NamedTuple):
-    """What the device did in one call."""
+    """The device's work in one call."""
 
     busy_seconds: float
     launches: int
@@ -132,16 +132,16 @@ class Bench:
 
     @property
     def name(self) -> str:
-        """Of the device."""
+        """Name of the device."""
         return "CPU, toy size" if self.toy else torch.cuda.get_device_name(self.device)
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the device queues what it is asked to do."""
+        """True where the device queues what it is asked to do."""
         return self.device.type == "cuda"
 
     def size(self, full: T, toy: T) -> T:
-        """What to run with."""
+        """Choose what to run with."""
         return toy if self.toy else full
 
     @property
@@ -195,7 +195,7 @@ class Bench:
         return self.timing(*calls).seconds
 
     def sets(self, work: Work) -> int:
-        """How many sets of tensors a timing of some work needs: see `timing`."""
+        """Count the sets of tensors that a timing of some work needs: see `timing`."""
         if self.toy or self.once:
             return 1
         return min(16, 1 + int(CACHE_BYTES / work.num_bytes))
@@ -222,16 +222,12 @@ class Bench:
         return Activity(busy, launches, totals[:most])
 
     def wait(self) -> None:
-        """Until the device has done all."""
+        """Wait until the device has done all."""
         if self.is_cuda:
             torch.cuda.synchronize()
 
-    def peak_gigabytes(self) -> float:
-        """Of the device's memory, since this process began."""
-        return torch.cuda.max_memory_allocated() / 1e9 if self.is_cuda else 0.0
-
     def bound(self, works: Work | Iterable[Work]) -> float | None:
-        """The least seconds of some work, or of several one behind the other."""
+        """The least seconds of some work, or of several one after the other."""
         if self.limits is None:
             return None
         return sum(map(self.limits.seconds, [works] if isinstance(works, Work) else works))
@@ -250,7 +246,8 @@ class Bench:
                 raise
 
     def is_poisoned(self) -> bool:
-        """Whether the device does nothing any more for this process, as after an illegal access."""
+        """Return whether the device does nothing any more for this process, as after an illegal
+        access."""
         try:
             self.wait()
         except Exception:
@@ -295,7 +292,7 @@ def _captured(calls: tuple[Callable[[], object], ...]) -> Callable[[], None] | N
 
 
 def first_line(error: Exception, width: int = 100) -> str:
-    """What is wrong, in short."""
+    """Say what is wrong, in short."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:width]
 
 
@@ -306,8 +303,8 @@ def _wall_time(call: Callable[[], object]) -> float:
 
 
 def measured_limits(bench: Bench) -> Device:
-    """What a kernel that reads and writes, and a product of large matrices, reach: better than what
-    is in a data sheet to judge kernels by."""
+    """Measure what a kernel that reads and writes, and a product of large matrices, reach: better
+    than what is in a data sheet to judge kernels by."""
     count = bench.size(1 << 28, 1 << 16)
     source = torch.randint(256, (count,), dtype=torch.int32, device=bench.device)
     target = torch.empty_like(source)

@@ -42,7 +42,8 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class Check:
-    """What is not made yet, so that it can be left out where the device did not survive it."""
+    """A check that is not made yet, so that it can be left out where the device did not survive
+    it."""
 
     what: str
     make: Callable[[], Row]
@@ -88,7 +89,7 @@ def configs(bench: Bench, op: str | None = None) -> Iterator[Check]:
 
 
 def _backends(bench: Bench, op: str | None) -> Iterator[tuple[Family, dispatch.Backend]]:
-    """Those that may serve this device."""
+    """Yield those that may serve this device."""
     for family in FAMILIES:
         for backend in dispatch.OPS[family.op].backends:
             is_asked = op in (None, family.op) and backend.missing is None
@@ -130,7 +131,7 @@ def compared(
     layout: RaggedLayout,
     dtype: torch.dtype,
 ) -> Row:
-    """One backend beside its op's reference. That it refuses the inputs is a fault."""
+    """Compare one backend with its op's reference. That it refuses the inputs is a fault."""
     torch.manual_seed(0)
     inputs = family.inputs(sizes, layout, bench.device, dtype)
     exact = copied(inputs, torch.float32)
@@ -160,7 +161,7 @@ def compared(
 
 @contextmanager
 def float32_products(precision: str) -> Iterator[None]:
-    """How torch lets products of float32 be computed."""
+    """Set how torch lets products of float32 be computed."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -178,7 +179,7 @@ def _poison(bench: Bench, like: list[Tensor]) -> None:
 
 
 def sizes_of(family: Family, size: str) -> Sizes:
-    """Of a family, by one of `SIZES`."""
+    """Return sizes of a family, by one of `SIZES`."""
     if size == "odd":
         known = {name: ODD.get(name, value) for name, value in family.toy.items()}
         return known | ({"H_qk": known["H"]} if known.get("per_channel") else {})

@@ -1,8 +1,8 @@
 """The first minutes on a GPU: `python -m benchmarks.gpu.first_run quick`, then `... rest`.
 
-*quick* checks: the environment, every op and backend beside its reference, each config of autotuned
-kernels, memory accesses, the tests that need a GPU. *rest* measures: ops beside their rooflines,
-whole models behind the engine and by transformers. Neither needs a network.
+*quick* checks the environment, every op and backend against its reference, each config of autotuned
+kernels, and memory accesses. *rest* measures ops, and whole models in the engine, against their
+rooflines. Neither needs a network. The tests that need a GPU are `pytest -m gpu`.
 
 Each part is a process of its own with a time limit. Rows are printed as they are known, and a table
 of all rows is written again and again, so that the end of the time loses nothing. This file imports
@@ -45,7 +45,7 @@ BUDGETS = {"quick": 240, "rest": 300}
 RESERVE = 6
 """Seconds of it to end processes, write the table and pack the logs."""
 RESUMED = 5
-"""How often checks go on behind one that the device did not survive."""
+"""How often checks go on after one that the device did not survive."""
 AT_ONCE = 16
 """Processes that check or compile side by side on one GPU, at most."""
 COLUMNS = 80
@@ -62,7 +62,7 @@ OPS = (
 AUTOTUNED = ("ssd_scan", "gated_delta_rule", "kimi_delta_attention")
 """Those of them that run kernels of libraries, which are tuned."""
 MODELS = ("nemotron_h_8b", "qwen3_5_4b")
-"""Compared with transformers, and measured unless others are named."""
+"""Measured unless others are named."""
 OTHER_MODELS = ("qwen3_next_80b_a3b", "jamba_1_5_mini", "gemma_3_4b")
 LIBRARIES = ("torch", "triton", "numpy", "transformers", "megatron-core", "fla-core")
 
@@ -81,15 +81,14 @@ class Part:
 
     @property
     def title(self) -> str:
-        """Of a table, a log."""
+        """Title of a table and of a log."""
         words = [word for word in self.arguments if not word.startswith("-")]
         return " ".join(dict.fromkeys([self.name, *words]))
 
 
 def phases(call: str, models: Sequence[str] = MODELS) -> list[list[Part]]:
-    """What a call may run: phases one behind the other, the parts of each side by side. What is
+    """List what a call may run: phases one after the other, the parts of each side by side. What is
     timed has a phase of its own; the most telling parts come first."""
-    compared = [model for model in models if model in MODELS]
     if call == "quick":
         checks = [Part("configs", ("configs", op), 125) for op in AUTOTUNED]
         for op in OPS:
@@ -97,23 +96,15 @@ def phases(call: str, models: Sequence[str] = MODELS) -> list[list[Part]]:
         return [
             [Part("environment", ("environment",), 45)],
             checks,
-            [Part("sanitizer", ("sanitizer",), 90), Part("tests", ("tests",), 150)],
+            [Part("sanitizer", ("sanitizer",), 90)],
         ]
     serving = [("serving", model) for model in models]
-    transformers = [("transformers", model) for model in compared]
-    compiled = [*serving, *transformers, *(("ops", op) for op in OPS)]
+    compiled = [*serving, *(("ops", op) for op in OPS)]
     return [
         [Part("compile", (*arguments, "--once"), 75) for arguments in compiled],
         [Part("ops", ("ops",), 90)],
         *([Part("serving", arguments, 75)] for arguments in serving),
-        *([Part("transformers", arguments, 30)] for arguments in transformers),
-        [Part("core_engine", ("core_engine",), 60)],
     ]
-
-
-UNASKED = {"quick": {"environment", "configs", "check", "sanitizer", "tests"}}
-UNASKED["rest"] = {"compile", "ops", "serving", "transformers"}
-"""The parts that run unless others are named."""
 
 
 def main(arguments: list[str] | None = None, command: Sequence[str] = COMMAND) -> int:
@@ -156,7 +147,7 @@ def main(arguments: list[str] | None = None, command: Sequence[str] = COMMAND) -
     ):
         parser.add_argument(f"--{name}", type=Path, default=ROOT / default, help=what)
     options = parser.parse_args(arguments)
-    wanted = set(options.parts or UNASKED[options.call])
+    wanted = options.parts or names
     seconds = options.seconds or BUDGETS[options.call]
     stretch = seconds / BUDGETS[options.call]
     chosen = [
@@ -192,7 +183,8 @@ def install(wheels: Path, site: str) -> str | None:
 
 
 def versions(site: str | None = None) -> dict[str, str]:
-    """Of Python and of what is installed of `LIBRARIES`, in a folder or in `sys.path`."""
+    """Read versions of Python and of what is installed of `LIBRARIES`, in a folder or in
+    `sys.path`."""
     found = {"python": platform.python_version()}
     path = [*([] if site is None else [site]), *sys.path]
     for library in LIBRARIES:
@@ -209,7 +201,7 @@ def fault_row(what: str, fault: str) -> Row:
 
 @dataclass
 class Report:
-    """What was found: printed, and written to files."""
+    """Prints what was found, and writes it to files."""
 
     call: str
     results: Path
@@ -228,7 +220,7 @@ class Report:
 
     @property
     def folder(self) -> Path:
-        """Of the logs, until they are packed."""
+        """Folder of the logs, until they are packed."""
         return self.logs / self.call
 
     @property
@@ -238,7 +230,7 @@ class Report:
 
     @property
     def stem(self) -> str:
-        """Of the files' names."""
+        """Stem of the files' names."""
         device = re.sub(r"[^a-z0-9]+", "_", self.device.lower()).strip("_")
         return f"first_run_{device}_{self.call}"
 
@@ -273,7 +265,7 @@ class Report:
         self._is_written = True
 
     def table(self) -> str:
-        """Of all rows, in Markdown: faults, parts, and the rows of each kind of part."""
+        """Format all rows in Markdown: faults, parts, and the rows of each kind of part."""
         named = ", ".join(f"{name} {version}" for name, version in versions(self.site).items())
         text = [f"# First run, {self.call}: {self.device}\n\n{named}\n"]
         text += _section("Faults", ("part", "what", "fault"), [
@@ -414,11 +406,11 @@ class Running:
 
     @property
     def seconds(self) -> float:
-        """Since it was started."""
+        """Seconds since it was started."""
         return time.monotonic() - self._began
 
     def rows(self, is_ended: bool) -> Iterator[Row]:
-        """Those that are new in the log."""
+        """Yield those that are new in the log."""
         with self.log.open("rb") as log:
             log.seek(self._at)
             found = log.read()
@@ -443,14 +435,14 @@ class Running:
 
 
 def _ending(code: int) -> str:
-    """How a process ended; empty: well."""
+    """Say how a process ended; empty: well."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}" if code else ""
 
 
 def _last_line(text: str) -> str:
-    """What a log says last, without its rows."""
+    """Return what a log says last, without its rows."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith(MARK)]
     return lines[-1].strip()[:100] if lines else ""
 

@@ -85,9 +85,9 @@ def cut_config(name: str, toy: bool, pattern: str | None = None, few: bool = Fal
     return HybridConfig.from_dict(whole | fields)
 
 
-def cut_model(name: str, bench: Bench, pattern: str | None = None) -> HybridModel:
+def cut_model(name: str, bench: Bench) -> HybridModel:
     """Build the model with random weights on the bench's device, of few layers where each call is
     made once."""
     torch.manual_seed(0)
     with torch.device(bench.device):
-        return build_hybrid_model(cut_config(name, bench.toy, pattern, bench.once)).eval()
+        return build_hybrid_model(cut_config(name, bench.toy, few=bench.once)).eval()

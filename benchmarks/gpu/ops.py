@@ -1,4 +1,4 @@
-"""Each op by the backend that serves it, beside its roofline and other libraries."""
+"""Times each op by the backend that serves it, against its roofline and other ways."""
 
 from __future__ import annotations
 
@@ -36,10 +36,8 @@ class Family:
     """Arguments of the op for any layout: model sizes, layout, device, dtype."""
     work: Callable[[Sizes, RaggedLayout], Work]
     """At least, in bf16 with fp32 states."""
-    prefill_others: Callable[[Sizes, RaggedLayout, tuple], Makers]
-    """Other libraries for one sequence from position 0."""
-    decode_others: Callable[[Sizes, RaggedLayout, tuple], Makers]
-    """The same for a token each of several sequences."""
+    others: Callable[[Sizes, RaggedLayout, tuple], Makers] = lambda sizes, layout, inputs: {}
+    """Other ways: for one sequence from position 0, or for a token each of several sequences."""
 
     @property
     def is_recurrent(self) -> bool:
@@ -97,13 +95,12 @@ def _measured(bench: Bench, family: Family, what: str, layout: RaggedLayout) -> 
             for _ in range(bench.sets(work))
         ]
         timing = bench.timing(*(partial(op, *inputs) for inputs in sets))
-        is_decode = max(layout.lengths) == 1
-        others = family.decode_others if is_decode else family.prefill_others
+        others = {} if layout.captures else family.others(sizes, layout, sets[0])
         row = Row(
             what,
             timing.seconds,
             bench.bound(work),
-            {} if layout.captures else bench.others(others(sizes, layout, sets[0])),
+            bench.others(others),
             timing.numbers(),
             note=next(name for name, reason in op.refusals(*sets[0]).items() if reason is None),
         )
@@ -160,7 +157,7 @@ def selective_scan_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> 
 
 
 def delta_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> tuple:
-    """Of the gated delta rule, and with `per_channel` of Kimi Delta Attention."""
+    """Make inputs of the gated delta rule, and with `per_channel` of Kimi Delta Attention."""
     T, H, H_qk, N, P = layout.num_rows, *(sizes[name] for name in ("H", "H_qk", "N", "P"))
     decays = (T, H, N) if sizes.get("per_channel") else (T, H)
     return (
@@ -208,7 +205,7 @@ def norm_inputs(sizes: Sizes, layout: RaggedLayout, device, dtype) -> tuple:
 
 
 def expert_rows(sizes: Sizes, layout: RaggedLayout) -> list[int]:
-    """How many rows each expert has, if the pairs of all tokens go to one expert after another."""
+    """Count the rows of each expert, if the pairs of all tokens go to one expert after another."""
     pairs, E = layout.num_tokens * sizes["k"], sizes["E"]
     return [-(-(pairs // E + (e < pairs % E)) // ROW_ALIGNMENT) * ROW_ALIGNMENT for e in range(E)]
 
@@ -286,71 +283,18 @@ def expert_work(sizes: Sizes, layout: RaggedLayout) -> Work:
     return Work(2 * (matrices + 2 * sum(rows) * h), 6 * sum(rows) * f * h)
 
 
-# Other libraries: each call returns the outputs in our op's shape ----------------------------
+# Other ways: each call returns the outputs in our op's shape -----------------------------------
 
 
-def _library(module: str, name: str) -> Callable:
-    """A function of another library.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        raise ImportError(f"needs {module.partition('.')[0]}") from error
-
-
-def _nothing(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
-    return {}
-
-
-def ssd_prefill_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
-    x, dt, A, B, C, D, states, *_ = inputs
-
-    def mamba_ssm():
-        scan = _library("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
-        x_, dt_, B_, C_ = (t[None] for t in (x, dt, B, C))
-        initial = states.pool_S.clone()
-        named = {"D": D, "initial_states": initial, "return_final_states": True}
-        return lambda: scan(x_, dt_, A, B_, C_, sizes["chunk"], **named)[0][0]
-
-    return {"mamba_ssm": mamba_ssm}
-
-
-def ssd_decode_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
-    x, dt, A, B, C, D, states, *_ = inputs
-    P, N = sizes["P"], sizes["N"]
-
-    def mamba_ssm():
-        step = _library("mamba_ssm.ops.triton.selective_state_update", "selective_state_update")
-        pool = states.pool_S[states.slot_ids_R]
-        wide_dt, wide_D = dt[..., None].expand(-1, -1, P), D[:, None].expand(-1, P)
-        wide_A = A[:, None, None].expand(-1, P, N)
-        return lambda: step(pool, x, wide_dt, wide_A, B, C, D=wide_D)
-
-    return {"mamba_ssm": mamba_ssm}
-
-
-def selective_scan_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
-    x, dt, A, B, C, D, *_ = inputs
-
-    def mamba_ssm():
-        scan = _library("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn")
-        u, delta, B_, C_ = (t.to(x.dtype).T[None].contiguous() for t in (x, dt, B, C))
-        return lambda: scan(u, delta, A, B_, C_, D, return_last_state=True)[0][0].T
-
-    return {"mamba_ssm": mamba_ssm}
-
-
-def _fla(chunked: str, single: str, module: str, is_prefill: bool):
+def _fla(chunked: str, single: str, module: str):
     """fla's chunked kernel for a prefill, its recurrent one for decodes: these copy the states."""
 
     def others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
         *tokens, states = inputs[:6]
+        is_prefill = max(layout.lengths) > 1
 
         def fla():
-            call = _library(module, chunked if is_prefill else single)
+            call = getattr(importlib.import_module(module), chunked if is_prefill else single)
             rows = [t[None] if is_prefill else t[:, None] for t in tokens]
             named = dict(zip(("q", "k", "v", "g", "beta"), rows))
             named["initial_state"] = states.pool_S[states.slot_ids_R]
@@ -362,27 +306,6 @@ def _fla(chunked: str, single: str, module: str, is_prefill: bool):
     return others
 
 
-def conv_prefill_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
-    x, weight, bias, *_ = inputs
-
-    def causal_conv1d():
-        conv = _library("causal_conv1d", "causal_conv1d_fn")
-        return lambda: conv(x.T[None], weight, bias, activation="silu")[0].T
-
-    return {"causal_conv1d": causal_conv1d}
-
-
-def conv_decode_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
-    x, weight, bias, states, *_ = inputs
-
-    def causal_conv1d():
-        update = _library("causal_conv1d", "causal_conv1d_update")
-        pool = states.pool_S[states.slot_ids_R]
-        return lambda: update(x, pool, weight, bias, "silu")
-
-    return {"causal_conv1d": causal_conv1d}
-
-
 def _dense(layout: RaggedLayout, inputs: tuple) -> tuple[Tensor, Tensor]:
     """Keys and values of sequences of one length without pages, `[R, S, K, D]`."""
     _, k_pages, v_pages, table, *_ = inputs
@@ -390,77 +313,23 @@ def _dense(layout: RaggedLayout, inputs: tuple) -> tuple[Tensor, Tensor]:
     return tuple(each[:, : layout.last_end].contiguous() for each in rows)
 
 
-def _window_sizes(sizes: Sizes) -> tuple[int, int]:
-    return (sizes["window"] - 1, 0) if "window" in sizes else (-1, -1)
-
-
-def attention_prefill_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
+def attention_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
+    """torch's attention, which has no window without a mask of all pairs."""
     q, pattern = inputs[0], inputs[5]
+    is_decode = max(layout.lengths) == 1
 
     def torch_sdpa():
-        queries = q[None].transpose(1, 2)
+        queries = q[:, :, None] if is_decode else q[None].transpose(1, 2)
         k, v = (each.transpose(1, 2) for each in _dense(layout, inputs))
-        return lambda: F.scaled_dot_product_attention(
-            queries, k, v, is_causal=True, scale=pattern.scale, enable_gqa=True
-        )[0].transpose(0, 1)
+        named = {"is_causal": not is_decode, "scale": pattern.scale, "enable_gqa": True}
+        attend = partial(F.scaled_dot_product_attention, queries, k, v, **named)
+        return lambda: attend()[:, :, 0] if is_decode else attend()[0].transpose(0, 1)
 
-    def flash_attn():
-        attend = _library("flash_attn", "flash_attn_varlen_func")
-        k, v = (each[0] for each in _dense(layout, inputs))
-        bounds = torch.tensor(layout.cu_seqlens, dtype=torch.int32, device=q.device)
-        longest = layout.last_end
-        return lambda: attend(
-            q,
-            k,
-            v,
-            bounds,
-            bounds,
-            longest,
-            longest,
-            softmax_scale=pattern.scale,
-            causal=True,
-            window_size=_window_sizes(sizes),
-        )
-
-    # torch's has no window without a mask of all pairs.
-    return {"flash_attn": flash_attn} | ({} if "window" in sizes else {"torch SDPA": torch_sdpa})
-
-
-def attention_decode_others(sizes: Sizes, layout: RaggedLayout, inputs: tuple) -> Makers:
-    q, pattern = inputs[0], inputs[5]
-
-    def torch_sdpa():
-        queries = q[:, :, None]
-        k, v = (each.transpose(1, 2) for each in _dense(layout, inputs))
-        return lambda: F.scaled_dot_product_attention(
-            queries, k, v, scale=pattern.scale, enable_gqa=True
-        )[:, :, 0]
-
-    def flash_attn():
-        attend = _library("flash_attn", "flash_attn_with_kvcache")
-        queries = q[:, None]
-        k, v = _dense(layout, inputs)
-        lengths = torch.tensor(layout.end_positions, dtype=torch.int32, device=q.device)
-        return lambda: attend(
-            queries,
-            k,
-            v,
-            cache_seqlens=lengths,
-            softmax_scale=pattern.scale,
-            causal=True,
-            window_size=_window_sizes(sizes),
-        )[:, 0]
-
-    return {"flash_attn": flash_attn} | ({} if "window" in sizes else {"torch SDPA": torch_sdpa})
+    return {} if "window" in sizes else {"torch SDPA": torch_sdpa}
 
 
 _TOY_ATTENTION = {"H": 4, "K": 2, "D": 16}
-_ATTENTION = (
-    attention_inputs,
-    attention_work,
-    attention_prefill_others,
-    attention_decode_others,
-)
+_ATTENTION = attention_inputs, attention_work, attention_others
 _DELTA_SIZES = {"H": 32, "N": 128, "P": 128, "chunk": 64}
 _TOY_DELTA = {"H": 4, "N": 16, "P": 16, "chunk": 32}
 _GDN = "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "fla.ops.gated_delta_rule"
@@ -494,8 +363,6 @@ FAMILIES = [
         {"H": 4, "P": 16, "G": 2, "N": 16, "chunk": 16},
         ssd_inputs,
         ssd_work,
-        ssd_prefill_others,
-        ssd_decode_others,
     ),
     Family(
         "gated_delta_rule",
@@ -504,8 +371,7 @@ FAMILIES = [
         _TOY_DELTA | {"H_qk": 2},
         delta_inputs,
         delta_work,
-        _fla(*_GDN, True),
-        _fla(*_GDN, False),
+        _fla(*_GDN),
     ),
     Family(
         "kimi_delta_attention",
@@ -514,8 +380,7 @@ FAMILIES = [
         _TOY_DELTA | {"H_qk": 4, "chunk": 32, "per_channel": 1},
         delta_inputs,
         delta_work,
-        _fla(*_KDA, True),
-        _fla(*_KDA, False),
+        _fla(*_KDA),
     ),
     Family(
         "selective_scan",
@@ -524,8 +389,6 @@ FAMILIES = [
         {"C": 32, "N": 4},
         selective_scan_inputs,
         selective_scan_work,
-        selective_scan_others,
-        _nothing,
     ),
     Family(
         "gated_rms_norm",
@@ -534,8 +397,6 @@ FAMILIES = [
         {"G": 2, "C": 16},
         norm_inputs,
         norm_work,
-        _nothing,
-        _nothing,
     ),
     Family(
         "expert_mlps",
@@ -544,8 +405,6 @@ FAMILIES = [
         {"E": 8, "k": 2, "h": 64, "f": 32},
         expert_inputs,
         expert_work,
-        _nothing,
-        _nothing,
     ),
     Family(
         "causal_conv1d",
@@ -554,7 +413,5 @@ FAMILIES = [
         {"C": 32, "K": 4},
         conv_inputs,
         conv_work,
-        conv_prefill_others,
-        conv_decode_others,
     ),
 ]

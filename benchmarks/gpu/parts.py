@@ -6,7 +6,6 @@ Each is for a process of its own. A row is a line of standard output: `MARK`, an
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 import os
@@ -19,19 +18,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 
-from benchmarks.gpu import checks, core_engine, huggingface, ops, serving
+from benchmarks.gpu import checks, ops, serving
 from benchmarks.gpu.autotuned import chosen
 from benchmarks.gpu.bench import Bench, Row, first_line
-from benchmarks.gpu.first_run import MARK, POISONED, ROOT, versions
+from benchmarks.gpu.first_run import MARK, POISONED, versions
 from megatron_hybrid.ops import dispatch
-
-TESTS = (
-    "tests/functional/test_gpu.py",
-    "tests/functional/test_gpu_ops.py",
-    "tests/functional/huggingface/test_adapters_on_gpu.py",
-)
-TEST_SECONDS = 60
-"""Limit of one test, where pytest-timeout is installed."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -125,7 +116,7 @@ def sanitizer(bench: Bench) -> Iterator[Row]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        # Else torch's own cache hides accesses behind a tensor's end.
+        # Else torch's own cache hides accesses after a tensor's end.
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     )
     told: list[str] = []
@@ -147,31 +138,13 @@ def sanitizer(bench: Bench) -> Iterator[Row]:
         yield Row("memcheck", fault=told[0] if told else f"exit code {code}")
 
 
-def tests(bench: Bench) -> Iterator[Row]:
-    """The tests that need a GPU, by name; at toy size they are collected."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
-    command += ["-p", "benchmarks.gpu.pytest_rows", "-q", "-s"]
-    if bench.toy:
-        command += ["--collect-only"]
-    else:
-        command += ["-n", str(min(12, os.cpu_count() or 1))]
-        if importlib.util.find_spec("pytest_timeout"):
-            # A thread ends the worker, also where the device hangs; xdist starts another one.
-            command += ["--timeout", str(TEST_SECONDS), "--timeout-method", "thread"]
-    code = subprocess.run([*command, *TESTS], cwd=ROOT).returncode
-    yield Row("pytest", note=f"exit code {code}", fault="" if code in (0, 1) else "it did not end")
-
-
 CHECKS = {"check": checks.ops, "configs": checks.configs, "small": checks.small}
 PARTS = {
     **CHECKS,
     "environment": environment,
     "sanitizer": sanitizer,
-    "tests": tests,
     "ops": ops.run,
     "serving": serving.run,
-    "transformers": huggingface.run,
-    "core_engine": core_engine.run,
 }
 
 if __name__ == "__main__":

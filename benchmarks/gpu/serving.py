@@ -1,4 +1,4 @@
-"""Whole models behind the engine: decode steps, prefills, first tokens, copies of states."""
+"""Whole models in the engine: decode steps, prefills, first tokens, copies of states."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from megatron_hybrid.tools.roofline import ModelWork
 CAPTURED = 4
 """States saved inside of a prefill."""
 COPY_SECONDS = 50e-6
-"""Allowed to a restore beside 1.1 times its bytes / bandwidth."""
+"""Allowed to a restore in addition to 1.1 times its bytes / bandwidth."""
 
 
 def run(bench: Bench, name: str) -> Iterator[Row]:
-    """One model, by its name in `SHAPES`. What takes longest comes last."""
+    """Measure one model, by its name in `SHAPES`. What takes longest comes last."""
     model = cut_model(name, bench)
     short, long = bench.size(8192, 48), bench.size(65536, 64)
     for part in (
@@ -67,7 +67,7 @@ def make_engine(bench: Bench, model: HybridModel, longest: int, batch: int, **fi
 
 
 def work_of(engine: DynamicInferenceEngine) -> ModelWork:
-    """What the engine's forward passes cost at least."""
+    """Return the least that the engine's forward passes cost."""
     return ModelWork.of(engine.model, engine.cache.spec)
 
 
@@ -147,7 +147,7 @@ def first_tokens(
 
 
 def prefill_with_saves(bench: Bench, model: HybridModel) -> Iterator[Row]:
-    """A prefill that saves states on its way, beside one that saves none."""
+    """Time a prefill that saves states on its way, against one that saves none."""
     length, rng = bench.size(8192, 48), np.random.default_rng(2)
     breakpoints = [length * i // (CAPTURED + 1) + 1 for i in range(1, CAPTURED + 1)]
     times = {}

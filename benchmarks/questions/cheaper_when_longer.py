@@ -21,7 +21,7 @@ LENGTHS = range(479, 561)
 PATTERN = "M-G-*-"
 SHOWN = (479, 496, 512, 527, 528, 529, 544, 560)
 TAIL = 64
-"""Tokens behind a shared prefix."""
+"""Tokens after a shared prefix."""
 _SHAPE = GEOMETRIES["qwen3.5-4b"]
 BLOCK = unified_block(_SHAPE.recurrent_bytes() // _SHAPE.state_layers, _SHAPE.kv_bytes_per_layer)
 

@@ -17,16 +17,14 @@ from rich.console import Console
 
 from benchmarks.replay import cliff, plots, table, traces
 from benchmarks.replay.engines import ENGINES
+from benchmarks.replay.footprint import footprint
 from benchmarks.replay.geometry import GEOMETRIES
-from benchmarks.replay.memory import footprint
 from benchmarks.replay.sweep import GB, Cell, run_cells
 from benchmarks.replay.workloads import WORKLOADS
 from megatron_hybrid.commands.arguments import gigabytes, whole_number
 from megatron_hybrid.tools.plots import pyplot
 from megatron_hybrid.tools.replay.request import Request
 
-LEFT_OUT = ("ours-bf16", "ours-flops", "lru-64", "lru-policy", "marconi-policy")
-"""Engines that only --full or --engines runs."""
 TRACE_BUDGETS_GB = (16, 64, 256)
 CLIFF_GEOMETRY = "qwen3.5-4b"
 CLIFF_LENGTHS = range(16, 2401, 16)
@@ -64,7 +62,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--engines",
         choices=ENGINES,
-        help="Compare these engines. The default is those of note that are installed.",
+        help="Compare these engines. The default is those that are installed.",
         **names,
     )
     add(
@@ -86,7 +84,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add(
         "--full",
         action="store_true",
-        help="Replay all workloads, models and engines, with 1 and 8 requests at a time.",
+        help="Replay all workloads and models, with 1 and 8 requests at a time.",
     )
     add(
         "--memory",
@@ -158,8 +156,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def chosen_engines(options: argparse.Namespace, console: Console) -> Sequence[str]:
-    """Those that are asked for and installed; says which are not."""
-    names = options.engines or [name for name in ENGINES if options.full or name not in LEFT_OUT]
+    """Return those that are asked for and installed; says which are not."""
+    names = options.engines or list(ENGINES)
     missing = [name for name in names if not ENGINES[name].installed]
     if missing and options.markdown:
         raise ValueError(
@@ -190,7 +188,9 @@ def sources(
 
 def weigh(options: argparse.Namespace, console: Console) -> dict:
     """Memory and time of one long trace: the recorded one, else the agents."""
-    requests = traces.load(options.trace) if options.trace else WORKLOADS["agent"].generate()
+    requests = (
+        traces.load(options.trace) if options.trace else WORKLOADS["agent"].generate(options.limit)
+    )
     geometry = GEOMETRIES[options.geometry[0]]
     budget = max(options.budgets or TRACE_BUDGETS_GB)
     found = footprint(requests, geometry, budget * GB)

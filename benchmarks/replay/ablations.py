@@ -55,7 +55,8 @@ PARTS = {
 def skipped_without(
     part: str | None, requests: Sequence[Request], budget_gb: float, in_flight: int
 ) -> float:
-    """What the cache skips of a trace's prompt tokens without a part (None: with all), in %."""
+    """Return what the cache skips of a trace's prompt tokens without a part (None: with all), in
+    %."""
     spec = GEOMETRIES[GEOMETRY].spec("exact")
     policy = HybridPolicy(spec, **({part: False} if part else {}))
     return 100 * replay(requests, Ours(spec, budget_gb * GB, policy), in_flight).skipped_share

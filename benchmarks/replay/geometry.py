@@ -25,8 +25,6 @@ class Geometry:
     kv_heads: int
     head_dim: int
     mlp_layers: int
-    attention_parity: float
-    """As in `CacheSpec`, of the published model."""
     state_layers: int = 0
     conv_shape: tuple[int, ...] = ()
     """Convolution tail of one layer."""
@@ -56,7 +54,7 @@ class Geometry:
         return self.state_layers * (conv + prod(self.ssm_shape) * BYTES_PER_ELEMENT[encoding])
 
     def state_bytes(self, encoding: str = "exact") -> int:
-        """All that has to be there beside the KV to resume at a position: recurrent states and
+        """All that resuming needs in addition to the KV at a position: recurrent states and
         the KV of a whole window. 0: the KV of full attention is enough."""
         return self.recurrent_bytes(encoding) + self.window * self.window_bytes_per_token
 
@@ -65,9 +63,9 @@ class Geometry:
         """KV of all layers with a window."""
         return self.window_layers * self.kv_bytes_per_layer
 
-    def spec(self, encoding: str = "exact", flops: bool = False) -> CacheSpec:
-        """The same as `PrefixCache` takes it. flops: weigh what need not be computed again by its
-        FLOPs, as the engine does, and not by its tokens."""
+    def spec(self, encoding: str = "exact") -> CacheSpec:
+        """Return the same as `PrefixCache` takes it. What need not be computed again is weighed by
+        its tokens, where the engine weighs its FLOPs."""
         groups = [KVGroup(self.attention_layers, self.kv_bytes_per_layer)]
         if self.window_layers:
             groups.append(KVGroup(self.window_layers, self.kv_bytes_per_layer, self.window))
@@ -77,13 +75,13 @@ class Geometry:
             state_bytes=self.recurrent_bytes(),
             encoded_state_bytes=self.recurrent_bytes(encoding),
             hidden_bytes=self.hidden_size * BYTES_PER_VALUE,
-            attention_parity=self.attention_parity if flops else inf,
+            attention_parity=inf,
         )
 
     def prefill_flops(self, n: int) -> float:
-        """Of a prompt of n tokens, by layer kind as in Marconi (Pan et al., MLSys 2025, table 1):
-        8 n D^2 + 4 n^2 D for attention, 16 n D^2 for an MLP, 12 n D^2 + 16 n D N + 10 n for a state
-        space layer; a window bounds the quadratic part."""
+        """Count those of a prompt of n tokens, by layer kind as in Marconi (Pan et al., MLSys 2025,
+        table 1): 8 n D^2 + 4 n^2 D for attention, 16 n D^2 for an MLP, 12 n D^2 + 16 n D N + 10 n
+        for a state space layer; a window bounds the quadratic part."""
         d, state = self.hidden_size, self.ssm_shape[-1] if self.ssm_shape else 0
         seen = min(n, self.window or n)
         return (
@@ -104,7 +102,6 @@ GEOMETRIES = {
             kv_heads=8,
             head_dim=128,
             mlp_layers=24,
-            attention_parity=214_400,
             state_layers=24,
             conv_shape=(3, 10240),
             ssm_shape=(128, 64, 128),
@@ -117,7 +114,6 @@ GEOMETRIES = {
             kv_heads=4,
             head_dim=256,
             mlp_layers=32,
-            attention_parity=54_460,
             state_layers=24,
             conv_shape=(3, 8192),
             ssm_shape=(32, 128, 128),
@@ -130,7 +126,6 @@ GEOMETRIES = {
             kv_heads=8,
             head_dim=128,
             mlp_layers=32,
-            attention_parity=353_136,
             state_layers=28,
             conv_shape=(3, 8192),
             ssm_shape=(8192, 16),
@@ -143,7 +138,6 @@ GEOMETRIES = {
             kv_heads=16,
             head_dim=128,
             mlp_layers=62,
-            attention_parity=312_480,
             window_layers=52,
             window=1024,
         ),
@@ -154,7 +148,6 @@ GEOMETRIES = {
             kv_heads=8,
             head_dim=128,
             mlp_layers=32,
-            attention_parity=26_624,
         ),
     )
 }

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.geometry import GEOMETRIES
-from megatron_hybrid.tools.replay.lru import Ceiling
 from megatron_hybrid.tools.replay.request import Request
-from megatron_hybrid.tools.replay.runner import Replay, replay, side_by_side
+from megatron_hybrid.tools.replay.runner import Replay, side_by_side
 
 GB = 10**9
 
@@ -31,9 +30,6 @@ class Cell:
     skipped_percent: float
     micros_median: float
     micros_p95: float
-    lost_percent: dict[str, float]
-    """Prompt tokens that an infinite cache skips and this engine did not, in % of all prompt
-    tokens, by the engine's own reason. Empty where it gives none."""
 
 
 def run_cells(
@@ -46,14 +42,12 @@ def run_cells(
 ) -> list[Cell]:
     """All engines at all budgets over one workload, engine by engine; those that share a budget
     run side by side."""
-    possible = replay(requests, Ceiling(), in_flight).skipped_tokens
     total = sum(len(request.prompt) for request in requests)
     cells = []
     for budget in (None, *budgets_gb):
         compared = [name for name in engines if ENGINES[name].bounded == (budget is not None)]
         replays = best_replays(compared, geometry, budget, requests, in_flight)
         for engine, (best, parameter) in zip(compared, replays):
-            lost = best.lost_tokens(possible)
             cells.append(
                 Cell(
                     workload,
@@ -67,7 +61,6 @@ def run_cells(
                     round(100 * best.skipped_share, 2),
                     round(best.micros(0.5), 1),
                     round(best.micros(0.95), 1),
-                    {reason: round(100 * tokens / total, 2) for reason, tokens in lost.items()},
                 )
             )
     return sorted(cells, key=lambda cell: engines.index(cell.engine))
@@ -80,7 +73,7 @@ def best_replays(
     requests: Sequence[Request],
     in_flight: int,
 ) -> list[tuple[Replay, float | None]]:
-    """Per engine, the replay that skips most among its candidates, and the parameter behind it."""
+    """Find for each engine the replay that skips most among its candidates, and its parameter."""
     of_engine = [
         ENGINES[name].build(GEOMETRIES[geometry], (budget_gb or 0) * GB, in_flight)
         for name in engines
@@ -93,11 +86,3 @@ def best_replays(
         parameter = max(found, key=lambda parameter: found[parameter].skipped_share)
         best.append((found[parameter], parameter))
     return best
-
-
-def skipped_by(
-    engine: str, geometry: str, budget_gb: float, requests: Sequence[Request], in_flight: int = 1
-) -> float:
-    """What one engine skips of a trace's prompt tokens, in %."""
-    [(best, _)] = best_replays([engine], geometry, budget_gb, requests, in_flight)
-    return 100 * best.skipped_share

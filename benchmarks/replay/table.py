@@ -22,8 +22,8 @@ _ENGINE_WIDTH, _BUDGET_WIDTH = 22, 26
 
 
 def grouped(cells: Sequence[Cell]) -> Iterator[tuple[str, list[float], dict[str, list[Cell]]]]:
-    """Per workload, geometry and number in flight: a title, the budgets, and for each engine its
-    cells in order of the budgets (an engine without a limit repeats its one)."""
+    """Yield for each workload, geometry and number in flight a title, the budgets, and for each
+    engine its cells in order of the budgets (an engine without a limit repeats its one)."""
     groups = by(cells, "workload", "geometry", "in_flight")
     for (workload, geometry, in_flight), group in groups.items():
         title = (
@@ -39,8 +39,8 @@ def grouped(cells: Sequence[Cell]) -> Iterator[tuple[str, list[float], dict[str,
 
 
 def terminal_tables(cells: Sequence[Cell], width: int) -> Iterator[Table]:
-    """Per workload, geometry and number in flight as many tables as it takes for all budgets to
-    fit into so many columns; one row per engine."""
+    """Make for each workload, geometry and number in flight as many tables as it takes for all
+    budgets to fit into so many columns; one row per engine."""
     at_once = max(1, (width - _ENGINE_WIDTH) // _BUDGET_WIDTH)
     for title, budgets, engines in grouped(cells):
         heads = [f"{budget:g} GB" for budget in budgets] or ["no limit"]
@@ -55,31 +55,14 @@ def terminal_tables(cells: Sequence[Cell], width: int) -> Iterator[Table]:
                 shown = [(f"{c.skipped_percent:.1f}", micros(c)) for c in row[part]]
                 table.add_row(engine, *(text for pair in shown for text in pair))
             yield table
-        yield from lost_table(cells, title, budgets, engines)
 
 
 def micros(cell: Cell) -> str:
     return f"{cell.micros_median:.0f} / {cell.micros_p95:.0f}"
 
 
-def lost_table(cells, title: str, budgets: list[float], engines: dict) -> Iterator[Table]:
-    """What engines that give reasons lost, by reason; no table where none does."""
-    rows = [(engine, cell) for engine, row in engines.items() for cell in row if cell.lost_percent]
-    reasons = sorted({reason for _, cell in rows for reason in cell.lost_percent})
-    if not rows:
-        return
-    table = Table(title="lost against the ceiling, % of prompt tokens", title_justify="left")
-    table.add_column("engine, GB", no_wrap=True)
-    for reason in reasons:
-        table.add_column(reason, justify="right")
-    for engine, cell in rows:
-        lost = (cell.lost_percent.get(reason, 0) for reason in reasons)
-        table.add_row(f"{engine}, {cell.budget_gb:g}", *(f"{part:.1f}" for part in lost))
-    yield table
-
-
 def markdown(cells: Sequence[Cell]) -> str:
-    """The same as Markdown, without what was lost: per geometry and number in flight a table of
+    """Return the same as Markdown: per geometry and number in flight a table of
     tokens skipped, with a column for each workload and its budgets, and one of the bookkeeping at
     the middle budget."""
     lines = []
@@ -159,12 +142,13 @@ def by(cells: Sequence[Cell], *names: str) -> dict[tuple, list[Cell]]:
 
 
 def is_rival(cell: Cell) -> bool:
-    """Whether an engine could be had in place of ours: not one that foresees or pays nothing."""
+    """Return whether an engine could be had in place of ours: not one that foresees or pays
+    nothing."""
     return not cell.engine.startswith(("ours", "clairvoyant", "lru-free", "ceiling"))
 
 
 def around_results(path: Path, name: str) -> tuple[str, str]:
-    """What stands before and after results in a Markdown file, their two marks included.
+    """Return what stands before and after results in a Markdown file, their two marks included.
 
     Args:
         name: of the results: "results", or "models" for many models.

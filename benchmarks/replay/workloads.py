@@ -15,10 +15,6 @@ import numpy as np
 from megatron_hybrid.tools.replay.request import Request
 
 VOCABULARY = 120_000
-AGENT_STEPS = range(20, 41)
-"""Steps that an agent takes before it ends, each number as likely as the others."""
-AGENT_PAUSE = 20.0
-"""Mean of the pauses between them, in seconds: exponential."""
 
 
 def draw_tokens(rng: np.random.Generator, n: float) -> np.ndarray:
@@ -33,7 +29,7 @@ def zipf(n: int, exponent: float) -> np.ndarray:
 
 
 def short_classify(limit: int = 5000, seed: int = 3) -> Iterator[Request]:
-    """Classification behind system prompts: 20 of them with 380 to 620 tokens (Zipf), each
+    """Classification after system prompts: 20 of them with 380 to 620 tokens (Zipf), each
     followed by a text of 10 to 60 tokens; the answer is a label of 1 to 8 tokens."""
     rng = np.random.default_rng(seed)
     systems = [draw_tokens(rng, rng.integers(380, 621)) for _ in range(20)]
@@ -43,7 +39,7 @@ def short_classify(limit: int = 5000, seed: int = 3) -> Iterator[Request]:
 
 
 def chat(limit: int | None = None, seed: int = 4, sessions: int = 300) -> Iterator[Request]:
-    """Chats of 6 to 12 turns behind 10 system prompts, interleaved over an hour.
+    """Chats of 6 to 12 turns after 10 system prompts, interleaved over an hour.
 
     30 % of the sessions drop the first 40 to 80 % of every answer (its thinking) from the history,
     so that the next prompt leaves the cached one right at the end of the last prompt.
@@ -75,12 +71,12 @@ def agent(limit: int | None = None, seed: int = 5, sessions: int = 60) -> Iterat
     for session in range(sessions):
         arrival = rng.uniform(0, 600)
         history = [tools[rng.integers(3)], draw_tokens(rng, rng.integers(50, 400))]
-        for _ in range(rng.integers(AGENT_STEPS.start, AGENT_STEPS.stop)):
+        for _ in range(rng.integers(20, 41)):
             prompt_pieces = len(history)
             output = draw_tokens(rng, rng.integers(100, 401))
             history += [output, draw_tokens(rng, rng.integers(200, 3001))]
             turns.append((arrival, session, history, prompt_pieces, output))
-            arrival += rng.exponential(AGENT_PAUSE)
+            arrival += rng.exponential(20)
     return interleaved(turns, limit)
 
 
@@ -129,7 +125,7 @@ def fluctuating(limit: int = 600, seed: int = 8, families: int = 20) -> Iterator
 
 def code(limit: int = 3000, seed: int = 9, developers: int = 30) -> Iterator[Request]:
     """Code completion: instructions of 200 tokens, a file (1k to 12k when it is opened) up to the
-    cursor, and at most 600 tokens behind it.
+    cursor, and at most 600 tokens after it.
 
     A developer (Zipf, exponent 0.7) types 2 to 20 tokens between two requests, having taken 40 % of
     the completions and, in 30 % of the cases, deleted up to 30 tokens; 9 % go on elsewhere in the
@@ -151,13 +147,13 @@ def code(limit: int = 3000, seed: int = 9, developers: int = 30) -> Iterator[Req
             cursor = int(rng.integers(len(file)))
         start = cursor - min(cursor, rng.integers(1, 31)) if rng.random() < 0.3 else cursor
         before = np.concatenate([file[:start], draw_tokens(rng, rng.integers(2, 21))])
-        behind = file[cursor:]
-        prompt = np.concatenate([instructions, before, behind[:600]])
+        after = file[cursor:]
+        prompt = np.concatenate([instructions, before, after[:600]])
         output = draw_tokens(rng, rng.integers(5, 60))
         yield Request(prompt, output, i, 0, float(i))
         if rng.random() < 0.4:
             before = np.concatenate([before, output])
-        files[k] = np.concatenate([before, behind]), len(before)
+        files[k] = np.concatenate([before, after]), len(before)
 
 
 def interleaved(turns: list[tuple], limit: int | None) -> Iterator[Request]:

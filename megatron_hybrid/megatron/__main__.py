@@ -18,7 +18,7 @@ With torchrun: torchrun ... -m megatron_hybrid.megatron SCRIPT ...
 
 
 def main(arguments: list[str]) -> None:
-    """Run the script with the arguments behind it."""
+    """Run the script with the arguments after it."""
     if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
         print(USAGE, end="")
         sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)

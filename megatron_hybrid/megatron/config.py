@@ -43,7 +43,7 @@ class PrefixCachingEvictionPolicy(StrEnum):
 
 
 class PrefixCachingCoordinatorPolicy(StrEnum):
-    """How a coordinator spreads requests over replicas."""
+    """Rules by which a coordinator spreads requests over replicas."""
 
     LONGEST_PREFIX = "longest_prefix"
     FIRST_PREFIX_BLOCK = "first_prefix_block"
@@ -52,7 +52,7 @@ class PrefixCachingCoordinatorPolicy(StrEnum):
 
 
 class KVCacheManagementMode(StrEnum):
-    """What a suspended engine does with its cache."""
+    """Ways to treat the cache of a suspended engine."""
 
     PERSIST = "persist"
     """It stays in device memory."""
@@ -63,14 +63,14 @@ class KVCacheManagementMode(StrEnum):
 
 
 class CudaGraphSizingDistribution(StrEnum):
-    """How the sizes of CUDA graphs are spaced."""
+    """Spacings of the sizes of CUDA graphs."""
 
     EXPONENTIAL = "exponential"
     LINEAR = "linear"
 
 
 class AsyncScheduleMode(StrEnum):
-    """When a step is prepared."""
+    """Times at which a step is prepared."""
 
     LEGACY = "legacy"
     ASYNC = "async"
@@ -391,8 +391,8 @@ def _wants_graphs(model_config: Any) -> bool:
 def _derived_requests(
     spec: CacheSpec, total: int, slots_total: int, max_tokens: int, model: HybridModel
 ) -> int:
-    """As many requests as fit: their live slots in `slots_total` bytes, one block of each in the
-    buffer, one token of each in a forward."""
+    """Return as many requests as fit: their live slots in `slots_total` bytes, one block of each in
+    the buffer, one token of each in a forward."""
     block_bytes = spec.page_bytes * max(1, spec.kv_pages_per_block)
     count = min(slots_total // spec.slot_bytes, total // block_bytes, max_tokens)
     multiple = math.lcm(REQUEST_MULTIPLE, model.pg_collection.tp.size())

@@ -22,7 +22,7 @@ class BlockCounts:
 
 
 class DynamicInferenceContext:
-    """What `DynamicInferenceEngine` is built from; afterwards, its sizes and counters.
+    """Settings that `DynamicInferenceEngine` is built from; afterwards, its sizes and counters.
 
     Args:
         model_config: of the model that will be served.
@@ -44,7 +44,7 @@ class DynamicInferenceContext:
         self.reset_counters()
 
     def bind(self, engine: Engine) -> None:
-        """From now on, show this engine.
+        """Show this engine from now on.
 
         Raises:
             ValueError: the context already shows one.

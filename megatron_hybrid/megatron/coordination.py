@@ -1,4 +1,4 @@
-"""Coordination: an engine behind megatron-core's own coordinator of data-parallel replicas.
+"""Coordination: an engine under megatron-core's own coordinator of data-parallel replicas.
 
 The coordinator is a process of core's, and so are its clients. What is ours is the part of an
 engine: it takes requests and signals from the coordinator, steps, and replies.
@@ -43,7 +43,7 @@ _STABLE = ("RUNNING", "PAUSED", "SUSPENDED", "RESUMED", "STOPPED")
 
 
 def _run_coordinator(policy: str, pipe_connection: Connection, **arguments: Any) -> None:
-    """In a process of its own, which ends with the one that started it."""
+    """Run core's coordinator in this process, which ends with the one that started it."""
     end_with_parent()
     core = coordinator_parts()
     try:

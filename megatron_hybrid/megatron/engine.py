@@ -55,7 +55,7 @@ def coordinator_needed(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class DecodeOnly:
-    """Whether the last step computed decodes only; None: there was no step."""
+    """Tells whether the last step computed decodes only; None: there was no step."""
 
     launched: bool | None = None
     consumed: bool | None = None
@@ -306,7 +306,7 @@ class DynamicInferenceEngine:
         return self.requests[request_id].request
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step_modern` has something to do or to return."""
+        """Return whether `step_modern` has something to do or to return."""
         return bool(self.requests or self._finished)
 
     # Steps -------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ class DynamicInferenceEngine:
 
     @property
     def is_decode_only(self) -> bool:
-        """Whether the last step computed decodes only."""
+        """True where the last step computed decodes only."""
         return bool(self.decode_only)
 
     def generate(

@@ -74,7 +74,7 @@ _KINDS: dict[str, type[ContextOverflowError]] = {
 
 
 class ContextErrorFactory:
-    """These errors as plain data."""
+    """Converts these errors to plain data and back."""
 
     @staticmethod
     def serialize(error: ContextOverflowError) -> dict[str, Any]:

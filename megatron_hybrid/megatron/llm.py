@@ -226,7 +226,7 @@ class _Replica:
 
 
 class _Replicas:
-    """Several data-parallel replicas behind megatron-core's coordinator, with the interface of
+    """Several data-parallel replicas under megatron-core's coordinator, with the interface of
     `_Replica`. Each rank's engine has a thread of its own; the first rank of all takes requests.
 
     Args:
@@ -315,7 +315,7 @@ class _Replicas:
             answer.cancel()
 
     def abandon(self, adding: Future[list[tuple[asyncio.Future, Future]]]) -> None:
-        """As `_Replica.abandon`."""
+        """Drop what an `add` has added or will add, as `_Replica.abandon` does."""
         if adding.cancelled() or adding.exception() is not None:
             return
         with suppress(RuntimeError):  # it was shut down
@@ -370,12 +370,12 @@ def _settle_answer(future: Future[DynamicInferenceRequest], answer: asyncio.Futu
 
 
 class _LLM:
-    """What both classes share.
+    """The base class of both.
 
     With `use_coordinator` the engine has a thread of its own. Of one replica there is no
     coordinator process: all ranks of the model make it; the first one then takes requests and
     changes of state, and the others only `shutdown` and `wait_for_shutdown`, which wait for the
-    first one. Several data-parallel replicas are behind megatron-core's coordinator.
+    first one. Several data-parallel replicas are under megatron-core's coordinator.
     """
 
     def __init__(
@@ -420,7 +420,7 @@ class _LLM:
 
     @property
     def is_primary_rank(self) -> bool:
-        """Whether this rank takes requests."""
+        """True where this rank takes requests."""
         return self._replica is None or self._replica.is_primary
 
     def _require_primary(self, name: str) -> None:

@@ -17,7 +17,7 @@ from megatron_hybrid.megatron.sampling_params import SamplingParams
 
 
 class Status(Enum):
-    """Where a request is."""
+    """State of a request."""
 
     WAITING_IN_QUEUE = 1
     ACTIVE_AND_GENERATING_TOKENS = 2
@@ -27,7 +27,7 @@ class Status(Enum):
 
 
 class DynamicInferenceEventType(Enum):
-    """What happened to a request."""
+    """Kinds of events of a request."""
 
     ADD_ENGINE = auto()
     ADD_CONTEXT = auto()
@@ -116,7 +116,7 @@ class DynamicInferenceRequest:
     """Routing is not tracked: None."""
     policy_epoch: list[tuple[int, int]] | None = None
     """Of an answered request: (index of a token, prompt included; epoch of the weights that drew
-    the tokens behind it, until the next entry)."""
+    the tokens after it, until the next entry)."""
     kv_cache_epoch: list[tuple[int, int]] | None = None
     """The same for the KV under the tokens. It is computed anew for new weights, so there is one
     entry."""
@@ -170,7 +170,7 @@ class DynamicInferenceRequest:
 
 @dataclass(kw_only=True)
 class DynamicInferenceRequestRecord:
-    """What the engine returns of a request. A preempted request goes on where it was, so a record
+    """The engine's record of a request. A preempted request goes on where it was, so a record
     has one request only."""
 
     requests: list[DynamicInferenceRequest] = field(default_factory=list)

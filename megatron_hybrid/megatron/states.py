@@ -4,7 +4,7 @@ from enum import Enum, auto
 
 
 class EngineState(Enum):
-    """Without a coordinator an engine is RUNNING or SUSPENDED. Behind one it is in those states
+    """States of an engine. Without a coordinator it is RUNNING or SUSPENDED, with one in those
     that last: the others are of Megatron's own engine."""
 
     RUNNING = auto()

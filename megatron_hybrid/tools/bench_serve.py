@@ -128,7 +128,7 @@ def arrivals(calls: Sequence[Call], rate: float | None, seed: int = 0) -> list[f
 
 
 class Server:
-    """Where requests go.
+    """The server that requests go to.
 
     Args:
         url: with or without /v1 at its end.
@@ -232,7 +232,7 @@ async def _events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _message(body: bytes) -> str:
-    """What an answer with an error says."""
+    """Return the message of an answer with an error."""
     try:
         return _error_text(json.loads(body)["error"])
     except (ValueError, LookupError, TypeError):
@@ -286,7 +286,7 @@ class Outcome:
 
 @dataclass
 class Run:
-    """What was measured."""
+    """The measurements of a run."""
 
     num_calls: int
     outcomes: list[Outcome] = field(default_factory=list)

@@ -96,7 +96,7 @@ def _answer(
 
 
 def typed_lines(prompt: str = "> ") -> Iterator[str]:
-    """What is typed, until the end of the input."""
+    """Yield typed lines, until the end of the input."""
     while True:
         try:
             yield input(prompt)

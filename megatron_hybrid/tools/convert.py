@@ -103,7 +103,7 @@ def _load_as(
         options = {**options, "vocab_size": theirs.vocab_size}  # Megatron's is padded
     elif read_config(source).huggingface_config is not None:
         raise CheckpointError(
-            f"{source} has a Hugging Face config of its own, which one beside it would contradict. "
+            f"{source} has a Hugging Face config of its own, which another one would contradict. "
             f"Leave out {path}."
         )
     model, tokenizer = load(source, huggingface_config=theirs.huggingface_config, **options)

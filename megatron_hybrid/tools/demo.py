@@ -35,40 +35,6 @@ USERS = (
     '\n\n"Is it true," asked the little boy, "that the fox can talk?"',
 )
 SECOND_TURN = '\n\n"And what," asked the old lady, "did she say to that?"'
-# Cut to the exact numbers of tokens below; its content does not matter.
-LONG_TEXT = " ".join(
-    (
-        "There was once a man who kept a garden on the side of a hill, and every morning before "
-        "the sun was up he went out to see what had grown in the night.",
-        "He had planted beans along the wall and cabbages under the apple trees, and in the middle "
-        "of it all there stood a well with a wooden lid.",
-        "Nobody in the village remembered who had dug the well, and the water that came up from "
-        "it was so cold that it made the teeth ache, even in August.",
-        "One day, when he had lifted the lid and let down the bucket, he heard a small voice from "
-        "below, which said very civilly that it would be obliged to him for a little help.",
-        "The man was not easily surprised, for he had lived alone a long time, and those who live "
-        "alone grow used to voices; so he leaned over and asked who was there.",
-        "It is only I, said the voice, and I have been here since the spring, when I came down to "
-        "look at the stars, which are to be seen from the bottom of a well at noon.",
-        "He let down the rope, and felt it grow heavy, and drew it up again hand over hand, and "
-        "what should be sitting in the bucket but a hedgehog, wet through and in a bad temper.",
-        "They went into the kitchen together, and he gave it bread and milk in a saucer, and it "
-        "told him all that it had seen, which was a great deal more than he had expected.",
-        "After that the hedgehog stayed with him, and in the evenings they sat on the bench beside "
-        "the door and watched the carts go by upon the road to the market town.",
-        "Now the road was an old one, and there were many who travelled on it that had no business "
-        "at any market, as the gardener was to learn before the year was out.",
-        "In October there came a woman with a basket, and she asked whether she might rest a "
-        "while, and what the apples cost, and whether the well was deep.",
-        "The apples cost nothing to those who are tired, said the gardener, and as for the well, "
-        "you had better ask my friend here, who has made a study of it.",
-        "She laughed, and set the basket down, and there was something in the basket that moved.",
-        "What have you there? asked the hedgehog, who was never shy of asking; and she lifted the "
-        "cloth a little way, and they saw two bright eyes looking out at them.",
-        "It was a young fox, which she had found in a trap beside the mill, and she had bound up "
-        "its foot with a piece of her own apron, and meant to carry it home to her children.",
-    )
-)
 ANSWER_TOKENS = 24
 
 
@@ -99,7 +65,7 @@ class Run:
         return sum(row.result.time_to_first_token for row in self.rows)
 
     def prefix_sum(self, attribute: str) -> int:
-        """Of a number that each request's `PrefixReport` has."""
+        """Sum a number that each request's `PrefixReport` has."""
         return sum(getattr(row.result.prefix, attribute) for row in self.rows)
 
 
@@ -157,11 +123,11 @@ def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Ru
         ),
         options=RequestOptions(n=4),
     )
-    long_text = tokenizer.tokenize(LONG_TEXT)
+    long_text = 4 * tokenizer.tokenize(SYSTEM_PROMPT)  # its content does not matter
     for length in (479, 552):
         for attempt in ("tokens", "again"):
-            # Each length starts with another token, so that they share nothing.
-            prompt = [long_text[length % 7], *long_text[: length - 1]]
+            # Each length starts at another token, so that it shares nothing with others.
+            prompt = long_text[length % 7 + 1 :][:length]
             ask(f"{length} {attempt}", prompts=[prompt])
     run.seconds = time.perf_counter() - began
     run.stats = engine.stats()
@@ -216,7 +182,7 @@ def run_demo(model, tokenizer, console: Console) -> bool:
 
 
 def _in_short(runs: list[Run]) -> str:
-    """What a person should see in the tables."""
+    """Say what a person should see in the tables."""
     off, restore = runs[0], runs[-1]
     prompts, computed = map(restore.prefix_sum, ("prompt_tokens", "computed_tokens"))
     wait = restore.first_token_seconds / off.first_token_seconds

@@ -29,8 +29,7 @@ def environment() -> dict[str, str]:
 
 
 def backends() -> dict[str, str]:
-    """For each op its usable backends, by priority, what to know of them, and the reasons against
-    the others.
+    """Describe for each op its usable backends, by priority, and the reasons against the others.
 
     Raises:
         ValueError: the environment forces a backend that no op has.

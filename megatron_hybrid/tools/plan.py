@@ -41,13 +41,13 @@ _CACHE_BLOCKS = (16, 32, 64, 128, 256)
 _TABLE_BLOCKS = 2048  # a much longer row of a block table costs more than finer sharing saves
 _MOST_REQUESTS = 1024
 _RATED_LENGTHS = (8_000, 64_000)
-"""Tokens of prompts and contexts whose speed is bounded, beside the planned one."""
+"""Tokens of prompts and contexts whose speed is bounded, in addition to the planned one."""
 _UNITS = {"": 1, "k": 1000, "m": 10**6}
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory of one model, and capacity of a device beside it. Sizes in bytes."""
+    """Memory of one model, and capacity of a device that holds it. Sizes in bytes."""
 
     kv_bytes_per_token: int
     """K and V of all full-attention layers."""
@@ -86,7 +86,7 @@ class Plan:
     """Whether `weight_bytes` is of packed weights, as the folder has them."""
     memory_bytes: int
     step_bytes: int
-    """Of the largest step, beside weights, requests and cache."""
+    """Memory of the largest step, in addition to weights, requests and cache."""
     graph_bytes: int
     """Of CUDA graphs; 0: there are none."""
     cache_bytes: int
@@ -244,7 +244,7 @@ def _settings(
     cuda_graphs: bool,
     speculation: str,
 ) -> dict[str, Any] | None:
-    """As in `Plan.settings`, for half of the largest batch, so that half of the memory can hold
+    """Choose `Plan.settings` for half of the largest batch, so that half of the memory can hold
     cached prefixes."""
     if not footprint.largest_batch:
         return None
@@ -351,7 +351,8 @@ def render(result: Plan) -> str:
         advice = wrap(
             f"no room: the weights take {size(result.weight_bytes)} of "
             f"{size(result.memory_bytes)}, and one request of {result.context:,} tokens "
-            f"{size(ours.request_bytes)} beside {size(result.step_bytes)} for the largest step. "
+            f"{size(ours.request_bytes)}, the largest step "
+            f"{size(result.step_bytes)}. "
             "Give more memory (that of all devices which share the model), or a shorter context",
             WIDTH,
         )

@@ -57,14 +57,14 @@ _STEERING = "decays, steps and betas of recurrent layers"
 _SENSITIVE = ("beta", "alpha", "dt")
 """Sections of our projections that steer recurrent states: the last ones of each."""
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".md")
-"""Ends of files that are copied beside config.json and weights: tokenizers, templates, cards."""
+"""Ends of files that are copied next to config.json and weights: tokenizers, templates, cards."""
 _GATES = re.compile(r"(^|\.)(in_proj_(ba|a|b)|b_proj|[fg]_[ab]_proj|dt_proj|x_proj)\.weight$")
 """Their names of small projections to decays, betas and gates of recurrent layers."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """What `--to` names."""
+    """A format of quantized weights, by a name of `--to`."""
 
     codes: torch.dtype
     scale: torch.dtype
@@ -122,7 +122,7 @@ class Kind:
 
 @dataclass
 class Report:
-    """What `quantize` did."""
+    """Counts what `quantize` did."""
 
     bytes_before: int = 0
     bytes_after: int = 0
@@ -270,7 +270,7 @@ def _group(to: str, shapes: Any) -> int:
 def _stored(
     name: str, shape: tuple[int, ...], kind: Format, group: int, is_theirs: bool
 ) -> StoredWeight:
-    """How a weight is going to be stored."""
+    """Lay out how a weight is stored."""
     *lead, rows, columns = shape
     names = {part: f"{name}.{part}" for part in PARTS}
     packs = kind.codes == torch.uint8

@@ -18,7 +18,7 @@ from megatron_hybrid.models.mixers.base import KVShape
 
 @dataclass(frozen=True)
 class Work:
-    """What something costs a device at least."""
+    """The least that something costs a device."""
 
     num_bytes: float = 0.0
     """Read from its memory and written to it."""
@@ -145,7 +145,7 @@ def _triangle(n: int) -> int:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """What forward passes of a model cost, from its parameters and what its layers keep."""
+    """Costs of a model's forward passes, from its parameters and what its layers keep."""
 
     layer_bytes: int
     """Weights of the layers and the final norm, without routed experts."""

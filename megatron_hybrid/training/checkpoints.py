@@ -1,7 +1,7 @@
 """Checkpoints of a training run: folders of megatron-core's distributed format, whole or not there.
 
 A save fills `iter_0000100.saving` and renames it to `iter_0000100` once all of it is on disk, so a
-crash at any moment leaves the checkpoints before it as they were. A file beside the tensors lists
+crash at any moment leaves the checkpoints before it as they were. A file next to the tensors lists
 the sizes of all others; a folder that does not have them is torn, and passed over.
 """
 
@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.compat import quiet_core, start_save
 from megatron_hybrid.distributed.ranks import fail_together
+from megatron_hybrid.training.core_save_patch import patch_saves
 from megatron_hybrid.training.fields import Fields
-from megatron_hybrid.training.save_results import use_save_results
 from megatron_hybrid.utils.files import replace_file
 from megatron_hybrid.utils.process_life import forks_end_with_us
 
@@ -80,7 +80,7 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int = 0, asynchronous: bool = False):
         self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
         self._queue = AsyncCallsQueue()
-        use_save_results()
+        patch_saves()
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write a checkpoint; every rank calls it.
@@ -112,7 +112,7 @@ class Checkpoints:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is not complete yet."""
+        """True while a save is not complete."""
         return self._queue.get_num_unfinalized_calls() > 0
 
     def poll(self) -> None:
@@ -192,7 +192,7 @@ class Checkpoints:
 
 
 def why_torn(path: Path) -> str | None:
-    """What is missing of a checkpoint's files; None if it is whole."""
+    """Say what is missing of a checkpoint's files; None: it is whole."""
     try:
         sizes = json.loads((path / _FILES).read_text())
     except (OSError, ValueError):
@@ -208,7 +208,7 @@ def why_torn(path: Path) -> str | None:
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds beside its tensors.
+    """Read what a checkpoint holds in addition to its tensors.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -234,7 +234,7 @@ def load(path: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _last_line(error: BaseException) -> str:
-    """Of the message: core's has whole tracebacks."""
+    """Return the last line of the message: core's has whole tracebacks."""
     return str(error).strip().rpartition("\n")[2]
 
 
@@ -258,7 +258,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def _flush(path: Path) -> None:
-    """To the disk, so that a rename cannot overtake what it names."""
+    """Flush to the disk, so that a rename cannot overtake what it names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

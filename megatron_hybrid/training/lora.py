@@ -92,7 +92,7 @@ class LoraFields(Fields):
 
 
 class LowRankAdapter(nn.Module):
-    """What an adapter adds to the output of a projection.
+    """Computes what an adapter adds to the output of a projection.
 
     Args:
         projection: of core, cut by output row or by input column.
@@ -305,7 +305,7 @@ def _agreeing(model: HybridModel, call: str) -> Iterator[Callable[[Mapping[str, 
 
 
 def _fields_of(model: HybridModel) -> str:
-    """Of the adapters that a model has; empty: it has none."""
+    """Describe the adapters that a model has; empty: it has none."""
     fields = getattr(model, "lora_fields", None)
     return "" if fields is None else repr(fields)
 

@@ -61,7 +61,7 @@ class Measures:
             self._labels += num_labels
 
     def take(self) -> dict[str, float]:
-        """What was measured since the last call, by name; every rank calls it."""
+        """Return what was measured since the last call, by name; every rank calls it."""
         seconds = time.perf_counter() - self._start
         flops = torch.tensor([self._flops], dtype=torch.float64, device=self._device)
         dist.all_reduce(flops)

@@ -28,8 +28,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_hybrid.compat import quiet_core
+from megatron_hybrid.training.core_groups_patch import support_mixed_groups
 from megatron_hybrid.training.fields import Fields
-from megatron_hybrid.training.mixed_groups import support_mixed_groups
 
 
 @dataclass
@@ -188,15 +188,15 @@ def build_optimizer(
 
 
 def is_layer_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a weight matrix of a layer, as Muon updates it: neither of the
+    """Return whether a parameter is a weight matrix of a layer, as Muon updates it: neither of the
     embedding and the output layer, nor a constant of a recurrent layer such as `A_log`."""
     is_outside = any(part in name for part in ("embedding", "output_layer"))
     return parameter.dim() == 2 and name.endswith("weight") and not is_outside
 
 
 def _decays(parameter: nn.Parameter, name: str) -> bool:
-    """Whether weight decay applies: to matrices, of experts also stacked, but not to those of a
-    convolution and to constants of recurrent layers."""
+    """Return whether weight decay applies: to matrices, of experts also stacked, but not to those
+    of a convolution and to constants of recurrent layers."""
     is_stacked = parameter.dim() == 3 and ".experts." in name
     return name.rpartition(".")[2].startswith("weight") and (parameter.dim() == 2 or is_stacked)
 

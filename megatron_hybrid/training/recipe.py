@@ -165,7 +165,7 @@ class Recipe:
 
     @property
     def splits_model(self) -> bool:
-        """Whether the model is split over ranks."""
+        """True where the model is split over ranks."""
         return any(self.model.get(name) not in (None, 1, False) for name in _LAYOUT_FIELDS)
 
     def model_config(
@@ -176,7 +176,7 @@ class Recipe:
         Args:
             vocab_size: of the tokenizer.
             is_on_one_rank: leave out the layout.
-            fields: of HybridConfig, beside the recipe's.
+            fields: of HybridConfig, in addition to the recipe's.
 
         Raises:
             ValueError: fields that no model has.

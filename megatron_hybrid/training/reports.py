@@ -48,7 +48,7 @@ class Reports:
         folder: of the run.
         fields: see there.
         steps: of the run, for the bar.
-        step: done already; what the log has behind it, of a run that was taken up again, goes.
+        step: done already; what the log has after it, of a run that was taken up again, goes.
         console: default stderr. Without a terminal each report is a line.
     """
 
@@ -137,7 +137,7 @@ def terminal_line(step: int, values: Mapping[str, Any], width: int = 80) -> str:
 
 
 def _count(number: float) -> str:
-    """In three to five digits."""
+    """Format in three to five digits."""
     if number < 1e5:
         return f"{number:,.0f}"
     return f"{number / 1e3:.0f}k" if number < 999.5e3 else f"{number / 1e6:.3g}M"

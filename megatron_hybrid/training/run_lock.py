@@ -79,7 +79,7 @@ def _describe(text: bytes) -> str:
 
 
 def _let_go() -> None:
-    """In a fork, which would else keep the lock of a run that has been killed."""
+    """Close locks in a fork, which would else keep that of a run that has been killed."""
     while _held:
         os.close(_held.pop())
 

@@ -39,7 +39,7 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.tokenizer_files import find_tokenizer
 from megatron_hybrid.training import checkpoints
 from megatron_hybrid.training.checkpoints import Checkpoints, check_shared_folder
-from megatron_hybrid.training.cpu_seam import cpu_seam
+from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
 from megatron_hybrid.training.data.batches import Batch, batches
 from megatron_hybrid.training.data.datasets import build_datasets
 from megatron_hybrid.training.data.rows import contents_of
@@ -60,7 +60,7 @@ from megatron_hybrid.utils.process_life import ends_with_launcher
 
 @dataclass
 class Progress:
-    """How far a run is; a checkpoint holds it."""
+    """Progress of a run; a checkpoint holds it."""
 
     step: int = 0
     """Steps done, skipped ones among them."""
@@ -100,7 +100,7 @@ def training_device() -> Iterator[torch.device]:
             with torch.cuda.device(device):
                 yield device
         else:
-            with cpu_seam():
+            with core_cpu_patch():
                 yield torch.device("cpu")
 
 
@@ -301,7 +301,7 @@ class Trainer:
         Raises:
             OSError, CheckpointError: the folder cannot be written; on all ranks.
         """
-        with fail_together(OSError, whole_job=True):  # files are written behind all gathers
+        with fail_together(OSError, whole_job=True):  # files are written after all gathers
             if self.recipe.lora is not None:
                 save_adapters(self.model, folder)
         if self.recipe.lora is not None:
@@ -340,7 +340,7 @@ class Trainer:
         if chunk.training:
             batch = batch.cut(self.recipe.data.longest_sequence(self.progress.step))
             self.measures.count_batch(batch)
-        with _outside_of_the_seam():
+        with _unpatched():
             output = chunk(
                 batch.tokens,
                 None,
@@ -384,14 +384,14 @@ class Trainer:
         }
 
     def _data_identity(self) -> dict[str, Any]:
-        """What the order of the data depends on."""
+        """Name what the order of the data depends on."""
         data, run = asdict(self.recipe.data), self.recipe.run
         del data["workers"], data["cache_path"]
         rows = run.steps * run.global_batch_size
         return {**data, "rows": rows, "documents": contents_of(self.train_data)}
 
     def _kind_of_states(self) -> dict[str, Any]:
-        """What decides which states a checkpoint has beside those of the model."""
+        """Name what decides which states a checkpoint has, other than those of the model."""
         optimizer, lora = self.recipe.optimizer, self.recipe.lora
         return {
             "optimizer.name": optimizer.name,
@@ -485,7 +485,7 @@ def _seed(seed: int) -> None:
 
 
 def _nothing() -> None:
-    """What other ranks than the first release."""
+    """Release nothing, on other ranks than the first."""
 
 
 def _is_due(every: int, step: int) -> bool:
@@ -502,14 +502,14 @@ def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tenso
 def _finalize_gradients(
     chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any
 ) -> None:
-    """After the backward passes of a step: sum gradients over ranks and divide by the tokens."""
+    """Sum gradients over ranks and divide by the tokens, after the backward passes of a step."""
     finalize_model_grads(list(chunks), num_tokens, **options)
-    for chunk in chunks:  # behind core, whose reductions may be under way until then
+    for chunk in chunks:  # after core, whose reductions may be under way until then
         chunk.module.sum_shared_gradients()
 
 
-def _outside_of_the_seam() -> AbstractContextManager:
-    """The model needs no answers in core's place, and its many calls would be slower with them."""
+def _unpatched() -> AbstractContextManager:
+    """Leave the patch of core: the model does not need it, and its many calls would be slower."""
     return nullcontext() if torch.cuda.is_available() else torch._C.DisableTorchFunction()
 
 

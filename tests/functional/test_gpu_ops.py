@@ -108,10 +108,8 @@ def test_other_libraries_compute_the_same(monkeypatch, family, layout):
     """Else benchmarks/gpu would compare different things."""
     let_backends_serve_alone(monkeypatch)
     inputs, sizes = case(family, "published", layout), family.sizes
-    is_prefill = layout.num_sequences == 1
-    others = family.prefill_others if is_prefill else family.decode_others
     calls = {}
-    for name, make in others(sizes, layout, inputs).items():
+    for name, make in family.others(sizes, layout, inputs).items():
         try:
             calls[name] = make()
         except ImportError:

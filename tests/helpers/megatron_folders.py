@@ -9,7 +9,7 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_hybrid import compat
-from megatron_hybrid.training.cpu_seam import cpu_seam
+from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
 
 
 def megatron_args(**fields):
@@ -86,7 +86,7 @@ def save_folder(model, folder, args, iteration=100, **others):
     dist.barrier()
     state = {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
     state |= {"model": model.sharded_state_dict(), **others}
-    with cpu_seam():
+    with core_cpu_patch():
         dist_checkpointing.save(state, path, content_metadata={"singleton_local_shards": False})
     return path
 
@@ -95,7 +95,7 @@ def load_folder(model, path):
     """Load an iteration by megatron-core into a stock model."""
     state = {"model": model.sharded_state_dict()}
     strict = dist_checkpointing.validation.StrictHandling.RAISE_ALL
-    with cpu_seam(), torch.no_grad():
+    with core_cpu_patch(), torch.no_grad():
         loaded = dist_checkpointing.load(state, path, strict=strict)
     model.load_state_dict(loaded["model"])
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megatron_hybrid.training.cpu_seam import cpu_seam
+from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
 
 PRELOADED = ["megatron_hybrid.inference.engine", "megatron_hybrid.checkpoints.pretrained"]
 
@@ -40,11 +40,9 @@ def join_ranks(rank: int, num_ranks: int, rendezvous: str) -> None:
     )
 
 
-def train_on_ranks(
-    work: Callable, num_ranks: int, folder: Path, *args: Any
-) -> list[tuple[Any, set]]:
-    """What `work(*args)` returns on each of as many new processes on gloo, under `cpu_seam`, and
-    which places of core asked for CUDA.
+def train_on_ranks(work: Callable, num_ranks: int, folder: Path, *args: Any) -> list[Any]:
+    """Return what `work(*args)` does on each of as many new processes on gloo, under
+    `core_cpu_patch`.
 
     Args:
         work: a function at the top of a module.
@@ -58,7 +56,7 @@ def train_on_ranks(
 
 def _train_rank(rank: int, num_ranks: int, folder: Path, work: Callable, args: tuple) -> None:
     join_ranks(rank, num_ranks, f"{folder}/rendezvous")
-    with cpu_seam() as seam:
+    with core_cpu_patch():
         result = work(*args)
-    torch.save((result, seam.asked), folder / f"{rank}.pt")
+    torch.save(result, folder / f"{rank}.pt")
     dist.destroy_process_group()

@@ -48,7 +48,7 @@ def test_each_part_runs_to_its_end_and_only_values_are_wrong(which):
     others = {"configs kimi_delta_attention", "check kimi_delta_attention bf16"}
     others |= {f"serving {model}" for model in MODELS[1:]} | {f"compile serving {MODELS[0]}"}
     kept = {f"check {op} bf16" for op in OPS} | {f"configs {op}" for op in AUTOTUNED}
-    kept |= {f"serving {MODELS[0]}", f"compile ops {OPS[1]}", "ops", "environment", "core_engine"}
+    kept |= {f"serving {MODELS[0]}", f"compile ops {OPS[1]}", "ops", "environment"}
     expected = others if which == "others" else kept - others
     assert expected <= {title for title, (_, rows) in ends.items() if rows}
     if which == "others":

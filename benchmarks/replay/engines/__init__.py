@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from benchmarks.replay.engines.clairvoyant import Clairvoyant
 from benchmarks.replay.engines.marconi import ALPHAS, Marconi
 from benchmarks.replay.geometry import Geometry
-from benchmarks.replay.policies import LRUPolicy, MarconiPolicy
 from megatron_hybrid.tools.replay.lru import Ceiling, LeastRecentlyUsed
 from megatron_hybrid.tools.replay.ours import Ours
 from megatron_hybrid.tools.replay.protocol import Engine
@@ -21,7 +20,7 @@ reported, so a parameter is tuned with hindsight."""
 
 @dataclass(frozen=True)
 class Entry:
-    """How to get an engine."""
+    """A way to get an engine."""
 
     what: str
     build: Callable[[Geometry, float, int], Candidates]
@@ -33,19 +32,18 @@ class Entry:
 
     @property
     def installed(self) -> bool:
-        """Whether it can run here."""
+        """True where it can run here."""
         try:
             return self.module is None or find_spec(self.module) is not None
         except ImportError:  # a parent of the module does not import
             return False
 
 
-def _ours(encoding: str, flops: bool = False) -> Entry:
+def _ours(encoding: str) -> Entry:
     def build(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
-        return {None: lambda: Ours(geometry.spec(encoding, flops), budget)}
+        return {None: lambda: Ours(geometry.spec(encoding), budget)}
 
-    what = f"this project, cached states {encoding}"
-    return Entry(what + (", FLOPs counted in place of tokens" if flops else ""), build)
+    return Entry(f"this project, cached states {encoding}", build)
 
 
 def _clairvoyant(encoding: str) -> Entry:
@@ -75,16 +73,6 @@ def _marconi(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
     return {a: lambda a=a: Marconi(geometry, state_bytes, budget, a) for a in ALPHAS}
 
 
-def _lru_policy(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
-    spec = geometry.spec()
-    return {None: lambda: Ours(spec, budget, LRUPolicy(spec))}
-
-
-def _marconi_policy(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
-    spec, flops = geometry.spec(), geometry.prefill_flops
-    return {a: lambda a=a: Ours(spec, budget, MarconiPolicy(spec, flops, a)) for a in ALPHAS}
-
-
 def _megatron_core(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
     from benchmarks.replay.engines.megatron_core import STATE_SHARES, MegatronCore
 
@@ -109,9 +97,7 @@ def _vllm(fine: bool) -> Entry:
 
 ENGINES = {
     "ours": _ours("exact"),
-    "ours-bf16": _ours("bf16"),
     "ours-int8": _ours("int8"),
-    "ours-flops": _ours("exact", flops=True),
     "vllm": _vllm(fine=False),
     "vllm-fine": _vllm(fine=True),
     "mcore": Entry(
@@ -120,10 +106,7 @@ ENGINES = {
         module="megatron.core.inference.contexts.mamba_slot_allocator",
     ),
     "marconi": Entry("Marconi, corrected; the best alpha of a grid, with hindsight", _marconi),
-    "marconi-policy": Entry("Marconi's policy over this project's cache", _marconi_policy),
-    "lru-policy": Entry("plain LRU over this project's cache", _lru_policy),
     "lru-16": _lru_block_end(16),
-    "lru-64": _lru_block_end(64),
     "lru-528": _lru_block_end(528),
     "lru-free": Entry("plain LRU over leaves of KV, states cost nothing", _lru_free),
     "clairvoyant": _clairvoyant("exact"),

@@ -67,7 +67,7 @@ class Running:
     skipped_tokens: int
     index: int
     pinned: list[Place] | None
-    """None: it never fits, and runs beside the cache."""
+    """None: it never fits, and runs without the cache."""
 
 
 class Clairvoyant:
@@ -235,7 +235,7 @@ class Clairvoyant:
         self._tails.update(place)
 
     def _tail_key(self, place: Place) -> tuple | None:
-        """Of KV that no state needs: what is needed last goes first."""
+        """Order KV that no state needs: what is needed last goes first."""
         held = place.held_end > place.start
         if not held or place.pins or place.num_stored or place.held_children:
             return None

@@ -12,11 +12,10 @@ ALPHAS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 class Marconi(Baseline):
-    """At most two states of each request: at its junction, where the prompt leaves (or ends inside)
-    what is known, and after its last token. Nodes with at most one child are candidates for
-    eviction, by recency + alpha x FLOPs saved per byte, each normalised over the candidates; a
-    leaf goes with its KV, a node with one child gives its state and joins the child.
-    """
+    """Keeps at most two states of each request: at its junction, where the prompt leaves (or ends
+    inside) what is known, and after its last token. Nodes with at most one child are candidates for
+    eviction, by recency + alpha x FLOPs saved per byte, each normalised over the candidates; a leaf
+    goes with its KV, a node with one child gives its state and joins the child."""
 
     def __init__(self, geometry: Geometry, state_bytes: int, budget_bytes: float, alpha: float):
         windows = geometry.window, geometry.window_bytes_per_token
@@ -66,7 +65,8 @@ class Marconi(Baseline):
         return len(self._nodes) - 1
 
     def _flops_per_byte(self, node: Node) -> float:
-        """What it saves over its parent, for each byte that its eviction frees; NaN: it stays."""
+        """Return what it saves over its parent, for each byte that its eviction frees; NaN: it
+        stays."""
         if node.pins or len(node.children) > 1:
             return np.nan
         freed = sum(map(self.bytes_of, node.states.values()))
@@ -96,6 +96,6 @@ class Marconi(Baseline):
 
 
 def normalised(values: np.ndarray) -> np.ndarray:
-    """To 0 .. 1 over all values; all 0 where they are equal."""
+    """Scale to 0 .. 1 over all values; all 0 where they are equal."""
     low, high = values.min(), values.max()
     return (values - low) / (high - low) if high > low else np.zeros_like(values)

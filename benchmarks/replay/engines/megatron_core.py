@@ -87,8 +87,9 @@ class MegatronCore:
         return Running(skipped, blocks)
 
     def _commit(self) -> None:
-        """What follows the forward of a prefill. Where running requests hold all slots it raises,
-        which would end the engine; here the request goes on and its states are not saved."""
+        """Do what follows the forward of a prefill. Where running requests hold all slots it
+        raises, which would end the engine; here the request goes on and its states are not
+        saved."""
         slots = self._context.mamba_slot_allocator
         counts = slots._intermediate_counts_cpu[:1].tolist()
         self._context.mamba_metadata.intermediate_count = sum(counts)

@@ -235,7 +235,7 @@ def _tokens(
 
 
 def is_chat(value: Any) -> bool:
-    """Whether a prompt is the messages of a chat."""
+    """Return whether a prompt is the messages of a chat."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 

@@ -12,16 +12,12 @@ from megatron_hybrid.cache.policy.protocol import Policy
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.tools.replay.protocol import Attempts, step_tokens
 
-TOO_LARGE = "too_large"
-"""Miss reason of a request that the pool can never hold."""
-
 
 @dataclass(eq=False)
 class Running:
     lease: object | None
     """None: the pool can never hold this request; it runs outside the cache."""
     skipped_tokens: int
-    miss_reason: str | None
 
 
 class Ours:
@@ -48,7 +44,7 @@ class Ours:
         return tokens
 
     def holds(self, num_tokens: int) -> bool:
-        """Whether a prompt of this length can ever run, as in the engine's check of requests."""
+        """Return whether a prompt of this length can run, as the engine checks it."""
         return self._longest_forward(num_tokens) > 0
 
     def _longest_forward(self, num_tokens: int) -> int:
@@ -60,7 +56,7 @@ class Ours:
     def begin_chat(self, prompt: np.ndarray, message_starts: Sequence[int]) -> Running | None:
         cache, n = self.cache, len(prompt)
         if not self.holds(n):
-            return Running(None, 0, TOO_LARGE)
+            return Running(None, 0)
         lease = cache.acquire(
             prompt,
             capacity_tokens=n,
@@ -74,9 +70,7 @@ class Ours:
             cache.release(lease)
             self._attempts.refused(prompt, lease.skipped_tokens)
             return None
-        reason = lease.report.miss_reason
-        skipped = self._attempts.admitted(prompt, lease.skipped_tokens)
-        return Running(lease, skipped, reason and reason.value)
+        return Running(lease, self._attempts.admitted(prompt, lease.skipped_tokens))
 
     def finish(self, handle: Running, tokens: np.ndarray) -> None:
         if handle.lease is not None:

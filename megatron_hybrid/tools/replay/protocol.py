@@ -48,7 +48,7 @@ class Engine(Protocol):
         """Convert int32 [n] to the engine's form of tokens; not timed."""
 
     def begin(self, prompt: Any) -> Handle | None:
-        """Begin a request; prompt: from `prepare`. None: no room beside those in flight."""
+        """Begin a request; prompt: from `prepare`. None: those in flight leave no room."""
 
     def finish(self, handle: Handle, tokens: Any) -> None:
         """Finish a request; tokens: prompt and answer, from `prepare`."""
@@ -59,7 +59,7 @@ class KnowsMessages(Protocol):
     """An engine that uses the starts of a chat's messages."""
 
     def begin_chat(self, prompt: Any, message_starts: Sequence[int]) -> Handle | None:
-        """As `begin`. message_starts: of `Request`."""
+        """Begin a request, as `begin` does. message_starts: of `Request`."""
 
 
 @runtime_checkable

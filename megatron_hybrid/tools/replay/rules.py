@@ -58,7 +58,7 @@ class PromptStates(_LastTokenComputed):
 
 
 class OneState(_LastTokenComputed):
-    """One state of each prefill: at the last block end of the known prefix if it is behind the
+    """One state of each prefill: at the last block end of the known prefix if it is after the
     restored one, else of the prompt; and one of the answer, at the last multiple of ANSWER_GRID."""
 
     def saved_of_prompt(self, skipped: int, junction: int, last: int) -> tuple[int, ...]:

@@ -28,10 +28,6 @@ class Replay:
     seconds: list[float] = field(default_factory=list)
     """CPU time of this thread in `begin`, refused attempts included, and `finish`, without garbage
     collection, so that other processes and engines do not disturb it."""
-    miss_reasons: list[str | None] = field(default_factory=list)
-    """Of engines that give them; None: all tokens that were ever cached were skipped."""
-    explains: bool = False
-    """Whether the engine gives miss reasons."""
 
     @property
     def skipped_share(self) -> float:
@@ -41,18 +37,6 @@ class Replay:
     def micros(self, quantile: float) -> float:
         """Quantile of the time per request, in microseconds."""
         return float(np.quantile(self.seconds, quantile)) * 1e6
-
-    def lost_tokens(self, possible: list[int]) -> dict[str, int]:
-        """Tokens skipped by an infinite cache (`possible`) but not here, by reason. Empty if the
-        engine gives none."""
-        lost: dict[str, int] = {}
-        if not self.explains:
-            return lost
-        for skipped, could, reason in zip(self.skipped_tokens, possible, self.miss_reasons):
-            if could > skipped:
-                key = reason or "unexplained"
-                lost[key] = lost.get(key, 0) + could - skipped
-        return dict(sorted(lost.items(), key=lambda item: -item[1]))
 
 
 def replay(requests: Iterable[Request], engine: Engine, in_flight: int = 1) -> Replay:
@@ -120,8 +104,6 @@ class _Run:
         result.prompt_tokens.append(len(request.prompt))
         result.skipped_tokens.append(handle.skipped_tokens)
         result.seconds.append(total)
-        result.miss_reasons.append(getattr(handle, "miss_reason", None))
-        result.explains |= hasattr(handle, "miss_reason")
 
     def finish(self) -> None:
         """Finish the running requests."""

@@ -1,5 +1,5 @@
-"""Files of a dataset: megatron-core's PREFIX.bin and PREFIX.idx, and beside them PREFIX.json, which
-says what made them. Conversations have PREFIX.answers.bin and PREFIX.answers.idx, too."""
+"""Files of a dataset: megatron-core's PREFIX.bin and PREFIX.idx, and PREFIX.json, which says what
+made them. Conversations have PREFIX.answers.bin and PREFIX.answers.idx, too."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ def _check_index(prefix: str) -> np.ndarray:
     idx, bin_ = Path(get_idx_path(prefix)), Path(get_bin_path(prefix))
     for path, other in ((idx, bin_), (bin_, idx)):
         if not path.is_file():
-            beside = f", though {other} does: the dataset is not whole" if other.exists() else ""
+            lacking = f", though {other} does: the dataset is not whole" if other.exists() else ""
             raise ValueError(
-                f"{path} does not exist{beside}. Run `megatron-hybrid preprocess ... --output "
+                f"{path} does not exist{lacking}. Run `megatron-hybrid preprocess ... --output "
                 f"{prefix.removesuffix(ANSWERS)}`, or correct the prefix."
             )
     size = idx.stat().st_size

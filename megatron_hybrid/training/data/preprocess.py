@@ -27,7 +27,7 @@ _BAR_FROM_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Preprocessed:
-    """What a run of `preprocess` made."""
+    """Counts of what `preprocess` made."""
 
     documents: int
     tokens: int
@@ -63,7 +63,7 @@ def preprocess(
         tokenizer: folder of the model that is to be trained, or "demo".
         output: prefix of the files to write; there must be no such dataset.
         key: field of the text, None: "text"; with chat of the messages, None: "messages".
-        workers: processes that encode, beside this one, which reads and writes.
+        workers: processes that encode; this one reads and writes.
         chat: documents are conversations, for supervised fine-tuning.
         append_eod: end each document with the tokenizer's end token; None: all but conversations,
             whose ends the chat template writes.
@@ -153,7 +153,7 @@ def _check(
 
 
 class _Output:
-    """Files of a dataset, in a folder beside it until they are whole."""
+    """Files of a dataset, in a folder next to it until they are whole."""
 
     def __init__(self, prefix: Path, tokenizer: Tokenizer, chat: bool):
         self.prefix, self.tokenizer, self.chat = prefix, tokenizer, chat

@@ -146,7 +146,7 @@ def content_of(dataset: IndexedDataset) -> str:
 
 
 def contents_of(dataset: Any) -> list[str]:
-    """Of each dataset in a blend, or of the only one."""
+    """Return `content_of` each dataset in a blend, or of the only one."""
     parts = getattr(dataset, "datasets", [dataset])
     return [part.unique_identifiers["content"] for part in parts]
 

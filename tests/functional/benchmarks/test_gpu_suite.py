@@ -8,9 +8,8 @@ import torch
 
 from benchmarks.gpu import parts
 from benchmarks.gpu.bench import Bench
-from benchmarks.gpu.core_engine import CORE, OurEngine, Sizes, compare
 from benchmarks.gpu.first_run import MARK
-from benchmarks.gpu.models import CONFIGS, SHAPES, cut_config, cut_model
+from benchmarks.gpu.models import CONFIGS, SHAPES, cut_config
 from megatron_hybrid.tools.plan import read_model_config
 from megatron_hybrid.tools.roofline import Device
 
@@ -41,24 +40,10 @@ def test_the_toy_run_of_a_model(name):
     assert decode.numbers["launches"] > 0 and decode.numbers["busy ms"] > 0
 
 
-def test_the_toy_run_of_both_engines(capsys):
-    rows = rows_of(capsys, "core_engine")
-    assert {row["others"][CORE] for row in rows} == {"needs a GPU"}
-
-
 def test_the_environment_of_a_cpu(capsys):
     versions, *_, ops = rows_of(capsys, "environment")
     assert versions["numbers"]["torch"] == version("torch")
     assert ops["numbers"]["reference"] == "usable"
-
-
-def test_two_engines_in_turn():
-    """A second engine of ours stands in for core's."""
-    model = cut_model("nemotron_h_8b", MEASURED, "M-*-")
-    sizes = Sizes(length=20, batch=2, steps=2)
-    engines = [OurEngine(MEASURED, model, sizes) for _ in range(2)]
-    for row in compare(MEASURED, *engines, sizes):
-        assert row.seconds > 0 and row.others[CORE] > 0
 
 
 @pytest.mark.parametrize("name", SHAPES)

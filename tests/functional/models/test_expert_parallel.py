@@ -279,9 +279,7 @@ def outcome(request, tmp_path_factory):
     fields = {**FIELDS, "layer_pattern": "*EE"}
     torch.manual_seed(4)
     save_megatron(build_hybrid_model(HybridConfig(**fields)), folder / "megatron")
-    ranks = [
-        result for result, _ in train_on_ranks(run_all, RANKS, folder / "ranks", folder, names)
-    ]
+    ranks = train_on_ranks(run_all, RANKS, folder / "ranks", folder, names)
     return single, ranks, folder
 
 

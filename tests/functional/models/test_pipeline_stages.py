@@ -194,9 +194,7 @@ def outcome(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("stages")
     single = {name: single_process(folder, name) for name in {LAYOUTS[one][0] for one in names}}
     (folder / "ranks").mkdir()
-    ranks = [
-        result for result, _ in train_on_ranks(run_all, RANKS, folder / "ranks", folder, names)
-    ]
+    ranks = train_on_ranks(run_all, RANKS, folder / "ranks", folder, names)
     return single, ranks, folder
 
 

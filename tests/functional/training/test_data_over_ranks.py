@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 
 def test_two_ranks_read_what_one_reads_and_fail_together(folder, tmp_path):
-    found = [result for result, _ in train_on_ranks(read, 2, tmp_path, folder, 2)]
+    found = train_on_ranks(read, 2, tmp_path, folder, 2)
     train, valid, _ = build_datasets(fields(folder), Tokenizer.from_folder(DEMO_FOLDER), (64, 8, 0))
     alone = [batch.tokens.view(-1, LENGTH).tolist() for batch in batches(train, **SIZES)]
     assert len(alone) == 32 and all(len(rows) == 16 for rows, _, _ in found)

@@ -164,15 +164,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder, tmp_path_factory):
-    ((results, _),) = train_on_ranks(train, 1, tmp_path_factory.mktemp("one"), folder, ["alone"])
+    (results,) = train_on_ranks(train, 1, tmp_path_factory.mktemp("one"), folder, ["alone"])
     return results["alone"]
 
 
 @pytest.fixture(scope="module")
 def outcomes(folder, alone, tmp_path_factory):
     layouts = [layout for layout in LAYOUTS if layout != "alone"]
-    results = train_on_ranks(train, RANKS, tmp_path_factory.mktemp("two"), folder, layouts)
-    return [result for result, _ in results]
+    return train_on_ranks(train, RANKS, tmp_path_factory.mktemp("two"), folder, layouts)
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "alone"])
@@ -200,9 +199,7 @@ def test_merging_changes_rounding_alone(outcomes, alone):
 
 
 def test_pipeline_stages_have_the_adapters_of_their_layers(folder, tmp_path):
-    (first, error), (last, _) = (
-        result for result, _ in train_on_ranks(save_from_stages, RANKS, tmp_path, folder)
-    )
+    (first, error), (last, _) = train_on_ranks(save_from_stages, RANKS, tmp_path, folder)
     assert not set(first) & set(last)
     assert "targets ['q_proj'] name no projection of the model" in error
     saved, expected = (

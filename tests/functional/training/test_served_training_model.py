@@ -13,7 +13,7 @@ from megatron.core.transformer.module import Float16Module
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 from stock_megatron import core_groups
 
-from megatron_hybrid.training.cpu_seam import cpu_seam
+from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
 
 PROMPT = random_tokens(100)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -43,7 +43,7 @@ def test_steps_of_the_optimizer_begin_epochs(dtype, is_distributed, is_told):
     core_groups()
     model = tiny_model.__wrapped__("MG*-", params_dtype=DTYPES[dtype])
     inner = Float16Module(model.config, model) if dtype == "bf16" else model
-    with cpu_seam():
+    with core_cpu_patch():
         ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=is_distributed)
         wrapped = DistributedDataParallel(model.config, ddp_config, inner)
         config = OptimizerConfig(

@@ -20,7 +20,7 @@ from rank_processes import train_on_ranks
 from small_models import small_config
 
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.training.mixed_groups import support_mixed_groups
+from megatron_hybrid.training.core_groups_patch import support_mixed_groups
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::UserWarning:torch.distributed.*", "ignore:The .grad attribute"
@@ -134,7 +134,7 @@ def train_and_go_on(folder, distributed_optimizer):
 
 @pytest.mark.matrix  # test_trainer.py has a short run over ranks
 def test_a_bf16_model_trains_and_goes_on(tmp_path):
-    results = [result for result, _ in train_on_ranks(train_both, RANKS, tmp_path, tmp_path)]
+    results = train_on_ranks(train_both, RANKS, tmp_path, tmp_path)
     for start, whole, resumed in [run for result in results for run in result.values()]:
         (losses, tensors), (resumed_losses, resumed_tensors) = whole, resumed
         assert losses == resumed_losses

@@ -146,7 +146,7 @@ def test_the_calls_of_the_stock_script_train_our_model(tmp_path):
         folder = tmp_path / str(num_stages)
         folder.mkdir()
         ranks = train_on_ranks(run, num_stages, folder, tmp_path, num_stages)
-        results[num_stages] = ranks[-1][0]
+        results[num_stages] = ranks[-1]
     whole, packed = results[1]["whole"], results[1]["packed"]
     assert whole[-1] < whole[0] * 0.98 and packed[-1] < packed[0] * 0.98
     assert results[1]["documents"] == packed != whole

@@ -18,7 +18,7 @@ from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import RequestStatus
 from megatron_hybrid.inference.weights import cache_folders
 from megatron_hybrid.offload.fetch import FetchState
-from megatron_hybrid.training.cpu_seam import cpu_seam
+from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
 
 PROMPT, SECOND, THIRD = (random_tokens(100, seed=seed) for seed in range(3))
 PATTERNS = {"hybrid": "MG*-", "attention": "*-*-"}
@@ -39,7 +39,7 @@ def copy_of(model):
 
 
 def in_megatron_ddp(model):
-    with cpu_seam():
+    with core_cpu_patch():
         return DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
 
 

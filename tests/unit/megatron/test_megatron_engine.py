@@ -1,7 +1,6 @@
 """The manners of Megatron's engine that scripts rely on, through the door."""
 
 import asyncio
-import math
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from door import MIB, LetterTokenizer, answer, door_engine, finish, greedy_params
+from door import BLOCK, MIB, LetterTokenizer, answer, door_engine, finish, greedy_params
 from megatron.core.inference.sampling_params import SamplingParams as CoreParams
 from reference import full_logits, greedy_tokens, is_greedy, random_tokens, tiny_model
 
@@ -153,15 +152,6 @@ def test_a_uid_belongs_to_one_request_of_all_engines():
         assert again.uid == finished.uid and 0 <= finished.uid < 1 << 63
         uids.add(finished.uid)
     assert len(uids) == 3
-
-
-def test_a_failed_request_alone_is_unfinished_until_its_record_was_returned():
-    engine = door_engine()
-    with pytest.warns(UserWarning):
-        engine.add_request(4, [], greedy_params(3))
-    assert engine.has_unfinished_requests()
-    (record,) = engine.step_modern()["finished_request_records"]
-    assert record.request_id == 4 and not engine.has_unfinished_requests()
 
 
 @pytest.mark.parametrize("prompt", [None, 5, {"a": 1}, b"text"])
@@ -556,11 +546,16 @@ def test_records_tell_the_epochs_of_weights():
         assert DynamicInferenceRequest.deserialize(request.serialize()).policy_epoch == [(0, 1)]
 
 
-def test_an_error_of_the_tokenizer_fails_its_request_only():
+class Panic(BaseException):
+    """As a native tokenizer raises it."""
+
+
+@pytest.mark.parametrize("error", [ValueError, Panic])
+def test_an_error_of_the_tokenizer_fails_its_request_only(error):
     class Broken(LetterTokenizer):
         def detokenize(self, tokens):
             if 3 in tokens and len(tokens) == 41:
-                raise ValueError("no text for 3")
+                raise error("no text for 3")
             return super().detokenize(tokens)
 
     engine = door_engine(tokenizer=Broken())
@@ -615,7 +610,7 @@ def test_parts_of_other_packages_are_refused():
     assert engine.engine.request_builder.tokenizer is None
 
 
-def test_without_a_tokenizer_answers_are_ids():
+def test_without_a_tokenizer_answers_are_ids_and_texts_fail():
     model = tiny_model()
     context = DynamicInferenceContext(model.config, InferenceConfig(buffer_size_gb=0.01))
     controller = TextGenerationController(GPTInferenceWrapper(model, context), None)
@@ -623,6 +618,8 @@ def test_without_a_tokenizer_answers_are_ids():
     request = answer(engine, PROMPT, greedy_params(3))
     assert request.generated_text is None and request.prompt is None
     assert is_greedy(model, PROMPT, request.generated_tokens)
+    with pytest.warns(UserWarning, match="needs a tokenizer"):
+        assert answer(engine, "text", greedy_params(3)).failed()
 
 
 def test_answers_survive_a_failure_to_save_their_last_states(monkeypatch):
@@ -698,44 +695,81 @@ def test_a_future_of_a_closed_loop_disturbs_no_step():
     assert list(finish(engine)) == [2]
 
 
-def test_a_panic_of_the_tokenizer_fails_its_request_only():
-    class Panic(BaseException):
-        pass
-
-    class Native(LetterTokenizer):
-        def detokenize(self, tokens):
-            if len(tokens) == 41:
-                raise Panic("index out of range")
-            return super().detokenize(tokens)
-
-    engine = door_engine(tokenizer=Native())
-    engine.add_request(1, [*PROMPT, 3], greedy_params(2))
-    engine.add_request(2, PROMPT, greedy_params(2))
-    answers = finish(engine)
-    assert answers[1].failed() and answers[2].succeeded()
-
-
-def test_a_text_without_a_tokenizer_fails():
-    model = tiny_model()
-    context = DynamicInferenceContext(model.config, InferenceConfig(buffer_size_gb=0.01))
-    controller = TextGenerationController(GPTInferenceWrapper(model, context), None)
-    engine = DynamicInferenceEngine(controller, context)
-    with pytest.warns(UserWarning, match="needs a tokenizer"):
-        assert answer(engine, "text", greedy_params(3)).failed()
-
-
-def test_scores_are_finite_for_any_draw():
-    engine = door_engine()
-    params = SamplingParams(
-        num_tokens_to_generate=5, termination_id=-1, return_log_probs=True, top_n_logprobs=1
-    )
-    request = answer(engine, PROMPT, params)
-    assert all(math.isfinite(x) for x in request.prompt_log_probs + request.generated_log_probs)
-
-
 def test_event_types_are_megatrons():
     names = "ADD_ENGINE ADD_CONTEXT GENERATED_TOKEN PAUSE EVICT FINISH FAIL ERROR_TRANSIENT"
     assert [kind.name for kind in DynamicInferenceEventType] == [
         *names.split(),
         "ERROR_NONTRANSIENT",
     ]
+
+
+# Prefix caching ----------------------------------------------------------------------------------
+
+
+def test_memory_only_shares_blocks_and_skips_no_token():
+    engine = door_engine(prefix_caching_mamba_gb=None)
+    for request_id in (1, 2):  # the second comes one step later
+        engine.add_request(request_id, PROMPT, greedy_params(8))
+        engine.step_modern()
+    first, second = (engine.requests[i].handle for i in (1, 2))
+    assert engine.get_request(2).num_cached_tokens == 0
+    assert second.report.shared_tokens == len(PROMPT)
+    assert engine.context.lifetime_prefill_token_count == 2 * len(PROMPT)
+    shared = first.lease.block_table[: len(PROMPT) // BLOCK]
+    assert (second.lease.block_table[: len(PROMPT) // BLOCK] == shared).all()
+    assert (engine.engine.cache.allocator.ref_counts[shared.ravel()] == 2).all()
+    for request in finish(engine).values():
+        assert is_greedy(tiny_model(), PROMPT, request.generated_tokens)
+
+
+def test_a_request_waits_for_a_prefill_that_will_save_its_prefix_and_computes_nothing_twice():
+    engine = door_engine()
+    for request_id in range(3):
+        engine.add_request(request_id, [*PROMPT, request_id], greedy_params(4))
+    answers = finish(engine)
+    assert engine.context.lifetime_prefill_token_count == len(PROMPT) + 3
+    assert [answers[i].num_cached_tokens for i in range(3)] == [0, len(PROMPT), len(PROMPT)]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_with_the_cache_on_answers_are_those_with_it_off(chunked):
+    """Of prompts that are known whole, known in part, new, and new twice."""
+    other, tail = random_tokens(70, seed=9), random_tokens(30, seed=30)
+    together = [PROMPT, PROMPT[:30] + tail, other, [*PROMPT, *tail], other]
+    params = greedy_params(6, return_log_probs=True, skip_prompt_log_probs=True)
+    answers = []
+    for enabled in (False, True):
+        engine = door_engine(enable_prefix_caching=enabled, max_tokens=40 if chunked else 512)
+        answer(engine, PROMPT, params)
+        for request_id, prompt in enumerate(together):
+            engine.add_request(request_id, prompt, params)
+        answers.append(finish(engine))
+    off, on = answers
+    assert sum(request.num_cached_tokens for request in on.values()) > 2 * len(PROMPT)
+    for request_id in off:
+        assert on[request_id].generated_tokens == off[request_id].generated_tokens
+        expected = pytest.approx(off[request_id].generated_log_probs, abs=1e-5)
+        assert on[request_id].generated_log_probs == expected
+        assert len(on[request_id].generated_log_probs) == 6
+
+
+def test_a_request_that_does_not_fit_the_pool_fails_and_smaller_ones_take_turns():
+    model = tiny_model("*-")
+    spec = door_engine(model).engine.cache.spec
+    size = 2 * spec.slot_bytes + (1 + 2 * spec.kv_pages_per_block) * spec.page_bytes
+    engine = door_engine(
+        model,
+        buffer_size_gb=size / (1 << 30),
+        prefix_caching_mamba_gb=1 / (1 << 30),
+        max_requests=2,
+        max_sequence_length=64,
+    )
+    assert engine.context.kv_block_allocator.active_count == 2
+    prompts = {i: random_tokens(20, seed=i) for i in range(3)}
+    for request_id, prompt in prompts.items():
+        engine.add_request(request_id, prompt, greedy_params(12))
+    answers = finish(engine)
+    for request_id, prompt in prompts.items():
+        assert is_greedy(model, prompt, answers[request_id].generated_tokens)
+    with pytest.warns(UserWarning, match="do not fit"):
+        assert answer(engine, prompts[0], greedy_params(13)).failed()

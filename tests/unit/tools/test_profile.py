@@ -123,11 +123,6 @@ def test_the_table_is_80_columns_wide(lengths):
     assert sum("< " in line for line in lines) <= 3  # each rule's block beside its bin
 
 
-def test_one_prompt_is_no_plural():
-    text = render(profile(requests(tokens(100)), CONFIG, 1e8))
-    assert text.startswith("1 prompt, 100 tokens")
-
-
 @pytest.mark.parametrize("lengths", [(1,), (5, 5), (1, 2, 3, 4, 511, 512, 513, 1000)])
 def test_the_histogram_counts_every_prompt_once(lengths):
     bins = profile(requests(*map(tokens, lengths)), ATTENTION, 1e8).histogram
@@ -140,6 +135,7 @@ def test_the_histogram_counts_every_prompt_once(lengths):
 
 def test_the_table():
     result = profile(requests(tokens(100), tokens(100)[:80]), CONFIG, 1e8)
+    assert render(profile(requests(tokens(9)), CONFIG, 1e8)).startswith("1 prompt, 9 tokens")
     lines = render(result).splitlines()
     assert lines[0] == "2 prompts, 180 tokens; median 90, 95 % up to 99, longest 100"
     assert any(line.startswith("64 - 127 ") and "< 64-token grid" in line for line in lines)
@@ -163,6 +159,7 @@ def test_no_label_or_bar_of_the_picture_is_hidden(tmp_path, monkeypatch):
     monkeypatch.setattr(plt, "close", lambda figure: None)
     for lengths in ([1, 10, 1000, 100_000], [600, 600, 1200], [300] * 3):
         draw(profile(requests(*map(tokens, lengths)), CONFIG, 1e9), tmp_path / "profile.png")
+        assert (tmp_path / "profile.png").read_bytes().startswith(b"\x89PNG")
         figure = plt.gcf()
         left = figure.axes[0]
         labels = [label.get_window_extent() for label in left.get_xticklabels()]
@@ -175,12 +172,6 @@ def test_no_label_or_bar_of_the_picture_is_hidden(tmp_path, monkeypatch):
         assert min(bar.get_window_extent().width for bar in left.patches) > 2
     monkeypatch.undo()
     plt.close("all")
-
-
-def test_the_picture(tmp_path):
-    path = tmp_path / "profile.png"
-    draw(profile(requests(tokens(100), tokens(100)), CONFIG, 1e8), path)
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from waiting import LIMIT_S, wait_until
 
 from megatron_hybrid.training import checkpoints as module
 from megatron_hybrid.training.checkpoints import LATEST, Checkpoints, load, why_torn
-from megatron_hybrid.training.cpu_seam import cpu_seam
-from megatron_hybrid.training.save_results import SaveResults
+from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
+from megatron_hybrid.training.core_save_patch import SaveResults
 
 
 def state(step):
@@ -38,9 +38,9 @@ def steps_of(folder):
 
 
 @pytest.fixture(autouse=True)
-def seam():
+def on_cpu():
     core_groups()
-    with cpu_seam():
+    with core_cpu_patch():
         yield
 
 
@@ -49,7 +49,7 @@ def saved(tmp_path_factory):
     """A folder with the steps 1 and 2."""
     core_groups()
     folder = tmp_path_factory.mktemp("saved")
-    with cpu_seam():
+    with core_cpu_patch():
         for step in (1, 2):
             Checkpoints(folder).save(step, state(step))
     return folder
@@ -207,7 +207,7 @@ def save_and_be_killed(folder, rendezvous, asynchronous):
     os.chdir(folder.parent)
     join_ranks(0, 1, rendezvous)
     hangs = mock.patch.object(os, "fsync", lambda descriptor: time.sleep(600))
-    with cpu_seam(), hangs if asynchronous else nullcontext():
+    with core_cpu_patch(), hangs if asynchronous else nullcontext():
         save_until(folder, 3, kill_itself, asynchronous)
 
 

@@ -9,7 +9,7 @@ from stock_megatron import core_groups
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.training.cpu_seam import cpu_seam
+from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
 from megatron_hybrid.training.optimizer import (
     OptimizerFields,
     build_optimizer,
@@ -36,10 +36,10 @@ UNDECAYED = {"A_log", "D", "dt_bias", "bias"}
 
 
 @pytest.fixture(autouse=True)
-def seam():
+def on_cpu():
     core_groups()
-    with cpu_seam() as seam:
-        yield seam
+    with core_cpu_patch():
+        yield
 
 
 def wrapped(dtype=torch.float32, distributed=False, **fields):

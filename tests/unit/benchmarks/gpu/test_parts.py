@@ -1,12 +1,11 @@
 """Parts of a first run: their rows, and how they end."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.gpu import parts, pytest_rows
+from benchmarks.gpu import parts
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.checks import Check
 from benchmarks.gpu.first_run import MARK, POISONED
@@ -88,24 +87,3 @@ def test_the_memory_check_tells_which_op_was_wrong(monkeypatch, tmp_path, capsys
     monkeypatch.setenv("PATH", "/nowhere")
     (row,) = parts.sanitizer(bench)
     assert row.note == "is not on PATH" and not row.fault
-
-
-def test_each_test_is_a_row_by_name(monkeypatch, capsys):
-    monkeypatch.setattr(pytest_rows, "IS_WORKER", False)
-
-    def report(outcome, when="call", **fields):
-        flags = {name: outcome == name for name in ("passed", "failed", "skipped")}
-        fields = {"nodeid": "tests/functional/test_gpu.py::test_x[1]", "duration": 0.5} | fields
-        pytest_rows.pytest_runtest_logreport(SimpleNamespace(when=when, **flags, **fields))
-        return rows_of(capsys.readouterr().out)
-
-    (row,) = report("passed")
-    assert (row["what"], row["seconds"], row["fault"]) == ("test_gpu.py::test_x[1]", 0.5, "")
-    assert report("passed", when="teardown") == []
-    (row,) = report("skipped", when="setup", longrepr=("file", 1, "needs two GPUs"))
-    assert row["note"] == "needs two GPUs" and not row["fault"]
-    text = ">   assert a == b\nE   assert 1 == 2\n\ntest_gpu.py:3: AssertionError"
-    (row,) = report("failed", longreprtext=text)
-    assert row["fault"] == "assert 1 == 2"
-    (row,) = report("failed", when="???", longreprtext="worker 'gw1' crashed while running x")
-    assert row["fault"] == "worker 'gw1' crashed while running x"

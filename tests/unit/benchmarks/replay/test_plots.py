@@ -10,7 +10,7 @@ from benchmarks.replay.sweep import Cell
 def test_at_most_five_engines_are_drawn(tmp_path):
     assert len(STYLES) <= 5 and set(STYLES) < set(ENGINES)
     cells = [
-        Cell("chat", "nemotron-h-8b", 1, budget, engine, None, 10, 1000, 50.0, 10.0, 20.0, {})
+        Cell("chat", "nemotron-h-8b", 1, budget, engine, None, 10, 1000, 50.0, 10.0, 20.0)
         for engine in ENGINES
         for budget in ((None,) if engine == "ceiling" else (1.0, 4.0))
     ]

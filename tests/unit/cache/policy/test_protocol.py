@@ -1,6 +1,7 @@
 """Any policy leaves the cache whole, also one that decides by whim; two methods make a policy."""
 
 import random
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from megatron_hybrid.cache.index.tree import NO_ORIGIN, Kind
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.policy.protocol import Policy
 from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.tools.replay.ours import Ours
 
 FULL = KVGroup(2, 64)
 SPECS = {
@@ -123,3 +125,42 @@ def test_two_methods_make_a_policy(name):
         assert sim.cache.match(np.array(each, np.int32)).skipped_tokens >= 63
     assert not sim.cache.match(np.array(tokens[0], np.int32)).skipped_tokens
     sim.check()
+
+
+class LRUPolicy(EndsOnly):
+    """States at junctions and at the ends of prompts and answers, each saved at any price; what was
+    not used for longest goes first."""
+
+    def positions(self, prompt):
+        saved = {position: Kind.JUNCTION for position in (prompt.known, *prompt.declared)}
+        saved[prompt.length] = Kind.PROMPT_END
+        return {p: k for p, k in saved.items() if prompt.skipped < p <= prompt.length}, {}
+
+    def on_request(self, path, resumed, prompt_tokens):
+        self.now += 1
+        if resumed is not None:
+            resumed.uses += 1
+        for checkpoint in path.checkpoints():
+            if checkpoint is resumed or checkpoint.pages is None:  # it may be stored again
+                checkpoint.last_use = self.now
+        return NO_ORIGIN, 0
+
+
+@pytest.mark.parametrize("room", [1, 5, 12])
+def test_whole_prompts_go_as_from_an_lru_list(room):
+    """A list of all that was served, the oldest first."""
+    hybrid, length = SPECS["hybrid"], 64
+    prompt_pages = length // 16 + hybrid.checkpoint_pages  # with the state at its end
+    engine = Ours(hybrid, room * prompt_pages * hybrid.page_bytes, LRUPolicy(hybrid))
+    cached = OrderedDict()
+    for number in np.random.default_rng(room).zipf(1.3, 400) % 20:
+        tokens = np.random.default_rng(number).integers(0, 50_000, length).astype(np.int32)
+        running = engine.begin(tokens)
+        engine.finish(running, tokens)
+        assert running.skipped_tokens == (length if number in cached else 0)
+        cached[number] = None
+        cached.move_to_end(number)
+        if len(cached) > room:
+            cached.popitem(last=False)
+    engine.cache.check_integrity()
+    assert engine.cache.stats()["checkpoints_evicted"] > 0

@@ -1,4 +1,4 @@
-"""Checkpoints of megatron-core's optimizers for models with 16-bit and fp32 parameters."""
+"""A patch of megatron-core's optimizers: states of 16-bit and fp32 parameters are saved right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What core's writers of a checkpoint hand back to the process that saves."""
+"""A patch of megatron-core's saves: writers are threads, and no process passes on their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_hybrid.utils.files import replace_file
 class SaveResults:
     """A queue of one value, in a file, for the results of a save.
 
-    Core's own queue is in a process beside each rank. A launcher's SIGTERM to all processes ends
+    Core's own queue is in another process of each rank. A launcher's SIGTERM to all processes ends
     that one, and the saves after it fail; it lives on where its rank is killed; and it imports
     torch to pass on what it is given.
     """
@@ -46,7 +46,7 @@ class SaveResults:
 
 
 class _Threads:
-    """In the place of `multiprocessing` for core's writers, which are threads in newer releases,
+    """Stands in for `multiprocessing` of core's writers, which are threads in newer releases,
     too. It forks them where a thread of a queue has just begun: now and then one of them waits for
     ever for a lock that no thread of it holds, and with it the whole run."""
 
@@ -55,9 +55,8 @@ class _Threads:
         return multiprocessing.dummy
 
 
-def use_save_results() -> None:
-    """Let core's saves of this process go without a process for their results, and with threads
-    for their writers."""
+def patch_saves() -> None:
+    """Let core save so in this process."""
     if hasattr(filesystem_async.FileSystemWriterAsync, "write_preloaded_data_multiproc"):
         filesystem_async.mp = _Threads
     if vars(filesystem_async).get("_results_queue", "of another release") is None:
