@@ -224,8 +224,6 @@ class WeightUpdates:
         self._update: WeightUpdate | None = None
         self._lacking: set[str] = set()  # of all ranks: tensors without values of one model
         self._cause = ""  # why they lack them
-        self.reads_pairs = False
-        """Whether `load` is running, which runs code of the caller: the iterator."""
 
     @property
     def reason_to_wait(self) -> str | None:
@@ -355,15 +353,12 @@ class WeightUpdates:
         with self._ranks.together("load_weights()"):
             self.start()
             update = self._require_open("load_weights")
-            self.reads_pairs = True
             try:
                 with self._ranks.together("load_weights()"):
                     update.take(_given(pairs, is_led, self._ranks))
             except BaseException as error:
                 self._give_up(_cause_of(error))
                 raise
-            finally:
-                self.reads_pairs = False
             self._update, self._lacking = None, self._lacking - update.begun
             if update.begun and not self._lacking:
                 begin_epoch()

@@ -145,7 +145,7 @@ def test_speculation_that_is_off_plans_no_draft_and_captures_no_state():
     run = engine.runner.run
     engine.runner.run = lambda plan: (plans.append(plan), run(plan))[1]
     engine.generate([BASE + BASE], greedy(8))
-    assert engine.scheduler.drafts is None
+    assert engine.scheduler.draft_planner.drafts is None
     assert not any(work.draft_draws for plan in plans for work in plan.work)
     assert all(len(work.tokens) == 1 and not work.captures for p in plans[1:] for work in p.work)
 
@@ -314,10 +314,10 @@ def test_no_drafts_for_a_while_and_then_all_are_accepted_again():
     expected = tiny_engine(MODEL).generate([BASE], greedy(33))[0].generated_tokens
     engine = drafting(drafter=Oracle({0: expected}))
     engine.cache.policy.rung_tokens = 1 << 20  # drafts end before a state to save
-    drafts, request = engine.scheduler.drafts, engine.add_request(BASE, greedy(33))
+    drafts, request = engine.scheduler.draft_planner.drafts, engine.add_request(BASE, greedy(33))
     numbers = []
     while not request.done:
-        engine.scheduler.drafts = None if 3 <= len(numbers) < 11 else drafts
+        engine.scheduler.draft_planner.drafts = None if 3 <= len(numbers) < 11 else drafts
         numbers.append(sum(len(output.tokens) for output in engine.step()))
     assert request.generated_tokens == expected
     assert numbers == [1, 4, 4, *[1] * 8, 4, 4, 4, 4]

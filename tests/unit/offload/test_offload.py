@@ -28,7 +28,7 @@ from slow_tiers import SlowArrival, SlowStore
 
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.inference import engine as engine_module
+from megatron_hybrid.inference import engine_parts
 from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.inference.metrics.prometheus import COUNTERS
 from megatron_hybrid.inference.requests.options import RequestOptions
@@ -1047,7 +1047,7 @@ def test_what_changes_no_cached_byte_does_not_tell_engines_apart(tmp_path):
 
 
 def test_an_engine_that_could_not_be_made_releases_its_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_module, "OutputProcessor", lambda tokenizer: 1 / 0)
+    monkeypatch.setattr(engine_parts, "OutputProcessor", lambda tokenizer: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
     monkeypatch.undo()

@@ -41,14 +41,14 @@ def written_out(model, tokens, count, params):
 
 def noted(engine, used=True):
     """A list that gets the tokens before each step's drafts, and these."""
-    told, propose = [], engine.scheduler.drafts.propose
+    told, propose = [], engine.scheduler.draft_planner.drafts.propose
 
     def propose_noted(request, most):
         drafts = propose(request, most)
         told.append((request.tokens[: request.num_tokens].tolist(), drafts))
         return drafts if used else []
 
-    engine.scheduler.drafts.propose = propose_noted
+    engine.scheduler.draft_planner.drafts.propose = propose_noted
     return told
 
 
@@ -130,7 +130,7 @@ def test_over_ranks_a_part_that_raises_is_told_to_the_others(monkeypatch):
     """They may wait for this rank inside of the part."""
     model = tiny_model(PATTERNS[0])
     engine = tiny_engine(model, speculation="mtp")
-    monkeypatch.setattr(engine.scheduler.drafts, "_on_ranks", True)
+    monkeypatch.setattr(engine.scheduler.draft_planner.drafts, "_on_ranks", True)
     monkeypatch.setattr(model.mtp.layers[0], "forward", lambda *_: 1 / 0)
     engine.add_request(PROMPTS[0], greedy(4))
     with pytest.raises(ZeroDivisionError):
