@@ -132,7 +132,7 @@ class Fleet:
         server.queue.append(sent)
         self._start(number)
         if sent in server.queue:
-            server.engine.cache.expect(id(sent), request.prompt)
+            server.engine.cache.expected.add(id(sent), request.prompt)
 
     def _start(self, number: int) -> None:
         """Begin the next prompt, if none is being computed and there is room for it."""
@@ -147,7 +147,7 @@ class Fleet:
                 raise RuntimeError(f"no room for a prompt of {len(prompt)} tokens, which is alone")
             return
         server.prefilling = server.queue.popleft()
-        server.engine.cache.expect_no_more(id(sent))
+        server.engine.cache.expected.discard(id(sent))
         computed = len(prompt) - sent.handle.skipped_tokens
         server.computed_tokens += computed
         self._result.prompt_tokens += len(prompt)

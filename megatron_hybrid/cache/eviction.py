@@ -17,7 +17,7 @@ from megatron_hybrid.cache.lazy_heap import Key, LazyHeap
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE, PageAllocator, indices
 from megatron_hybrid.cache.pages.spec import CacheSpec
-from megatron_hybrid.cache.policy.protocol import Policy
+from megatron_hybrid.cache.policy.protocol import NewState, Policy
 from megatron_hybrid.cache.report import EVICTED_STATE, EVICTED_TAIL, CacheStats
 
 MAX_RISEN = 64
@@ -157,6 +157,14 @@ class Evictor:
         """Evict only candidates below `value` until num_pages pages are free; see `make_room`."""
         below = (1, value, self._policy.now)
         return self._allocator.can_free(num_pages) and self.make_room(num_pages, below=below)
+
+    def make_room_for_state(self, new: NewState) -> bool:
+        """Make room for a state: evict candidates of a lesser value, or replace the previous state
+        on its path."""
+        value = self._policy.new_value(new)
+        if self.make_room_for(self._spec.checkpoint_pages, value):
+            return True
+        return self._policy.replaces(new) and self.drop_checkpoint(new.previous)
 
     def add(self, item: Edge | Checkpoint) -> None:
         """Add an edge's tail or a stored checkpoint."""

@@ -111,7 +111,7 @@ class Scheduler:
 
     def _unqueue(self, request: Request) -> None:
         self.waiting.discard(request)
-        self.cache.expect_no_more(request.request_id)
+        self.cache.expected.discard(request.request_id)
 
     @property
     def has_work(self) -> bool:
@@ -152,7 +152,7 @@ class Scheduler:
                 blocked = blocked or request in self._suspects
             if request.lease is None and request.starts_from_cache:
                 tokens = request.tokens[: request.num_tokens]
-                self.cache.expect(request.request_id, tokens, request.options.salt)
+                self.cache.expected.add(request.request_id, tokens, request.options.salt)
         self._admitting = None
         self.fetches.poll()
         self._states.reserve(builder)

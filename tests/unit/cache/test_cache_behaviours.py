@@ -505,12 +505,12 @@ def test_what_a_waiting_request_resumes_from_outlives_what_was_used_later(states
     prompts = [tokens(320, seed) for seed in range(8)]
     for prompt in (*prompts, *prompts[1:]):
         skips(sim, prompt)
-    sim.cache.expect(7, joined(prompts[0], tokens(20, 9)))
-    sim.cache.expect(7, prompts[1])  # the same request
+    sim.cache.expected.add(7, joined(prompts[0], tokens(20, 9)))
+    sim.cache.expected.add(7, prompts[1])  # the same request
     per_prompt = 20 * sim.cache.spec.kv_pages_per_block + sim.cache.spec.checkpoint_pages
     sim.cache.evict(7 * per_prompt)
     assert [sim.cache.match(p).skipped_tokens >= 319 for p in prompts] == [True] + [False] * 7
-    sim.cache.expect_no_more(7)
+    sim.cache.expected.discard(7)
     for prompt in prompts[1:]:
         skips(sim, prompt)
     sim.cache.evict(per_prompt)

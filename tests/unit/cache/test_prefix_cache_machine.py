@@ -158,10 +158,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         prompt = self.prompts[of % len(self.prompts)]
         if comes:
             tokens = np.array(prompt[: round(part * len(prompt))], dtype=np.int32)
-            self.cache.expect(request_id, tokens)
+            self.cache.expected.add(request_id, tokens)
         else:
-            self.cache.expect_no_more(request_id)
-        known = [found for found in self.cache._expected.values() if found is not None]
+            self.cache.expected.discard(request_id)
+        known = [found for found in self.cache.expected._resumed.values() if found is not None]
         assert self.cache.policy.reuse.num_waiting == len(known)
         assert all(found.waiting == known.count(found) for found in known)
 
