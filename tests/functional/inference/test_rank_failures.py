@@ -158,8 +158,8 @@ def damaged_disk(model, rank, folder):
     engine.offload.disk.store.flush()
     if rank == 1:
         store = engine.offload.disk.store
-        size = os.fstat(store._pages).st_size
-        os.pwrite(store._pages, b"\xff" * size, 0)
+        size = os.fstat(store._pages._file).st_size
+        os.pwrite(store._pages._file, b"\xff" * size, 0)
     found += ask(engine, PROMPTS[0])
     return engine, found + ask(engine, PROMPTS[0])
 

@@ -838,7 +838,7 @@ def test_two_requests_meet_one_damage(tmp_path):
     disk.store.flush()
     first = next(record for record in disk.records() if record.parent is None)
     page = int(disk.store._placed[first.key].slots[0])
-    os.pwrite(disk.store._pages, b"damaged", page * engine.cache.spec.page_bytes)
+    os.pwrite(disk.store._pages._file, b"damaged", page * engine.cache.spec.page_bytes)
     results = engine.generate(prompts, greedy(6))
     for prompt, result in zip(prompts, results):
         assert result.generated_tokens == greedy_tokens(model, prompt, 6)
@@ -995,7 +995,7 @@ def test_another_folder_gets_what_only_the_own_one_has(tmp_path, pattern):
     damaged = disk.find(PrefixKeys(torch.tensor(prompts[3]).numpy(), "", 16))
     disk.store.flush()
     page = int(disk.store._placed[damaged.key].slots[0])
-    os.pwrite(disk.store._pages, b"damaged", page * engine.cache.spec.page_bytes)
+    os.pwrite(disk.store._pages._file, b"damaged", page * engine.cache.spec.page_bytes)
     held = engine.stats()
     saved = engine.save_cache(tmp_path / "other")
     assert engine.save_cache(tmp_path / "other") == saved
