@@ -50,7 +50,7 @@ def test_memory_only_skips_no_token_and_computes_the_whole_chunk():
     assert engine.get_request(2).num_cached_tokens == 0
     assert handle(engine, 2).report.shared_tokens == len(PROMPT)
     assert engine.context.lifetime_prefill_token_count == 2 * len(PROMPT)
-    assert engine.engine.context.request_query_lengths == [1, len(PROMPT)]
+    assert engine.engine.context.ragged_layout().lengths == (1, len(PROMPT))
 
 
 def test_memory_only_takes_no_extra_blocks_for_the_shared_part():
@@ -70,7 +70,7 @@ def test_memory_only_shared_blocks_have_two_references():
 def test_memory_only_computes_from_offset_zero_and_answers_right():
     engine = two_running_requests()
     context = engine.engine.context
-    assert context.request_kv_length_offsets[1] == 0  # decodes come first
+    assert context.ragged_layout().start_positions[1] == 0  # decodes come first
     assert context.input_ids[0, 1 : 1 + len(PROMPT)].tolist() == PROMPT
     for request in finish(engine).values():
         assert is_greedy(tiny_model(), PROMPT, request.generated_tokens)
@@ -213,7 +213,7 @@ def test_one_request_saves_while_another_restores():
     engine.add_request(2, [*PROMPT, 7], greedy_params(3))
     before = engine.engine.stats()["checkpoints_saved"]
     engine.step_modern()  # both prefills are in it
-    assert engine.engine.context.request_query_lengths == [1, len(new)]  # single tokens first
+    assert engine.engine.context.ragged_layout().lengths == (1, len(new))  # single tokens first
     assert engine.engine.stats()["checkpoints_saved"] > before
     answers = finish(engine)
     assert answers[2].num_cached_tokens == len(PROMPT)
@@ -237,7 +237,7 @@ def test_a_batch_of_decodes_cached_and_fresh_prefills():
     for request_id in (3, 4):
         engine.add_request(request_id, prompts[request_id], greedy_params(12))
     engine.step_modern()
-    assert engine.engine.context.request_query_lengths == [1, 1, 9, 50]
+    assert engine.engine.context.ragged_layout().lengths == (1, 1, 9, 50)
     answers = finish(engine)
     for request_id, prompt in prompts.items():
         assert is_greedy(tiny_model(), prompt, answers[request_id].generated_tokens)

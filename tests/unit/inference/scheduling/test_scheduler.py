@@ -477,7 +477,6 @@ def test_a_plan_is_plain_data():
     plan = each.schedule()
     again = pickle.loads(pickle.dumps(plan))
     assert isinstance(again, StepPlan) and repr(again) == repr(plan)
-    assert again.tokens_digest() == plan.tokens_digest()
 
 
 def test_it_imports_no_torch():
