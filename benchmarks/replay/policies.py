@@ -83,7 +83,7 @@ class MarconiPolicy(LRUPolicy):
             previous = candidate.previous()
             start, end = previous.position if previous else 0, candidate.position
             freed = candidate.num_pages * spec.page_bytes
-            if candidate.is_covered():
+            if candidate.is_shadowed():
                 return (self._flops(end) - self._flops(start)) / freed
         return (self._flops(end) - self._flops(start)) / (
             freed + (end - start) * spec.kv_bytes_per_token

@@ -13,7 +13,7 @@ from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.pages.lease_pages import LeasePages, forward_end
 from megatron_hybrid.cache.pages.spec import CacheSpec
-from megatron_hybrid.cache.policy.placement import next_rung
+from megatron_hybrid.cache.policy.placement import next_interval
 from megatron_hybrid.cache.policy.protocol import Policy
 from megatron_hybrid.cache.report import ADMITTED, CacheStats
 
@@ -119,7 +119,7 @@ class Admitter:
         """Make a lease live, with room for the remaining tokens."""
         if self._mode == "restore":
             position = max(lease.prompt_tokens, lease.done)
-            lease.next_rung = next_rung(position, self._policy.rung_tokens)
+            lease.next_interval = next_interval(position, self._policy.interval_tokens)
         self._pages.open(lease, capacity_tokens, end)
         self._leases[lease] = None
         self._record(ADMITTED, lease.shared_tokens, lease.skipped_tokens, self._allocator.num_free)

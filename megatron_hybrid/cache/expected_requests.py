@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
-from megatron_hybrid.cache.index.tree import Checkpoint, unless_spare
+from megatron_hybrid.cache.index.tree import Checkpoint, unless_opportunistic
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.protocol import Policy
 
@@ -45,7 +45,7 @@ class ExpectedRequests:
         self._resumed[request_id] = found = None
         with suppress(MemoryError):
             path = self._index.walk(salt, tokens)
-            found = unless_spare(path.deepest_checkpoint())
+            found = unless_opportunistic(path.deepest_checkpoint())
             if not self._spec.needs_state:
                 found = max(path.checkpoints(), key=lambda each: each.position, default=None)
         if found is not None:

@@ -67,7 +67,9 @@ def will_save(lease: Lease, tokens: np.ndarray, salt: str, skipped: int) -> int:
     """Return `in_flight` of one running request."""
     if lease.salt != salt:
         return 0
-    due = [p for p, kind in lease.wanted.items() if p > lease.done and kind is not Kind.SPARE]
+    due = [
+        p for p, kind in lease.wanted.items() if p > lease.done and kind is not Kind.OPPORTUNISTIC
+    ]
     due += [reservation.position for reservation in lease.reservations]
     end = min(len(tokens), len(lease.tokens))
     due = [position for position in due if skipped < position <= end]

@@ -26,7 +26,7 @@ from megatron_hybrid.cache.expected_requests import ExpectedRequests
 from megatron_hybrid.cache.explain import Explanation, explain
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex, known_limit
 from megatron_hybrid.cache.index.salt_index import SaltIndex
-from megatron_hybrid.cache.index.tree import Edge, Kind, unless_spare
+from megatron_hybrid.cache.index.tree import Edge, Kind, unless_opportunistic
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES, Hit, PrefixLookup
 from megatron_hybrid.cache.pages.allocator import PageAllocator
@@ -305,7 +305,7 @@ class PrefixCache:
         if lease is not None:
             lease.report, lease.origin = before.report, before.origin
             lease.tokens = before.tokens
-            lease.next_rung = before.next_rung
+            lease.next_interval = before.next_interval
             self._wanted.set(
                 lease, {p: kind for p, kind in before.wanted.items() if p > len(tokens)}
             )
@@ -451,9 +451,9 @@ class PrefixCache:
                 is_prompt = num_tokens_done == lease.prompt_tokens
                 end = Kind.PROMPT_END if is_prompt else Kind.ANSWER_END
                 lease.unwatched.setdefault(num_tokens_done, end)
-            while lease.next_rung <= num_tokens_done:
-                lease.unwatched.setdefault(lease.next_rung, Kind.RUNG)
-                lease.next_rung += self.policy.rung_tokens
+            while lease.next_interval <= num_tokens_done:
+                lease.unwatched.setdefault(lease.next_interval, Kind.INTERVAL)
+                lease.next_interval += self.policy.interval_tokens
         lease.done, lease.answered = num_tokens_done, answered
         if before < lease.prompt_tokens:
             self._wanted.note_saving(lease)
@@ -475,14 +475,15 @@ class PrefixCache:
 
     def positions_to_save(self, lease: Lease, end: int) -> list[int]:
         """Return the positions in (lease.done, end] whose state the forward up to `end` should
-        save: wanted positions of the prompt, and rungs in the answer, ascending; then spare ones.
-        Call `reserve_checkpoint` in this order, then `publish_checkpoint` for each."""
+        save: wanted positions of the prompt, and ends of intervals in the answer, ascending; then
+        opportunistic ones. Call `reserve_checkpoint` in this order, then `publish_checkpoint` for
+        each."""
         found = []
         if lease.saves_more:  # so that decode steps do not scan `wanted`
             wanted = [position for position in lease.wanted if lease.done < position <= end]
-            found = sorted(wanted, key=lambda p: lease.wanted[p] is Kind.SPARE)
-        if lease.next_rung <= end:
-            found += range(lease.next_rung, end + 1, self.policy.rung_tokens)
+            found = sorted(wanted, key=lambda p: lease.wanted[p] is Kind.OPPORTUNISTIC)
+        if lease.next_interval <= end:
+            found += range(lease.next_interval, end + 1, self.policy.interval_tokens)
         return found
 
     def known_after(self, lease: Lease, tokens: np.ndarray, most: int) -> np.ndarray:
@@ -527,7 +528,7 @@ class PrefixCache:
         local_rows = self._pages.local_rows(lease, position)
         if wanted:
             room = self._evictor.make_room_for(pages, math.inf)
-        elif kind is Kind.SPARE:
+        elif kind is Kind.OPPORTUNISTIC:
             room = pages + sum(rows.size for rows in local_rows) <= self.allocator.num_free
         else:
             new = NewState(
@@ -537,7 +538,7 @@ class PrefixCache:
                 pages + sum(rows.size for rows in local_rows),
                 lease.shared_tokens,
                 watched,
-                unless_spare(previous),
+                unless_opportunistic(previous),
             )
             room = self._evictor.make_room_for_state(new)
         if not room:
@@ -554,8 +555,9 @@ class PrefixCache:
         return reservation
 
     def decline(self, lease: Lease, positions: Sequence[int]) -> None:
-        """Count the states at these positions as not saved for lack of room, without spare ones."""
-        positions = [p for p in positions if self._wanted.kind(lease, p) is not Kind.SPARE]
+        """Count the states at these positions, without opportunistic ones, as not saved for lack of
+        room."""
+        positions = [p for p in positions if self._wanted.kind(lease, p) is not Kind.OPPORTUNISTIC]
         self._stats.checkpoints_no_room += len(positions)
         lease.report.checkpoints_skipped += len(positions)
         lease.refused.update(positions)

@@ -36,7 +36,7 @@ from megatron_hybrid.checkpoints.tensor_files import (
     write_tensors,
 )
 from megatron_hybrid.distributed.ranks import fail_together
-from megatron_hybrid.distributed.rendezvous import meet, own_member
+from megatron_hybrid.distributed.rendezvous import exchange, own_member
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.layer_pattern import (
@@ -617,7 +617,7 @@ def of_all_stages(model: HybridModel, own: dict[str, Any]) -> dict[str, Any]:
     pp = model.pg_collection.pp
     if pp.size() == 1:
         return own
-    stages = meet("naming its tensors", own, dist.get_process_group_ranks(pp))
+    stages = exchange("naming its tensors", own, dist.get_process_group_ranks(pp))
     return {name: value for _, of_stage in stages for name, value in of_stage.items()}
 
 

@@ -16,7 +16,7 @@ from megatron_hybrid.checkpoints.checkpoint import (
     read_config,
 )
 from megatron_hybrid.distributed.ranks import fail_together
-from megatron_hybrid.distributed.rendezvous import coming
+from megatron_hybrid.distributed.rendezvous import announce_failure
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ def load_pretrained(
         ValueError: this machine has no such device.
     """
     initialize_distributed()
-    with coming("load_pretrained()"):
+    with announce_failure("load_pretrained()"):
         with fail_together(CheckpointError):
             device = checked_device(device)
             path = checked_folder(folder)

@@ -82,7 +82,7 @@ class RankControl:
                     interrupts_wait(),
                     self.inside(call),
                 ):
-                    self._ranks.tell(call, error)
+                    self._ranks.broadcast_error(call, error)
             raise
 
     def report(self, error: BaseException) -> None:

@@ -55,7 +55,7 @@ class CacheCalls:
         with interrupts_wait() as let_in:
             if keep_cache == "disk":
                 self._epochs.check()
-                with self._ranks.together("writing the cache"):
+                with self._ranks.raise_on_all("writing the cache"):
                     offload.save_to(offload.disk, let_in)
             self._live.cancel_abandoned()
             if keep_cache == "host":
@@ -83,7 +83,7 @@ class CacheCalls:
         slots = [request.slot for request in self._parts.scheduler.running]
         used = np.flatnonzero(pages.ref_counts + pages.cached_counts), np.array(slots, dtype=int)
         try:
-            with self._ranks.together("keeping the cache in host memory"):
+            with self._ranks.raise_on_all("keeping the cache in host memory"):
                 self._memory.keep(used)
         except BaseException:
             self._memory.keep(None)
@@ -98,7 +98,7 @@ class CacheCalls:
         if self._guard.is_suspended:
             self._epochs.check()  # first: old bytes need not come back
             try:
-                with self._ranks.together("taking the memory of the cache again"):
+                with self._ranks.raise_on_all("taking the memory of the cache again"):
                     self._memory.reacquire()
                     self._memory.refill()
             except BaseException:

@@ -18,7 +18,7 @@ from megatron_hybrid.cache.index.journal import Version
 from megatron_hybrid.cache.tree_view import TreeChanges, TreeView
 from megatron_hybrid.distributed.rank_control import RankControl
 from megatron_hybrid.distributed.ranks import MAKING, ranks_of, replica_of
-from megatron_hybrid.distributed.rendezvous import BEGIN_SECONDS, coming
+from megatron_hybrid.distributed.rendezvous import BEGIN_SECONDS, announce_failure
 from megatron_hybrid.distributed.watchdog import STEP_SECONDS
 from megatron_hybrid.inference.cache_calls import CacheCalls, CacheSaved
 from megatron_hybrid.inference.config import InferenceConfig
@@ -70,7 +70,7 @@ class DynamicInferenceEngine:
         config: InferenceConfig | None = None,
     ) -> None:
         with ExitStack() as undo:
-            with coming(MAKING):
+            with announce_failure(MAKING):
                 if config is None:
                     config = InferenceConfig()
                 model = check_arguments(model, tokenizer, config)
@@ -81,7 +81,7 @@ class DynamicInferenceEngine:
             is_on_cpu = next(model.parameters()).device.type == "cpu"
             control = RankControl(ranks, config.rank_timeout or STEP_SECONDS, is_on_cpu)
             undo.callback(control.close)
-            with control.inside(MAKING), ranks.together(MAKING):
+            with control.inside(MAKING), ranks.raise_on_all(MAKING):
                 parts = make_parts(model, tokenizer, config, ranks, control, undo)
             undo.pop_all()
         self._guard, self._control = parts.guard, control

@@ -29,7 +29,7 @@ from megatron_hybrid.inference.weights.updates import WeightUpdates
 from megatron_hybrid.inference.worker.allocation import Allocated, allocate
 from megatron_hybrid.inference.worker.graph_runner import GraphRunner
 from megatron_hybrid.inference.worker.model_runner import ModelRunner
-from megatron_hybrid.inference.worker.mtp_drafter import PartDrafter
+from megatron_hybrid.inference.worker.mtp_drafter import MTPDrafter
 from megatron_hybrid.inference.worker.warm_up import WARMED, measure_draft_costs, warm_up
 from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
 from megatron_hybrid.offload.offload import Offload
@@ -157,7 +157,7 @@ def _drafts(cache: PrefixCache, runner: ModelRunner, allocated: Allocated) -> Dr
         return None
     drafters: list[Drafter] = [KnownAnswers(cache), OwnTokens()]
     if allocated.config.speculation == "mtp":
-        drafters = [PartDrafter(runner.predict)]
+        drafters = [MTPDrafter(runner.predict)]
     vocab_size, many = runner.model.config.vocab_size, runner.ranks.size > 1
     return Drafts(drafters, allocated.max_drafts, vocab_size, many)
 

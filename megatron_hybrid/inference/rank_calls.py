@@ -36,7 +36,7 @@ def on_all_ranks(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
             self._control.note(name)
             if self._control.leads:
                 self._live.tell(method, *args, **kwargs)
-            with self._ranks.together(name):
+            with self._ranks.raise_on_all(name):
                 return method(self, *args, **kwargs)
 
     call.is_on_all_ranks = True

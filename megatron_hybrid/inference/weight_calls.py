@@ -170,7 +170,7 @@ class WeightCalls:
         if self._memory.is_released:
             return
         self._epochs.check()  # what is seen now is not seen afterwards
-        with self._ranks.together("giving back the weights"):
+        with self._ranks.raise_on_all("giving back the weights"):
             self._memory.release(keep)
 
     @exclusive
@@ -179,7 +179,7 @@ class WeightCalls:
     def reacquire_weights(self) -> None:
         """See `DynamicInferenceEngine.reacquire_weights`."""
         self._guard.refuse_closed("reacquire_weights")
-        with self._ranks.together("taking the memory of the weights again"):
+        with self._ranks.raise_on_all("taking the memory of the weights again"):
             is_lost = self._memory.reacquire()
         self._epochs.watch.accept()  # other addresses, and the same values
         if is_lost:

@@ -60,7 +60,7 @@ class SingleFlight:
             return common
         saved = self._cache.positions_to_save(other.lease, common)
         wanted = other.lease.wanted
-        deepest = max((p for p in saved if wanted.get(p) is not Kind.SPARE), default=0)
+        deepest = max((p for p in saved if wanted.get(p) is not Kind.OPPORTUNISTIC), default=0)
         gain = common - max(deepest, resume, other.num_computed)
         # Below one block of gain the copy of a state costs more than computing the tokens.
         if gain >= self._cache.spec.block_size_tokens:

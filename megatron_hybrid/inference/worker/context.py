@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
 from megatron_hybrid.cache.pages.spec import CacheSpec
-from megatron_hybrid.inference.memory.cache_memory import CacheMemory
+from megatron_hybrid.inference.memory.cache_memory import CachePool
 from megatron_hybrid.inference.scheduling.step_plan import StepPlan, Work
 from megatron_hybrid.inference.worker.mtp_context import PredictionContext
 from megatron_hybrid.inference.worker.step_buffer import Fields, StepBuffer, buffer_bytes
@@ -137,7 +137,7 @@ class DynamicInferenceContext:
 
     def __init__(
         self,
-        memory: CacheMemory,
+        memory: CachePool,
         max_requests: int,
         max_tokens: int,
         max_sequence_length: int,

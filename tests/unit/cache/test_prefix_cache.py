@@ -658,7 +658,7 @@ def test_pure_attention_keeps_chats_through_one_off_prompts():
 
 def test_the_state_of_a_new_prompt_outlives_its_first_answer():
     """Others of its kind were used only once an answer's state lay beneath them: that also tells of
-    one that has none yet, although the rung right before it makes it look cheap to rebuild."""
+    one that has none yet, although the interval right before it makes it look cheap to rebuild."""
     engine, seeds, missed = Ours(WINDOW, 78 * WINDOW.page_bytes), count(), []
     for number, prompt_tokens in enumerate([70, 135, 100, 90, 196] * 8):
         prompt = tokens(prompt_tokens, next(seeds))
