@@ -40,7 +40,6 @@ class CacheCalls:
     @exclusive
     @on_all_ranks
     def suspend(self, keep_cache: str = "drop") -> None:
-        """See `DynamicInferenceEngine.suspend`."""
         self._control.note("suspend()", {"keep_cache": keep_cache})
         if keep_cache not in ("drop", "host", "disk"):
             raise ValueError(f"keep_cache is {keep_cache!r}; use 'drop', 'host' or 'disk'")
@@ -93,7 +92,6 @@ class CacheCalls:
     @interrupts_wait()
     @on_all_ranks
     def resume(self) -> None:
-        """See `DynamicInferenceEngine.resume`."""
         self._weights.require("resume")
         if self._guard.is_suspended:
             self._epochs.check()  # first: old bytes need not come back
@@ -110,7 +108,6 @@ class CacheCalls:
     @exclusive
     @on_all_ranks
     def save_cache(self, folder: str | PathLike[str] | None = None) -> CacheSaved:
-        """See `DynamicInferenceEngine.save_cache`."""
         self._guard.refuse_suspended("save_cache")
         offload, mode = self._parts.offload, self._parts.cache.mode
         if folder == "" or (folder is None and offload.disk is None):
@@ -133,7 +130,6 @@ class CacheCalls:
     @interrupts_wait()
     @on_all_ranks
     def clear_cache(self) -> None:
-        """See `DynamicInferenceEngine.clear_cache`."""
         self._guard.refuse_suspended("clear_cache")
         self._live.cancel_abandoned()
         scheduler = self._parts.scheduler

@@ -25,7 +25,7 @@ Listener = TypeVar("Listener", bound=CacheListener)
 
 
 class Inspection:
-    """Looks at an engine. Its methods have the names of the engine's.
+    """Looks at an engine. Methods with the name of one of the engine's have its effect.
 
     Args:
         parts, live, steps: of the engine.
@@ -39,7 +39,6 @@ class Inspection:
     def explain(
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = ""
     ) -> Explanation:
-        """See `DynamicInferenceEngine.explain`."""
         parts, builder = self._parts, self._parts.request_builder
         check_salt(salt)
         params = builder.check_params(params)
@@ -49,7 +48,6 @@ class Inspection:
 
     @exclusive
     def stats(self) -> Stats:
-        """See `DynamicInferenceEngine.stats`."""
         parts, scheduler, spec = self._parts, self._parts.scheduler, self._parts.cache.spec
         memory, num_pages = parts.runner.memory, parts.cache.allocator.num_pages - 1
         counts = {
@@ -81,14 +79,12 @@ class Inspection:
 
     @exclusive
     def requests(self, num_tokens: int = 0) -> list[RequestView]:
-        """See `DynamicInferenceEngine.requests`."""
         parts = self._parts
         live = (*parts.scheduler.running, *parts.scheduler.waiting)
         return self._live.ended.views(live, parts.cache.contents.edge_number, num_tokens)
 
     @exclusive
     def cache_tree(self, max_edges: int = 10_000, num_tokens: int = 0) -> TreeView:
-        """See `DynamicInferenceEngine.cache_tree`."""
         tier_of = self._parts.offload.tier_of
         return self._parts.cache.contents.view(tier_of, max_edges, num_tokens)
 
@@ -96,7 +92,6 @@ class Inspection:
     def cache_changes(
         self, since: Version | None = None, limit: int | None = None, num_tokens: int = 0
     ) -> TreeChanges:
-        """See `DynamicInferenceEngine.cache_changes`."""
         tier_of = self._parts.offload.tier_of
         return self._parts.cache.contents.changes(since, limit, tier_of, num_tokens)
 
@@ -116,7 +111,6 @@ class Inspection:
 
     @exclusive
     def metrics(self) -> str:
-        """See `DynamicInferenceEngine.metrics`."""
         config, meter, stats = self._parts.config, self._live.meter, self.stats()
         info = {
             "block_size": config.block_size_tokens,
@@ -132,6 +126,5 @@ class Inspection:
 
     @exclusive
     def check_integrity(self) -> None:
-        """See `DynamicInferenceEngine.check_integrity`."""
         self._parts.cache.check_integrity()
         self._parts.scheduler.check_integrity()

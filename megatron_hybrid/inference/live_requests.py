@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from megatron_hybrid.utils.interrupts import interrupts_wait
 
 class LiveRequests:
     """Queues requests, makes their outputs, and ends or cancels them; where other ranks follow,
-    with a message to them.
+    with a message to them. Methods with the name of one of the engine's have its effect.
 
     Args:
         parts: of the engine.
@@ -72,10 +71,6 @@ class LiveRequests:
         self._scheduler.finish(request)
         self._note_end(request)
 
-    def note_tokens(self, requests: Sequence[Request]) -> None:
-        """Measure that each of the requests got a token."""
-        self.meter.note_tokens(requests, time.perf_counter())
-
     def make_outputs(self) -> None:
         """Make the outputs of a step. Those that cannot be made (`without_output`) are made by the
         next step, and the error of the last one is raised."""
@@ -123,7 +118,6 @@ class LiveRequests:
     @exclusive
     @interrupts_wait()
     def cancel(self, request: Request) -> None:
-        """See `DynamicInferenceEngine.cancel`."""
         if not isinstance(request, Request):
             raise TypeError(
                 f"request must be what add_request returned, got {type(request).__name__}"

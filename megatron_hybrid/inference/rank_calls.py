@@ -44,7 +44,7 @@ def on_all_ranks(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
 
 
 class RankCalls:
-    """Leads the other ranks of an engine, or follows the first one.
+    """Leads the other ranks of an engine, or follows the first one, as the engine's methods do.
 
     Args:
         parts, live: of the engine.
@@ -58,7 +58,6 @@ class RankCalls:
 
     @contextmanager
     def lead(self) -> Iterator[None]:
-        """See `DynamicInferenceEngine.lead`."""
         self._guard.home.require("this engine")
         if not self._ranks.is_first:
             raise RuntimeError(
@@ -73,7 +72,6 @@ class RankCalls:
 
     @exclusive
     def follow(self) -> None:
-        """See `DynamicInferenceEngine.follow`."""
         if self._ranks.is_first:
             raise RuntimeError("follow() was called on the first rank of the model: call lead()")
         for name, args, kwargs in self._control.calls(self._state(), self._live.has_unanswered):

@@ -21,7 +21,7 @@ from megatron_hybrid.utils.interrupts import interrupts_wait
 
 
 class StepLoop:
-    """Runs the steps of an engine.
+    """Runs the steps of an engine. Methods with the name of one of the engine's have its effect.
 
     Args:
         parts, live: of the engine.
@@ -41,7 +41,6 @@ class StepLoop:
     @exclusive
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """See `DynamicInferenceEngine.step`."""
         self._guard.refuse_inside_step("step")
         self._failed = None
         self._guard.refuse_suspended("step")
@@ -83,7 +82,6 @@ class StepLoop:
         self._live.forget_closed()
 
     def take_failed(self) -> list[Request]:
-        """See `DynamicInferenceEngine.take_failed`."""
         failed, self._failed = self._failed, None
         # While other ranks follow, what is cancelled stays until they are told.
         gone = {sample for request in list(self._live.abandoned) for sample in request.samples}
@@ -144,7 +142,7 @@ class StepLoop:
                 self._live.append(request, result.sampled[request.request_id])
             if request.done:
                 self._live.finish(request)
-        self._live.note_tokens(gained)
+        self._live.meter.note_tokens(gained, time.perf_counter())
         self._live.run_moves()
 
     def _begin(self) -> bool:

@@ -46,7 +46,6 @@ class WeightCalls:
 
     @property
     def failure(self) -> str | None:
-        """See `DynamicInferenceEngine.weights_failure`."""
         if self._updates.has_failed and self._control.has_failed:
             return f"the weights are not those of one model, as {self._control.failure}"
         return self._updates.reason_to_wait if self._updates.has_failed else None
@@ -55,7 +54,6 @@ class WeightCalls:
     @interrupts_wait()
     @on_all_ranks
     def update_weights(self) -> None:
-        """See `DynamicInferenceEngine.update_weights`."""
         self.require("update_weights")
         self._updates.note_whole()
         self._epochs.begin()
@@ -63,7 +61,6 @@ class WeightCalls:
     @exclusive
     @interrupts_wait()
     def load_weights(self, pairs: Pairs) -> None:
-        """See `DynamicInferenceEngine.load_weights`."""
         self.require("load_weights")
         if self._control.leads:
             self._live.tell(WeightCalls.load_pairs, ())
@@ -86,7 +83,6 @@ class WeightCalls:
 
     @exclusive
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """See `DynamicInferenceEngine.init_weight_transfer_engine`."""
         # Where all ranks wait, Ctrl-C on one must not leave an exchange that the others are in.
         all_wait = self._ranks.size > 1 and not self._control.leads
         with interrupts_wait() if all_wait else nullcontext():
@@ -130,14 +126,12 @@ class WeightCalls:
     @exclusive
     @on_all_ranks
     def start_weight_update(self) -> None:
-        """See `DynamicInferenceEngine.start_weight_update`."""
         self.require("start_weight_update")
         self._updates.start()
 
     @exclusive
     @on_all_ranks
     def receive_weights(self, update_info: Mapping[str, Any]) -> None:
-        """See `DynamicInferenceEngine.receive_weights`."""
         try:
             self.require("receive_weights")
         except EngineSuspendedError as error:
@@ -149,7 +143,6 @@ class WeightCalls:
     @interrupts_wait()
     @on_all_ranks
     def finish_weight_update(self) -> None:
-        """See `DynamicInferenceEngine.finish_weight_update`."""
         self.require("finish_weight_update")
         self._updates.finish()
         self._epochs.begin()
@@ -160,7 +153,6 @@ class WeightCalls:
     @interrupts_wait()
     @on_all_ranks
     def release_weights(self, keep: bool = True) -> None:
-        """See `DynamicInferenceEngine.release_weights`."""
         self._guard.refuse_inside_step("release_weights")
         self._guard.refuse_closed("release_weights")
         if not self._guard.is_suspended:
@@ -177,7 +169,6 @@ class WeightCalls:
     @interrupts_wait()
     @on_all_ranks
     def reacquire_weights(self) -> None:
-        """See `DynamicInferenceEngine.reacquire_weights`."""
         self._guard.refuse_closed("reacquire_weights")
         with self._ranks.raise_on_all("taking the memory of the weights again"):
             is_lost = self._memory.reacquire()

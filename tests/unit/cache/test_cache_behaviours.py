@@ -3,6 +3,7 @@ must skip. The sequences are those on which other engines fall short."""
 
 import numpy as np
 import pytest
+from cache_prompts import joined, tokens
 from followed_tree import FollowedTree
 from settled import settled
 from simulator import Simulator, stored
@@ -24,14 +25,6 @@ def hybrid(block=16, window=None):
 
 def simulator(block=16, num_pages=3000, window=None):
     return Simulator(PrefixCache(hybrid(block, window), num_pages))
-
-
-def tokens(n, seed=0):
-    return np.random.default_rng(seed).integers(0, 50_000, n).astype(np.int32)
-
-
-def joined(*parts):
-    return np.concatenate(parts).astype(np.int32)
 
 
 def skips(sim, prompt, answer=(), **options):
