@@ -25,7 +25,7 @@ class StateSaver:
 
     def reserve(self, builder: PlanBuilder) -> None:
         """Reserve room for the states to save in this step; those without room are left out."""
-        captures_left, opportunistic = self._max_captures, []
+        captures_left, later = self._max_captures, []
         for chunk in builder.chunks:
             lease = chunk.request.lease
             positions = self._cache.positions_to_save(lease, chunk.end)
@@ -35,10 +35,10 @@ class StateSaver:
                 continue
             opportunistic = [p for p in positions if lease.wanted.get(p) is Kind.OPPORTUNISTIC]
             if opportunistic:
-                opportunistic.append((chunk, opportunistic))
+                later.append((chunk, opportunistic))
                 positions = [p for p in positions if p not in opportunistic]
             captures_left -= self._reserve_of(chunk, positions, captures_left)
-        for chunk, positions in opportunistic:
+        for chunk, positions in later:
             captures_left -= self._reserve_of(chunk, positions, captures_left)
 
     def _reserve_of(self, chunk: Chunk, positions: list[int], most: int) -> int:

@@ -195,7 +195,7 @@ def test_a_state_is_worth_the_tokens_that_it_saves_per_page_and_request():
     assert checkpoint_value(tip, HYBRID, rates, FREE) == 0.5 * 288 / (2 + 16)
     assert checkpoint_value(short, HYBRID, rates, FREE) == 0.25 * 64 / (2 + 2)
     assert checkpoint_value(low, HYBRID, rates, FREE) == 2.0 * 32 / 2
-    # where KV alone resumes it only opportunistic the last token, and no KV goes with it
+    # where KV alone resumes it only spares the last token, and no KV goes with it
     assert checkpoint_value(tip, PURE, rates, FREE) == 0.5 / 2
     tip.local_pages = [np.zeros((3, 2), np.int32), np.zeros((1, 1), np.int32)]
     assert checkpoint_value(tip, HYBRID, rates, FREE) == 0.5 * 288 / (2 + 7 + 16)
