@@ -6,7 +6,7 @@ from reference import greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.index.tree import Kind
 from megatron_hybrid.inference.requests.options import RequestOptions
-from megatron_hybrid.inference.scheduling.scheduler import MIN_CAPTURES
+from megatron_hybrid.inference.scheduling.scheduler import MIN_CAPTURES, max_captures
 
 
 class Spy:
@@ -173,7 +173,7 @@ def test_a_forward_saves_so_many_states_and_no_more(monkeypatch):
     prompt = random_tokens(300)
     engine = tiny_engine(cache_bytes=32 << 20)
     kv_bytes, state_bytes = engine.cache.spec.kv_bytes_per_token, engine.memory.slots.shape[1]
-    limit = engine.scheduler.max_captures
+    limit = max_captures(engine.cache.spec, engine.config.max_requests, 512)
     assert limit == MIN_CAPTURES + 512 * kv_bytes // state_bytes < 200
     counts, staging = [], engine.memory.staging
     monkeypatch.setattr(
