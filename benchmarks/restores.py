@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hybrid.inference.memory.cache_memory import CacheMemory, cache_spec_of
+from megatron_hybrid.inference.memory.cache_memory import CachePool, cache_spec_of
 from megatron_hybrid.inference.scheduling.step_plan import StepPlan, Work
 from megatron_hybrid.inference.worker.context import DynamicInferenceContext
 from megatron_hybrid.models.mixers.base import LayerCache
@@ -34,7 +34,7 @@ class Restores:
         spec = cache_spec_of(self.layers, hidden_size, torch.float64, 16)
         blocks = spec.num_blocks(longest)
         columns = [spec.kv_pages_per_block, *(spec.pages_per_block[g] for g in spec.local_groups)]
-        self.memory = CacheMemory(
+        self.memory = CachePool(
             spec,
             self.layers,
             hidden_size,

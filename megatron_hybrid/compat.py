@@ -94,10 +94,6 @@ try:
         import megatron.core.models.common.language_module.language_module
         from megatron.core import activations as activations
         from megatron.core import parallel_state as parallel_state
-        from megatron.core.inference.contexts import BaseInferenceContext as BaseInferenceContext
-        from megatron.core.models.common.embeddings.rope_utils import (
-            apply_rotary_pos_emb as apply_rotary_pos_emb,
-        )
         from megatron.core.transformer import MLATransformerConfig as MLATransformerConfig
         from megatron.core.transformer import TransformerConfig as TransformerConfig
 except ModuleNotFoundError as error:
@@ -274,15 +270,6 @@ def transformer_engine_modules() -> SimpleNamespace:
         TERowParallelLinear=te.TERowParallelLinear,
         TENorm=te.TENorm,
     )
-
-
-def inference_context_arguments() -> tuple:
-    """Arguments of `BaseInferenceContext.__init__`: a flag in 0.16, a configuration in 0.19."""
-    if MEGATRON_CORE_VERSION < (0, 17, 0):
-        return (True,)  # materialize_only_last_token_logits
-    from megatron.core.inference.config import InferenceConfig
-
-    return (InferenceConfig(),)
 
 
 _OLDEST_COORDINATOR = (0, 19, 0)

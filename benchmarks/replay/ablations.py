@@ -42,8 +42,8 @@ PARTS = {
     "lost_forks": "states saved again at forks that lost theirs",
     "tails": "states at the usual distance before the end of a prompt",
     "prompt_ends": "states at the ends of prompts",
-    "rungs": "states at equal distances in long prompts and answers",
-    "spares": "states every 256 tokens while pages are free",
+    "intervals": "states at equal distances in long prompts and answers",
+    "opportunistic": "states every 256 tokens while pages are free",
     # expected uses
     "fork_uses": "a fork that could have served counts as used",
     "resumed_from": "sessions told apart by the kind of end that they resume",

@@ -33,9 +33,9 @@ class CacheContents:
         return salt, tokens, path.pages(self._spec.num_blocks(position))
 
     def stored_checkpoints(self) -> list[Checkpoint]:
-        """Return the stored states that are not spare, the most valuable first."""
+        """Return the stored states that are not opportunistic, the most valuable first."""
         stored = (c for c in self._index.checkpoints() if c.pages is not None)
-        found = [c for c in stored if c.kind is not Kind.SPARE]
+        found = [c for c in stored if c.kind is not Kind.OPPORTUNISTIC]
         return sorted(found, key=lambda checkpoint: -self._value(checkpoint))
 
     def held_leaves(self) -> list[Edge]:

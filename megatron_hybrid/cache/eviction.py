@@ -17,7 +17,7 @@ from megatron_hybrid.cache.lazy_heap import Key, LazyHeap
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE, PageAllocator, indices
 from megatron_hybrid.cache.pages.spec import CacheSpec
-from megatron_hybrid.cache.policy.protocol import Policy
+from megatron_hybrid.cache.policy.protocol import NewState, Policy
 from megatron_hybrid.cache.report import EVICTED_STATE, EVICTED_TAIL, CacheStats
 
 MAX_RISEN = 64
@@ -42,8 +42,8 @@ def tail_key(edge: Edge, spec: CacheSpec, policy: Policy) -> Key | None:
     return (0, 0.0, edge.last_access) if value is None else (1, value, edge.last_access)
 
 
-def spare_key(checkpoint: Checkpoint) -> Key | None:
-    """Return the key of a spare state."""
+def opportunistic_key(checkpoint: Checkpoint) -> Key | None:
+    """Return the key of an opportunistic state."""
     return None if checkpoint.pages is None else (-1, 0.0, checkpoint.last_use)
 
 
@@ -100,7 +100,7 @@ class Evictor:
         )
         index.on_tail = self.tails.add
         self.checkpoints = LazyHeap(self._key, MAX_RISEN)
-        self.spares = LazyHeap(spare_key)
+        self.opportunistic = LazyHeap(opportunistic_key)
         # The heaps whose values change with time and learning.
         self._valued = [self.checkpoints] if spec.needs_state else [self.tails, self.checkpoints]
         self.listeners: list[CacheListener] = []
@@ -158,6 +158,14 @@ class Evictor:
         below = (1, value, self._policy.now)
         return self._allocator.can_free(num_pages) and self.make_room(num_pages, below=below)
 
+    def make_room_for_state(self, new: NewState) -> bool:
+        """Make room for a state: evict candidates of a lesser value, or replace the previous state
+        on its path."""
+        value = self._policy.new_value(new)
+        if self.make_room_for(self._spec.checkpoint_pages, value):
+            return True
+        return self._policy.replaces(new) and self.drop_checkpoint(new.previous)
+
     def add(self, item: Edge | Checkpoint) -> None:
         """Add an edge's tail or a stored checkpoint."""
         self._heap_of(item).add(item)
@@ -169,14 +177,14 @@ class Evictor:
     def _heap_of(self, item: Edge | Checkpoint) -> LazyHeap:
         if isinstance(item, Edge):
             return self.tails
-        return self.spares if item.kind is Kind.SPARE else self.checkpoints
+        return self.opportunistic if item.kind is Kind.OPPORTUNISTIC else self.checkpoints
 
     def on_store(self, checkpoint: Checkpoint) -> None:
         """Update the heaps after a state was published: the KV before it is no longer a tail, and
         the previous state on its path is worth less."""
         self.add(checkpoint)
         self.tails.update(checkpoint.edge)
-        previous = None if checkpoint.kind is Kind.SPARE else checkpoint.previous()
+        previous = None if checkpoint.kind is Kind.OPPORTUNISTIC else checkpoint.previous()
         if previous is not None:
             self.checkpoints.update(previous)
 
@@ -200,14 +208,14 @@ class Evictor:
 
     def clear(self) -> None:
         """Empty the heaps, after the index was cleared."""
-        for items in (self.tails, self.checkpoints, self.spares, self._pinned.entries):
+        for items in (self.tails, self.checkpoints, self.opportunistic, self._pinned.entries):
             items.clear()
 
     def least(self) -> tuple[Edge | Checkpoint, Key] | None:
         """Return the item of the least key in all heaps, and the key; None if they are empty."""
-        spare = self.spares.least()
-        if spare is not None:
-            return self.spares.top(), spare
+        opportunistic = self.opportunistic.least()
+        if opportunistic is not None:
+            return self.opportunistic.top(), opportunistic
         tail = self.tails.least()
         state = None if tail is not None and tail[0] == 0 else self.checkpoints.least()
         if tail is not None and (state is None or tail < state):
@@ -216,7 +224,7 @@ class Evictor:
 
     def candidates(self) -> Iterator[Edge | Checkpoint]:
         """Return the evictable items of all heaps; some may be pinned."""
-        items = chain(self.spares.items(), self.tails.items(), self.checkpoints.items())
+        items = chain(self.opportunistic.items(), self.tails.items(), self.checkpoints.items())
         return (item for item in items if self._heap_of(item).key(item) is not None)
 
     def _drop(self, item: Edge | Checkpoint, num_pages: int, force: bool = False) -> bool:
@@ -235,7 +243,7 @@ class Evictor:
         for listener in self.listeners:
             listener.on_evict_state(checkpoint)
         self._record(EVICTED_STATE, checkpoint.position)
-        previous = checkpoint.previous() if checkpoint.kind is Kind.SPARE else None
+        previous = checkpoint.previous() if checkpoint.kind is Kind.OPPORTUNISTIC else None
         self._index.drop_checkpoint(checkpoint)
         self._heap_of(checkpoint).discard(checkpoint)
         if previous is not None:

@@ -14,8 +14,8 @@ _KINDS = {
     Kind.JUNCTION: "junction or declared",
     Kind.MESSAGE: "start of a message",
     Kind.TAIL: "before the end of a prompt",
-    Kind.RUNG: "rung",
-    Kind.SPARE: "in free memory",
+    Kind.INTERVAL: "interval",
+    Kind.OPPORTUNISTIC: "in free memory",
 }
 _REASONS = {
     MissReason.NO_SHARED_PREFIX: "nothing that starts like this prompt is known",

@@ -7,8 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 Key = tuple[int, float, int]
-"""Order of eviction, the least key first: class, value, last use. Class -1: spare states. Class 0:
-KV from which no position resumes. Class 1: items with a value."""
+"""Order of eviction, the least key first: class, value, last use. Class -1: opportunistic states.
+Class 0: KV from which no position resumes. Class 1: items with a value."""
 
 MAX_STALE = 64
 """A heap is compacted when it has this many more stale entries than valid ones."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
+from megatron_hybrid.cache.index.salt_index import SaltIndex
 from megatron_hybrid.cache.index.tree import Checkpoint, Kind, Path, common_prefix
 from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.pages.spec import CacheSpec
@@ -35,42 +36,6 @@ class Hit:
     def report(self, prompt_tokens: int) -> PrefixReport:
         """Return the report of a request that starts here."""
         return PrefixReport(prompt_tokens, self.shared, self.skipped, self.reason)
-
-
-def look_up(
-    index: PrefixIndex,
-    leases: Iterable[Lease],
-    spec: CacheSpec,
-    mode: str,
-    tokens: np.ndarray,
-    salt: str,
-    recompute_reason: str | None,
-) -> Hit:
-    """Match a prompt; one rule for all modes.
-
-    off: q = p = 0. memory_only, or a recompute_reason: p = 0. restore: p is the deepest checkpoint
-    <= q; in pure attention p = q, but the prompt's last token is computed for its logits if there
-    is no checkpoint at its end.
-    """
-    if mode == "off":
-        return Hit(Path(None, [], 0, 0), 0, 0, None, MissReason.MODE)
-    path = index.walk(salt, tokens)
-    shared = path.depth if spec.kv_pages_per_block else 0
-    forced = None if recompute_reason is None else MissReason(recompute_reason)
-    if mode == "memory_only":
-        forced = MissReason.MODE
-    if forced:
-        reason = miss_reason(path, tokens, 0, in_flight(leases, tokens, salt, 0))
-        if reason is not MissReason.NO_SHARED_PREFIX:  # else no mode could reuse anything
-            reason = forced
-        return Hit(path, shared, 0, None, reason)
-    checkpoint = path.deepest_checkpoint()
-    skipped = checkpoint.position if checkpoint else 0
-    if not spec.needs_state and skipped < len(tokens):
-        checkpoint, skipped = None, min(path.depth, len(tokens) - 1)
-    coming = in_flight(leases, tokens, salt, skipped)
-    reason = miss_reason(path, tokens, skipped, coming)
-    return Hit(path, max(shared, skipped), skipped, checkpoint, reason, coming)
 
 
 def miss_reason(path: Path, tokens: np.ndarray, skipped: int, in_flight: int) -> MissReason | None:
@@ -102,7 +67,9 @@ def will_save(lease: Lease, tokens: np.ndarray, salt: str, skipped: int) -> int:
     """Return `in_flight` of one running request."""
     if lease.salt != salt:
         return 0
-    due = [p for p, kind in lease.wanted.items() if p > lease.done and kind is not Kind.SPARE]
+    due = [
+        p for p, kind in lease.wanted.items() if p > lease.done and kind is not Kind.OPPORTUNISTIC
+    ]
     due += [reservation.position for reservation in lease.reservations]
     end = min(len(tokens), len(lease.tokens))
     due = [position for position in due if skipped < position <= end]
@@ -110,3 +77,72 @@ def will_save(lease: Lease, tokens: np.ndarray, salt: str, skipped: int) -> int:
         return 0
     common = common_prefix(tokens[: max(due)], lease.tokens[: max(due)])
     return max((position for position in due if position <= common), default=0)
+
+
+class PrefixLookup:
+    """Matches prompts with the tree.
+
+    Args:
+        index: the tree.
+        saving: leases of running requests that have yet to save states.
+        spec, mode: of the cache.
+        salts: of the tree.
+    """
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        saving: Iterable[Lease],
+        spec: CacheSpec,
+        mode: str,
+        salts: SaltIndex,
+    ):
+        self._index, self._saving, self._spec = index, saving, spec
+        self._mode, self._salts = mode, salts
+
+    def look_up(self, tokens: np.ndarray, salt: str, recompute_reason: str | None) -> Hit:
+        """Match a prompt; one rule for all modes.
+
+        off: q = p = 0. memory_only, or a recompute_reason: p = 0. restore: p is the deepest
+        checkpoint <= q; in pure attention p = q, but the prompt's last token is computed for its
+        logits if there is no checkpoint at its end.
+        """
+        if self._mode == "off":
+            return Hit(Path(None, [], 0, 0), 0, 0, None, MissReason.MODE)
+        path = self._index.walk(salt, tokens)
+        shared = path.depth if self._spec.kv_pages_per_block else 0
+        forced = None if recompute_reason is None else MissReason(recompute_reason)
+        if self._mode == "memory_only":
+            forced = MissReason.MODE
+        if forced:
+            reason = miss_reason(path, tokens, 0, in_flight(self._saving, tokens, salt, 0))
+            if reason is not MissReason.NO_SHARED_PREFIX:  # else no mode could reuse anything
+                reason = forced
+            return Hit(path, shared, 0, None, reason)
+        checkpoint = path.deepest_checkpoint()
+        skipped = checkpoint.position if checkpoint else 0
+        if not self._spec.needs_state and skipped < len(tokens):
+            checkpoint, skipped = None, min(path.depth, len(tokens) - 1)
+        coming = in_flight(self._saving, tokens, salt, skipped)
+        reason = miss_reason(path, tokens, skipped, coming)
+        return Hit(path, max(shared, skipped), skipped, checkpoint, reason, coming)
+
+    def known_elsewhere(self, tokens: np.ndarray, salt: str, known: int) -> int:
+        """Return the number of leading tokens known under another salt, if less than a block is
+        known under `salt`; 0 if it is less than a block."""
+        size = self._spec.block_size_tokens
+        if known >= size or self._mode != "restore":
+            return 0
+        other = self._salts.other_salt(tokens, salt)
+        elsewhere = 0 if other is None else self._index.walk(other, tokens).known
+        return elsewhere if elsewhere >= size else 0
+
+    def whole_blocks(self, tokens: np.ndarray, salt: str, hit: Hit) -> Hit:
+        """Return the part of a hit that takes no room beside the request: the whole blocks of full
+        attention."""
+        size = self._spec.block_size_tokens
+        path = self._index.walk(salt, tokens[: hit.shared // size * size], hit.path)
+        alone = 0 if self._spec.needs_state else min(path.depth, len(tokens) - 1)
+        skipped = min(hit.skipped, alone)
+        reason = MissReason.NO_ROOM if skipped < hit.skipped else hit.reason
+        return Hit(path, path.depth, skipped, None, reason)

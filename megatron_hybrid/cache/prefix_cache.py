@@ -18,24 +18,25 @@ from functools import wraps
 
 import numpy as np
 
+from megatron_hybrid.cache.admitter import Admitter
 from megatron_hybrid.cache.arguments import as_tokens, check_whole
 from megatron_hybrid.cache.contents import CacheContents
 from megatron_hybrid.cache.eviction import Evictor
+from megatron_hybrid.cache.expected_requests import ExpectedRequests
 from megatron_hybrid.cache.explain import Explanation, explain
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex, known_limit
 from megatron_hybrid.cache.index.salt_index import SaltIndex
-from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, unless_spare
+from megatron_hybrid.cache.index.tree import Edge, Kind, unless_opportunistic
 from megatron_hybrid.cache.listener import CacheListener
-from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES, Hit, look_up
+from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES, Hit, PrefixLookup
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.pages.lease import NO_LOCAL_END, Lease, Reservation
 from megatron_hybrid.cache.pages.lease_pages import LeasePages, forward_end
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.hybrid import HybridPolicy
-from megatron_hybrid.cache.policy.placement import next_rung, saves_work
+from megatron_hybrid.cache.policy.placement import saves_work
 from megatron_hybrid.cache.policy.protocol import NewState, Policy
 from megatron_hybrid.cache.report import (
-    ADMITTED,
     CLEARED,
     NOT_RESERVED,
     RESERVED,
@@ -107,12 +108,27 @@ class PrefixCache:
             spec, self._index, lambda state: self.policy.state_value(state, refs)
         )
         self._leases: dict[Lease, None] = {}
-        self._expected: dict[int, Checkpoint | None] = {}  # by request, what it is to resume from
         self._is_miscounted = False  # an operation failed; pages are not recounted yet
         self._digest = 0
         self._lost_tokens: Counter[MissReason] = Counter()
         self._salts = SaltIndex(spec.block_size_tokens)
-        self._held_back = 0  # consecutive attempts held back
+        self._lookup = PrefixLookup(self._index, self._wanted.saving, spec, mode, self._salts)
+        self._admitter = Admitter(
+            spec,
+            mode,
+            self.policy,
+            self._index,
+            self.allocator,
+            self._evictor,
+            self._pages,
+            self._leases,
+            self._stats,
+            self._record,
+        )
+        self.expected = ExpectedRequests(
+            spec, self.policy, self._index, self._evictor, mode == "restore"
+        )
+        """Requests that wait for their start."""
         self._known_limit = known_limit(spec, num_pages)
 
     # ---- before a request runs ----
@@ -140,7 +156,7 @@ class PrefixCache:
         """Return how much of `tokens` (int32 [L]) could be shared and skipped now. No side
         effects."""
         tokens = as_tokens(tokens)
-        return self._look_up(tokens, salt, recompute_reason).report(len(tokens))
+        return self._lookup.look_up(tokens, salt, recompute_reason).report(len(tokens))
 
     def explain(
         self,
@@ -154,15 +170,15 @@ class PrefixCache:
         or before; and whether the pool has room for that. chunk_tokens: as for `acquire`. No side
         effects."""
         tokens = as_tokens(tokens)
-        hit = self._look_up(tokens, salt, recompute_reason)
+        hit = self._lookup.look_up(tokens, salt, recompute_reason)
         path, lacks_room = hit.path, False
-        elsewhere = self._known_elsewhere(tokens, salt, path.known)
-        lease = self._lease_on(tokens, salt, hit)
+        elsewhere = self._lookup.known_elsewhere(tokens, salt, path.known)
+        lease = self._admitter.lease_on(tokens, salt, hit)
         end = forward_end(lease, len(tokens), chunk_tokens)
         if not self._pages.would_have_room(lease, len(tokens), end):
             lacks_room = bool(self._leases)
             if not lacks_room and path.depth:
-                hit = self._whole_blocks(tokens, salt, hit)
+                hit = self._lookup.whole_blocks(tokens, salt, hit)
         return explain(path, hit.report(len(tokens)), elsewhere, lacks_room)
 
     def can_resume(self, position: int, num_tokens: int, chunk_tokens: int | None = None) -> bool:
@@ -210,13 +226,13 @@ class PrefixCache:
         check_whole(capacity_tokens, chunk_tokens)
         declared, messages = list(declared), list(messages)
         check_whole(*declared, *messages)
-        hit = self._look_up(tokens, salt, recompute_reason)
+        hit = self._lookup.look_up(tokens, salt, recompute_reason)
         known = hit.path.known
-        lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens)
+        lease = self._admitter.admit(tokens, salt, hit, capacity_tokens, chunk_tokens)
         if lease is None and hit.path.depth and not self._leases:
             # No other lease is live, but the pinned state to restore takes the room.
-            hit = self._whole_blocks(tokens, salt, hit)
-            lease = self._admit(
+            hit = self._lookup.whole_blocks(tokens, salt, hit)
+            lease = self._admitter.admit(
                 tokens, salt, hit, capacity_tokens, chunk_tokens, is_new_request=False
             )
         if lease is None:
@@ -234,33 +250,9 @@ class PrefixCache:
         if known >= self.spec.block_size_tokens:
             self._salts.note(tokens, salt)
         elif recompute_reason is None:
-            elsewhere = self._known_elsewhere(tokens, salt, known)
+            elsewhere = self._lookup.known_elsewhere(tokens, salt, known)
             self._lost_tokens[MissReason.SALT] += max(0, elsewhere - known)
         return lease
-
-    def expect(self, request_id: int, tokens: np.ndarray, salt: str = "") -> None:
-        """A request with these tokens (int32 [L]) waits for its start: until `expect_no_more`, what
-        it is to resume from has a known use. A second call for the same request does nothing."""
-        if self.mode != "restore" or request_id in self._expected:
-            return
-        self._expected[request_id] = found = None
-        with suppress(MemoryError):
-            path = self._index.walk(salt, tokens)
-            found = unless_spare(path.deepest_checkpoint())
-            if not self.spec.needs_state:
-                found = max(path.checkpoints(), key=lambda each: each.position, default=None)
-        if found is not None:
-            self._expected[request_id] = found
-            self.policy.on_wait(found, 1)
-
-    def expect_no_more(self, request_id: int) -> None:
-        """A request starts, or is gone: the counterpart of `expect`, if that was called."""
-        found = self._expected.pop(request_id, None)
-        if found is not None:
-            self.policy.on_wait(found, -1)
-            if found.pages is not None:
-                with suppress(MemoryError):  # its price then waits for `refresh`
-                    self._evictor.update(found)
 
     @rolled_back
     def adopt(
@@ -285,7 +277,9 @@ class PrefixCache:
         path = self._index.walk(salt, tokens)
         path = self._index.walk(salt, tokens[: path.depth // size * size], path)
         hit = Hit(path, path.depth, len(tokens), None, None)
-        lease = self._admit(tokens, salt, hit, capacity_tokens, chunk_tokens, is_new_request=False)
+        lease = self._admitter.admit(
+            tokens, salt, hit, capacity_tokens, chunk_tokens, is_new_request=False
+        )
         if lease is None:
             self._stats.refused += 1
         return lease
@@ -311,7 +305,7 @@ class PrefixCache:
         if lease is not None:
             lease.report, lease.origin = before.report, before.origin
             lease.tokens = before.tokens
-            lease.next_rung = before.next_rung
+            lease.next_interval = before.next_interval
             self._wanted.set(
                 lease, {p: kind for p, kind in before.wanted.items() if p > len(tokens)}
             )
@@ -349,14 +343,16 @@ class PrefixCache:
             origin=lease.origin,
         )
         blocks = self.spec.num_blocks(num_tokens)
-        self._pages.attach(new, lease.block_table[:blocks], self._local_rows(lease, num_tokens))
+        self._pages.attach(
+            new, lease.block_table[:blocks], self._pages.local_rows(lease, num_tokens)
+        )
         self._pages.hold(new)
         capacity_tokens = capacity_tokens or num_tokens + 1
         if not self._pages.has_room(new, capacity_tokens, capacity_tokens):
             self._pages.release(new)
             self._stats.refused += 1
             return None
-        self._open(new, capacity_tokens, capacity_tokens)
+        self._admitter.open(new, capacity_tokens, capacity_tokens)
         self._stats.count(new.report)
         return new
 
@@ -455,9 +451,9 @@ class PrefixCache:
                 is_prompt = num_tokens_done == lease.prompt_tokens
                 end = Kind.PROMPT_END if is_prompt else Kind.ANSWER_END
                 lease.unwatched.setdefault(num_tokens_done, end)
-            while lease.next_rung <= num_tokens_done:
-                lease.unwatched.setdefault(lease.next_rung, Kind.RUNG)
-                lease.next_rung += self.policy.rung_tokens
+            while lease.next_interval <= num_tokens_done:
+                lease.unwatched.setdefault(lease.next_interval, Kind.INTERVAL)
+                lease.next_interval += self.policy.interval_tokens
         lease.done, lease.answered = num_tokens_done, answered
         if before < lease.prompt_tokens:
             self._wanted.note_saving(lease)
@@ -479,14 +475,15 @@ class PrefixCache:
 
     def positions_to_save(self, lease: Lease, end: int) -> list[int]:
         """Return the positions in (lease.done, end] whose state the forward up to `end` should
-        save: wanted positions of the prompt, and rungs in the answer, ascending; then spare ones.
-        Call `reserve_checkpoint` in this order, then `publish_checkpoint` for each."""
+        save: wanted positions of the prompt, and ends of intervals in the answer, ascending; then
+        opportunistic ones. Call `reserve_checkpoint` in this order, then `publish_checkpoint` for
+        each."""
         found = []
         if lease.saves_more:  # so that decode steps do not scan `wanted`
             wanted = [position for position in lease.wanted if lease.done < position <= end]
-            found = sorted(wanted, key=lambda p: lease.wanted[p] is Kind.SPARE)
-        if lease.next_rung <= end:
-            found += range(lease.next_rung, end + 1, self.policy.rung_tokens)
+            found = sorted(wanted, key=lambda p: lease.wanted[p] is Kind.OPPORTUNISTIC)
+        if lease.next_interval <= end:
+            found += range(lease.next_interval, end + 1, self.policy.interval_tokens)
         return found
 
     def known_after(self, lease: Lease, tokens: np.ndarray, most: int) -> np.ndarray:
@@ -528,10 +525,10 @@ class PrefixCache:
             self._wanted.keep(previous, kind, lease.origin)
             return None
         watched = edge.checkpoints.get(position) if known == position else None
-        local_rows = self._local_rows(lease, position)
+        local_rows = self._pages.local_rows(lease, position)
         if wanted:
             room = self._evictor.make_room_for(pages, math.inf)
-        elif kind is Kind.SPARE:
+        elif kind is Kind.OPPORTUNISTIC:
             room = pages + sum(rows.size for rows in local_rows) <= self.allocator.num_free
         else:
             new = NewState(
@@ -541,9 +538,9 @@ class PrefixCache:
                 pages + sum(rows.size for rows in local_rows),
                 lease.shared_tokens,
                 watched,
-                unless_spare(previous),
+                unless_opportunistic(previous),
             )
-            room = self._make_room_for_state(new)
+            room = self._evictor.make_room_for_state(new)
         if not room:
             self.decline(lease, [position])
             if watched is not None:
@@ -558,8 +555,9 @@ class PrefixCache:
         return reservation
 
     def decline(self, lease: Lease, positions: Sequence[int]) -> None:
-        """Count the states at these positions as not saved for lack of room, without spare ones."""
-        positions = [p for p in positions if self._wanted.kind(lease, p) is not Kind.SPARE]
+        """Count the states at these positions, without opportunistic ones, as not saved for lack of
+        room."""
+        positions = [p for p in positions if self._wanted.kind(lease, p) is not Kind.OPPORTUNISTIC]
         self._stats.checkpoints_no_room += len(positions)
         lease.report.checkpoints_skipped += len(positions)
         lease.refused.update(positions)
@@ -665,8 +663,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything that is cached. Leases keep their pages."""
-        for request_id in list(self._expected):
-            self.expect_no_more(request_id)
+        self.expected.clear()
         self._evictor.clear()
         self._salts.clear()
         for listener in self._evictor.listeners:
@@ -731,115 +728,6 @@ class PrefixCache:
                 self._evictor.add(checkpoint)
         self._is_miscounted = False
 
-    def _look_up(self, tokens: np.ndarray, salt: str, recompute_reason: str | None) -> Hit:
-        return look_up(
-            self._index, self._wanted.saving, self.spec, self.mode, tokens, salt, recompute_reason
-        )
-
-    def _known_elsewhere(self, tokens: np.ndarray, salt: str, known: int) -> int:
-        """Return the number of leading tokens known under another salt, if less than a block is
-        known under `salt`; 0 if it is less than a block."""
-        size = self.spec.block_size_tokens
-        if known >= size or self.mode != "restore":
-            return 0
-        other = self._salts.other_salt(tokens, salt)
-        elsewhere = 0 if other is None else self._index.walk(other, tokens).known
-        return elsewhere if elsewhere >= size else 0
-
-    def _local_rows(self, lease: Lease, position: int) -> list[np.ndarray]:
-        """Return, per local group, the lease's blocks that a checkpoint at this position needs,
-        int32 [blocks, pages_per_block]."""
-        return [
-            table[self.spec.local_blocks(group, position)]
-            for group, table in zip(self.spec.local_groups, lease.local_tables)
-        ]
-
-    def _lease_on(self, tokens: np.ndarray, salt: str, hit: Hit) -> Lease:
-        """Return a lease with the pages of a hit, which it does not hold yet."""
-        lease = Lease(
-            salt=salt,
-            tokens=tokens,
-            shared_tokens=hit.shared,
-            skipped_tokens=hit.skipped,
-            report=hit.report(len(tokens)),
-            path=hit.path,
-        )
-        rows = hit.path.pages(self.spec.num_blocks(hit.shared)) if hit.shared else None
-        if hit.checkpoint is None:
-            self._pages.attach(lease, rows)
-        else:
-            self._pages.attach(lease, rows, hit.checkpoint.local_pages, hit.checkpoint.pages)
-        return lease
-
-    def _whole_blocks(self, tokens: np.ndarray, salt: str, hit: Hit) -> Hit:
-        """Return the part of a hit that takes no room beside the request: the whole blocks of full
-        attention."""
-        size = self.spec.block_size_tokens
-        path = self._index.walk(salt, tokens[: hit.shared // size * size], hit.path)
-        alone = 0 if self.spec.needs_state else min(path.depth, len(tokens) - 1)
-        skipped = min(hit.skipped, alone)
-        reason = MissReason.NO_ROOM if skipped < hit.skipped else hit.reason
-        return Hit(path, path.depth, skipped, None, reason)
-
-    def _admit(
-        self,
-        tokens: np.ndarray,
-        salt: str,
-        hit: Hit,
-        capacity_tokens: int,
-        chunk_tokens: int | None,
-        is_new_request: bool = True,
-    ) -> Lease | None:
-        """Return a lease on the pages of a hit, with room for the rest; None without room.
-        is_new_request: the policy learns from it and may hold it back."""
-        path, checkpoint = hit.path, hit.checkpoint
-        lease = self._lease_on(tokens, salt, hit)
-        self._pages.hold(lease)
-        end = forward_end(lease, capacity_tokens, chunk_tokens)
-        needed = self._pages.num_needed(lease, capacity_tokens, end)
-        if not self.allocator.can_free(needed) or (
-            is_new_request and not self._pays_off(lease, capacity_tokens, chunk_tokens)
-        ):
-            self._pages.release(lease)
-            return None
-        if is_new_request:
-            self._held_back = 0
-            lease.origin, lease.lost_fork = self.policy.on_request(
-                path, checkpoint, lease.prompt_tokens
-            )
-            self.policy.maintain(self._evictor)
-        self._index.touch(path)  # eviction may change the path
-        if checkpoint is not None:
-            lease.checkpoint_pages = checkpoint.pages
-        self._open(lease, capacity_tokens, end)
-        return lease
-
-    def _pays_off(self, lease: Lease, capacity_tokens: int, chunk_tokens: int | None) -> bool:
-        """Admission test: evict only candidates worth less than one more concurrent request."""
-        running = len(self._leases)
-        if self.mode != "restore" or not running:
-            return True
-        num_pages = self._pages.most_needed(lease, capacity_tokens, chunk_tokens)
-        if num_pages <= self.allocator.num_free:
-            return True
-        # Divided by all pages, not only the missing ones: so candidates evicted over several
-        # attempts are together worth no more.
-        worth = self.policy.admission_value(running, self._held_back)
-        if self._evictor.make_room_for(num_pages, worth / num_pages):
-            return True
-        self._held_back += 1
-        self._stats.held_back += 1
-        return False
-
-    def _open(self, lease: Lease, capacity_tokens: int, end: int) -> None:
-        """Make a lease live, with room for the remaining tokens."""
-        if self.mode == "restore":
-            position = max(lease.prompt_tokens, lease.done)
-            lease.next_rung = next_rung(position, self.policy.rung_tokens)
-        self._pages.open(lease, capacity_tokens, end)
-        self._leases[lease] = None
-        self._record(ADMITTED, lease.shared_tokens, lease.skipped_tokens, self.allocator.num_free)
-
     def _publish_tokens(self, lease: Lease, num_tokens: int) -> Edge:
         """Make the lease's first tokens visible in the tree, and watch its positions among them.
         Return the edge that spans the last token."""
@@ -857,14 +745,6 @@ class PrefixCache:
             last = path.edges[-1]
         self._wanted.watch_up_to(lease, last, num_tokens)
         return last
-
-    def _make_room_for_state(self, new: NewState) -> bool:
-        """Make room for a state: evict candidates of a lesser value, or replace the previous state
-        on its path."""
-        value = self.policy.new_value(new)
-        if self._evictor.make_room_for(self.spec.checkpoint_pages, value):
-            return True
-        return self.policy.replaces(new) and self._evictor.drop_checkpoint(new.previous)
 
     def _record(self, *decision: int) -> None:
         self._digest = hash((self._digest, *decision))

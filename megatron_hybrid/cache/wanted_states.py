@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
-from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Origin, unless_spare
+from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Origin, unless_opportunistic
 from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.policy.protocol import Policy, Prompt
 
@@ -31,10 +31,10 @@ class WantedStates:
         has_room: bool,
     ) -> None:
         """Choose the positions of a prefill whose states are worth saving, as if there were no
-        spare states. Arguments as in `Prompt`; resumed: the state that it resumes from."""
+        opportunistic states. Arguments as in `Prompt`; resumed: the state that it resumes from."""
         skipped = lease.skipped_tokens
-        if resumed is not None and resumed.kind is Kind.SPARE:
-            kept = unless_spare(resumed)
+        if resumed is not None and resumed.kind is Kind.OPPORTUNISTIC:
+            kept = unless_opportunistic(resumed)
             skipped = kept.position if kept else 0
         length = lease.prompt_tokens
         prompt = Prompt(length, skipped, known, declared, messages, lease.lost_fork, has_room)
@@ -49,7 +49,7 @@ class WantedStates:
         lease.wanted = dict(sorted(wanted.items()))
         self.note_saving(lease)
         lease.unwatched.update(
-            (p, k) for p, k in wanted.items() if p > lease.done and k is not Kind.SPARE
+            (p, k) for p, k in wanted.items() if p > lease.done and k is not Kind.OPPORTUNISTIC
         )
 
     def note_saving(self, lease: Lease) -> None:
@@ -63,8 +63,8 @@ class WantedStates:
         """Return the kind of a position in a request."""
         if position in lease.wanted:  # also in an answer: a repeated prefill has a part of it
             return lease.wanted[position]
-        if position >= lease.next_rung and position % self._policy.rung_tokens == 0:
-            return Kind.RUNG
+        if position >= lease.next_interval and position % self._policy.interval_tokens == 0:
+            return Kind.INTERVAL
         if position >= lease.prompt_tokens:
             return Kind.PROMPT_END if position == lease.prompt_tokens else Kind.ANSWER_END
         return Kind.JUNCTION
@@ -79,21 +79,21 @@ class WantedStates:
         checkpoint = edge.checkpoints.get(position)
         if checkpoint is None:
             checkpoint = self._index.watch(edge, position, kind, self._policy.now, lease.origin)
-            if kind is not Kind.SPARE:
+            if kind is not Kind.OPPORTUNISTIC:
                 self._policy.on_watch(checkpoint)
-        elif checkpoint.kind is Kind.SPARE:
+        elif checkpoint.kind is Kind.OPPORTUNISTIC:
             self.keep(checkpoint, kind, lease.origin)
-        elif kind is Kind.ANSWER_END and checkpoint.kind is Kind.RUNG:
-            checkpoint.kind, checkpoint.origin = kind, lease.origin  # the answer ends at a rung
+        elif kind is Kind.ANSWER_END and checkpoint.kind is Kind.INTERVAL:
+            checkpoint.kind, checkpoint.origin = kind, lease.origin  # the answer ends with it
             self._index.note(edge)
         checkpoint.refused |= position in lease.refused
         return checkpoint
 
     def keep(self, checkpoint: Checkpoint, kind: Kind, origin: Origin) -> None:
-        """A stored state is wanted as one of this kind: if it was spare, it is kept by its value
-        from now on."""
-        if checkpoint.kind is Kind.SPARE and kind is not Kind.SPARE:
-            self._evictor.spares.discard(checkpoint)
+        """A stored state is wanted as one of this kind: if it was opportunistic, it is kept by its
+        value from now on."""
+        if checkpoint.kind is Kind.OPPORTUNISTIC and kind is not Kind.OPPORTUNISTIC:
+            self._evictor.opportunistic.discard(checkpoint)
             checkpoint.kind, checkpoint.origin = kind, origin
             checkpoint.born = checkpoint.last_use = self._policy.now
             self._index.note(checkpoint.edge)

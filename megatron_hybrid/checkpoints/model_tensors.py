@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hybrid.distributed.rendezvous import meet
+from megatron_hybrid.distributed.rendezvous import exchange
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.packed_weight import PackedWeight
 from megatron_hybrid.models.parameter_names import is_parameter, stack_experts
@@ -45,7 +45,7 @@ def of_all_stages(model: HybridModel, own: dict[str, Any]) -> dict[str, Any]:
     pp = model.pg_collection.pp
     if pp.size() == 1:
         return own
-    stages = meet("naming its tensors", own, dist.get_process_group_ranks(pp))
+    stages = exchange("naming its tensors", own, dist.get_process_group_ranks(pp))
     return {name: value for _, of_stage in stages for name, value in of_stage.items()}
 
 

@@ -15,7 +15,7 @@ from megatron_hybrid.checkpoints.checkpoint import load_checkpoint
 from megatron_hybrid.checkpoints.folder import CheckpointFolder
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.distributed.ranks import fail_together
-from megatron_hybrid.distributed.rendezvous import coming
+from megatron_hybrid.distributed.rendezvous import announce_failure
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ def load_pretrained(
         ValueError: this machine has no such device.
     """
     initialize_distributed()
-    with coming("load_pretrained()"), ExitStack() as stack:
+    with announce_failure("load_pretrained()"), ExitStack() as stack:
         with fail_together(CheckpointError):
             device = checked_device(device)
             opened = stack.enter_context(CheckpointFolder(checked_folder(folder)))

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
 
 from megatron_hybrid.distributed.ranks import RankError, Ranks
 from megatron_hybrid.distributed.watchdog import RankFailedError, RankWatch
 from megatron_hybrid.utils.interrupts import interrupts_wait
 
-S = TypeVar("S")
-P = ParamSpec("P")
-R = TypeVar("R")
 _END = "end"
 
 
@@ -87,7 +82,7 @@ class RankControl:
                     interrupts_wait(),
                     self.inside(call),
                 ):
-                    self._ranks.tell(call, error)
+                    self._ranks.broadcast_error(call, error)
             raise
 
     def report(self, error: BaseException) -> None:
@@ -106,9 +101,9 @@ class RankControl:
         if self._watch:
             self._watch.end_waits()
 
-    def queue(self, name: str, *args: object, **kwargs: object) -> None:
-        """Tell a call with the next `send`."""
-        self._queued.append((name, args, kwargs))
+    def queue(self, method: Callable[..., object], *args: object, **kwargs: object) -> None:
+        """Tell a call with the next `send`. method: of a class, whose name and its own go along."""
+        self._queued.append((method.__qualname__, args, kwargs))
 
     def send(self) -> None:
         """Send the queued calls in one message."""
@@ -130,7 +125,7 @@ class RankControl:
                 yield
             finally:
                 if not self.has_failed:  # else another rank may wait for an answer of this one
-                    self.queue(_END)
+                    self._queued.append((_END, (), {}))
                     with suppress(OSError, EOFError):  # they are gone
                         self.send()
                         self._ranks.gather(None)  # no rank leaves before all have read it
@@ -174,24 +169,3 @@ class RankControl:
         """Leave the other ranks."""
         if self._watch:
             self._watch.close()
-
-
-def on_all_ranks(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorate a method of the engine that all its ranks run: a leading one tells it to the others,
-    and if it raises on one rank, it raises on all."""
-
-    @wraps(method)
-    def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self.ranks.size == 1:
-            return method(self, *args, **kwargs)
-        # Ctrl-C on one rank must not leave an exchange that the others are in.
-        name = f"{method.__name__}()"
-        with interrupts_wait(), self._control.inside(name):
-            self._control.note(name)
-            if self._control.leads:
-                self._tell(method.__name__, *args, **kwargs)
-            with self.ranks.together(name):
-                return method(self, *args, **kwargs)
-
-    call.is_on_all_ranks = True
-    return call

@@ -93,7 +93,7 @@ def _look(frame: FrameType | None) -> tuple[str, tuple[int, int] | None, bool]:
     return f"{name}:{frame.f_lineno} in {code.co_name}", (id(frame), frame.f_lasti), waits
 
 
-class Judge:
+class StallDetector:
     """Finds what the statuses of all ranks tell: on the first rank."""
 
     def __init__(self, members: Sequence[Member]):

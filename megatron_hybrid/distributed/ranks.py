@@ -28,8 +28,8 @@ from megatron_hybrid.distributed.rendezvous import (
     BEGIN_SECONDS,
     Member,
     RankError,
+    exchange,
     first_difference,
-    meet,
     own_member,
 )
 
@@ -83,7 +83,7 @@ class Ranks:
         self.on_difference: Callable[[str], None] = lambda text: None
         """Is called on all ranks when they have made different calls, after which no exchange can
         be relied on."""
-        self._depth = 0  # of `together`
+        self._depth = 0  # of `raise_on_all`
         self._told: BaseException | None = (
             None  # inside of it: the last own error that all ranks know
         )
@@ -133,7 +133,7 @@ class Ranks:
         return self.gather(value if self.rank == source else None)[source]
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def raise_on_all(self, what: str) -> Iterator[None]:
         """Context of work that raises on all ranks if it raises on one. Exchanges and further such
         contexts may be inside. what: its name, for the error.
 
@@ -147,7 +147,7 @@ class Ranks:
             raise
         except BaseException as error:  # such as SystemExit: the others must not wait for this one
             if error is not self._told:
-                self.tell(what, error)
+                self.broadcast_error(what, error)
                 self._told = error
             raise
         finally:
@@ -157,7 +157,7 @@ class Ranks:
         if self.size > 1:
             self._exchange(b"together", b"", b"".join)
 
-    def tell(self, what: str, error: BaseException) -> None:
+    def broadcast_error(self, what: str, error: BaseException) -> None:
         """Give an error of this rank to the exchange in which the other ranks are, or will be.
         There they raise it, unless all of them give one."""
         if self.size > 1:
@@ -326,7 +326,7 @@ def _connected(groups: Sequence[dist.ProcessGroup], seconds: float, what: str) -
         own = own_member(), _own_address(), port, secrets.token_bytes(32)
         known = {dist.get_rank(): own}
         for group in groups:
-            met = meet(what, known, dist.get_process_group_ranks(group), seconds)
+            met = exchange(what, known, dist.get_process_group_ranks(group), seconds)
             known = {rank: value for _, each in met for rank, value in each.items()}
         numbers = sorted(known)
         members = [known[number][0] for number in numbers]
@@ -420,7 +420,7 @@ def fail_together(
     joined = _groups(whole_job, groups)
     failure = f"{own_member()}: {own}" if joined and own is not None else None
     for group in joined:
-        met = meet(f"in {call}()", failure, dist.get_process_group_ranks(group))
+        met = exchange(f"in {call}()", failure, dist.get_process_group_ranks(group))
         failure = next(filter(None, (each for _, each in met)), None)
     if own is not None:
         raise own

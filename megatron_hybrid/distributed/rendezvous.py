@@ -102,7 +102,7 @@ def _state_of(member: Member) -> str:
         return ""
 
 
-def meet(
+def exchange(
     what: str, value: T, ranks: Sequence[int], seconds: float = COLLECTIVE_SECONDS
 ) -> list[tuple[Member, T]]:
     """The picklable values of some ranks of the job, in their order. All of them call it, in the
@@ -115,12 +115,12 @@ def meet(
 
     Raises:
         RankError: on all that have come: a rank does not come, or it comes for something else, or
-            it has told that it cannot come (`coming`).
+            it has told that it cannot come (`announce_failure`).
     """
     if len(ranks) == 1:
         return [(own_member(), value)]
     announce()
-    return _Meeting(what, ranks, _store(), own_member()).hold(value, seconds)
+    return _Exchange(what, ranks, _store(), own_member()).hold(value, seconds)
 
 
 def join(store: dist.Store, rank: int, size: int) -> list[Member]:
@@ -136,7 +136,7 @@ def join(store: dist.Store, rank: int, size: int) -> list[Member]:
     """
     own = replace(own_member(), rank=rank)
     _announce(store, own)
-    met = _Meeting("joining the job", range(size), store, own).hold(None, JOIN_SECONDS)
+    met = _Exchange("joining the job", range(size), store, own).hold(None, JOIN_SECONDS)
     return [member for member, _ in met]
 
 
@@ -184,7 +184,7 @@ def ends_with(members: Sequence[Member], what: str) -> Iterator[None]:
 
 
 @contextmanager
-def coming(what: str) -> Iterator[None]:
+def announce_failure(what: str) -> Iterator[None]:
     """Context of a call that has meetings: if this rank raises before or between them, the others
     raise RankError there."""
     if not _is_job():
@@ -209,10 +209,10 @@ def coming(what: str) -> Iterator[None]:
 
 
 _attempt: ContextVar[int] = ContextVar("attempt", default=0)
-"""Number of the `coming` that this process is in; 0: of none. All ranks count alike."""
+"""Number of the `announce_failure` that this process is in; 0: of none. All ranks count alike."""
 
 
-class _Meeting:
+class _Exchange:
     def __init__(self, what: str, ranks: Sequence[int], store: dist.Store, own: Member):
         self._what, self._ranks = what, list(ranks)
         self._store, self._own = store, own

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 
 import torch.distributed as dist
 
-from megatron_hybrid.distributed.rank_status import Judge, Position, Status
+from megatron_hybrid.distributed.rank_status import Position, StallDetector, Status
 from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.distributed.rendezvous import Member
 
@@ -58,10 +58,10 @@ class _Watch:
         self.num_inside = 0  # calls that need the other ranks
         self.position: Position | None = None  # in the innermost of them
         self.lock = threading.Lock()
-        self.closing, self.close = Pipe(duplex=False)  # the end of the second wakes the thread
+        self.woken, self.wake_pipe = Pipe(duplex=False)  # the end of the second wakes the thread
         self._silent = dict.fromkeys(self.connections, 0.0)
         self._statuses = {rank: Status() for rank in range(ranks.size)}
-        self._judge = Judge(ranks.members)
+        self._stalls = StallDetector(ranks.members)
         self._stopped: Member | None = None
 
     def fail(self, text: str, *, source: int | None) -> None:
@@ -88,8 +88,8 @@ class _Watch:
         before = time.monotonic()
         beat_at = before
         while self.failure is None:
-            ready = wait([self.closing, *ranks], max(0.0, beat_at - time.monotonic()))
-            if self.closing in ready:
+            ready = wait([self.woken, *ranks], max(0.0, beat_at - time.monotonic()))
+            if self.woken in ready:
                 return
             for connection in ready:
                 self._receive(ranks[connection], connection)
@@ -128,7 +128,7 @@ class _Watch:
                 self._end_silent(rank)
                 return
         if self._ranks.is_first:
-            line, failure = self._judge.look(self._statuses)
+            line, failure = self._stalls.look(self._statuses)
             if line is not None:
                 logger.warning("%s", line)
             if failure is not None:
@@ -151,7 +151,7 @@ class _Watch:
                 os.kill(other.pid, signal.SIGCONT)
 
     def run(self) -> None:
-        """Wait until a rank fails or `close` is closed."""
+        """Wait until a rank fails or `wake_pipe` is closed."""
         try:
             self._wait_for_failure()
         finally:
@@ -264,5 +264,5 @@ def _is_broken(error: BaseException) -> bool:
 
 
 def _close(watch: _Watch, ranks: Ranks) -> None:
-    watch.close.close()
+    watch.wake_pipe.close()
     ranks.close()

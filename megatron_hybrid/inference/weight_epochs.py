@@ -85,7 +85,7 @@ class Epochs:
         """
         is_new = any(self._ranks.maximum([self.watch.has_changed()]))
         disk = self._offload.disk
-        with self._ranks.together("dropping what older weights computed"):
+        with self._ranks.raise_on_all("dropping what older weights computed"):
             try:
                 self._offload.clear()  # first: it waits for the loads into the pool
             finally:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron_hybrid.compat import coordinator_parts
 from megatron_hybrid.distributed.ranks import RankError, is_one_machine
-from megatron_hybrid.distributed.rendezvous import Member, coming, has_ended, meet
+from megatron_hybrid.distributed.rendezvous import Member, announce_failure, exchange, has_ended
 from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.megatron.errors import ContextErrorFactory, ContextOverflowError
 from megatron_hybrid.megatron.request import DynamicInferenceRequestRecord
@@ -174,7 +174,7 @@ class Coordination:
         is_local = is_one_machine() or not dist.is_initialized() or dist.get_world_size() == 1
         host = hostname or ("127.0.0.1" if is_local else socket.gethostname())
         address, ready = f"tcp://{host}:{port}", None
-        with coming(_STARTING):
+        with announce_failure(_STARTING):
             if launches and replica == 0 and ranks.is_first:
                 address, ready = await self._launch(port, host, schedule_output_path)
             if launches:
@@ -254,7 +254,7 @@ class Coordination:
         """The address that the first rank of all knows."""
         dp = self._engine.pg_collection.dp
         if dp.size() > 1:
-            met = meet(_STARTING, address, dist.get_process_group_ranks(dp))
+            met = exchange(_STARTING, address, dist.get_process_group_ranks(dp))
             self._replicas = [member for member, _ in met]
             address = met[0][1]
         return self._engine.engine.ranks.broadcast(address)

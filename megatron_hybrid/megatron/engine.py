@@ -583,7 +583,7 @@ class DynamicInferenceEngine:
         self.resume()
         for request_id in list(self.requests):
             self.abort_request(request_id)
-        self.engine.take_outputs()
+        self.engine.live.take_outputs()
         self.engine.clear_cache()
         self._finished.clear()
         self.request_counter = itertools.count()

@@ -12,14 +12,13 @@ includes the fingerprint, so bytes from other weights never match.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -37,6 +36,7 @@ from megatron_hybrid.offload.disk_index import (
     DiskIndex,
     Placed,
 )
+from megatron_hybrid.offload.page_file import PageFile
 from megatron_hybrid.offload.page_mover import HostPages
 from megatron_hybrid.offload.tier import RETRY_SECONDS, Record
 from megatron_hybrid.utils.fork_guard import HomeProcess
@@ -102,8 +102,7 @@ class DiskStore:
         self._placed: dict[bytes, Placed] = {}
         self._dropped: list[int] = []  # numbers of rows that are still in the index
         self._freed: list[int] = []  # their pages
-        self._free: list[int] = []
-        self._num_slots = self._last_number = 0
+        self._last_number = 0
         self._jobs: deque[tuple[str, Record, HostPages | None]] = deque()
         self._batch: list[tuple[str, Record, HostPages | None]] = []  # the jobs that run now
         self._waiting: dict[bytes, HostPages] = {}
@@ -130,36 +129,25 @@ class DiskStore:
 
     # ---- opening ----
 
-    def _open_folder(self) -> tuple[int, DiskIndex]:
-        """Open the folder. Return the descriptor of the pages, and the index."""
+    def _open_folder(self) -> tuple[PageFile, DiskIndex]:
+        """Open the folder. Return the file of the pages, and the index."""
         pages = None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._check_files()
             if not (self.folder / _INDEX).exists():
                 (self.folder / _INDEX).touch(0o600)
-            pages = os.open(self.folder / _PAGES, os.O_RDWR | os.O_CREAT, 0o600)
-            self._take_lock(pages)
+            pages = PageFile(self.folder / _PAGES, self.page_bytes)
             return pages, self._open_index()
         except BaseException as error:
             if pages is not None:
-                os.close(pages)
+                pages.close(unlocks=False)
             if isinstance(error, OSError):
                 raise CacheFolderError(
                     f"{self.folder} cannot be used as a cache folder: {error}. It must be a folder "
                     f"that can be written, on a disk with free space; else name another one"
                 ) from None
             raise
-
-    def _take_lock(self, pages: int) -> None:
-        # Besides sqlite's lock, which ends when anything in this process closes the file.
-        try:
-            fcntl.flock(pages, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CacheFolderError(
-                f"{self.folder} is in use by another engine{_holder_of(pages)}, or by one that was "
-                f"not closed (`engine.close()`); give each its own folder"
-            ) from None
 
     def _open_index(self) -> DiskIndex:
         try:
@@ -209,7 +197,7 @@ class DiskStore:
                 f"another folder"
             ) from None
         self._last_number = found[-1][0].number if found else 0
-        lost = self._without_pages([placed.slots for placed, _ in found])
+        lost = self._pages.lost([placed.slots for placed, _ in found])
         if lost:
             self._warn(_INDEX, f"{len(lost)} records are not used, their pages are lost")
         self._dropped = [found[row][0].number for row in lost]
@@ -228,16 +216,6 @@ class DiskStore:
             self._is_writing = False
             raise
         return [(placed.record, parent) for placed, parent in found]
-
-    def _without_pages(self, slots: list[np.ndarray]) -> set[int]:
-        """Return the rows whose pages are not in the file, or belong to a later row."""
-        rows = np.repeat(np.arange(len(slots)), [len(each) for each in slots])
-        pages = np.concatenate([*slots, np.empty(0, dtype=np.int64)])
-        owners = np.full(os.fstat(self._pages).st_size // self.page_bytes, -1)
-        is_there = (pages >= 0) & (pages < len(owners))
-        owners[pages[is_there]] = rows[is_there]
-        is_there[is_there] = owners[pages[is_there]] == rows[is_there]
-        return set(rows[~is_there].tolist())
 
     def _renew(self, *, may_shed: bool = False) -> None:
         """Write what the index lacks since writing failed: the head, and dropped records. Pages
@@ -266,26 +244,21 @@ class DiskStore:
     def _commit(self, added: Sequence[Placed] = (), head: dict | None = None) -> None:
         """Write dropped and added records to the index. Pages of the former become free."""
         self._index.write(self._dropped, added, head)
-        self._free += self._freed
+        self._pages.give_back(self._freed)
         self._dropped, self._freed = [], []
         self._placed.update({placed.record.key: placed for placed in added})
 
     def _cut_pages(self) -> None:
-        """Cut the file behind the last record's pages, and list the free pages before that, which
+        """Cut the file after the last record's pages, and list the free pages before that, which
         may be reused once no record of the index has them."""
-        used = [placed.slots for placed in self._placed.values()]
-        used = np.concatenate([*used, np.empty(0, dtype=np.int64)])
-        self._num_slots = int(used.max(initial=-1)) + 1
-        is_free = np.ones(self._num_slots, dtype=bool)
-        is_free[used] = False
-        self._free, self._freed = np.flatnonzero(is_free)[::-1].tolist(), []
-        os.ftruncate(self._pages, self._num_slots * self.page_bytes)
+        self._freed = []
+        self._pages.cut([placed.slots for placed in self._placed.values()])
 
     def _shed_for_index(self) -> None:
         """Shed the records in the last bytes of the file: as many as sqlite's log has, which it
         moves into the index, and some for what comes."""
         num_bytes = os.path.getsize(self.folder / _LOG) + SPARE_BYTES
-        limit = self._num_slots - -(-num_bytes // self.page_bytes)
+        limit = self._pages.num_pages - -(-num_bytes // self.page_bytes)
         gone = [placed for placed in self._placed.values() if (placed.slots >= limit).any()]
         for placed in gone:
             self._forget(placed.record)
@@ -382,16 +355,9 @@ class DiskStore:
             return None
         shape = len(placed.slots), self.page_bytes
         data = torch.empty(shape, dtype=torch.uint8, pin_memory=self._pin_memory)
-        target = memoryview(data.numpy()).cast("B") if data.numel() else memoryview(b"")
-        for row, slot, count in _runs_of(placed.slots):
-            part = target[row * self.page_bytes : (row + count) * self.page_bytes]
-            offset = slot * self.page_bytes
-            while part:  # one call reads at most 2 GiB
-                read = os.preadv(self._pages, [part], offset)
-                if not read:
-                    self._warn(f"{_PAGES} page {slot}", "not used, the file is too short")
-                    return None
-                part, offset = part[read:], offset + read
+        if (page := self._pages.read(placed.slots, data.numpy())) is not None:
+            self._warn(f"{_PAGES} page {page}", "not used, the file is too short")
+            return None
         if self._checksum(record, data.numpy()) != placed.checksum:
             what = f"{_PAGES} pages {placed.slots.tolist()[:4]}... (position {record.position})"
             self._warn(what, "not used, their checksum is wrong")
@@ -463,7 +429,7 @@ class DiskStore:
             self._note_failure(error)
         try:
             if added:
-                os.fdatasync(self._pages)
+                self._pages.sync()
                 self._commit(added)
         except Exception as error:
             self._note_failure(error)
@@ -483,25 +449,10 @@ class DiskStore:
     def _place(self, record: Record, data: HostPages) -> Placed:
         """Write a record's pages, without its row."""
         pages = data.numpy()
-        slots = self._take(len(pages))
-        self._write_pages(slots, pages)
+        slots = self._pages.take(len(pages))
+        self._pages.write(slots, pages)
         self._last_number += 1
         return Placed(record, self._last_number, slots, self._checksum(record, pages))
-
-    def _write_pages(self, slots: np.ndarray, pages: np.ndarray) -> None:
-        for row, slot, count in _runs_of(slots):
-            part = memoryview(pages[row : row + count]).cast("B")
-            offset = slot * self.page_bytes
-            while part:
-                written = os.pwrite(self._pages, part, offset)
-                part, offset = part[written:], offset + written
-
-    def _take(self, count: int) -> np.ndarray:
-        more = max(0, count - len(self._free))
-        new = range(self._num_slots, self._num_slots + more)
-        self._num_slots += more
-        reused = [self._free.pop() for _ in range(count - more)]
-        return np.array(sorted([*reused, *new]), dtype=np.int64)
 
     def _forget(self, record: Record) -> None:
         placed = self._placed.pop(record.key, None)
@@ -528,22 +479,23 @@ class DiskStore:
         records must fit. If the disk is full, the file does not change."""
         self._wait_for_jobs()
         limit = max_bytes // self.page_bytes
-        if self._retry_at is not None or self._num_slots <= limit:
+        if self._retry_at is not None or self._pages.num_pages <= limit:
             return
         try:
             self._commit()  # dropped records must have left the index before
-            behind = np.setdiff1d(np.arange(limit, self._num_slots), self._free)
-            places = np.arange(self._num_slots)
-            places[behind] = self._take(len(behind))
-            for old, new in zip(behind, places[behind]):
-                page = os.pread(self._pages, self.page_bytes, int(old) * self.page_bytes)
-                self._write_pages(new[None], np.frombuffer(page, dtype=np.uint8)[None])
+            places = np.arange(self._pages.num_pages)
+            beyond = self._pages.used_from(limit)
+            places[beyond] = self._pages.take(len(beyond))
+            page = np.empty((1, self.page_bytes), dtype=np.uint8)
+            for old, new in zip(beyond, places[beyond]):
+                self._pages.read(old[None], page)
+                self._pages.write(new[None], page)
             moved = [
                 replace(placed, slots=places[placed.slots])
                 for placed in self._placed.values()
                 if (placed.slots >= limit).any()
             ]
-            os.fdatasync(self._pages)
+            self._pages.sync()
             self._index.write([placed.number for placed in moved], moved)
             self._placed.update({placed.record.key: placed for placed in moved})
             self._cut_pages()
@@ -605,8 +557,7 @@ class DiskStore:
         self._closed = True
         if is_ours:
             self._index.close()
-            fcntl.flock(self._pages, fcntl.LOCK_UN)  # a forked process may have a copy open
-        os.close(self._pages)
+        self._pages.close(unlocks=is_ours)
 
     def _wait_for_writer(self) -> None:
         # Not by `join`: after an interrupt in it, a running thread may count as ended.
@@ -619,24 +570,3 @@ class DiskStore:
             threading.Thread(target=self.close, name="cache-close").start()
         else:
             self.close()
-
-
-def _holder_of(descriptor: int) -> str:
-    """Return ", process ..." for the process that has locked a file, "" where it is unknown."""
-    file = os.fstat(descriptor)
-    name = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
-    with suppress(OSError):  # Linux has it
-        for line in Path("/proc/locks").read_text().splitlines():
-            _, kind, _, _, process, where, *_ = line.split()
-            if (kind, where) == ("FLOCK", name):
-                return f", process {process}"
-    return ""
-
-
-def _runs_of(slots: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yield (row, first slot, count) of each run of consecutive slots."""
-    if not len(slots):
-        return
-    starts = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
-    for start, end in zip(starts, [*starts[1:], len(slots)]):
-        yield int(start), int(slots[start]), int(end - start)

@@ -211,7 +211,7 @@ class Offload(CacheListener):
 
     def on_evict_state(self, checkpoint: Checkpoint) -> None:
         """Offer a state evicted from the pool."""
-        if self.spec.needs_state and checkpoint.kind is not Kind.SPARE:
+        if self.spec.needs_state and checkpoint.kind is not Kind.OPPORTUNISTIC:
             with self._optional():
                 self._offer_state(checkpoint, self.tiers)
 
@@ -297,12 +297,12 @@ class Offload(CacheListener):
         Raises:
             OSError: writing failed, or reading from the engine's own disk tier.
         """
-        with self._ranks.together("recovering the cache folder"):
+        with self._ranks.raise_on_all("recovering the cache folder"):
             tier.store.recover()
         self.poll()
         self._disk_accepts = True  # `flush` makes room
         if tier is self.disk:  # the disk may have space again
-            with self._ranks.together("asking for the disk's space"):
+            with self._ranks.raise_on_all("asking for the disk's space"):
                 free = tier.store.free_bytes()
             room = tier.used_bytes + self._ranks.minimum(free)
             tier.capacity_bytes = max(tier.capacity_bytes, min(self._disk_bytes, room))
@@ -412,7 +412,7 @@ def disk_tier(
     `capacity_bytes`, the least valuable are evicted, or, without `shrinks`, the capacity is the
     size of the records. accepts: as for `Tier`."""
     try:
-        with ranks.together("reading the cache folder"):
+        with ranks.raise_on_all("reading the cache folder"):
             found = store.load()
         found = _on_all_ranks(found, store, ranks)
         if not shrinks:

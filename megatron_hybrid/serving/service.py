@@ -26,7 +26,8 @@ from typing import Any, TypeVar
 
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.distributed.watchdog import RankFailedError
-from megatron_hybrid.inference.async_engine import AsyncEngine, AsyncStream, QueueTimeoutError
+from megatron_hybrid.inference.async_engine import AsyncEngine
+from megatron_hybrid.inference.async_stream import AsyncStream, QueueTimeoutError
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.requests.builder import Prompt
 from megatron_hybrid.inference.requests.options import RequestOptions

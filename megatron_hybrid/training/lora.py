@@ -293,7 +293,7 @@ def _agreeing(model: HybridModel, call: str) -> Iterator[Callable[[Mapping[str, 
     Raises:
         RankError: a rank does not make this call, or it raised there.
     """
-    with closing(ranks_of(model.pg_collection, what=call)) as ranks, ranks.together(call):
+    with closing(ranks_of(model.pg_collection, what=call)) as ranks, ranks.raise_on_all(call):
 
         def require_equal(named: Mapping[str, object]) -> None:
             try:

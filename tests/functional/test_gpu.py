@@ -13,7 +13,7 @@ from reference import ALL_MIXERS, full_logits, is_greedy, random_tokens, tiny_mo
 from state_dicts import load_state
 
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
-from megatron_hybrid.inference import engine as engine_module
+from megatron_hybrid.inference import engine_parts
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.memory.budget import available_bytes
@@ -32,7 +32,7 @@ DEVICE = "cuda"
 @pytest.fixture(autouse=True)
 def no_warm_up(monkeypatch):
     """Tests compile what they launch, and no more."""
-    monkeypatch.setattr(engine_module, "WARMED", set())
+    monkeypatch.setattr(engine_parts, "WARMED", set())
 
 
 def on_gpu(layer_spec: str, dtype: torch.dtype, pattern: str = ALL_MIXERS):
@@ -164,7 +164,7 @@ def test_cuda_graphs_change_no_bit(pattern, dtype):
 @pytest.mark.parametrize("pattern", ["M*S-", "GCKW-", "+-", "*E"])
 def test_no_request_waits_for_the_compiler_after_a_warm_up(pattern, monkeypatch):
     knobs = pytest.importorskip("triton.knobs")
-    monkeypatch.setattr(engine_module, "WARMED", {DEVICE})
+    monkeypatch.setattr(engine_parts, "WARMED", {DEVICE})
     model, compiled = on_gpu("local", torch.bfloat16, pattern), []
     config = InferenceConfig(cache_bytes=32 << 20, max_requests=6, max_tokens=256, cuda_graphs=True)
     with DynamicInferenceEngine(model, None, config) as engine:

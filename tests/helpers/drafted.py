@@ -73,8 +73,8 @@ class Failing:
 
 def draft_with(engine: DynamicInferenceEngine, *drafters: Drafter, most: int | None = None) -> None:
     """Let an engine that speculates ask these drafters instead of its own."""
-    drafts = engine.scheduler.drafts
-    engine.scheduler.drafts = Drafts(drafters, most or drafts.most, VOCAB_SIZE)
+    drafts = engine.scheduler.draft_planner.drafts
+    engine.scheduler.draft_planner.drafts = Drafts(drafters, most or drafts.most, VOCAB_SIZE)
 
 
 def poison_rejected(engine: DynamicInferenceEngine) -> None:
@@ -289,7 +289,7 @@ class DraftedRun:
     def _answers_of(
         self, engine: DynamicInferenceEngine, drafter: Drafter | None
     ) -> list[GenerationResult]:
-        speculates = engine.scheduler.drafts is not None
+        speculates = engine.scheduler.draft_planner.drafts is not None
         if drafter is not None:
             draft_with(engine, drafter)
         poison_rejected(engine)

@@ -28,7 +28,7 @@ from reference import greedy, random_tokens, tiny_model
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.memory.cache_memory import CacheMemory
+from megatron_hybrid.inference.memory.cache_memory import CachePool
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 RANKS = 3
@@ -68,11 +68,11 @@ def rows() -> list[tuple]:
     """Moment, fault, rank, whether the first rank leads."""
     found = []
     for moment, fault, rank, leads in product(MOMENTS, FAULTS, range(RANKS), (False, True)):
-        is_spare = rank == 1 and (moment != "decode" or leads)  # as the last one
+        is_opportunistic = rank == 1 and (moment != "decode" or leads)  # as the last one
         is_own_code = moment in ("idle", "tokenizer") and fault is stuck  # may take any time
         never_comes = moment == "tokenizer" and leads
         goes_on = fault is raising and (moment == "idle" or (moment == "save" and leads))
-        if not (is_spare or is_own_code or never_comes or goes_on):
+        if not (is_opportunistic or is_own_code or never_comes or goes_on):
             found.append((moment, fault, rank, leads))
     return found
 
@@ -106,9 +106,9 @@ class Job:
             cache_dir=f"{self.name}.cache",
             rank_timeout=TIMEOUT,
         )
-        before = CacheMemory.__init__
+        before = CachePool.__init__
         with mock.patch.object(
-            CacheMemory, "__init__", lambda *a, **k: (self.at("making"), before(*a, **k))[1]
+            CachePool, "__init__", lambda *a, **k: (self.at("making"), before(*a, **k))[1]
         ):
             engine = DynamicInferenceEngine(model, self, config)
         saves = engine.offload.save_to

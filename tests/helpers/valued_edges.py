@@ -9,7 +9,9 @@ from megatron_hybrid.cache.policy.hybrid import HybridPolicy
 
 FULL = KVGroup(2, 64)
 HYBRID = CacheSpec(16, (FULL,), state_bytes=4000, hidden_bytes=64)  # checkpoints of 2 pages
-HEAVY = CacheSpec(16, (FULL,), state_bytes=40_000, hidden_bytes=64)  # of 20: rungs are far apart
+HEAVY = CacheSpec(
+    16, (FULL,), state_bytes=40_000, hidden_bytes=64
+)  # of 20: intervals are far apart
 PURE = CacheSpec(16, (FULL,), state_bytes=0, hidden_bytes=64)
 STATE_ONLY = CacheSpec(16, (), state_bytes=4000, hidden_bytes=64)
 FREE = np.zeros(64, np.int16)  # requests that hold each page

@@ -85,10 +85,10 @@ def test_newer_releases_are_warned_of_once(version, warned):
 
 def test_a_part_that_a_newer_release_lacks_fails_after_the_warning(monkeypatch):
     monkeypatch.setattr(package_info, "VERSION", (0, 20, 0, ""))
-    monkeypatch.setitem(sys.modules, "megatron.core.inference.contexts", None)
+    monkeypatch.setitem(sys.modules, "megatron.core.models.backends", None)
     with pytest.warns(UserWarning, match="tested with 0.16.1 up to 0.19.x"):
         error = import_error()
-    assert "import of megatron.core.inference.contexts halted" in error
+    assert "import of megatron.core.models.backends halted" in error
 
 
 @pytest.mark.parametrize(

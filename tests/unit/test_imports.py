@@ -42,7 +42,7 @@ DOORS = {
 """What users come in by -> the other doors that it may import, in addition to every wing. `dynamo`
 is a program of its own, as it needs Dynamo before it can read its options."""
 
-MOST_FILES = 20
+MOST_FILES, MOST_METHODS = 20, 40
 OF_A_KIND = {"checkpoints/huggingface", "models/mixers", "serving", "serving/parsers"}
 """Folders with one file for each thing of a kind, which may have more."""
 
@@ -138,6 +138,19 @@ def test_the_map_of_the_code_has_this_order():
 def test_a_folder_has_few_files():
     counts = Counter(str(path.parent.relative_to(ROOT)) for path in ROOT.rglob("*.py"))
     assert {name for name, count in counts.items() if count > MOST_FILES} <= OF_A_KIND
+
+
+def test_a_class_has_few_methods():
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    counts = {
+        f"{path.relative_to(ROOT)}: {node.name}": sum(
+            isinstance(each, functions) for each in node.body
+        )
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name: count for name, count in counts.items() if count > MOST_METHODS} == {}
 
 
 def test_the_wings_below_import_each_other_in_one_direction():

@@ -11,7 +11,7 @@ from torch import Tensor
 import megatron_hybrid as mh
 from megatron_hybrid.cache.explain import Explanation
 from megatron_hybrid.cache.tree_view import TreeChanges, TreeView
-from megatron_hybrid.inference.engine import CacheSaved
+from megatron_hybrid.inference.cache_calls import CacheSaved
 from megatron_hybrid.inference.metrics.prometheus import Stats
 from megatron_hybrid.inference.requests.view import RequestView
 from megatron_hybrid.text.tokenizer import Tokenizer

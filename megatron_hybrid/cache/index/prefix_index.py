@@ -363,7 +363,7 @@ class PrefixIndex:
 
     def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Release a stored state's pages; the checkpoint stays as a ghost entry, unless it was
-        spare."""
+        opportunistic."""
         for pages in checkpoint.page_lists():
             self._allocator.uncache(pages)
         checkpoint.pages, checkpoint.local_pages = None, ()
@@ -372,7 +372,7 @@ class PrefixIndex:
         checkpoint.was_stored = True
         self.note(edge)
         self._count_stored(edge, -1)
-        if checkpoint.kind is Kind.SPARE:
+        if checkpoint.kind is Kind.OPPORTUNISTIC:
             self._unwatch(checkpoint)
         self._trim_watched(edge)
         self.on_tail(edge)

@@ -39,9 +39,9 @@ class Kind(IntEnum):
     """The start of a message of a chat."""
     TAIL = 4
     """The usual distance before the end of a prompt at which later prompts leave it."""
-    RUNG = 5
+    INTERVAL = 5
     """One of several positions at equal distances."""
-    SPARE = 6
+    OPPORTUNISTIC = 6
     """One of a grid of positions whose states are saved only in free pages, and go first when room
     is needed. Nothing is learnt from them."""
 
@@ -105,7 +105,7 @@ class Checkpoint:
             return self.pages.size
         return sum([pages.size for pages in self.local_pages], self.pages.size)
 
-    def is_covered(self) -> bool:
+    def is_shadowed(self) -> bool:
         """Return whether a deeper state is stored on a path through it."""
         edge = self.edge
         if edge.num_stored > len(edge.stored):
@@ -117,13 +117,13 @@ class Checkpoint:
         return self.position == self.edge.end and len(self.edge.children) > 1
 
     def previous(self) -> Checkpoint | None:
-        """Return the next stored state towards the root that is not spare."""
-        return unless_spare(self.edge.deepest_on_path(self.position - 1))
+        """Return the next stored state towards the root that is not opportunistic."""
+        return unless_opportunistic(self.edge.deepest_on_path(self.position - 1))
 
 
-def unless_spare(checkpoint: Checkpoint | None) -> Checkpoint | None:
-    """Return a stored state, or the next one towards the root that is not spare."""
-    while checkpoint is not None and checkpoint.kind is Kind.SPARE:
+def unless_opportunistic(checkpoint: Checkpoint | None) -> Checkpoint | None:
+    """Return a stored state, or the next one towards the root that is not opportunistic."""
+    while checkpoint is not None and checkpoint.kind is Kind.OPPORTUNISTIC:
         checkpoint = checkpoint.edge.deepest_on_path(checkpoint.position - 1)
     return checkpoint
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_hybrid.cache.index.tree import NO_ORIGIN, Kind, Origin, Path
-from megatron_hybrid.cache.policy.placement import NO_RUNG
+from megatron_hybrid.cache.policy.placement import NO_INTERVAL
 from megatron_hybrid.cache.report import PrefixReport
 
 NO_LOCAL_END = 1 << 62
@@ -73,7 +73,7 @@ class Lease:
     wanted: dict[int, Kind] = field(default_factory=dict)
     """Ascending positions in (p, L] whose state this prefill should save, with their kinds; see
     `PrefixCache.positions_to_save`."""
-    next_rung: int = NO_RUNG
+    next_interval: int = NO_INTERVAL
     """The next position in the answer whose state should be saved; > done."""
     origin: Origin = NO_ORIGIN
     """The known prefix that its prompt continues."""

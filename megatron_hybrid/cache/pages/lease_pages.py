@@ -57,6 +57,14 @@ class LeasePages:
             lease.pins.append(checkpoint_pages)
         self._note_room(lease)
 
+    def local_rows(self, lease: Lease, position: int) -> list[np.ndarray]:
+        """Return, per local group, the lease's blocks that a checkpoint at this position needs,
+        int32 [blocks, pages_per_block]."""
+        return [
+            table[self._spec.local_blocks(group, position)]
+            for group, table in zip(self._spec.local_groups, lease.local_tables)
+        ]
+
     def _note_room(self, lease: Lease) -> None:
         """Set the room of a lease by the lengths of its tables."""
         size = self._spec.block_size_tokens

@@ -83,7 +83,7 @@ class CacheSpec:
     """Tokens of context at which full attention is half of a token's work."""
     model_bytes: tuple[int, int] | None = None
     """On several ranks: bytes of a checkpoint of the whole model, without local blocks, and of its
-    full-attention KV per token. So rungs have the same positions as on one rank."""
+    full-attention KV per token. So interval states have the same positions as on one rank."""
 
     def __post_init__(self):
         b = self.block_size_tokens
@@ -167,8 +167,8 @@ class CacheSpec:
         return sum(group.num_layers * group.bytes_per_token for group in groups)
 
     @cached_property
-    def rung_bytes(self) -> tuple[int, int]:
-        """Bytes of a checkpoint and of a token's KV; their ratio is the distance of rungs."""
+    def interval_bytes(self) -> tuple[int, int]:
+        """Bytes of a checkpoint and of a token's KV; their ratio is the length of intervals."""
         return self.model_bytes or (self.checkpoint_bytes, self.kv_bytes_per_token)
 
     @cached_property

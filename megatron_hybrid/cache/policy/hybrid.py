@@ -9,11 +9,11 @@ import numpy as np
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Origin, Path
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.admission import AnswerLengths, saved_by_one_more
-from megatron_hybrid.cache.policy.parts import Parts
+from megatron_hybrid.cache.policy.flags import PolicyFlags
 from megatron_hybrid.cache.policy.placement import (
-    NO_RUNG,
+    NO_INTERVAL,
+    choose_interval,
     prefill_positions,
-    rung_distance,
     tail_position,
 )
 from megatron_hybrid.cache.policy.protocol import Evictable, NewState, Policy, Prompt
@@ -27,7 +27,7 @@ from megatron_hybrid.cache.policy.values import (
     value_per_page,
 )
 
-SPARE_TOKENS = 256
+OPPORTUNISTIC_TOKENS = 256
 """Distance of the positions whose states are saved while pages are free."""
 REFRESHED = 8
 """Values of states, and in pure attention of tails, that each request recomputes."""
@@ -38,21 +38,23 @@ class HybridPolicy(Policy):
 
     Args:
         spec: bytes per token and sequence, windows and chunks.
-        parts: by name (`Parts`); False leaves a part out.
+        parts: by name (`PolicyFlags`); False leaves a part out.
     Raises:
         TypeError: there is no part of that name.
     """
 
     def __init__(self, spec: CacheSpec, **parts: bool):
         self.spec = spec
-        self.parts = Parts(**parts)
+        self.parts = PolicyFlags(**parts)
         self._needs_state = spec.needs_state
         self.reuse = ReuseModel(self.parts)
-        self.spare_tokens = SPARE_TOKENS if self.parts.spares else NO_RUNG
-        self.rung_tokens = NO_RUNG
-        if spec.needs_state and self.parts.rungs:
-            self.rung_tokens = rung_distance(
-                *spec.rung_bytes,
+        self.opportunistic_tokens = (
+            OPPORTUNISTIC_TOKENS if self.parts.opportunistic else NO_INTERVAL
+        )
+        self.interval_tokens = NO_INTERVAL
+        if spec.needs_state and self.parts.intervals:
+            self.interval_tokens = choose_interval(
+                *spec.interval_bytes,
                 spec.local_reach,
                 spec.block_size_tokens,
             )
@@ -90,9 +92,9 @@ class HybridPolicy(Policy):
             declared,
             prompt.messages,
             tail,
-            self.rung_tokens,
+            self.interval_tokens,
             least_gain=self.spec.block_size_tokens,
-            spare_tokens=self.spare_tokens if prompt.has_room else NO_RUNG,
+            opportunistic_tokens=self.opportunistic_tokens if prompt.has_room else NO_INTERVAL,
         )
         return {p: kind for p, kind in saved.items() if kind not in self._never_saved}, {}
 

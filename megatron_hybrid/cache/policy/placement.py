@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 
 from megatron_hybrid.cache.index.tree import Kind
 
-NO_RUNG = 1 << 62
-"""Distance of rungs where there are none: the first one lies beyond all tokens."""
+NO_INTERVAL = 1 << 62
+"""Length of intervals where there are none: the first one ends beyond all tokens."""
 
 
 def tail_position(
@@ -36,15 +36,16 @@ def prefill_positions(
     declared: Iterable[int],
     messages: Iterable[int],
     tail: int,
-    rung_tokens: int,
+    interval_tokens: int,
     least_gain: int,
-    spare_tokens: int,
+    opportunistic_tokens: int,
 ) -> dict[int, Kind]:
     """Positions in (p, L] whose state a prefill from p to L should save, with their kinds.
 
     The prompt's end; the junction (known_tokens); positions declared by the caller; starts of
-    messages; the tail (`tail_position`); rungs (`next_rung`), for prompts that part earlier, and
-    in between spare states every spare_tokens tokens.
+    messages; the tail (`tail_position`); positions at equal intervals (`next_interval`), for
+    prompts that part earlier, and in between opportunistic states every opportunistic_tokens
+    tokens.
     least_gain: least tokens between the start of a message and the resumed state, or the last such
     start: each turn of a chat starts right behind the last answer.
     """
@@ -57,35 +58,38 @@ def prefill_positions(
             wanted.setdefault(position, Kind.MESSAGE)
             last = position
     wanted.setdefault(tail, Kind.TAIL)
-    for kind, distance in ((Kind.RUNG, rung_tokens), (Kind.SPARE, spare_tokens)):
-        for position in range(next_rung(skipped_tokens, distance), prompt_tokens, distance):
+    for kind, distance in (
+        (Kind.INTERVAL, interval_tokens),
+        (Kind.OPPORTUNISTIC, opportunistic_tokens),
+    ):
+        for position in range(next_interval(skipped_tokens, distance), prompt_tokens, distance):
             wanted.setdefault(position, kind)
     return {p: kind for p, kind in wanted.items() if skipped_tokens < p <= prompt_tokens}
 
 
 def most_wanted(positions: Iterable[int], wanted: Mapping[int, Kind], limit: int) -> list[int]:
     """At most `limit` of these positions, ascending: ends and junctions before other kinds, deep
-    ones before shallow ones. wanted: kinds by position; a missing one is a rung."""
-    kept = sorted(positions, key=lambda p: (wanted.get(p, Kind.RUNG) > Kind.JUNCTION, -p))
+    ones before shallow ones. wanted: kinds by position; a missing one is that of an interval."""
+    kept = sorted(positions, key=lambda p: (wanted.get(p, Kind.INTERVAL) > Kind.JUNCTION, -p))
     return sorted(kept[:limit])
 
 
-def next_rung(position: int, rung_tokens: int) -> int:
-    """The first multiple of rung_tokens behind a position, in a prompt or in its answer."""
-    return (position // rung_tokens + 1) * rung_tokens
+def next_interval(position: int, interval_tokens: int) -> int:
+    """The first multiple of interval_tokens behind a position, in a prompt or in its answer."""
+    return (position // interval_tokens + 1) * interval_tokens
 
 
-def rung_distance(
+def choose_interval(
     checkpoint_bytes: int, kv_bytes_per_token: int, local_reach: int, block_size_tokens: int
 ) -> int:
-    """Tokens between rungs, whole blocks. `NO_RUNG` where there is no KV to compare with.
+    """Tokens of an interval, whole blocks. `NO_INTERVAL` where there is no KV to compare with.
 
-    The states of rungs take no more memory than the full-attention KV between them, and hold each
-    block of local KV at most once: they are no closer than local_reach, the most tokens that a
-    token sees in a local group (0: there is none).
+    Interval states take no more memory than the full-attention KV between them, and hold each block
+    of local KV at most once: they are no closer than local_reach, the most tokens that a token sees
+    in a local group (0: there is none).
     """
     if not kv_bytes_per_token:
-        return NO_RUNG
+        return NO_INTERVAL
     tokens = max(1, -(-checkpoint_bytes // kv_bytes_per_token), local_reach)
     return -(-tokens // block_size_tokens) * block_size_tokens
 

@@ -16,7 +16,7 @@ import numpy as np
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Origin, Path
 from megatron_hybrid.cache.lazy_heap import Key
 from megatron_hybrid.cache.pages.spec import CacheSpec
-from megatron_hybrid.cache.policy.placement import NO_RUNG
+from megatron_hybrid.cache.policy.placement import NO_INTERVAL
 
 
 class Prompt(NamedTuple):
@@ -24,7 +24,7 @@ class Prompt(NamedTuple):
 
     length: int
     skipped: int
-    """p: leading tokens that are not computed, or would not be without spare states."""
+    """p: leading tokens that are not computed, or would not be without opportunistic states."""
     known: int
     """Leading tokens that the tree knew."""
     declared: Sequence[int]
@@ -80,7 +80,7 @@ class Policy(Protocol):
     spec: CacheSpec
     now: int = 0
     """Admitted requests, counted by `on_request`: the clock of `Checkpoint.born` and `last_use`."""
-    rung_tokens: int = NO_RUNG
+    interval_tokens: int = NO_INTERVAL
     """Tokens between two saved states inside an answer."""
 
     # ---- placement ----

@@ -21,9 +21,9 @@ from megatron_hybrid.cache.index.tree import (
     Kind,
     Origin,
     Path,
-    unless_spare,
+    unless_opportunistic,
 )
-from megatron_hybrid.cache.policy.parts import ALL_PARTS, Parts
+from megatron_hybrid.cache.policy.flags import ALL_FLAGS, PolicyFlags
 from megatron_hybrid.cache.policy.tail_distances import TailDistances
 
 PRIOR_PROBABILITY = 0.3
@@ -96,7 +96,7 @@ class ReuseModel:
         parts: of the policy.
     """
 
-    def __init__(self, parts: Parts = ALL_PARTS):
+    def __init__(self, parts: PolicyFlags = ALL_FLAGS):
         self.now = 0
         """Requests admitted so far."""
         self.num_waiting = 0
@@ -167,10 +167,10 @@ class ReuseModel:
         """
         self.now += 1
         parts = self._parts
-        known = [c for c in path.checkpoints() if c.kind is not Kind.SPARE]
-        if resumed is not None and resumed.kind is Kind.SPARE:
+        known = [c for c in path.checkpoints() if c.kind is not Kind.OPPORTUNISTIC]
+        if resumed is not None and resumed.kind is Kind.OPPORTUNISTIC:
             resumed.uses, resumed.last_use = resumed.uses + 1, self.now
-            resumed = unless_spare(resumed)
+            resumed = unless_opportunistic(resumed)
         if path.edges:
             self.distances.observe_path(path, known)
         if not known:

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge
 from megatron_hybrid.cache.pages.allocator import indices
 from megatron_hybrid.cache.pages.spec import CacheSpec
-from megatron_hybrid.cache.policy.parts import ALL_PARTS, Parts
+from megatron_hybrid.cache.policy.flags import ALL_FLAGS, PolicyFlags
 from megatron_hybrid.cache.policy.reuse import ReuseModel
 
 
@@ -68,7 +68,7 @@ def equal_start(edge: Edge, start: int, spec: CacheSpec, reuse: ReuseModel) -> i
 
 
 def rebuild_work(
-    previous: Checkpoint | None, position: int, spec: CacheSpec, parts: Parts = ALL_PARTS
+    previous: Checkpoint | None, position: int, spec: CacheSpec, parts: PolicyFlags = ALL_FLAGS
 ) -> float:
     """Work to compute the state at a position again. previous: the stored state before it."""
     if not (spec.needs_state and parts.work):
@@ -113,13 +113,13 @@ def checkpoint_value(
     spec: CacheSpec,
     reuse: ReuseModel,
     ref_counts: np.ndarray,
-    parts: Parts = ALL_PARTS,
+    parts: PolicyFlags = ALL_FLAGS,
 ) -> float:
     """Value of a stored state. ref_counts: `PageAllocator.ref_counts`."""
     pages, previous = freed_pages(checkpoint, ref_counts), None
     if spec.needs_state:
         previous = checkpoint.previous()
-        alone = parts.exclusive_kv and not checkpoint.is_covered()
+        alone = parts.exclusive_kv and not checkpoint.is_shadowed()
         if alone and not (parts.held_kv and kv_is_held(checkpoint, spec, ref_counts)):
             pages += kv_pages(exclusive_tokens(checkpoint, previous), spec)
     work = rebuild_work(previous, checkpoint.position, spec, parts)

@@ -1,4 +1,4 @@
-"""CacheMemory: the bytes of the pages in one pool, and the live slots.
+"""CachePool: the bytes of the pages in one pool, and the live slots.
 
 `cache/` assigns the pages; this file moves the bytes. A page holds, for one block of tokens, the K
 and V of some layers of one attention group, or a piece of a checkpoint. A live slot is the
@@ -186,7 +186,7 @@ class ParkedRequest:
         return sum(tensor.numel() for tensor in tensors)
 
 
-class CacheMemory:
+class CachePool:
     """The byte pool with per-layer KV views, and the live slots with per-layer state views.
 
     Args:

@@ -1,4 +1,4 @@
-"""StepDraft: a step with its requests and leases, from which the plan of plain data is made."""
+"""PlanBuilder: a step with its requests and leases, from which the plan of plain data is made."""
 
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -97,7 +97,7 @@ def draws_of(request: Request) -> dict[int, Draw]:
 
 
 @dataclass
-class StepDraft:
+class PlanBuilder:
     """A step with the objects that `Scheduler.complete` needs after it has run."""
 
     chunks: list[Chunk] = field(default_factory=list)

@@ -9,29 +9,27 @@ the order of requests and on numbers that are equal on all ranks.
 
 import math
 from bisect import insort
-from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_hybrid.cache.index.tree import Kind, common_prefix
-from megatron_hybrid.cache.pages.lease import Lease, Reservation
+from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.pages.spec import CacheSpec
-from megatron_hybrid.cache.policy.placement import most_wanted, worth_waiting
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.inference.draft_length import (
-    TRIAL_STEPS,
-    DraftCosts,
-    break_even,
-    pay_together,
-)
 from megatron_hybrid.inference.drafters import Drafts
 from megatron_hybrid.inference.requests.request import MAX_FAILURES, Request, RequestStatus
 from megatron_hybrid.inference.sampling_params import Sampled
-from megatron_hybrid.inference.scheduling.plan_builder import Chunk, StepDraft, copies_of, tables_of
+from megatron_hybrid.inference.scheduling.draft_planner import DraftPlanner
+from megatron_hybrid.inference.scheduling.plan_builder import (
+    Chunk,
+    PlanBuilder,
+    copies_of,
+    tables_of,
+)
+from megatron_hybrid.inference.scheduling.single_flight import SingleFlight
+from megatron_hybrid.inference.scheduling.state_saver import StateSaver
 from megatron_hybrid.inference.scheduling.step_plan import (
     Park,
     Restore,
@@ -86,20 +84,19 @@ class Scheduler:
         drafts_need_hidden: bool = False,
     ):
         self.cache = cache
-        self.drafts = drafts
-        self.draft_costs = DraftCosts()
-        self._num_decode_steps = 0  # of steps that may have drafts
+        self.draft_planner = DraftPlanner(cache, drafts)
+        self._single_flight = SingleFlight(cache)
+        self._states = StateSaver(cache, max_captures(cache.spec, max_requests, max_tokens))
         self.drafts_need_hidden = drafts_need_hidden
         self.fetches = fetches
         self.max_tokens = max_tokens
         self.max_waiting_looked_at = 2 * max_requests
-        self.max_captures = max_captures(cache.spec, max_requests, max_tokens)
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # in order of arrival
         self._max_requests = max_requests
         self.free_slots = list(range(max_requests - 1, -1, -1))
-        self._draft = StepDraft()  # of the current plan
-        self._next = StepDraft()  # of the next plan
+        self._builder = PlanBuilder()  # of the current plan
+        self._next = PlanBuilder()  # of the next plan
         self._num_plans = 0
         self._admitting: Request | None = None
         self._suspects: dict[Request, None] = {}  # of what made steps fail
@@ -108,27 +105,13 @@ class Scheduler:
         self.num_failures = 0
         self.num_forward_tokens = 0
         self.num_prefill_tokens = 0
-        self.num_drafts = 0
-        self.accepted_at: Counter[int] = Counter()
-        """Accepted drafts by their place in a step, from 0."""
-
-    def draft_counts(self) -> dict[str, int]:
-        """What `stats` tells of drafts, if there are any."""
-        if self.drafts is None:
-            return {}
-        decoding = sum(request.status is RequestStatus.DECODE for request in self.running)
-        cost = self.draft_costs.at(max(1, decoding))
-        places = range(self.drafts.most)
-        accepted = {f"draft_tokens_accepted_at_{i}": self.accepted_at[i] for i in places}
-        least = break_even(cost, self.drafts.most)
-        return accepted | {"draft_break_even_permille": round(1000 * least)}
 
     def add(self, request: Request) -> None:
         self.waiting.add(request)
 
     def _unqueue(self, request: Request) -> None:
         self.waiting.discard(request)
-        self.cache.expect_no_more(request.request_id)
+        self.cache.expected.discard(request.request_id)
 
     @property
     def has_work(self) -> bool:
@@ -138,62 +121,61 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan one step. The plan is empty if there is nothing to do."""
-        draft = self._begin()
-        lengths = {} if self.drafts is None else self._draft_lengths(draft)
-        if lengths and self.drafts.batch_drafters:
-            self._prepare_drafts(lengths)
+        builder = self._begin()
+        lengths = self.draft_planner.lengths(builder, self.running)
+        self.draft_planner.prepare(lengths)
         for request in list(self.running):
             if request.status in (RequestStatus.DECODE, RequestStatus.CLOSING):
-                self._plan_work(draft, request)
-        num_decodes = len(draft.chunks)
+                self._plan_work(builder, request)
+        num_decodes = len(builder.chunks)
         for request in list(self.running):
             if request.status is RequestStatus.PREFILL:
-                self._plan_work(draft, request)
+                self._plan_work(builder, request)
         blocked, num_coming, last_priority = self._tests_a_suspect(), 0, math.inf
         for request in list(islice(self.waiting, self.max_waiting_looked_at)):
             self._admitting = request
             has_slot = len(self.free_slots) > num_coming
-            can_start = has_slot and not blocked and self._budget(draft) > 0
+            can_start = has_slot and not blocked and self._budget(builder) > 0
             can_start = can_start and request.options.priority <= last_priority
             # Also for requests that cannot start yet: the running prefill must know their junction
             # early, and the disk is read meanwhile.
-            if self._waits_for_other(request):
+            if self._single_flight.waits(request, self.running):
                 last_priority = min(last_priority, request.options.priority)  # equals overtake it
                 continue
             # In order of priority and arrival: none overtakes a request that lacks room, also for
             # its fetch.
-            if self._waits_for_fetch(draft, request, can_start):
+            if self._waits_for_fetch(builder, request, can_start):
                 blocked = blocked or request.fetch.lacks_room
                 num_coming += request.fetch.is_coming  # its slot is taken: it starts on arrival
             else:
-                blocked = not can_start or not self._admit(draft, request)
+                blocked = not can_start or not self._admit(builder, request)
                 blocked = blocked or request in self._suspects
             if request.lease is None and request.starts_from_cache:
                 tokens = request.tokens[: request.num_tokens]
-                self.cache.expect(request.request_id, tokens, request.options.salt)
+                self.cache.expected.add(request.request_id, tokens, request.options.salt)
         self._admitting = None
         self.fetches.poll()
-        self._reserve_checkpoints(draft)
+        self._states.reserve(builder)
         if lengths:
-            self._plan_drafts(draft, lengths, num_decodes)
-        return draft.plan(self._num_plans, self.fetches.take_loads())
+            self.draft_planner.plan(builder, lengths, num_decodes, self._budget(builder))
+        return builder.plan(self._num_plans, self.fetches.take_loads())
 
     def schedule_moves(self) -> StepPlan:
         """Plan the moves due before the next step: forks of samples, and the last states of ending
         requests, whose slots and pages others wait for."""
         return self._begin().plan(self._num_plans, {})
 
-    def _begin(self) -> StepDraft:
-        self._draft, self._next = self._next, StepDraft()
+    def _begin(self) -> PlanBuilder:
+        self._builder, self._next = self._next, PlanBuilder()
         self._num_plans += 1
-        return self._draft
+        return self._builder
 
-    def _budget(self, draft: StepDraft) -> int:
-        return self.max_tokens - draft.num_tokens
+    def _budget(self, builder: PlanBuilder) -> int:
+        return self.max_tokens - builder.num_tokens
 
-    def _longest(self, draft: StepDraft, request: Request) -> int:
+    def _longest(self, builder: PlanBuilder, request: Request) -> int:
         """Most tokens of a request that the step has room for."""
-        return min(self._budget(draft), request.longest_forward)
+        return min(self._budget(builder), request.longest_forward)
 
     def _tests_a_suspect(self) -> bool:
         """Whether a request runs that two failed steps are blamed on. None starts beside it: if the
@@ -202,133 +184,20 @@ class Scheduler:
             self._suspects = {request: None for request in self._suspects if request.is_suspect}
         return any(request.lease is not None for request in self._suspects)
 
-    def _plan_work(self, draft: StepDraft, request: Request) -> None:
+    def _plan_work(self, builder: PlanBuilder, request: Request) -> None:
         """Add as many of the request's next tokens to the plan as the budget allows."""
         start = request.num_computed
-        count = min(self._longest(draft, request), request.num_tokens - start)
-        if not count or request.lease is None or not self._make_room(draft, request, start + count):
+        count = min(self._longest(builder, request), request.num_tokens - start)
+        if (
+            not count
+            or request.lease is None
+            or not self._make_room(builder, request, start + count)
+        ):
             return
         draws = start + count == request.num_tokens and not request.done
-        draft.add(Chunk(request, start, start + count, draws))
+        builder.add(Chunk(request, start, start + count, draws))
 
-    def _plan_drafts(
-        self, draft: StepDraft, lengths: Mapping[Request, int], num_decodes: int
-    ) -> None:
-        """Let decodes go on by drafts, by what the planned step leaves: tokens of its budget, and
-        pages that are free. So a step does the same beside them as without them.
-
-        Args:
-            lengths: of `_draft_lengths`.
-            num_decodes: of the step.
-        """
-        found, left = [], self._budget(draft)
-        for chunk in draft.chunks:
-            request = chunk.request
-            # What a restore without memory has drawn is void, so nothing may be appended to it.
-            if not chunk.draws or request in draft.restores or chunk.end - chunk.start > 1:
-                continue
-            most = min(left, lengths.get(request, 0))
-            if most > 0 and (tokens := self.drafts.propose(request, most)):
-                found.append((chunk, tokens))
-                left -= len(tokens)
-        counts = {chunk.request: len(tokens) for chunk, tokens in found}
-        if not self.drafts.batch_drafters and not self._pay(counts, num_decodes):
-            return
-        for chunk, tokens in found:
-            draws = chunk.request.draft_draws(tokens)
-            draft.add_drafts(chunk, draws[: self._lend(chunk.request, len(draws))])
-
-    def _lend(self, request: Request, num_drafts: int) -> int:
-        """Get room for drafts behind the known tokens of a request, until the step's end. Returns
-        for how many of them there is some."""
-        end = start = request.num_tokens
-        with optional_decision(lambda error: None):
-            end = self.cache.lend(request.lease, start, start + num_drafts)
-        return end - start
-
-    def _pay(self, counts: Mapping[Request, int], num_decodes: int) -> bool:
-        """Whether a step is to have these numbers of drafts."""
-        drafts = [(request.draft_length, count) for request, count in counts.items()]
-        return pay_together(drafts, num_decodes, self.draft_costs.at(num_decodes), self._is_trial)
-
-    @property
-    def _is_trial(self) -> bool:
-        return self._num_decode_steps % TRIAL_STEPS == 0
-
-    def _draft_lengths(self, draft: StepDraft) -> dict[Request, int]:
-        """The drafts of each decode that may have some, as many as pay; none if those that are
-        computed before the step do not pay together."""
-        decodes = [
-            request
-            for request in self.running
-            if request.status is RequestStatus.DECODE
-            and request.num_computed + 1 == request.num_tokens
-            and request not in draft.restores
-        ]
-        self._num_decode_steps += bool(decodes)
-        cost, lengths = self.draft_costs.at(max(1, len(decodes))), {}
-        for request in decodes:
-            params = request.params
-            most = min(
-                self.drafts.most,
-                request.longest_forward - 1,
-                params.num_tokens_to_generate - request.num_generated - 1,
-            )
-            if params.num_speculative_tokens is not None:
-                most = min(most, params.num_speculative_tokens)
-            if most > 0 and (length := request.draft_length.choose(cost, most, self._is_trial)):
-                lengths[request] = length
-        pay = not self.drafts.batch_drafters or self._pay(lengths, len(decodes))
-        return lengths if pay else {}
-
-    def _prepare_drafts(self, lengths: Mapping[Request, int]) -> None:
-        """Have the drafts of all decodes computed, as far as pages are free. It writes pages, so it
-        comes before the plan moves any; the plan has them again."""
-        try:
-            room = {request: self._lend(request, length) for request, length in lengths.items()}
-            self.drafts.prepare({request: most for request, most in room.items() if most})
-        finally:
-            for request in lengths:
-                self.cache.settle(request.lease)
-
-    def _reserve_checkpoints(self, draft: StepDraft) -> None:
-        """Reserve room for the states to save in this step; those without room are left out."""
-        captures_left, spares = self.max_captures, []
-        for chunk in draft.chunks:
-            lease = chunk.request.lease
-            positions = self.cache.positions_to_save(lease, chunk.end)
-            if chunk.request.status is RequestStatus.CLOSING:
-                positions = [chunk.end]
-            if not positions:
-                continue
-            spare = [p for p in positions if lease.wanted.get(p) is Kind.SPARE]
-            if spare:
-                spares.append((chunk, spare))
-                positions = [p for p in positions if p not in spare]
-            captures_left -= self._reserve_of(chunk, positions, captures_left)
-        for chunk, positions in spares:
-            captures_left -= self._reserve_of(chunk, positions, captures_left)
-
-    def _reserve_of(self, chunk: Chunk, positions: list[int], most: int) -> int:
-        """Reserve room for the states of a chunk at these positions. Returns how many of them lie
-        inside of it, `most` at most."""
-        lease, end = chunk.request.lease, chunk.end
-        inside = [position for position in positions if position < end]
-        if len(inside) > most:
-            declined = set(inside).difference(most_wanted(inside, lease.wanted, most))
-            self.cache.decline(lease, sorted(declined))
-            positions = [position for position in positions if position not in declined]
-        captures = 0
-        for position in positions:
-            reservation = None
-            with self._optional(lease, position):
-                reservation = self.cache.reserve_checkpoint(lease, position)
-            if reservation is not None:
-                chunk.reservations.append(reservation)
-                captures += position < end
-        return captures
-
-    def _make_room(self, draft: StepDraft, request: Request, end: int) -> bool:
+    def _make_room(self, builder: PlanBuilder, request: Request, end: int) -> bool:
         """Make room in the pool up to token `end`, if need be by preempting later requests."""
         while not self.cache.extend(request.lease, end):
             if self.fetches.poll():
@@ -336,44 +205,44 @@ class Scheduler:
             closing = self.closing
             victim = closing[-1] if closing else self.running[-1]
             # Admissions come last and find room, so no victim is yet to be restored.
-            assert victim not in draft.restores
+            assert victim not in builder.restores
             if closing:
-                draft.remove(victim)
+                builder.remove(victim)
                 self._retire(victim)  # answered: only its last state is lost
             else:
-                self._preempt(draft, victim)
+                self._preempt(builder, victim)
             if victim is request:
                 return False
         return True
 
-    def _admit(self, draft: StepDraft, request: Request) -> bool:
+    def _admit(self, builder: PlanBuilder, request: Request) -> bool:
         """Give a waiting request a lease and a slot, and its first chunk. False: no room now, or
         an allocation failed while others run, which must not fail with it."""
         try:
-            return self._try_to_admit(draft, request)
+            return self._try_to_admit(builder, request)
         except Exception as error:
             is_alone = all(other is request for other in self.running)
             if is_alone or not is_lack_of_memory(error):
                 raise
             note_decided_by_memory()
-            draft.remove(request)
+            builder.remove(request)
             if request.lease is not None:
                 self._end_lease(request)
                 self._requeue(request)
             return False
 
-    def _try_to_admit(self, draft: StepDraft, request: Request) -> bool:
+    def _try_to_admit(self, builder: PlanBuilder, request: Request) -> bool:
         tokens = request.tokens[: request.num_tokens]
         if request.parked_tokens:
-            if not self._resume_parked(draft, request):
+            if not self._resume_parked(builder, request):
                 return False
-            self._plan_work(draft, request)
+            self._plan_work(builder, request)
             return True
         lease = self.cache.acquire(
             tokens,
             request.options.salt,
             capacity_tokens=len(tokens),
-            chunk_tokens=self._longest(draft, request),
+            chunk_tokens=self._longest(builder, request),
             declared=request.options.cache_breakpoints,
             messages=request.message_starts,
             recompute_reason=request.recompute_reason,
@@ -386,7 +255,7 @@ class Scheduler:
             request.fetch = None
         self._unqueue(request)
         self._start(request, lease)
-        draft.restores[request] = Restore(
+        builder.restores[request] = Restore(
             request.request_id, request.slot, *copies_of(lease), lease.checkpoint_pages
         )
         request.num_computed = lease.skipped_tokens
@@ -395,9 +264,9 @@ class Scheduler:
             request.num_computed -= 1
         if request.num_computed == request.num_tokens:
             request.status = RequestStatus.DECODE
-            draft.ready.append(request)
+            builder.ready.append(request)
         else:
-            self._plan_work(draft, request)
+            self._plan_work(builder, request)
         return True
 
     def _start(self, request: Request, lease: Lease) -> None:
@@ -415,7 +284,7 @@ class Scheduler:
 
     # Fetching ----------------------------------------------------------------------------------
 
-    def _waits_for_fetch(self, draft: StepDraft, request: Request, can_start: bool) -> bool:
+    def _waits_for_fetch(self, builder: PlanBuilder, request: Request, can_start: bool) -> bool:
         """Whether a part of its prompt is being fetched from a tier.
 
         It is read ahead, but loaded into the pool only when the request can start: earlier, it
@@ -439,61 +308,9 @@ class Scheduler:
                 request.fetch = found
             self.fetches.read(request.fetch, is_first=request is next(iter(self.waiting)))
             if can_start:
-                self.fetches.bring(request.fetch, len(tokens), self._longest(draft, request))
+                self.fetches.bring(request.fetch, len(tokens), self._longest(builder, request))
             if not request.fetch.has_failed:
                 return not request.fetch.is_over
-
-    # Single flight -----------------------------------------------------------------------------
-
-    def _waits_for_other(self, request: Request) -> bool:
-        """Whether a running prefill will soon make a deeper position restorable than the present
-        ones, so that the request need not compute the same tokens."""
-        if self.cache.mode != "restore" or not request.starts_from_cache:
-            return False
-        if request.waits_for is not None:
-            other, position = request.waits_for
-            if other.status is RequestStatus.PREFILL and other.num_computed < position:
-                return True
-            request.waits_for = None
-        tokens = request.tokens[: request.num_tokens]
-        resume = None
-        for other in self.running:
-            if (
-                other.status is not RequestStatus.PREFILL
-                or other.options.salt != request.options.salt
-            ):
-                continue
-            common = request.common_with.get(other.request_id)
-            if common is None:
-                common = common_prefix(tokens, other.tokens[: other.num_tokens])
-                request.common_with[other.request_id] = common
-            if common <= other.num_computed:
-                continue  # its next states are beyond the common prefix
-            if resume is None:
-                resume = self.cache.match(tokens, request.options.salt).skipped_tokens
-            position = self._position_in_flight(other, common, resume)
-            if worth_waiting(resume, other.num_computed, position):
-                request.waits_for = other, position
-                return True
-        return False
-
-    def _position_in_flight(self, other: Request, common: int, resume: int) -> int:
-        """Deepest position <= `common` that the running prefill `other` will make restorable.
-
-        If the junction lies behind the states that `other` will save, ask it to save one there: the
-        junction is known before the prefill reaches it.
-        """
-        if not self.cache.spec.needs_state:
-            return common
-        saved = self.cache.positions_to_save(other.lease, common)
-        wanted = other.lease.wanted
-        deepest = max((p for p in saved if wanted.get(p) is not Kind.SPARE), default=0)
-        gain = common - max(deepest, resume, other.num_computed)
-        # Below one block of gain the copy of a state costs more than computing the tokens.
-        if gain >= self.cache.spec.block_size_tokens:
-            self.cache.want(other.lease, common)
-            deepest = common
-        return deepest
 
     # After the forward -------------------------------------------------------------------------
 
@@ -513,7 +330,7 @@ class Scheduler:
             Their requests, once for each token.
         """
         owners = []
-        for chunk in self._draft.chunks:
+        for chunk in self._builder.chunks:
             for sampled in accepted.get(chunk.request.request_id, ()):
                 owners.append(chunk.request)
                 chunk.num_accepted += 1
@@ -526,24 +343,21 @@ class Scheduler:
         """Record the results of a step: blocks and saved states become visible to others. Returns
         the requests with a token in `result.sampled`: those of the plan, each before its forks.
         """
-        draft, self._draft = self._draft, StepDraft()
+        builder, self._builder = self._builder, PlanBuilder()
         if plan.number != self._num_plans:
             raise ValueError(f"plan {plan.number} is completed, and {self._num_plans} was the last")
-        for request in draft.parks:
+        for request in builder.parks:
             if request.request_id in result.not_parked:
                 request.parked_tokens = 0
         for key in result.unloaded:
             self.fetches.fail(key)
-        self._note_restored(draft, result)
-        self.num_forward_tokens += draft.num_tokens
-        for chunk in draft.chunks:
+        self._note_restored(builder, result)
+        self.num_forward_tokens += builder.num_tokens
+        for chunk in builder.chunks:
             request = chunk.request
             if request.status is RequestStatus.PREFILL:
                 self.num_prefill_tokens += chunk.end - chunk.start
-            if chunk.draft_draws:
-                self.num_drafts += len(chunk.draft_draws)
-                self.accepted_at.update(range(chunk.num_accepted))
-                request.draft_length.note(len(chunk.draft_draws), chunk.num_accepted)
+            self.draft_planner.note(chunk)
             if (scores := result.prompt_scores.get(request.request_id)) is not None:
                 request.prompt_log_probs += scores.log_probs
                 request.prompt_top_n_logprobs += scores.top_n_logprobs
@@ -552,29 +366,29 @@ class Scheduler:
                 request.num_computed = end
                 self.cache.commit(request.lease, request.tokens, end)
             self.cache.settle(request.lease)
-            self._publish(request, chunk.reservations, result)
+            self._states.publish(request, chunk.reservations, result)
             if chunk.draws:
                 request.status = RequestStatus.DECODE
             if request.status is RequestStatus.CLOSING:
                 self._retire(request)
-        for request, reservation in draft.ending.items():
+        for request, reservation in builder.ending.items():
             self._commit_last(request)
-            self._publish(request, [reservation], result)
+            self._states.publish(request, [reservation], result)
             self._retire(request)
         owners = []
-        for request in (*(chunk.request for chunk in draft.chunks), *draft.ready):
+        for request in (*(chunk.request for chunk in builder.chunks), *builder.ready):
             if request.request_id in result.sampled:
                 owners += (request, *self.fork(request))
         return owners
 
-    def _note_restored(self, draft: StepDraft, result: StepResult) -> None:
+    def _note_restored(self, builder: PlanBuilder, result: StepResult) -> None:
         """Unpin the sources of restores. A request whose restore lacked memory is queued again: to
         start from the cache or, if that failed, from its first token.
 
         Raises:
             RestoreFailedError: a restore from the cache failed, and no other request runs.
         """
-        for request, restore in list(draft.restores.items()):
+        for request, restore in list(builder.restores.items()):
             if request.request_id not in result.unrestored:
                 self.cache.restored(request.lease)
                 if isinstance(restore, Unpark):
@@ -586,30 +400,9 @@ class Scheduler:
                 request.lacks_memory = True
                 if len(self.running) == 1:
                     raise RestoreFailedError(result.unrestored[request.request_id])
-            draft.remove(request)
+            builder.remove(request)
             self._end_lease(request)
             self._requeue(request)
-
-    def _publish(
-        self, request: Request, reservations: list[Reservation], result: StepResult
-    ) -> None:
-        """Publish saved states, and release the reservations of others: of unsaved ones, and of
-        those behind a rejected draft."""
-        for reservation in reservations:
-            position = reservation.position
-            if position > request.num_computed:
-                continue
-            if (request.request_id, position) in result.unsaved:
-                self.cache.decline(request.lease, [position])
-                continue
-            with self._optional(request.lease, position):
-                self.cache.publish_checkpoint(reservation)
-        while request.lease.reservations:
-            self.cache.abandon(request.lease.reservations[0])
-
-    def _optional(self, lease: Lease, position: int) -> AbstractContextManager[None]:
-        """Context of saving a state: for lack of memory it is declined."""
-        return optional_decision(lambda error: self.cache.decline(lease, [position]))
 
     def fork(self, request: Request) -> list[Request]:
         """Fork the request's further samples from its live slot, right after its prefill.
@@ -669,10 +462,10 @@ class Scheduler:
     def abort(self) -> None:
         """Roll back after a failed step. Its unrecorded results are dropped: pages and live slots
         may be half written. All running requests are queued again and start from the cache."""
-        for request in self._draft.parks:
+        for request in self._builder.parks:
             request.parked_tokens = 0  # the runner may have its bytes, or not
-        self._next = StepDraft(drops=self._draft.drops + self._next.drops)
-        self._draft, self._admitting = StepDraft(), None
+        self._next = PlanBuilder(drops=self._builder.drops + self._next.drops)
+        self._builder, self._admitting = PlanBuilder(), None
         self.fetches.abort()
         running = self.running[::-1]
         leases = [self._take_lease(request) for request in running]
@@ -723,8 +516,7 @@ class Scheduler:
         reservation, done = None, request.num_computed
         try:
             if done:
-                with self._optional(request.lease, done):
-                    reservation = self.cache.reserve_checkpoint(request.lease, done)
+                reservation = self._states.reserve_one(request.lease, done)
         finally:
             if reservation is None:
                 self._retire(request)
@@ -786,17 +578,17 @@ class Scheduler:
 
     # Preemption --------------------------------------------------------------------------------
 
-    def _preempt(self, draft: StepDraft, request: Request) -> None:
+    def _preempt(self, builder: PlanBuilder, request: Request) -> None:
         """Take the pages of a running request and queue it again. Its bytes are parked in host
         memory, to continue at the same token; if they cannot be, it starts from the cache."""
         self.num_preemptions += 1
         request.num_preemptions += 1
-        draft.remove(request)
+        builder.remove(request)
         lease, done = request.lease, request.num_computed
         # Where nothing is computed, or only the first draw is missing, the cache suffices.
         if 0 < done < request.num_tokens:
             request.parked_tokens, request.lease_before = done, lease
-            draft.parks[request] = Park(request.request_id, request.slot, done, tables_of(lease))
+            builder.parks[request] = Park(request.request_id, request.slot, done, tables_of(lease))
         try:
             self._give_up_lease(request)
         finally:
@@ -810,14 +602,14 @@ class Scheduler:
             request.status = RequestStatus.WAITING
             self.waiting.put_first(request)
 
-    def _resume_parked(self, draft: StepDraft, request: Request) -> bool:
+    def _resume_parked(self, builder: PlanBuilder, request: Request) -> bool:
         """Readmit a parked request at the token where it stopped. False: no room."""
         done = request.parked_tokens
         lease = self.cache.resume(
             request.lease_before,
             request.tokens[:done],
             capacity_tokens=request.num_tokens,
-            chunk_tokens=self._longest(draft, request),
+            chunk_tokens=self._longest(builder, request),
         )
         if lease is None:
             return False
@@ -825,7 +617,7 @@ class Scheduler:
         self._start(request, lease)
         request.parked_tokens, request.lease_before = 0, None
         first_block = lease.shared_tokens // self.cache.spec.block_size_tokens
-        draft.restores[request] = Unpark(
+        builder.restores[request] = Unpark(
             request.request_id, request.slot, first_block, tables_of(lease)
         )
         request.num_computed = done

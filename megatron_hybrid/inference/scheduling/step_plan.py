@@ -4,7 +4,6 @@ They hold no tensor and no request, so they can be pickled, compared and sent to
 """
 
 from dataclasses import dataclass, field
-from zlib import crc32
 
 import numpy as np
 
@@ -175,13 +174,6 @@ class StepPlan:
         """Request id and position of each save, as in `StepResult.unsaved`."""
         inside = [(work.request_id, save.position) for work in self.work for save in work.saves]
         return inside + [(save.request_id, save.position) for save in self.saves]
-
-    def tokens_digest(self) -> int:
-        """CRC-32 of the tokens of the step; the same in every process."""
-        digest = 0
-        for work in self.work:
-            digest = crc32(work.tokens, digest)
-        return digest
 
 
 @dataclass

@@ -88,7 +88,7 @@ class WeightUpdate:
             write = partial(self._write, part)
             is_packed = isinstance(part, FolderPart) and part.is_packed
             try:
-                with self._ranks.together(_CHECKING):
+                with self._ranks.raise_on_all(_CHECKING):
                     if part.heads is not None and self._ranks.size > 1:
                         # What is written at once is compared with its values.
                         self._agree(part.kind, part.tensors() if is_packed else part.heads)
@@ -140,7 +140,7 @@ class WeightUpdate:
 
     def _write_packed(self, write: Callable[[], None]) -> None:
         self._loader.begin_all()
-        with self._ranks.together(_WRITING):
+        with self._ranks.raise_on_all(_WRITING):
             write()
 
     def _write(self, part: Part) -> None:
@@ -172,7 +172,7 @@ class WeightUpdate:
                 failure = error
         if not any(ended for *_, ended in said):
             _drop(part)
-        with self._ranks.together(_WRITING):
+        with self._ranks.raise_on_all(_WRITING):
             if failure is not None:
                 raise self._explained(failure)
             if len(lines) > 1 and not any(failed for _, failed, _ in said):
@@ -229,8 +229,6 @@ class WeightUpdates:
         self._update: WeightUpdate | None = None
         self._lacking: set[str] = set()  # of all ranks: tensors without values of one model
         self._cause = ""  # why they lack them
-        self.reads_pairs = False
-        """Whether `load` is running, which runs code of the caller: the iterator."""
 
     @property
     def reason_to_wait(self) -> str | None:
@@ -254,7 +252,7 @@ class WeightUpdates:
 
     def begin_join(self, info: object) -> Joining:
         """Set out to meet a trainer, in place of an earlier one, whose update ends."""
-        with self._ranks.together("reading init_info"):
+        with self._ranks.raise_on_all("reading init_info"):
             given = GroupInfo.parse(info)
             given.check(self._ranks.size, self._device)
         self._give_up("another trainer has come in an update")
@@ -311,13 +309,13 @@ class WeightUpdates:
         part = None
         try:
             try:
-                with self._ranks.together("reading update_info"):
+                with self._ranks.raise_on_all("reading update_info"):
                     update = self._require_open("receive_weights")
                     part = part_of(info, self._group, self._device)
             except Exception as error:
                 self.settle(info, error, part)
                 raise
-            with self._ranks.together("receive_weights()"):
+            with self._ranks.raise_on_all("receive_weights()"):
                 update.take(part)
                 if self._device.type == "cuda":  # the trainer may write there again
                     torch.cuda.synchronize(self._device)
@@ -335,7 +333,7 @@ class WeightUpdates:
             RuntimeError: no update is under way.
         """
         update = self._require_open("finish_weight_update")
-        with self._ranks.together("finishing an update"):
+        with self._ranks.raise_on_all("finishing an update"):
             update.check_complete()
             if left := sorted(self._lacking - update.begun):
                 more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
@@ -357,18 +355,15 @@ class WeightUpdates:
             TypeError: not pairs of names and tensors.
             Exception: see `WeightUpdate.take`.
         """
-        with self._ranks.together("load_weights()"):
+        with self._ranks.raise_on_all("load_weights()"):
             self.start()
             update = self._require_open("load_weights")
-            self.reads_pairs = True
             try:
-                with self._ranks.together("load_weights()"):
+                with self._ranks.raise_on_all("load_weights()"):
                     update.take(_given(pairs, is_led, self._ranks))
             except BaseException as error:
                 self._give_up(_cause_of(error))
                 raise
-            finally:
-                self.reads_pairs = False
             self._update, self._lacking = None, self._lacking - update.begun
             if update.begun and not self._lacking:
                 begin_epoch()

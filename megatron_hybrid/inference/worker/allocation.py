@@ -13,7 +13,7 @@ from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.memory.budget import Part, pool_pages, step_bytes
 from megatron_hybrid.inference.memory.cache_memory import (
-    CacheMemory,
+    CachePool,
     agree_on_spec,
     cache_spec_of,
     full_bytes,
@@ -77,7 +77,7 @@ def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Alloc
     graphed = graph_sizes(*sizes[:2], drafts)
 
     def new_context(num_pages: int) -> DynamicInferenceContext:
-        memory = CacheMemory(
+        memory = CachePool(
             spec,
             layers,
             model.config.hidden_size,
@@ -106,7 +106,7 @@ def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Alloc
     if config.cache_bytes is None and device.type == "cuda":
         least = replace(config, cache_bytes=2 * spec.page_bytes)
         num_pages = pool_pages(least, device, spec.page_bytes, step, beside, ranks)
-        with ranks.together(f"a step of max_tokens={config.max_tokens}"):
+        with ranks.raise_on_all(f"a step of max_tokens={config.max_tokens}"):
             context = new_context(num_pages)
             step = measured_step_bytes(model, context, captures, config.max_tokens, ranks)
             del context
@@ -150,6 +150,6 @@ def _agreed_spec(
     spec = agree_on_spec(own, full, *token_flops(model), ranks, stage)
     if config.speculation == "mtp":
         # States are saved at the positions at which they are without drafts.
-        rung_bytes = of_model.rung_bytes if spec.model_bytes is None else spec.model_bytes
-        spec = replace(spec, model_bytes=rung_bytes)
+        interval_bytes = of_model.interval_bytes if spec.model_bytes is None else spec.model_bytes
+        spec = replace(spec, model_bytes=interval_bytes)
     return spec

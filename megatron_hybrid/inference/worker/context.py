@@ -1,12 +1,15 @@
 """DynamicInferenceContext: one step's ragged batch, as the model sees it.
 
 It lays out the tokens of a plan in rows (decodes first), gives the mixers their keys, values and
-states, and keeps the states that they return. It decides nothing. It also implements the dynamic
-context of megatron-core's own attention.
+states, and keeps the states that they return. It decides nothing.
 """
+
+from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -15,12 +18,7 @@ from torch import Tensor
 
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
 from megatron_hybrid.cache.pages.spec import CacheSpec
-from megatron_hybrid.compat import (
-    BaseInferenceContext,
-    apply_rotary_pos_emb,
-    inference_context_arguments,
-)
-from megatron_hybrid.inference.memory.cache_memory import CacheMemory
+from megatron_hybrid.inference.memory.cache_memory import CachePool
 from megatron_hybrid.inference.scheduling.step_plan import StepPlan, Work
 from megatron_hybrid.inference.worker.mtp_context import PredictionContext
 from megatron_hybrid.inference.worker.step_buffer import Fields, StepBuffer, buffer_bytes
@@ -51,9 +49,6 @@ def input_fields(
         "last_rows": ((num_sequences,), int64),
         "first_slots": ((num_sequences,), int64),
         "first_rows": ((num_sequences,), int64),
-        "cu_queries": ((num_sequences + 1,), int32),
-        "cu_keys": ((num_sequences + 1,), int32),
-        "kv_lengths": ((num_sequences,), int32),
         "starts": ((num_sequences,), int32),
         "capture_rows": ((min(max_captures, num_tokens),), int64),
         "input_ids": ((num_rows,), int64),
@@ -80,8 +75,43 @@ def _captured_rows(num_tokens: int, num_rows: int) -> list[int]:
     return [row for row in range(1, num_tokens) if row % num_rows]
 
 
-class DynamicInferenceContext(BaseInferenceContext):
-    """The inference context of a hybrid model.
+@dataclass
+class _Rows:
+    """The rows of a step. Sequences are in the order of the works, and a work is one, or with
+    drafts as many as it has tokens."""
+
+    layout: RaggedLayout
+    starts: np.ndarray
+    """Position of the first token of each sequence."""
+    slots: Sequence[int]
+    """Of each sequence."""
+    first_captures: list[int]
+    live_slots: Sequence[int]
+    """Slots that keep the hidden states of `last_rows`."""
+    last_rows: np.ndarray
+    first_slots: Sequence[int]
+    """Slots with the hidden states of the tokens before `first_rows`."""
+    first_rows: np.ndarray
+    ends: np.ndarray
+    """Row after the last one of each work."""
+
+
+def _split_drafts(works: list[Work]) -> tuple[list[int], np.ndarray, list[int], list[int]]:
+    """Lengths, starts, slots and depths of the sequences of works of which some have drafts."""
+    counts = [len(work.tokens) if work.draft_draws else 1 for work in works]
+    depths = [depth for count in counts for depth in range(count)]
+    starts = np.repeat(np.asarray([work.start for work in works], dtype=np.int64), counts) + depths
+    slots = np.repeat([work.slot for work in works], counts).tolist()
+    lengths = [
+        length
+        for work, count in zip(works, counts)
+        for length in ([1] * count if work.draft_draws else [len(work.tokens)])
+    ]
+    return lengths, starts, slots, depths
+
+
+class DynamicInferenceContext:
+    """The `MixerContext` of a served model.
 
     The inputs of a step are views of tensors that are made once, at their largest: they keep their
     addresses, and a step overwrites those of the step before.
@@ -103,14 +133,11 @@ class DynamicInferenceContext(BaseInferenceContext):
     `max_requests`, which only a memory for recorded steps has.
     """
 
-    use_flashinfer_fused_rope = False
-    num_speculative_tokens = 0
-
     same_tokens_on_expert_ranks = True  # see MixerContext
 
     def __init__(
         self,
-        memory: CacheMemory,
+        memory: CachePool,
         max_requests: int,
         max_tokens: int,
         max_sequence_length: int,
@@ -118,7 +145,6 @@ class DynamicInferenceContext(BaseInferenceContext):
         max_drafts: int = 0,
         num_model_layers: int | None = None,
     ):
-        super().__init__(*inference_context_arguments())
         self.memory = memory
         self.prediction = (
             None if num_model_layers is None else PredictionContext(self, num_model_layers)
@@ -218,124 +244,150 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     def _lay_out(self, works: list[Work], num_rows_each: int | None = None) -> None:
         """num_rows_each: as `begin_step`, of a recorded step; None: any other one."""
-        is_recorded = num_rows_each is not None
-        block = self.block_size_tokens
-        lengths = [len(work.tokens) for work in works]
-        counts, depths = lengths, ()
-        starts = np.asarray([work.start for work in works], dtype=np.int64)
-        slots = live_slots = [work.slot for work in works]
-        if any(work.draft_draws for work in works):
-            rows_of = [len(work.tokens) if work.draft_draws else 1 for work in works]
-            depths = [depth for rows in rows_of for depth in range(rows)]
-            starts = np.repeat(starts, rows_of) + depths
-            slots = np.repeat(slots, rows_of).tolist()
-            counts = [
-                count
-                for work, length in zip(works, lengths)
-                for count in ([1] * length if work.draft_draws else [length])
-            ]
-        num_sequences, num_tokens = len(counts), sum(lengths)
-        num_rows = -(-num_tokens // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        ends = np.cumsum(counts, dtype=np.int64)
-        offsets = ends - counts
-        work_ends = np.cumsum(lengths, dtype=np.int64)
-
-        captures, self.first_captures = [], []
-        for work, offset in zip(works, (work_ends - lengths).tolist()):
+        for work in works:
             self._update_tables(work.slot, work.tables)
-            self.first_captures.append(len(captures))
-            # The state at the end of the chunk is the live slot itself, after the forward.
-            captures += [offset + position - work.start for position in work.captures]
-        num_padding = num_rows - num_tokens
-        if is_recorded:
-            begins = (work_ends - lengths)[[work is not self._filler for work in works]]
-            self.first_captures = (begins // num_rows_each * (num_rows_each - 1)).tolist()
-            captures = _captured_rows(num_tokens, num_rows_each)
-            # Each row is the last one of a work, or of none; and the first one likewise.
-            own_slots = [work.slot for work in works]
-            live_slots, first_slots = (np.full(num_tokens, self._filler.slot) for _ in range(2))
-            live_slots[work_ends - 1] = first_slots[work_ends - lengths] = own_slots
-            last_rows = np.arange(num_tokens)
-            first_rows = np.full(num_tokens, num_rows)
-            first_rows[work_ends - lengths] = work_ends - lengths
-            self._layout = self._fixed_layout(num_sequences, num_rows_each, num_padding)
+        if num_rows_each is not None:
+            rows = self._recorded_rows(works, num_rows_each)
+        elif any(work.draft_draws for work in works):
+            rows = self._drafted_rows(works)
         else:
-            first_slots, first_rows, last_rows = live_slots, work_ends - lengths, work_ends - 1
-            self._layout = RaggedLayout(
-                tuple(counts), tuple(starts.tolist()), tuple(captures), num_padding, depths=depths
-            )
-        self._counts = counts
+            rows = self._plain_rows(works)
+        self._layout, self.first_captures = rows.layout, rows.first_captures
+        self._fill_inputs(works, rows)
+        self._fill_tables(rows, num_rows_each is not None)
+        num_captures = len(rows.layout.captures)
+        if num_rows_each is not None and num_captures:
+            self._staging = self._fixed_states(num_captures)
+        else:
+            self._staging = self.memory.staging(num_captures)
 
-        host, inputs = self._buffer.host, self._inputs
+    def _plain_rows(self, works: list[Work]) -> _Rows:
+        """The rows of works without drafts: a sequence each."""
+        lengths = [len(work.tokens) for work in works]
+        starts = np.asarray([work.start for work in works], dtype=np.int64)
+        return self._rows_of(works, lengths, starts, [work.slot for work in works], ())
 
-        def array(name: str, length: int) -> np.ndarray:
-            """The used part of an input, to fill; `_inputs` has it on the device."""
-            before = inputs.get(name)
-            if before is None or before.shape[-1] != length:
-                inputs[name] = self._buffer.device[name].narrow(-1, 0, length)
-            return host[name][..., :length]
+    def _drafted_rows(self, works: list[Work]) -> _Rows:
+        """The rows of works of which some have drafts: there each row is a sequence."""
+        return self._rows_of(works, *_split_drafts(works))
 
-        host["input_ids"][num_tokens:num_rows] = host["positions"][num_tokens:num_rows] = 0
-        token_ids = array("input_ids", num_rows)
-        np.concatenate(
-            [work.tokens for work in works], out=token_ids[:num_tokens], casting="unsafe"
+    def _rows_of(
+        self,
+        works: list[Work],
+        lengths: list[int],
+        starts: np.ndarray,
+        slots: list[int],
+        depths: Sequence[int],
+    ) -> _Rows:
+        """lengths, starts, slots, depths: of the sequences."""
+        ends = np.cumsum([len(work.tokens) for work in works], dtype=np.int64)
+        begins = ends - [len(work.tokens) for work in works]
+        captures, first_captures = [], []
+        for work, begin in zip(works, begins.tolist()):
+            first_captures.append(len(captures))
+            # The state at the end of the chunk is the live slot itself, after the forward.
+            captures += [begin + position - work.start for position in work.captures]
+        num_padding = -int(ends[-1]) % ROW_ALIGNMENT
+        layout = RaggedLayout(lengths, starts.tolist(), captures, num_padding, depths=depths)
+        own_slots = [work.slot for work in works]
+        return _Rows(
+            layout, starts, slots, first_captures, own_slots, ends - 1, own_slots, begins, ends
         )
-        positions = array("positions", num_rows)
-        np.add(
-            np.arange(num_tokens),
-            np.repeat(starts - offsets, counts),
-            out=positions[:num_tokens],
+
+    def _recorded_rows(self, works: list[Work], num_rows_each: int) -> _Rows:
+        """The rows of a recorded step: each is a sequence, and all arrays have the lengths that
+        every step of so many rows has."""
+        _, starts, slots, _ = _split_drafts(works)
+        ends = np.cumsum([len(work.tokens) for work in works], dtype=np.int64)
+        begins = ends - [len(work.tokens) for work in works]
+        num_tokens, filler = int(ends[-1]), self._filler
+        own = begins[[work is not filler for work in works]]
+        first_captures = (own // num_rows_each * (num_rows_each - 1)).tolist()
+        # Each row is the last one of a work, or of none; and the first one likewise.
+        live_slots, first_slots = (np.full(num_tokens, filler.slot) for _ in range(2))
+        live_slots[ends - 1] = first_slots[begins] = [work.slot for work in works]
+        num_padding = -num_tokens % ROW_ALIGNMENT
+        first_rows = np.full(num_tokens, num_tokens + num_padding)
+        first_rows[begins] = begins
+        layout = self._fixed_layout(num_tokens, num_rows_each, num_padding)
+        last_rows = np.arange(num_tokens)
+        return _Rows(
+            layout,
+            starts,
+            slots,
+            first_captures,
+            live_slots,
+            last_rows,
+            first_slots,
+            first_rows,
+            ends,
         )
-        # Targets of each token's K and V: (page of its block, row in it). For tokens whose KV is
-        # shared or copied, and for padding, the null page: no shared block is ever written.
-        slot_of_token = np.repeat(np.asarray(slots, dtype=np.int64), counts)
-        write_pages = array("write_pages", num_rows)
-        write_pages[:, :num_tokens] = self._tables[
-            :, slot_of_token, positions[:num_tokens] // block
+
+    def _input(self, name: str, length: int) -> np.ndarray:
+        """The used part of an input, to fill; `_inputs` has it on the device."""
+        before = self._inputs.get(name)
+        if before is None or before.shape[-1] != length:
+            self._inputs[name] = self._buffer.device[name].narrow(-1, 0, length)
+        return self._buffer.host[name][..., :length]
+
+    def _fill_inputs(self, works: list[Work], rows: _Rows) -> None:
+        """Write all inputs of a step but the block tables."""
+        layout, lengths, array = rows.layout, rows.layout.lengths, self._input
+        num_tokens = layout.num_tokens
+        num_rows = num_tokens + layout.num_padding
+        token_ids, positions = array("input_ids", num_rows), array("positions", num_rows)
+        token_ids[num_tokens:] = positions[num_tokens:] = 0
+        tokens = [work.tokens for work in works]
+        np.concatenate(tokens, out=token_ids[:num_tokens], casting="unsafe")
+        offsets = np.cumsum(lengths) - lengths
+        positions[:num_tokens] = np.arange(num_tokens) + np.repeat(rows.starts - offsets, lengths)
+        self._fill_targets(works, rows, positions)
+        array("starts", len(lengths))[:] = rows.starts
+        array("slots", len(lengths))[:] = rows.slots
+        for name in ("live_slots", "last_rows", "first_slots", "first_rows"):
+            values = getattr(rows, name)
+            array(name, len(values))[:] = values
+        captures = array("capture_rows", len(layout.captures))
+        np.subtract(layout.captures, 1, out=captures, casting="unsafe")
+        logit_rows = [
+            np.arange(end - work.num_logits, end) for work, end in zip(works, rows.ends.tolist())
         ]
-        write_pages[:, num_tokens:] = NULL_PAGE
+        np.concatenate(logit_rows, out=array("logit_rows", sum(map(len, logit_rows))))
+
+    def _fill_targets(self, works: list[Work], rows: _Rows, positions: np.ndarray) -> None:
+        """Write the targets of each token's K and V: (page of its block, row in it). For tokens
+        whose KV is shared or copied, and for padding, the null page: no shared block is ever
+        written."""
+        block, num_tokens = self.block_size_tokens, rows.layout.num_tokens
+        slots = np.repeat(np.asarray(rows.slots, dtype=np.int64), rows.layout.lengths)
+        pages = self._input("write_pages", len(positions))
+        pages[:, :num_tokens] = self._tables[:, slots, positions[:num_tokens] // block]
+        pages[:, num_tokens:] = NULL_PAGE
         shared = np.repeat(
-            np.asarray([work.shared_tokens for work in works], dtype=np.int64), lengths
+            np.asarray([work.shared_tokens for work in works], dtype=np.int64),
+            [len(work.tokens) for work in works],
         )
         suppressed = np.flatnonzero(positions[:num_tokens] < shared)
-        write_pages[: self._full_columns, suppressed] = NULL_PAGE
-        np.remainder(positions, block, out=array("write_rows", num_rows))
+        pages[: self._full_columns, suppressed] = NULL_PAGE
+        np.remainder(positions, block, out=self._input("write_rows", len(positions)))
 
-        kv_lengths = array("kv_lengths", num_sequences)
-        np.add(starts, counts, out=kv_lengths, casting="unsafe")
-        array("starts", num_sequences)[:] = starts
-        array("cu_queries", num_sequences + 1)[1:] = ends  # behind a zero, always
-        np.cumsum(kv_lengths, out=array("cu_keys", num_sequences + 1)[1:])
-        array("slots", num_sequences)[:] = slots
-        array("live_slots", len(live_slots))[:] = live_slots
-        array("last_rows", len(last_rows))[:] = last_rows
-        array("first_slots", len(first_slots))[:] = first_slots
-        array("first_rows", len(first_rows))[:] = first_rows
-        np.subtract(captures, 1, out=array("capture_rows", len(captures)), casting="unsafe")
-        rows = [
-            np.arange(end - work.num_logits, end) for work, end in zip(works, work_ends.tolist())
-        ]
-        num_logits = sum(map(len, rows))
-        np.concatenate(rows, out=array("logit_rows", num_logits))
-
-        shape = len(self._tables), num_sequences, -(-int(kv_lengths.max()) // block)
+    def _fill_tables(self, rows: _Rows, is_recorded: bool) -> None:
+        """Upload all inputs with the block tables of the sequences."""
+        last_end = int((rows.starts + rows.layout.lengths).max())
+        shape = len(self._tables), len(rows.slots), -(-last_end // self.block_size_tokens)
         num_entries = math.prod(shape)
         np.take(
             self._tables[:, :, : shape[2]],
-            slots,
+            rows.slots,
             axis=1,
-            out=host["tables"][:num_entries].reshape(shape),
+            out=self._buffer.host["tables"][:num_entries].reshape(shape),
             mode="clip",
         )
         self._buffer.upload("tables", num_entries)
-        tables = self._step_tables[:, :num_sequences]
+        tables = self._step_tables[:, : len(rows.slots)]
         used = tables[:, :, : shape[2]]
         used.copy_(self._buffer.device["tables"][:num_entries].view(shape))
         self._block_tables = tables if is_recorded else used
-        if is_recorded and captures:
-            self._staging = self._fixed_states(len(captures))
-        else:
-            self._staging = self.memory.staging(len(captures))
 
     @property
     def input_ids(self) -> Tensor:
@@ -358,22 +410,12 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     # For the model -----------------------------------------------------------------------------
 
-    def is_static_batching(self) -> bool:
-        return False
-
-    def is_decode_only(self) -> bool:
-        return all(count == 1 for count in self._counts)
-
     def ragged_layout(self) -> RaggedLayout:
         return self._layout
 
     def token_positions(self) -> Tensor:
         """Absolute position of each row, int64 [T padded]."""
         return self._inputs["positions"]
-
-    @property
-    def position_ids(self) -> Tensor:
-        return self.token_positions()[None]
 
     def states(self, layer_number: int, name: str) -> SlotStates:
         """One state of one layer in all live slots, the step's slots, and room for captures."""
@@ -443,34 +485,6 @@ class DynamicInferenceContext(BaseInferenceContext):
         local_group, column = self.memory.table_of_layer[layer_number]
         return column if local_group is None else self._columns[1 + local_group][0] + column
 
-    def mamba_states_cache(
-        self, layer_number: int, intermediate: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """(convolution, recurrent) live-slot views of one layer, [slots, ...]."""
-        if intermediate:
-            raise ValueError("intermediate states are captured in-pass: see `captured_states()`")
-        return tuple(
-            self.memory.state(layer_number, name) for name in self.memory.state_names(layer_number)
-        )
-
-    def cu_query_lengths(self) -> tuple[Tensor, int]:
-        """(cumulative query lengths int32 [R + 1], longest)."""
-        return self._inputs["cu_queries"], max(self._counts)
-
-    def cu_kv_lengths(self) -> tuple[Tensor, Tensor, int]:
-        """(cumulative KV lengths int32 [R + 1], KV lengths int32 [R], longest)."""
-        return self._inputs["cu_keys"], self._inputs["kv_lengths"], self._layout.last_end
-
-    def apply_rotary_emb_query(
-        self, query, query_emb, config, cu_seqlens_q, cp_group, mscale: float = 1.0
-    ) -> Tensor:
-        """RoPE at each row's position; query [T padded, 1, H, D], query_emb [S, 1, 1, D]."""
-        freqs = query_emb[self.token_positions()]
-        return apply_rotary_pos_emb(query, freqs, config, mscale=mscale, cp_group=cp_group)
-
-    def apply_rotary_emb_key(self, key, key_emb, config, cp_group, mscale: float = 1.0) -> Tensor:
-        return self.apply_rotary_emb_query(key, key_emb, config, None, cp_group, mscale)
-
     def last_token_logits(self, hidden_1TH: Tensor) -> Tensor:
         """Return the rows that need logits, [n, H], and save the last hidden states.
 
@@ -499,18 +513,3 @@ class DynamicInferenceContext(BaseInferenceContext):
     def ready_hidden(self) -> Tensor:
         """Last hidden states of the plan's ready requests, [n, H]."""
         return self.memory.hidden()[self._ready_slots]
-
-    # Inspection ---------------------------------------------------------------------------------
-
-    @property
-    def active_token_count(self) -> int:
-        return self._layout.num_tokens
-
-    @property
-    def request_query_lengths(self) -> list[int]:
-        return list(self._counts)
-
-    @property
-    def request_kv_length_offsets(self) -> list[int]:
-        """Absolute position of each request's first token: its KV length before this step."""
-        return list(self._layout.start_positions)

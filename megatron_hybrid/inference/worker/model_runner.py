@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_hybrid.cache.index.tree import common_prefix
 from megatron_hybrid.distributed.ranks import Ranks
-from megatron_hybrid.inference.memory.cache_memory import CacheMemory, ParkedRequest
+from megatron_hybrid.inference.memory.cache_memory import CachePool, ParkedRequest
 from megatron_hybrid.inference.sampling_params import (
     DRAW_AGAIN,
     NOT_DRAWN,
@@ -67,7 +67,7 @@ class ModelRunner:
     def __init__(
         self,
         model: HybridModel,
-        memory: CacheMemory,
+        memory: CachePool,
         context: DynamicInferenceContext,
         load: Callable[[bytes, list[np.ndarray]], None],
         logprobs_mode: str,

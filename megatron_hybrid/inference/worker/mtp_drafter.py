@@ -49,7 +49,7 @@ def _is_local(layer: LayerCache) -> bool:
     return bool(layer.states) or (layer.kv is not None and layer.kv.is_local)
 
 
-class PartDrafter(BatchDrafter):
+class MTPDrafter(BatchDrafter):
     """Drafts by a part that the model was trained with. It computes those of all decodes together,
     before the step is planned: `propose` tells them.
 

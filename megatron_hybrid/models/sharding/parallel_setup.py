@@ -16,7 +16,13 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_hybrid.distributed.ranks import RankError, is_one_machine
-from megatron_hybrid.distributed.rendezvous import announce, ends_with, first_difference, join, meet
+from megatron_hybrid.distributed.rendezvous import (
+    announce,
+    ends_with,
+    exchange,
+    first_difference,
+    join,
+)
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.unsupported import CONTEXT_PARALLEL
 from megatron_hybrid.models.sharding.one_rank_group import (
@@ -231,7 +237,7 @@ def _check_ranks(config: HybridConfig, world_size: int) -> None:
 def _initialize_model_parallel(config: HybridConfig) -> None:
     sizes = _layout(config)
     # Groups of other sizes on another rank would wait for each other in core.
-    met = meet("setting up the process groups of a model", sizes, range(dist.get_world_size()))
+    met = exchange("setting up the process groups of a model", sizes, range(dist.get_world_size()))
     if (difference := first_difference(met)) is not None:
         raise ValueError(difference)
     _check_ranks(config, dist.get_world_size())

@@ -78,7 +78,7 @@ def test_the_same_tokens_with_a_cache_without_and_on_the_cpu(folder):
         engine.close()
     skipped = [result.prefix.skipped_tokens for result in results["restore"]]
     assert skipped == [0, LONG, 41, skipped[3], LONG + 16]
-    assert 41 <= skipped[3] <= 67  # or the nearest rung
+    assert 41 <= skipped[3] <= 67  # or the nearest interval
     tokens = {name: [each.generated_tokens for each in found] for name, found in results.items()}
     assert tokens["restore"] == tokens["memory_only"] == tokens["off"] == tokens["cpu"]
     for cached, plain in zip(results["restore"], results["off"]):

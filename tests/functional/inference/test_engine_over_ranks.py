@@ -15,7 +15,7 @@ from split_models import assert_same_answers
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
-from megatron_hybrid.inference import engine as engine_module
+from megatron_hybrid.inference import engine_parts
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.memory import budget
@@ -186,7 +186,7 @@ def run_rank(rank, size, name, folder, cases):
     given = {"sizes": sizes(model, rank), "page_bytes": page_bytes_of(model)}
     own = jobs(f"{folder}/{name}.cache", page_bytes_of(model), cases)
     for job, (settings, work) in own.items():
-        engine_module.WARMED = {"cpu"} if work is cancelled else set()
+        engine_parts.WARMED = {"cpu"} if work is cancelled else set()
         with DynamicInferenceEngine(
             model, ByteTokenizer() if work is guided else None, settings
         ) as engine:

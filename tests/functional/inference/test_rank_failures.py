@@ -28,7 +28,7 @@ from megatron_hybrid.distributed import watchdog
 from megatron_hybrid.distributed.ranks import RankError
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.memory.cache_memory import CacheMemory
+from megatron_hybrid.inference.memory.cache_memory import CachePool
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.scheduling.scheduler import RestoreFailedError
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
@@ -158,8 +158,8 @@ def damaged_disk(model, rank, folder):
     engine.offload.disk.store.flush()
     if rank == 1:
         store = engine.offload.disk.store
-        size = os.fstat(store._pages).st_size
-        os.pwrite(store._pages, b"\xff" * size, 0)
+        size = os.fstat(store._pages._file).st_size
+        os.pwrite(store._pages._file, b"\xff" * size, 0)
     found += ask(engine, PROMPTS[0])
     return engine, found + ask(engine, PROMPTS[0])
 
@@ -377,7 +377,7 @@ def another_draw(make, rank):
 
 
 def no_room_on_one_rank(make, rank):
-    with failing(CacheMemory, "__init__", NO_MEMORY, on=rank == 1):
+    with failing(CachePool, "__init__", NO_MEMORY, on=rank == 1):
         make()
 
 

@@ -714,9 +714,9 @@ def run_row(job, row, number, old, bits):
 
 def meet(engine, meeting):
     """Join the trainer's group; requests are answered meanwhile."""
-    joining = engine.begin_join(meeting)
+    joining = engine.weights.begin_join(meeting)
     answer(engine)
-    while not engine.end_join(joining.number):
+    while not engine.weights.end_join(joining.number):
         joining.wait()
 
 
@@ -724,7 +724,7 @@ def end_a_wait(job):
     """The first rank ends, where the trainer sends nothing: no rank waits for it any more."""
     job.engine.start_weight_update()
     if job.engine.ranks.is_first:
-        threading.Timer(0.2, job.engine.end_waits).start()
+        threading.Timer(0.2, job.engine.weights.end_waits).start()
     with pytest.raises(TrainerError, match="nobody here waits for it any more"):
         job.engine.receive_weights(info_of(job.new))
     assert not job.engine.awaits_weights

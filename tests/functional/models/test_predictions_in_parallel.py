@@ -81,13 +81,13 @@ def draft(folder, layout):
     model = build_hybrid_model(small_config("M*-G/*-", **sizes)).eval()
     load_checkpoint(model, folder / "weights")
     engine = tiny_engine(model, speculation="mtp", verify_ranks=True)
-    told, propose = [], engine.scheduler.drafts.propose
+    told, propose = [], engine.scheduler.draft_planner.drafts.propose
 
     def noted(request, most):
         told.append(propose(request, most))
         return told[-1]
 
-    engine.scheduler.drafts.propose = noted
+    engine.scheduler.draft_planner.drafts.propose = noted
     prompts = [list(range(20)), [*range(12), 3, 1]]
     results = [r for _ in range(2) for r in engine.generate(prompts, greedy(12))]
     return [(r.generated_tokens, r.prefix.skipped_tokens) for r in results], told

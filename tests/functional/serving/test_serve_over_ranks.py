@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from contextlib import suppress
+from functools import wraps
 from unittest import mock
 
 import httpx
@@ -25,6 +26,7 @@ from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.live_requests import LiveRequests
 
 RANKS = 2
 PROMPT = "Once upon a time there was a king who had three daughters, and the youngest of them"
@@ -69,8 +71,9 @@ OF_ONE_ANSWER = ("id", "created", "created_at", "completed_at", "description", "
 def checked_serve(arguments):
     """`megatron-hybrid`, whose ranks are compared in each step. The last one fails when it is told
     of a request with the salt "fire"."""
-    told, checked = DynamicInferenceEngine._add_told, InferenceConfig.__post_init__
+    told, checked = LiveRequests.add_told, InferenceConfig.__post_init__
 
+    @wraps(told)  # ranks know it by its name
     def add(engine, spec):
         if spec.options.salt == "fire":
             raise OSError("a part of the machine is on fire")
@@ -81,7 +84,7 @@ def checked_serve(arguments):
         checked(config)
 
     with (
-        mock.patch.object(DynamicInferenceEngine, "_add_told", add),
+        mock.patch.object(LiveRequests, "add_told", add),
         mock.patch.object(InferenceConfig, "__post_init__", check),
     ):
         return cli.main(arguments)

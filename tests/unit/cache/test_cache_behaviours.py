@@ -3,6 +3,7 @@ must skip. The sequences are those on which other engines fall short."""
 
 import numpy as np
 import pytest
+from cache_prompts import joined, tokens
 from followed_tree import FollowedTree
 from settled import settled
 from simulator import Simulator, stored
@@ -24,14 +25,6 @@ def hybrid(block=16, window=None):
 
 def simulator(block=16, num_pages=3000, window=None):
     return Simulator(PrefixCache(hybrid(block, window), num_pages))
-
-
-def tokens(n, seed=0):
-    return np.random.default_rng(seed).integers(0, 50_000, n).astype(np.int32)
-
-
-def joined(*parts):
-    return np.concatenate(parts).astype(np.int32)
 
 
 def skips(sim, prompt, answer=(), **options):
@@ -65,7 +58,7 @@ def test_two_forks_at_256_of_1000(block):
     sim = simulator(block)
     prompt = tokens(1000)
     skips(sim, prompt)
-    assert skips(sim, joined(prompt[:256], tokens(100, 1))) == 256  # a spare state
+    assert skips(sim, joined(prompt[:256], tokens(100, 1))) == 256  # an opportunistic state
     assert skips(sim, joined(prompt[:256], tokens(100, 2))) == 256
 
 
@@ -82,8 +75,8 @@ def test_chunks_of_a_prefill_do_not_matter(chunk):
     sim = simulator()
     skips(sim, tokens(1000), declared=[300, 301], chunk=chunk)
     saved = sorted(c.position for edge in sim.cache._index.edges() for c in stored(edge))
-    rungs, spares = {160, 320, 480, 640, 800, 960}, {256, 512, 768}
-    assert saved == sorted(rungs | spares | {300, 301, 872, 1000})
+    intervals, opportunistic = {160, 320, 480, 640, 800, 960}, {256, 512, 768}
+    assert saved == sorted(intervals | opportunistic | {300, 301, 872, 1000})
     assert skips(sim, tokens(1000), chunk=chunk) == 1000
 
 
@@ -92,7 +85,9 @@ def test_a_longer_prompt_between_does_not_matter():
     prompt = tokens(2000)
     skips(sim, prompt[:1000])
     assert skips(sim, prompt) == 1000
-    assert skips(sim, prompt[:520]) == 512  # a first cut inside: from the spare state before it
+    assert (
+        skips(sim, prompt[:520]) == 512
+    )  # a first cut inside: from the opportunistic state before it
     assert skips(sim, prompt[:520]) == 520
     assert skips(sim, prompt) == 2000
 
@@ -157,8 +152,8 @@ def test_behaviour_4_chat_of_several_turns_with_and_without_the_thinking():
 
 
 def large_states(num_pages):
-    """A state costs what 2,512 tokens of KV cost, so there is no rung."""
-    policy = HybridPolicy(hybrid(), rungs=False, tails=False)
+    """A state costs what 2,512 tokens of KV cost, so there is no interval."""
+    policy = HybridPolicy(hybrid(), intervals=False, tails=False)
     return Simulator(PrefixCache(hybrid(), num_pages, policy=policy))
 
 
@@ -170,11 +165,11 @@ def test_while_pages_are_free_the_first_to_part_resumes_within_256_tokens():
     assert skips(sim, joined(prompt[:700], tokens(60, 2))) == 700
 
 
-def test_spare_states_take_only_free_pages_and_go_first():
+def test_opportunistic_states_take_only_free_pages_and_go_first():
     """Whatever runs, and in whatever order: to the cache without them all pages are as free."""
     caches = [
-        PrefixCache(hybrid(), 400, policy=HybridPolicy(hybrid(), spares=spares))
-        for spares in (False, True)
+        PrefixCache(hybrid(), 400, policy=HybridPolicy(hybrid(), opportunistic=opportunistic))
+        for opportunistic in (False, True)
     ]
     without, sim = (Simulator(cache) for cache in caches)
     rng, prompts = np.random.default_rng(3), [tokens(600, 9)]
@@ -192,17 +187,17 @@ def test_spare_states_take_only_free_pages_and_go_first():
 
 def spares_of(sim):
     checkpoints = (c for edge in sim.cache._index.edges() for c in stored(edge))
-    return sorted(c.position for c in checkpoints if c.kind is Kind.SPARE)
+    return sorted(c.position for c in checkpoints if c.kind is Kind.OPPORTUNISTIC)
 
 
-def test_spare_states_of_a_forward_leave_room_for_its_end():
+def test_opportunistic_states_of_a_forward_leave_room_for_its_end():
     sim = large_states(1 + 63 + 10)  # a prompt's KV, and one state
     running = sim.run(tokens(1000))
     assert running.saved == [1000]
     assert running.lease.report.checkpoints_skipped == 0
 
 
-def test_a_spare_state_where_prompts_part_is_kept_as_a_junction():
+def test_a_opportunistic_state_where_prompts_part_is_kept_as_a_junction():
     sim = large_states(3000)
     prompt = tokens(1000)
     skips(sim, prompt)
@@ -228,7 +223,7 @@ def test_an_answer_that_is_cut_resumes_near_the_cut():
     assert skips(sim, joined(prompt, answer[:200], tokens(40, 4))) == 160
 
 
-def test_rungs_of_an_answer_go_on_where_those_of_the_prompt_end():
+def test_intervals_of_an_answer_go_on_where_those_of_the_prompt_end():
     sim = simulator()
     running = sim.run(tokens(330), tokens(330, 1))
     assert [p for p in running.saved if p % 160 == 0] == [160, 320, 480, 640]
@@ -244,18 +239,18 @@ def test_rungs_of_an_answer_go_on_where_those_of_the_prompt_end():
     sim.check()
 
 
-def test_a_rung_of_an_answer_is_valued_as_one():
+def test_a_interval_of_an_answer_is_valued_as_one():
     sim = simulator()
     running = sim.start(tokens(100), room=100)
     assert sim.forward(running, 100)
     kinds = {p: sim.cache.reserve_checkpoint(running.lease, p).kind for p in (159, 160, 161)}
-    assert kinds == {159: Kind.ANSWER_END, 160: Kind.RUNG, 161: Kind.ANSWER_END}
+    assert kinds == {159: Kind.ANSWER_END, 160: Kind.INTERVAL, 161: Kind.ANSWER_END}
     sim.cancel(running)
 
 
-def test_an_answer_that_stops_at_a_rung_is_the_end_of_an_answer():
+def test_an_answer_that_stops_at_a_interval_is_the_end_of_an_answer():
     sim, followed = simulator(), FollowedTree()
-    for length, kind in ((60, Kind.ANSWER_END), (61, Kind.RUNG)):
+    for length, kind in ((60, Kind.ANSWER_END), (61, Kind.INTERVAL)):
         prompt, answer = tokens(100, length), tokens(length, 1)
         running = sim.start(prompt, room=length)
         assert sim.forward(running, 100)
@@ -270,25 +265,25 @@ def test_an_answer_that_stops_at_a_rung_is_the_end_of_an_answer():
         followed.check(sim.cache.contents.view())
 
 
-def test_rungs_of_an_answer_take_no_room_from_what_is_worth_more():
-    """Nothing optional fails a request: without room the rungs are left out and counted."""
+def test_intervals_of_an_answer_take_no_room_from_what_is_worth_more():
+    """Nothing optional fails a request: without room the intervals are left out and counted."""
     sim = Simulator(settled(PrefixCache(hybrid(), 1 + 30 + 38 + 9)))
     used = tokens(320)  # 20 blocks and a state of 10 pages
     for _ in range(5):
         sim.run(used)
-    sim.cache.policy.rung_tokens = 160
+    sim.cache.policy.interval_tokens = 160
     running = sim.run(tokens(100, 1), tokens(500, 2), room=501)  # 38 blocks; 9 pages are left
     assert running.saved == []
-    assert running.lease.report.checkpoints_skipped == 1 + 3 + 1  # prompt, rungs, answer
+    assert running.lease.report.checkpoints_skipped == 1 + 3 + 1  # prompt, intervals, answer
     assert sim.cache.match(used).skipped_tokens == 320
     # but what becomes of such places is watched
     positions = sim.cache.explain(joined(tokens(100, 1), tokens(500, 2))).positions
     kinds = {p.position: p.kind for p in positions if not p.is_stored}
-    assert [kinds[p] for p in (160, 320, 480)] == [Kind.RUNG] * 3
+    assert [kinds[p] for p in (160, 320, 480)] == [Kind.INTERVAL] * 3
 
 
 @pytest.mark.parametrize("mode", ["off", "memory_only"])
-def test_other_modes_save_no_rungs(mode):
+def test_other_modes_save_no_intervals(mode):
     sim = Simulator(PrefixCache(hybrid(), 3000, mode))
     running = sim.run(tokens(300), tokens(300, 1))
     assert running.saved == []
@@ -302,7 +297,7 @@ def states(sim):
     return sorted(c.position for edge in sim.cache._index.edges() for c in stored(edge))
 
 
-def test_rungs_of_an_old_prompt_thin_out_before_all_go():
+def test_intervals_of_an_old_prompt_thin_out_before_all_go():
     """The less that is left, the more each saves: of an evenly spaced row every other one goes, and
     the ends, which alone were used, stay longest."""
     sim = simulator()
@@ -324,12 +319,12 @@ def test_rungs_of_an_old_prompt_thin_out_before_all_go():
     assert worst[9] == 320
 
 
-def test_the_most_used_rung_outlives_its_neighbours():
+def test_the_most_used_interval_outlives_its_neighbours():
     sim = simulator()
     old = tokens(1600)
     skips(sim, old)
     for seed in range(1, 6):
-        skips(sim, joined(old[:810], tokens(30, seed)))  # leaves it behind the rung at 800
+        skips(sim, joined(old[:810], tokens(30, seed)))  # leaves it behind the interval at 800
     while len([p for p in states(sim) if p in range(160, 1600, 160)]) > 3:
         assert sim.cache.evict(1)
         skips(sim, joined(old[:810], tokens(30, 6)))
@@ -377,7 +372,7 @@ def test_a_resumed_prefill_saves_what_it_wanted_as_what_it_was():
     sim.check()
 
 
-def test_a_resumed_answer_goes_on_saving_rungs_as_the_turn_that_it_is():
+def test_a_resumed_answer_goes_on_saving_intervals_as_the_turn_that_it_is():
     sim = simulator()
     history, answer = tokens(100), tokens(20, 1)
     skips(sim, history, answer)
@@ -399,10 +394,12 @@ def test_a_resumed_answer_goes_on_saving_rungs_as_the_turn_that_it_is():
     assert ends[370] == SECOND_TURN
 
 
-def test_forks_and_answers_that_end_on_a_rung_are_of_the_turn_that_they_are():
+def test_forks_and_answers_that_end_on_a_interval_are_of_the_turn_that_they_are():
     sim = simulator()
     history, answer, question, rest = tokens(100), tokens(20, 1), tokens(30, 2), tokens(170, 4)
-    skips(sim, joined(history, answer, question, rest, tokens(20, 5)))  # a rung at 320, of no turn
+    skips(
+        sim, joined(history, answer, question, rest, tokens(20, 5))
+    )  # an interval at 320, of no turn
     skips(sim, history, answer)
     running = sim.start(joined(history, answer, question), room=400)
     while running.lease.done < 150:
@@ -505,12 +502,12 @@ def test_what_a_waiting_request_resumes_from_outlives_what_was_used_later(states
     prompts = [tokens(320, seed) for seed in range(8)]
     for prompt in (*prompts, *prompts[1:]):
         skips(sim, prompt)
-    sim.cache.expect(7, joined(prompts[0], tokens(20, 9)))
-    sim.cache.expect(7, prompts[1])  # the same request
+    sim.cache.expected.add(7, joined(prompts[0], tokens(20, 9)))
+    sim.cache.expected.add(7, prompts[1])  # the same request
     per_prompt = 20 * sim.cache.spec.kv_pages_per_block + sim.cache.spec.checkpoint_pages
     sim.cache.evict(7 * per_prompt)
     assert [sim.cache.match(p).skipped_tokens >= 319 for p in prompts] == [True] + [False] * 7
-    sim.cache.expect_no_more(7)
+    sim.cache.expected.discard(7)
     for prompt in prompts[1:]:
         skips(sim, prompt)
     sim.cache.evict(per_prompt)

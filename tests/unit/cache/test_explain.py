@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cache_prompts import tokens
 from settled import settled
 from simulator import SPECS, Simulator
 
@@ -15,10 +16,6 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
 
 SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=20_000, hidden_bytes=128)
-
-
-def tokens(n, seed=0):
-    return np.random.default_rng(seed).integers(0, 50_000, n).astype(np.int32)
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Every reason for a miss, each brought about on purpose through the cache's public calls, and what
 is counted under it."""
 
-import numpy as np
 import pytest
+from cache_prompts import joined, tokens
 from settled import settled
 from simulator import Simulator
 
@@ -13,14 +13,6 @@ from megatron_hybrid.cache.report import MissReason
 
 SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=20_000, hidden_bytes=128)
 STATE_PAGES = SPEC.checkpoint_pages
-
-
-def tokens(n, seed=0):
-    return np.random.default_rng(seed).integers(0, 50_000, n).astype(np.int32)
-
-
-def joined(*parts):
-    return np.concatenate(parts)
 
 
 def simulator(num_pages=3000, mode="restore"):

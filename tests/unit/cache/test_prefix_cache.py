@@ -4,9 +4,11 @@ from itertools import count
 
 import numpy as np
 import pytest
+from cache_prompts import joined
 from matrix import matrix_rows
 from settled import settled
 from simulator import Simulator
+from valued_edges import FULL, HEAVY, HYBRID, PURE
 
 from megatron_hybrid.cache import eviction
 from megatron_hybrid.cache.eviction import MAX_RISEN, Evictor
@@ -17,20 +19,12 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.tools.replay.ours import Ours
 
-FULL = KVGroup(2, 64)
-HYBRID = CacheSpec(16, (FULL,), state_bytes=4000, hidden_bytes=64)  # checkpoints of 2 pages
-HEAVY = CacheSpec(16, (FULL,), state_bytes=40_000, hidden_bytes=64)  # a state for 320 tokens of KV
-PURE = CacheSpec(16, (FULL,), state_bytes=0, hidden_bytes=64)
 WINDOW = CacheSpec(16, (FULL, KVGroup(2, 64, window=32)), state_bytes=4000, hidden_bytes=64)
 TWO_GROUPS = CacheSpec(16, (FULL, KVGroup(6, 64)), state_bytes=4000, hidden_bytes=64)
 
 
 def tokens(n, seed=0):
     return np.random.default_rng(seed).integers(0, 1000, n).astype(np.int32)
-
-
-def joined(*parts):
-    return np.concatenate(parts).astype(np.int32)
 
 
 def simulator(spec=HYBRID, num_pages=400, mode="restore"):
@@ -411,20 +405,6 @@ def test_alone_a_prompt_that_is_cached_whole_still_computes_its_last_token():
     assert lease.report.miss_reason is MissReason.NO_ROOM
 
 
-def test_a_lease_goes_forward_and_not_after_its_release():
-    cache, prompt = PrefixCache(HYBRID, num_pages=100), tokens(40)
-    lease = cache.acquire(prompt, capacity_tokens=40)
-    cache.commit(lease, prompt, 40)
-    with pytest.raises(ValueError, match="commit of 5 tokens: 40 were done"):
-        cache.commit(lease, prompt, 5)
-    assert lease.done == 40
-    cache.release(lease)
-    with pytest.raises(ValueError, match="released before"):
-        cache.commit(lease, prompt, 40)
-    with pytest.raises(ValueError, match="released before"):
-        cache.extend(lease, 40)
-
-
 def test_alone_a_request_gets_the_pool_even_if_its_own_state_is_evicted():
     """Restoring pins the checkpoint and the block to copy beside the request's own pages."""
     sim = simulator(num_pages=1 + 12)
@@ -658,7 +638,7 @@ def test_pure_attention_keeps_chats_through_one_off_prompts():
 
 def test_the_state_of_a_new_prompt_outlives_its_first_answer():
     """Others of its kind were used only once an answer's state lay beneath them: that also tells of
-    one that has none yet, although the rung right before it makes it look cheap to rebuild."""
+    one that has none yet, although the interval right before it makes it look cheap to rebuild."""
     engine, seeds, missed = Ours(WINDOW, 78 * WINDOW.page_bytes), count(), []
     for number, prompt_tokens in enumerate([70, 135, 100, 90, 196] * 8):
         prompt = tokens(prompt_tokens, next(seeds))

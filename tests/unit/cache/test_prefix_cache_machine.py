@@ -23,7 +23,7 @@ from simulator import Simulator, cached_paths, known_tokens, stored
 
 from megatron_hybrid.cache.index.prefix_index import SEQUENCE_TOKENS
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
-from megatron_hybrid.cache.policy.placement import NO_RUNG
+from megatron_hybrid.cache.policy.placement import NO_INTERVAL
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.cache.report import MissReason
 
@@ -71,13 +71,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         mode=st.sampled_from(MODES),
         num_pages=st.one_of(st.integers(2, 60), st.integers(60, 200)),
         known_limit=st.sampled_from([100, 1500, 1 << 20]),
-        spare_tokens=st.sampled_from([10, 10, NO_RUNG]),
+        opportunistic_tokens=st.sampled_from([10, 10, NO_INTERVAL]),
     )
-    def make(self, name, mode, num_pages, known_limit=1 << 20, spare_tokens=NO_RUNG):
+    def make(self, name, mode, num_pages, known_limit=1 << 20, opportunistic_tokens=NO_INTERVAL):
         self.spec = SPECS[name]
         self.cache = PrefixCache(self.spec, num_pages, mode)
         self.cache._known_limit = min(known_limit, self.cache._known_limit)
-        self.cache.policy.spare_tokens = spare_tokens
+        self.cache.policy.opportunistic_tokens = opportunistic_tokens
         self.sim = Simulator(self.cache)
         self.followed = FollowedTree()
         self.running = []
@@ -158,10 +158,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         prompt = self.prompts[of % len(self.prompts)]
         if comes:
             tokens = np.array(prompt[: round(part * len(prompt))], dtype=np.int32)
-            self.cache.expect(request_id, tokens)
+            self.cache.expected.add(request_id, tokens)
         else:
-            self.cache.expect_no_more(request_id)
-        known = [found for found in self.cache._expected.values() if found is not None]
+            self.cache.expected.discard(request_id)
+        known = [found for found in self.cache.expected._resumed.values() if found is not None]
         assert self.cache.policy.reuse.num_waiting == len(known)
         assert all(found.waiting == known.count(found) for found in known)
 

@@ -213,13 +213,13 @@ def test_a_request_that_was_expected_starts_without_memory(monkeypatch):
     sim.forward(running, 70)
     sim.finish(running)
     cache = sim.cache
-    cache.expect(1, tokens(70))
-    assert [found for found in cache._expected.values() if found is not None]
+    cache.expected.add(1, tokens(70))
+    assert [found for found in cache.expected._resumed.values() if found is not None]
 
     def fail(evictor, checkpoint):
         raise MemoryError
 
     monkeypatch.setattr(Evictor, "update", fail)
-    cache.expect_no_more(1)
-    assert not cache._expected
+    cache.expected.discard(1)
+    assert not cache.expected
     sim.check()

@@ -66,11 +66,11 @@ def test_an_error_of_one_rank_is_raised_by_all_wherever_they_are(ranks, failing,
     """Before, between and inside of the exchanges of the others; they stay usable."""
 
     def work(own):
-        with own.together("the whole"):
+        with own.raise_on_all("the whole"):
             if own.rank == failing and depth == 0:
                 raise OSError("the disk is gone")
             own.maximum([1])
-            with own.together("a part"):
+            with own.raise_on_all("a part"):
                 if own.rank == failing and depth == 1:
                     raise OSError("the disk is gone")
                 own.gather(own.rank)
@@ -91,7 +91,7 @@ def test_an_error_that_was_told_may_be_raised_again_later(ranks):
     error = MemoryError("there is no more")
 
     def work(own):
-        with own.together("a call"):
+        with own.raise_on_all("a call"):
             if own.rank == 1:
                 raise error
 
@@ -167,14 +167,14 @@ def test_an_error_that_all_ranks_give_is_no_failure(ranks):
     """Of one rank alone it is, for all, also before their next call."""
 
     def refuse(own):
-        own.tell("add", ValueError("too long"))
+        own.broadcast_error("add", ValueError("too long"))
         return own.rank
 
     assert on_all(ranks, refuse) == [0, 1, 2]
 
     def refuse_on_one(own):
         if own.rank == 1:
-            own.tell("add", OSError("no vocabulary"))
+            own.broadcast_error("add", OSError("no vocabulary"))
             raise OSError("no vocabulary")
         own.calls.note("add", {})
         own.maximum([1])

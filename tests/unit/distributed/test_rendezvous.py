@@ -13,7 +13,14 @@ import torch.distributed as dist
 from waiting import LIMIT_S
 
 from megatron_hybrid.distributed import rendezvous
-from megatron_hybrid.distributed.rendezvous import Member, RankError, coming, ends_with, join, meet
+from megatron_hybrid.distributed.rendezvous import (
+    Member,
+    RankError,
+    announce_failure,
+    ends_with,
+    exchange,
+    join,
+)
 from megatron_hybrid.models.sharding.parallel_setup import job_store
 
 SIZE = 3
@@ -46,7 +53,7 @@ def on_ranks(job, work, ranks=RANKS):
 
 def test_all_values_reach_all_ranks_in_order_again_and_again(job):
     def work(rank):
-        return [[v for _, v in meet("a call", (rank, i), RANKS)] for i in range(4)]
+        return [[v for _, v in exchange("a call", (rank, i), RANKS)] for i in range(4)]
 
     assert on_ranks(job, work) == [[[(rank, i) for rank in RANKS] for i in range(4)]] * SIZE
 
@@ -57,7 +64,7 @@ def test_a_rank_that_does_not_come_is_named_on_all_others(job, missing, monkeypa
     monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", 0.2)
 
     def work(rank):
-        return None if rank == missing else meet("a call", rank, RANKS, 0.15)
+        return None if rank == missing else exchange("a call", rank, RANKS, 0.15)
 
     with caplog.at_level(logging.WARNING):
         given = on_ranks(job, work)
@@ -101,19 +108,23 @@ def beside(job, monkeypatch):
 def test_a_rank_whose_process_has_ended_is_not_waited_for(beside):
     gone = in_fork(lambda: None)
     said = f"rank 2 on here (process {gone}) has ended, for which rank 0 on here waits: a call"
-    assert beside(gone, lambda rank: meet("a call", rank, RANKS, 60.0)) == [said] * 2
+    assert beside(gone, lambda rank: exchange("a call", rank, RANKS, 60.0)) == [said] * 2
 
 
 def test_a_rank_whose_process_is_stopped_is_not_waited_for(beside, monkeypatch):
     monkeypatch.setattr(rendezvous, "STOPPED_SECONDS", 0.1)
     pid = in_fork(lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    (one, other) = beside(pid, lambda rank: meet("a call", rank, RANKS, 60.0))
+    (one, other) = beside(pid, lambda rank: exchange("a call", rank, RANKS, 60.0))
     assert one == other and one.startswith(f"rank 2 on here (process {pid}) is stopped for 0 s, ")
 
 
 def test_a_rank_that_has_ended_on_another_machine_has_told_it(job):
     def work(rank):
-        return rendezvous._tell_end(os.getpid()) if rank == 2 else meet("a call", rank, RANKS, 60.0)
+        return (
+            rendezvous._tell_end(os.getpid())
+            if rank == 2
+            else exchange("a call", rank, RANKS, 60.0)
+        )
 
     given = on_ranks(job, work)
     assert {str(error) for error in given[:2]} == {
@@ -123,7 +134,7 @@ def test_a_rank_that_has_ended_on_another_machine_has_told_it(job):
 
 def test_the_first_rank_may_end_when_it_has_answered(job, monkeypatch):
     """Whoever looks at its process between its answer and its end finds the answer."""
-    looked = rendezvous._Meeting._gone
+    looked = rendezvous._Exchange._gone
 
     def gone(meeting, ranks):
         if ranks == [0] and not meeting._store.check([meeting._key("answer")]):
@@ -132,8 +143,8 @@ def test_the_first_rank_may_end_when_it_has_answered(job, monkeypatch):
             return "rank 0 has ended"
         return looked(meeting, ranks)
 
-    monkeypatch.setattr(rendezvous._Meeting, "_gone", gone)
-    given = on_ranks(job, lambda rank: len(meet("a call", rank, RANKS, 60.0)))
+    monkeypatch.setattr(rendezvous._Exchange, "_gone", gone)
+    given = on_ranks(job, lambda rank: len(exchange("a call", rank, RANKS, 60.0)))
     assert given == [SIZE] * SIZE
 
 
@@ -159,7 +170,7 @@ def test_a_call_of_torch_ends_with_the_ranks_that_it_waits_for(job, monkeypatch,
 
 
 def test_ranks_that_come_for_different_calls_are_told_both(job):
-    given = on_ranks(job, lambda rank: meet(("a load", "an engine")[rank == 2], rank, RANKS))
+    given = on_ranks(job, lambda rank: exchange(("a load", "an engine")[rank == 2], rank, RANKS))
     assert len({str(error) for error in given}) == 1
     assert "rank 0 on host0 is a load, rank 2 on host2 is an engine" in str(given[0])
 
@@ -169,10 +180,10 @@ def test_the_error_of_a_rank_that_cannot_come_is_told_once(job, failing):
     """It keeps its own; the next attempt of all is a new one."""
 
     def work(rank, fails):
-        with coming("a call"):
+        with announce_failure("a call"):
             if rank == failing and fails:
                 raise TypeError("no config")
-            return len(meet("a call", rank, RANKS, 30.0))
+            return len(exchange("a call", rank, RANKS, 30.0))
 
     given = on_ranks(job, lambda rank: work(rank, True))
     assert on_ranks(job, lambda rank: work(rank, False)) == [SIZE] * SIZE
@@ -184,20 +195,20 @@ def test_the_error_of_a_rank_that_cannot_come_is_told_once(job, failing):
 
 def test_an_error_on_all_ranks_leaves_nothing_behind(job):
     def work(rank):
-        with pytest.raises(TypeError), coming("a call"):
+        with pytest.raises(TypeError), announce_failure("a call"):
             raise TypeError("no config")
-        with coming("a call"):
-            return len(meet("a call", rank, RANKS, 30.0))
+        with announce_failure("a call"):
+            return len(exchange("a call", rank, RANKS, 30.0))
 
     assert on_ranks(job, work) == [SIZE] * SIZE
 
 
 def test_a_rank_that_comes_late_is_told_at_once_who_cannot_come(job):
     def work(rank):
-        with coming("a call"):
+        with announce_failure("a call"):
             if rank == 1:
                 raise TypeError("no config")
-            meet("a call", None, RANKS, 5)
+            exchange("a call", None, RANKS, 5)
 
     said = [str(*on_ranks(job, work, [rank])) for rank in (1, 0, 2)]
     assert said[1:] == ["a call failed on rank 1 on host1: TypeError: no config"] * 2

@@ -10,7 +10,7 @@ import pytest
 from waiting import LIMIT_S, wait_until
 
 from megatron_hybrid.distributed import rank_status, watchdog
-from megatron_hybrid.distributed.rank_status import Judge, Position, Status
+from megatron_hybrid.distributed.rank_status import Position, StallDetector, Status
 from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.distributed.rendezvous import Member
 from megatron_hybrid.distributed.watchdog import RankFailedError, RankWatch
@@ -96,13 +96,13 @@ VERDICTS = {
 @pytest.mark.parametrize("name", VERDICTS)
 def test_whom_a_wait_is_for_and_who_is_stuck(name):
     statuses, line, failure = VERDICTS[name]
-    said = Judge([Member(0, "a", 1), Member(1, "b", 2)]).look(dict(enumerate(statuses)))
+    said = StallDetector([Member(0, "a", 1), Member(1, "b", 2)]).look(dict(enumerate(statuses)))
     for text, part in zip(said, (line, failure), strict=True):
         assert (text is None) if part is None else (part in text), text
 
 
 def test_a_wait_is_told_once_and_then_every_minute():
-    judge = Judge([Member(0, "a", 1), Member(1, "b", 2)])
+    judge = StallDetector([Member(0, "a", 1), Member(1, "b", 2)])
     lines = [judge.look({0: waits(float(still)), 1: Status()})[0] for still in range(140)]
     assert [still for still, line in enumerate(lines) if line is not None] == [10, 70, 130]
 

@@ -19,7 +19,8 @@ from scripted import ByteTokenizer
 from waiting import LIMIT_S
 
 from megatron_hybrid import AsyncEngine, DynamicInferenceEngine, SamplingParams
-from megatron_hybrid.inference.async_engine import QueueTimeoutError, _put_all
+from megatron_hybrid.inference.async_calls import _put_all
+from megatron_hybrid.inference.async_stream import QueueTimeoutError
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.output import OutputProcessor
 from megatron_hybrid.inference.worker.model_runner import ModelRunner
@@ -567,7 +568,8 @@ def test_finished_calls_are_freed_by_an_idle_engine():
     async def body(engine):
         await engine.generate(PROMPTS[0], greedy(3))
         await read(engine.stream(PROMPTS[1], greedy(3)))
-        assert not engine._calls and not engine._answered and not engine._abandoned
+        calls = engine._calls
+        assert not calls._calls and not calls._answered and not calls.abandoned
 
     serve(body)
 

@@ -18,6 +18,15 @@ from megatron_hybrid.offload.disk_store import CacheFolderError
 MODEL = tiny_model()
 PROMPT = random_tokens(20)
 
+
+def with_options(**fields) -> dict:
+    return dict(prompt=PROMPT, options=RequestOptions(**fields))
+
+
+def with_params(**fields) -> dict:
+    return dict(prompt=PROMPT, params=greedy(4, **fields))
+
+
 BAD_REQUESTS = {
     # name: (arguments of add_request, error, what its message must name)
     "empty prompt": (dict(prompt=[]), ValueError, "prompt is empty.*at least one token"),
@@ -50,20 +59,17 @@ BAD_REQUESTS = {
         r"no masked tokens: pass prompt.compressed\(\)",
     ),
     "masked breakpoints": (
-        dict(
-            prompt=PROMPT,
-            options=RequestOptions(cache_breakpoints=np.ma.array([2, 3], mask=[0, 1])),
-        ),
+        with_options(cache_breakpoints=np.ma.array([2, 3], mask=[0, 1])),
         TypeError,
         "no masked positions",
     ),
     "a stop token that is none": (
-        dict(prompt=PROMPT, params=greedy(4, stop_token_ids=(-1,))),
+        with_params(stop_token_ids=(-1,)),
         ValueError,
         rf"stop token -1 is outside of the vocabulary \[0, {VOCAB_SIZE}\)",
     ),
     "a stop token that is none, ignored": (
-        dict(prompt=PROMPT, params=greedy(4, stop_token_ids=(5, -2), ignore_termination=True)),
+        with_params(stop_token_ids=(5, -2), ignore_termination=True),
         ValueError,
         "stop token -2 is outside",
     ),
@@ -108,77 +114,57 @@ BAD_REQUESTS = {
     ),
     "params of a wrong type": (dict(prompt=PROMPT, params={}), TypeError, "SamplingParams.*dict"),
     "stop words without tokenizer": (
-        dict(prompt=PROMPT, params=greedy(4, stop_words=("x",))),
+        with_params(stop_words=("x",)),
         ValueError,
         "stop_words need a tokenizer.*stop_token_ids",
     ),
     "a stop token of another model": (
-        dict(prompt=PROMPT, params=greedy(4, stop_token_ids=(1, VOCAB_SIZE))),
+        with_params(stop_token_ids=(1, VOCAB_SIZE)),
         ValueError,
         rf"stop token {VOCAB_SIZE} is outside of the vocabulary \[0, {VOCAB_SIZE}\)",
     ),
     "a last token of another model": (
-        dict(prompt=PROMPT, params=greedy(4, termination_id=2**40)),
+        with_params(termination_id=2**40),
         ValueError,
         f"stop token {2**40} is outside of the vocabulary",
     ),
-    "salt of a wrong type": (
-        dict(prompt=PROMPT, options=RequestOptions(salt=3)),
-        TypeError,
-        "salt must be a str.*int",
-    ),
-    "no sample": (
-        dict(prompt=PROMPT, options=RequestOptions(n=0)),
-        ValueError,
-        r"n must be .*\[1, max_requests=8\].*0",
-    ),
-    "too many samples": (
-        dict(prompt=PROMPT, options=RequestOptions(n=9)),
-        ValueError,
-        "n must be .*max_requests=8.*9",
-    ),
-    "n of a wrong type": (
-        dict(prompt=PROMPT, options=RequestOptions(n=True)),
-        ValueError,
-        "n must be an int.*True",
-    ),
+    "salt of a wrong type": (with_options(salt=3), TypeError, "salt must be a str.*int"),
+    "no sample": (with_options(n=0), ValueError, r"n must be .*\[1, max_requests=8\].*0"),
+    "too many samples": (with_options(n=9), ValueError, "n must be .*max_requests=8.*9"),
+    "n of a wrong type": (with_options(n=True), ValueError, "n must be an int.*True"),
     "breakpoint 0": (
-        dict(prompt=PROMPT, options=RequestOptions(cache_breakpoints=[0])),
+        with_options(cache_breakpoints=[0]),
         ValueError,
         r"cache_breakpoints must be ints in \[1, 20\].*got 0",
     ),
     "breakpoint behind the prompt": (
-        dict(prompt=PROMPT, options=RequestOptions(cache_breakpoints=[5, 21])),
+        with_options(cache_breakpoints=[5, 21]),
         ValueError,
         "cache_breakpoints.*got 21",
     ),
     "too many breakpoints": (
-        dict(prompt=PROMPT, options=RequestOptions(cache_breakpoints=[5] * 4097)),
+        with_options(cache_breakpoints=[5] * 4097),
         ValueError,
         "cache_breakpoints has more than 4096 positions: declare those where other prompts part",
     ),
     "breakpoints of a wrong type": (
-        dict(prompt=PROMPT, options=RequestOptions(cache_breakpoints=5)),
+        with_options(cache_breakpoints=5),
         TypeError,
         "cache_breakpoints must be a sequence of ints, got int",
     ),
     "a breakpoint alone in an array": (
-        dict(prompt=PROMPT, options=RequestOptions(cache_breakpoints=np.array(5))),
+        with_options(cache_breakpoints=np.array(5)),
         TypeError,
         "cache_breakpoints must be a sequence of ints, got int",
     ),
     "a bool as breakpoint": (
-        dict(prompt=PROMPT, options=RequestOptions(cache_breakpoints=[True])),
+        with_options(cache_breakpoints=[True]),
         ValueError,
         "cache_breakpoints.*got True",
     ),
-    "no n": (
-        dict(prompt=PROMPT, options=RequestOptions(n=None)),
-        ValueError,
-        "n must be an int.*None",
-    ),
+    "no n": (with_options(n=None), ValueError, "n must be an int.*None"),
     "breakpoint of a wrong type": (
-        dict(prompt=PROMPT, options=RequestOptions(cache_breakpoints=[1.5])),
+        with_options(cache_breakpoints=[1.5]),
         ValueError,
         "cache_breakpoints.*got 1.5",
     ),

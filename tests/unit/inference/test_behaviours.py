@@ -39,7 +39,7 @@ class ForwardCounter:
         def counted(model, input_ids, *, inference_context=None):
             if inference_context is not None:  # not the reference's own passes
                 self.passes += 1
-                self.tokens += inference_context.active_token_count
+                self.tokens += inference_context.ragged_layout().num_tokens
             return forward(model, input_ids, inference_context=inference_context)
 
         monkeypatch.setattr(kind, "forward", counted)

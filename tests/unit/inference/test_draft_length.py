@@ -114,7 +114,7 @@ def test_a_step_has_drafts_where_they_pay_for_the_rows_of_its_graph(works_ahead)
         prepare, propose = staticmethod(asked.append), staticmethod(oracle.propose)
 
     draft_with(engine, Ahead() if works_ahead else oracle)
-    engine.scheduler.draft_costs = DraftCosts((1,), (GRAPH,))
+    engine.scheduler.draft_planner.costs = DraftCosts((1,), (GRAPH,))
     request = engine.add_request(prompt, greedy(20))
     others = SamplingParams(top_k=1, num_tokens_to_generate=8, num_speculative_tokens=0)
     for i in range(1, 4):
@@ -174,7 +174,9 @@ def test_a_request_that_is_joined_by_others_drafts_less_until_they_end():
     expected = tiny_engine(model).generate([prompt], greedy(60))[0].generated_tokens
     engine = tiny_engine(model, speculation="lookup", num_speculative_tokens=3)
     draft_with(engine, Oracle({0: expected, **{i: [] for i in range(1, 6)}}))
-    engine.scheduler.draft_costs = DraftCosts((1, 2, 4), tuple(map(DraftCost, (0.1, 0.1, 1.5))))
+    engine.scheduler.draft_planner.costs = DraftCosts(
+        (1, 2, 4), tuple(map(DraftCost, (0.1, 0.1, 1.5)))
+    )
     request = engine.add_request(prompt, greedy(60))
     counts = []
     while not request.done:
@@ -223,7 +225,9 @@ def test_costs_are_measured_when_an_engine_is_made_and_those_of_the_slowest_rank
 
     monkeypatch.setattr(warm_up, "_seconds", seconds)
     engine = tiny_engine(tiny_model("M*"), speculation="lookup", warm_up=True)
-    assert engine.scheduler.draft_costs == DraftCosts((1, 8), (DraftCost(0.05), DraftCost(0.4)))
+    assert engine.scheduler.draft_planner.costs == DraftCosts(
+        (1, 8), (DraftCost(0.05), DraftCost(0.4))
+    )
     assert engine.stats()["draft_break_even_permille"] == 50
     assert not engine.memory.slots.any() and not engine.memory.pool.any()
     assert engine.stats()["draft_tokens"] == 0

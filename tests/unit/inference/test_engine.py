@@ -30,7 +30,7 @@ from scripted import ByteTokenizer
 from megatron_hybrid.cache.policy import admission
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.inference.exclusive import EngineBusyError
-from megatron_hybrid.inference.memory.cache_memory import CacheMemory
+from megatron_hybrid.inference.memory.cache_memory import CachePool
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.output import OutputProcessor
 from megatron_hybrid.inference.requests.request import RequestStatus
@@ -876,12 +876,12 @@ def test_a_request_that_comes_again_is_counted_once(steps):
 
 
 FAILING = {
-    "load_checkpoint": (CacheMemory, 40),
-    "save_checkpoint": (CacheMemory, 40),
-    "copy_pages": (CacheMemory, 40),
-    "copy_slot": (CacheMemory, 40),
-    "park": (CacheMemory, 6),
-    "unpark": (CacheMemory, 6),
+    "load_checkpoint": (CachePool, 40),
+    "save_checkpoint": (CachePool, 40),
+    "copy_pages": (CachePool, 40),
+    "copy_slot": (CachePool, 40),
+    "park": (CachePool, 6),
+    "unpark": (CachePool, 6),
     "captured_states": (DynamicInferenceContext, 40),
     "append": (OutputProcessor, 40),
     "score": (ModelRunner, 40),

@@ -84,12 +84,12 @@ class InterruptedLock:
 @pytest.mark.parametrize("behind", ["_is_owned", "acquire", "release"])
 def test_ctrl_c_behind_any_call_of_the_lock_leaves_it_free(behind):
     engine = tiny_engine(MODEL)
-    lock = engine._lock
-    engine._lock = InterruptedLock(lock, behind)
+    lock = engine._guard.lock
+    engine._guard.lock = InterruptedLock(lock, behind)
     with pytest.raises(KeyboardInterrupt):
         engine.stats()
     assert not lock._is_owned()
-    engine._lock = lock
+    engine._guard.lock = lock
     engine.stats()
 
 

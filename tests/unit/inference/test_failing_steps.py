@@ -16,7 +16,7 @@ from megatron_hybrid import AsyncEngine, DynamicInferenceEngine, SamplingParams
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.distributed.rank_control import RankControl
 from megatron_hybrid.distributed.watchdog import RankFailedError
-from megatron_hybrid.inference.memory.cache_memory import CacheMemory
+from megatron_hybrid.inference.memory.cache_memory import CachePool
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.scheduling.scheduler import Scheduler
 from megatron_hybrid.inference.worker.model_runner import ModelRunner
@@ -216,7 +216,7 @@ def test_a_restore_without_memory_restarts_its_request_alone(monkeypatch):
     async def body(engine):
         await engine.generate(PROMPTS[3], greedy(2))
         with monkeypatch.context() as patch:
-            patch.setattr(CacheMemory, "load_checkpoint", no_memory)
+            patch.setattr(CachePool, "load_checkpoint", no_memory)
             return (await engine.generate(PROMPTS[3], PARAMS[3])).generated_tokens
 
     tokens, stats = serve(body, state_encoding="bf16")

@@ -9,7 +9,7 @@ from memory_fuzz import CONFIGURATIONS, fuzz
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.pages.allocator import PageAllocator
-from megatron_hybrid.inference.memory.cache_memory import CacheMemory
+from megatron_hybrid.inference.memory.cache_memory import CachePool
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import RequestStatus
 from megatron_hybrid.inference.requests.view import EndedRequests
@@ -28,7 +28,7 @@ def no_memory(*arguments, **options):
 def test_invariant_8_a_state_without_memory_to_encode_it_is_not_saved(monkeypatch):
     engine = tiny_engine(MODEL, state_encoding="int8")
     prompt = random_tokens(100)
-    monkeypatch.setattr(CacheMemory, "save_checkpoint", without_memory)
+    monkeypatch.setattr(CachePool, "save_checkpoint", without_memory)
     result = engine.generate([prompt], greedy(5))[0]
     assert is_greedy(MODEL, prompt, result.generated_tokens)
     assert result.prefix.checkpoints_saved == 0 and result.prefix.checkpoints_skipped >= 2
@@ -108,7 +108,7 @@ def test_siblings_wait_in_line_where_starting_a_later_one_fails(monkeypatch):
 
 
 def test_without_memory_to_park_it_a_preempted_request_starts_from_what_is_cached(monkeypatch):
-    monkeypatch.setattr(CacheMemory, "park", without_memory)
+    monkeypatch.setattr(CachePool, "park", without_memory)
     model = tiny_model("M*-")
     engine = tiny_engine(model, cache_bytes=80 << 10, max_requests=4)
     prompts = [random_tokens(60, seed=seed) for seed in range(4)]
@@ -140,7 +140,7 @@ def test_invariant_8_a_state_without_memory_to_restore_it_is_computed(monkeypatc
     engine.generate([prompt], greedy(2))
     other = engine.add_request(random_tokens(30, seed=5), greedy(8))
     engine.step()
-    monkeypatch.setattr(CacheMemory, operation, without_memory)
+    monkeypatch.setattr(CachePool, operation, without_memory)
     request = engine.add_request(prompt + random_tokens(5, seed=1), greedy(3))
     while not other.done:
         engine.step()

@@ -25,7 +25,7 @@ def test_matching_blocks_skip_no_tokens_and_the_whole_chunk_is_computed():
     assert second.report.shared_tokens == len(PROMPT)
     assert second.lease.skipped_tokens == 0
     # One decode token of the first request, then every prompt token of the second.
-    assert engine.context.request_query_lengths == [1, len(PROMPT)]
+    assert engine.context.ragged_layout().lengths == (1, len(PROMPT))
 
 
 def test_second_request_takes_no_extra_blocks_for_the_shared_part():
@@ -47,7 +47,7 @@ def test_all_prompt_tokens_are_in_the_context_at_kv_offset_zero():
     engine, _, second = two_running_requests()
     context = engine.context
     row = 1  # decodes come first
-    assert context.request_kv_length_offsets[row] == 0
+    assert context.ragged_layout().start_positions[row] == 0
     assert context.input_ids[0, 1 : 1 + len(PROMPT)].tolist() == PROMPT
     while not second.done:
         engine.step()

@@ -6,7 +6,7 @@ from reference import greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.index.tree import Kind
 from megatron_hybrid.inference.requests.options import RequestOptions
-from megatron_hybrid.inference.scheduling.scheduler import MIN_CAPTURES
+from megatron_hybrid.inference.scheduling.scheduler import MIN_CAPTURES, max_captures
 
 
 class Spy:
@@ -46,17 +46,17 @@ def kinds(engine, tokens):
 def test_an_answer_that_is_cut_resumes_near_the_cut(pattern, monkeypatch):
     engine = tiny_engine(tiny_model(pattern))
     spy = Spy(engine, monkeypatch)
-    rung = engine.cache.policy.rung_tokens
-    prompt = random_tokens(rung // 2)
-    request = spy.serve(prompt, 2 * rung)
-    assert spy.passes == 1 + 2 * rung  # saving states in between takes no further one
+    interval = engine.cache.policy.interval_tokens
+    prompt = random_tokens(interval // 2)
+    request = spy.serve(prompt, 2 * interval)
+    assert spy.passes == 1 + 2 * interval  # saving states in between takes no further one
     history = request.tokens.tolist()
-    rungs = [p for p, kind in kinds(engine, history).items() if kind == Kind.RUNG]
-    assert rungs == [rung, 2 * rung]
-    cut = history[: 2 * rung - 5] + random_tokens(20, seed=1)
-    assert spy.serve(cut, 3).report.skipped_tokens == rung
-    cut = history[: 2 * rung + 3] + random_tokens(20, seed=2)
-    assert spy.serve(cut, 3).report.skipped_tokens == 2 * rung
+    intervals = [p for p, kind in kinds(engine, history).items() if kind == Kind.INTERVAL]
+    assert intervals == [interval, 2 * interval]
+    cut = history[: 2 * interval - 5] + random_tokens(20, seed=1)
+    assert spy.serve(cut, 3).report.skipped_tokens == interval
+    cut = history[: 2 * interval + 3] + random_tokens(20, seed=2)
+    assert spy.serve(cut, 3).report.skipped_tokens == 2 * interval
     assert spy.copies == engine.stats()["checkpoints_saved"]
 
 
@@ -70,26 +70,26 @@ def compute_again(engine, request):
         engine.step()
 
 
-def test_rungs_in_an_answer_stay_rungs_when_a_failed_request_is_computed_again():
+def test_intervals_in_an_answer_stay_intervals_when_a_failed_request_is_computed_again():
     engine = tiny_engine(tiny_model("M*"))
-    rung = engine.cache.policy.rung_tokens
-    request = engine.add_request(random_tokens(rung // 2), greedy(rung))
-    while request.num_tokens < rung + 5:
+    interval = engine.cache.policy.interval_tokens
+    request = engine.add_request(random_tokens(interval // 2), greedy(interval))
+    while request.num_tokens < interval + 5:
         engine.step()
     compute_again(engine, request)
-    assert kinds(engine, request.tokens[: request.num_tokens])[rung] == Kind.RUNG
+    assert kinds(engine, request.tokens[: request.num_tokens])[interval] == Kind.INTERVAL
 
 
-def test_all_rungs_of_an_answer_are_saved_when_a_failed_request_is_computed_again_in_parts():
+def test_all_intervals_of_an_answer_are_saved_when_a_failed_request_is_computed_again_in_parts():
     engine = tiny_engine(tiny_model("M*"), max_tokens=64)
-    rung = engine.cache.policy.rung_tokens
+    interval = engine.cache.policy.interval_tokens
     request = engine.add_request(random_tokens(20), greedy(300))
     while request.num_tokens < 300:
         engine.step()
     compute_again(engine, request)
     positions = engine.explain(request.tokens.tolist()).positions
     stored = {found.position for found in positions if found.is_stored}
-    assert stored >= set(range(rung, 320, rung))
+    assert stored >= set(range(interval, 320, interval))
 
 
 @pytest.mark.parametrize("pattern", ["MG*-W-", "M*"])
@@ -101,9 +101,9 @@ def test_all_states_of_a_prefill_come_out_of_one_pass(pattern, monkeypatch):
     assert spy.passes == 2  # the prompt, and the one token of the answer
     saved = kinds(engine, prompt)
     assert {33, 34, 128, 400} < set(saved)
-    assert list(saved.values()).count(Kind.RUNG) == 399 // engine.cache.policy.rung_tokens
+    assert list(saved.values()).count(Kind.INTERVAL) == 399 // engine.cache.policy.interval_tokens
     assert report.checkpoints_saved == len(saved) + 1
-    for position in (33, 34, *(p for p, kind in saved.items() if kind == Kind.RUNG)):
+    for position in (33, 34, *(p for p, kind in saved.items() if kind == Kind.INTERVAL)):
         follower = prompt[:position] + random_tokens(9, seed=position)
         assert spy.serve(follower, 2).report.skipped_tokens == position
 
@@ -137,17 +137,17 @@ def test_a_preempted_prefill_still_knows_what_its_states_are():
     )
     while not request.parked_tokens:
         engine.step()
-    assert 0 < request.parked_tokens < engine.cache.policy.rung_tokens == 48
+    assert 0 < request.parked_tokens < engine.cache.policy.interval_tokens == 48
     while engine.has_work:
         engine.step()
-    expected = {48: Kind.RUNG, 56: Kind.JUNCTION, 64: Kind.PROMPT_END}
+    expected = {48: Kind.INTERVAL, 56: Kind.JUNCTION, 64: Kind.PROMPT_END}
     assert expected.items() <= kinds(engine, random_tokens(64)).items()
     assert request.lease_before is None
     for each in (first, request):
         check_answer(model, each)
 
 
-def test_a_preempted_answer_goes_on_saving_rungs():
+def test_a_preempted_answer_goes_on_saving_intervals():
     model = tiny_model("M*")
     spec = tiny_engine(model).cache.spec
     pages = 2 + 12 * sum(spec.pages_per_block)
@@ -165,7 +165,7 @@ def test_a_preempted_answer_goes_on_saving_rungs():
     last = max(requests, key=lambda request: request.finished_at)
     assert last in preempted
     found = kinds(engine, last.tokens.tolist())
-    assert found[96] == Kind.RUNG
+    assert found[96] == Kind.INTERVAL
     assert found[120] == Kind.ANSWER_END
 
 
@@ -173,7 +173,7 @@ def test_a_forward_saves_so_many_states_and_no_more(monkeypatch):
     prompt = random_tokens(300)
     engine = tiny_engine(cache_bytes=32 << 20)
     kv_bytes, state_bytes = engine.cache.spec.kv_bytes_per_token, engine.memory.slots.shape[1]
-    limit = engine.scheduler.max_captures
+    limit = max_captures(engine.cache.spec, engine.config.max_requests, 512)
     assert limit == MIN_CAPTURES + 512 * kv_bytes // state_bytes < 200
     counts, staging = [], engine.memory.staging
     monkeypatch.setattr(

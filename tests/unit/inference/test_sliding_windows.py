@@ -13,7 +13,7 @@ from differential import TOLERANCE, LogitsRecorder, poison
 from matrix import matrix_rows
 from reference import VOCAB_SIZE, full_logits, greedy, random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.cache.policy.hybrid import SPARE_TOKENS
+from megatron_hybrid.cache.policy.hybrid import OPPORTUNISTIC_TOKENS
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.inference.requests.options import RequestOptions
 
@@ -258,11 +258,11 @@ def test_pages_of_a_long_request_are_bounded(window, block, max_tokens, mode):
     assert longest["decode"] == bound(window, 1, block)  # it is reached, and not by little
     assert longest["prefill"] >= blocks(max_tokens, block)
     # What stays: what the prompt's end, the place before it where others may leave it, the answer's
-    # end and the spare states see, and these states.
+    # end and the opportunistic states see, and these states.
     spec = engine.cache.spec
     (pages_per_block,) = spec.pages_per_block
     tail = blocks(max(0, window - 2), block) + 1
-    states = 3 + 3000 // SPARE_TOKENS if mode == "restore" else 0
+    states = 3 + 3000 // OPPORTUNISTIC_TOKENS if mode == "restore" else 0
     kept = states * (spec.checkpoint_pages + tail * pages_per_block)
     assert engine.stats()["pages_in_use"] == 0
     assert engine.stats()["pages_cached"] <= kept

@@ -123,7 +123,7 @@ def test_drawn_tokens_are_distributed_as_without_drafts():
 def test_a_perfect_drafter_gives_all_tokens_of_a_step_and_a_wrong_one_its_own(wrong):
     expected = tiny_engine(MODEL).generate([BASE], greedy(17))[0].generated_tokens
     engine = drafting(drafter=Oracle({0: expected}, wrong))
-    engine.cache.policy.rung_tokens = 1 << 20  # drafts end before a state to save
+    engine.cache.policy.interval_tokens = 1 << 20  # drafts end before a state to save
     request = engine.add_request(BASE, greedy(17))
     numbers = []
     while not request.done:
@@ -145,7 +145,7 @@ def test_speculation_that_is_off_plans_no_draft_and_captures_no_state():
     run = engine.runner.run
     engine.runner.run = lambda plan: (plans.append(plan), run(plan))[1]
     engine.generate([BASE + BASE], greedy(8))
-    assert engine.scheduler.drafts is None
+    assert engine.scheduler.draft_planner.drafts is None
     assert not any(work.draft_draws for plan in plans for work in plan.work)
     assert all(len(work.tokens) == 1 and not work.captures for p in plans[1:] for work in p.work)
 
@@ -219,7 +219,7 @@ def stored_states(engine):
 
 def test_an_accepted_run_crosses_a_checkpoint_position():
     def run(engine):
-        engine.cache.policy.rung_tokens = 16
+        engine.cache.policy.interval_tokens = 16
         return answers(engine, [BASE], greedy(40)), stored_states(engine)
 
     expected = run(tiny_engine(MODEL))
@@ -252,7 +252,7 @@ def test_drafts_change_no_decision_of_the_cache(pattern, more_pages, drafter, se
     fields["cache_bytes"] = num_pages * spec.page_bytes
 
     def run(engine):
-        engine.cache.policy.rung_tokens = 16
+        engine.cache.policy.interval_tokens = 16
         results = engine.generate(prompts, asked) + engine.generate(prompts[::-1], asked)
         engine.check_integrity()
         stats, cache = engine.stats(), engine.cache
@@ -313,11 +313,11 @@ def test_a_tier_from_which_nothing_is_fetched():
 def test_no_drafts_for_a_while_and_then_all_are_accepted_again():
     expected = tiny_engine(MODEL).generate([BASE], greedy(33))[0].generated_tokens
     engine = drafting(drafter=Oracle({0: expected}))
-    engine.cache.policy.rung_tokens = 1 << 20  # drafts end before a state to save
-    drafts, request = engine.scheduler.drafts, engine.add_request(BASE, greedy(33))
+    engine.cache.policy.interval_tokens = 1 << 20  # drafts end before a state to save
+    drafts, request = engine.scheduler.draft_planner.drafts, engine.add_request(BASE, greedy(33))
     numbers = []
     while not request.done:
-        engine.scheduler.drafts = None if 3 <= len(numbers) < 11 else drafts
+        engine.scheduler.draft_planner.drafts = None if 3 <= len(numbers) < 11 else drafts
         numbers.append(sum(len(output.tokens) for output in engine.step()))
     assert request.generated_tokens == expected
     assert numbers == [1, 4, 4, *[1] * 8, 4, 4, 4, 4]

@@ -18,7 +18,7 @@ from megatron_hybrid import (
     load_pretrained,
 )
 from megatron_hybrid.inference.config import STATE_ENCODINGS
-from megatron_hybrid.inference.memory.cache_memory import CacheMemory, cache_spec_of
+from megatron_hybrid.inference.memory.cache_memory import CachePool, cache_spec_of
 
 TEXT = Path(__file__).parents[2] / "functional/data/alice_chapter_5.txt"
 PATTERNS = {
@@ -33,16 +33,16 @@ PATTERNS = {
 }
 
 
-def memory_of(model, encoding: str, num_pages: int = 40) -> CacheMemory:
+def memory_of(model, encoding: str, num_pages: int = 40) -> CachePool:
     layers, hidden_size = model.cache_requirements(), model.config.hidden_size
     spec = cache_spec_of(layers, hidden_size, torch.float32, 16, encoding)
     device = torch.device("cpu")
-    return CacheMemory(
+    return CachePool(
         spec, layers, hidden_size, torch.float32, num_pages, 3, device, state_encoding=encoding
     )
 
 
-def parts(memory: CacheMemory, model) -> dict[tuple[int, str], tuple[torch.Tensor, bool]]:
+def parts(memory: CachePool, model) -> dict[tuple[int, str], tuple[torch.Tensor, bool]]:
     """Every state in every slot, and whether an encoding may round it."""
     return {
         (number, state.name): (memory.state(number, state.name), state.decay is not None)

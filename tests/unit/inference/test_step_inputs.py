@@ -33,7 +33,6 @@ def expected_inputs(plan: StepPlan, block: int) -> dict[str, list]:
         for column, page in zip(pages, np.concatenate(own).tolist(), strict=True):
             column.append(page)
     ends = np.cumsum([len(work.tokens) for work in works]).tolist()
-    lengths = [work.end for work in works]
     captures = [
         end - work.end + save.position - 1
         for work, end in zip(works, ends)
@@ -54,9 +53,6 @@ def expected_inputs(plan: StepPlan, block: int) -> dict[str, list]:
         "logit_rows": [
             row for work, end in zip(works, ends) for row in range(end - work.num_logits, end)
         ],
-        "cu_queries": [0, *ends],
-        "cu_keys": [0, *np.cumsum(lengths).tolist()],
-        "kv_lengths": lengths,
         "starts": [work.start for work in works],
     }
     for index in range(columns):

@@ -407,13 +407,13 @@ def test_streams_get_a_token_an_output_though_what_follows_a_step_fails():
     outputs = [[], []]
     for stream, own in zip(streams, outputs):
         own.append(next(stream))
-    move = engine._run_moves
+    move = engine.live.run_moves
 
     def failing():
-        engine._run_moves = move
+        engine.live.run_moves = move
         raise InjectedError
 
-    engine._run_moves = failing
+    engine.live.run_moves = failing
     with pytest.raises(InjectedError):
         engine.step()
     for stream, own in zip(streams, outputs):

@@ -184,13 +184,13 @@ def test_outputs_of_a_failed_step_for_an_aborted_request_are_dropped(monkeypatch
     for request_id in (1, 2):
         engine.add_request(request_id, PROMPT[request_id:], greedy_params(6))
     engine.step_modern()
-    move = engine.engine._run_moves
+    move = engine.engine.live.run_moves
 
     def fails():
-        monkeypatch.setattr(engine.engine, "_run_moves", move)
+        monkeypatch.setattr(engine.engine.live, "run_moves", move)
         raise MemoryError("after the tokens were drawn")
 
-    monkeypatch.setattr(engine.engine, "_run_moves", fails)
+    monkeypatch.setattr(engine.engine.live, "run_moves", fails)
     with pytest.raises(MemoryError):
         engine.step_modern()
     engine.abort_request(1)

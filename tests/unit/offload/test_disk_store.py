@@ -393,7 +393,7 @@ def test_two_engines_do_not_share_a_folder(filled):
 
 def test_a_forked_process_does_not_keep_the_lock(filled):
     tier = open_tier(filled)
-    inherited = os.dup(tier.store._pages)  # what a fork has
+    inherited = os.dup(tier.store._pages._file)  # what a fork has
     tier.store.close()
     open_tier(filled).store.close()
     os.close(inherited)

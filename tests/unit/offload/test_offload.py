@@ -28,7 +28,7 @@ from slow_tiers import SlowArrival, SlowStore
 
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.inference import engine as engine_module
+from megatron_hybrid.inference import engine_parts
 from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.inference.metrics.prometheus import COUNTERS
 from megatron_hybrid.inference.requests.options import RequestOptions
@@ -838,7 +838,7 @@ def test_two_requests_meet_one_damage(tmp_path):
     disk.store.flush()
     first = next(record for record in disk.records() if record.parent is None)
     page = int(disk.store._placed[first.key].slots[0])
-    os.pwrite(disk.store._pages, b"damaged", page * engine.cache.spec.page_bytes)
+    os.pwrite(disk.store._pages._file, b"damaged", page * engine.cache.spec.page_bytes)
     results = engine.generate(prompts, greedy(6))
     for prompt, result in zip(prompts, results):
         assert result.generated_tokens == greedy_tokens(model, prompt, 6)
@@ -995,7 +995,7 @@ def test_another_folder_gets_what_only_the_own_one_has(tmp_path, pattern):
     damaged = disk.find(PrefixKeys(torch.tensor(prompts[3]).numpy(), "", 16))
     disk.store.flush()
     page = int(disk.store._placed[damaged.key].slots[0])
-    os.pwrite(disk.store._pages, b"damaged", page * engine.cache.spec.page_bytes)
+    os.pwrite(disk.store._pages._file, b"damaged", page * engine.cache.spec.page_bytes)
     held = engine.stats()
     saved = engine.save_cache(tmp_path / "other")
     assert engine.save_cache(tmp_path / "other") == saved
@@ -1047,7 +1047,7 @@ def test_what_changes_no_cached_byte_does_not_tell_engines_apart(tmp_path):
 
 
 def test_an_engine_that_could_not_be_made_releases_its_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_module, "OutputProcessor", lambda tokenizer: 1 / 0)
+    monkeypatch.setattr(engine_parts, "OutputProcessor", lambda tokenizer: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
     monkeypatch.undo()

@@ -90,7 +90,7 @@ class Traffic:
     def __init__(self, name: str, seed: int, num_pages: int = 30):
         self.random = np.random.default_rng(seed)
         self.cache = PrefixCache(SPECS[name], num_pages)
-        self.cache.policy.spare_tokens = 20
+        self.cache.policy.opportunistic_tokens = 20
         self.simulator = Simulator(self.cache)
         self.sequences: set[tuple[str, tuple]] = set()
 

@@ -96,7 +96,7 @@ def test_states_of_drafts_and_graphs_are_counted(cuda_graphs):
     assert settings["num_speculative_tokens"] == 3
     assert settings.get("cuda_graphs", False) is cuda_graphs
     engine = tiny_engine(tiny_model("M*"), **{**settings, "max_requests": 2})
-    assert engine.scheduler.drafts.most == 3
+    assert engine.scheduler.draft_planner.drafts.most == 3
     with pytest.raises(ValueError, match="num_speculative_tokens is -1"):
         plan(NEMOTRON_H_8B, 80 * 10**9, 8000, num_speculative_tokens=-1)
 

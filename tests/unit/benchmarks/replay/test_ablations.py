@@ -11,8 +11,8 @@ from benchmarks.replay.ablations import GEOMETRY, PARTS, main
 from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.sweep import GB
 from benchmarks.replay.workloads import WORKLOADS, Workload, agent, chat, code
+from megatron_hybrid.cache.policy.flags import PolicyFlags
 from megatron_hybrid.cache.policy.hybrid import HybridPolicy
-from megatron_hybrid.cache.policy.parts import Parts
 from megatron_hybrid.tools.replay.ours import Ours
 from megatron_hybrid.tools.replay.runner import replay
 
@@ -40,14 +40,14 @@ def whole(traces):
     return [digest(*each) for each in traces]
 
 
-@pytest.mark.parametrize("name", matrix_rows(PARTS, "rungs", "tails", "price", "held_kv"))
+@pytest.mark.parametrize("name", matrix_rows(PARTS, "intervals", "tails", "price", "held_kv"))
 def test_a_part_that_is_left_out_changes_decisions(name, traces, whole):
     left_out = {name: False}
     assert any(digest(*each, **left_out) != found for each, found in zip(traces, whole))
 
 
 def test_all_parts_are_listed_in_order():
-    assert list(PARTS) == [field.name for field in fields(Parts)]
+    assert list(PARTS) == [field.name for field in fields(PolicyFlags)]
 
 
 def test_the_default_policy_has_all_parts(traces, whole):
@@ -62,18 +62,18 @@ def test_the_table_says_what_each_part_brings(monkeypatch, capsys):
         small = partial(WORKLOADS[name].generate, sessions=sessions)
         monkeypatch.setitem(WORKLOADS, name, Workload(small, (0.4, 1.2, 4)))
     of_policy = ablations.skipped_without
-    stand_ins = {"rungs": lambda *run: 0.0, "work": lambda *run: of_policy(None, *run)}
+    stand_ins = {"intervals": lambda *run: 0.0, "work": lambda *run: of_policy(None, *run)}
     monkeypatch.setattr(
         ablations,
         "skipped_without",
         lambda part, *run: stand_ins.get(part, partial(of_policy, part))(*run),
     )
-    main(["--parts", "work", "rungs", "--workloads", "chat", "agent", "--seeds", "1", "2"])
+    main(["--parts", "work", "intervals", "--workloads", "chat", "agent", "--seeds", "1", "2"])
     head, rule, whole, first, second = capsys.readouterr().out.splitlines()
     assert head == "| without | chat | agent | mean |"
     assert rule == "| --- | ---: | ---: | ---: |"
     skipped, lost = ([float(column) for column in row.split("|")[2:5]] for row in (whole, first))
-    assert first.startswith(f"| rungs: {PARTS['rungs']} | ") and lost == [
+    assert first.startswith(f"| intervals: {PARTS['intervals']} | ") and lost == [
         -column for column in skipped
     ]
     assert skipped[0] > 50 and skipped[2] == pytest.approx(sum(skipped[:2]) / 2, abs=0.1)

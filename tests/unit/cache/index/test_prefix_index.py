@@ -504,7 +504,7 @@ def test_one_edge_watches_a_bounded_number_of_positions():
     tree.add(counting(4000))
     leaf = tree.leaf(counting(4000))
     for position in range(1, 4000):
-        tree.index.watch(leaf, position, Kind.RUNG, now=position)
+        tree.index.watch(leaf, position, Kind.INTERVAL, now=position)
     tree.check()
     assert len(leaf.checkpoints) == MAX_WATCHED
 
@@ -512,10 +512,10 @@ def test_one_edge_watches_a_bounded_number_of_positions():
 def test_watching_a_position_again_finds_its_record():
     tree = Tree()
     tree.add(counting(40))
-    first = tree.watch(counting(30), Kind.RUNG, now=7)
-    assert (first.kind, first.born, first.last_use) == (Kind.RUNG, 7, 7)
+    first = tree.watch(counting(30), Kind.INTERVAL, now=7)
+    assert (first.kind, first.born, first.last_use) == (Kind.INTERVAL, 7, 7)
     assert tree.watch(counting(30), Kind.TAIL, now=9) is first
-    assert (first.kind, first.born) == (Kind.RUNG, 7)
+    assert (first.kind, first.born) == (Kind.INTERVAL, 7)
     assert tree.index.num_checkpoints == 0
 
 
@@ -566,7 +566,7 @@ def test_states_are_counted_on_every_edge_above_them():
         return {edge.end: edge.num_stored for edge in tree.index.edges()} | {0: root.num_stored}
 
     assert counts() == {0: 4, 20: 4, 40: 1, 50: 1}
-    assert [point.is_covered() for point in points] == [True, True, False, False]
+    assert [point.is_shadowed() for point in points] == [True, True, False, False]
     tree.touch(counting(15))
     assert counts() == {0: 4, 15: 4, 20: 3, 40: 1, 50: 1}
     tree.index.drop_checkpoint(points[2])
@@ -575,7 +575,7 @@ def test_states_are_counted_on_every_edge_above_them():
     assert counts() == {0: 3, 20: 3, 40: 0, 50: 1}
     tree.drop(RIGHT, 49)
     assert counts() == {0: 2, 20: 2, 40: 0, 50: 0}
-    assert [point.is_covered() for point in points] == [True, False, False, False]
+    assert [point.is_shadowed() for point in points] == [True, False, False, False]
     assert tree.index.num_checkpoints == 2
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from cache_prompts import tokens
 
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.policy.admission import STEP_TOKENS, AnswerLengths, saved_by_one_more
@@ -12,10 +13,6 @@ SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=20_000, hidden_bytes=128)
 DOCUMENTS = 8
 PAGES = DOCUMENTS * (2 * SPEC.checkpoint_pages + 40)
 STRANGER = 30  # pages of 480 tokens
-
-
-def tokens(n, seed):
-    return np.random.default_rng(seed).integers(0, 50_000, n).astype(np.int32)
 
 
 @pytest.mark.parametrize(

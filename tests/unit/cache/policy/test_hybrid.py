@@ -13,9 +13,9 @@ from valued_edges import edge
 from megatron_hybrid.cache.index.tree import NO_ORIGIN, Kind, Origin
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.policy import hybrid
+from megatron_hybrid.cache.policy.flags import PolicyFlags
 from megatron_hybrid.cache.policy.hybrid import HybridPolicy
-from megatron_hybrid.cache.policy.parts import Parts
-from megatron_hybrid.cache.policy.placement import NO_RUNG
+from megatron_hybrid.cache.policy.placement import NO_INTERVAL
 from megatron_hybrid.cache.policy.protocol import NewState, Prompt
 from megatron_hybrid.cache.policy.reuse import PRIOR_GAP, PRIOR_PROBABILITY
 from megatron_hybrid.cache.prefix_cache import PrefixCache
@@ -86,7 +86,7 @@ PROMPT = Prompt(1000, 0, 400, [500], [300], 100, has_room=False)
         ({}, set()),
         ({"junctions": False}, {100, 400, 500}),
         ({"prompt_ends": False}, {1000}),
-        ({"rungs": False}, {320, 640, 960}),
+        ({"intervals": False}, {320, 640, 960}),
     ],
 )
 def test_positions_without_a_part(parts, lost):
@@ -131,12 +131,12 @@ def test_a_new_state_replaces_one_that_is_worth_less_than_the_tokens_in_between(
     assert not policy.replaces(NEW)
 
 
-def test_where_rungs_are():
-    assert HybridPolicy(SPEC).rung_tokens == 320
-    assert HybridPolicy(SPEC, rungs=False).rung_tokens == NO_RUNG
+def test_where_intervals_are():
+    assert HybridPolicy(SPEC).interval_tokens == 320
+    assert HybridPolicy(SPEC, intervals=False).interval_tokens == NO_INTERVAL
 
 
 def test_every_part_is_in_by_default():
-    assert all(getattr(HybridPolicy(SPEC).parts, field.name) for field in fields(Parts))
+    assert all(getattr(HybridPolicy(SPEC).parts, field.name) for field in fields(PolicyFlags))
     with pytest.raises(TypeError, match="rumgs"):
         HybridPolicy(SPEC, rumgs=False)

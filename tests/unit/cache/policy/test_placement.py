@@ -4,54 +4,61 @@ import pytest
 
 from megatron_hybrid.cache.index.tree import Kind
 from megatron_hybrid.cache.policy.placement import (
-    NO_RUNG,
+    NO_INTERVAL,
+    choose_interval,
     most_wanted,
-    next_rung,
+    next_interval,
     prefill_positions,
-    rung_distance,
     saves_work,
     tail_position,
     worth_waiting,
 )
 
 END, JUNCTION, MESSAGE = Kind.PROMPT_END, Kind.JUNCTION, Kind.MESSAGE
-TAIL, RUNG = Kind.TAIL, Kind.RUNG
+TAIL, INTERVAL = Kind.TAIL, Kind.INTERVAL
 
 
 @pytest.mark.parametrize(
     ("skipped", "known", "declared", "tail", "distance", "expected"),
     [
         # a new prompt: its end, and where its successors will probably leave it
-        (0, 0, (), 100, NO_RUNG, {100: END}),
-        (0, 0, (), 68, NO_RUNG, {68: TAIL, 100: END}),
+        (0, 0, (), 100, NO_INTERVAL, {100: END}),
+        (0, 0, (), 68, NO_INTERVAL, {68: TAIL, 100: END}),
         # the junction where it leaves a known prompt
-        (0, 60, (), 100, NO_RUNG, {60: JUNCTION, 100: END}),
-        (40, 60, (), 68, NO_RUNG, {60: JUNCTION, 68: TAIL, 100: END}),
+        (0, 60, (), 100, NO_INTERVAL, {60: JUNCTION, 100: END}),
+        (40, 60, (), 68, NO_INTERVAL, {60: JUNCTION, 68: TAIL, 100: END}),
         # a state is at the junction already, or all is known: with and without the state at its end
-        (60, 60, (), 100, NO_RUNG, {100: END}),
-        (60, 100, (), 100, NO_RUNG, {100: END}),
-        (100, 100, (), 100, NO_RUNG, {}),
+        (60, 60, (), 100, NO_INTERVAL, {100: END}),
+        (60, 100, (), 100, NO_INTERVAL, {100: END}),
+        (100, 100, (), 100, NO_INTERVAL, {}),
         # declared positions, and only those that the prefill passes
-        (0, 0, (70, 30, 70), 100, NO_RUNG, {30: JUNCTION, 70: JUNCTION, 100: END}),
-        (30, 60, (20, 30, 31, 100, 101, -5), 100, NO_RUNG, {31: JUNCTION, 60: JUNCTION, 100: END}),
-        # a place that is two things is the first of: end, junction, tail, rung
-        (0, 60, (), 60, 30, {30: RUNG, 60: JUNCTION, 90: RUNG, 100: END}),
-        (0, 0, (), 60, 30, {30: RUNG, 60: TAIL, 90: RUNG, 100: END}),
+        (0, 0, (70, 30, 70), 100, NO_INTERVAL, {30: JUNCTION, 70: JUNCTION, 100: END}),
+        (
+            30,
+            60,
+            (20, 30, 31, 100, 101, -5),
+            100,
+            NO_INTERVAL,
+            {31: JUNCTION, 60: JUNCTION, 100: END},
+        ),
+        # a place that is two things is the first of: end, junction, tail, interval
+        (0, 60, (), 60, 30, {30: INTERVAL, 60: JUNCTION, 90: INTERVAL, 100: END}),
+        (0, 0, (), 60, 30, {30: INTERVAL, 60: TAIL, 90: INTERVAL, 100: END}),
         # a tail that is skipped
-        (60, 60, (), 50, NO_RUNG, {100: END}),
-        # rungs: multiples of the distance beyond what is skipped, before the end
-        (0, 0, (), 100, 32, {32: RUNG, 64: RUNG, 96: RUNG, 100: END}),
-        (31, 0, (), 100, 32, {32: RUNG, 64: RUNG, 96: RUNG, 100: END}),
-        (32, 0, (), 100, 32, {64: RUNG, 96: RUNG, 100: END}),
-        (33, 0, (), 100, 32, {64: RUNG, 96: RUNG, 100: END}),
-        (0, 0, (), 100, 50, {50: RUNG, 100: END}),
+        (60, 60, (), 50, NO_INTERVAL, {100: END}),
+        # intervals: multiples of the distance beyond what is skipped, before the end
+        (0, 0, (), 100, 32, {32: INTERVAL, 64: INTERVAL, 96: INTERVAL, 100: END}),
+        (31, 0, (), 100, 32, {32: INTERVAL, 64: INTERVAL, 96: INTERVAL, 100: END}),
+        (32, 0, (), 100, 32, {64: INTERVAL, 96: INTERVAL, 100: END}),
+        (33, 0, (), 100, 32, {64: INTERVAL, 96: INTERVAL, 100: END}),
+        (0, 0, (), 100, 50, {50: INTERVAL, 100: END}),
         (0, 0, (), 100, 128, {100: END}),
         (100, 100, (), 100, 32, {}),
     ],
 )
 def test_prefill_positions(skipped, known, declared, tail, distance, expected):
     assert (
-        prefill_positions(100, skipped, known, declared, (), tail, distance, 16, NO_RUNG)
+        prefill_positions(100, skipped, known, declared, (), tail, distance, 16, NO_INTERVAL)
         == expected
     )
 
@@ -59,29 +66,36 @@ def test_prefill_positions(skipped, known, declared, tail, distance, expected):
 @pytest.mark.parametrize(
     ("skipped", "known", "messages", "expected"),
     [
-        (0, 0, (30, 70), {30: MESSAGE, 64: RUNG, 70: MESSAGE, 90: TAIL, 100: END}),
+        (0, 0, (30, 70), {30: MESSAGE, 64: INTERVAL, 70: MESSAGE, 90: TAIL, 100: END}),
         # what else a start is comes before or after
         (0, 30, (30, 64, 90, 100), {30: JUNCTION, 64: MESSAGE, 90: MESSAGE, 100: END}),
         # right behind the state that a turn goes on from there is nothing to gain
-        (50, 50, (30, 51, 65), {64: RUNG, 90: TAIL, 100: END}),
-        (50, 50, (66,), {64: RUNG, 66: MESSAGE, 90: TAIL, 100: END}),
-        (0, 0, (15,), {64: RUNG, 90: TAIL, 100: END}),
+        (50, 50, (30, 51, 65), {64: INTERVAL, 90: TAIL, 100: END}),
+        (50, 50, (66,), {64: INTERVAL, 66: MESSAGE, 90: TAIL, 100: END}),
+        (0, 0, (15,), {64: INTERVAL, 90: TAIL, 100: END}),
         # nor right behind another start
-        (0, 0, (55, 30, 45), {30: MESSAGE, 55: MESSAGE, 64: RUNG, 90: TAIL, 100: END}),
-        (0, 0, (1, 30, 46), {30: MESSAGE, 46: MESSAGE, 64: RUNG, 90: TAIL, 100: END}),
+        (0, 0, (55, 30, 45), {30: MESSAGE, 55: MESSAGE, 64: INTERVAL, 90: TAIL, 100: END}),
+        (0, 0, (1, 30, 46), {30: MESSAGE, 46: MESSAGE, 64: INTERVAL, 90: TAIL, 100: END}),
         (100, 100, (100,), {}),
     ],
 )
 def test_starts_of_messages(skipped, known, messages, expected):
-    assert prefill_positions(100, skipped, known, (), messages, 90, 64, 16, NO_RUNG) == expected
+    assert prefill_positions(100, skipped, known, (), messages, 90, 64, 16, NO_INTERVAL) == expected
 
 
 @pytest.mark.parametrize(
     ("position", "distance", "expected"),
-    [(0, 32, 32), (31, 32, 32), (32, 32, 64), (33, 32, 64), (100, 1, 101), (100, NO_RUNG, NO_RUNG)],
+    [
+        (0, 32, 32),
+        (31, 32, 32),
+        (32, 32, 64),
+        (33, 32, 64),
+        (100, 1, 101),
+        (100, NO_INTERVAL, NO_INTERVAL),
+    ],
 )
-def test_next_rung(position, distance, expected):
-    assert next_rung(position, distance) == expected
+def test_next_interval(position, distance, expected):
+    assert next_interval(position, distance) == expected
 
 
 @pytest.mark.parametrize(
@@ -112,15 +126,15 @@ def test_tail_position(prompt, skipped, weights, expected):
         (100, 128, 0, 16, 16),
         (0, 128, 0, 16, 16),
         (50_000_000, 4096, 0, 256, 12_288),  # of 12,208
-        (4096, 0, 0, 16, NO_RUNG),
+        (4096, 0, 0, 16, NO_INTERVAL),
         (0, 128, 1024, 16, 1024),  # a window apart
         (0, 128, 1025, 16, 1040),
         (4096, 128, 20, 16, 32),
-        (4096, 0, 1024, 16, NO_RUNG),
+        (4096, 0, 1024, 16, NO_INTERVAL),
     ],
 )
-def test_rung_distance(checkpoint_bytes, kv_bytes_per_token, reach, block, expected):
-    assert rung_distance(checkpoint_bytes, kv_bytes_per_token, reach, block) == expected
+def test_interval_distance(checkpoint_bytes, kv_bytes_per_token, reach, block, expected):
+    assert choose_interval(checkpoint_bytes, kv_bytes_per_token, reach, block) == expected
 
 
 @pytest.mark.parametrize(
@@ -158,7 +172,7 @@ def test_worth_waiting(own_resume, other_done, other_position, expected):
     [
         (9, [10, 20, 30, 40, 50]),
         (5, [10, 20, 30, 40, 50]),
-        (4, [10, 30, 40, 50]),  # rungs, messages and tails are left out, shallow ones first
+        (4, [10, 30, 40, 50]),  # intervals, messages and tails are left out, shallow ones first
         (3, [10, 40, 50]),
         (2, [10, 40]),
         (1, [40]),  # then junctions

@@ -39,7 +39,7 @@ class EndsOnly(Policy):
 class Whim(EndsOnly):
     """Answers at random, and differently each time."""
 
-    rung_tokens = 48
+    interval_tokens = 48
 
     def __init__(self, spec, seed):
         super().__init__(spec)

@@ -10,7 +10,7 @@ from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import NO_ORIGIN, Checkpoint, Kind, Origin
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
-from megatron_hybrid.cache.policy.parts import Parts
+from megatron_hybrid.cache.policy.flags import PolicyFlags
 from megatron_hybrid.cache.policy.reuse import (
     MEMORY,
     MOST_PROBABLE,
@@ -180,7 +180,7 @@ class Tree:
     def __init__(self, **parts):
         self.pool = PageAllocator(2000)
         self.index = PrefixIndex(16, 1, self.pool)
-        self.model = ReuseModel(Parts(**parts))
+        self.model = ReuseModel(PolicyFlags(**parts))
 
     def add(self, tokens):
         pages = self.pool.allocate(-(-len(tokens) // 16)).reshape(-1, 1)
@@ -260,7 +260,7 @@ def test_the_lost_fork_is_the_one_that_would_save_most():
         (Kind.ANSWER_END, AFTER_ANSWER),
         (Kind.JUNCTION, FOUND_MORE),
         (Kind.TAIL, FOUND_MORE),
-        (Kind.RUNG, FOUND_MORE),
+        (Kind.INTERVAL, FOUND_MORE),
     ],
 )
 def test_origin_names_the_prefix_that_a_prompt_continues(kind, origin):

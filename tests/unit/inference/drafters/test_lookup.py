@@ -34,7 +34,7 @@ def test_what_followed_the_same_tokens_in_the_prompt():
     prompt = [*words, *words[:8]]
     engine = tiny_engine(tiny_model("*-"), speculation="lookup", num_speculative_tokens=5)
     request = engine.add_request(prompt, greedy(4))
-    _, own = engine.scheduler.drafts.drafters
+    _, own = engine.scheduler.draft_planner.drafts.drafters
     assert own.propose(request, 5) == words[8:13]
     assert own.propose(request, 2) == words[8:10]
     request.tokens[request.num_tokens - 1] = 96 - words[7]

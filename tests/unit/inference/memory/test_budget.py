@@ -193,7 +193,7 @@ REFUSALS = {
 def test_more_than_there_is_is_refused_before_anything_is_allocated(monkeypatch, fields, remedy):
     available = 12 << 20
     monkeypatch.setattr(budget, "available_bytes", lambda device: available)
-    monkeypatch.setattr("megatron_hybrid.inference.worker.allocation.CacheMemory", None)
+    monkeypatch.setattr("megatron_hybrid.inference.worker.allocation.CachePool", None)
     with pytest.raises(MemoryError, match=remedy) as caught:
         tiny_engine(**fields)
     message = str(caught.value)

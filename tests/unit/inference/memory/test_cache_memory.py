@@ -1,4 +1,4 @@
-"""CacheMemory: views that share no byte, copies that lose none."""
+"""CachePool: views that share no byte, copies that lose none."""
 
 import mmap
 from collections import Counter
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_hybrid.cache.pages.spec import common_spec
 from megatron_hybrid.distributed.ranks import ONE_RANK
 from megatron_hybrid.inference.memory.cache_memory import (
-    CacheMemory,
+    CachePool,
     _zero,
     agree_on_spec,
     cache_spec_of,
@@ -79,9 +79,9 @@ def test_what_nobody_used_of_a_pool_takes_no_memory():
     assert not memory.pool[-2].any()
 
 
-def memory_of(layers, dtype=torch.float32, num_pages=14, num_slots=3, block=16) -> CacheMemory:
+def memory_of(layers, dtype=torch.float32, num_pages=14, num_slots=3, block=16) -> CachePool:
     spec = cache_spec_of(layers, HIDDEN, dtype, block)
-    return CacheMemory(spec, layers, HIDDEN, dtype, num_pages, num_slots, torch.device("cpu"))
+    return CachePool(spec, layers, HIDDEN, dtype, num_pages, num_slots, torch.device("cpu"))
 
 
 def parts(memory, layers):
@@ -325,7 +325,7 @@ def test_invariant_7_stages_with_other_layers_follow_one_spec(stages, order):
     spec = common_spec(specs, attention_parity=300.0)
     assert spec.attention_parity == 300.0
     for layers in stages:
-        memory = CacheMemory(spec, layers, HIDDEN, torch.float32, 20, 2, torch.device("cpu"))
+        memory = CachePool(spec, layers, HIDDEN, torch.float32, 20, 2, torch.device("cpu"))
         kv, states = parts(memory, layers)
         page_of = {table: 1 + i for i, table in enumerate({*memory.table_of_layer.values()})}
         written = [v[page_of[memory.table_of_layer[n]]] for n, views in kv for v in views] + states

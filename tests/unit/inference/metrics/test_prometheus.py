@@ -33,7 +33,11 @@ LINE = re.compile(
 def engine():
     engine = tiny_engine(tiny_model("M*"))
     prompt = random_tokens(60)
-    for length in (60, 50, 60):  # the second resumes from a rung and loses the tokens behind it
+    for length in (
+        60,
+        50,
+        60,
+    ):  # the second resumes from an interval and loses the tokens behind it
         engine.generate([prompt[:length]])
     return engine
 

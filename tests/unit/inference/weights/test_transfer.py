@@ -360,23 +360,23 @@ def test_a_group_that_arrives_too_late_is_closed(served, how, monkeypatch):
         return mine
 
     monkeypatch.setattr(GroupInfo, "join", join)
-    joining = engine.begin_join(MEETING)
+    joining = engine.weights.begin_join(MEETING)
     wait_until(lambda: len(groups) == 1)
     if how == "cancelled":
-        engine.cancel_join()
+        engine.weights.cancel_join()
     elif how == "another":
-        other = engine.begin_join(MEETING)
+        other = engine.weights.begin_join(MEETING)
     elif how == "closed":
         engine.close()
     else:
-        engine.end_waits()
+        engine.weights.end_waits()
     with pytest.raises(RuntimeError, match=r"has ended, or another|closed engine|the engine ends"):
-        engine.end_join(joining.number)
+        engine.weights.end_join(joining.number)
     comes.set()
     wait_until(joining.ended.done)
     assert not late.left
     if how == "another":
-        wait_until(lambda: engine.end_join(other.number))
+        wait_until(lambda: engine.weights.end_join(other.number))
         assert engine._updates._group is next_one
 
 

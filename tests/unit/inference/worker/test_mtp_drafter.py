@@ -41,14 +41,14 @@ def written_out(model, tokens, count, params):
 
 def noted(engine, used=True):
     """A list that gets the tokens before each step's drafts, and these."""
-    told, propose = [], engine.scheduler.drafts.propose
+    told, propose = [], engine.scheduler.draft_planner.drafts.propose
 
     def propose_noted(request, most):
         drafts = propose(request, most)
         told.append((request.tokens[: request.num_tokens].tolist(), drafts))
         return drafts if used else []
 
-    engine.scheduler.drafts.propose = propose_noted
+    engine.scheduler.draft_planner.drafts.propose = propose_noted
     return told
 
 
@@ -98,7 +98,7 @@ def perfect_model():
 
 def test_a_perfect_part_gives_all_tokens_of_a_step():
     engine = tiny_engine(perfect_model(), speculation="mtp", num_speculative_tokens=3)
-    engine.cache.policy.rung_tokens = 1 << 20  # drafts end before a state to save
+    engine.cache.policy.interval_tokens = 1 << 20  # drafts end before a state to save
     request = engine.add_request(BASE, greedy(17))
     numbers = []
     while not request.done:
@@ -123,14 +123,14 @@ def test_a_part_that_raises_costs_only_its_drafts(monkeypatch, caplog):
     monkeypatch.setattr(model.mtp.layers[0], "forward", lambda *_: 1 / 0)
     given, _, stats = answers(model, greedy(6), speculation="mtp")
     assert given == expected and not stats["draft_tokens"] and not stats["step_failures"]
-    assert "PartDrafter: ZeroDivisionError" in caplog.text
+    assert "MTPDrafter: ZeroDivisionError" in caplog.text
 
 
 def test_over_ranks_a_part_that_raises_is_told_to_the_others(monkeypatch):
     """They may wait for this rank inside of the part."""
     model = tiny_model(PATTERNS[0])
     engine = tiny_engine(model, speculation="mtp")
-    monkeypatch.setattr(engine.scheduler.drafts, "_on_ranks", True)
+    monkeypatch.setattr(engine.scheduler.draft_planner.drafts, "_on_ranks", True)
     monkeypatch.setattr(model.mtp.layers[0], "forward", lambda *_: 1 / 0)
     engine.add_request(PROMPTS[0], greedy(4))
     with pytest.raises(ZeroDivisionError):

@@ -7,7 +7,7 @@ import torch
 from graph_recorder import recorded_graphs
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.inference import engine as engine_module
+from megatron_hybrid.inference import engine_parts
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.worker.graph_runner import sizes_up_to
 from megatron_hybrid.inference.worker.model_runner import ModelRunner
@@ -19,7 +19,7 @@ SMALL = {"max_requests": 3, "max_tokens": 64}
 
 @pytest.fixture
 def warmed(monkeypatch):
-    monkeypatch.setattr(engine_module, "WARMED", {"cpu"})
+    monkeypatch.setattr(engine_parts, "WARMED", {"cpu"})
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def steps(monkeypatch):
 
 def test_a_cpu_has_no_warm_up_nor_an_engine_that_leaves_it_out(steps, monkeypatch):
     assert tiny_engine(MODEL).stats()["warm_up_ms"] == 0
-    monkeypatch.setattr(engine_module, "WARMED", {"cpu"})
+    monkeypatch.setattr(engine_parts, "WARMED", {"cpu"})
     assert tiny_engine(MODEL, warm_up=False).stats()["warm_up_ms"] == 0
     assert steps == []
 
@@ -63,7 +63,7 @@ def test_a_warm_up_leaves_no_trace(fields, warmed, tmp_path):
     assert warm.warm_up_seconds > 0
     assert warm.stats() | {"warm_up_ms": 0} == cold.stats()
     assert warm.stats()["warm_up_ms"] == round(warm.warm_up_seconds * 1000)
-    assert warm.histograms() == cold.histograms() and warm.epoch == 0
+    assert warm.inspection.histograms() == cold.inspection.histograms() and warm.epoch == 0
     assert not warm.memory.pool.any() and not warm.memory.slots.any()
     assert not warm.context._tables.any() and warm.runner.parked_bytes == 0
     assert warm.cache.digest() == cold.cache.digest()
@@ -112,7 +112,7 @@ def test_it_warms_steps_with_drafts_and_times_them(warmed, steps):
     assert rows >= {(2,) * size for size in (1, 2, 3)}
     stats = engine.stats()
     assert (stats["graphs"], stats["graph_steps"], stats["draft_tokens"]) == (6, 0, 0)
-    assert engine.scheduler.draft_costs.num_decodes == (1, 3)
+    assert engine.scheduler.draft_planner.costs.num_decodes == (1, 3)
     assert not engine.memory.pool.any() and not engine.memory.slots.any()
 
 

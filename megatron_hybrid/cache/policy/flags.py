@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Parts:
+class PolicyFlags:
     """Parts of `HybridPolicy`; benchmarks/replay/ablations.py leaves them out one by one."""
 
     # eviction
@@ -31,9 +31,9 @@ class Parts:
     """States at the usual distance before the end of a prompt at which successors leave it."""
     prompt_ends: bool = True
     """States at the ends of prompts."""
-    rungs: bool = True
+    intervals: bool = True
     """States at equal distances in long prompts and answers."""
-    spares: bool = True
+    opportunistic: bool = True
     """States every 256 tokens while pages are free."""
     # expected uses
     fork_uses: bool = True
@@ -44,4 +44,4 @@ class Parts:
     """Requests are told apart by whether more of their tokens were known than new."""
 
 
-ALL_PARTS = Parts()
+ALL_FLAGS = PolicyFlags()

@@ -1,0 +1,184 @@
+"""EngineParts: what an engine is made of, and how it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import nn
+
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.distributed.rank_control import RankControl
+from megatron_hybrid.distributed.ranks import Ranks
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.drafters import Drafter, Drafts
+from megatron_hybrid.inference.drafters.lookup import KnownAnswers, OwnTokens
+from megatron_hybrid.inference.exclusive import CallGuard
+from megatron_hybrid.inference.rank_checks import (
+    check_equal_weights,
+    refuse_fsdp,
+    what_must_be_equal,
+)
+from megatron_hybrid.inference.requests.builder import RequestBuilder, TextTokenizer
+from megatron_hybrid.inference.requests.output import OutputProcessor
+from megatron_hybrid.inference.scheduling.scheduler import Scheduler
+from megatron_hybrid.inference.weight_epochs import Epochs
+from megatron_hybrid.inference.weights.cache_folders import CacheFolders
+from megatron_hybrid.inference.weights.updates import WeightUpdates
+from megatron_hybrid.inference.worker.allocation import Allocated, allocate
+from megatron_hybrid.inference.worker.graph_runner import GraphRunner
+from megatron_hybrid.inference.worker.model_runner import ModelRunner
+from megatron_hybrid.inference.worker.mtp_drafter import MTPDrafter
+from megatron_hybrid.inference.worker.warm_up import WARMED, measure_draft_costs, warm_up
+from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
+from megatron_hybrid.offload.offload import Offload
+from megatron_hybrid.offload.page_mover import PageMover
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """The parts that an engine's jobs work on."""
+
+    guard: CallGuard
+    ranks: Ranks
+    control: RankControl
+    config: InferenceConfig
+    """With the `cache_bytes` of the pool."""
+    model: HybridModel
+    cache: PrefixCache
+    offload: Offload
+    runner: ModelRunner
+    """Has the context, and the memory of pool and live slots."""
+    scheduler: Scheduler
+    request_builder: RequestBuilder
+    output: OutputProcessor
+    folders: CacheFolders
+    updates: WeightUpdates
+    epochs: Epochs
+    warm_up_seconds: float
+
+
+def check_arguments(
+    given: nn.Module | Sequence[nn.Module],
+    tokenizer: TextTokenizer | None,
+    config: InferenceConfig,
+) -> HybridModel:
+    """Check an engine's arguments, and return the bare model."""
+    if not isinstance(config, InferenceConfig):
+        raise TypeError(f"config must be an InferenceConfig, got {type(config).__name__}")
+    model = unwrap(given)
+    if not isinstance(model, HybridModel):
+        raise TypeError(
+            f"model must be one of build_hybrid_model, load_pretrained, load_megatron or "
+            f"from_megatron, bare or wrapped, got {type(given).__name__}"
+        )
+    refuse_fsdp(given, model)
+    if tokenizer is not None and not callable(getattr(tokenizer, "detokenize", None)):
+        raise TypeError(
+            f"tokenizer must be that of load_pretrained or one like it, with tokenize() and "
+            f"detokenize(), or None; got {type(tokenizer).__name__}"
+        )
+    return model
+
+
+def make_parts(
+    model: HybridModel,
+    tokenizer: TextTokenizer | None,
+    config: InferenceConfig,
+    ranks: Ranks,
+    control: RankControl,
+    undo: ExitStack,
+) -> EngineParts:
+    """Agree with the other ranks on sizes, and make the parts. undo: closes what they open."""
+    stage = model.pg_collection.pp.rank()
+    ranks.require_equal(what_must_be_equal(config, model, stage))
+    check_equal_weights(ranks, model)
+    model.eval()
+    allocated = allocate(model, config, ranks)
+    config, memory = allocated.config, allocated.context.memory
+    cache = PrefixCache(memory.spec, len(memory.pool), config.prefix_caching)
+    folders = CacheFolders(
+        ranks.name, model, memory.spec, allocated.kv_dtype, config.state_encoding
+    )
+    disk = None
+    if config.cache_dir is not None:
+        disk = folders.open(config.cache_dir)
+        undo.callback(disk.close)  # else the folder stays locked
+    offload = Offload(
+        cache,
+        PageMover(memory.pool),
+        config.host_cache_bytes,
+        disk,
+        config.disk_cache_bytes,
+        ranks,
+    )
+    graphs = allocated.graph_sizes
+    runner = ModelRunner(
+        model,
+        memory,
+        allocated.context,
+        offload.fetches.load,
+        config.logprobs_mode,
+        ranks,
+        GraphRunner(model, allocated.context, graphs) if graphs is not None else None,
+    )
+    uses_mtp = config.speculation == "mtp"
+    scheduler = Scheduler(
+        cache,
+        offload.fetches,
+        config.max_requests,
+        config.max_tokens,
+        _drafts(cache, runner, allocated),
+        drafts_need_hidden=uses_mtp,
+    )
+    output = OutputProcessor(tokenizer)
+    return EngineParts(
+        CallGuard(),
+        ranks,
+        control,
+        config,
+        model,
+        cache,
+        offload,
+        runner,
+        scheduler,
+        RequestBuilder(config, cache, tokenizer, model.config.vocab_size),
+        output,
+        folders,
+        WeightUpdates(model, ranks, lambda: control.ends_waits),
+        Epochs(scheduler, offload, runner, output, folders, config),
+        _warm_up(runner, scheduler, config, control, allocated.max_drafts),
+    )
+
+
+def _drafts(cache: PrefixCache, runner: ModelRunner, allocated: Allocated) -> Drafts | None:
+    if not allocated.max_drafts:
+        return None
+    drafters: list[Drafter] = [KnownAnswers(cache), OwnTokens()]
+    if allocated.config.speculation == "mtp":
+        drafters = [MTPDrafter(runner.predict)]
+    vocab_size, many = runner.model.config.vocab_size, runner.ranks.size > 1
+    return Drafts(drafters, allocated.max_drafts, vocab_size, many)
+
+
+def _warm_up(
+    runner: ModelRunner,
+    scheduler: Scheduler,
+    config: InferenceConfig,
+    control: RankControl,
+    max_drafts: int,
+) -> float:
+    """Run first steps, if `config` asks for it. Returns the seconds that they took."""
+    seconds = 0.0
+    if not config.warm_up:
+        return seconds
+    try:
+        if runner.memory.device.type in WARMED:
+            seconds = warm_up(runner, config.max_tokens, config.prefix_caching == "restore")
+        if max_drafts:
+            scheduler.draft_planner.costs = measure_draft_costs(runner, config.max_tokens)
+    except BaseException as error:
+        control.report(error)  # other ranks may be in the same forward
+        raise
+    return seconds

@@ -1,0 +1,130 @@
+"""Inspection: what an engine holds and does, as plain data. Nothing here changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from megatron_hybrid.cache.explain import Explanation
+from megatron_hybrid.cache.index.journal import Version
+from megatron_hybrid.cache.listener import CacheListener
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.cache.tree_view import TreeChanges, TreeView
+from megatron_hybrid.inference.engine_parts import EngineParts
+from megatron_hybrid.inference.exclusive import exclusive
+from megatron_hybrid.inference.live_requests import LiveRequests
+from megatron_hybrid.inference.metrics.prometheus import Stats, prometheus_text, requests_text
+from megatron_hybrid.inference.requests.builder import Prompt
+from megatron_hybrid.inference.requests.options import check_salt
+from megatron_hybrid.inference.requests.request import recompute_reason
+from megatron_hybrid.inference.requests.view import RequestView
+from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.inference.step_loop import StepLoop
+
+Listener = TypeVar("Listener", bound=CacheListener)
+
+
+class Inspection:
+    """Looks at an engine. Methods with the name of one of the engine's have its effect.
+
+    Args:
+        parts, live, steps: of the engine.
+    """
+
+    def __init__(self, parts: EngineParts, live: LiveRequests, steps: StepLoop):
+        self._parts, self._live, self._steps = parts, live, steps
+        self._guard = parts.guard
+
+    @exclusive
+    def explain(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = ""
+    ) -> Explanation:
+        parts, builder = self._parts, self._parts.request_builder
+        check_salt(salt)
+        params = builder.check_params(params)
+        tokens = builder.tokens_of(prompt, params)
+        chunk = parts.cache.longest_forward(len(tokens), parts.config.max_tokens)
+        return parts.offload.explain(tokens, salt, recompute_reason(params), chunk)
+
+    @exclusive
+    def stats(self) -> Stats:
+        parts, scheduler, spec = self._parts, self._parts.scheduler, self._parts.cache.spec
+        memory, num_pages = parts.runner.memory, parts.cache.allocator.num_pages - 1
+        counts = {
+            **parts.cache.stats(),
+            "steps": self._steps.num_steps,
+            "forward_tokens": scheduler.num_forward_tokens,
+            "prefill_tokens": scheduler.num_prefill_tokens,
+            "generation_tokens": self._live.meter.num_generated,
+            **scheduler.draft_planner.counts(scheduler.running),
+            "preemptions": scheduler.num_preemptions,
+            "step_failures": scheduler.num_failures,
+            "request_restarts": scheduler.num_restarts,
+            "weight_changes": parts.output.epoch,
+            "requests_running": len(scheduler.running),
+            "requests_waiting": len(scheduler.waiting),
+            "peak_pages_in_use": self._steps.peak_pages_in_use,
+            "pool_bytes": memory.pool.numel(),
+            "pool_tokens": spec.tokens_in(num_pages),
+            "pool_states": spec.states_in(num_pages),
+            "kv_blocks_in_use": scheduler.num_kv_blocks,
+            "live_slot_bytes": memory.slots.numel(),
+            **parts.runner.graph_counts(),
+            "warm_up_ms": round(parts.warm_up_seconds * 1000),
+            **parts.offload.counters(),
+            "parked_bytes": parts.runner.parked_bytes,
+            "rank_bytes": parts.control.sent_bytes,
+        }
+        return Stats(counts)
+
+    @exclusive
+    def requests(self, num_tokens: int = 0) -> list[RequestView]:
+        parts = self._parts
+        live = (*parts.scheduler.running, *parts.scheduler.waiting)
+        return self._live.ended.views(live, parts.cache.contents.edge_number, num_tokens)
+
+    @exclusive
+    def cache_tree(self, max_edges: int = 10_000, num_tokens: int = 0) -> TreeView:
+        tier_of = self._parts.offload.tier_of
+        return self._parts.cache.contents.view(tier_of, max_edges, num_tokens)
+
+    @exclusive
+    def cache_changes(
+        self, since: Version | None = None, limit: int | None = None, num_tokens: int = 0
+    ) -> TreeChanges:
+        tier_of = self._parts.offload.tier_of
+        return self._parts.cache.contents.changes(since, limit, tier_of, num_tokens)
+
+    @exclusive
+    def watch_cache(self, make: Callable[[PrefixCache], Listener]) -> Listener:
+        """Make a listener of the cache, and let it follow from now on what is cached and evicted
+        on this rank. Call it before the first request: what is cached is not reported."""
+        listener = make(self._parts.cache)
+        self._parts.cache.watch(listener)
+        return listener
+
+    @exclusive
+    def histograms(self) -> dict[str, list[int]]:
+        """Counts of times, by the names of `metrics.HISTOGRAMS`: up to each of `meter.BOUNDS`, in
+        seconds, and beyond."""
+        return {name: list(each.counts) for name, each in self._live.meter.histograms.items()}
+
+    @exclusive
+    def metrics(self) -> str:
+        config, meter, stats = self._parts.config, self._live.meter, self.stats()
+        info = {
+            "block_size": config.block_size_tokens,
+            "cache_bytes": config.cache_bytes,
+            "cache_dtype": str(config.kv_cache_dtype or "auto").removeprefix("torch."),
+            "enable_prefix_caching": config.prefix_caching != "off",
+            "gpu_memory_utilization": config.memory_fraction,
+            "num_gpu_blocks": stats["pool_tokens"] // config.block_size_tokens,
+            "prefix_caching": config.prefix_caching,
+            "state_encoding": config.state_encoding,
+        }
+        return prometheus_text(stats, meter.histograms) + requests_text(meter.num_ended, info)
+
+    @exclusive
+    def check_integrity(self) -> None:
+        self._parts.cache.check_integrity()
+        self._parts.scheduler.check_integrity()

@@ -1,0 +1,242 @@
+"""LiveRequests: the requests of an engine from their arrival to their end, and their outputs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from megatron_hybrid.cache.report import MissReason, PrefixReport
+from megatron_hybrid.inference.engine_parts import EngineParts
+from megatron_hybrid.inference.exclusive import exclusive
+from megatron_hybrid.inference.metrics.meter import Meter
+from megatron_hybrid.inference.requests.builder import RequestSpec
+from megatron_hybrid.inference.requests.request import Request, RequestOutput
+from megatron_hybrid.inference.requests.view import EndedRequests
+from megatron_hybrid.inference.sampling_params import Sampled
+from megatron_hybrid.utils import out_of_memory
+from megatron_hybrid.utils.interrupts import interrupts_wait
+
+
+class LiveRequests:
+    """Queues requests, makes their outputs, and ends or cancels them; where other ranks follow,
+    with a message to them. Methods with the name of one of the engine's have its effect.
+
+    Args:
+        parts: of the engine.
+    """
+
+    def __init__(self, parts: EngineParts):
+        self._guard, self._control, self._ranks = parts.guard, parts.control, parts.ranks
+        self._scheduler, self._runner = parts.scheduler, parts.runner
+        self._builder, self._output = parts.request_builder, parts.output
+        self.meter = Meter()
+        self.ended = EndedRequests()
+        self.abandoned: deque[Request] = deque()
+        """Those of dropped streams, to cancel."""
+        self._changed: dict[Request, None] = {}  # with new tokens and no output yet
+        self._outputs: list[RequestOutput] = []  # not yet returned, if a step failed
+        self._followed: dict[int, Request] = {}  # first samples, of the leading rank's requests
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has something to do."""
+        is_cancelling = self._control.leads and bool(self.abandoned)
+        return self._scheduler.has_work or is_cancelling or bool(self._changed or self._outputs)
+
+    @property
+    def has_unanswered(self) -> bool:
+        """Whether requests wait or run."""
+        return bool(self._scheduler.waiting or self._scheduler.num_unanswered)
+
+    def add(self, samples: list[Request]) -> None:
+        """Queue a request, all of its samples."""
+        if self._ranks.size > 1:
+            spec = RequestSpec.of(samples)
+            if self._control.leads:
+                self._control.queue(LiveRequests.add_told, spec)
+            self._control.note("add_request()", spec.values())
+        self._scheduler.add(samples[0])
+
+    # Outputs
+
+    def append(self, request: Request, sampled: Sampled) -> bool:
+        """Append a drawn token. Returns whether the request is answered."""
+        self._changed[request] = None
+        return self._output.append(request, sampled)
+
+    def finish(self, request: Request) -> None:
+        """End an answered request."""
+        self._output.finish(request)
+        self._scheduler.finish(request)
+        self._note_end(request)
+
+    def make_outputs(self) -> None:
+        """Make the outputs of a step. Those that cannot be made (`without_output`) are made by the
+        next step, and the error of the last one is raised."""
+        changed, self._changed = self._changed, {}
+        for request in changed:
+            try:
+                self._outputs.append(self._output.take(request))
+            except BaseException as error:
+                self._changed[request], failure = None, error
+        if self._changed:
+            raise failure
+
+    @property
+    def without_output(self) -> list[Request]:
+        """Requests whose outputs are to be made by the next step."""
+        return list(self._changed)
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """Return the outputs that are made."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def forget_outputs(self, requests: Sequence[Request]) -> None:
+        """Drop the outputs of requests."""
+        for request in requests:
+            self._changed.pop(request, None)
+        own = {request.request_id for request in requests}
+        self._outputs = [output for output in self._outputs if output.request_id not in own]
+
+    def _note_end(self, request: Request) -> None:
+        with out_of_memory.optional_work(lambda error: None):  # the page may lack it
+            self.ended.note(request)
+        self.meter.note_end(request)
+
+    # Ends
+
+    @exclusive
+    def cancel_soon(self, request: Request) -> None:
+        """Cancel a request as `cancel` does, now, or before the next step where that is refused."""
+        if self._guard.is_stepping or self._guard.is_suspended:
+            self.abandoned.append(request)
+        else:
+            self.cancel(request)
+
+    @exclusive
+    @interrupts_wait()
+    def cancel(self, request: Request) -> None:
+        if not isinstance(request, Request):
+            raise TypeError(
+                f"request must be what add_request returned, got {type(request).__name__}"
+            )
+        if request.origin is not self._builder:
+            raise ValueError("this request was added to another engine: cancel it there")
+        self._guard.refuse_inside_step("cancel")
+        if all(sample.closed for sample in request.samples):
+            return
+        self._guard.refuse_suspended("cancel")
+        self.cancel_or_queue(request)
+
+    def cancel_or_queue(self, request: Request) -> None:
+        """Cancel a request; where other ranks follow, with the next step or call."""
+        if self._control.leads:
+            self.abandoned.append(request)
+        elif self._control.has_failed:
+            for sample in reversed(request.samples):
+                self._cancel_sample(sample)
+        else:
+            with self._control.inside("cancel()"):
+                self._control.note("cancel()", {"request_id": request.request_id})
+                self._cancel(request)
+
+    def cancel_abandoned(self) -> None:
+        """Cancel the requests of dropped streams. Not while other ranks follow: `tell` does it."""
+        while self.abandoned and not self._control.leads:
+            self._cancel(self.abandoned.popleft())
+
+    def cancel_waiting(self) -> None:
+        """Cancel all requests that wait."""
+        for request in list(self._scheduler.waiting):
+            for sample in (request, *request.siblings):
+                self._cancel_sample(sample)
+
+    @exclusive
+    @interrupts_wait()
+    def end(self, requests: Sequence[Request]) -> list[RequestOutput]:
+        """End requests with what they have generated, and return their last outputs, with results
+        whose `finish_reason` is "cancelled". Where all ranks make the same calls, `cancel`.
+
+        Raises:
+            RuntimeError: a step of this engine is running, or it is suspended; nothing has changed.
+        """
+        self._guard.refuse_inside_step("end")
+        self._guard.refuse_suspended("end")
+        unanswered = [s for request in requests for s in request.samples if not s.done]
+        with self._control.inside("end()"):
+            self.abandoned.extend(requests)
+            self.tell() if self._control.leads else self.cancel_abandoned()
+        return [self._output.take(sample) for sample in unanswered]
+
+    def _cancel(self, request: Request) -> None:
+        with ExitStack() as ends:  # all of them, even if one raises
+            ends.callback(self._move_between_steps)
+            for sample in reversed(request.samples):
+                ends.callback(self._cancel_sample, sample)
+        request.siblings = []
+
+    def _cancel_sample(self, request: Request) -> None:
+        if request.closed:
+            return
+        if not request.done:
+            request.mark_answered("cancelled")
+            self._output.finish(request)
+            if request.report is None:
+                request.report = PrefixReport(
+                    request.num_prompt_tokens, 0, 0, MissReason.NOT_ADMITTED
+                )
+            self._changed.pop(request, None)
+            if request.unread is not None:
+                self._output.take(request)
+            self._note_end(request)
+        self._scheduler.cancel(request)
+
+    def run_moves(self) -> None:
+        """Execute the moves that are due before the next step."""
+        if plan := self._scheduler.schedule_moves():
+            self._scheduler.complete(plan, self._runner.run(plan))
+
+    def _move_between_steps(self) -> None:
+        try:
+            self.run_moves()
+        except BaseException as error:
+            self._scheduler.abort()
+            self._control.report(error)
+            raise
+
+    # Ranks that follow
+
+    def tell(self, function: object = None, *args: object, **kwargs: object) -> None:
+        """Tell the following ranks to cancel what is abandoned, and then to make a call, if any."""
+        self._guard.refuse_inside_load("step" if function is None else function.__name__)
+        cancelled = []
+        while self.abandoned and not self._guard.is_suspended:
+            request = self.abandoned.popleft()
+            if not all(sample.closed for sample in request.samples):
+                cancelled.append(request)
+                self._control.queue(LiveRequests.cancel_told, request.request_id)
+        if function is not None:
+            self._control.queue(function, *args, **kwargs)
+        self._control.send()
+        for request in cancelled:
+            self._cancel(request)
+
+    def add_told(self, spec: RequestSpec) -> None:
+        """Queue a request of the leading rank."""
+        samples = self._builder.make(spec)
+        self._followed[samples[0].request_id] = samples[0]
+        self._scheduler.add(samples[0])
+
+    def cancel_told(self, request_id: int) -> None:
+        """Cancel a request of the leading rank."""
+        self._cancel(self._followed[request_id])
+
+    def forget_closed(self) -> None:
+        """Forget the requests of the leading rank that have ended."""
+        self._followed = {
+            request_id: request
+            for request_id, request in self._followed.items()
+            if not all(sample.closed for sample in request.samples)
+        }

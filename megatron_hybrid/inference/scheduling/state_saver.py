@@ -1,0 +1,87 @@
+"""StateSaver: the states that steps save, from their room in the pool until others see them."""
+
+from contextlib import AbstractContextManager
+
+from megatron_hybrid.cache.index.tree import Kind
+from megatron_hybrid.cache.pages.lease import Lease, Reservation
+from megatron_hybrid.cache.policy.placement import most_wanted
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.inference.requests.request import Request, RequestStatus
+from megatron_hybrid.inference.scheduling.plan_builder import Chunk, PlanBuilder
+from megatron_hybrid.inference.scheduling.step_plan import StepResult
+from megatron_hybrid.utils.out_of_memory import optional_decision
+
+
+class StateSaver:
+    """Reserves room for states, and publishes them.
+
+    Args:
+        cache: that the states are saved in.
+        max_captures: states captured inside a forward.
+    """
+
+    def __init__(self, cache: PrefixCache, max_captures: int):
+        self._cache, self._max_captures = cache, max_captures
+
+    def reserve(self, builder: PlanBuilder) -> None:
+        """Reserve room for the states to save in this step; those without room are left out."""
+        captures_left, later = self._max_captures, []
+        for chunk in builder.chunks:
+            lease = chunk.request.lease
+            positions = self._cache.positions_to_save(lease, chunk.end)
+            if chunk.request.status is RequestStatus.CLOSING:
+                positions = [chunk.end]
+            if not positions:
+                continue
+            opportunistic = [p for p in positions if lease.wanted.get(p) is Kind.OPPORTUNISTIC]
+            if opportunistic:
+                later.append((chunk, opportunistic))
+                positions = [p for p in positions if p not in opportunistic]
+            captures_left -= self._reserve_of(chunk, positions, captures_left)
+        for chunk, positions in later:
+            captures_left -= self._reserve_of(chunk, positions, captures_left)
+
+    def _reserve_of(self, chunk: Chunk, positions: list[int], most: int) -> int:
+        """Reserve room for the states of a chunk at these positions. Returns how many of them lie
+        inside of it, `most` at most."""
+        lease, end = chunk.request.lease, chunk.end
+        inside = [position for position in positions if position < end]
+        if len(inside) > most:
+            declined = set(inside).difference(most_wanted(inside, lease.wanted, most))
+            self._cache.decline(lease, sorted(declined))
+            positions = [position for position in positions if position not in declined]
+        captures = 0
+        for position in positions:
+            reservation = self.reserve_one(lease, position)
+            if reservation is not None:
+                chunk.reservations.append(reservation)
+                captures += position < end
+        return captures
+
+    def reserve_one(self, lease: Lease, position: int) -> Reservation | None:
+        """Reserve room for one state; None: it is declined."""
+        reservation = None
+        with self._optional(lease, position):
+            reservation = self._cache.reserve_checkpoint(lease, position)
+        return reservation
+
+    def _optional(self, lease: Lease, position: int) -> AbstractContextManager[None]:
+        """Context of saving a state: for lack of memory it is declined."""
+        return optional_decision(lambda error: self._cache.decline(lease, [position]))
+
+    def publish(
+        self, request: Request, reservations: list[Reservation], result: StepResult
+    ) -> None:
+        """Publish saved states, and release the reservations of others: of unsaved ones, and of
+        those behind a rejected draft."""
+        for reservation in reservations:
+            position = reservation.position
+            if position > request.num_computed:
+                continue
+            if (request.request_id, position) in result.unsaved:
+                self._cache.decline(request.lease, [position])
+                continue
+            with self._optional(request.lease, position):
+                self._cache.publish_checkpoint(reservation)
+        while request.lease.reservations:
+            self._cache.abandon(request.lease.reservations[0])

@@ -1,0 +1,164 @@
+"""StepLoop: runs steps, and tells after a failed one which requests it is blamed on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from megatron_hybrid.inference.engine_parts import EngineParts
+from megatron_hybrid.inference.exclusive import exclusive
+from megatron_hybrid.inference.live_requests import LiveRequests
+from megatron_hybrid.inference.metrics.meter import ActivityLog
+from megatron_hybrid.inference.metrics.prometheus import Stats
+from megatron_hybrid.inference.rank_checks import check_equal_decisions
+from megatron_hybrid.inference.requests.request import Request, RequestOutput
+from megatron_hybrid.inference.scheduling.scheduler import RestoreFailedError
+from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
+from megatron_hybrid.utils import out_of_memory
+from megatron_hybrid.utils.interrupts import interrupts_wait
+
+
+class StepLoop:
+    """Runs the steps of an engine. Methods with the name of one of the engine's have its effect.
+
+    Args:
+        parts, live: of the engine.
+        stats: of the engine, for the log.
+    """
+
+    def __init__(self, parts: EngineParts, live: LiveRequests, stats: Callable[[], Stats]):
+        self._parts, self._live, self._stats = parts, live, stats
+        self._guard, self._control, self._ranks = parts.guard, parts.control, parts.ranks
+        self._scheduler, self._runner = parts.scheduler, parts.runner
+        self._activity = ActivityLog()
+        self._failed: list[Request] | None = None  # to cancel after a step that raised
+        self._num_decided_by_memory = out_of_memory.num_decided_by_memory
+        self.num_steps = 0
+        self.peak_pages_in_use = 0
+
+    @exclusive
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput]:
+        self._guard.refuse_inside_step("step")
+        self._failed = None
+        self._guard.refuse_suspended("step")
+        with self._control.checked("step()"):
+            if self._parts.model.training:
+                raise RuntimeError(
+                    "the model is in training mode, in which answers and what is cached of them "
+                    "would be noisy: call model.eval(), or update_weights() after a training step"
+                )
+            if (reason := self._parts.updates.reason_to_wait) is not None:
+                raise WeightsUnfinishedError(reason)
+        began, num_steps = time.perf_counter(), self.num_steps
+        if self._ranks.is_first and self._activity.is_due(began):
+            self._activity.write(self._stats(), began)
+        with interrupts_wait(), self._control.inside("step()"):
+            self._control.note("step()")
+            self._guard.is_stepping = True
+            try:
+                self._check_decisions()  # those of calls since the last step
+                self._run()
+                self._check_decisions()
+            except BaseException as error:
+                self._failed = self._scheduler.fail()
+                if not isinstance(error, RestoreFailedError):  # which all ranks raise
+                    self._control.report(error)
+                raise
+            finally:
+                self._guard.is_stepping = False
+                self._make_outputs()
+        self._activity.until = ended = time.perf_counter()
+        if self.num_steps > num_steps:
+            self._live.meter.step.observe(ended - began)
+        return self._live.take_outputs()
+
+    def step_told(self, weights_changed: bool) -> None:
+        """Run the step that the leading rank runs. weights_changed: on that rank."""
+        self._control.told_change = weights_changed
+        self.step()
+        self._live.forget_closed()
+
+    def take_failed(self) -> list[Request]:
+        failed, self._failed = self._failed, None
+        # While other ranks follow, what is cancelled stays until they are told.
+        gone = {sample for request in list(self._live.abandoned) for sample in request.samples}
+        everyone = {*self._scheduler.running, *self._scheduler.waiting} - gone
+        if self._control.has_failed:
+            return list(everyone)
+        if failed is None:
+            return sorted(everyone, key=lambda request: request.request_id)[:1]
+        return failed
+
+    def _check_decisions(self) -> None:
+        """Raise MemoryError if a lack of memory has changed a decision, which other ranks have made
+        otherwise."""
+        if (
+            self._ranks.size > 1
+            and out_of_memory.num_decided_by_memory != self._num_decided_by_memory
+        ):
+            raise MemoryError(
+                "a lack of host memory has changed a decision that all ranks make alike"
+            )
+
+    def _make_outputs(self) -> None:
+        try:
+            self._live.make_outputs()
+        except BaseException:
+            self._failed = [*(self._failed or ()), *self._live.without_output]
+            raise
+
+    def _run(self) -> None:
+        if self._begin():
+            self._parts.epochs.begin_unsaid()
+        scheduler, fetches = self._scheduler, self._parts.offload.fetches
+        had_fetches = fetches.is_busy
+        plan = scheduler.schedule()
+        if not plan:
+            if fetches.is_busy:
+                fetches.wait()
+            elif scheduler.waiting and not had_fetches:  # else they may have held the room
+                raise RuntimeError(
+                    f"{len(scheduler.waiting)} requests wait and none can run: this is a bug "
+                    "in the scheduler, please report it"
+                )
+            return
+        self.num_steps += 1
+        pages = self._parts.cache.allocator
+        in_use = pages.num_pages - 1 - pages.num_free - pages.num_evictable
+        self.peak_pages_in_use = max(self.peak_pages_in_use, in_use)
+        if self._parts.config.verify_ranks:
+            check_equal_decisions(self._ranks, self.num_steps, scheduler, plan)
+        result = self._runner.run(plan)
+        gained = scheduler.accept(result.accepted, self._live.append) if result.accepted else []
+        owners = scheduler.complete(plan, result)
+        if any(work.draft_draws for work in plan.work):
+            self._runner.take_back(plan, {r.request_id: r.num_computed for r in owners})
+        for request in owners:
+            if not request.done:  # by a draft
+                gained.append(request)
+                self._live.append(request, result.sampled[request.request_id])
+            if request.done:
+                self._live.finish(request)
+        self._live.meter.note_tokens(gained, time.perf_counter())
+        self._live.run_moves()
+
+    def _begin(self) -> bool:
+        """Exchange between the ranks what the step depends on. Returns whether the weights may have
+        changed, on any rank."""
+        changed = self._parts.epochs.watch.has_changed()
+        control, offload = self._control, self._parts.offload
+        if control.leads:
+            self._live.tell(StepLoop.step_told, changed)
+        else:
+            self._live.cancel_abandoned()
+        if not (control.leads or control.follows) or offload.tiers:
+            return bool(offload.poll(changed))
+        if changed and not (control.leads or control.told_change):
+            raise RuntimeError(
+                f"the weights have changed on rank {self._ranks.rank}, but not on the first one: "
+                "end lead() before they change, or call update_weights() there"
+            )
+        return changed or control.told_change
