@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 
 import torch
 from rich import box
@@ -123,7 +124,7 @@ def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Ru
         ),
         options=RequestOptions(n=4),
     )
-    long_text = 4 * tokenizer.tokenize(SYSTEM_PROMPT)  # its content does not matter
+    long_text = list(islice(cycle(tokenizer.tokenize(SYSTEM_PROMPT)), 600))  # content is no matter
     for length in (479, 552):
         for attempt in ("tokens", "again"):
             # Each length starts at another token, so that it shares nothing with others.
