@@ -117,7 +117,8 @@ class AsyncCalls:
 
     def tell_when_empty(self, empty: Future[None]) -> None:
         """Set the future when no request is left."""
-        self._on_empty.append(empty)
+        if empty.set_running_or_notify_cancel():  # who gives up waiting leaves it alone
+            self._on_empty.append(empty)
         self._note_empty()
 
     def _note_empty(self) -> None:
@@ -136,6 +137,9 @@ class AsyncCalls:
         if self.engine.is_suspended:
             raise RuntimeError("the engine sleeps: call wake_up first")
         self._pause = None
+        waiting, self._on_empty = self._on_empty, []
+        for each in waiting:
+            each.set_exception(RuntimeError("resume_generation() has ended this pause"))
 
     def sleep(self, level: int, keep_cache: str) -> None:
         """Give memory back; see `AsyncEngine.sleep`."""

@@ -198,7 +198,8 @@ class AsyncEngine:
 
         Raises:
             ValueError: there is no such mode.
-            RuntimeError: "abort", and the engine is suspended.
+            RuntimeError: "abort", and the engine is suspended; "wait", and the pause was ended
+                before it began.
         """
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode is {mode!r}; use one of {', '.join(PAUSE_MODES)}")

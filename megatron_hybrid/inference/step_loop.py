@@ -50,7 +50,8 @@ class StepLoop:
                     "the model is in training mode, in which answers and what is cached of them "
                     "would be noisy: call model.eval(), or update_weights() after a training step"
                 )
-            if (reason := self._parts.updates.reason_to_wait) is not None:
+            reason = self._parts.updates.reason_to_wait
+            if reason is not None and not self._control.has_failed:  # else no weights help
                 raise WeightsUnfinishedError(reason)
         began, num_steps = time.perf_counter(), self.num_steps
         if self._ranks.is_first and self._activity.is_due(began):

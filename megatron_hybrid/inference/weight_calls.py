@@ -62,9 +62,10 @@ class WeightCalls:
     @interrupts_wait()
     def load_weights(self, pairs: Pairs) -> None:
         self.require("load_weights")
-        if self._control.leads:
-            self._live.tell(WeightCalls.load_pairs, ())
-        self.load_pairs(pairs)
+        with self._control.inside("load_weights()"):
+            if self._control.leads:
+                self._live.tell(WeightCalls.load_pairs, ())
+            self.load_pairs(pairs)
 
     def load_pairs(self, pairs: Pairs) -> None:
         """Load weights on this rank, when all ranks know of it."""
@@ -157,21 +158,26 @@ class WeightCalls:
         self._guard.refuse_closed("release_weights")
         if not self._guard.is_suspended:
             raise RuntimeError("release_weights() needs a suspended engine: call suspend() first")
-        if (reason := self._updates.reason_to_wait) is not None:
-            raise WeightsUnfinishedError(reason)
         if self._memory.is_released:
             return
+        if (reason := self._updates.reason_to_wait) is not None:
+            raise WeightsUnfinishedError(reason)
         self._epochs.check()  # what is seen now is not seen afterwards
         with self._ranks.raise_on_all("giving back the weights"):
             self._memory.release(keep)
+        self._epochs.watch.accept()  # without addresses
+        if not keep:
+            self._updates.note_dropped()
 
     @exclusive
     @interrupts_wait()
     @on_all_ranks
     def reacquire_weights(self) -> None:
         self._guard.refuse_closed("reacquire_weights")
+        watch = self._epochs.watch
+        has_changed = watch.has_changed()  # other things than what is taken now
         with self._ranks.raise_on_all("taking the memory of the weights again"):
-            is_lost = self._memory.reacquire()
-        self._epochs.watch.accept()  # other addresses, and the same values
-        if is_lost:
-            self._updates.note_dropped()
+            self._memory.reacquire()
+        watch.accept()  # other addresses, and the same values
+        if has_changed:
+            watch.note_change()

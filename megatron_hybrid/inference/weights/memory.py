@@ -52,9 +52,8 @@ class WeightMemory:
             storage.resize_(0)
             self._released.append((storage, size, kept))
 
-    def reacquire(self) -> bool:
-        """Take it again, with its values if they were kept. Returns whether there was something
-        to take, and its values are lost.
+    def reacquire(self) -> None:
+        """Take it again, with its values if they were kept.
 
         Raises:
             MemoryError: the device has no room; nothing has changed.
@@ -73,7 +72,6 @@ class WeightMemory:
         for storage, _, kept in released:
             # Without values, zeros: what is there may be no number.
             _bytes_of(storage).copy_(kept) if kept is not None else _bytes_of(storage).zero_()
-        return any(kept is None for *_, kept in released)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

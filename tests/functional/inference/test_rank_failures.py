@@ -482,6 +482,7 @@ ENDS = {
     "a following rank raises and stays": (1, raises, True, False),
     "a following rank dies": (1, dies, False, False),
     "a following rank dies while nothing runs": (1, dies, False, True),
+    "a following rank dies before new weights": (1, dies, False, False),
     "a following rank decides otherwise": (1, decides_otherwise, False, False),
     "the leading rank raises": (0, raises, False, False),
     "the leading rank dies": (0, dies, False, False),
@@ -516,9 +517,13 @@ def run_to_the_end(rank, folder, name):
                 time.sleep(2 * LIMIT_S)
             if failing_rank == 0:
                 model.register_forward_pre_hook(fail)
+            if name.endswith("new weights"):
+                while engine.rank_failure is None:
+                    time.sleep(0.01)
+                engine.load_weights({})
             ask(engine, PROMPTS[1])
         return
-    if idle:
+    if idle or name.endswith("new weights"):
         threading.Timer(1.0, fail).start()
     elif fail is decides_otherwise:
         fail(engine)

@@ -81,6 +81,22 @@ def test_wait_lets_requests_end_and_others_wait():
     asyncio.run(run())
 
 
+def test_a_wait_for_a_pause_that_was_ended_raises():
+    async def run():
+        async with running() as (engine, stream, _, task):
+            pause = asyncio.create_task(engine.pause_generation("wait"))
+            while not await engine.is_paused():
+                await asyncio.sleep(0)
+            await engine.resume_generation()
+            with pytest.raises(RuntimeError, match="has ended this pause"):
+                await pause
+            assert not await engine.is_paused()
+            assert len((await task).generated_tokens) == LONG
+            await rest_of(stream)
+
+    asyncio.run(run())
+
+
 def test_kept_requests_go_on_where_they_were():
     async def run():
         async with running() as (engine, stream, _, task):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from reference import greedy, random_tokens, tiny_engine, tiny_model
+from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+from torch import nn
 
 from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.inference.exclusive import EngineSuspendedError
@@ -45,6 +46,35 @@ def test_weights_that_were_kept_come_back_as_the_same():
         result = engine.generate([PROMPT], greedy(4))[0]
         assert result.generated_tokens == expected
         assert result.prefix.skipped_tokens == len(PROMPT)
+
+
+def set_data(model):
+    model.decoder.final_norm.weight.data = torch.full_like(model.decoder.final_norm.weight, 1.7)
+
+
+def replace_parameter(model):
+    model.decoder.final_norm.weight = nn.Parameter(
+        torch.full((model.config.hidden_size,), 1.7), requires_grad=False
+    )
+
+
+def add_hook(model):
+    model.decoder.final_norm.register_forward_hook(lambda module, inputs, output: output * 1.3)
+
+
+@pytest.mark.parametrize("change", [set_data, replace_parameter, add_hook])
+def test_what_changes_while_weights_have_no_memory_drops_the_cache(change):
+    model = fresh_model()
+    with tiny_engine(model) as engine:
+        answer(engine)
+        engine.suspend("host")
+        engine.release_weights()
+        change(model)
+        engine.reacquire_weights()
+        engine.resume()
+        result = engine.generate([PROMPT], greedy(4))[0]
+        assert (engine.epoch, result.prefix.skipped_tokens) == (1, 0)
+        assert is_greedy(model, PROMPT, result.generated_tokens)
 
 
 def test_weights_that_were_dropped_have_to_be_sent():
