@@ -63,10 +63,6 @@ class CheckpointFields(Fields):
     asynchronous: bool = True
     """Write a checkpoint in a separate process while the training continues."""
 
-    def check(self) -> None:
-        """See `Fields.check`."""
-        self.require_at_least(0, "every_steps", "keep")
-
 
 class Checkpoints:
     """The checkpoints in one folder, shared by all ranks.

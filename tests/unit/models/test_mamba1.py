@@ -133,10 +133,10 @@ def test_default_sizes():
     ("fields", "message"),
     [
         ({"mamba1_norm": "rms"}, "mamba1_norm is 'rms'; use 'none', 'weighted' or 'weightless'"),
-        ({"mamba1_state_dim": 0}, "mamba1_state_dim is 0; it must be a whole number of 1 or more"),
+        ({"mamba1_state_dim": 0}, "mamba1_state_dim is 0; it must be a whole number from 1"),
         ({"mamba1_dt_rank": 0}, "mamba1_dt_rank is 0"),
         ({"mamba1_chunk_size": 0}, "mamba1_chunk_size is 0"),
-        ({"mamba1_conv_kernel": 1}, "mamba1_conv_kernel is 1; a causal convolution needs"),
+        ({"mamba1_conv_kernel": 1}, "mamba1_conv_kernel is 1; it must be a whole number from 2"),
         (
             {"mamba1_inner_size": 95, "tensor_model_parallel_size": 2},
             "mamba1_inner_size is 95, which does not divide evenly",

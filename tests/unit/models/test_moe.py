@@ -400,7 +400,7 @@ def test_a_model_learns_through_its_router():
             {"moe_aux_loss_coeff": "1e-3"},
             "moe_aux_loss_coeff is '1e-3'; it must be a number or a list of numbers",
         ),
-        ({"moe_z_loss_coeff": -0.1}, "moe_z_loss_coeff is -0.1; it must be 0 or more"),
+        ({"moe_z_loss_coeff": -0.1}, "moe_z_loss_coeff is -0.1; it must be a number of 0 or more"),
         ({"moe_token_drop_policy": "first"}, "moe_token_drop_policy is 'first'; use 'probs'"),
         ({"moe_router_dtype": "bf16"}, "moe_router_dtype is 'bf16'; use 'fp32' or 'fp64'"),
         ({"add_bias_linear": True, "tensor_model_parallel_size": 2}, "needs whole experts"),
