@@ -66,13 +66,14 @@ from megatron_hybrid.dynamo.model_card import card_folder
 from megatron_hybrid.dynamo.requests import Chunks, Json, read_request
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.json_response import in_texts_thread
 from megatron_hybrid.serving.kv_events import BlockEvents
 from megatron_hybrid.serving.parsers import shown_tool_parser
 from megatron_hybrid.serving.rendering import request_options
 from megatron_hybrid.serving.run import SAME_SECONDS, follow, log_lines, run
-from megatron_hybrid.serving.service import Service, ServingConfig
+from megatron_hybrid.serving.service import Service
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.process_life import EndSignal
 
