@@ -15,6 +15,7 @@ StateEncoding = Literal["exact", "bf16", "int8"]
 STATE_ENCODINGS: tuple[StateEncoding, ...] = get_args(StateEncoding)
 Speculation = Literal["off", "lookup", "mtp"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 Positive = Annotated[int, Range(ge=1, le=2**63 - 1)]
 
 
