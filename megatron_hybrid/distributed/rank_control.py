@@ -13,7 +13,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from megatron_hybrid.distributed.ranks import RankError, Ranks
 from megatron_hybrid.distributed.watchdog import RankFailedError, RankWatch
-from megatron_hybrid.utils.interrupts import interrupts_wait
+from megatron_hybrid.utils.interrupts import defer_sigint
 
 S = TypeVar("S")
 P = ParamSpec("P")
@@ -84,7 +84,7 @@ class RankControl:
                 # Ctrl-C must not leave an exchange that the others are in.
                 with (
                     suppress(RankFailedError, OSError, EOFError),
-                    interrupts_wait(),
+                    defer_sigint(),
                     self.inside(call),
                 ):
                     self._ranks.tell(call, error)
@@ -186,7 +186,7 @@ def on_all_ranks(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
             return method(self, *args, **kwargs)
         # Ctrl-C on one rank must not leave an exchange that the others are in.
         name = f"{method.__name__}()"
-        with interrupts_wait(), self._control.inside(name):
+        with defer_sigint(), self._control.inside(name):
             self._control.note(name)
             if self._control.leads:
                 self._tell(method.__name__, *args, **kwargs)

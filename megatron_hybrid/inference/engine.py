@@ -80,8 +80,8 @@ from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
 from megatron_hybrid.offload.offload import Offload
 from megatron_hybrid.offload.page_mover import PageMover
 from megatron_hybrid.utils import out_of_memory
-from megatron_hybrid.utils.fork_guard import HomeProcess
-from megatron_hybrid.utils.interrupts import interrupts_wait
+from megatron_hybrid.utils.fork_guard import ForkGuard
+from megatron_hybrid.utils.interrupts import defer_sigint
 
 logger = logging.getLogger(__name__)
 Listener = TypeVar("Listener", bound=CacheListener)
@@ -200,7 +200,7 @@ class DynamicInferenceEngine:
         self.memory = self.context.memory
         spec, drafts = self.memory.spec, allocated.max_drafts
         self.cache = PrefixCache(spec, len(self.memory.pool), config.prefix_caching)
-        self._lock, self._home = threading.RLock(), HomeProcess()
+        self._lock, self._home = threading.RLock(), ForkGuard()
         self._folders = CacheFolders(
             self.ranks.name, self.model, spec, allocated.kv_dtype, config.state_encoding
         )
@@ -353,7 +353,7 @@ class DynamicInferenceEngine:
         began, num_steps = time.perf_counter(), self.num_steps
         if self.ranks.is_first and self._activity.is_due(began):
             self._activity.write(self.stats(), began)
-        with interrupts_wait(), self._control.inside("step()"):
+        with defer_sigint(), self._control.inside("step()"):
             self._control.note("step()")
             self._is_stepping = True
             try:
@@ -550,7 +550,7 @@ class DynamicInferenceEngine:
     # Weights -----------------------------------------------------------------------------------
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     @on_all_ranks
     def update_weights(self) -> None:
         """Say that the model has new weights, and put it into eval mode. Call it after a training
@@ -571,7 +571,7 @@ class DynamicInferenceEngine:
         self._epochs.begin()
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     def load_weights(self, pairs: Pairs) -> None:
         """Write new weights into the model, and do what `update_weights` does. Call it on all ranks
         between the same steps, each with the same names, or on the leading one (`lead`), which
@@ -653,7 +653,7 @@ class DynamicInferenceEngine:
         """
         # Where all ranks wait, Ctrl-C on one must not leave an exchange that the others are in.
         all_wait = self.ranks.size > 1 and not self._control.leads
-        with interrupts_wait() if all_wait else nullcontext():
+        with defer_sigint() if all_wait else nullcontext():
             joining = self.begin_join(init_info)
             try:
                 while not self.end_join(joining.number):
@@ -728,7 +728,7 @@ class DynamicInferenceEngine:
         self._updates.receive(update_info)
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     @on_all_ranks
     def finish_weight_update(self) -> None:
         """End an update, and do what `update_weights` does.
@@ -781,7 +781,7 @@ class DynamicInferenceEngine:
                 while not request.closed:
                     self.step()
         except BaseException:
-            with interrupts_wait(), ExitStack() as ends:  # all of them, even if one raises
+            with defer_sigint(), ExitStack() as ends:  # all of them, even if one raises
                 ends.callback(self._forget_outputs, requests)
                 for group in groups:
                     ends.callback(self._cancel_or_queue, group[0])
@@ -854,7 +854,7 @@ class DynamicInferenceEngine:
             self._cancel(self._abandoned.popleft())
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     def cancel(self, request: Request) -> None:
         """End a request with all its samples; answered ones keep their answer. The computed tokens
         stay cached, with the last state if it is worth its room, for the next turn to resume from.
@@ -879,7 +879,7 @@ class DynamicInferenceEngine:
         self._cancel_or_queue(request)
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     def end(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """End requests with what they have generated, and return their last outputs, with results
         whose `finish_reason` is "cancelled". Where all ranks make the same calls, `cancel`.
@@ -1029,7 +1029,7 @@ class DynamicInferenceEngine:
             raise ValueError(
                 "keep_cache='disk' needs a folder to write to: set config.cache_dir, or use 'host'"
             )
-        with interrupts_wait() as let_in:
+        with defer_sigint() as let_in:
             if keep_cache == "disk":
                 self._epochs.check()
                 with self.ranks.together("writing the cache"):
@@ -1063,7 +1063,7 @@ class DynamicInferenceEngine:
             raise
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     @on_all_ranks
     def resume(self) -> None:
         """End a suspension. No effect on an engine that is not suspended.
@@ -1086,7 +1086,7 @@ class DynamicInferenceEngine:
             self.is_suspended = False
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     @on_all_ranks
     def release_weights(self, keep: bool = True) -> None:
         """Give back the memory of a suspended engine's weights, too, until `reacquire_weights`.
@@ -1112,7 +1112,7 @@ class DynamicInferenceEngine:
             self._weight_memory.release(keep)
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     @on_all_ranks
     def reacquire_weights(self) -> None:
         """End what `release_weights` has begun. If the values were dropped, steps are refused until
@@ -1163,14 +1163,14 @@ class DynamicInferenceEngine:
                 f"save_cache needs prefix_caching='restore', it is {self.cache.mode!r}: where "
                 "every token is computed nothing is fetched"
             )
-        with interrupts_wait() as let_in:
+        with defer_sigint() as let_in:
             self._epochs.check()
             limit = self.config.disk_cache_bytes
             tier = self._folders.save(self.offload, folder, limit, let_in)
         return CacheSaved(tier.num_states, tier.num_blocks, tier.used_bytes)
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     @on_all_ranks
     def clear_cache(self) -> None:
         """Empty the cache: the pool, host memory and `config.cache_dir`.
@@ -1205,7 +1205,7 @@ class DynamicInferenceEngine:
             self._close()
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     def _close(self) -> None:
         self._refuse_inside_step("close")
         self._updates.leave()

@@ -20,7 +20,7 @@ class EngineSuspendedError(RuntimeError):
 def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Decorate a method: it raises `EngineBusyError` at once while another thread is inside such a
     method of the same object, whose `_lock` is a `threading.RLock`. Calls of one thread may nest.
-    In a fork of its `_home`, a `HomeProcess`, it raises RuntimeError.
+    In a fork of its `_home`, a `ForkGuard`, it raises RuntimeError.
     """
 
     @wraps(method)

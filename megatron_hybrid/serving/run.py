@@ -38,7 +38,7 @@ from megatron_hybrid.serving.loading import Loading
 from megatron_hybrid.serving.service import Service
 from megatron_hybrid.serving.slow_clients import TimedProtocol
 from megatron_hybrid.text.tokenizer import Tokenizer
-from megatron_hybrid.utils.process_life import EndSignal
+from megatron_hybrid.utils.child_lifetime import EndSignal
 
 if TYPE_CHECKING:  # what it imports need not be installed
     from megatron_hybrid.serving.kv_publisher import KvPublisher

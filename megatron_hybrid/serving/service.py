@@ -37,7 +37,7 @@ from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import TemplateFields
 from megatron_hybrid.serving.history import History
-from megatron_hybrid.serving.json_response import in_texts_thread
+from megatron_hybrid.serving.json_response import to_cpu_thread
 from megatron_hybrid.serving.parsers import Style
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -113,7 +113,7 @@ class PromptStreams(Iterable[AsyncStream]):
             self._inside.extend(call() for call in islice(self._calls, 1))
 
     async def begun(self) -> None:
-        """See `Service.begun`."""
+        """See `Service.wait_for_first_output`."""
         for stream in self._inside:
             await stream.queued()
         await self._inside[0].begun()
@@ -390,7 +390,7 @@ class Service:
             for prompt, limit in zip(prompts, limits)
         ]
 
-    async def begun(self, ticket: Ticket, streams: PromptStreams) -> None:
+    async def wait_for_first_output(self, ticket: Ticket, streams: PromptStreams) -> None:
         """Wait until the engine has taken the first streams, and the first one has an output.
 
         Raises:
@@ -490,7 +490,7 @@ class Service:
             await asyncio.sleep(_REST_SECONDS)
             if not self._tickets and self._num_tickets > num_done:
                 num_done = self._num_tickets
-                await in_texts_thread(partial(_trim, 0))
+                await to_cpu_thread(partial(_trim, 0))
 
     async def close(self) -> None:
         """Save the cache in its folder, if it has one, and end the engine."""
@@ -511,7 +511,7 @@ def _aborted(ticket: Ticket) -> bool:
     return True
 
 
-async def until_gone(receive, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of some work, which is cancelled when the client goes away.
 
     Args:

@@ -32,8 +32,8 @@ from megatron_hybrid.compat import quiet_core, start_save
 from megatron_hybrid.distributed.ranks import fail_together
 from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.training.save_results import use_save_results
+from megatron_hybrid.utils.child_lifetime import forks_end_with_us
 from megatron_hybrid.utils.files import replace_file
-from megatron_hybrid.utils.process_life import forks_end_with_us
 
 logger = logging.getLogger(__name__)
 

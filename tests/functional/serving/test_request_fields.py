@@ -23,7 +23,7 @@ from docs_tools.reference import escaped, expand
 from megatron_hybrid.serving import fields, rendering, responses
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
-from megatron_hybrid.serving.parsers import REASONING_PARSERS, Thoughts
+from megatron_hybrid.serving.parsers import REASONING_PARSERS, ReasoningFormat
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES = {
@@ -184,7 +184,7 @@ def test_a_field_of_another_route_may_ask_for_nothing(call):
 @pytest.mark.parametrize("budget", [0, 3])
 def test_reasoning_ends_after_so_many_tokens(call, trusting, monkeypatch, budget):
     start, end = " maid", " clothes"  # a token each
-    monkeypatch.setitem(REASONING_PARSERS, "maids", Thoughts(start, end))
+    monkeypatch.setitem(REASONING_PARSERS, "maids", ReasoningFormat(start, end))
     monkeypatch.setattr(
         call.service, "config", replace(call.service.config, reasoning_parser="maids")
     )
