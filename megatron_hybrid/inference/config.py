@@ -32,7 +32,7 @@ class InferenceConfig:
     and every prompt token is computed. "restore": recurrent states are restored, too, and the
     prefill starts at the end of the match."""
 
-    block_size_tokens: Annotated[int, Range(ge=16, le=256)] = 16
+    block_size_tokens: int = 16
     """Tokens of one KV block: a power of two from 16 to 256."""
 
     cache_bytes: Positive | None = None
@@ -128,7 +128,7 @@ class InferenceConfig:
                 f"{self.prefix_caching!r}: where every token is computed nothing is fetched."
             )
         block = self.block_size_tokens
-        if block & (block - 1):
+        if not 16 <= block <= 256 or block & (block - 1):
             raise ValueError(f"block_size_tokens is {block}; use a power of two from 16 to 256.")
         if self.kv_cache_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
