@@ -20,7 +20,7 @@ from openai.types.responses import response_create_params
 from pydantic import ValidationError
 
 from docs_tools.reference import escaped, expand
-from megatron_hybrid.serving import fields, rendering, responses
+from megatron_hybrid.serving import fields, request_mapping, responses
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.parsers import REASONING_PARSERS, ReasoningFormat
@@ -783,7 +783,7 @@ def test_a_request_says_how_many_drafts_it_wants(call, route):
     for most in (0, 2, None):
         fields_ = KINDS[route].model_validate({**BODIES[route], "num_speculative_tokens": most})
         fields_ = fields_.to_chat() if route == RESPONSE else fields_
-        params = rendering.sampling_params(call.service.tokenizer, fields_, 5)
+        params = request_mapping.sampling_params(call.service.tokenizer, fields_, 5)
         assert params.num_speculative_tokens == most
     assert call.refused(route, num_speculative_tokens=-1)["param"] == "num_speculative_tokens"
 
