@@ -13,8 +13,8 @@ from megatron_hybrid import HybridConfig, build_hybrid_model
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.serving import run
-from megatron_hybrid.serving.service import ServingConfig
-from megatron_hybrid.utils.process_life import EndSignal
+from megatron_hybrid.serving.config import ServingConfig
+from megatron_hybrid.utils.child_lifetime import EndSignal
 
 DEMO = Path(megatron_hybrid.__file__).parent / "demo_model"
 CONFIG = InferenceConfig(cache_bytes=64 << 20, max_requests=64, max_sequence_length=4096)

@@ -125,7 +125,7 @@ def shown_type(module_name: str, node: ast.expr) -> str:
 
 
 def _limits(mark: ast.expr) -> Iterator[str]:
-    if isinstance(mark, ast.Call) and getattr(mark.func, "id", "") == "Field":
+    if isinstance(mark, ast.Call) and getattr(mark.func, "id", "") in ("Field", "Range"):
         for word in mark.keywords:
             if word.arg in _LIMITS:
                 yield _LIMITS[word.arg].format(_number(word.value))

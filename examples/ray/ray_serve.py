@@ -23,7 +23,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.serving.app import create_app
-from megatron_hybrid.serving.service import Service, ServingConfig
+from megatron_hybrid.serving.config import ServingConfig
+from megatron_hybrid.serving.service import Service
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 

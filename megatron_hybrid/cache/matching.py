@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 
-PREFIX_CACHING_MODES = ("off", "memory_only", "restore")
+PrefixCachingMode = Literal["off", "memory_only", "restore"]
+PREFIX_CACHING_MODES: tuple[PrefixCachingMode, ...] = get_args(PrefixCachingMode)
 
 
 @dataclass(frozen=True)

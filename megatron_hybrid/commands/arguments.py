@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_hybrid.utils.field_help import fields_help
+
+ENGINE = "megatron_hybrid.inference.config.InferenceConfig"
+SERVER = "megatron_hybrid.serving.config.ServingConfig"
 GIVE_MODEL = "give a model, as MODEL or as --model MODEL"
 MODEL_HELP = (
     "Load this model: a checkpoint folder, of this package or from Hugging Face, or 'demo', the "
@@ -93,15 +97,31 @@ def add_prompts(parser: argparse.ArgumentParser, about: str) -> None:
     parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help=about)
 
 
+def add_field(
+    parser: argparse.ArgumentParser, option: str, of: str, field: str, more: str = "", **given: Any
+) -> None:
+    """Add an option whose help and default are those of a config's field.
+
+    Args:
+        parser: of the command.
+        option: its name.
+        of: the config's class, `ENGINE` or `SERVER`.
+        field: its name, which stands in brackets after the help.
+        more: a sentence after the help.
+        given: to `add_argument`; they take precedence.
+    """
+    about = fields_help(of)[field]
+    name = option.removeprefix("--").replace("-", "_")
+    shown = about.sentence if name == field else f"{about.sentence[:-1]} ({field})."
+    known = {"help": f"{shown} {more}".strip().replace("%", "%%"), "default": about.default}
+    if given.get("action") == "store_true":
+        known.pop("default")
+    parser.add_argument(option, **known | given)
+
+
 def add_state_encoding(parser: argparse.ArgumentParser) -> None:
     """Add `state_encoding`."""
-    parser.add_argument(
-        "--state-encoding",
-        default="exact",
-        metavar="ENCODING",
-        help="Store cached recurrent states in this number format: exact keeps all bits; bf16 and "
-        "int8 round them, so that more states fit.",
-    )
+    add_field(parser, "--state-encoding", ENGINE, "state_encoding", metavar="ENCODING")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -133,84 +153,30 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         help="Convert the weights to this number format. By default they keep their saved format "
         "on a GPU, and are float32 on a CPU.",
     )
-    parser.add_argument(
+    add_field(
+        parser,
         "--context",
+        ENGINE,
+        "max_sequence_length",
+        "Write it as 4096, 100k (100,000) or 1M.",
         default="8192",
         metavar="TOKENS",
-        help="Allow a prompt and its answer at most this many tokens together, such as 4096, 100k "
-        "(100,000) or 1M (max_sequence_length).",
     )
-    parser.add_argument(
-        "--mode",
-        default="restore",
-        help="Reuse the shared beginnings of prompts in this way. restore computes a shared "
-        "beginning once. memory_only computes it for each prompt, but stores its keys and "
-        "values once. off shares nothing (prefix_caching).",
-    )
-    parser.add_argument(
-        "--cache-mib",
-        type=int,
-        metavar="MIB",
-        help="Give the cache this size, in MiB. It holds the keys and values of attention, and "
-        "saved states (cache_bytes). The default follows from --memory-fraction.",
-    )
-    parser.add_argument(
-        "--memory-fraction",
-        type=float,
-        default=0.9,
-        metavar="PART",
-        help="Without --cache-mib, give the cache this part, up to 1, of the memory that the "
-        "model leaves free; on a CPU at most a quarter of the available memory (memory_fraction).",
-    )
-    parser.add_argument(
-        "--host-cache-mib",
-        type=int,
-        default=0,
-        metavar="MIB",
-        help="Keep evicted states, keys and values in this much host memory, in MiB; 0 keeps none "
-        "(host_cache_bytes).",
-    )
+    add_field(parser, "--mode", ENGINE, "prefix_caching")
+    add_field(parser, "--cache-mib", ENGINE, "cache_bytes", type=int, metavar="MIB")
+    add_field(parser, "--memory-fraction", ENGINE, "memory_fraction", type=float, metavar="PART")
+    add_field(parser, "--host-cache-mib", ENGINE, "host_cache_bytes", type=int, metavar="MIB")
     add_state_encoding(parser)
-    parser.add_argument(
-        "--cache-dir",
-        metavar="FOLDER",
-        help="Save the cache in this folder at the end, and start with the cache that is saved "
-        "there. Prompts of fewer than 16 tokens are not saved. Each rank has its own folder "
-        "in this one. By default nothing is saved.",
-    )
+    add_field(parser, "--cache-dir", ENGINE, "cache_dir", metavar="FOLDER")
 
 
 def add_served_engine(parser: argparse.ArgumentParser) -> None:
     """Add what an engine for many requests is asked for beside `add_engine`."""
-    parser.add_argument(
-        "--max-requests",
-        type=int,
-        default=64,
-        metavar="N",
-        help="Run at most N requests at a time.",
-    )
-    parser.add_argument(
-        "--speculation",
-        default="off",
-        metavar="HOW",
-        help="Draft the next tokens of answers, and check several drafts in a step; answers are "
-        "the same. lookup drafts the tokens that followed the same tokens before. mtp drafts "
-        "by the model's part for multi-token prediction, if the model has one. off drafts "
-        "nothing.",
-    )
-    parser.add_argument(
-        "--num-speculative-tokens",
-        type=int,
-        default=3,
-        metavar="N",
-        help="With --speculation lookup or mtp, draft at most N tokens of a request in a step.",
-    )
-    parser.add_argument(
-        "--cuda-graphs",
-        action="store_true",
-        help="Capture the steps that only generate tokens as CUDA graphs, and replay these. A GPU "
-        "then waits less for Python. By default no graphs are captured.",
-    )
+    add_field(parser, "--max-requests", ENGINE, "max_requests", type=int, metavar="N")
+    add_field(parser, "--speculation", ENGINE, "speculation", metavar="HOW")
+    drafts = "num_speculative_tokens"
+    add_field(parser, "--num-speculative-tokens", ENGINE, drafts, type=int, metavar="N")
+    add_field(parser, "--cuda-graphs", ENGINE, "cuda_graphs", action="store_true")
     parser.add_argument(
         "--no-warm-up",
         action="store_false",
@@ -218,14 +184,7 @@ def add_served_engine(parser: argparse.ArgumentParser) -> None:
         help="Start without a warm-up: the first requests then wait until their kernels are "
         "compiled. By default a GPU compiles kernels before the first request (warm_up).",
     )
-    parser.add_argument(
-        "--logprobs-mode",
-        default="raw_logprobs",
-        metavar="MODE",
-        help="Return log-probabilities of this kind. raw_logprobs are the model's own. "
-        "processed_logprobs are those of the distribution that tokens are drawn from, after "
-        "the request's temperature and other sampling parameters (logprobs_mode).",
-    )
+    add_field(parser, "--logprobs-mode", ENGINE, "logprobs_mode", metavar="MODE")
 
 
 PYTHON_NAMES = "A name in brackets is the name of the setting in Python; errors use this name."

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron_hybrid.commands.arguments import whole_number
-from megatron_hybrid.utils.process_life import EndSignal
+from megatron_hybrid.utils.child_lifetime import EndSignal
 
 LAYOUT = {
     "tp": "tensor_model_parallel_size",
@@ -68,7 +68,7 @@ def run_on_ranks(
         rank = take_rank(num_ranks, options.device)
     from megatron_hybrid.distributed.ranks import RankError
     from megatron_hybrid.distributed.watchdog import RankFailedError
-    from megatron_hybrid.utils.process_life import ends_with_launcher
+    from megatron_hybrid.utils.child_lifetime import ends_with_launcher
 
     try:
         with ends_with_launcher():

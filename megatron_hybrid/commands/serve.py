@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 
 from megatron_hybrid.commands.arguments import (
     PYTHON_NAMES,
+    SERVER,
     add_chat_template,
     add_engine,
+    add_field,
     add_served_engine,
     load_for_chats,
     served_config,
 )
 from megatron_hybrid.commands.layout import add_layout, run_on_ranks, sizes_of
 from megatron_hybrid.serving.parsers import REASONING_PARSERS, TOOL_PARSERS
-from megatron_hybrid.utils.process_life import EndSignal
+from megatron_hybrid.utils.child_lifetime import EndSignal
 
 if TYPE_CHECKING:
     from megatron_hybrid.serving.kv_publisher import KvPublisher
@@ -62,45 +64,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Read the key of the certificate from this file. By default the file of the "
         "certificate has the key, too.",
     )
-    parser.add_argument(
-        "--root-path",
-        default="",
-        metavar="PATH",
-        help="Name the path, such as /llm, under which a proxy offers this server.",
-    )
-    parser.add_argument(
+    add_field(parser, "--root-path", SERVER, "root_path", metavar="PATH")
+    add_field(
+        parser,
         "--cors-origin",
+        SERVER,
+        "cors_origins",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="Let web pages of this site, such as https://chat.example, call the server; * allows "
-        "all sites. The option may be given several times. By default only the server's own "
-        "page may call it.",
     )
-    parser.add_argument(
+    add_field(
+        parser,
         "--allowed-host",
+        SERVER,
+        "allowed_hosts",
         action="append",
         default=[],
         metavar="NAME",
-        help="Without API keys, also answer requests that were sent to this host name. Other such "
-        "requests must have been sent to an IP address, to localhost, or to the name of this "
-        "machine. The option may be given several times.",
     )
     add_served_engine(parser)
-    parser.add_argument(
-        "--max-waiting",
-        type=int,
-        default=256,
-        metavar="N",
-        help="Let at most N requests wait in addition to those that run; further requests are "
-        "refused with 503. Each sample of each prompt counts as a request.",
-    )
-    parser.add_argument(
-        "--max-requests-per-key",
-        type=int,
-        metavar="N",
-        help="Let an API key have at most N unanswered requests; further requests are refused "
-        "with 429. By default there is no limit.",
+    add_field(parser, "--max-waiting", SERVER, "max_waiting", type=int, metavar="N")
+    add_field(
+        parser, "--max-requests-per-key", SERVER, "max_requests_per_key", type=int, metavar="N"
     )
     parser.add_argument(
         "--kv-events-endpoint",
@@ -123,97 +109,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOPIC",
         help="Publish these messages under this topic. llm-d expects kv@POD@MODEL.",
     )
-    parser.add_argument(
-        "--served-model-name",
-        metavar="NAME",
-        help="Offer the model under this name. The default is the name of its folder.",
-    )
+    add_field(parser, "--served-model-name", SERVER, "model_name", metavar="NAME")
     add_chat_template(parser)
-    for kind, parsers, what in (
-        ("tool-call", TOOL_PARSERS, "calls of functions"),
-        ("reasoning", REASONING_PARSERS, "reasoning"),
+    for field, parsers in (
+        ("tool_call_parser", TOOL_PARSERS),
+        ("reasoning_parser", REASONING_PARSERS),
     ):
-        parser.add_argument(
-            f"--{kind}-parser",
-            default="",
-            choices=sorted(parsers),
-            metavar="NAME",
-            help=f"Read {what} in answers by this parser: {', '.join(sorted(parsers))}. none "
-            "leaves them in the text. By default the parser follows from the chat template.",
-        )
-    parser.add_argument(
-        "--trust-request-chat-template",
-        action="store_true",
-        help="Let requests bring a chat_template of their own. A template is a program: it runs "
-        "in a sandbox, but may take any time and memory. By default such requests are "
-        "refused.",
+        option = f"--{field.replace('_', '-')}"
+        names = sorted(parsers)
+        more = f"Parsers are {', '.join(names)}."
+        add_field(parser, option, SERVER, field, more, choices=names, metavar="NAME")
+    add_field(
+        parser, "--trust-request-chat-template", SERVER, "trusts_templates", action="store_true"
     )
-    parser.add_argument(
+    add_field(
+        parser,
         "--api-key",
+        SERVER,
+        "api_keys",
         action="append",
-        type=_key,
         default=[],
+        type=_key,
         metavar="KEY",
-        help="Answer only clients that send this key. The option may be given several times. More "
-        f"keys are read from the environment variable {API_KEYS}, separated by commas.",
     )
-    parser.add_argument(
+    add_field(
+        parser,
         "--admin-key",
+        SERVER,
+        "admin_keys",
         action="append",
-        type=_key,
         default=[],
+        type=_key,
         metavar="KEY",
-        help="Only this key opens the routes of the operator, such as /cache/reset. By default a "
-        "single API key does; with several they are closed. The option may be given several times; "
-        f"more keys are read from {ADMIN_KEYS}, separated by commas.",
     )
-    parser.add_argument(
-        "--take-weights",
-        action="store_true",
-        help="Let a trainer pause this server and send it new weights, by the operator's routes "
-        "/pause, /sleep, /update_weights and others. Anyone who may call these routes can "
-        "change the model. By default the server does not have these routes.",
+    add_field(parser, "--take-weights", SERVER, "takes_weights", action="store_true")
+    add_field(parser, "--share-cache", SERVER, "shares_cache", action="store_true")
+    add_field(parser, "--show-prompts", SERVER, "shows_prompts", action="store_true")
+    add_field(
+        parser, "--max-body-mib", SERVER, "max_body_bytes", type=int, default=16, metavar="MIB"
     )
-    parser.add_argument(
-        "--share-cache",
-        action="store_true",
-        help="Let all API keys share cached prefixes. By default each of several keys has cached "
-        "prefixes of its own.",
-    )
-    parser.add_argument(
-        "--show-prompts",
-        action="store_true",
-        help="Show texts of prompts on the operator's page. By default the page shows only their "
-        "lengths.",
-    )
-    parser.add_argument(
-        "--max-body-mib",
-        type=int,
-        default=16,
-        metavar="MIB",
-        help="Refuse with 413 a request whose body is larger than this, in MiB.",
-    )
-    parser.add_argument(
-        "--queue-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="Refuse with 503 a request that has waited this long. A request of several prompts "
-        "waits until its first prompt starts. By default there is no limit.",
-    )
-    parser.add_argument(
-        "--request-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="End with 504 a request that has taken this long, waiting included. By default there "
-        "is no limit.",
-    )
-    parser.add_argument(
-        "--shutdown-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="Give running requests this much time to end after SIGTERM or Ctrl-C.",
-    )
+    add_field(parser, "--queue-timeout", SERVER, "queue_seconds", type=float, metavar="SECONDS")
+    add_field(parser, "--request-timeout", SERVER, "request_seconds", type=float, metavar="SECONDS")
+    add_field(parser, "--shutdown-timeout", SERVER, "drain_seconds", type=float, metavar="SECONDS")
 
 
 def _kv_publisher(options: argparse.Namespace) -> "AbstractContextManager[KvPublisher | None]":
@@ -266,7 +203,7 @@ def _run(options: argparse.Namespace, end: EndSignal) -> int:
         raise ImportError(f"{error}: serving needs pip install 'megatron_hybrid[serve]'") from error
     from rich.console import Console
 
-    from megatron_hybrid.serving.service import ServingConfig
+    from megatron_hybrid.serving.config import ServingConfig
 
     address = Address(
         options.host, options.port, options.uds, options.ssl_certfile, options.ssl_keyfile

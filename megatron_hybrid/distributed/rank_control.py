@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 
 from megatron_hybrid.distributed.ranks import RankError, Ranks
 from megatron_hybrid.distributed.watchdog import RankFailedError, RankWatch
-from megatron_hybrid.utils.interrupts import interrupts_wait
+from megatron_hybrid.utils.interrupts import defer_sigint
 
 _END = "end"
 
@@ -79,7 +79,7 @@ class RankControl:
                 # Ctrl-C must not leave an exchange that the others are in.
                 with (
                     suppress(RankFailedError, OSError, EOFError),
-                    interrupts_wait(),
+                    defer_sigint(),
                     self.inside(call),
                 ):
                     self._ranks.broadcast_error(call, error)

@@ -66,15 +66,16 @@ from megatron_hybrid.dynamo.model_card import card_folder
 from megatron_hybrid.dynamo.requests import Chunks, Json, read_request
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.json_response import in_texts_thread
+from megatron_hybrid.serving.json_response import to_cpu_thread
 from megatron_hybrid.serving.kv_events import BlockEvents
 from megatron_hybrid.serving.parsers import shown_tool_parser
-from megatron_hybrid.serving.rendering import request_options
+from megatron_hybrid.serving.request_mapping import request_options
 from megatron_hybrid.serving.run import SAME_SECONDS, follow, log_lines, run
-from megatron_hybrid.serving.service import Service, ServingConfig
+from megatron_hybrid.serving.service import Service
 from megatron_hybrid.text.tokenizer import Tokenizer
-from megatron_hybrid.utils.process_life import EndSignal
+from megatron_hybrid.utils.child_lifetime import EndSignal
 
 logger = logging.getLogger(__name__)
 PROGRAM = ("-m", "megatron_hybrid.dynamo")
@@ -232,7 +233,7 @@ class HybridWorker:
         service = self.service
         room = service.engine_config.max_sequence_length
         given = request, service.tokenizer, self._style, room
-        asked = await in_texts_thread(partial(read_request, *given))
+        asked = await to_cpu_thread(partial(read_request, *given))
         with service.admitted(id, "", asked.fields.n) as ticket:
             ticket.names = asked.fields.caller_names
             guide = None

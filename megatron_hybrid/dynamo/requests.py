@@ -20,7 +20,7 @@ from megatron_hybrid.serving.answers import LEAST_LOG_PROB, Answer, usage
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import CompletionFields
 from megatron_hybrid.serving.parsers import Style
-from megatron_hybrid.serving.rendering import guide_of, sampling_params, thinking_budget
+from megatron_hybrid.serving.request_mapping import guide_of, sampling_params, thinking_budget
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from megatron_hybrid.inference.exclusive import exclusive
 from megatron_hybrid.inference.live_requests import LiveRequests
 from megatron_hybrid.inference.rank_calls import on_all_ranks
 from megatron_hybrid.inference.weight_calls import WeightCalls
-from megatron_hybrid.utils.interrupts import interrupts_wait
+from megatron_hybrid.utils.interrupts import defer_sigint
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class CacheCalls:
             raise ValueError(
                 "keep_cache='disk' needs a folder to write to: set config.cache_dir, or use 'host'"
             )
-        with interrupts_wait() as let_in:
+        with defer_sigint() as let_in:
             if keep_cache == "disk":
                 self._epochs.check()
                 with self._ranks.raise_on_all("writing the cache"):
@@ -89,7 +89,7 @@ class CacheCalls:
             raise
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     @on_all_ranks
     def resume(self) -> None:
         self._weights.require("resume")
@@ -120,14 +120,14 @@ class CacheCalls:
                 f"save_cache needs prefix_caching='restore', it is {mode!r}: where "
                 "every token is computed nothing is fetched"
             )
-        with interrupts_wait() as let_in:
+        with defer_sigint() as let_in:
             self._epochs.check()
             limit = self._parts.config.disk_cache_bytes
             tier = self._parts.folders.save(offload, folder, limit, let_in)
         return CacheSaved(tier.num_states, tier.num_blocks, tier.used_bytes)
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     @on_all_ranks
     def clear_cache(self) -> None:
         self._guard.refuse_suspended("clear_cache")

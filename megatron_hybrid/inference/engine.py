@@ -37,7 +37,7 @@ from megatron_hybrid.inference.step_loop import StepLoop
 from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.weight_calls import WeightCalls
 from megatron_hybrid.inference.weights.updates import Pairs
-from megatron_hybrid.utils.interrupts import interrupts_wait
+from megatron_hybrid.utils.interrupts import defer_sigint
 
 
 class DynamicInferenceEngine:
@@ -226,7 +226,7 @@ class DynamicInferenceEngine:
                 while not request.closed:
                     self.step()
         except BaseException:
-            with interrupts_wait(), ExitStack() as ends:  # all of them, even if one raises
+            with defer_sigint(), ExitStack() as ends:  # all of them, even if one raises
                 ends.callback(self.live.forget_outputs, requests)
                 for group in groups:
                     ends.callback(self.live.cancel_or_queue, group[0])
@@ -517,7 +517,7 @@ class DynamicInferenceEngine:
             self._close()
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     def _close(self) -> None:
         self._guard.refuse_inside_step("close")
         self._updates.leave()

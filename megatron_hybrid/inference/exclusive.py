@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
-from megatron_hybrid.utils.fork_guard import HomeProcess
+from megatron_hybrid.utils.fork_guard import ForkGuard
 
 S = TypeVar("S")
 P = ParamSpec("P")
@@ -24,7 +24,7 @@ class CallGuard:
     """The lock of an engine and its state. It refuses calls that come at the wrong time."""
 
     def __init__(self):
-        self.lock, self.home = threading.RLock(), HomeProcess()
+        self.lock, self.home = threading.RLock(), ForkGuard()
         self.is_stepping = self.is_suspended = self.is_closed = False
         self.reads_pairs = False
         """Whether `load_weights` runs code of the caller: the iterator of its pairs."""

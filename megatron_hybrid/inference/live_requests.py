@@ -15,7 +15,7 @@ from megatron_hybrid.inference.requests.request import Request, RequestOutput
 from megatron_hybrid.inference.requests.view import EndedRequests
 from megatron_hybrid.inference.sampling_params import Sampled
 from megatron_hybrid.utils import out_of_memory
-from megatron_hybrid.utils.interrupts import interrupts_wait
+from megatron_hybrid.utils.interrupts import defer_sigint
 
 
 class LiveRequests:
@@ -116,7 +116,7 @@ class LiveRequests:
             self.cancel(request)
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     def cancel(self, request: Request) -> None:
         if not isinstance(request, Request):
             raise TypeError(
@@ -154,7 +154,7 @@ class LiveRequests:
                 self._cancel_sample(sample)
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     def end(self, requests: Sequence[Request]) -> list[RequestOutput]:
         """End requests with what they have generated, and return their last outputs, with results
         whose `finish_reason` is "cancelled". Where all ranks make the same calls, `cancel`.

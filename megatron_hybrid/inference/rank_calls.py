@@ -13,7 +13,7 @@ from megatron_hybrid.inference.engine_parts import EngineParts
 from megatron_hybrid.inference.exclusive import exclusive
 from megatron_hybrid.inference.live_requests import LiveRequests
 from megatron_hybrid.inference.scheduling.scheduler import RestoreFailedError
-from megatron_hybrid.utils.interrupts import interrupts_wait
+from megatron_hybrid.utils.interrupts import defer_sigint
 
 logger = logging.getLogger(__name__)
 S = TypeVar("S")
@@ -32,7 +32,7 @@ def on_all_ranks(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
             return method(self, *args, **kwargs)
         # Ctrl-C on one rank must not leave an exchange that the others are in.
         name = f"{method.__name__}()"
-        with interrupts_wait(), self._control.inside(name):
+        with defer_sigint(), self._control.inside(name):
             self._control.note(name)
             if self._control.leads:
                 self._live.tell(method, *args, **kwargs)

@@ -17,7 +17,7 @@ from megatron_hybrid.inference.requests.request import Request, RequestOutput
 from megatron_hybrid.inference.scheduling.scheduler import RestoreFailedError
 from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
 from megatron_hybrid.utils import out_of_memory
-from megatron_hybrid.utils.interrupts import interrupts_wait
+from megatron_hybrid.utils.interrupts import defer_sigint
 
 
 class StepLoop:
@@ -56,7 +56,7 @@ class StepLoop:
         began, num_steps = time.perf_counter(), self.num_steps
         if self._ranks.is_first and self._activity.is_due(began):
             self._activity.write(self._stats(), began)
-        with interrupts_wait(), self._control.inside("step()"):
+        with defer_sigint(), self._control.inside("step()"):
             self._control.note("step()")
             self._guard.is_stepping = True
             try:

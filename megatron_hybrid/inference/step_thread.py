@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.utils.fork_guard import HomeProcess
-from megatron_hybrid.utils.interrupts import interrupts_wait
+from megatron_hybrid.utils.fork_guard import ForkGuard
+from megatron_hybrid.utils.interrupts import defer_sigint
 
 R = TypeVar("R")
 
@@ -30,7 +30,7 @@ class StepThread:
     def __init__(self, name: str, ended: str):
         self._ended = ended
         self._executor = ThreadPoolExecutor(1, name)
-        self._home = HomeProcess()
+        self._home = ForkGuard()
         self._lock = threading.Lock()  # so that no job is queued after the last one
         self._last: Future | None = None
         self._has_next_step = False
@@ -42,7 +42,7 @@ class StepThread:
             RuntimeError: the last job is queued, or the interpreter exits, or it is a fork.
         """
         self.require_home()
-        with interrupts_wait(), self._lock:
+        with defer_sigint(), self._lock:
             if self._last is not None:
                 raise RuntimeError(self._ended)
             return self._executor.submit(job)
@@ -72,7 +72,7 @@ class StepThread:
             nothing: Future[None] = Future()
             nothing.set_result(None)
             return nothing
-        with interrupts_wait(), self._lock:
+        with defer_sigint(), self._lock:
             if self._last is None:
                 self._last = self._executor.submit(job)
                 self._executor.shutdown(wait=False)

@@ -13,7 +13,7 @@ from megatron_hybrid.inference.rank_calls import on_all_ranks
 from megatron_hybrid.inference.weights.memory import WeightMemory
 from megatron_hybrid.inference.weights.transfer import Joining
 from megatron_hybrid.inference.weights.updates import Pairs, WeightsUnfinishedError
-from megatron_hybrid.utils.interrupts import interrupts_wait
+from megatron_hybrid.utils.interrupts import defer_sigint
 
 
 class WeightCalls:
@@ -51,7 +51,7 @@ class WeightCalls:
         return self._updates.reason_to_wait if self._updates.has_failed else None
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     @on_all_ranks
     def update_weights(self) -> None:
         self.require("update_weights")
@@ -59,7 +59,7 @@ class WeightCalls:
         self._epochs.begin()
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     def load_weights(self, pairs: Pairs) -> None:
         self.require("load_weights")
         with self._control.inside("load_weights()"):
@@ -86,7 +86,7 @@ class WeightCalls:
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         # Where all ranks wait, Ctrl-C on one must not leave an exchange that the others are in.
         all_wait = self._ranks.size > 1 and not self._control.leads
-        with interrupts_wait() if all_wait else nullcontext():
+        with defer_sigint() if all_wait else nullcontext():
             joining = self.begin_join(init_info)
             try:
                 while not self.end_join(joining.number):
@@ -141,7 +141,7 @@ class WeightCalls:
         self._updates.receive(update_info)
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     @on_all_ranks
     def finish_weight_update(self) -> None:
         self.require("finish_weight_update")
@@ -151,7 +151,7 @@ class WeightCalls:
     # The memory of the weights
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     @on_all_ranks
     def release_weights(self, keep: bool = True) -> None:
         self._guard.refuse_inside_step("release_weights")
@@ -170,7 +170,7 @@ class WeightCalls:
             self._updates.note_dropped()
 
     @exclusive
-    @interrupts_wait()
+    @defer_sigint()
     @on_all_ranks
     def reacquire_weights(self) -> None:
         self._guard.refuse_closed("reacquire_weights")

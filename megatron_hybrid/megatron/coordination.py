@@ -30,7 +30,7 @@ from megatron_hybrid.megatron.errors import ContextErrorFactory, ContextOverflow
 from megatron_hybrid.megatron.request import DynamicInferenceRequestRecord
 from megatron_hybrid.megatron.sampling_params import SamplingParams
 from megatron_hybrid.megatron.states import EngineState
-from megatron_hybrid.utils.process_life import end_with_parent
+from megatron_hybrid.utils.child_lifetime import end_with_parent
 
 logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.005

@@ -28,9 +28,9 @@ from megatron_hybrid.megatron.sampling_params import SamplingParams
 from megatron_hybrid.megatron.states import EngineState
 from megatron_hybrid.models.hybrid_model import unwrap
 from megatron_hybrid.text.tokenizer import Tokenizer
-from megatron_hybrid.utils.fork_guard import HomeProcess
+from megatron_hybrid.utils.child_lifetime import EndSignal
+from megatron_hybrid.utils.fork_guard import ForkGuard
 from megatron_hybrid.utils.interrupts import result_of
-from megatron_hybrid.utils.process_life import EndSignal
 from megatron_hybrid.utils.validation import is_int
 
 T = TypeVar("T")
@@ -247,7 +247,7 @@ class _Replicas:
     ):
         with coordinator_needed("MegatronLLM(use_coordinator=True) of several replicas"):
             coordinator_parts()
-        self._loop, self._home = asyncio.new_event_loop(), HomeProcess()
+        self._loop, self._home = asyncio.new_event_loop(), ForkGuard()
         self._ending: Future[None] | None = None
         self._lock = threading.Lock()
         self.is_over = threading.Event()

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_hybrid.offload.tier import Record
-from megatron_hybrid.utils.process_life import never_free
+from megatron_hybrid.utils.child_lifetime import never_free
 
 try:
     import sqlite3

@@ -39,8 +39,8 @@ from megatron_hybrid.offload.disk_index import (
 from megatron_hybrid.offload.page_file import PageFile
 from megatron_hybrid.offload.page_mover import HostPages
 from megatron_hybrid.offload.tier import RETRY_SECONDS, Record
-from megatron_hybrid.utils.fork_guard import HomeProcess
-from megatron_hybrid.utils.interrupts import interrupts_wait, poll_until
+from megatron_hybrid.utils.fork_guard import ForkGuard
+from megatron_hybrid.utils.interrupts import defer_sigint, poll_until
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class DiskStore:
         self._mutex = threading.Lock()  # no Condition, see `interrupts.py`
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._closing = self._closed = self._is_writing = False
-        self._home = HomeProcess()
+        self._home = ForkGuard()
         self._error: Exception | None = None  # the last write error since `recover`
         self._retry_at: float | None = None  # None: writing works
         self._unwritten: list[Record] = []
@@ -181,7 +181,7 @@ class DiskStore:
                     f"it, or name another one"
                 )
 
-    @interrupts_wait()
+    @defer_sigint()
     def load(self) -> list[tuple[Record, bytes | None]]:
         """Return the records of the folder, parents first, each with its parent's key, and start
         the writer. Call it once, before anything else. It also works on a full disk.
@@ -542,7 +542,7 @@ class DiskStore:
             raise self._write_error(self._error) from self._error
         self._check_ours()
 
-    @interrupts_wait()
+    @defer_sigint()
     def close(self) -> None:
         """Finish pending writes, cancel pending reads and unlock the folder. In a forked process
         the folder stays locked by the parent. After an interrupt, call it again."""

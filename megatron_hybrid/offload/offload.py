@@ -28,7 +28,7 @@ from megatron_hybrid.offload.fetch import Fetches
 from megatron_hybrid.offload.host_store import HostStore
 from megatron_hybrid.offload.prefix_keys import RecentKeys
 from megatron_hybrid.offload.tier import Record, Source, Tier, least_capacity_bytes
-from megatron_hybrid.utils.interrupts import interrupts_wait
+from megatron_hybrid.utils.interrupts import defer_sigint
 from megatron_hybrid.utils.out_of_memory import optional_decision
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Offload(CacheListener):
     def counters(self) -> dict[str, int]:
         """Return counters since the start, and the present contents of the tiers."""
         if self._ranks.size == 1:  # several ranks can poll only together
-            with interrupts_wait():  # it looks at futures
+            with defer_sigint():  # it looks at futures
                 self.poll()
         disk = self.disk
         held = {
@@ -292,7 +292,7 @@ class Offload(CacheListener):
     def save_to(self, tier: Tier, let_in: Callable[[], None]) -> None:
         """Copy everything cached to a disk tier while there is room: first from the pool, the most
         valuable first, then from host memory, then from the engine's own disk tier. Call it inside
-        `interrupts_wait`, whose `let_in` is called between two records.
+        `defer_sigint`, whose `let_in` is called between two records.
 
         Raises:
             OSError: writing failed, or reading from the engine's own disk tier.

@@ -18,8 +18,8 @@ from megatron_hybrid.serving.fields import CompletionFields, GenerationFields
 from megatron_hybrid.serving.json_response import encode_json
 from megatron_hybrid.serving.parsers import (
     AnswerParser,
+    AnswerPart,
     Content,
-    Part,
     Reasoning,
     Style,
     ToolCall,
@@ -41,7 +41,7 @@ def prefix_block(report: PrefixReport) -> Json:
     }
 
 
-def num_reasoning_tokens(tokenizer: Tokenizer, parts: Iterable[Part]) -> int:
+def num_reasoning_tokens(tokenizer: Tokenizer, parts: Iterable[AnswerPart]) -> int:
     """Tokens of an answer's reasoning, as the tokenizer writes its text."""
     text = "".join(part.text for part in parts if isinstance(part, Reasoning))
     return len(tokenizer.tokenize(text, add_special_tokens=False)) if text else 0
@@ -399,7 +399,7 @@ _DELTA_CHARS = 4096
 """Of a call's arguments in one event."""
 
 
-def _deltas(part: Part) -> Iterator[Json]:
+def _deltas(part: AnswerPart) -> Iterator[Json]:
     """What a part adds to a message: a call first its name, then its arguments."""
     if not isinstance(part, ToolCall):
         yield {"reasoning" if isinstance(part, Reasoning) else "content": part.text}
@@ -417,7 +417,7 @@ def argument_pieces(call: ToolCall) -> Iterator[str]:
         yield call.arguments[start : start + _DELTA_CHARS]
 
 
-def _message(parts: Sequence[Part]) -> Json:
+def _message(parts: Sequence[AnswerPart]) -> Json:
     """A whole message."""
     calls = [part.to_json() for part in parts if isinstance(part, ToolCall)]
     said = {

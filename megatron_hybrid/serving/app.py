@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -19,7 +20,6 @@ from megatron_hybrid.inference.metrics.prometheus import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.requests.builder import Prompt
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.answers import Answer
-from megatron_hybrid.serving.door import Door
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import (
     AbortFields,
@@ -30,13 +30,13 @@ from megatron_hybrid.serving.fields import (
     GenerationFields,
     TokenizeFields,
 )
-from megatron_hybrid.serving.json_response import encode_json, in_texts_thread, json_response
+from megatron_hybrid.serving.json_response import encode_json, json_response, to_cpu_thread
 from megatron_hybrid.serving.limits import check_count, check_tools
 from megatron_hybrid.serving.messages import CHAT_NAMES as MESSAGE_NAMES
 from megatron_hybrid.serving.messages import MessageAnswer, MessageFields, PromptFields
 from megatron_hybrid.serving.page_routes import add_page
 from megatron_hybrid.serving.parsers import Style
-from megatron_hybrid.serving.rendering import (
+from megatron_hybrid.serving.request_mapping import (
     chat_prompt,
     completion_prompts,
     guide_of,
@@ -46,6 +46,7 @@ from megatron_hybrid.serving.rendering import (
     thinking_budget,
     truncated,
 )
+from megatron_hybrid.serving.request_middleware import RequestMiddleware
 from megatron_hybrid.serving.responses import CHAT_NAMES, ResponseAnswer, ResponseFields
 from megatron_hybrid.serving.routes import EVENTS, Answers, errors, keyed_routes
 from megatron_hybrid.serving.schemas import (
@@ -67,7 +68,7 @@ from megatron_hybrid.serving.schemas import (
     Tokenized,
     Version,
 )
-from megatron_hybrid.serving.service import PromptStreams, Service, Ticket, until_gone
+from megatron_hybrid.serving.service import PromptStreams, Service, Ticket, cancel_on_disconnect
 from megatron_hybrid.serving.trainer_routes import add_trainer
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.version import __version__
@@ -93,7 +94,7 @@ def create_app(service: Service) -> FastAPI:
         docs_url=None,  # which loads scripts from elsewhere
         redoc_url=None,
     )
-    app.add_middleware(Door, service=service)
+    app.add_middleware(RequestMiddleware, service=service)
     if config.cors_origins:  # outside of the door: what browsers ask before a request has no key
         app.add_middleware(
             CORSMiddleware,
@@ -191,7 +192,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             chat.check()
             return {"input_tokens": len(chat_prompt(service.tokenizer_of(chat), chat).tokens)}
 
-        with _in_words_of(fields):
+        with rename_error_fields(fields):
             return await json_response(counted)
 
     @routes.post("/abort", responses=errors(400, 401, 413))
@@ -213,8 +214,8 @@ async def _generate(service: Service, request: Request, fields: GenerationFields
 
 async def _respond(service: Service, request: Request, fields: ResponseFields | MessageFields):
     """An answer to a chat, in the form of another route."""
-    with _in_words_of(fields):
-        chat = await in_texts_thread(fields.to_chat)
+    with rename_error_fields(fields):
+        chat = await to_cpu_thread(fields.to_chat)
 
         def make(id: str, style: Style, thinks: bool, prompts: Any) -> AnyAnswer:
             given = service.config.model_name, style, thinks
@@ -226,7 +227,7 @@ async def _respond(service: Service, request: Request, fields: ResponseFields | 
 
 
 @contextmanager
-def _in_words_of(fields: ResponseFields | PromptFields) -> Iterator[None]:
+def rename_error_fields(fields: ResponseFields | PromptFields) -> Iterator[None]:
     """Let errors name the route's own fields, in place of a chat's."""
     try:
         yield
@@ -254,22 +255,23 @@ async def _answer(
         admitted = service.admitted(request_id, state.key, num_samples)
         ticket = state.ticket = undo.enter_context(admitted)
         ticket.names = fields.caller_names
-        prepared = await in_texts_thread(partial(_prepared, service, fields))
-        prompts, params, wish, parsing = prepared
-        guide = None
-        if wish is not None:
-            guide = await until_gone(request.receive, service.compiled(ticket, *wish))
+        asked = await to_cpu_thread(partial(_prepared, service, fields))
+        prompts, params, guide = asked.prompts, asked.params, None
+        if asked.guide is not None:
+            guide = await cancel_on_disconnect(
+                request.receive, service.compiled(ticket, *asked.guide)
+            )
         salt = service.salt_of(state.key, fields.cache_salt)
         options = request_options(fields, salt, service.tenant_of(state.key), guide)
-        answer = make(ticket.request_id, *parsing, prompts)
+        answer = make(ticket.request_id, asked.style, asked.begins_in_reasoning, prompts)
         if not fields.stream:
             work = service.generate_all(ticket, prompts, params, options)
-            results = await until_gone(request.receive, work)
+            results = await cancel_on_disconnect(request.receive, work)
             return await json_response(lambda: answer.whole(results), ticket.num_tokens)
         streams = service.streams(prompts, params, options)
         undo.push_async_callback(streams.aclose)
         # What fails before the first token has a status of HTTP.
-        await until_gone(request.receive, service.begun(ticket, streams))
+        await cancel_on_disconnect(request.receive, service.wait_for_first_output(ticket, streams))
         return _EventStream(_events(service, ticket, answer, streams), undo.pop_all())
 
 
@@ -292,11 +294,22 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def _prepared(
-    service: Service, fields: GenerationFields
-) -> tuple[list[Prompt], SamplingParams, tuple[Guide, str] | None, tuple[Style | None, bool]]:
-    """What the engine is asked, a guide with the field that asks for it, how the model answers a
-    chat, and whether the answer begins inside of reasoning."""
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request in the engine's terms, and how its answer is read."""
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    guide: tuple[Guide, str] | None
+    """A guide, and the field that asks for it."""
+    style: Style | None
+    """How the model answers a chat; None: this is no chat."""
+    begins_in_reasoning: bool
+    """Whether the answer begins inside of reasoning."""
+
+
+def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
+    """Tokenize a request, and read its parameters; for a thread."""
     check_tools(fields)
     prompts = _prompts(service, fields)
     if (most := fields.truncate_prompt_tokens) is not None:
@@ -319,7 +332,7 @@ def _prepared(
         params.thinking_budget = thinking_budget(tokenizer, *given)
     if fields.stream:
         service.check_late(prompts, params, fields.caller_names)
-    return prompts, params, guide, (style, bool(thinks))
+    return PreparedRequest(prompts, params, guide, style, bool(thinks))
 
 
 def _num_prompts(fields: GenerationFields) -> int:
@@ -440,7 +453,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         if fields.api_key is not None and (key := service.known_key(fields.api_key)) is None:
             raise ApiError(400, "this is none of the server's keys: use one of them", "api_key")
         salt = service.salt_of(key, fields.cache_salt)
-        tokens = await in_texts_thread(partial(tokens_of, fields))
+        tokens = await to_cpu_thread(partial(tokens_of, fields))
         try:
             explanation = await service.engine.explain(tokens, salt=salt)
         except (TypeError, ValueError) as error:

@@ -237,11 +237,11 @@ class Body(Fields):
     def refused(cls) -> dict[str, tuple]:
         """`UNSUPPORTED`, and fields that only other bodies have."""
         others = (CompletionFields, ChatFields) if issubclass(cls, GenerationFields) else ()
-        known = nothing_of(*others) | UNSUPPORTED
+        known = neutral_values(*others) | UNSUPPORTED
         return {name: nothing for name, nothing in known.items() if name not in cls.model_fields}
 
 
-def nothing_of(*kinds: type[Fields]) -> dict[str, tuple]:
+def neutral_values(*kinds: type[Fields]) -> dict[str, tuple]:
     """Fields of some objects -> values that ask for nothing, beside null."""
     return {
         name: (() if field.is_required() else (field.default, [], {}))

@@ -25,7 +25,7 @@ _GZIP_LEVEL = 1
 _GZIP = re.compile(r"(?i)\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))")
 
 
-async def in_texts_thread(job: Callable[[], R]) -> R:
+async def to_cpu_thread(job: Callable[[], R]) -> R:
     """The result of a job with long texts, such as tokenizing, templates, JSON: in threads that
     nothing else uses."""
     return await asyncio.wrap_future(_texts.submit(job))
@@ -36,11 +36,11 @@ async def json_response(make: Callable[[], Any], num_tokens: float = inf) -> Res
     it is of few tokens the thread would cost more."""
     if num_tokens < FEW_TOKENS:
         return Response(encode_json(make()), media_type="application/json")
-    body = await in_texts_thread(lambda: encode_json(make()))
+    body = await to_cpu_thread(lambda: encode_json(make()))
     return Response(body, media_type="application/json")
 
 
-async def packed_json_response(make: Callable[[], Any], accepts: str) -> Response:
+async def gzip_json_response(make: Callable[[], Any], accepts: str) -> Response:
     """`json_response`, compressed where the client takes that.
 
     accepts: the header Accept-Encoding.
@@ -52,7 +52,7 @@ async def packed_json_response(make: Callable[[], Any], accepts: str) -> Respons
             return body, headers
         return gzip.compress(body, _GZIP_LEVEL), headers | {"Content-Encoding": "gzip"}
 
-    body, headers = await in_texts_thread(packed)
+    body, headers = await to_cpu_thread(packed)
     return Response(body, headers=headers, media_type="application/json")
 
 

@@ -31,8 +31,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from megatron_hybrid.checkpoints.checkpoint import read_config
 from megatron_hybrid.checkpoints.pretrained import checked_device, checked_folder
 from megatron_hybrid.models.sharding.parallel_setup import ranks_needed
+from megatron_hybrid.utils.child_lifetime import LAUNCHER
 from megatron_hybrid.utils.daemon_threads import DaemonThreads
-from megatron_hybrid.utils.process_life import LAUNCHER
 
 _POLL_SECONDS = 0.1
 _HOST, _BACKEND = "127.0.0.1", "loopback"

@@ -22,7 +22,7 @@ from megatron_hybrid.serving.answers import (
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import ChatFields, Fields, refuse_unsupported
 from megatron_hybrid.serving.json_response import encode_json
-from megatron_hybrid.serving.parsers import Part, Reasoning, Style, ToolCall
+from megatron_hybrid.serving.parsers import AnswerPart, Reasoning, Style, ToolCall
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 UNSUPPORTED = {
@@ -274,7 +274,7 @@ class MessageAnswer:
         self._tokenizer, self._id, self._model = tokenizer, id, model
         self._parser = style.parser(is_thinking=is_thinking, **chat.parsed_by)
         self._blocks: list[Json] = []
-        self._open: type[Part] | None = None  # the kind of the last block, while it grows
+        self._open: type[AnswerPart] | None = None  # the kind of the last block, while it grows
         self._has_begun = False
         self._stop: Json = {"stop_reason": None, "stop_sequence": None}
 
@@ -329,7 +329,7 @@ class MessageAnswer:
             if reason == "stop" and isinstance(result.stop_reason, str):
                 self._stop = {"stop_reason": "stop_sequence", "stop_sequence": result.stop_reason}
 
-    def _add(self, part: Part) -> Iterator[Json]:
+    def _add(self, part: AnswerPart) -> Iterator[Json]:
         if self._open is not type(part) or isinstance(part, ToolCall):
             yield from self._close()
             self._open = type(part)
@@ -345,7 +345,7 @@ class MessageAnswer:
         block[name] += part.text
         yield self._delta(f"{name}_delta", **{name: part.text})
 
-    def _block(self, part: Part) -> Json:
+    def _block(self, part: AnswerPart) -> Json:
         """A new one, without what the part says."""
         block: Json = {"type": "text", "text": ""}
         if isinstance(part, Reasoning):

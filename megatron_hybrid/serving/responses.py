@@ -32,12 +32,12 @@ from megatron_hybrid.serving.fields import (
     Function,
     Object,
     SharedChatFields,
-    nothing_of,
+    neutral_values,
     refuse_unsupported,
 )
 from megatron_hybrid.serving.fields import UNSUPPORTED as UNSUPPORTED_ANYWHERE
 from megatron_hybrid.serving.json_response import encode_json
-from megatron_hybrid.serving.parsers import Part, Reasoning, Style, ToolCall
+from megatron_hybrid.serving.parsers import AnswerPart, Reasoning, Style, ToolCall
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 STATEFUL: dict[str, tuple] = {
@@ -154,7 +154,7 @@ class ResponseFields(SharedChatFields):
     @cache
     def refused(cls) -> dict[str, tuple]:
         """See the base class."""
-        known = nothing_of(ChatFields) | UNSUPPORTED_ANYWHERE | UNSUPPORTED | STATEFUL
+        known = neutral_values(ChatFields) | UNSUPPORTED_ANYWHERE | UNSUPPORTED | STATEFUL
         used = {*cls.model_fields, *LIMITS, "stream_options"}  # OpenAI's: padding
         return {name: nothing for name, nothing in known.items() if name not in used}
 
@@ -329,7 +329,7 @@ class ResponseAnswer:
         self._parser = style.parser(is_thinking=is_thinking, **chat.parsed_by)
         self._created = time.time()
         self._items: list[Json] = []
-        self._open: type[Part] | None = None  # the kind of the last item, while it grows
+        self._open: type[AnswerPart] | None = None  # the kind of the last item, while it grows
         self._num_events = 0
         self._reason = ""
 
@@ -378,7 +378,7 @@ class ResponseAnswer:
         events = [event for part in parts for event in self._add(part)]
         return events + (self._close() if reason is not None else [])
 
-    def _add(self, part: Part) -> Iterator[Json]:
+    def _add(self, part: AnswerPart) -> Iterator[Json]:
         if self._open is not type(part):
             yield from self._close()
         if isinstance(part, ToolCall):
@@ -394,7 +394,7 @@ class ResponseAnswer:
             given = {"delta": part.text, "logprobs": []}
             yield self._event("response.output_text.delta", **self._place, **given)
 
-    def _begin_item(self, kind: type[Part]) -> Iterator[Json]:
+    def _begin_item(self, kind: type[AnswerPart]) -> Iterator[Json]:
         self._open = kind
         number = len(self._items)
         item: Json = {"id": f"{self._id}-{number}", "status": "in_progress", "content": []}

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Depends
 from fastapi.security import HTTPBearer
 
-from megatron_hybrid.serving.body import BodyRoute
+from megatron_hybrid.serving.json_body import BodyRoute
 from megatron_hybrid.serving.schemas import Error
 
 Answers = dict[int | str, dict[str, Any]]

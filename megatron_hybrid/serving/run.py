@@ -32,12 +32,13 @@ from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.serving.app import create_app
+from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.kv_events import BlockEvents
 from megatron_hybrid.serving.loading import Loading
-from megatron_hybrid.serving.service import Service, ServingConfig
+from megatron_hybrid.serving.service import Service
 from megatron_hybrid.serving.slow_clients import TimedProtocol
 from megatron_hybrid.text.tokenizer import Tokenizer
-from megatron_hybrid.utils.process_life import EndSignal
+from megatron_hybrid.utils.child_lifetime import EndSignal
 
 if TYPE_CHECKING:  # what it imports need not be installed
     from megatron_hybrid.serving.kv_publisher import KvPublisher

@@ -34,11 +34,12 @@ from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
 from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
+from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import TemplateFields
 from megatron_hybrid.serving.history import History
-from megatron_hybrid.serving.json_response import in_texts_thread
-from megatron_hybrid.serving.parsers import Style, style_of
+from megatron_hybrid.serving.json_response import to_cpu_thread
+from megatron_hybrid.serving.parsers import Style
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -47,62 +48,6 @@ T = TypeVar("T")
 _REST_SECONDS = 2.0
 """Without a request, before freed memory goes back to the system."""
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: None)  # glibc has it
-
-
-@dataclass(frozen=True)
-class ServingConfig:
-    """Settings of the server."""
-
-    model_name: str
-    """In answers; requests may name it, or no model."""
-    description: str = ""
-    """Of the model, for `/v1/models` and the page."""
-    api_keys: tuple[str, ...] = ()
-    """API keys, one of which a request needs; none: requests need no key."""
-    admin_keys: tuple[str, ...] = ()
-    """Of the operator, for the routes of the cache; none: these need no more than the others."""
-    shows_prompts: bool = False
-    """Whether the page shows texts of prompts to the operator, not only their lengths."""
-    trusts_templates: bool = False
-    """Whether a request may have a chat template of its own."""
-    tool_call_parser: str = ""
-    """Name of the dialect of calls; "": as the chat template shows."""
-    reasoning_parser: str = ""
-    """The same of reasoning."""
-    takes_weights: bool = False
-    """Whether a trainer may pause the server and send it new weights, by routes of the operator."""
-    shares_cache: bool = False
-    """Whether keys share cached prefixes. Else each of several keys has a salt of its own."""
-    allowed_hosts: tuple[str, ...] = ()
-    """Names of the server in the header Host, beside those of this machine. Without keys, requests
-    with others are refused."""
-    cors_origins: tuple[str, ...] = ()
-    """Sites whose pages may call the server from a browser; "*": all."""
-    root_path: str = ""
-    """Path of a proxy under which the server is found."""
-    max_body_bytes: int = 16 << 20
-    max_waiting: int = 256
-    """Requests beside those that run; each sample of each prompt is one."""
-    max_requests_per_key: int | None = None
-    """Unanswered ones, likewise."""
-    queue_seconds: float | None = None
-    """Most time that a request waits for its first prompt to begin; None: any."""
-    request_seconds: float | None = None
-    """Most time of a request, waiting included; None: any."""
-    drain_seconds: float = 30.0
-    """After SIGTERM, for the requests that run."""
-
-    def __post_init__(self) -> None:
-        for origin in self.cors_origins:
-            if origin != "*" and "://" not in origin:
-                raise ValueError(
-                    f"{origin!r} is no origin of pages (--cors-origin): give a scheme and a name, "
-                    "such as https://chat.example, or *"
-                )
-
-    def style_of(self, template: str | None) -> Style:
-        """How a model with this chat template answers."""
-        return style_of(template, self.tool_call_parser, self.reasoning_parser)
 
 
 @dataclass(eq=False)
@@ -169,7 +114,7 @@ class PromptStreams(Iterable[AsyncStream]):
             self._inside.extend(call() for call in islice(self._calls, 1))
 
     async def begun(self) -> None:
-        """See `Service.begun`."""
+        """See `Service.wait_for_first_output`."""
         for stream in self._inside:
             await stream.queued()
         await self._inside[0].begun()
@@ -446,7 +391,7 @@ class Service:
             for prompt, limit in zip(prompts, limits)
         ]
 
-    async def begun(self, ticket: Ticket, streams: PromptStreams) -> None:
+    async def wait_for_first_output(self, ticket: Ticket, streams: PromptStreams) -> None:
         """Wait until the engine has taken the first streams, and the first one has an output.
 
         Raises:
@@ -546,7 +491,7 @@ class Service:
             await asyncio.sleep(_REST_SECONDS)
             if not self._tickets and self._num_tickets > num_done:
                 num_done = self._num_tickets
-                await in_texts_thread(partial(_trim, 0))
+                await to_cpu_thread(partial(_trim, 0))
 
     async def close(self) -> None:
         """Save the cache in its folder, if it has one, and end the engine."""
@@ -567,7 +512,7 @@ def _aborted(ticket: Ticket) -> bool:
     return True
 
 
-async def until_gone(receive, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of some work, which is cancelled when the client goes away.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_hybrid.cache.index.journal import Journal, Version
 from megatron_hybrid.cache.tree_view import EdgeView, TreeChanges
 from megatron_hybrid.inference.async_engine import AsyncEngine
-from megatron_hybrid.serving.json_response import in_texts_thread
+from megatron_hybrid.serving.json_response import to_cpu_thread
 
 MAX_EDGES = 10_000
 """That are shown: those used last."""
@@ -50,9 +50,9 @@ class TreeFeed:
             while changes is None or not changes.is_last:
                 changes = await self._engine.cache_changes(self._seen, limit, self._num_tokens)
                 self._seen = changes.version
-                await in_texts_thread(lambda told=changes: self._take(told))
+                await to_cpu_thread(lambda told=changes: self._take(told))
                 limit += _SLICE // 16
-            return await in_texts_thread(lambda: self._columns(since, changes))
+            return await to_cpu_thread(lambda: self._columns(since, changes))
 
     # In the thread
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_hybrid.text.document_files import BrokenRecordError, Chunk
 from megatron_hybrid.text.tokenizer import Tokenizer
-from megatron_hybrid.utils.process_life import end_with_parent
+from megatron_hybrid.utils.child_lifetime import end_with_parent
 
 
 def token_dtype(vocab_size: int) -> type[np.integer]:

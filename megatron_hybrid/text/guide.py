@@ -82,7 +82,7 @@ class Guide:
             _check(guide)
         return guide
 
-    def behind_thought(
+    def after_reasoning(
         self, open: str, close: str, *, begins_inside: bool, prefix: str = ""
     ) -> Guide:
         """A guide of reasoning with any text, followed by the form of this guide.

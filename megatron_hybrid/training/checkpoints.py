@@ -32,8 +32,8 @@ from megatron_hybrid.compat import quiet_core, start_save
 from megatron_hybrid.distributed.ranks import fail_together
 from megatron_hybrid.training.core_save_patch import patch_saves
 from megatron_hybrid.training.fields import Fields
+from megatron_hybrid.utils.child_lifetime import forks_end_with_us
 from megatron_hybrid.utils.files import replace_file
-from megatron_hybrid.utils.process_life import forks_end_with_us
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +62,6 @@ class CheckpointFields(Fields):
 
     asynchronous: bool = True
     """Write a checkpoint in a separate process while the training continues."""
-
-    def check(self) -> None:
-        """See `Fields.check`."""
-        self.require_at_least(0, "every_steps", "keep")
 
 
 class Checkpoints:

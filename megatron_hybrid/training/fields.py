@@ -6,10 +6,9 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import cache
 from typing import Any, Self, get_args, get_type_hints
 
-from megatron_hybrid.utils.validation import check_field
+from megatron_hybrid.utils.validation import check_fields
 
 
 class Fields:
@@ -35,45 +34,21 @@ class Fields:
             if field.name not in values and set(defaults) == {dataclasses.MISSING}:
                 raise ValueError(f"{section} needs the field {field.name!r}.")
         try:
-            fields = cls(**values)
-            fields.check_types()
+            hints = get_type_hints(cls)
+            fields = cls(**{name: as_number(value, hints[name]) for name, value in values.items()})
             fields.check()
         except (ValueError, TypeError) as error:
             raise ValueError(f"{section}: {error}") from error
         return fields
 
     def check(self) -> None:
-        """Check the values.
+        """Check the values against the annotations. Subclasses check what these do not say.
 
         Raises:
             ValueError: a field has no legal value, or contradicts another one; the message names
                 the field, the value, the limit and what to do.
         """
-
-    def check_types(self) -> None:
-        """Check the values against the annotations; see `check_field` and `as_number`.
-
-        Raises:
-            ValueError: another type, or a number without bounds.
-        """
-        hints = _type_hints(type(self))
-        for field in dataclasses.fields(self):
-            value, hint = getattr(self, field.name), hints[field.name]
-            setattr(self, field.name, value := as_number(value, hint))
-            check_field(field.name, value, hint)
-
-    def require_positive(self, *names: str) -> None:
-        """Raise ValueError if one of the fields is 0 or less."""
-        for name in names:
-            if not (value := getattr(self, name)) > 0:
-                raise ValueError(f"{name} is {value}; it must be positive.")
-
-    def require_at_least(self, least: float, *names: str) -> None:
-        """Raise ValueError if one of the fields is below `least`; None is not."""
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise ValueError(f"{name} is {value}; it must be {least} or more.")
+        check_fields(self)
 
 
 def check_known(section: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -84,9 +59,6 @@ def check_known(section: str, given: Iterable[str], known: Iterable[str]) -> Non
             near = difflib.get_close_matches(str(key), known, n=3)
             hint = f"Near it: {', '.join(near)}." if near else f"It has: {', '.join(known)}."
             raise ValueError(f"{section} has no field {key!r}. {hint}")
-
-
-_type_hints = cache(get_type_hints)
 
 
 def as_number(value: Any, hint: Any) -> Any:

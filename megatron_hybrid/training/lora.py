@@ -17,6 +17,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,7 @@ from megatron_hybrid.models.sharding.tensor_sharding import (
 )
 from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.utils.files import replace_file
-from megatron_hybrid.utils.validation import is_int, is_number
+from megatron_hybrid.utils.validation import Range
 
 WEIGHTS_FILE, FIELDS_FILE = "adapters.safetensors", "adapters.json"
 TARGETS = ("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -61,13 +62,13 @@ TARGETS = ("in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "li
 class LoraFields(Fields):
     """Fields of the adapters: their projections and their size."""
 
-    rank: int = 16
+    rank: Annotated[int, Range(ge=1)] = 16
     """Rank of an adapter: rows of A and columns of B."""
 
-    alpha: float = 32.0
+    alpha: Annotated[float, Range(gt=0)] = 32.0
     """Factor of an adapter: the product B A is multiplied by alpha / rank."""
 
-    dropout: float = 0.0
+    dropout: Annotated[float, Range(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that are dropped in training. Tensor-parallel ranks must draw
     equal numbers from torch's default generator, as they do with megatron-core's seeds."""
 
@@ -80,15 +81,9 @@ class LoraFields(Fields):
 
     def check(self) -> None:
         """See `Fields.check`."""
-        if not is_int(self.rank) or self.rank < 1:
-            raise ValueError(f"rank is {self.rank!r}; it must be a whole number from 1.")
-        if not is_number(self.alpha) or not 0 < self.alpha < math.inf:
-            raise ValueError(f"alpha is {self.alpha!r}; it must be a number above 0.")
-        if not is_number(self.dropout) or not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout!r}; it must be a number from 0 to below 1.")
-        targets = self.targets
-        if isinstance(targets, str) or not targets or not all(isinstance(t, str) for t in targets):
-            raise ValueError(f"targets is {targets!r}; it must be a list of names, one at least.")
+        super().check()
+        if not self.targets:
+            raise ValueError("targets is empty; it must be a list of names, one at least.")
 
 
 class LowRankAdapter(nn.Module):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -30,6 +30,7 @@ from torch import nn
 from megatron_hybrid.compat import quiet_core
 from megatron_hybrid.training.core_groups_patch import support_mixed_groups
 from megatron_hybrid.training.fields import Fields
+from megatron_hybrid.utils.validation import Range
 
 
 @dataclass
@@ -42,10 +43,10 @@ class OptimizerFields(Fields):
     are scaled to the size of Adam's, so both take one learning rate. Muon needs torch 2.9 and whole
     matrices: neither tensor parallelism nor `distributed`."""
 
-    learning_rate: float = 3e-4
+    learning_rate: Annotated[float, Range(gt=0)] = 3e-4
     """Highest learning rate, which is reached after the warm-up."""
 
-    min_learning_rate: float = 0.0
+    min_learning_rate: Annotated[float, Range(ge=0)] = 0.0
     """Learning rate of the last step."""
 
     warmup_steps: int = 0
@@ -59,26 +60,26 @@ class OptimizerFields(Fields):
     """Steps over which the rate of `WSD` falls. `WSD` needs this field, and the other schedules
     refuse it."""
 
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, Range(ge=0)] = 0.1
     """Decoupled weight decay. Embeddings and the matrices of the layers decay; vectors, norms,
     convolutions and the constants of recurrent layers do not."""
 
     end_weight_decay: float | None = None
     """Weight decay of the last step, to which it rises linearly; None: it is constant."""
 
-    beta1: float = 0.9
+    beta1: Annotated[float, Range(ge=0, lt=1)] = 0.9
     """Decay of Adam's mean of gradients."""
 
-    beta2: float = 0.95
+    beta2: Annotated[float, Range(ge=0, lt=1)] = 0.95
     """Decay of Adam's mean of squared gradients."""
 
-    epsilon: float = 1e-8
+    epsilon: Annotated[float, Range(gt=0)] = 1e-8
     """Epsilon of Adam, which is added to the root of that mean."""
 
-    momentum: float = 0.95
+    momentum: Annotated[float, Range(ge=0, lt=1)] = 0.95
     """Momentum of Muon and of SGD."""
 
-    clip_gradient: float = 1.0
+    clip_gradient: Annotated[float, Range(ge=0)] = 1.0
     """Largest norm of the gradient over all parameters and ranks; 0: the gradient is not
     clipped."""
 
@@ -87,13 +88,7 @@ class OptimizerFields(Fields):
 
     def check(self) -> None:
         """See `Fields.check`."""
-        self.require_positive("learning_rate", "epsilon")
-        self.require_at_least(
-            0, "min_learning_rate", "warmup_steps", "weight_decay", "clip_gradient", "momentum"
-        )
-        for name in ("beta1", "beta2", "momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more, below 1.")
+        super().check()
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(
                 f"min_learning_rate is {self.min_learning_rate}, above the learning_rate of "

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import yaml
 
@@ -19,6 +19,7 @@ from megatron_hybrid.training.fields import Fields, as_number, check_known
 from megatron_hybrid.training.lora import LoraFields
 from megatron_hybrid.training.optimizer import OptimizerFields
 from megatron_hybrid.training.reports import ReportFields
+from megatron_hybrid.utils.validation import Range
 
 RECIPES = Path(__file__).parent / "recipes"
 """The recipes in the package, which go by their names."""
@@ -28,16 +29,16 @@ RECIPES = Path(__file__).parent / "recipes"
 class RunFields(Fields):
     """Fields of the run: its length, its batches and its evaluations."""
 
-    steps: int = 1000
+    steps: Annotated[int, Range(ge=1)] = 1000
     """Optimizer steps; the schedules of rates end with them."""
 
-    stop_at_step: int | None = None
+    stop_at_step: Annotated[int, Range(ge=1)] | None = None
     """Step at which the run is saved and ends, as if it had been stopped; None: the last step."""
 
-    micro_batch_size: int = 1
+    micro_batch_size: Annotated[int, Range(ge=1)] = 1
     """Rows in a forward pass of a rank."""
 
-    global_batch_size: int = 1
+    global_batch_size: Annotated[int, Range(ge=1)] = 1
     """Rows in an optimizer step, over all ranks. A rank computes its rows micro-batch by
     micro-batch, and adds up their gradients."""
 
@@ -47,7 +48,7 @@ class RunFields(Fields):
     eval_every_steps: int = 0
     """Steps between two evaluations; 0: none."""
 
-    eval_batches: int = 10
+    eval_batches: Annotated[int, Range(ge=1)] = 10
     """Global batches of validation data in an evaluation; every evaluation takes the same
     batches."""
 
@@ -60,9 +61,7 @@ class RunFields(Fields):
 
     def check(self) -> None:
         """See `Fields.check`."""
-        self.require_positive("steps", "micro_batch_size", "global_batch_size", "eval_batches")
-        self.require_at_least(0, "eval_every_steps", "max_skipped_steps", "seed")
-        self.require_at_least(1, "stop_at_step")
+        super().check()
         if self.global_batch_size % self.micro_batch_size:
             raise ValueError(
                 f"global_batch_size is {self.global_batch_size}, no multiple of micro_batch_size="

@@ -7,13 +7,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.utils.files import replace_file
+from megatron_hybrid.utils.validation import Range
 
 LOG = "log.jsonl"
 
@@ -22,23 +23,17 @@ LOG = "log.jsonl"
 class ReportFields(Fields):
     """Fields of the log: its content and its intervals."""
 
-    every_steps: int = 10
+    every_steps: Annotated[int, Range(ge=1)] = 10
     """Steps whose mean makes a line of the log."""
 
     tensorboard: bool = False
     """Write events for tensorboard, too. This needs the package `tensorboard`, which the extra
     `train` installs."""
 
-    peak_tflops: float | None = None
+    peak_tflops: Annotated[float, Range(gt=0)] | None = None
     """Peak TFLOP/s of one device in the model's dtype, for the FLOPs utilisation. None: the value
     follows from the device's name (H100, H200, GH200, B200, A100); another device has no
     utilisation."""
-
-    def check(self) -> None:
-        """See `Fields.check`."""
-        self.require_positive("every_steps")
-        if self.peak_tflops is not None:
-            self.require_positive("peak_tflops")
 
 
 class Reports:

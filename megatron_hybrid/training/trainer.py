@@ -55,7 +55,7 @@ from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.training.reports import Reports
 from megatron_hybrid.training.run_lock import RunLock
 from megatron_hybrid.training.stop_signals import stop_signals
-from megatron_hybrid.utils.process_life import ends_with_launcher
+from megatron_hybrid.utils.child_lifetime import ends_with_launcher
 
 
 @dataclass

@@ -1,9 +1,9 @@
-"""HomeProcess: tells a forked process that an object's threads are not in it."""
+"""ForkGuard: tells a forked process that an object's threads are not in it."""
 
 import os
 
 
-class HomeProcess:
+class ForkGuard:
     """The process that made an object. A fork of it has the object, but not the threads that it
     works with, and perhaps their locks: whatever waits for them would wait for ever."""
 

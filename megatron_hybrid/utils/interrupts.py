@@ -1,9 +1,9 @@
-"""interrupts_wait: defers Ctrl-C to the end of a change of the engine. poll_until and result_of:
+"""defer_sigint: defers Ctrl-C to the end of a change of the engine. poll_until and result_of:
 wait for a thread so that Ctrl-C may end the wait.
 
 Python's `Condition`, `Event`, `Future` and `Thread.join` are themselves written in Python: an
 interrupt inside of them may leave a lock taken that other threads then wait for. So the main thread
-uses them inside `interrupts_wait` only. A `with` of a `Lock`, a `deque` and a `SimpleQueue`, which
+uses them inside `defer_sigint` only. A `with` of a `Lock`, a `deque` and a `SimpleQueue`, which
 are written in C, are safe anywhere.
 """
 
@@ -43,7 +43,7 @@ def _nothing() -> None:
 
 
 @contextmanager
-def interrupts_wait() -> Iterator[Callable[[], None]]:
+def defer_sigint() -> Iterator[Callable[[], None]]:
     """Defer Ctrl-C to the end of the block: inside, it could leave pages counted twice or never
     released. A second one takes effect at once, to leave a block that hangs.
 
@@ -69,7 +69,7 @@ def interrupts_wait() -> Iterator[Callable[[], None]]:
 
 
 def poll_until(is_over: Callable[[], bool], let_in: Callable[[], None] = _nothing) -> None:
-    """Wait for what another thread does, without a lock. let_in: from `interrupts_wait`."""
+    """Wait for what another thread does, without a lock. let_in: from `defer_sigint`."""
     while not is_over():
         let_in()
         time.sleep(_POLL_SECONDS)
@@ -77,6 +77,6 @@ def poll_until(is_over: Callable[[], bool], let_in: Callable[[], None] = _nothin
 
 def result_of(future: Future[R]) -> R:
     """Return its result or raise its error, when it is done. Ctrl-C ends the wait."""
-    with interrupts_wait() as let_in:
+    with defer_sigint() as let_in:
         poll_until(future.done, let_in)
         return future.result()

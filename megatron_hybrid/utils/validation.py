@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from inspect import Parameter, signature
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 LARGEST_INT = (1 << 32) - 1
 """Of a field: no size, count or seed needs more."""
@@ -23,42 +25,72 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-class Range(NamedTuple):
-    """The numbers that a field takes."""
+@dataclass(frozen=True)
+class Range:
+    """Limits of a number, in the annotation of its field: `Annotated[int, Range(ge=1)]`."""
 
-    least: float
-    most: float = LARGEST_FLOAT
-    has_ends: bool = True
-    """Whether `least` and `most` belong to it."""
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
 
-    def __contains__(self, number: object) -> bool:
-        least, most, has_ends = self
-        return least <= number <= most and (has_ends or number not in (least, most))
+    def __contains__(self, number: Any) -> bool:
+        return (
+            (self.ge is None or number >= self.ge)
+            and (self.gt is None or number > self.gt)
+            and (self.le is None or number <= self.le)
+            and (self.lt is None or number < self.lt)
+        )
 
     def __str__(self) -> str:
-        least, most, has_ends = self
-        if most == LARGEST_FLOAT:
-            return f"{least:g} or more" if has_ends else f"above {least:g}"
-        return f"from {least:g} to {most:g}" if has_ends else f"between {least:g} and {most:g}"
+        if self.ge is not None and self.le is not None:
+            return f"from {self.ge} to {self.le}"
+        words = {"ge": "of {} or more", "gt": "above {}", "le": "of at most {}", "lt": "below {}"}
+        given = {name: getattr(self, name) for name in words}
+        texts = [words[name].format(limit) for name, limit in given.items() if limit is not None]
+        return " and ".join(texts)
 
 
-def check_field(name: str, value: Any, hint: Any, limits: Range | None = None) -> None:
-    """Check a value against the annotation of its field. Numbers must be finite, whole ones lie
-    from 0 to `LARGEST_INT`, others within +-`LARGEST_FLOAT`.
+WHOLE = Range(ge=0, le=LARGEST_INT)
+"""Limits of whole numbers whose annotation has none."""
+
+
+def check_fields(instance: Any) -> None:
+    """Check the fields of a dataclass against their annotations; see `check_field`. Whole numbers
+    of numpy become Python's.
+
+    Raises:
+        ValueError: a field has another value.
+    """
+    hints = type_hints(type(instance))
+    for each in fields(instance):
+        value = getattr(instance, each.name)
+        check_field(each.name, value, hints[each.name])
+        if is_int(value):
+            object.__setattr__(instance, each.name, int(value))
+
+
+@cache
+def type_hints(of: type) -> dict[str, Any]:
+    """Field -> annotation, resolved, with its limits."""
+    return get_type_hints(of, include_extras=True)
+
+
+def check_field(name: str, value: Any, hint: Any) -> None:
+    """Check a value against the annotation of its field. Numbers must be finite, within
+    +-`LARGEST_FLOAT` and the annotation's `Range`; whole ones without a range lie from 0 to
+    `LARGEST_INT`.
 
     Args:
         name: for the error.
         value: see there.
         hint: the annotation, resolved.
-        limits: of a number that is not whole.
 
     Raises:
         ValueError: another value; the message has the name, the value and what it must be.
     """
-    kinds = _kinds(hint)
+    kinds = kinds_of(hint)
     if any(_fits(value, kind) for kind in kinds):
-        if limits is not None and is_number(value) and value not in limits:
-            raise ValueError(f"{name} is {value!r}; it must be {limits}.")
         return
     choices = [choice for kind in kinds for choice in get_args(kind) if get_origin(kind) is Literal]
     if choices and set(kinds) <= {Literal[tuple(choices)], type(None)}:
@@ -66,8 +98,8 @@ def check_field(name: str, value: Any, hint: Any, limits: Range | None = None) -
         listed = f"{', '.join(others)} or {last}" if others else last
         raise ValueError(f"{name} is {value!r}; use {listed}.")
     if is_int(value) and int in kinds:
-        wanted = f"a whole number from 0 to {LARGEST_INT}"
-    elif is_number(value) and float in kinds:
+        wanted = f"a whole number {WHOLE}"
+    elif is_number(value) and not _is_finite(value) and any(map(_is_float, kinds)):
         wanted = f"a finite number, of {LARGEST_FLOAT:g} at most"
     else:
         named = dict.fromkeys(_describe(kind) for kind in kinds if kind is not type(None))
@@ -75,10 +107,10 @@ def check_field(name: str, value: Any, hint: Any, limits: Range | None = None) -
     raise ValueError(f"{name} is {value!r}; it must be {wanted}.")
 
 
-def _kinds(hint: Any) -> list[Any]:
+def kinds_of(hint: Any) -> list[Any]:
     """The members of a union, nested ones too; of another annotation itself."""
     if get_origin(hint) in (Union, UnionType):
-        return [kind for each in get_args(hint) for kind in _kinds(each)]
+        return [kind for each in get_args(hint) for kind in kinds_of(each)]
     return [type(None) if hint is None else hint]
 
 
@@ -88,10 +120,14 @@ def _fits(value: Any, kind: Any) -> bool:
         return True
     if origin is Literal:
         return value in arguments
+    if origin is Annotated:
+        kind, limits = arguments[0], _limits_of(*arguments)
+        is_of_kind = is_int(value) if kind is int else _fits(value, kind)
+        return is_of_kind and value in limits
     if origin is int:
-        return is_int(value) and 0 <= value <= LARGEST_INT
+        return is_int(value) and value in WHOLE
     if origin is float:
-        return is_number(value) and math.isfinite(value) and abs(value) <= LARGEST_FLOAT
+        return is_number(value) and _is_finite(value)
     if not isinstance(origin, type):
         return True  # nothing to check it by
     if isinstance(value, str) and origin is not str and issubclass(origin, Sequence):
@@ -103,13 +139,28 @@ def _fits(value: Any, kind: Any) -> bool:
     if not arguments or not issubclass(origin, Sequence | Mapping):
         return True
     parts = value.values() if isinstance(value, Mapping) else value
-    return all(any(_fits(part, kind) for kind in _kinds(arguments[-1])) for part in parts)
+    return all(any(_fits(part, kind) for kind in kinds_of(arguments[-1])) for part in parts)
+
+
+def _is_float(kind: Any) -> bool:
+    return float in (kind, *get_args(kind)[:1])
+
+
+def _is_finite(value: Any) -> bool:
+    return math.isfinite(value) and abs(value) <= LARGEST_FLOAT
+
+
+def _limits_of(kind: type, limits: Range) -> Range:
+    is_open = limits.le is None and limits.lt is None
+    return replace(limits, le=LARGEST_INT) if kind is int and is_open else limits
 
 
 def _describe(kind: Any) -> str:
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if origin in _NAMES:
         return _NAMES[origin][0]
+    if origin is Annotated:
+        return f"{_NAMES[parts[0]][0]} {_limits_of(*parts)}"
     if origin is Literal:
         return "one of " + ", ".join(map(repr, parts))
     if isinstance(origin, type) and issubclass(origin, Sequence):

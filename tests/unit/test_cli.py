@@ -20,11 +20,12 @@ from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.commands import arguments
 from megatron_hybrid.commands.arguments import load
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.serving import service
+from megatron_hybrid.serving import config
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.tools import demo
 from megatron_hybrid.tools.info import environment
 from megatron_hybrid.tools.profile import read_requests
+from megatron_hybrid.utils.field_help import fields_help
 from megatron_hybrid.version import __version__
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -225,7 +226,7 @@ def test_help_names_defaults_where_there_are_some(command, capsys, monkeypatch):
     expected = {
         "demo": "(default: demo)",
         "generate": "The default is the model's own (generation_config.json), else 1.",
-        "explain": "a quarter of the available memory (memory_fraction). (default: 0.9)",
+        "explain": "at most a quarter. (default: 0.9)",
         "convert": "(default: ours)",
         "plan": "(default: 8000)",
         "profile": "(default: exact)",
@@ -457,7 +458,7 @@ def test_keys_of_clients_and_of_the_operator_need_not_be_on_the_command_line(mon
         given.append((fields["api_keys"], fields["admin_keys"]))
         sys.exit()
 
-    monkeypatch.setattr(service, "ServingConfig", note)
+    monkeypatch.setattr(config, "ServingConfig", note)
     monkeypatch.setenv("MEGATRON_HYBRID_API_KEYS", "a,b, a")
     monkeypatch.setenv("MEGATRON_HYBRID_ADMIN_KEYS", "root,")
     for options in ([], ["--api-key", "b", "--admin-key", "other"]):
@@ -510,3 +511,20 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     )
     os.close(writer)
     assert (result.returncode, result.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_options_that_set_a_field_have_its_help_and_default(command):
+    """A sentence is written once, at the field."""
+    parser, found = cli.command_parser(command), 0
+    known = fields_help(arguments.ENGINE) | fields_help(arguments.SERVER)
+    for action in parser._actions:
+        name = action.dest if action.dest in known else re.findall(r"\((\w+)\)", action.help)[-1:]
+        name = name if isinstance(name, str) else "".join(name)
+        if name not in known or name == "warm_up":
+            continue
+        found += 1
+        about = known[name]
+        assert action.help.startswith(about.sentence[:-1].replace("%", "%%"))
+        assert about.default is None or str(action.default) == str(about.default)
+    assert found == {"generate": 7, "serve": 30}[command]

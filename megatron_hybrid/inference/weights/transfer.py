@@ -35,8 +35,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from megatron_hybrid.checkpoints.folder import CONFIG_FILE, CheckpointFolder
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles
 from megatron_hybrid.inference.weights.fingerprint import sample_hash
-from megatron_hybrid.utils.interrupts import interrupts_wait, poll_until
-from megatron_hybrid.utils.process_life import never_free
+from megatron_hybrid.utils.child_lifetime import never_free
+from megatron_hybrid.utils.interrupts import defer_sigint, poll_until
 from megatron_hybrid.utils.validation import is_int
 
 JOIN_SECONDS = 300.0
@@ -418,7 +418,7 @@ class Joining:
     def wait(self) -> None:
         """Wait until it has ended, or for a moment."""
         end = time.monotonic() + LOOK_SECONDS
-        with interrupts_wait() as let_in:
+        with defer_sigint() as let_in:
             poll_until(lambda: self.ended.done() or time.monotonic() >= end, let_in)
 
     def take(self) -> WeightGroup:

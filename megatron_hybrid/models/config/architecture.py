@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from megatron_hybrid.models.config.field_group import ModelFields
 from megatron_hybrid.utils.validation import Range
@@ -12,13 +12,6 @@ from megatron_hybrid.utils.validation import Range
 @dataclass
 class ArchitectureFields(ModelFields):
     """Fields of the model as a whole."""
-
-    ranges: ClassVar = {
-        "init_method_std": Range(0),
-        "embedding_init_method_std": Range(0),
-        "final_logit_softcap": Range(0, has_ends=False),
-        "mtp_loss_scaling_factor": Range(0),
-    }
 
     layer_pattern: str = ""
     """One symbol per layer, `|` between pipeline stages, `/` before each part for multi-token
@@ -52,16 +45,16 @@ class ArchitectureFields(ModelFields):
     logits_multiplier: float = 1.0
     """Factor of the logits."""
 
-    final_logit_softcap: float | None = None
+    final_logit_softcap: Annotated[float, Range(gt=0)] | None = None
     """c: logits become c tanh(logits / c), after `logits_multiplier`."""
 
-    num_shared_blocks: int = 1
+    num_shared_blocks: Annotated[int, Range(ge=1)] = 1
     """Number of blocks that the `Z` layers use in turn."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     """Kind of every norm outside of the recurrent mixers."""
 
-    init_method_std: float = 0.02
+    init_method_std: Annotated[float, Range(ge=0)] = 0.02
     """Standard deviation of initial weights."""
 
     huggingface_config: dict[str, Any] | None = None

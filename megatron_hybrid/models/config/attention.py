@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from megatron_hybrid.models.config.field_group import LayerFields
 from megatron_hybrid.utils.validation import Range
@@ -20,12 +20,6 @@ class AttentionFields(LayerFields):
 
     followers: ClassVar = {"num_attention_heads": ("num_query_groups", "kv_channels")}
 
-    ranges: ClassVar = {
-        "softmax_scale": Range(0, has_ends=False),
-        "attention_logit_softcap": Range(0, has_ends=False),
-        "attention_temperature_scale": Range(0),
-    }
-
     num_attention_heads: int = 0
     """Query heads."""
 
@@ -36,13 +30,13 @@ class AttentionFields(LayerFields):
     kv_channels: int | None = None
     """Width of a head; None: hidden_size / num_attention_heads."""
 
-    softmax_scale: float | None = None
+    softmax_scale: Annotated[float, Range(gt=0)] | None = None
     """Factor of attention scores; None: kv_channels^-0.5."""
 
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """Sink of each softmax: none, a score of 0, or a learnt score per head."""
 
-    attention_logit_softcap: float | None = None
+    attention_logit_softcap: Annotated[float, Range(gt=0)] | None = None
     """c: attention scores become c tanh(scores / c)."""
 
     attention_output_gate: bool = False
@@ -70,10 +64,10 @@ class AttentionFields(LayerFields):
     """Number of an earlier layer (from 1, through the whole model) whose keys and values this one
     reads instead of its own; set it in layer_overrides."""
 
-    attention_temperature_scale: float | None = None
+    attention_temperature_scale: Annotated[float, Range(ge=0)] | None = None
     """s: queries are multiplied by 1 + s log(1 + floor((position + 1) / floor))."""
 
-    attention_temperature_floor: int = 8192
+    attention_temperature_floor: Annotated[int, Range(ge=1)] = 8192
     """Positions per step of the attention temperature."""
 
     @property
@@ -100,7 +94,6 @@ class AttentionFields(LayerFields):
                 f"RoPE rotates {self.rotary_dim} of kv_channels={self.kv_channels} dimensions "
                 f"(rotary_percent={self.rotary_percent}); it needs an even number of 2 or more."
             )
-        self._require_positive("attention_temperature_floor")
 
     def check_ranks(self) -> None:
         """Raises ValueError unless heads divide over the ranks. Runs before megatron-core's own

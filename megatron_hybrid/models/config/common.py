@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch.nn.functional as F
 
-from megatron_hybrid.models.config.field_group import LayerFields
+from megatron_hybrid.models.config.field_group import Epsilon, LayerFields
 from megatron_hybrid.ops.activations import ACTIVATIONS
 
 
@@ -19,7 +19,7 @@ class CommonFields(LayerFields):
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     """x + f(norm(x)), x + norm(f(x)), or x + norm(f(norm(x)))."""
 
-    layernorm_epsilon: float = 1e-5
+    layernorm_epsilon: Epsilon = 1e-5
     """Epsilon of every norm without a field of its own."""
 
     layernorm_zero_centered_gamma: bool = False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from megatron_hybrid.models.config.field_group import LayerFields
+from megatron_hybrid.models.config.field_group import Epsilon, LayerFields
+from megatron_hybrid.utils.validation import Range
 
 
 @dataclass
@@ -14,27 +15,27 @@ class DeltaRuleFields(LayerFields):
 
     followers: ClassVar = {"linear_key_head_dim": ("linear_num_key_heads",)}
 
-    linear_conv_kernel_dim: int = 4
+    linear_conv_kernel_dim: Annotated[int, Range(ge=2)] = 4
     """Width of the causal convolutions in front of a delta rule."""
 
-    linear_key_head_dim: int = 128
+    linear_key_head_dim: Annotated[int, Range(ge=1)] = 128
     """Width of a query and key head."""
 
-    linear_value_head_dim: int = 128
+    linear_value_head_dim: Annotated[int, Range(ge=1)] = 128
     """Width of a value head."""
 
     linear_num_key_heads: int | None = None
     """Query and key heads of a Gated DeltaNet layer, all heads of a Kimi Delta Attention layer;
     None: hidden_size // linear_key_head_dim."""
 
-    linear_chunk_size: int = 32
+    linear_chunk_size: Annotated[int, Range(ge=1)] = 32
     """Tokens per chunk of a delta rule: speed only, as mamba_chunk_size."""
 
     linear_allow_neg_eigval: bool = False
     """Let beta of a delta rule range over (0, 2) rather than (0, 1), so that a transition
     of the state may have negative eigenvalues (arXiv 2411.12537)."""
 
-    linear_norm_epsilon: float | None = None
+    linear_norm_epsilon: Epsilon | None = None
     """Epsilon of the output norm of a Gated DeltaNet or Kimi Delta Attention layer; None:
     layernorm_epsilon."""
 
@@ -44,8 +45,6 @@ class DeltaRuleFields(LayerFields):
 
     def check(self) -> None:
         """See `FieldGroup.check`."""
-        self._require_positive("linear_key_head_dim", "linear_value_head_dim", "linear_chunk_size")
-        self._require_conv_kernel("linear_conv_kernel_dim")
         if self.linear_num_key_heads is None:
             self.linear_num_key_heads = max(1, self.hidden_size // self.linear_key_head_dim)
         self._require_positive("linear_num_key_heads")

@@ -5,9 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
-from megatron_hybrid.utils.validation import Range, check_field
+from megatron_hybrid.utils.validation import Range, check_field, kinds_of
+
+Epsilon = Annotated[float, Range(ge=0, le=1)]
+
+_LIMITS_OF_CORE = {
+    "embedding_init_method_std": Range(ge=0),
+    "mtp_loss_scaling_factor": Range(ge=0),
+    "moe_z_loss_coeff": Range(ge=0),
+    "moe_input_jitter_eps": Range(ge=0, le=1),
+    "moe_expert_capacity_factor": Range(gt=0),
+    "moe_router_bias_update_rate": Range(ge=0),
+}
+"""Limits of fields that megatron-core declares."""
 
 
 class FieldGroup:
@@ -26,10 +38,6 @@ class FieldGroup:
 
     followers: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Field -> the fields whose defaults depend on it; they are None until `check`."""
-
-    ranges: ClassVar[dict[str, Range]] = {}
-    """Field -> the numbers that it takes, of those that are not whole; an epsilon lies from 0 to 1.
-    """
 
     def check(self) -> None:
         """Fills in the defaults that depend on other fields.
@@ -81,14 +89,6 @@ class FieldGroup:
             )
         self._require_positive(field)
 
-    def _require_conv_kernel(self, field: str) -> None:
-        """Raises ValueError unless a field can be the width of a causal convolution."""
-        if getattr(self, field) < 2:
-            raise ValueError(
-                f"{field} is {getattr(self, field)}; a causal convolution needs a width of 2 "
-                "or more (4 is usual)."
-            )
-
 
 class ModelFields(FieldGroup):
     """Base of the groups with one value for the whole model."""
@@ -99,29 +99,29 @@ class LayerFields(FieldGroup):
 
 
 def check_types(config_class: type[FieldGroup], fields: Mapping[str, Any]) -> None:
-    """Checks values against the annotations and `ranges` of their fields.
+    """Checks values against the annotations of their fields.
 
     Raises:
         ValueError: another value; names the field, the value and what it must be.
     """
-    hints, ranges, _ = _checks(config_class)
+    hints = _hints(config_class)
     for name, value in fields.items():
-        check_field(name, value, hints[name], ranges.get(name))
+        check_field(name, value, hints[name])
 
 
 def set_fields(config: FieldGroup) -> dict[str, Any]:
     """The fields whose values are not their defaults, of which some of core's do not fit their
     annotations."""
-    defaults = _checks(type(config))[2]
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
     return {name: value for name, value in vars(config).items() if value is not defaults[name]}
 
 
 @cache
-def _checks(config_class: type[FieldGroup]) -> tuple[dict, dict[str, Range], dict[str, Any]]:
-    """Annotation, range and default of each field."""
-    ranges = {}
-    for group in config_class.__mro__:
-        ranges.update(vars(group).get("ranges", {}))
-    defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
-    epsilons = {name: Range(0, 1) for name in defaults if name.endswith("_epsilon")}
-    return get_type_hints(config_class), {**epsilons, **ranges}, defaults
+def _hints(config_class: type[FieldGroup]) -> dict[str, Any]:
+    """Annotation of each field, with its limits."""
+    hints = get_type_hints(config_class, include_extras=True)
+    for name, limits in _LIMITS_OF_CORE.items():
+        limited = Annotated[float, limits]
+        is_optional = type(None) in kinds_of(hints[name])
+        hints[name] = limited | None if is_optional else limited
+    return hints

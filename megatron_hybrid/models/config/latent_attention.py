@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from megatron_hybrid.models.config.field_group import LayerFields
+from megatron_hybrid.models.config.field_group import Epsilon, LayerFields
+from megatron_hybrid.utils.validation import Range
 
 
 @dataclass
@@ -15,33 +16,30 @@ class LatentAttentionFields(LayerFields):
     if TYPE_CHECKING:
         position_embedding_type: str = "rope"
 
-    q_lora_rank: int | None = 512
+    q_lora_rank: Annotated[int, Range(ge=1)] | None = 512
     """Rank of an MLA layer's query projection; None: full rank, in one projection."""
 
-    kv_lora_rank: int = 512
+    kv_lora_rank: Annotated[int, Range(ge=1)] = 512
     """Width of the latent from which an MLA layer computes keys and values."""
 
-    qk_head_dim: int = 128
+    qk_head_dim: Annotated[int, Range(ge=1)] = 128
     """Width of the part of an MLA head's query and key that RoPE does not rotate."""
 
-    qk_pos_emb_head_dim: int = 64
+    qk_pos_emb_head_dim: Annotated[int, Range(ge=1)] = 64
     """Width of the part of an MLA head's query that RoPE rotates (unless position_embedding_type is
     none), and of the key part that all heads share."""
 
-    v_head_dim: int = 128
+    v_head_dim: Annotated[int, Range(ge=1)] = 128
     """Width of an MLA head's value."""
 
     latent_norm: bool = True
     """Norms behind an MLA layer's down projections."""
 
-    latent_norm_epsilon: float | None = None
+    latent_norm_epsilon: Epsilon | None = None
     """Epsilon of these norms; None: layernorm_epsilon."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""
-        self._require_positive("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-        if self.q_lora_rank is not None:
-            self._require_positive("q_lora_rank")
         self._require_divisible("num_attention_heads")
         if self.position_embedding_type == "rope" and self.qk_pos_emb_head_dim % 2:
             raise ValueError(

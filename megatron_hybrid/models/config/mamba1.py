@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from megatron_hybrid.models.config.field_group import LayerFields
+from megatron_hybrid.models.config.field_group import Epsilon, LayerFields
+from megatron_hybrid.utils.validation import Range
 
 
 @dataclass
 class Mamba1Fields(LayerFields):
     """Fields of a Mamba-1 layer."""
 
-    mamba1_state_dim: int = 16
+    mamba1_state_dim: Annotated[int, Range(ge=1)] = 16
     """States of each channel of a Mamba-1 layer."""
 
-    mamba1_inner_size: int | None = None
+    mamba1_inner_size: Annotated[int, Range(ge=1)] | None = None
     """Channels of a Mamba-1 layer; None: 2 * hidden_size."""
 
-    mamba1_dt_rank: int | None = None
+    mamba1_dt_rank: Annotated[int, Range(ge=1)] | None = None
     """Rank of the time-step projection of a Mamba-1 layer; None: hidden_size / 16, rounded up."""
 
-    mamba1_conv_kernel: int = 4
+    mamba1_conv_kernel: Annotated[int, Range(ge=2)] = 4
     """Width of the causal convolution of a Mamba-1 layer."""
 
-    mamba1_chunk_size: int = 64
+    mamba1_chunk_size: Annotated[int, Range(ge=1)] = 64
     """Tokens per chunk of the selective scan in training: memory and speed only."""
 
     mamba1_conv_bias: bool = True
@@ -37,7 +38,7 @@ class Mamba1Fields(LayerFields):
     """RMS norms of dt, B and C of a Mamba-1 layer, with weights (Jamba) or without (FalconMamba).
     """
 
-    mamba1_norm_epsilon: float = 1e-6
+    mamba1_norm_epsilon: Epsilon = 1e-6
     """Epsilon of the norms of dt, B and C."""
 
     def check(self) -> None:
@@ -46,8 +47,4 @@ class Mamba1Fields(LayerFields):
             self.mamba1_inner_size = 2 * self.hidden_size
         if self.mamba1_dt_rank is None:
             self.mamba1_dt_rank = -(-self.hidden_size // 16)
-        self._require_positive(
-            "mamba1_state_dim", "mamba1_inner_size", "mamba1_dt_rank", "mamba1_chunk_size"
-        )
-        self._require_conv_kernel("mamba1_conv_kernel")
         self._require_divisible("mamba1_inner_size")

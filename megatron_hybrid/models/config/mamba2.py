@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from megatron_hybrid.models.config.field_group import LayerFields
+from megatron_hybrid.models.config.field_group import Epsilon, LayerFields
+from megatron_hybrid.utils.validation import Range
 
 
 @dataclass
@@ -17,26 +18,26 @@ class Mamba2Fields(LayerFields):
         "mamba_head_dim": ("mamba_num_heads",),
     }
 
-    mamba_state_dim: int = 128
+    mamba_state_dim: Annotated[int, Range(ge=1)] = 128
     """States of each channel of a Mamba-2 layer."""
 
-    mamba_head_dim: int = 64
+    mamba_head_dim: Annotated[int, Range(ge=1)] = 64
     """Channels of a Mamba-2 head."""
 
-    mamba_num_groups: int = 1
+    mamba_num_groups: Annotated[int, Range(ge=1)] = 1
     """Groups of Mamba-2 heads that share B and C; a multiple or a divisor of the tensor-parallel
     size."""
 
     mamba_num_heads: int | None = None
     """Heads of a Mamba-2 layer; None: mamba_expand * hidden_size / mamba_head_dim."""
 
-    mamba_expand: int = 2
+    mamba_expand: Annotated[int, Range(ge=1)] = 2
     """Inner width of a Mamba-2 layer in multiples of hidden_size, if mamba_num_heads is None."""
 
-    mamba_conv_kernel: int = 4
+    mamba_conv_kernel: Annotated[int, Range(ge=2)] = 4
     """Width of the causal convolution of a Mamba-2 layer."""
 
-    mamba_chunk_size: int = 64
+    mamba_chunk_size: Annotated[int, Range(ge=1)] = 64
     """Tokens per chunk of the SSD scan: affects speed only."""
 
     mamba_conv_bias: bool = True
@@ -49,10 +50,10 @@ class Mamba2Fields(LayerFields):
     """How a Mamba-2 layer ends, by group of heads: norm(y SiLU(z)), norm(y) SiLU(z), or y SiLU(z).
     """
 
-    mamba_norm_epsilon: float = 1e-5
+    mamba_norm_epsilon: Epsilon = 1e-5
     """Epsilon of the output norm; megatron-core's value, not layernorm_epsilon."""
 
-    mamba_dt_min: float = 0.0
+    mamba_dt_min: Annotated[float, Range(ge=0)] = 0.0
     """Lower limit of the time steps of a Mamba-2 layer, after their softplus."""
 
     mamba_dt_max: float | None = None
@@ -63,14 +64,6 @@ class Mamba2Fields(LayerFields):
 
     def check(self) -> None:
         """See `FieldGroup.check`."""
-        self._require_positive(
-            "mamba_state_dim",
-            "mamba_head_dim",
-            "mamba_num_groups",
-            "mamba_expand",
-            "mamba_chunk_size",
-        )
-        self._require_conv_kernel("mamba_conv_kernel")
         if self.mamba_num_heads is None:
             width = self.mamba_expand * self.hidden_size
             if width % self.mamba_head_dim:
@@ -88,7 +81,7 @@ class Mamba2Fields(LayerFields):
         self._require_divisible("mamba_num_heads")
         self._require_divisible_or_copied("mamba_num_groups")
         limits = (self.mamba_dt_min, self.mamba_dt_max)
-        if limits[0] < 0 or (limits[1] is not None and limits[1] < limits[0]):
+        if limits[1] is not None and limits[1] < limits[0]:
             raise ValueError(
                 f"mamba_dt_min and mamba_dt_max are {limits}; time steps are positive, so the "
                 "limits need 0 <= mamba_dt_min <= mamba_dt_max (None: no upper limit)."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from megatron_hybrid.models.config.field_group import LayerFields
 from megatron_hybrid.utils.validation import Range
@@ -16,15 +16,13 @@ class MLPFields(LayerFields):
     if TYPE_CHECKING:
         bias_activation_fusion: bool = False
 
-    ranges: ClassVar = {"activation_func_clamp_value": Range(0, has_ends=False)}
-
     ffn_hidden_size: int | None = None
     """Inner width of an MLP; None: 4 * hidden_size."""
 
     gated_linear_unit: bool = True
     """Gate the MLP, as SwiGLU does."""
 
-    activation_func_clamp_value: float | None = None
+    activation_func_clamp_value: Annotated[float, Range(gt=0)] | None = None
     """c: the gate is clamped to at most c and the value to [-c, c], before the activation."""
 
     glu_linear_offset: float = 0.0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from megatron_hybrid.models.config.field_group import FieldGroup, LayerFields
+from megatron_hybrid.models.config.field_group import Epsilon, FieldGroup, LayerFields
 from megatron_hybrid.utils.validation import Range
 
 AUXILIARY_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
@@ -26,14 +26,6 @@ class MoEFields(LayerFields):
         moe_aux_loss_coeff: float | list[float] = 0.0
         moe_z_loss_coeff: float | None = None
 
-    ranges: ClassVar = {
-        "moe_z_loss_coeff": Range(0),
-        "moe_input_jitter_eps": Range(0, 1),
-        "moe_expert_capacity_factor": Range(0, has_ends=False),
-        "moe_router_bias_update_rate": Range(0),
-        "moe_router_topk_scaling_factor": Range(0, has_ends=False),
-    }
-
     num_moe_experts: int | None = None
     """Experts of a layer."""
 
@@ -46,13 +38,13 @@ class MoEFields(LayerFields):
     moe_shared_expert_gate: bool = False
     """Multiply the shared expert's output by the sigmoid of a projection of its input."""
 
-    moe_latent_size: int | None = None
+    moe_latent_size: Annotated[int, Range(ge=1)] | None = None
     """Width of the latent in which the experts run, between two projections; None: hidden_size."""
 
     moe_apply_probs_on_input: bool = False
     """Multiply an expert's input by its routing weight, not its output."""
 
-    moe_router_topk: int = 2
+    moe_router_topk: Annotated[int, Range(ge=1)] = 2
     """Experts of a token."""
 
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
@@ -70,10 +62,10 @@ class MoEFields(LayerFields):
     moe_router_group_topk: int | None = None
     """Groups that a token's experts are chosen from; None: all experts."""
 
-    moe_router_topk_scaling_factor: float | None = None
+    moe_router_topk_scaling_factor: Annotated[float, Range(gt=0)] | None = None
     """Factor of the weights of the chosen experts."""
 
-    moe_router_topk_epsilon: float = 1e-20
+    moe_router_topk_epsilon: Epsilon = 1e-20
     """Added to the sum of the chosen experts' sigmoid scores before they are divided by it."""
 
     def check(self) -> None:
@@ -96,8 +88,6 @@ class MoEFields(LayerFields):
         self._require_divisible("moe_ffn_hidden_size", parallel_size="expert_tensor_parallel_size")
         self._require_divisible(*sizes[1:])
         self._require_divisible("num_moe_experts", parallel_size="expert_model_parallel_size")
-        if self.moe_latent_size is not None:
-            self._require_positive("moe_latent_size")
         if (self.mlp_gate_multiplier, self.mlp_output_multiplier) != (1.0, 1.0):
             raise ValueError(
                 f"mlp_gate_multiplier is {self.mlp_gate_multiplier} and mlp_output_multiplier "
@@ -108,7 +98,7 @@ class MoEFields(LayerFields):
     def check_routing(self) -> None:
         """See `FieldGroup.check`. Runs before megatron-core's own checks of routing, which are
         assertions."""
-        self._require_positive("num_moe_experts", "moe_router_topk")
+        self._require_positive("num_moe_experts")
         experts, topk = self.num_moe_experts, self.moe_router_topk
         if topk > experts:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from megatron_hybrid.models.config.field_group import LayerFields
 from megatron_hybrid.utils.validation import Range, check_field
@@ -28,12 +28,10 @@ _SCALING_NUMBERS: dict[str, tuple[str, ...]] = {
 class PositionFields(LayerFields):
     """Fields of rotary position embedding (RoPE)."""
 
-    ranges: ClassVar = {"rotary_base": Range(0, has_ends=False)}
-
     position_embedding_type: Literal["rope", "none"] = "rope"
     """Position embedding. `none` suits hybrids: recurrent layers keep the order of tokens."""
 
-    rotary_base: float = 10000.0
+    rotary_base: Annotated[float, Range(gt=0)] = 10000.0
     """Base of the RoPE frequencies, base^(-2i/d)."""
 
     rotary_percent: float = 1.0
@@ -65,4 +63,4 @@ def check_rotary_scaling(scaling: Mapping[str, Any]) -> None:
             f"rotary_scaling has the rope_type {kind!r}; use one of {list(_SCALING_NUMBERS)}."
         )
     for name in _SCALING_NUMBERS[kind]:
-        check_field(f"rotary_scaling[{name!r}]", scaling.get(name), float, Range(0, has_ends=False))
+        check_field(f"rotary_scaling[{name!r}]", scaling.get(name), Annotated[float, Range(gt=0)])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from megatron_hybrid.compat import have_apex
 from megatron_hybrid.models.config.field_group import FieldGroup
+from megatron_hybrid.utils.validation import Range
 
 
 @dataclass
@@ -21,10 +22,10 @@ class RunFields(FieldGroup):
     """`local`: plain torch. `transformer_engine`: fused norm and projection, on CUDA. `auto`: the
     latter if Transformer Engine is installed and the model is built on a CUDA device."""
 
-    hidden_dropout: float = 0.0
+    hidden_dropout: Annotated[float, Range(ge=0, lt=1)] = 0.0
     """Dropout on the embedding and on each layer's output, in training."""
 
-    attention_dropout: float = 0.0
+    attention_dropout: Annotated[float, Range(ge=0, lt=1)] = 0.0
     """Dropout on the weights of attention, in training, drawn for each head by itself."""
 
     use_cpu_initialization: bool = True
@@ -67,9 +68,6 @@ class RunFields(FieldGroup):
 
     def check(self) -> None:
         """See `FieldGroup.check`."""
-        for name in ("hidden_dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more, below 1.")
         if self.gradient_accumulation_fusion and not have_apex("fused_weight_gradient_mlp_cuda"):
             raise ValueError(
                 "gradient_accumulation_fusion=True needs NVIDIA's apex with its CUDA extensions "

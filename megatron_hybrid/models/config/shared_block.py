@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from megatron_hybrid.models.config.field_group import LayerFields
+from megatron_hybrid.utils.validation import Range
 
 _PLAIN = {
     "norm_placement": "pre",
@@ -25,7 +27,7 @@ _PLAIN = {
 class SharedBlockFields(LayerFields):
     """Fields of a layer with a shared block."""
 
-    shared_block_adapter_rank: int = 16
+    shared_block_adapter_rank: Annotated[int, Range(ge=1)] = 16
     """Rank of the adapters that each `Z` layer adds to the projections of its shared block."""
 
     shared_block_attention_adapters: bool = False
@@ -33,7 +35,6 @@ class SharedBlockFields(LayerFields):
 
     def check(self) -> None:
         """See `FieldGroup.check`."""
-        self._require_positive("num_shared_blocks", "shared_block_adapter_rank")
         for name, value in _PLAIN.items():
             if getattr(self, name) != value:
                 raise ValueError(

@@ -11,18 +11,18 @@ from megatron_hybrid.serving.parsers.choice import (
     shown_tool_parser,
     style_of,
 )
-from megatron_hybrid.serving.parsers.parts import Content, Part, Reasoning, ToolCall
-from megatron_hybrid.serving.parsers.thoughts import Thoughts
+from megatron_hybrid.serving.parsers.parts import AnswerPart, Content, Reasoning, ToolCall
+from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
 
 __all__ = [
     "REASONING_PARSERS",
     "TOOL_PARSERS",
     "AnswerParser",
+    "AnswerPart",
     "Content",
-    "Part",
     "Reasoning",
+    "ReasoningFormat",
     "Style",
-    "Thoughts",
     "ToolCall",
     "shown_tool_parser",
     "style_of",

@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron_hybrid.serving.parsers.dialect import Call, Dialect
 from megatron_hybrid.serving.parsers.json_text import Brackets
-from megatron_hybrid.serving.parsers.parts import Content, Part, Reasoning, ToolCall, new_id
-from megatron_hybrid.serving.parsers.thoughts import Thoughts
+from megatron_hybrid.serving.parsers.parts import AnswerPart, Content, Reasoning, ToolCall, new_id
+from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
 
 
 class AnswerParser:
@@ -30,7 +30,7 @@ class AnswerParser:
     def __init__(
         self,
         dialect: Dialect,
-        thoughts: Thoughts | None = None,
+        thoughts: ReasoningFormat | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         is_thinking: bool = False,
         max_calls: int | None = None,
@@ -54,16 +54,16 @@ class AnswerParser:
         """As OpenAI has it, of an answer that ended with the engine's reason."""
         return "tool_calls" if self.num_calls and reason == "stop" else reason
 
-    def add(self, text: str) -> list[Part]:
+    def add(self, text: str) -> list[AnswerPart]:
         """The parts that a text completes."""
         self._held += text
         return list(self._parts(is_last=False))
 
-    def end(self) -> list[Part]:
+    def end(self) -> list[AnswerPart]:
         """The parts that are complete as the answer ends."""
         return list(self._parts(is_last=True))
 
-    def _parts(self, is_last: bool) -> Iterator[Part]:
+    def _parts(self, is_last: bool) -> Iterator[AnswerPart]:
         while self._held:
             if self._in_calls:
                 if (read := self._read(is_last)) is None:
@@ -136,7 +136,7 @@ class AnswerParser:
             return None
         return self._dialect.read(self._held, self._tools, is_last, looked)
 
-    def _said(self, text: str, before: bool = False) -> list[Part]:
+    def _said(self, text: str, before: bool = False) -> list[AnswerPart]:
         """More of what is being said. before: a mark follows, so space at the end may be left
         out."""
         if self._skips_space:

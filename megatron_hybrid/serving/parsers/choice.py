@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_hybrid.serving.parsers import thoughts
+from megatron_hybrid.serving.parsers import reasoning_format
 from megatron_hybrid.serving.parsers.answer_parser import AnswerParser
 from megatron_hybrid.serving.parsers.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
 from megatron_hybrid.serving.parsers.dialect import Dialect
@@ -29,7 +29,7 @@ from megatron_hybrid.serving.parsers.mistral import MISTRAL, MISTRAL_NAMES
 from megatron_hybrid.serving.parsers.nemotron import NEMOTRON_JSON
 from megatron_hybrid.serving.parsers.pythonic import LFM2, OLMO3
 from megatron_hybrid.serving.parsers.qwen3_coder import QWEN3_CODER
-from megatron_hybrid.serving.parsers.thoughts import Thoughts
+from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
 
 TOOL_PARSERS: dict[str, Dialect] = {
     "deepseek_v3": DEEPSEEK_V3,
@@ -58,8 +58,8 @@ TOOL_PARSERS: dict[str, Dialect] = {
     "qwen3_xml": QWEN3_CODER,
 }
 """By the names of `--tool-call-parser`."""
-REASONING_PARSERS: dict[str, Thoughts | None] = {
-    **thoughts.STYLES,
+REASONING_PARSERS: dict[str, ReasoningFormat | None] = {
+    **reasoning_format.STYLES,
     "none": None,
     "openai_gptoss": HARMONY_THOUGHTS,
 }
@@ -97,7 +97,7 @@ class Style:
     """How a model writes its answers."""
 
     dialect: Dialect
-    thoughts: Thoughts | None
+    thoughts: ReasoningFormat | None
 
     def parser(
         self,
@@ -141,4 +141,6 @@ def style_of(template: str | None, tool_parser: str = "", reasoning_parser: str 
     if reasoning_parser:
         return Style(dialect, REASONING_PARSERS[reasoning_parser])
     is_harmony = dialect is OPENAI
-    return Style(dialect, HARMONY_THOUGHTS if is_harmony else thoughts.thoughts_of(template))
+    return Style(
+        dialect, HARMONY_THOUGHTS if is_harmony else reasoning_format.thoughts_of(template)
+    )

@@ -18,8 +18,8 @@ from megatron_hybrid.serving.parsers.dialect import (
     json_schema,
     repeated,
 )
-from megatron_hybrid.serving.parsers.parts import Part
-from megatron_hybrid.serving.parsers.thoughts import Thoughts
+from megatron_hybrid.serving.parsers.parts import AnswerPart
+from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -32,7 +32,7 @@ _CUT = re.compile(
     r"(<[|\w]*)?"
 )
 """A header without its end."""
-THOUGHTS = Thoughts("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+THOUGHTS = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class HarmonyParser(AnswerParser):
     _header: str | None = None
     """Of the message that is being read; None: it has not begun."""
 
-    def _parts(self, is_last: bool) -> Iterator[Part]:
+    def _parts(self, is_last: bool) -> Iterator[AnswerPart]:
         while self._held:
             if self._header is None:
                 if not (yield from self._begin(is_last)):
@@ -86,7 +86,7 @@ class HarmonyParser(AnswerParser):
                     return
                 self._close(found)
 
-    def _begin(self, is_last: bool) -> Iterator[Part]:
+    def _begin(self, is_last: bool) -> Iterator[AnswerPart]:
         """Read a header; whether there is one."""
         yield from ()
         for end in _ENDS:
@@ -105,7 +105,7 @@ class HarmonyParser(AnswerParser):
             self._header = ""
         return bool(found) or self._header is not None
 
-    def _call(self, is_last: bool) -> Iterator[Part]:
+    def _call(self, is_last: bool) -> Iterator[AnswerPart]:
         """Read a call; whether it is over."""
         at, found = self._end_from(max(0, self._looked - max(map(len, _ENDS))))
         while found and self._is_in_text(at):

@@ -43,4 +43,4 @@ def new_id(num_chars: int = 0) -> str:
     return name[:num_chars] if num_chars else f"call_{name[:24]}"
 
 
-Part = Reasoning | Content | ToolCall
+AnswerPart = Reasoning | Content | ToolCall

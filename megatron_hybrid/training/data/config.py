@@ -7,12 +7,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import PathLike, fspath
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from megatron_hybrid.training.fields import Fields
-from megatron_hybrid.utils.validation import is_int, is_number
+from megatron_hybrid.utils.validation import Range, is_int, is_number
 
-KINDS = ("pretraining", "sft")
 SPLITS = ("train", "valid", "test")
 
 
@@ -25,10 +24,10 @@ class DataFields(Fields):
     proportion to the datasets' tokens.
     """
 
-    sequence_length: int
+    sequence_length: Annotated[int, Range(ge=1, le=2**31 - 1)]
     """Tokens of a row."""
 
-    kind: str = "pretraining"
+    kind: Literal["pretraining", "sft"] = "pretraining"
     """"pretraining": documents are joined, and cut into rows. "sft": whole conversations are packed
     into rows, with loss on the answers alone."""
 
@@ -66,23 +65,12 @@ class DataFields(Fields):
     """Folder for the order of rows, which is computed once. None: the folder `PREFIX/cache` beside
     the data."""
 
-    workers: int = 0
+    workers: Annotated[int, Range(ge=0, le=1023)] = 0
     """Processes of each rank that read data ahead; 0: the rank reads data when it needs them."""
 
     def check(self) -> None:
         """See `Fields.check`."""
-        if self.kind not in KINDS:
-            raise ValueError(f"kind is {self.kind!r}; use one of {KINDS}.")
-        limits = {"sequence_length": (1, 1 << 31), "seed": (0, 1 << 32), "workers": (0, 1 << 10)}
-        for name, (least, limit) in limits.items():
-            value = getattr(self, name)
-            if not is_int(value) or not least <= value < limit:
-                raise ValueError(
-                    f"{name} is {value!r}; it must be a whole number from {least} to {limit - 1}."
-                )
-        for name in ("reset_at_documents", "mask_end_of_document_loss"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False.")
+        super().check()
         blends = {name: getattr(self, name) for name in ("blend", *SPLITS)}
         for name, entries in blends.items():
             parse_blend(name, entries)

@@ -20,10 +20,10 @@ from openai.types.responses import response_create_params
 from pydantic import ValidationError
 
 from docs_tools.reference import escaped, expand
-from megatron_hybrid.serving import fields, rendering, responses
+from megatron_hybrid.serving import fields, request_mapping, responses
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
-from megatron_hybrid.serving.parsers import REASONING_PARSERS, Thoughts
+from megatron_hybrid.serving.parsers import REASONING_PARSERS, ReasoningFormat
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 BODIES = {
@@ -184,7 +184,7 @@ def test_a_field_of_another_route_may_ask_for_nothing(call):
 @pytest.mark.parametrize("budget", [0, 3])
 def test_reasoning_ends_after_so_many_tokens(call, trusting, monkeypatch, budget):
     start, end = " maid", " clothes"  # a token each
-    monkeypatch.setitem(REASONING_PARSERS, "maids", Thoughts(start, end))
+    monkeypatch.setitem(REASONING_PARSERS, "maids", ReasoningFormat(start, end))
     monkeypatch.setattr(
         call.service, "config", replace(call.service.config, reasoning_parser="maids")
     )
@@ -783,7 +783,7 @@ def test_a_request_says_how_many_drafts_it_wants(call, route):
     for most in (0, 2, None):
         fields_ = KINDS[route].model_validate({**BODIES[route], "num_speculative_tokens": most})
         fields_ = fields_.to_chat() if route == RESPONSE else fields_
-        params = rendering.sampling_params(call.service.tokenizer, fields_, 5)
+        params = request_mapping.sampling_params(call.service.tokenizer, fields_, 5)
         assert params.num_speculative_tokens == most
     assert call.refused(route, num_speculative_tokens=-1)["param"] == "num_speculative_tokens"
 

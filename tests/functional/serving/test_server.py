@@ -429,7 +429,7 @@ def test_the_time_of_a_request_is_that_of_all_its_prompts():
         ticket = Ticket("late", "")
         params = SamplingParams(num_tokens_to_generate=3)
         streams = service.streams(["Once", "And then"], params, RequestOptions())
-        await service.begun(ticket, streams)
+        await service.wait_for_first_output(ticket, streams)
         first, second = streams
         assert [outputs async for outputs in service.outputs(ticket, first)]
         ticket.began -= 2000

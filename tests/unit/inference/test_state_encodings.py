@@ -237,5 +237,5 @@ def test_smaller_checkpoints_leave_room_for_more():
 
 
 def test_an_unknown_encoding_is_refused():
-    with pytest.raises(ValueError, match=r"state_encoding is 'fp8'; use one of \('exact', 'bf16'"):
+    with pytest.raises(ValueError, match=r"state_encoding is 'fp8'; use 'exact', 'bf16' or 'int8'"):
         InferenceConfig(state_encoding="fp8")

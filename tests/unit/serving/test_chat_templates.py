@@ -10,7 +10,7 @@ from model_answers import TOOLS
 
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import ChatFields
-from megatron_hybrid.serving.rendering import chat_prompt
+from megatron_hybrid.serving.request_mapping import chat_prompt
 from megatron_hybrid.text.chat_template import common_length
 from megatron_hybrid.text.tokenizer import Tokenizer
 

@@ -6,7 +6,7 @@ from model_answers import function
 
 from megatron_hybrid.serving.fields import ChatFields
 from megatron_hybrid.serving.parsers import ToolCall, style_of
-from megatron_hybrid.serving.rendering import guide_of
+from megatron_hybrid.serving.request_mapping import guide_of
 from megatron_hybrid.text.guide import GuideCompiler
 
 STOP = 256

@@ -17,10 +17,10 @@ import uvicorn
 from waiting import LIMIT_S
 
 from megatron_hybrid.serving import service
-from megatron_hybrid.serving.door import access
+from megatron_hybrid.serving.request_middleware import access
 from megatron_hybrid.serving.run import Address, _PlainLines, _Server, log_lines
 from megatron_hybrid.serving.service import Service
-from megatron_hybrid.utils.process_life import EndSignal
+from megatron_hybrid.utils.child_lifetime import EndSignal
 
 
 class SlowStream(io.StringIO):

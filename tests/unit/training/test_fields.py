@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 
 from megatron_hybrid.training.fields import Fields, check_known
+from megatron_hybrid.utils.validation import Range
 
 
 @dataclass
 class Example(Fields):
     path: str
-    rate: float = 0.5
-    steps: int = 3
-    limit: int | None = None
+    rate: Annotated[float, Range(gt=0)] = 0.5
+    steps: Annotated[int, Range(ge=1)] = 3
+    limit: Annotated[int, Range(ge=1)] | None = None
     is_fast: bool = False
     name: Literal["adam", "muon"] = "adam"
     parts: list = field(default_factory=list)
-
-    def check(self):
-        self.require_positive("rate", "steps")
-        self.require_at_least(1, "limit")
 
 
 def test_values_are_taken_and_others_have_their_defaults():
@@ -49,11 +46,11 @@ def test_numbers_that_yaml_reads_as_text_become_numbers(text):
         ({"path": "x", "rate": True}, "rate is True; it must be a number"),
         ({"path": "x", "rate": None}, "rate is None; it must be a number"),
         ({"path": "x", "rate": float("nan")}, "rate is nan; it must be a finite number"),
-        ({"path": "x", "rate": -1}, "rate is -1; it must be positive"),
+        ({"path": "x", "rate": -1}, "rate is -1; it must be a number above 0"),
         ({"path": "x", "steps": 2.0}, "steps is 2.0; it must be a whole number"),
         ({"path": "x", "steps": True}, "steps is True; it must be a whole number"),
         ({"path": "x", "limit": "4"}, "limit is '4'; it must be a whole number"),
-        ({"path": "x", "limit": 0}, "limit is 0; it must be 1 or more"),
+        ({"path": "x", "limit": 0}, "limit is 0; it must be a whole number from 1"),
         ({"path": "x", "is_fast": 1}, "is_fast is 1; it must be true or false"),
         ({"path": "x", "name": "lion"}, "name is 'lion'; use 'adam' or 'muon'"),
     ],

@@ -183,8 +183,8 @@ def test_adapters_of_another_model_are_refused(tmp_path):
     [
         ({"rank": 0}, "rank is 0; it must be a whole number from 1"),
         ({"alpha": -1}, "alpha is -1; it must be a number above 0"),
-        ({"dropout": 1}, "dropout is 1; it must be a number from 0 to below 1"),
-        ({"targets": "in_proj"}, "targets is 'in_proj'; it must be a list of names"),
+        ({"dropout": 1}, "dropout is 1; it must be a number of 0 or more and below 1"),
+        ({"targets": "in_proj"}, "targets is 'in_proj'; it must be a list of texts"),
         (
             {"targets": ["in_proj", "q_proj"]},
             r"targets \['q_proj'\] name no projection of the model, which has in_proj, out_proj",

@@ -165,7 +165,7 @@ def test_rates_rise_stay_and_fall():
         ({"name": "muon", "distributed": True}, "splits it at any element"),
         ({"decay": "WSD"}, "decay_steps is None"),
         ({"decay_steps": 5}, "WSD alone has"),
-        ({"learning_rate": 0}, "learning_rate is 0; it must be positive"),
+        ({"learning_rate": 0}, "learning_rate is 0; it must be a number above 0"),
         ({"learning_rate": "fast"}, "learning_rate is 'fast'; it must be a number"),
         ({"min_learning_rate": 1.0}, "above the learning_rate"),
         ({"learning_rat": 1.0}, "no field 'learning_rat'. Near it: learning_rate"),

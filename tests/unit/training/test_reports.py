@@ -198,8 +198,8 @@ def test_losses_are_plotted_against_tokens(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"every_steps": 0}, "every_steps is 0; it must be positive"),
-        ({"peak_tflops": -1}, "peak_tflops is -1; it must be positive"),
+        ({"every_steps": 0}, "every_steps is 0; it must be a whole number from 1"),
+        ({"peak_tflops": -1}, "peak_tflops is -1; it must be a number above 0"),
         ({"tensorboard": "yes"}, "tensorboard is 'yes'; it must be true or false"),
     ],
 )

@@ -12,7 +12,7 @@ from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_mo
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.inference.requests.request import Request
 from megatron_hybrid.offload.disk_store import DiskStore
-from megatron_hybrid.utils.interrupts import interrupts_wait
+from megatron_hybrid.utils.interrupts import defer_sigint
 
 MODEL = tiny_model()
 
@@ -32,7 +32,7 @@ def press():
 
 def test_it_waits_for_the_end_of_the_block():
     seen = []
-    with pytest.raises(KeyboardInterrupt), interrupts_wait():
+    with pytest.raises(KeyboardInterrupt), defer_sigint():
         press()
         seen.append("went on")
     assert seen == ["went on"]
@@ -41,7 +41,7 @@ def test_it_waits_for_the_end_of_the_block():
 
 
 def test_the_second_one_does_not_wait():
-    with pytest.raises(KeyboardInterrupt), interrupts_wait():
+    with pytest.raises(KeyboardInterrupt), defer_sigint():
         press()
         press()
         raise AssertionError("went on")
@@ -49,18 +49,18 @@ def test_the_second_one_does_not_wait():
 
 def test_blocks_within_blocks_wait_for_the_outermost():
     seen = []
-    with pytest.raises(KeyboardInterrupt), interrupts_wait():
-        with interrupts_wait():
+    with pytest.raises(KeyboardInterrupt), defer_sigint():
+        with defer_sigint():
             press()
         seen.append("went on")
-        with interrupts_wait():
+        with defer_sigint():
             press()
             seen.append("a second one waited")
     assert seen == ["went on"]
 
 
 def test_a_handler_that_is_set_meanwhile_stays():
-    with interrupts_wait():
+    with defer_sigint():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
@@ -68,7 +68,7 @@ def test_a_handler_that_is_set_meanwhile_stays():
 def test_a_handler_of_the_caller_is_called_once_with_its_arguments():
     calls = []
     signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
-    with interrupts_wait():
+    with defer_sigint():
         press()
         assert calls == []
     assert calls == [signal.SIGINT]
@@ -77,7 +77,7 @@ def test_a_handler_of_the_caller_is_called_once_with_its_arguments():
 @pytest.mark.parametrize("ignored", [signal.SIG_IGN, signal.SIG_DFL])
 def test_what_is_no_handler_stays(ignored):
     signal.signal(signal.SIGINT, ignored)
-    with interrupts_wait():
+    with defer_sigint():
         assert signal.getsignal(signal.SIGINT) is ignored
 
 
@@ -294,9 +294,9 @@ def test_an_interrupt_at_a_line_that_takes_a_lock_leaves_it_to_nobody(name, tmp_
 
 def test_a_deferred_interrupt_is_let_in_where_nothing_is_half_done():
     seen = []
-    with pytest.raises(KeyboardInterrupt), interrupts_wait() as let_in:
+    with pytest.raises(KeyboardInterrupt), defer_sigint() as let_in:
         let_in()
-        with interrupts_wait() as inner:
+        with defer_sigint() as inner:
             press()
             inner()
             seen.append("inner")

@@ -18,7 +18,7 @@ from megatron_hybrid.serving.fields import (
     GenerationFields,
     TemplateFields,
 )
-from megatron_hybrid.serving.parsers import Style, Thoughts
+from megatron_hybrid.serving.parsers import ReasoningFormat, Style
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -50,7 +50,9 @@ def chat_prompt(tokenizer: Tokenizer, fields: TemplateFields) -> RenderedChat:
         raise ApiError(400, str(error), param) from error
 
 
-def is_thinking(tokenizer: Tokenizer, fields: TemplateFields, thoughts: Thoughts) -> bool | None:
+def is_thinking(
+    tokenizer: Tokenizer, fields: TemplateFields, thoughts: ReasoningFormat
+) -> bool | None:
     """Whether the answer begins inside of reasoning, which the template opens, or the message that
     the answer goes on with, or the model without a sign; None: the prompt has closed it. The chat
     is one that `chat_prompt` takes."""
@@ -66,7 +68,7 @@ def is_thinking(tokenizer: Tokenizer, fields: TemplateFields, thoughts: Thoughts
 
 
 def thinking_budget(
-    tokenizer: Tokenizer, max_tokens: int, thoughts: Thoughts | None, begins_inside: bool
+    tokenizer: Tokenizer, max_tokens: int, thoughts: ReasoningFormat | None, begins_inside: bool
 ) -> ThinkingBudget:
     """Of the reasoning of a chat's answer.
 
@@ -236,7 +238,9 @@ def guide_of(
             if style.thoughts is not None and is_thinking is not None:
                 marks = style.thoughts.open, style.thoughts.close
             if any((prefix, *marks)):
-                guide = guide.behind_thought(*marks, begins_inside=bool(is_thinking), prefix=prefix)
+                guide = guide.after_reasoning(
+                    *marks, begins_inside=bool(is_thinking), prefix=prefix
+                )
             return guide, name
         except RecursionError:
             raise ApiError(400, f"{name}: a schema is nested too deeply", name) from None

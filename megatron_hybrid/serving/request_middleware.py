@@ -1,5 +1,5 @@
-"""Door: what every request of HTTP passes: its id, its key or its origin, the limit of its body, a
-line in the log."""
+"""RequestMiddleware: what every request of HTTP passes: its id, its key or its origin, the limit of
+its body, a line in the log."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POLLED_PATHS = ("/requests", "/cache/tree", "/cache/history")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-class Door:
+class RequestMiddleware:
     """ASGI middleware. `scope["state"]` gets `request_id`, `key` and, from routes, `ticket`.
 
     Args:

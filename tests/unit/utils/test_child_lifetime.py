@@ -15,8 +15,8 @@ from waiting import LIMIT_S
 from megatron_hybrid.commands.layout import run_on_ranks
 from megatron_hybrid.distributed.ranks import RankError
 from megatron_hybrid.training.run_lock import LOCK, RunLock
-from megatron_hybrid.utils import process_life
-from megatron_hybrid.utils.process_life import (
+from megatron_hybrid.utils import child_lifetime
+from megatron_hybrid.utils.child_lifetime import (
     EndSignal,
     end_with_parent,
     ends_with_launcher,
@@ -75,7 +75,7 @@ def test_a_rank_ends_whose_launcher_was_killed_before_it_looked(pipe, monkeypatc
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     gone = in_fork(lambda: None)
     os.waitpid(gone, 0)
-    monkeypatch.setenv(process_life.LAUNCHER, str(gone))
+    monkeypatch.setenv(child_lifetime.LAUNCHER, str(gone))
 
     def rank():
         signal.signal(signal.SIGTERM, lambda *_: os.write(writes, b"asked to end"))
@@ -93,8 +93,8 @@ def test_a_rank_ends_whose_launcher_was_killed_before_it_looked(pipe, monkeypatc
 def test_a_rank_ends_when_its_launcher_was_killed(pipe, monkeypatch, ignored):
     reads, writes = pipe
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setattr(process_life, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(process_life, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(child_lifetime, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(child_lifetime, "GRACE_SECONDS", 0.1)
 
     def rank():
         def note(number, frame):

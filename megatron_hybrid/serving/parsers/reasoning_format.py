@@ -1,4 +1,4 @@
-"""Thoughts: how models write their reasoning."""
+"""ReasoningFormat: how models write their reasoning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Thoughts:
+class ReasoningFormat:
     """Marks around reasoning."""
 
     open: str
@@ -15,23 +15,23 @@ class Thoughts:
     """Every answer begins inside of reasoning, also where the prompt does not open it."""
 
 
-TAGS = Thoughts("<think>", "</think>")
+TAGS = ReasoningFormat("<think>", "</think>")
 STYLES = {
-    "deepseek_r1": Thoughts("<think>", "</think>", always=True),
+    "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
     "deepseek_v3": TAGS,
-    "gemma4": Thoughts("<|channel>thought\n", "<channel|>"),
+    "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>"),
     "glm45": TAGS,
     "kimi_k2": TAGS,
     "minimax_m2": TAGS,
-    "mistral": Thoughts("[THINK]", "[/THINK]"),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "nemotron_v3": TAGS,
     "olmo3": TAGS,
     "qwen3": TAGS,
-    "seed_oss": Thoughts("<seed:think>", "</seed:think>"),
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
 }
 """By the names of `--reasoning-parser`."""
 
 
-def thoughts_of(template: str) -> Thoughts | None:
+def thoughts_of(template: str) -> ReasoningFormat | None:
     """As a chat template shows; None: its model has none."""
     return next((each for each in (TAGS, *STYLES.values()) if each.open.strip() in template), None)
