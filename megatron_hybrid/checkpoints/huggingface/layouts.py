@@ -70,12 +70,6 @@ def reordered(sizes: Sequence[int], order: Sequence[int], dim: int = 0) -> Layou
     )
 
 
-def shifted(offset: float) -> Layout:
-    """Our one tensor is theirs plus `offset`, each rounded to the tensor's dtype: exact for the
-    norm weights between 0.5 and 2 that `offset` -1 makes zero-centered."""
-    return Layout(lambda theirs: [theirs[0] + offset], lambda ours: [ours[0] - offset])
-
-
 def transposed() -> Layout:
     """The last two dimensions swapped."""
 
