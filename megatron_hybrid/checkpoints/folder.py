@@ -15,7 +15,7 @@ import torch
 from megatron_hybrid.checkpoints.huggingface import adapters
 from megatron_hybrid.checkpoints.huggingface.base import Adapter
 from megatron_hybrid.checkpoints.huggingface.fields import check_general_keys
-from megatron_hybrid.checkpoints.quantization_config import Quantization, modelopt_config
+from megatron_hybrid.checkpoints.quantization_config import QUANT_FILE, Quantization
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.layer_pattern import PREDICTION_BOUNDARY, split_predictions
@@ -41,8 +41,8 @@ class CheckpointFolder:
         self.values = _read_json(self.config_file)
         """Content of config.json, with the quantization_config that ModelOpt may have put into a
         file of its own."""
-        if self.quantization is None and (found := modelopt_config(self.path)) is not None:
-            self.values["quantization_config"] = found
+        if self.quantization is None and (self.path / QUANT_FILE).exists():
+            self.values["quantization_config"] = _modelopt_config(self.path / QUANT_FILE)
         self._opened = ExitStack()
 
     def __enter__(self) -> CheckpointFolder:
@@ -234,6 +234,14 @@ def _with_text_config(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """A config.json, and its text_config if it has one."""
     text = values.get("text_config")
     return [values, text] if isinstance(text, Mapping) else [values]
+
+
+def _modelopt_config(path: Path) -> dict[str, Any]:
+    """What NVIDIA's ModelOpt says of a quantization in a file of its own."""
+    found = _read_json(path).get("quantization")
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{path} says nothing of a quantization. Copy the folder again.")
+    return {"quant_method": "modelopt", **found}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

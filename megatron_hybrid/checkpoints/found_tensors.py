@@ -56,20 +56,23 @@ class FoundTensors:
 
     def check_numbers(self, model: HybridModel, maps: list[TensorMap]) -> None:
         """Raise CheckpointError for NaN in tensors of this rank's stage, which its tensor-parallel
-        ranks share out among them. maps: of these tensors, and of parts of packed weights."""
+        ranks share out among them, and for scales that make one of a code of 0. maps: of these
+        tensors, and of parts of packed weights."""
         tp, files = model.pg_collection.tp, self.files
         names = sorted({name for tensor_map in maps for name in tensor_map.theirs})
         for name in names[tp.rank() :: tp.size()]:
             weight, _, part = name.rpartition(":")
             if weight in self.packed.stored:
                 stored = self.packed.stored[weight].parts[part]
-                name, value = stored.name, files.read(stored.name)
-                if value.element_size() == stored.dtype.itemsize:
-                    value = value.view(stored.dtype)
+                value = files.read(stored.name)
+                check_numbers(stored.name, value, files.folder)
+                if part in ("scale", "outer"):
+                    scale = value if stored.decode is None else stored.decode(value)
+                    name = f"{stored.name}, times a code of 0,"
+                    check_numbers(name, scale.float() * 0, files.folder)
             else:
                 name = self.given[name]
-                value = files.read(name)
-            check_numbers(name, value, files.folder)
+                check_numbers(name, files.read(name), files.folder)
 
 
 def find_tensors(
@@ -104,7 +107,14 @@ def _find_theirs(config: HybridConfig, folder: CheckpointFolder) -> FoundTensors
     """`find_tensors` in a folder of Hugging Face."""
     adapter, files = folder.adapter, folder.files
     weights = PackedFiles(files, folder.quantization)
-    given = {adapter.text_name(name): name for name in weights.names()}
+    given: dict[str, str] = {}
+    for file_name in weights.names():
+        if (name := adapter.text_name(file_name)) in given:
+            raise CheckpointError(
+                f"{name} is in {folder.path} twice, plain and packed or under two names. Copy the "
+                "folder again, with one of them."
+            )
+        given[name] = file_name
     copies = [
         (name, original, "multi-token prediction", given[name], given[original])
         for name, original in adapter.copies(config).items()

@@ -7,7 +7,8 @@ dtypes and shapes of its tensors, and checked against the config.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,31 +128,28 @@ class PackedFiles:
     def __init__(self, files: TensorFiles, config: Mapping[str, Any] | None):
         self.files = files
         self._quantization = Quantization.read(config, str(files.folder)) if config else None
+        self.may_be_packed = self._quantization is not None
         self._names = set(files.names())
         self.stored: dict[str, StoredWeight] = {}
         """Packed weights by the name of the weight."""
-        used: set[str] = set()
         for name in sorted(self._names):
             for ending, read in _READERS.items():
                 if name.endswith(ending) and (parts := read(self, name)) is not None:
                     weight = name.removesuffix("_packed").replace(".qweight", ".weight")
                     self.stored[weight] = self._weight(weight, parts)
-                    used |= {part.name for part in parts.values()}
-        if self.stored:
-            self.quantization(min(self.stored))
         parts = [part for each in self.stored.values() for part in each.parts.values()]
-        kept = {part.name for part in parts if part.is_kept}
-        self.kept = kept | {
+        others = self._names - {part.name for part in parts}
+        self.kept = {part.name for part in parts if part.is_kept} | {
             name
-            for name in self._names - used
-            if config is not None and name.rpartition(".")[2] in (*_UNUSED, "weight_shape")
+            for name in others
+            if self.may_be_packed and name.rpartition(".")[2] in (*_UNUSED, "weight_shape")
         }
         """Names of tensors that are written back as they were."""
-        self._plain = self._names - used - self.kept
+        self._plain = others - self.kept
 
-    def names(self) -> Collection[str]:
-        """Names of all weights."""
-        return self._plain | self.stored.keys()
+    def names(self) -> list[str]:
+        """Names of all weights; twice of one that is there plain and packed."""
+        return [*self._plain, *self.stored]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a weight, unpacked."""
@@ -164,20 +162,25 @@ class PackedFiles:
         decode: Callable[[Tensor], Tensor] | None = None,
         encode: Callable[[Tensor], Tensor] | None = None,
         is_kept: bool = False,
+        dims: int | None = None,
     ) -> PackedTensor:
-        """One of the folder's tensors as a part; dtype: None: as stored.
+        """One of the folder's tensors as a part; dtype: None: as stored; dims: None: any number.
 
         Raises:
-            CheckpointError: there is none of this name.
+            CheckpointError: there is none of this name, or with other dimensions.
         """
         if name not in self._names:
             raise CheckpointError(
                 f"{name} is not in {self.files.folder}, but the rest of a packed weight is. Copy "
                 "the folder again."
             )
-        files = self.files
-        dtype = dtype or files.dtype(name)
-        return PackedTensor(name, files.shape(name), dtype, decode, encode, is_kept)
+        shape = self.files.shape(name)
+        if dims not in (None, len(shape)) or 0 in shape:
+            raise CheckpointError(
+                f"{name} has shape {list(shape)} in {self.files.folder}, which must have "
+                f"{dims or 'some'} dimensions, none of them 0. Copy the folder again."
+            )
+        return PackedTensor(name, shape, dtype or self.files.dtype(name), decode, encode, is_kept)
 
     def has(self, name: str) -> bool:
         """Whether the folder has a tensor of this name."""
@@ -192,55 +195,67 @@ class PackedFiles:
             )
         return self._quantization
 
-    @property
-    def may_be_packed(self) -> bool:
-        """Whether the config says that weights are packed."""
-        return self._quantization is not None
-
     def _weight(self, name: str, parts: Mapping[str, PackedTensor]) -> StoredWeight:
         codes, scale = parts["codes"], parts["scale"]
         kind = format_of(codes.dtype, scale.dtype)
-        if kind is None:
+        whole = torch.empty(codes.shape, dtype=self.files.dtype(codes.name), device="meta")
+        decoded: tuple[int, ...] = ()
+        with suppress(RuntimeError):  # these are no whole bytes
+            decoded = tuple((whole if codes.decode is None else codes.decode(whole)).shape)
+        if kind is None or len(decoded) < 2:
             raise CheckpointError(
-                f"{name} has codes of {codes.dtype} and scales of {scale.dtype} in "
-                f"{self.files.folder}, which is no format that is read. Dequantize it with the "
-                "library that packed it."
+                f"{name} has codes of {codes.dtype} of shape {list(codes.shape)} and scales of "
+                f"{scale.dtype} in {self.files.folder}, which is no format that is read. "
+                "Dequantize it with the library that packed it."
             )
-
-        def decoded_shape(part: PackedTensor) -> tuple[int, ...]:
-            stored = torch.empty(part.shape, dtype=self.files.dtype(part.name), device="meta")
-            return tuple((stored if part.decode is None else part.decode(stored)).shape)
-
-        *lead, rows, width = decoded_shape(codes)
+        *lead, rows, width = decoded
         shape = (*lead, rows, width * 8 // kind.bits)
         sizes = (1, _COLUMNS[scale.dtype]) if kind.name == "fp4" else None
         sizes = [sizes] if sizes else list(self.quantization(name).block_sizes)
-        block = self._block(name, shape, decoded_shape(scale), sizes)
+        for block in (*sizes, (1, 0), (0, 0)):
+            sides = block[0] or rows, block[1] or shape[-1]
+            grid = (*lead, -(-rows // sides[0]), -(-shape[-1] // sides[1]))
+            if self._misfit(scale, grid) is None:
+                break
+        else:
+            raise CheckpointError(
+                f"{name} of shape {list(shape)} has scales of shape {list(scale.shape)} in "
+                f"{self.files.folder}, but by its config there is one for each "
+                f"{' or '.join(f'{r} x {c}' for r, c in sizes)} numbers, for a row, or for all."
+            )
+        shapes = {"codes": decoded, "outer": (*lead, 1, 1)}
+        for part, each in parts.items():
+            if (wanted := self._misfit(each, shapes.get(part, grid))) is not None:
+                raise CheckpointError(
+                    f"{each.name} is {self.files.dtype(each.name)} of shape {list(each.shape)} in "
+                    f"{self.files.folder}, but {name} of shape {list(shape)} needs {wanted.dtype} "
+                    f"of shape {list(wanted.shape)} there. Copy the folder again."
+                )
+        for each in self.quantization(name).announced(name.removesuffix(".weight")):
+            self.part(each)
         return StoredWeight(shape, parts, block)
 
-    def _block(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        scale: tuple[int, ...],
-        sizes: list[tuple[int, int]],
-    ) -> tuple[int, int]:
-        """Rows and columns that share a scale (0: all), by the shape of the scales."""
-        *lead, rows, columns = shape
-        grid = list(scale[len(lead) :])
-        if len(grid) == 4 and grid[1] == grid[3] == 1:
-            grid = grid[::2]
-        if len(grid) < 2:
-            grid = [*grid, 1] if grid else [1, 1]
-        for block in (*sizes, (1, 0), (0, 0)):
-            expected = [-(-rows // (block[0] or rows)), -(-columns // (block[1] or columns))]
-            if [*scale[: len(lead)], *grid] == [*lead, *expected]:
-                return block
-        raise CheckpointError(
-            f"{name} of shape {list(shape)} has scales of shape {list(scale)} in "
-            f"{self.files.folder}, but by its config there is one for each "
-            f"{' or '.join(f'{r} x {c}' for r, c in sizes)} numbers, for a row, or for all."
-        )
+    def _misfit(self, part: PackedTensor, shape: tuple[int, ...]) -> Tensor | None:
+        """What should be stored, without values, for a part of this shape in memory; None: it
+        is."""
+        stored = torch.empty(part.shape, dtype=self.files.dtype(part.name), device="meta")
+        wanted = value = torch.empty(shape, dtype=part.dtype, device="meta")
+        with suppress(RuntimeError):  # no number of words holds these
+            wanted = value if part.encode is None else part.encode(value)
+            found = stored if part.decode is None else part.decode(stored)
+            pairs = ((found, value), (stored, wanted))
+            if all(_kind(one, len(shape)) == _kind(other, len(shape)) for one, other in pairs):
+                return None
+        return wanted
+
+
+def _kind(tensor: Tensor, dims: int) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Dtype and shape of a part, without the dimensions of one that some folders leave out, or have
+    twice, after the `dims` - 2 of experts."""
+    lead, grid = tensor.shape[: dims - 2], tensor.shape[dims - 2 :]
+    if len(grid) == 4 and grid[1] == grid[3] == 1:
+        grid = grid[::2]
+    return tensor.dtype, (*lead, *grid, *(1,) * (2 - len(grid)))
 
 
 # Readers: the parts of a packed weight, by the name of its codes; None: these are no codes --------
@@ -257,19 +272,13 @@ def _plain_codes(files: PackedFiles, name: str) -> dict[str, PackedTensor] | Non
             f"{name} is {dtype} in {files.files.folder}, without {name}_scale or {inverse} next to "
             "it. Copy the folder again."
         )
-    if dtype == torch.uint8:
-        return {
-            "codes": files.part(name),
-            "scale": files.part(f"{name}_scale"),
-            "outer": files.part(f"{name}_scale_2"),
-        }
     if not is_code:
         return None
-    parts = {
-        "codes": files.part(name),
-        "scale": files.part(inverse if files.has(inverse) else f"{name}_scale"),
-    }
-    if files.has(zero := f"{name}_zero_point"):
+    scale = inverse if files.has(inverse) else f"{name}_scale"
+    parts = {"codes": files.part(name), "scale": files.part(scale)}
+    if dtype == torch.uint8:
+        parts["outer"] = files.part(f"{name}_scale_2")
+    elif files.has(zero := f"{name}_zero_point"):
         parts["zero"] = files.part(zero)
     return parts
 
@@ -283,7 +292,7 @@ def _packed_codes(files: PackedFiles, name: str) -> dict[str, PackedTensor] | No
         inverse = torch.reciprocal
         outer = files.part(f"{weight}_global_scale", torch.float32, inverse, inverse, is_kept=True)
         return {"codes": files.part(name), "scale": scale, "outer": outer}
-    bits = _word_bits(files, name)
+    bits, rows = _bits_and_rows(files, name)
     if files.has(f"{weight}_g_idx"):
         raise CheckpointError(
             f"{weight} has columns in an order of its own ({weight}_g_idx), which is not read. "
@@ -297,48 +306,45 @@ def _packed_codes(files: PackedFiles, name: str) -> dict[str, PackedTensor] | No
     if files.has(zero := f"{weight}_zero_point"):
         # Only those of groups and of rows are in words.
         in_words = files.files.dtype(zero) == torch.int32
-        parts["zero"] = (
-            _zero_points(files, zero, bits, scale.shape[-2]) if in_words else files.part(zero)
-        )
+        parts["zero"] = _zero_points(files, zero, bits, rows) if in_words else files.part(zero)
     return parts
 
 
-def _word_bits(files: PackedFiles, name: str) -> int:
-    """Bits of the integers in a tensor of words.
+def _bits_and_rows(files: PackedFiles, name: str) -> tuple[int, int]:
+    """Bits of the integers in a matrix of words, and its rows.
 
     Raises:
         CheckpointError: neither 4 nor 8, or the last words are filled up.
     """
-    columns = int(files.files.read(f"{name.removesuffix('_packed')}_shape")[-1])
-    bits, left = divmod(32 * files.files.shape(name)[-1], columns)
-    if bits not in (4, 8) or left:
-        raise CheckpointError(
-            f"{name} has {columns} columns in {files.files.shape(name)[-1]} words of 32 bits in "
-            f"{files.files.folder}; whole words of integers of 4 or 8 bits are read. Dequantize it "
-            "with the library that packed it."
-        )
-    return bits
+    rows, num_words = files.part(name, dims=2).shape
+    shape = files.part(f"{name.removesuffix('_packed')}_shape").name
+    given = files.files.read(shape).flatten().tolist()
+    for bits in (4, 8):
+        if given == [rows, num_words * 32 // bits]:
+            return bits, rows
+    raise CheckpointError(
+        f"{name} has {rows} rows of {num_words} words of 32 bits in {files.files.folder}, and "
+        f"{shape} says {given}; whole words of integers of 4 or 8 bits are read. Dequantize it "
+        "with the library that packed it."
+    )
 
 
 def _zero_points(files: PackedFiles, name: str, bits: int, rows: int) -> PackedTensor:
     """Zero points, words of whose integers lie one below the other."""
-    words = files.files.shape(name)[0]
-    if bits == 8:
-        return files.part(
-            name,
-            torch.int8,
-            lambda stored: _int8_of_words(_turned(stored)).t()[:rows],
-            lambda zero: _turned(_words_of_int8(_padded(zero.t(), 4 * words, -128))),
-        )
 
     def decode(stored: Tensor) -> Tensor:
-        return (_nibbles(_turned(stored).view(torch.uint8)).to(torch.int8) - 8).t()[:rows]
+        words = _turned(stored)
+        if bits == 8:
+            return _int8_of_words(words).t()[:rows]
+        return (_nibbles(words.view(torch.uint8)).to(torch.int8) - 8).t()[:rows]
 
     def encode(zero: Tensor) -> Tensor:
-        nibbles = _padded((zero + 8).to(torch.uint8).t(), 8 * words, 0)
-        return _turned(_words_of_bytes(in_bytes(nibbles)))
+        columns = zero.t()
+        if bits == 8:
+            return _turned(_words_of_int8(_filled(columns, 4, -128)))
+        return _turned(_words_of_bytes(in_bytes(_filled((columns + 8).to(torch.uint8), 8, 0))))
 
-    return files.part(name, torch.int8, decode, encode)
+    return files.part(name, torch.int8, decode, encode, dims=2)
 
 
 def _blocks(files: PackedFiles, name: str) -> dict[str, PackedTensor] | None:
@@ -353,6 +359,7 @@ def _blocks(files: PackedFiles, name: str) -> dict[str, PackedTensor] | None:
             torch.uint8,
             lambda stored: stored.flatten(-2),
             lambda codes: codes.unflatten(-1, (grid[-1], -1)).contiguous(),
+            dims=4,
         ),
         "scale": files.part(
             scales,
@@ -367,7 +374,7 @@ def _stack_of_experts(files: PackedFiles, name: str) -> None:
     """Refuse ModelOpt's experts of a layer in one tensor."""
     stack = name.removesuffix("_weight_scale")
     raise CheckpointError(
-        f"{stack} holds the experts of a layer in one tensor of {files.files.dtype(stack)} in "
+        f"{stack} holds the experts of a layer in one tensor of {files.part(stack).dtype} in "
         f"{files.files.folder}, with its scale in {name}: packed experts are read one by one, and "
         "in one tensor as MXFP4 alone. Quantize them one by one, or leave them as they are."
     )
@@ -392,19 +399,11 @@ def _turned_words(files: PackedFiles, name: str) -> dict[str, PackedTensor]:
             "is so here. Quantize it with llm-compressor, or load it in MXFP4."
         )
     is_awq = quantization.method == "awq"
-    scale = files.part(f"{layer}.scales", None, _turned, _turned)
-    zero, shape = files.part(f"{layer}.qzeros"), files.files.shape(name)
-    groups, rows = scale.shape
-    columns = shape[0] * (1 if is_awq else 8)
-    expected = (columns, rows // 8) if is_awq else (columns // 8, rows)
-    if shape != expected or zero.shape != (groups, rows // 8):
-        raise CheckpointError(
-            f"{name} of shape {list(shape)} has scales of shape {list(scale.shape)} and zero "
-            f"points of shape {list(zero.shape)} in {files.files.folder}, which are none of 4 bits;"
-            " of AWQ and GPTQ these are read. Dequantize it with the library that packed it."
-        )
+    scale = files.part(f"{layer}.scales", None, _turned, _turned, dims=2)
+    columns = files.part(name, dims=2).shape[0] * (1 if is_awq else 8)
     if files.has(order := f"{layer}.g_idx"):
-        _check_order(files, order, columns, groups, quantization.group_size)
+        files.part(order, dims=1)
+        _check_order(files, order, columns, scale.shape[0], quantization.group_size)
     order = _AWQ_ORDER if is_awq else range(8)
     places = sorted(range(8), key=order.__getitem__)
     less = _ONES if quantization.zeros_less_one else 0
@@ -431,10 +430,11 @@ def _turned_words(files: PackedFiles, name: str) -> dict[str, PackedTensor]:
         "codes": files.part(name, torch.uint8, *codes),
         "scale": scale,
         "zero": files.part(
-            zero.name,
+            f"{layer}.qzeros",
             torch.int8,
             lambda stored: _turned(rows_of(stored + less)).to(torch.int8) - 8,
             lambda value: words_of(_turned((value + 8).to(torch.uint8))) - less,
+            dims=2,
         ),
     }
 
@@ -447,15 +447,11 @@ def _check_order(files: PackedFiles, name: str, columns: int, groups: int, size:
     if torch.equal(found, torch.arange(columns) // size):
         return
     own = max(1, int((found == 0).sum()))
-    if len(found) == columns and torch.equal(found, torch.arange(columns) // own):
-        raise CheckpointError(
-            f"{name} has groups of {own} columns in {files.files.folder}, and its config says "
-            f"{size}: weights with sizes of their own are not read. Quantize all in one size."
-        )
     if torch.equal(found, torch.arange(len(found)) // own):
         raise CheckpointError(
             f"{name} puts {len(found)} columns into groups of {own} in {files.files.folder}, but "
-            f"there are {columns} in groups of {size} by its config. Copy the folder again."
+            f"there are {columns} in groups of {size} by its config: weights with sizes of their "
+            "own are not read. Quantize all in one size, or copy the folder again."
         )
     raise CheckpointError(
         f"{name} gives columns an order of their own in {files.files.folder}, which is "
@@ -513,5 +509,6 @@ def _words_of_int8(codes: Tensor) -> Tensor:
     return (_dense(codes).view(torch.uint8) ^ 128).view(torch.int32)
 
 
-def _padded(tensor: Tensor, columns: int, value: int) -> Tensor:
-    return torch.nn.functional.pad(tensor, (0, columns - tensor.shape[-1]), value=value)
+def _filled(tensor: Tensor, count: int, value: int) -> Tensor:
+    """With columns of `value` up to a multiple of `count`."""
+    return torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % count), value=value)

@@ -7,10 +7,9 @@ by name, before a weight is read.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
@@ -18,6 +17,8 @@ from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 QUANT_FILE = "hf_quant_config.json"
 
 _FP8_BLOCK = (128, 128)
+_CLASS = ("Linear",)
+"""Targets of groups that name none."""
 _REMEDY = (
     "Load it with the library that packed it, dequantize, and save it again; or quantize the "
     "unquantized model in a format of docs/guides/quantized_weights.md."
@@ -36,6 +37,9 @@ class Quantization:
     """Columns that share a scale by AWQ and GPTQ; 0: all."""
     zeros_less_one: bool
     """Whether zero points are stored less 1."""
+    endings: tuple[tuple[tuple[str, ...], str], ...] = ()
+    """Targets of each group of layers, and the ending of a tensor that each of them has ("": none).
+    """
 
     @classmethod
     def read(cls, config: Mapping[str, Any], source: str) -> Quantization:
@@ -53,100 +57,126 @@ class Quantization:
                 f"{source} has a quantization_config of quant_method={config.get('quant_method')!r}"
                 f"; {', '.join(_METHODS)} are read. {_REMEDY}"
             )
-        if (found := _unread(config, _METHODS[method])) is not None:
+        try:
+            said = _read(config, _METHODS[method])
+        except ValueError as error:
             raise CheckpointError(
-                f"{source} has a quantization_config of quant_method={method!r} with {found}. "
+                f"{source} has a quantization_config of quant_method={method!r} with {error}. "
                 f"{_REMEDY}"
-            )
-        layout = config.get("checkpoint_format") or config.get("format") or "gptq"
+            ) from None
+        layout = said.get("checkpoint_format") or said.get("format") or "gptq"
         if method == "auto-round":
-            method, layout = _PACKINGS[str(config.get("packing_format", "auto_round")).lower()]
-        size = config.get("group_size") or config.get("q_group_size") or 0
-        sizes = [tuple(block) for block in [config.get("weight_block_size")] if block]
+            method, layout = _PACKINGS[said.get("packing_format", "auto").lower()]
+        size = said.get("group_size") or said.get("q_group_size") or 0
+        sizes = [tuple(said["weight_block_size"])] if "weight_block_size" in said else []
         sizes += [(1, size)] if size > 0 else []
-        for group in (config.get("config_groups") or {}).values():
-            weights = group.get("weights") or {}
-            if structure := weights.get("block_structure"):
-                sizes.append(tuple(structure))
-            if (columns := weights.get("group_size") or 0) > 0:
+        endings = [(_CLASS, ".g_idx")] if method == "gptq" and said.get("desc_act") else []
+        for group in said.get("config_groups", {}).values():
+            if (weights := group.get("weights")) is None:
+                continue  # of activations alone
+            if "block_structure" in weights:
+                sizes.append(tuple(weights["block_structure"]))
+            if (columns := weights.get("group_size", 0)) > 0:
                 sizes.append((1, columns))
+            ending = "" if weights.get("symmetric", True) else ".weight_zero_point"
+            endings.append((tuple(group.get("targets", _CLASS)), ending))
         return cls(
             method,
             tuple(sizes) or (_FP8_BLOCK,),
             max(size, 0),
             method == "gptq" and layout.lower() != "gptq_v2",
+            tuple(endings),
         )
 
+    def announced(self, layer: str) -> set[str]:
+        """Names of tensors that a packed layer must have in addition to its codes and scales."""
 
-def modelopt_config(folder: Path) -> dict[str, Any] | None:
-    """What NVIDIA's ModelOpt says of a quantization in a file of its own; None: there is no file.
+        def is_named(target: str) -> bool:
+            return bool(re.match(target[3:], layer)) if target[:3] == "re:" else target == layer
 
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    path = folder / QUANT_FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
-    found = content.get("quantization") if isinstance(content, Mapping) else None
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"{path} says nothing of a quantization. Copy the folder again.")
-    return {"quant_method": "modelopt", **found}
+        # Groups that name the layer come before those of its class, such as Linear.
+        for is_meant in (is_named, lambda target: target[:1].isupper()):
+            endings = {ending for targets, ending in self.endings if any(map(is_meant, targets))}
+            if endings:
+                return {layer + ending for ending in endings if "" not in endings}
+        return set()
 
 
 # The table ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Values:
-    """The values of a field that are read; of strings, case does not count."""
+class _Rule:
+    """Which values of a field are read."""
 
-    values: tuple[Any, ...]
+    wanted: str
+    holds: Callable[[Any], bool]
 
-    def __call__(self, value: Any) -> bool:
-        return any(_lower(value) == _lower(each) for each in self.values)
+
+_Rules = Mapping[str, "_Rule | _Rules"]
+"""Of an object, by the names of its fields ("*": of any field)."""
+
+
+def _only(*values: Any) -> _Rule:
+    """These values; of strings, case does not count."""
+    known = ", ".join(str(value) for value in values if value != "")
+    return _Rule(known, lambda value: _lower(value) in map(_lower, values))
 
 
 def _lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-def _any(value: Any) -> bool:
-    return True
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _only(*values: Any) -> _Values:
-    return _Values(values)
+def _is_target(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and (value[:3] != "re:" or bool(re.compile(value[3:])))
+    except re.error:
+        return False
 
 
-Rule = Callable[[Any], bool] | Mapping[str, Any]
-"""Whether a value of a field is read; of an object, the rules of its fields ("*": of any field)."""
+def _is_list_of(kind: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(map(kind, value))
 
 
-def _fields(names: str, rule: Rule = _any) -> dict[str, Rule]:
+_UNUSED = _Rule("all values", lambda value: True)
+"""Of fields that change no stored weight: nothing here sees their values."""
+_FLAG = _only(False, True)
+_GROUP_SIZE = _Rule("whole numbers from -1 on", lambda value: _is_whole(value) and value >= -1)
+_BLOCK = _Rule(
+    "two whole numbers from 1 on",
+    lambda value: _is_list_of(_is_whole, value) and len(value) == 2 and min(value) > 0,
+)
+_TARGETS = _Rule("lists of names", lambda value: _is_list_of(_is_target, value))
+_BITS = _Rule("4, and 16 or more", lambda value: _is_whole(value) and (value == 4 or value >= 16))
+
+
+def _fields(names: str, rule: _Rule = _UNUSED) -> dict[str, _Rule]:
     """The same rule for several fields."""
     return dict.fromkeys(names.split(), rule)
 
 
-def _unread(config: Mapping[str, Any], rules: Mapping[str, Rule], path: str = "") -> str | None:
-    """Describe the first field that is not read; None: there is none."""
+def _read(config: Mapping[str, Any], rules: _Rules, path: str = "") -> dict[str, Any]:
+    """The fields that something here uses, of those that say anything. Raises ValueError for the
+    first value that is not read, by its name."""
+    found = {}
     for name, value in config.items():
         if _is_empty(value):
             continue
         rule = rules.get(name, rules.get("*"))
         if isinstance(rule, Mapping) and isinstance(value, Mapping):
-            if (found := _unread(value, rule, f"{path}{name}.")) is not None:
-                return found
+            found[name] = _read(value, rule, f"{path}{name}.")
         elif rule is None:
-            return f"{path}{name}={_shown(value)}, a field that is not read"
-        elif isinstance(rule, Mapping) or not rule(value):
-            known = rule.values if isinstance(rule, _Values) else ()
-            read = ", ".join(str(each) for each in known if each != "") or "other values"
-            return f"{path}{name}={_shown(value)}; {read} are read"
-    return None
+            raise ValueError(f"{path}{name}={_shown(value)}, a field that is not read")
+        elif isinstance(rule, Mapping) or not rule.holds(value):
+            wanted = "objects" if isinstance(rule, Mapping) else rule.wanted
+            raise ValueError(f"{path}{name}={_shown(value)}; {wanted} are read")
+        elif rule is not _UNUSED:
+            found[name] = value
+    return found
 
 
 def _is_empty(value: Any) -> bool:
@@ -168,15 +198,18 @@ _COMPRESSED = _only(
     *("nvfp4-pack-quantized", "mixed-precision"),
 )
 _GROUP = {
-    **_fields("targets input_activations output_activations"),
+    **_fields("input_activations output_activations"),
+    **_fields("targets", _TARGETS),
     **_fields("format", _COMPRESSED),
     "weights": {
         **_fields("num_bits", _only(4, 8)),
         **_fields("type", _only("int", "float")),
         **_fields("dynamic", _OFF),
         **_fields("actorder", _only(False, "weight", "static")),
-        **_fields("group_size block_structure strategy symmetric scale_dtype zp_dtype"),
-        **_fields("observer observer_kwargs"),
+        **_fields("group_size", _GROUP_SIZE),
+        **_fields("block_structure", _BLOCK),
+        **_fields("symmetric", _FLAG),
+        **_fields("strategy scale_dtype zp_dtype observer observer_kwargs"),
     },
 }
 """Of `config_groups` of compressed-tensors."""
@@ -188,13 +221,14 @@ _MODELOPT = {
             *("NVFP4", "W4A16_NVFP4", "MIXED_PRECISION"),
         ),
     ),
-    **_fields("group_size"),
+    **_fields("group_size", _GROUP_SIZE),
     **_fields("has_zero_point pre_quant_scale", _OFF),
 }
 _OF_TURNED = {
     **_fields("bits w_bit", _only(4)),
-    **_fields("group_size q_group_size sym zero_point lm_head"),
-    **_fields("desc_act"),  # the tensors say whether columns have an order of their own
+    **_fields("group_size q_group_size", _GROUP_SIZE),
+    **_fields("sym zero_point lm_head"),
+    **_fields("desc_act", _FLAG),  # the tensors say whether columns have an order of their own
     **_fields("data_type", _only("int")),
     **_fields("super_bits super_group_size", _OFF),
     # How the numbers were found, and what computes with them elsewhere.
@@ -215,10 +249,11 @@ _OF_TURNED = {
     **_fields("pack_dtype", _only("int32")),
 }
 """Of AWQ, GPTQ and AutoRound."""
-_OF_MODULES = {**_OF_TURNED, **_fields("bits", lambda value: value == 4 or value >= 16)}
+_OF_MODULES = {**_OF_TURNED, **_fields("bits", _BITS)}
 _OF_MODULES |= _fields("data_type", _only("int", "float", "fp"))
 """Of single modules of these: of 4 bits, or not packed."""
 _PACKINGS = {
+    "auto": ("gptq", "gptq"),
     "auto_round:auto_gptq": ("gptq", "gptq"),
     "auto_round:gptq": ("gptq", "gptq"),
     "auto_round": ("gptq", "gptq_v2"),
@@ -228,10 +263,11 @@ _PACKINGS = {
 }
 """`packing_format` of AutoRound -> the method and layout that have the same tensors."""
 
-_METHODS: dict[str, dict[str, Rule]] = {
+_METHODS: dict[str, _Rules] = {
     "fp8": {
         **_SKIPPED,
-        **_fields("weight_block_size activation_scheme modules_to_convert dequantize"),
+        **_fields("weight_block_size", _BLOCK),
+        **_fields("activation_scheme modules_to_convert dequantize"),
         **_fields("fmt", _only("e4m3", "float8_e4m3fn")),
         **_fields("scale_fmt", _only("float", "ue8m0")),
         **_fields("expert_dtype", _only("fp8")),

@@ -74,6 +74,12 @@ def gptq(tmp_path_factory) -> Path:
     return folders(tmp_path_factory.mktemp("gptq"), "llama", {PROJECTIONS: "gptq"})[0]
 
 
+@pytest.fixture(scope="module")
+def nvfp4(tmp_path_factory) -> Path:
+    """NVFP4 of compressed-tensors."""
+    return folders(tmp_path_factory.mktemp("nvfp4"), "llama", {PROJECTIONS: "ct-nvfp4"})[0]
+
+
 @torch.no_grad()
 def logits(model: mh.HybridModel, length: int = 33) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
@@ -309,6 +315,7 @@ def rewritten(folder: Path, target: Path, change, config=None) -> Path:
 
 
 Q = "model.layers.3.self_attn.q_proj.weight"
+LLAMA_Q = "model.layers.0.self_attn.q_proj.weight"
 ROUTER = "model.layers.0.mlp.gate"
 
 
@@ -355,7 +362,7 @@ def test_what_cannot_be_unpacked_is_refused(qwen, tmp_path, change, config, word
     ("change", "config", "words"),
     [
         (lambda t: {n: x.flip(0) if "g_idx" in n else x for n, x in t.items()}, {}, "desc_act"),
-        (dict, {"group_size": 16}, r"groups of 32 columns in .*its config says 16"),
+        (dict, {"group_size": 16}, r"96 columns into groups of 32 in .*96 in groups of 16 by"),
         (dict, {"bits": 8}, "bits=8; 4 are read"),
         (dict, {"checkpoint_format": "marlin"}, "gptq, gptq_v2 are read"),
     ],
@@ -366,6 +373,23 @@ def test_gptq_that_is_not_read_is_refused(gptq, tmp_path, change, config, words)
     folder = rewritten(gptq, tmp_path / "folder", change, {"quantization_config": given | config})
     with pytest.raises(CheckpointError, match=words):
         mh.load_pretrained(folder)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-45])
+def test_a_scale_that_makes_nan_is_refused(nvfp4, tmp_path, scale):
+    """The scale is what the number is divided by: 1 / 0 times a code of 0 is NaN."""
+    name = f"{LLAMA_Q}_global_scale"
+    folder = rewritten(nvfp4, tmp_path / "folder", lambda t: t | {name: torch.tensor([scale])})
+    with pytest.raises(CheckpointError, match=f"{name}, times a code of 0, has .* NaN"):
+        mh.load_pretrained(folder)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (3, 5)])
+def test_a_weight_that_is_there_plain_and_packed_is_refused(nvfp4, gptq, tmp_path, shape):
+    for name, packed in (("nvfp4", nvfp4), ("gptq", gptq)):
+        folder = rewritten(packed, tmp_path / name, lambda t: t | {LLAMA_Q: torch.zeros(shape)})
+        with pytest.raises(CheckpointError, match=f"{LLAMA_Q} is in .* twice"):
+            mh.load_pretrained(folder)
 
 
 def test_a_failed_load_leaves_the_weights(qwen, tmp_path):
@@ -476,6 +500,9 @@ def test_a_model_with_vision_keeps_its_names_in_the_quantization(tmp_path):
     assert stored_bytes(tmp_path / "back") == stored_bytes(flat)
     written = json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]
     assert written["ignore"] == ["lm_head", "model.layers.0.linear_attn.in_proj_b"]
+    again = {"language_model.lm_head.weight": torch.zeros(2)}
+    with pytest.raises(CheckpointError, match=r"lm_head.weight is in .* twice"):
+        mh.load_pretrained(rewritten(folder, tmp_path / "twice", lambda tensors: tensors | again))
 
 
 def test_a_packed_model_takes_a_folder_that_is_packed_otherwise_or_not(qwen, tmp_path):

@@ -1,5 +1,7 @@
 """A quantization_config is read through one table: what is not in it is refused by name."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from megatron_hybrid.checkpoints.quantization_config import _METHODS, Quantization
@@ -38,13 +40,15 @@ COMPRESSED = {
         }
     },
 }
+LAYER = "model.layers.0.mlp.up_proj"
+ZERO = f"{LAYER}.weight_zero_point"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False}
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (COMPRESSED, ("compressed-tensors", ((1, 64),), 0, False)),
+        (COMPRESSED, ("compressed-tensors", ((1, 64),), 0, False, ((("Linear",), ""),))),
         (GPTQ, ("gptq", ((1, 32),), 32, True)),
         (GPTQ | {"group_size": -1}, ("gptq", ((128, 128),), 0, True)),
         (GPTQ | {"checkpoint_format": "gptq_v2"}, ("gptq", ((1, 32),), 32, False)),
@@ -56,6 +60,10 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc
         (
             {"quant_method": "auto-round", "packing_format": "auto_round", "group_size": 64},
             ("gptq", ((1, 64),), 64, False),
+        ),
+        *(
+            ({"quant_method": "auto-round", **packing}, ("gptq", ((128, 128),), 0, True))
+            for packing in ({}, {"packing_format": None}, {"packing_format": "auto"})
         ),
         (
             {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
@@ -119,11 +127,64 @@ def nested(**weights) -> dict:
         ({"quant_method": "fp8", "weight_scale_semantics": "inverse"}, "weight_scale_semantics="),
         ({"quant_method": "torchao", "quant_type": {}}, "quant_method='torchao'; fp8, "),
         ({"quant_method": None}, "quant_method=None"),
+        (GPTQ | {"group_size": "32"}, "group_size='32'; whole numbers from -1 on are read"),
+        (GPTQ | {"dynamic": {"a": {"bits": "4"}}}, "dynamic.a.bits='4'; 4, and 16 or more are"),
+        (COMPRESSED | {"config_groups": [1]}, r"config_groups=\[1\]; objects are read"),
+        (COMPRESSED | nested(block_structure="2:4"), "block_structure='2:4'; two whole numbers"),
+        (COMPRESSED | nested(symmetric="no"), "symmetric='no'; False, True are read"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size=\[128\]; two"),
     ],
 )
 def test_what_nobody_reads_is_refused_by_name(config, words):
     with pytest.raises(CheckpointError, match=words):
         Quantization.read(config, "config.json")
+
+
+def fields(rules, path=()):
+    """Paths of all fields in the table."""
+    for name, rule in rules.items():
+        yield (*path, name)
+        if isinstance(rule, Mapping):
+            yield from fields(rule, (*path, name))
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 0, -7, 2.5, "4", "re:[", [], [3], [0, 0], {"a": None}]
+)
+@pytest.mark.parametrize("method", _METHODS)
+def test_a_value_of_any_kind_is_read_or_refused_by_name(method, value):
+    for *path, name in fields(_METHODS[method]):
+        config = {name: value}
+        for outer in reversed(path):
+            config = {outer: config}
+        try:
+            found = Quantization.read({"quant_method": method} | config, "config.json")
+            assert found.announced(LAYER) <= {f"{LAYER}.g_idx", ZERO}
+        except CheckpointError as error:
+            assert f"{'.'.join((*path, name))}=" in str(error) or name == "quant_method"
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([(["Linear"], False)], {ZERO}),
+        ([(None, False)], {ZERO}),
+        ([(["Linear"], True)], set()),
+        ([(["Linear"], True), (["re:.*up_proj"], False)], {ZERO}),
+        ([(["Linear"], False), (["re:.*up_proj"], True)], set()),
+        ([(["Linear"], False), (["lm_head"], True)], {ZERO}),
+        ([(["Linear"], False), (["Conv1d"], True)], set()),
+    ],
+)
+def test_groups_say_which_layers_have_zero_points(groups, expected):
+    config = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {
+            str(i): {"targets": targets, "weights": {"symmetric": symmetric}}
+            for i, (targets, symmetric) in enumerate(groups)
+        },
+    }
+    assert Quantization.read(config, "config.json").announced(LAYER) == expected
 
 
 @pytest.mark.parametrize("method", _METHODS)
