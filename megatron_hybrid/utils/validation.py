@@ -45,7 +45,7 @@ class Range:
     def __str__(self) -> str:
         if self.ge is not None and self.le is not None:
             return f"from {self.ge} to {self.le}"
-        words = {"ge": "of {} or more", "gt": "above {}", "le": "of at most {}", "lt": "below {}"}
+        words = {"ge": "of {} or more", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
         given = {name: getattr(self, name) for name in words}
         texts = [words[name].format(limit) for name, limit in given.items() if limit is not None]
         return " and ".join(texts)

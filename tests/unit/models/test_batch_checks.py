@@ -156,7 +156,9 @@ def test_an_inference_context_knows_its_positions():
     assert context.token_positions()[0] == 10
     with torch.inference_mode():
         expected = model(context.input_ids, inference_context=context)
-        given = model(context.input_ids, context.position_ids, inference_context=context)
+        positions = torch.zeros_like(context.input_ids)
+        positions[0, 0] = 10
+        given = model(context.input_ids, positions, inference_context=context)
         assert torch.equal(given, expected)
         with pytest.raises(ValueError, match="have 0 for token 0 of row 0, whose position is 10"):
             model(context.input_ids, torch.arange(8)[None], inference_context=context)

@@ -7,17 +7,17 @@ EXPERTS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 20, "moe_router_topk": 3
 REFUSED = {
     "S": [
         ({"mamba1_norm": "rms"}, "mamba1_norm is 'rms'; use 'none', 'weighted' or 'weightless'"),
-        ({"mamba1_state_dim": 0}, "mamba1_state_dim is 0; it must be a whole number of 1 or more"),
+        ({"mamba1_state_dim": 0}, "mamba1_state_dim is 0; it must be a whole number from 1"),
         ({"mamba1_dt_rank": 0}, "mamba1_dt_rank is 0"),
         ({"mamba1_chunk_size": 0}, "mamba1_chunk_size is 0"),
-        ({"mamba1_conv_kernel": 1}, "mamba1_conv_kernel is 1; a causal convolution needs"),
+        ({"mamba1_conv_kernel": 1}, "mamba1_conv_kernel is 1; it must be a whole number from 2"),
         (
             {"mamba1_inner_size": 95, "tensor_model_parallel_size": 2},
             "mamba1_inner_size is 95, which does not divide evenly",
         ),
     ],
     "C": [
-        ({"short_conv_kernel": 1}, "short_conv_kernel is 1; a causal convolution needs"),
+        ({"short_conv_kernel": 1}, "short_conv_kernel is 1; it must be a whole number from 2"),
         (
             {"hidden_size": 49, "tensor_model_parallel_size": 2},
             "hidden_size is 49, which does not divide evenly",
@@ -107,7 +107,7 @@ REFUSED = {
             {"moe_aux_loss_coeff": "1e-3"},
             "moe_aux_loss_coeff is '1e-3'; it must be a number or a list of numbers",
         ),
-        ({"moe_z_loss_coeff": -0.1}, "moe_z_loss_coeff is -0.1; it must be 0 or more"),
+        ({"moe_z_loss_coeff": -0.1}, "moe_z_loss_coeff is -0.1; it must be a number of 0 or more"),
         ({"moe_token_drop_policy": "first"}, "moe_token_drop_policy is 'first'; use 'probs'"),
         ({"moe_router_dtype": "bf16"}, "moe_router_dtype is 'bf16'; use 'fp32' or 'fp64'"),
         ({"add_bias_linear": True, "tensor_model_parallel_size": 2}, "needs whole experts"),
