@@ -1,4 +1,4 @@
-"""Two processes on gloo, tensor- and pipeline-parallel, give what one process gives.
+"""Two processes on gloo, tensor-parallel, give what one process gives.
 
 The weights come from one checkpoint that a single process wrote.
 """
@@ -9,12 +9,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from rank_processes import run_ranks
 from sharded_tensors import pieces, whole
-from split_models import assert_same_gradients, batch, load, logits_loss_gradients, single_process
+from split_models import assert_same_gradients, load, logits_loss_gradients, single_process
 
-from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
-from megatron_hybrid.checkpoints.model_tensors import full_state_dict
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 pytestmark = pytest.mark.matrix
 
@@ -99,49 +97,6 @@ def run_tensor_parallel(folder, **fields):
     return {"pieces": pieces(model.sharded_state_dict()), **logits_loss_gradients(model)}
 
 
-def run_pipeline_parallel(folder):
-    parallel_state.initialize_model_parallel(1, RANKS)
-    first = dist.get_rank() == 0
-    config = read_config(folder, pipeline_model_parallel_size=RANKS)
-    model = build_hybrid_model(config, pre_process=first, post_process=not first)
-    load_checkpoint(model, folder)
-    inputs, _ = batch()
-    with torch.no_grad():
-        if first:
-            hidden = model(inputs)
-            dist.send(hidden, 1)
-            logits = None
-        else:
-            hidden = torch.empty(inputs.shape[1], inputs.shape[0], config.hidden_size)
-            dist.recv(hidden, 0)
-            model.set_input_tensor([hidden])
-            logits = model(inputs)
-    return {
-        "logits": logits,
-        "state": full_state_dict(model),
-        "hidden_shape": tuple(hidden.shape),
-        "pieces": pieces(model.sharded_state_dict()),
-    }
-
-
-UNSUPPORTED_GROUPS = {
-    "cp": {"context_parallel_size": RANKS},
-}
-
-
-def refusals():
-    """What each of the groups above, set up by the caller, is answered with."""
-    messages = {}
-    for name, sizes in UNSUPPORTED_GROUPS.items():
-        parallel_state.initialize_model_parallel(**sizes)
-        try:
-            build_hybrid_model(HybridConfig.from_dict(CONFIG.to_dict()))
-        except ValueError as error:
-            messages[name] = str(error)
-        parallel_state.destroy_model_parallel()
-    return messages
-
-
 def worker(rank, folder):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
@@ -153,9 +108,6 @@ def worker(rank, folder):
             "sequence": run_tensor_parallel(folder / name, sequence_parallel=True),
         }
         parallel_state.destroy_model_parallel()
-    results["stages"]["pipeline"] = run_pipeline_parallel(folder / "stages")
-    parallel_state.destroy_model_parallel()
-    results["stages"]["refusals"] = refusals()
     torch.save(results, folder / f"results{rank}.pt")
     dist.destroy_process_group()
 
@@ -168,12 +120,6 @@ def outcomes(tmp_path_factory):
     run_ranks(worker, (folder,), RANKS)
     ranks = [torch.load(folder / f"results{rank}.pt") for rank in range(RANKS)]
     return {name: (single[name], [rank[name] for rank in ranks], folder / name) for name in MODELS}
-
-
-@pytest.fixture
-def outcome(outcomes):
-    """Of the model that runs in stages too."""
-    return outcomes["stages"]
 
 
 @pytest.mark.parametrize("way", ["tensor", "sequence"])
@@ -200,40 +146,11 @@ def test_checkpoint_of_two_ranks_is_that_of_one(outcomes, model):
         assert (folder / file).read_bytes() == (folder / "from_two_ranks" / file).read_bytes()
 
 
-def test_groups_that_split_what_is_not_supported_are_refused(outcome):
-    _, ranks, _ = outcome
-    for rank in ranks:
-        assert rank["refusals"].keys() == UNSUPPORTED_GROUPS.keys()
-        for name, message in rank["refusals"].items():
-            assert (
-                f"the process group {name} has {RANKS} ranks, but HybridModel supports" in message
-            )
-
-
-def test_pipeline_parallel_forward(outcome):
-    single, (first, last), _ = outcome
-    assert first["pipeline"]["hidden_shape"] == (30, 2, 48)
-    torch.testing.assert_close(last["pipeline"]["logits"], single["logits"], atol=1e-5, rtol=0)
-
-
-def test_pipeline_stages_together_are_the_model(outcome):
-    _, (first, last), folder = outcome
-    model = build_hybrid_model(read_config(folder))
-    load_checkpoint(model, folder)
-    expected = full_state_dict(model)
-    assert last["pipeline"]["state"] is None
-    state = first["pipeline"]["state"]
-    assert state.keys() == expected.keys()
-    assert all(torch.equal(state[name], expected[name]) for name in state)
-
-
-@pytest.mark.parametrize(
-    ("model", "way"), [("stages", "tensor"), ("stages", "pipeline"), ("one_stage", "tensor")]
-)
-def test_distributed_checkpoint_of_two_ranks_is_that_of_one(outcomes, model, way):
+@pytest.mark.parametrize("model", MODELS)
+def test_distributed_checkpoint_of_two_ranks_is_that_of_one(outcomes, model):
     single, ranks, _ = outcomes[model]
     expected = whole(single["pieces"])
-    joined = whole(*(rank[way]["pieces"] for rank in ranks))
+    joined = whole(*(rank["tensor"]["pieces"] for rank in ranks))
     assert joined.keys() == expected.keys()
     for key, tensor in expected.items():
         rows = len(tensor)  # two ranks pad the vocabulary
