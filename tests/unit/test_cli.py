@@ -503,7 +503,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     os.close(reader)
     environment = {name: v for name, v in os.environ.items() if name != "PYTHONUNBUFFERED"}
     result = subprocess.run(
-        [sys.executable, "-m", "megatron_hybrid", "info"],
+        [sys.executable, "-m", "megatron_hybrid", "grafana"],
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,
