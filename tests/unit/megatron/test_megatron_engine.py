@@ -33,7 +33,6 @@ from megatron_hybrid.megatron import (
     KVCacheManagementMode,
     MaxSequenceLengthOverflowError,
     SamplingParams,
-    StaticInferenceEngine,
     Status,
     TextGenerationController,
 )
@@ -319,18 +318,6 @@ def test_processed_log_probs_are_of_the_distribution_that_was_drawn_from():
         assert score == pytest.approx(best.values.log_softmax(-1)[place].item(), abs=1e-5)
 
 
-def test_events_and_times():
-    engine = door_engine(track_generated_token_events=True)
-    request = answer(engine, PROMPT, greedy_params(3))
-    assert kinds(request) == ["ADD_ENGINE", "ADD_CONTEXT", *["GENERATED_TOKEN"] * 3, "FINISH"]
-    drawn = [e.payload["token_id"] for e in request.events if e.payload is not None]
-    assert drawn == request.generated_tokens
-    times = [event.timestamp for event in request.events]
-    assert times == sorted(times)
-    assert 0 < request.ttft <= request.latency
-    assert len(request.tpot) == 3 and all(step > 0 for step in request.tpot)
-
-
 def test_preempted_requests_have_an_event_and_the_same_answers():
     engine = door_engine(
         max_requests=4,
@@ -400,14 +387,6 @@ def test_futures_can_be_awaited():
         return (await future).merge().generated_tokens
 
     assert is_greedy(tiny_model(), PROMPT, asyncio.run(ask()))
-
-
-def test_generate_returns_records_in_the_order_of_the_prompts():
-    engine = door_engine()
-    prompts = [random_tokens(n, seed=n) for n in (30, 5, 17)]
-    for _ in range(2):
-        records = engine.generate(prompts, greedy_params(4))
-        assert [r.merge().prompt_tokens.tolist() for r in records] == prompts
 
 
 def test_the_step_of_older_scripts():
@@ -582,11 +561,6 @@ def test_the_coordinators_calls_are_refused_by_the_version_that_lacks_it():
     assert not engine.use_coordinator
 
 
-def test_the_static_engine_is_refused_with_what_to_call():
-    with pytest.raises(NotImplementedError, match=r"\(controller, context\)\.generate\(prompts"):
-        StaticInferenceEngine(door_engine().controller, max_batch_size=4)
-
-
 def test_parts_of_other_packages_are_refused():
     model = tiny_model()
     with pytest.raises(TypeError, match="inference_config"):
@@ -701,6 +675,3 @@ def test_event_types_are_megatrons():
         *names.split(),
         "ERROR_NONTRANSIENT",
     ]
-
-
-# Prefix caching ----------------------------------------------------------------------------------
