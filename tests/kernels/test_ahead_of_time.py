@@ -21,10 +21,12 @@ MAX_REGISTERS = 255
 CHOSEN_BYTES = 32
 """The assembler spills up to so many where that lets one more block run beside the others, with
 registers left. More, or any with no register left, are spilled because it needs registers."""
-ALL_KINDS = ("odd:float32",)  # all layers; windows, chunks, soft caps, sinks
+ALL_KINDS = (
+    "nemotron_h_8b:bfloat16",  # Mamba-2; heads of 128
+    "odd:float32",  # all layers; windows, chunks, soft caps, sinks
+)
 """`make compile-kernels` has the rest."""
 HOPPER = (
-    "nemotron_h_8b:bfloat16",  # Mamba-2; heads of 128
     "kimi_linear_48b_a3b:bfloat16",  # Kimi Delta Attention; latents of 576
     "jamba_1_5_mini:bfloat16",  # Mamba-1
     "qwen3_5_4b:bfloat16",  # heads of 256
