@@ -80,15 +80,6 @@ def test_weights_have_the_number_format_that_was_asked_for(folder, dtype, found)
     assert model.embedding.word_embeddings.weight.dtype == found
 
 
-def test_greedy_generation_is_the_same_in_all_modes(folder, capsys):
-    outputs = set()
-    for mode in ("off", "memory_only", "restore"):
-        arguments = ["generate", "--model", folder, "--prompt", "abc", "--temperature", "0"]
-        assert cli.main([*arguments, "--mode", mode]) == 0
-        outputs.add(capsys.readouterr().out)
-    assert len(outputs) == 1
-
-
 def test_demo_runs_all_modes_with_identical_outputs(folder, capsys, monkeypatch):
     monkeypatch.setattr(demo, "SYSTEM_PROMPT", "A system prompt that is shared by all of them. ")
     monkeypatch.setattr(demo, "ANSWER_TOKENS", 3)
@@ -503,7 +494,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     os.close(reader)
     environment = {name: v for name, v in os.environ.items() if name != "PYTHONUNBUFFERED"}
     result = subprocess.run(
-        [sys.executable, "-m", "megatron_hybrid", "info"],
+        [sys.executable, "-m", "megatron_hybrid", "grafana"],
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,

@@ -97,16 +97,6 @@ def test_a_single_file(tmp_path):
         assert files.files() == [tmp_path / SINGLE]
 
 
-def test_shards(tmp_path):
-    sharded(tmp_path)
-    with TensorFiles.open(tmp_path) as files:
-        assert files.names() == ["a", "b", "c"]
-        assert files.files() == [tmp_path / FIRST, tmp_path / SECOND]
-        assert files.shape("c") == (4,)
-        assert torch.equal(files.read("b"), torch.ones(3))
-        assert torch.equal(files.read("c"), torch.full((4,), 2.0))
-
-
 def test_the_single_file_counts_before_shards(tmp_path):
     sharded(tmp_path)
     save_file({"only": torch.zeros(1)}, tmp_path / SINGLE)
@@ -322,11 +312,6 @@ def test_transformers_reads_it(tmp_path):
     assert (tmp_path / INDEX).exists()
     again = transformers.MambaForCausalLM.from_pretrained(tmp_path)
     assert equal(dict(again.state_dict()), dict(model.state_dict()))
-
-
-def test_no_tensors(tmp_path):
-    write(tmp_path, {})
-    assert read_all(tmp_path) == {}
 
 
 def test_metadata(tmp_path):
