@@ -33,6 +33,8 @@ SLOT_SHARE = 0.5
 the rest is KV and cache."""
 REQUEST_MULTIPLE = 4
 """A derived `max_requests` is a multiple of it."""
+MEGATRON_STATES = 3
+"""Most states that Megatron extracts from one request in a step."""
 
 
 class PrefixCachingEvictionPolicy(StrEnum):
@@ -290,7 +292,7 @@ def check(config: InferenceConfig) -> None:
     ratio, cache_gb = config.mamba_memory_ratio, config.prefix_caching_mamba_gb
     for name, value, legal in (
         ("buffer_size_gb", config.buffer_size_gb, _is_positive(config.buffer_size_gb)),
-        ("prefix_caching_mamba_gb", cache_gb, cache_gb is None or _is_positive(cache_gb)),
+        ("prefix_caching_mamba_gb", cache_gb, not cache_gb or _is_positive(cache_gb)),
         ("mamba_memory_ratio", ratio, ratio is None or (_is_positive(ratio) and ratio < 1)),
     ):
         if not legal:
@@ -314,11 +316,37 @@ def _is_positive(value: object) -> bool:
     return is_number(value) and 0 < value < math.inf
 
 
-def prefix_caching_mode(config: InferenceConfig) -> str:
-    """Our mode for Megatron's two fields: on without a budget for states is memory-only there."""
-    if not config.enable_prefix_caching:
-        return "off"
-    return "memory_only" if config.prefix_caching_mamba_gb is None else "restore"
+def _states_budget(
+    config: InferenceConfig, spec: CacheSpec, max_requests: int, max_tokens: int
+) -> int:
+    """Return the bytes that Megatron sets aside for the states of prefixes; 0 where it has none.
+
+    Raises:
+        ValueError: fewer bytes than Megatron's least: the states that one step can extract, and
+            one that stays.
+    """
+    given = config.prefix_caching_mamba_gb
+    if not config.enable_prefix_caching or not spec.state_bytes:
+        return 0
+    if not given:
+        warnings.warn(
+            f"InferenceConfig.prefix_caching_mamba_gb is {given!r}: equal prefixes share KV "
+            "blocks, and every prompt token is computed. Set it to the GB for recurrent states, "
+            "so that matched tokens are skipped",
+            stacklevel=4,
+        )
+        return 0
+    extracted = 0
+    if is_int(max_tokens) and is_int(max_requests):  # the engine's config refuses other values
+        extracted = min(spec.num_blocks(max_tokens), MEGATRON_STATES * max_requests)
+    least = (extracted + 1) * spec.state_bytes
+    if given * GB < least:
+        raise ValueError(
+            f"InferenceConfig.prefix_caching_mamba_gb is {given!r}; it must be {least / GB:.4g} or "
+            f"more, for {extracted + 1} states of {spec.state_bytes} bytes: raise it, or lower "
+            "max_tokens"
+        )
+    return int(given * GB)
 
 
 def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any) -> EngineConfig:
@@ -366,10 +394,13 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
     is_deterministic = getattr(model_config, "deterministic_mode", False)
     if config.offset_sampling_seed_by_dp_rank and not is_deterministic:
         seed += replica_of(model.pg_collection)[0]
+    states = _states_budget(config, spec, max_requests, max_tokens)
+    skips = states or not spec.state_bytes
+    mode = ("restore" if skips else "memory_only") if config.enable_prefix_caching else "off"
     return EngineConfig(
-        prefix_caching=prefix_caching_mode(config),
+        prefix_caching=mode,
         block_size_tokens=config.block_size_tokens,
-        cache_bytes=left + int((config.prefix_caching_mamba_gb or 0) * GB),
+        cache_bytes=left + states,
         max_requests=max_requests,
         max_tokens=max_tokens,
         max_sequence_length=config.max_sequence_length,

@@ -335,7 +335,7 @@ def test_preempted_requests_have_an_event_and_the_same_answers():
     engine = door_engine(
         max_requests=4,
         buffer_size_gb=(4 * 24576 + 27 * 4096) / (1 << 30),  # live slots, and 27 pages
-        prefix_caching_mamba_gb=1e-9,
+        prefix_caching_mamba_gb=None,
         track_paused_request_events=True,
         max_sequence_length=256,
     )
@@ -760,7 +760,6 @@ def test_a_request_that_does_not_fit_the_pool_fails_and_smaller_ones_take_turns(
     engine = door_engine(
         model,
         buffer_size_gb=size / (1 << 30),
-        prefix_caching_mamba_gb=1 / (1 << 30),
         max_requests=2,
         max_sequence_length=64,
     )
