@@ -79,13 +79,6 @@ class RequestEntry:
         return self.record[-1]
 
 
-def _mark_failed(request: DynamicInferenceRequest, error: BaseException) -> None:
-    request.status = Status.FAILED
-    request.generated_text = request.generated_text or ""
-    request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
-    request.add_event(DynamicInferenceEventType.FAIL)
-
-
 def _settle(future: asyncio.Future, action: Callable[[], object]) -> None:
     """Complete a future by an action, in the thread of its event loop if that runs."""
 
@@ -213,7 +206,7 @@ class DynamicInferenceEngine:
             own = engine_params(params, params.num_tokens_to_generate)
             handle = self.engine.add_request(tokens, own, growing_text=False)
         except Exception as error:  # also the tokenizer's
-            _mark_failed(request, error)
+            request.fail(error)
             self._end(record, future)
             warnings.warn(f"request {request_id} failed: {error}", stacklevel=2)
         else:
@@ -413,7 +406,7 @@ class DynamicInferenceEngine:
             KeyError: there is no such unfinished request.
         """
         entry = self._take_out(request_id)
-        _mark_failed(entry.request, error)
+        entry.request.fail(error)
         self._end(entry.record, entry.future)
 
     def _take_out(self, request_id: int) -> RequestEntry:
@@ -477,7 +470,7 @@ class DynamicInferenceEngine:
             self._write_scores(request, result)
             self._write_epochs(request, result)
         except BaseException as error:  # of the tokenizer, also a panic of a native one
-            _mark_failed(request, error)
+            request.fail(error)
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
         else:

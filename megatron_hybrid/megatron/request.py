@@ -134,6 +134,13 @@ class DynamicInferenceRequest:
     def add_event(self, kind: DynamicInferenceEventType, payload: Any = None) -> None:
         self.events.append(DynamicInferenceEvent(type=kind, payload=payload))
 
+    def fail(self, error: BaseException) -> None:
+        """End the request with an error."""
+        self.status = Status.FAILED
+        self.generated_text = self.generated_text or ""
+        self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
+        self.add_event(DynamicInferenceEventType.FAIL)
+
     def finalize_text(self, tokenizer: object) -> None:
         """No effect: the texts of a finished request are there."""
 
@@ -179,6 +186,19 @@ class DynamicInferenceRequestRecord:
     @classmethod
     def from_request(cls, request: DynamicInferenceRequest) -> DynamicInferenceRequestRecord:
         return cls(requests=[request])
+
+    @classmethod
+    def of_error(cls, request_id: int, error: BaseException) -> DynamicInferenceRequestRecord:
+        """Return the record of a request that no engine took."""
+        request = DynamicInferenceRequest(
+            request_id=request_id,
+            sampling_params=SamplingParams(),
+            prompt_tokens=torch.empty(0, dtype=torch.long),
+            prompt_length=0,
+            generated_length=0,
+        )
+        request.fail(error)
+        return cls.from_request(request)
 
     def __getitem__(self, index: int) -> DynamicInferenceRequest:
         return self.requests[index]
