@@ -93,8 +93,13 @@ class MambaInferenceStateConfig:
     conv_states_dtype: torch.dtype
     ssm_states_dtype: torch.dtype
     mamba_chunk_size: int = 128
+    ssm_chunk_alignment: int | None = None
+    """Tokens at whose multiples Megatron saves states; default `mamba_chunk_size`. Here, any."""
+    gdp_num_householder: int = 0
 
     def __post_init__(self):
+        if self.ssm_chunk_alignment is None:
+            self.ssm_chunk_alignment = self.mamba_chunk_size
         if {"M", "G"} <= set(self.layer_type_list):
             raise ValueError(
                 "layer_type_list has M (Mamba-2) and G (Gated DeltaNet), whose states differ in "
@@ -109,19 +114,21 @@ class MambaInferenceStateConfig:
         conv_states_dtype: torch.dtype | None = None,
         ssm_states_dtype: torch.dtype | None = None,
     ) -> MambaInferenceStateConfig | None:
-        """Read it from a model, wrapped or bare; None: it has no Mamba-2 layer.
+        """Read it from a model, wrapped or bare; None: it has neither Mamba-2 nor Gated DeltaNet
+        layers.
 
         Raises:
-            ValueError: it has Gated DeltaNet layers, too.
+            ValueError: it has both.
         """
         while hasattr(model, "module"):
             model = model.module
         decoder = model.decoder
         symbols = list(getattr(decoder, "layer_type_list", None) or ())
-        if "M" not in symbols:
+        kind = next((symbol for symbol in symbols if symbol in "MG"), None)
+        if kind is None:
             return None
         conv_shape, ssm_shape = decoder.mamba_state_shapes_per_request()
-        mixer = decoder.layers[symbols.index("M")].mixer
+        mixer = getattr(decoder.layers[symbols.index(kind)], "mixer", None)
         dtype = model.config.params_dtype
         return cls(
             symbols,
