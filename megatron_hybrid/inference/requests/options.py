@@ -7,12 +7,14 @@ from itertools import islice
 import numpy as np
 
 from megatron_hybrid.text.guide import Guide
+from megatron_hybrid.utils.other_names import names_fields
 from megatron_hybrid.utils.validation import is_int
 
 MAX_BREAKPOINTS = 4096
 """Most positions that one request may declare: each costs several lookups."""
 
 
+@names_fields
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
     """Options of one request, beside its prompt and its `SamplingParams`."""
