@@ -73,8 +73,8 @@ def check_fields(instance: Any, prefix: str = "") -> None:
         value, hint = getattr(instance, each.name), hints[each.name]
         check_field(prefix + each.name, value, hint)
         if is_number(value):
-            kinds = [get_args(kind)[0] if get_args(kind) else kind for kind in kinds_of(hint)]
-            number = int(value) if is_int(value) and int in kinds else float(value)
+            is_whole = is_int(value) and int in map(_without_limits, kinds_of(hint))
+            number = int(value) if is_whole else float(value)
             object.__setattr__(instance, each.name, number)
 
 
@@ -100,7 +100,7 @@ def check_field(name: str, value: Any, hint: Any) -> None:
     kinds = kinds_of(hint)
     if any(_fits(value, kind) for kind in kinds):
         return
-    for kind in kinds:
+    for kind in map(_without_limits, kinds):
         for key, part in _parts_of(value, kind):
             *of_keys, of_parts = _part_hints(kind)
             for of_key in of_keys:
@@ -158,6 +158,10 @@ def _fits(value: Any, kind: Any) -> bool:
         for parts in _parts_of(value, kind)
         for part, hint in zip(reversed(parts), reversed(_part_hints(kind)))
     )
+
+
+def _without_limits(kind: Any) -> Any:
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def _is_instance(value: Any, origin: type) -> bool:

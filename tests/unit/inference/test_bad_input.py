@@ -58,11 +58,6 @@ BAD_REQUESTS = {
         TypeError,
         r"no masked tokens: pass prompt.compressed\(\)",
     ),
-    "masked breakpoints": (
-        with_options(cache_breakpoints=np.ma.array([2, 3], mask=[0, 1])),
-        TypeError,
-        "no masked positions",
-    ),
     "an ignored stop token of another model": (
         with_params(stop_token_ids=(5, VOCAB_SIZE), ignore_termination=True),
         ValueError,
@@ -123,45 +118,11 @@ BAD_REQUESTS = {
         ValueError,
         f"stop token {2**30} is outside of the vocabulary",
     ),
-    "salt of a wrong type": (with_options(salt=3), TypeError, "salt must be a str.*int"),
-    "no sample": (with_options(n=0), ValueError, r"n must be .*\[1, max_requests=8\].*0"),
-    "too many samples": (with_options(n=9), ValueError, "n must be .*max_requests=8.*9"),
-    "n of a wrong type": (with_options(n=True), ValueError, "n must be an int.*True"),
-    "breakpoint 0": (
-        with_options(cache_breakpoints=[0]),
-        ValueError,
-        r"cache_breakpoints must be ints in \[1, 20\].*got 0",
-    ),
-    "breakpoint behind the prompt": (
+    "too many samples": (with_options(n=9), ValueError, "n is 9; .* at most max_requests=8"),
+    "breakpoint after the prompt": (
         with_options(cache_breakpoints=[5, 21]),
         ValueError,
-        "cache_breakpoints.*got 21",
-    ),
-    "too many breakpoints": (
-        with_options(cache_breakpoints=[5] * 4097),
-        ValueError,
-        "cache_breakpoints has more than 4096 positions: declare those where other prompts part",
-    ),
-    "breakpoints of a wrong type": (
-        with_options(cache_breakpoints=5),
-        TypeError,
-        "cache_breakpoints must be a sequence of ints, got int",
-    ),
-    "a breakpoint alone in an array": (
-        with_options(cache_breakpoints=np.array(5)),
-        TypeError,
-        "cache_breakpoints must be a sequence of ints, got int",
-    ),
-    "a bool as breakpoint": (
-        with_options(cache_breakpoints=[True]),
-        ValueError,
-        "cache_breakpoints.*got True",
-    ),
-    "no n": (with_options(n=None), ValueError, "n must be an int.*None"),
-    "breakpoint of a wrong type": (
-        with_options(cache_breakpoints=[1.5]),
-        ValueError,
-        "cache_breakpoints.*got 1.5",
+        "cache_breakpoints has 21; it must be at most 20",
     ),
     "options of a wrong type": (
         dict(prompt=PROMPT, options={"salt": "a"}),
@@ -246,18 +207,6 @@ def test_no_id_outside_of_the_vocabulary_passes_the_builder(token):
         (dict(prompts=iter([PROMPT])), "sequence of prompts, got list_iterator"),
         (dict(prompts=[None]), "prompt 0: .*NoneType"),
         (dict(prompts=[1.5, 2.5]), "prompt 0: .*float"),
-        (
-            dict(prompts=[PROMPT], options=RequestOptions(cache_breakpoints=5)),
-            "prompt 0: cache_breakpoints.*int",
-        ),
-        (
-            dict(prompts=[PROMPT], options=RequestOptions(cache_breakpoints=None)),
-            "prompt 0: cache_breakpoints.*NoneType",
-        ),
-        (
-            dict(prompts=[PROMPT], options=RequestOptions(salt=None)),
-            "prompt 0: salt must be a str, got None",
-        ),
         (dict(prompts=[PROMPT], options={"n": 2}), "options is .*, of type dict: give RequestOpt"),
         (
             dict(prompts=[PROMPT], options=["a"]),
@@ -367,6 +316,29 @@ def test_one_prompt_or_rows_of_prompts(prompts):
 def test_bad_sampling_params(fields, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(salt=3), "salt is 3; it must be text"),
+        (dict(salt=None), "salt is None; it must be text"),
+        (dict(n=0), "n is 0; it must be a whole number from 1 to"),
+        (dict(n=True), "n is True; it must be a whole number"),
+        (dict(priority=0.5), "priority is 0.5; it must be a whole number"),
+        (dict(guide="a"), "guide is 'a'; it must be a Guide"),
+        (dict(cache_breakpoints=[0]), r"cache_breakpoints\[0\] is 0; .* from 1 to"),
+        (dict(cache_breakpoints=[True]), r"cache_breakpoints\[0\] is True; "),
+        (dict(cache_breakpoints=[4, 1.5]), r"cache_breakpoints\[1\] is 1.5; "),
+        (dict(cache_breakpoints=[5] * 4097), "it must be a list with a length at most 4096"),
+        (dict(cache_breakpoints=5), "cache_breakpoints is 5; it must be a list"),
+        (dict(cache_breakpoints=np.array(5)), "cache_breakpoints is 5; it must be a list"),
+        (dict(cache_breakpoints=np.ma.array([2, 3], mask=[0, 1])), "no masked positions"),
+    ],
+)
+def test_bad_request_options(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RequestOptions(**fields)
 
 
 def test_params_changed_after_the_request_was_added_do_not_reach_it():

@@ -1149,7 +1149,7 @@ def test_explain_answers_for_the_parameters_of_the_request():
 
 
 def test_explain_refuses_a_salt_that_is_none():
-    with pytest.raises(TypeError, match="salt must be a str, got int"):
+    with pytest.raises(ValueError, match="salt is 3; it must be text"):
         tiny_engine(MODEL).explain(random_tokens(40), salt=3)
 
 

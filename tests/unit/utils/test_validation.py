@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams, ThinkingBudget
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.serving.config import ServingConfig
@@ -32,7 +33,8 @@ from megatron_hybrid.utils.validation import (
 
 CLASSES = (
     *(InferenceConfig, ServingConfig, HybridConfig, RunFields, OptimizerFields, DataFields),
-    *(LoraFields, CheckpointFields, ReportFields, SamplingParams, ThinkingBudget),
+    *(LoraFields, CheckpointFields, ReportFields),
+    *(SamplingParams, ThinkingBudget, RequestOptions),
 )
 LIMITED = [
     (of, field.name, kind)
@@ -81,7 +83,8 @@ def outside_of(kind: Any) -> st.SearchStrategy:
     if origin in (Sequence, tuple):
         return st.lists(outside_of(parts[0]), min_size=1, max_size=2) | st.just("text")
     if origin is Annotated and parts[0] not in (int, float):
-        return outside_of(parts[0]) | st.just(() if parts[0] is not str else "")
+        wrong = outside_of(parts[0])
+        return wrong | st.just(()) if parts[1].ge else wrong
     if origin is str:
         return st.sampled_from([1, 0.5, b"text", ()])
     limits = parts[1] if parts else Range(ge=0) if origin is int else NO_LIMITS
