@@ -9,6 +9,7 @@ from typing import Annotated, Literal, get_args
 import torch
 
 from megatron_hybrid.cache.matching import PrefixCachingMode
+from megatron_hybrid.inference.sampling_params import Seed
 from megatron_hybrid.utils.other_names import names_fields
 from megatron_hybrid.utils.validation import Range, check_fields
 
@@ -107,7 +108,7 @@ class InferenceConfig:
     request's sampling parameters; -inf for tokens that cannot be drawn. To prompt tokens, which
     were not drawn, only temperature and truncation apply."""
 
-    random_seed: Annotated[int, Range(ge=-(2**63), le=2**64 - 1)] = 0
+    random_seed: Seed = 0
     """Source of the seeds of requests that have no seed."""
 
     verify_ranks: bool = False
