@@ -139,6 +139,11 @@ def test_what_the_pinned_packages_ask_for_is_pinned_too():
     assert compared, "no package is installed in the version that is pinned"
 
 
+def test_an_editable_install_is_a_path_that_type_checkers_follow():
+    installed = [path.name for path in distribution("megatron_hybrid").files or ()]
+    assert not [name for name in installed if "finder" in name]
+
+
 def test_the_page_is_small_and_in_the_wheel_with_the_licences_of_others():
     package = ROOT / "megatron_hybrid"
     globs = re.findall(r'"(serving/page/[^"]*)"', (ROOT / "setup.py").read_text())
