@@ -383,13 +383,38 @@ def test_overrides_of_a_recipe_may_stand_before_and_behind_an_option(tmp_path, c
 @pytest.mark.parametrize(
     ("known", "unknown"), [(["train", "laptop"], ["--fodler", "x"]), (["info"], ["more"])]
 )
-def test_errors_show_the_usage_of_their_command(known, unknown, capsys):
+def test_errors_are_one_line_and_where_help_is(known, unknown, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([*known, *unknown])
     assert end.value.code == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"usage: megatron-hybrid {known[0]} ")
-    assert "unrecognized arguments: " in err and unknown[-1] in err
+    error, help_line = err.splitlines()
+    assert error.startswith(f"megatron-hybrid {known[0]}: ") and unknown[0] in error
+    assert help_line == f"See megatron-hybrid {known[0]} --help."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["chat", "demo", "--tokens", "0"],
+            "argument --tokens: '0': give a whole number from 1 on",
+        ),
+        (["quantize", "demo", "q", "--to", "int4", "--device", "cpu"], "which needs --text FILE"),
+        (["bench-serve", "http://127.0.0.1:8000"], "give a file, and the URL as --base-url"),
+        (["train", "demo", "--folder", "a/b"], "train.idx does not exist"),
+    ],
+)
+def test_a_refused_command_says_why_and_leaves_nothing(
+    arguments, message, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = cli.main(arguments)
+    except SystemExit as end:
+        status = end.code
+    assert status == 2 and message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 NEEDED = {

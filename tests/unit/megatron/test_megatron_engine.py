@@ -84,7 +84,6 @@ def test_an_id_of_an_unfinished_request_is_refused():
         ([5, 97], {}, "token 97"),
         (random_tokens(1025), {}, "max_sequence_length"),
         ([5], {"num_tokens_to_generate": -1}, "num_tokens_to_generate"),
-        ([5], {"num_tokens_total": 9, "num_tokens_to_generate": 4}, "num_tokens_total"),
         ([5], {"temperature": -1.0}, "temperature"),
         ([5], {"top_n_logprobs": 3}, "top_n_logprobs"),
         ([5], {"do_kv_handoff": True}, "do_kv_handoff"),
@@ -148,7 +147,7 @@ def test_a_uid_belongs_to_one_request_of_all_engines():
         engine.add_request(1, PROMPT, greedy_params(1))
         finished = finish(engine)[1]
         again = DynamicInferenceRequest.deserialize(finished.serialize())
-        assert again.uid == finished.uid and 0 <= finished.uid < 1 << 63
+        assert again.uid == finished.uid and finished.uid.startswith("chatcmpl-")
         uids.add(finished.uid)
     assert len(uids) == 3
 
@@ -322,7 +321,7 @@ def test_preempted_requests_have_an_event_and_the_same_answers():
     engine = door_engine(
         max_requests=4,
         buffer_size_gb=(4 * 24576 + 27 * 4096) / (1 << 30),  # live slots, and 27 pages
-        prefix_caching_mamba_gb=1e-9,
+        prefix_caching_mamba_gb=None,
         track_paused_request_events=True,
         max_sequence_length=256,
     )
