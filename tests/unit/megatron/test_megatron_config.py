@@ -101,21 +101,18 @@ def test_values_of_enums_become_members():
     assert made.kv_cache_management_mode is KVCacheManagementMode.OFFLOAD
 
 
-def test_more_requests_than_tokens_are_refused():
-    with pytest.raises(ValueError, match="max_tokens is 7, less than max_requests=8"):
-        door_engine(max_tokens=7)
-    assert door_engine(max_tokens=8).context.max_tokens == 8
-
-
-def test_a_buffer_without_room_for_the_states_names_both_numbers():
-    with pytest.raises(ValueError, match=r"max_requests=64 .*buffer_size_gb=0\.001"):
-        door_engine(buffer_size_gb=0.001, max_requests=64)
-
-
-def test_a_buffer_beyond_the_machine_names_both_numbers():
-    message = r"cpu has \d+ bytes .* asks for \d+ .*buffer_size_gb=1000000"
-    with pytest.raises(MemoryError, match=message):
-        door_engine(buffer_size_gb=1_000_000, max_requests=64)
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ((0.004, 8, 7), ValueError, "max_tokens is 7, less than max_requests=8"),
+        ((0.001, 64, None), ValueError, r"max_requests=64 .*buffer_size_gb=0\.001"),
+        ((1_000_000, 64, None), MemoryError, r"cpu has \d+ .* for \d+ .*buffer_size_gb=1000000"),
+    ],
+)
+def test_fields_that_do_not_fit_together_are_refused_by_their_numbers(fields, error, message):
+    names = ("buffer_size_gb", "max_requests", "max_tokens")
+    with pytest.raises(error, match=message):
+        door_engine(**dict(zip(names, fields)))
 
 
 @pytest.mark.parametrize(

@@ -207,17 +207,12 @@ def test_too_long_answers_are_clamped_with_a_warning():
     assert request.sampling_params.num_tokens_to_generate == 8
 
 
-def test_no_number_of_tokens_is_the_rest_of_the_context():
-    engine = door_engine(max_sequence_length=64)
-    assert answer(engine, PROMPT, greedy_params(None)).generated_length == 24
-    assert answer(engine, PROMPT, greedy_params(None, num_tokens_total=50)).generated_length == 10
-
-
-def test_the_callers_parameters_stay_unchanged():
+def test_no_number_of_tokens_is_the_rest_of_the_context_and_stays_in_the_parameters():
     engine, params = door_engine(max_sequence_length=64), greedy_params(None)
     before = params.serialize()
-    answer(engine, PROMPT, params)
+    assert answer(engine, PROMPT, params).generated_length == 24
     assert params.serialize() == before
+    assert answer(engine, PROMPT, greedy_params(None, num_tokens_total=50)).generated_length == 10
 
 
 def test_prompts_as_text_list_or_tensor_are_one():
