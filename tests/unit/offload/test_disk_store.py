@@ -525,22 +525,6 @@ def test_a_python_without_sqlite_is_told(filled, monkeypatch, missing):
         open_tier(filled)
 
 
-def test_the_process_goes_elsewhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tier = open_tier("cache")
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    tier.clear()
-    tier.store.rebind(OTHER_WEIGHTS)
-    assert Prompt(1).keep_in(tier)
-    tier.store.flush()
-    tier.store.close()
-    assert not list(Path().iterdir())
-    tier = open_tier(tmp_path / "cache", made_for=OTHER_WEIGHTS)
-    assert Prompt(1).is_right_in(tier)
-    tier.store.close()
-
-
 # A disk without space ----------------------------------------------------------------------------
 
 

@@ -305,19 +305,6 @@ def test_in_pure_attention_kv_is_evicted_from_its_ends():
     assert (find(tier, [1] * 64), find(tier, [2] * 64)) == (48, 16)
 
 
-def test_a_shared_block_stays_for_the_state_that_needs_it():
-    spec = SPECS["hybrid"]
-    shared = [1] * 32
-    tier = Tier("host", spec, 1 << 30, Bytes())
-    keep(tier, [*shared, *[2] * 16], spec)
-    keep(tier, [*shared, *[3] * 16], spec)
-    assert tier.num_blocks == 4
-    first = tier.find(PrefixKeys(np.array([*shared, *[2] * 16], dtype=np.int32), "", 16))
-    tier.remove(first)
-    assert tier.num_blocks == 3
-    assert find(tier, [*shared, *[3] * 16]) == 48
-
-
 @pytest.mark.parametrize("name", SPECS)
 def test_clear(name):
     spec, store = SPECS[name], Bytes()
