@@ -199,7 +199,8 @@ def test_the_state_behind_an_answer_is_there_when_it_comes():
         ([1, 2, 400], {}, ValueError, "400"),
         ("text", {}, TypeError, "tokenizer"),
         ([1], {"options": {"n": 2}}, TypeError, "options must be RequestOptions, got dict"),
-        ([1], {"options": RequestOptions(priority=0.5)}, TypeError, "priority must be an int"),
+        ([1], {"params": greedy(5000)}, ValueError, "max_sequence_length"),
+        ([1], {"options": RequestOptions(cache_breakpoints=[9])}, ValueError, "9"),
     ],
 )
 def test_bad_input_is_refused_where_it_is_awaited_and_changes_nothing(
@@ -211,8 +212,8 @@ def test_bad_input_is_refused_where_it_is_awaited_and_changes_nothing(
             await engine.generate(prompt, **given)
         with pytest.raises(error, match=message):
             await anext(engine.stream(prompt, **given))
-        with pytest.raises(ValueError, match="n must be"):
-            await engine.generate(PROMPTS[0], options=RequestOptions(n=0))
+        with pytest.raises(ValueError, match="n is 99"):
+            await engine.generate(PROMPTS[0], options=RequestOptions(n=99))
         assert (await beside).generated_tokens == expected([PROMPTS[0]], greedy(20))[0]
         assert (await engine.stats())["requests"] == 1
 
@@ -543,7 +544,7 @@ def test_the_methods_of_the_engine_work_beside_requests(tmp_path):
         assert (await engine.stats())["requests_running"] == 1
         assert "requests_running" in await engine.metrics()
         assert (await engine.explain(PROMPTS[0])).match.skipped_tokens > 0
-        with pytest.raises(TypeError, match="salt"):
+        with pytest.raises(ValueError, match="salt is 3"):
             await engine.explain(PROMPTS[0], salt=3)
         await engine.generate(PROMPTS[1], greedy(5))
         saved = await engine.save_cache(tmp_path)

@@ -969,8 +969,11 @@ def test_explain_answers_for_the_parameters_of_the_request():
     assert str(explanation).endswith("log-probs of the prompt need every token")
     with pytest.raises(TypeError, match="params must be SamplingParams, got str"):
         engine.explain(prompt, "a salt")
-    with pytest.raises(TypeError, match="salt must be a str, got int"):
-        engine.explain(prompt, salt=3)
+
+
+def test_explain_refuses_a_salt_that_is_none():
+    with pytest.raises(ValueError, match="salt is 3; it must be text"):
+        tiny_engine(MODEL).explain(random_tokens(40), salt=3)
 
 
 def test_a_decode_step_makes_as_many_calls_for_each_of_many_requests():

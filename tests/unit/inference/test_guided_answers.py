@@ -327,17 +327,10 @@ def test_an_answer_that_the_tokenizer_cannot_go_on_with_ends_with_an_error():
 # The door ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("guide", "error", "message"),
-    [
-        ("a", TypeError, "guide must be a Guide or None, got str"),
-        (Guide.regex("(a"), ValueError, "regex cannot be used"),
-    ],
-)
-def test_a_bad_guide_changes_nothing(guide, error, message):
+def test_a_bad_guide_changes_nothing():
     engine = engine_of()
-    with pytest.raises(error, match=message):
-        engine.add_request(PROMPT, options=RequestOptions(guide=guide))
+    with pytest.raises(ValueError, match="regex cannot be used"):
+        engine.add_request(PROMPT, options=RequestOptions(guide=Guide.regex("(a")))
     assert engine.request_builder.next_id == 0 and not engine.has_work
 
 
