@@ -418,28 +418,6 @@ def test_an_answer_survives_a_failing_step_behind_it(method, monkeypatch):
     assert serve(body).generated_tokens == answer
 
 
-@pytest.mark.parametrize("method", ["generate", "stream"])
-def test_an_answer_survives_a_failing_save_of_its_state(method, monkeypatch):
-    """At the end of the step that ended it with a stop token."""
-    tokens = expected([PROMPTS[0]], greedy(9))[0]
-    stop = next(index for index in range(2, 9) if tokens[index] not in tokens[:index])
-    params, run = greedy(9, stop_token_ids=(tokens[stop],)), ModelRunner.run
-
-    def failing(self, plan):
-        if plan.saves:
-            raise InjectedError
-        return run(self, plan)
-
-    monkeypatch.setattr(ModelRunner, "run", failing)
-
-    async def body(engine):
-        if method == "generate":
-            return await engine.generate(PROMPTS[0], params)
-        return (await read(engine.stream(PROMPTS[0], params)))[-1].result
-
-    assert serve(body).generated_tokens == tokens[:stop]
-
-
 def test_finished_calls_are_freed_by_an_idle_engine():
     async def body(engine):
         await engine.generate(PROMPTS[0], greedy(3))
@@ -654,25 +632,6 @@ def test_close_tells_those_who_wait_and_those_who_come():
 
     asyncio.run(run())
     wait_until_threads_are_gone()
-
-
-def test_close_completes_the_cache_folder(tmp_path):
-    async def body(engine):
-        await engine.generate(PROMPTS[0], greedy(5))
-        await engine.save_cache()
-        task = asyncio.create_task(engine.generate(PROMPTS[1], LONG))
-        await engine.stats()
-        await engine.close()
-        with pytest.raises(RuntimeError, match="closed before"):
-            await task
-
-    async def run():
-        async with make(cache_dir=tmp_path, disk_cache_bytes=1 << 20) as engine:
-            await body(engine)
-
-    asyncio.run(run())
-    with tiny_engine(MODEL, cache_dir=tmp_path, disk_cache_bytes=1 << 20) as engine:
-        assert engine.generate([PROMPTS[0]], greedy(5))[0].prefix.skipped_tokens > 0
 
 
 def test_errors_of_the_constructor_are_those_of_the_engine():

@@ -202,26 +202,6 @@ def test_more_than_there_is_is_refused_before_anything_is_allocated(monkeypatch,
     assert sum(parts) == asked
 
 
-def test_a_pool_takes_a_quarter_of_what_a_cpu_has_left(monkeypatch):
-    available = 512 << 20
-    monkeypatch.setattr(budget, "available_bytes", lambda device: available)
-    sizes = {}
-    for fraction in (0.9, 0.25, 0.1):
-        engine = tiny_engine(cache_bytes=None, memory_fraction=fraction)
-        assert engine.memory.pool.numel() == engine.config.cache_bytes
-        sizes[fraction] = engine.config.cache_bytes
-    assert sizes[0.9] == sizes[0.25] < available / 4
-    assert sizes[0.9] > available / 5  # the rest, for the slots and a step, is small
-    assert sizes[0.1] == pytest.approx(sizes[0.9] * 0.4, rel=0.01)
-
-
-def test_the_host_tier_of_a_cpu_comes_first(monkeypatch):
-    monkeypatch.setattr(budget, "available_bytes", lambda device: 512 << 20)
-    alone = tiny_engine(cache_bytes=None).config.cache_bytes
-    beside = tiny_engine(cache_bytes=None, host_cache_bytes=400 << 20).config.cache_bytes
-    assert alone - beside == pytest.approx(100 << 20, rel=0.01)
-
-
 def test_a_suspended_engine_keeps_its_size(monkeypatch):
     monkeypatch.setattr(budget, "available_bytes", lambda device: 256 << 20)
     engine = tiny_engine(cache_bytes=None)

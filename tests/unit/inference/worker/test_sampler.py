@@ -25,8 +25,6 @@ from megatron_hybrid.inference.worker.sampler import (
     gumbel_noise,
     noise_keys,
     processed_log_probs,
-    raw_log_probs,
-    score,
     to_host,
     token_hash,
 )
@@ -116,14 +114,6 @@ def test_greedy_takes_the_first_maximum(params):
     logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 5.0]])
     draws = [Draw(params.resolved(), seed=i, sample_index=0, position=9) for i in range(2)]
     assert sample(logits, draws) == [1, 0]
-
-
-@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-30])
-def test_a_tiny_temperature_is_greedy(temperature):
-    params = SamplingParams(temperature=temperature).resolved()
-    draws = [Draw(params, i, 0, i) for i in range(20)]
-    assert set(sample(LOGITS.expand(20, -1) * 1e3, draws)) == {0}
-    assert set(sample(-LOGITS.expand(20, -1), draws)) == {2}
 
 
 def hash_alone(token: int, keys: tuple[int, int]) -> int:
@@ -268,26 +258,6 @@ def test_extreme_values_and_rows_without_finite_logits_are_their_requests_alone(
     Round(seed, counts).run()
     assert counts["draws"] > 50 and counts["length"]
     assert any("NaN" in ended for ended in counts)
-
-
-def test_log_probs_are_those_of_the_untempered_softmax():
-    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
-    expected = logits.double().softmax(-1).log()
-    tokens = torch.tensor([6, 0, 3])
-    given_ = score(raw_log_probs(logits), tokens, 0, logits)
-    torch.testing.assert_close(
-        given_.of_tokens_n.double(), expected[torch.arange(3), tokens], atol=1e-6, rtol=0
-    )
-    assert given_.of_top_nc.shape == given_.top_ids_nc.shape == (3, 0)
-
-
-def test_top_log_probs_come_most_likely_first():
-    logits, tokens = torch.stack([LOGITS, -LOGITS]), torch.zeros(2, dtype=torch.long)
-    rows = raw_log_probs(logits)
-    top = score(rows, tokens, 3, logits)
-    assert top.top_ids_nc[0].tolist() == [0, 3, 5] and top.top_ids_nc[1, 0] == 2
-    assert torch.equal(top.of_top_nc, rows.gather(1, top.top_ids_nc))
-    assert score(rows, tokens, 100, logits).of_top_nc.shape == rows.shape
 
 
 def test_values_come_to_the_host_as_they_are():
