@@ -54,49 +54,7 @@ def test_chunks_of_a_prefill_do_not_matter(chunk):
     assert skips(sim, tokens(1000), chunk=chunk) == 1000
 
 
-def test_a_longer_prompt_between_does_not_matter():
-    sim = simulator()
-    prompt = tokens(2000)
-    skips(sim, prompt[:1000])
-    assert skips(sim, prompt) == 1000
-    assert (
-        skips(sim, prompt[:520]) == 512
-    )  # a first cut inside: from the opportunistic state before it
-    assert skips(sim, prompt[:520]) == 520
-    assert skips(sim, prompt) == 2000
-
-
 # ---- behaviours (7 also in test_miss_reasons.py; 5, 6 and 9 need an engine) ----
-
-
-@pytest.mark.parametrize("window", [None, 100])
-def test_behaviour_1_every_length_of_one_prompt(window):
-    sim = simulator(num_pages=5000, window=window)
-    prompt = tokens(50)
-    for length in range(1, 51):
-        skips(sim, prompt[:length])
-        assert skips(sim, prompt[:length]) == length
-
-
-def test_behaviour_3_a_declared_breakpoint_serves_the_second():
-    sim = simulator(block=64)
-    prefix = tokens(257)
-    skips(sim, joined(prefix, tokens(80, 1)), declared=[257])
-    assert skips(sim, joined(prefix, tokens(80, 2))) == 257
-
-
-def test_behaviour_4_chat_of_several_turns_with_and_without_the_thinking():
-    sim = simulator()
-    history = tokens(100)
-    for turn in range(4):
-        thinking, answer = tokens(40, 10 + turn), tokens(33, 20 + turn)
-        expected = 0 if turn == 0 else len(history) - 21
-        assert skips(sim, history, joined(thinking, answer)) == expected
-        prompt_end = len(history)
-        # the client cuts the thinking out: the next prompt parts from the history at its end
-        without = joined(history, answer, tokens(21, 30 + turn))
-        assert sim.cache.match(without).skipped_tokens == prompt_end
-        history = joined(history, thinking, answer, tokens(21, 40 + turn))
 
 
 def large_states(num_pages):
@@ -217,17 +175,6 @@ def test_intervals_of_an_answer_take_no_room_from_what_is_worth_more():
     positions = sim.cache.explain(joined(tokens(100, 1), tokens(500, 2))).positions
     kinds = {p.position: p.kind for p in positions if not p.is_stored}
     assert [kinds[p] for p in (160, 320, 480)] == [Kind.INTERVAL] * 3
-
-
-@pytest.mark.parametrize("mode", ["off", "memory_only"])
-def test_other_modes_save_no_intervals(mode):
-    sim = Simulator(PrefixCache(hybrid(), 3000, mode))
-    running = sim.run(tokens(300), tokens(300, 1))
-    assert running.saved == []
-    running = sim.start(tokens(300), room=300)
-    assert sim.cache.positions_to_save(running.lease, 600) == []
-    sim.cancel(running)
-    assert sim.cache.stats()["checkpoints_no_room"] == 0
 
 
 def states(sim):

@@ -484,20 +484,6 @@ def serve(sim, tokens, *positions):
     return running
 
 
-def test_kv_without_a_state_is_evicted_first_by_recency():
-    sim = simulator(num_pages=41)
-    a, b = prompt(160, 1), prompt(160, 2)
-    running = sim.start(a)  # 10 pages, cancelled: no state reaches them
-    sim.forward(running, 160, save=False)
-    sim.cancel(running)
-    sim.run(b)  # 10 + 2
-    assert sim.cache.evict(5) == 5
-    sim.check()
-    assert sim.cache.stats()["kv_blocks_evicted"] == 5
-    assert sim.cache.match(np.array(a, np.int32)).shared_tokens == 80
-    assert skipped(sim, b) == 160
-
-
 def test_what_is_used_again_outlives_what_is_not():
     """One page budget for three prompts; A is used between all others and stays."""
     sim = simulator(num_pages=3 * 12 + 1)
@@ -622,16 +608,6 @@ def test_without_kv_pages_the_tokens_in_the_tree_are_bounded(monkeypatch):
         sim.run(prompt(500, seed))
     assert sim.cache.stats()["cached_tokens"] <= 3 * 1024
     assert skipped(sim, prompt(500, 11)) == 500
-
-
-def test_pure_attention_drops_the_least_recent_tail_block_by_block():
-    sim = simulator(PURE, num_pages=100)
-    a, b = prompt(160, 1), prompt(160, 2)
-    sim.run(a)
-    sim.run(b)
-    assert sim.cache.evict(6) == 6
-    # two last hidden states (one token each) are worth least, then the end of a
-    assert (skipped(sim, a), skipped(sim, b)) == (96, 159)
 
 
 @pytest.mark.parametrize("step", [10, 70])

@@ -304,20 +304,6 @@ def test_alone_a_prompt_that_is_cached_whole_still_computes_its_last_token():
     assert lease.report.miss_reason is MissReason.NO_ROOM
 
 
-def test_alone_a_request_gets_the_pool_even_if_its_own_state_is_evicted():
-    """Restoring pins the checkpoint and the block to copy beside the request's own pages."""
-    sim = simulator(num_pages=1 + 12)
-    prompt = tokens(100)
-    sim.run(prompt)  # 7 blocks, 2 for the state
-    running = sim.start(prompt, room=16 * 12 - 100)
-    lease = running.lease
-    assert lease.report.miss_reason is MissReason.NO_ROOM
-    assert (lease.shared_tokens, lease.skipped_tokens) == (96, 0)
-    assert sim.forward(running, 100)
-    sim.finish(running, save=False)
-    sim.check()
-
-
 def test_beside_others_a_request_waits_rather_than_lose_its_state():
     sim = simulator(num_pages=1 + 13)
     prompt = tokens(100)
