@@ -391,14 +391,6 @@ def test_two_engines_do_not_share_a_folder(filled):
     open_tier(filled).store.close()
 
 
-def test_a_forked_process_does_not_keep_the_lock(filled):
-    tier = open_tier(filled)
-    inherited = os.dup(tier.store._pages._file)  # what a fork has
-    tier.store.close()
-    open_tier(filled).store.close()
-    os.close(inherited)
-
-
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_process_leaves_the_folder_alone(filled):
     tier = open_tier(filled)

@@ -231,16 +231,6 @@ def test_explain_promises_nothing_to_a_request_that_computes_all_of_its_prompt()
     assert engine.explain(prompt, SamplingParams(return_log_probs=True)).below is None
 
 
-def test_explain_where_the_last_token_is_computed_for_its_logits():
-    engine = tiny_engine(tiny_model("*-"), host_cache_bytes=64 << 20)
-    prompt = random_tokens(100)
-    answer(engine, prompt)
-    empty_pool(engine)
-    explanation = engine.explain(prompt[:96])  # whole blocks
-    assert explanation.below == ("host", 95)
-    assert engine.generate([prompt[:96]], greedy(1))[0].prefix.skipped_tokens == 95
-
-
 @pytest.mark.parametrize("pattern", ["M*", "W*", "*-"])
 @pytest.mark.parametrize("spare_pages", [0, 1, 4])
 def test_explain_promises_no_more_than_the_request_gets(pattern, spare_pages):
@@ -1060,16 +1050,6 @@ def test_an_engine_that_could_not_be_made_releases_its_folder(tmp_path, monkeypa
         tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
     monkeypatch.undo()
     tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path).close()
-
-
-def test_an_engine_as_a_context_releases_its_folder(tmp_path):
-    model, prompt = tiny_model("MG*-"), random_tokens(60)
-    with pytest.raises(ZeroDivisionError), tiny_engine(model, cache_dir=tmp_path) as engine:
-        answer(engine, prompt)
-        empty_pool(engine)
-        raise ZeroDivisionError
-    with tiny_engine(model, cache_dir=tmp_path) as engine:
-        assert answer(engine, prompt).prefix.fetched_tokens == 60
 
 
 def test_an_engine_that_nobody_closed_releases_its_folder(tmp_path):
