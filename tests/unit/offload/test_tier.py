@@ -283,19 +283,6 @@ def test_a_tier_below_that_fails_costs_nothing_but_its_records():
     assert tier.num_states == 1
 
 
-def test_what_is_used_stays_longer_and_time_passes():
-    spec = SPECS["hybrid"]
-    tier = Tier("host", spec, bytes_of(spec, 40, 40), Bytes())
-    keep(tier, [1] * 40, spec, saved=10)
-    keep(tier, [2] * 40, spec, saved=10)
-    tier.count_use(tier.find(PrefixKeys(np.full(40, 1, dtype=np.int32), "", 16)))
-    keep(tier, [3] * 40, spec, saved=10)
-    assert (find(tier, [1] * 40), find(tier, [2] * 40)) == (40, 0)
-    for token in range(4, 20):  # nobody comes back for it
-        keep(tier, [token] * 40, spec, saved=10)
-    assert find(tier, [1] * 40) == 0
-
-
 def test_in_pure_attention_kv_is_evicted_from_its_ends():
     spec = SPECS["pure attention"]
     block = spec.kv_pages_per_block * spec.page_bytes

@@ -180,29 +180,6 @@ def test_the_owner_grows_its_leaf_in_place():
     assert tree.pool.cached_counts[pages.ravel()].tolist() == [1, 1, 1, 1]
 
 
-def test_checkpoints_go_with_their_side_of_a_split_and_a_join():
-    tree = Tree()
-    tree.add(counting(60))
-    points = {n: tree.save(counting(n)) for n in (10, 30, 31, 60)}
-    tree.add([*counting(30), 999])
-    assert tree.walk(counting(60)).deepest_checkpoint() is points[60]
-    assert tree.walk(counting(59)).deepest_checkpoint() is points[31]
-    assert tree.walk([*counting(30), 999]).deepest_checkpoint() is points[30]
-    assert tree.walk(counting(29)).deepest_checkpoint() is points[10]
-    assert tree.walk(counting(9)).deepest_checkpoint() is None
-    assert [points[60].previous(), points[31].previous()] == [points[31], points[30]]
-    assert points[10].previous() is None
-    tree.touch(counting(60))
-    tree.drop([*counting(30), 999], 30)
-    assert tree.index._forgettable
-    tree.index.forget(0)
-    tree.touch(counting(60))
-    assert tree.spans() == [(0, 60)]
-    (edge,) = tree.index.edges()
-    assert {p: c for p, c in edge.checkpoints.items()} == points
-    assert all(point.edge is edge for point in points.values())
-
-
 def test_edges_used_apart_stay_apart_and_used_together_are_joined():
     """An edge is one unit of recency: a hot head does not keep a cold tail alive."""
     tree = Tree()
