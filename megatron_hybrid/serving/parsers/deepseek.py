@@ -12,16 +12,16 @@ _CALL, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜to
 
 DEEPSEEK_V3 = HeadedJson(
     *_SECTION,
+    openers=(_CALL,),
     inner=(_CALL, _SEP, _END),
-    head=re.compile(rf"\s*{_CALL}function{_SEP}(?P<name>[^\s<]+)\n```json\n"),
-    tail=re.compile(rf"\n```{_END}\s*"),
+    head=re.compile(rf"{_CALL}function{_SEP}(?P<name>[^\s<]+)\n```json\n"),
     write=lambda name: (f"{_CALL}function{_SEP}{name}\n```json\n", f"\n```{_END}"),
     gap="\n",
 )
 DEEPSEEK_V31 = HeadedJson(
     *_SECTION,
+    openers=(_CALL,),
     inner=(_CALL, _SEP, _END),
-    head=re.compile(rf"\s*{_CALL}(?P<name>[^\s<]+){_SEP}"),
-    tail=re.compile(rf"\s*{_END}\s*"),
+    head=re.compile(rf"{_CALL}(?P<name>[^\s<]+){_SEP}"),
     write=lambda name: (f"{_CALL}{name}{_SEP}", _END),
 )

@@ -257,10 +257,8 @@ def test_a_tagged_value_keeps_every_byte_and_its_type(given, expected):
             )
         ),
         ("qwen3_coder", xml(days="1</parameter>\n2")),  # no text, so it cannot hold a tag
-        ("qwen3_coder", xml(path="1").replace("</parameter>", "")),
-        ("qwen3_coder", xml(path="1", text="2").replace("\n</parameter>", "", 1)),
+        ("qwen3_coder", xml(path="a > b").replace("</parameter>", "")),
         ("qwen3_coder", xml(path="1", text="2").replace("<parameter=t", "parameter=t")),
-        ("qwen3_coder", xml(path="1").replace("</function>", "") + xml(path="2")),
         ("qwen3_coder", "<tool_call>\n<function=edit>\n<parameter=path>\n/a\n</parameter>\n"),
         ("qwen3_coder", "<tool_call>\n<function=edit>\n<parameter=text>\nhello wor"),
         ("hermes", '<tool_call>\n{"name": "time", "arguments": {"a": "b'),
