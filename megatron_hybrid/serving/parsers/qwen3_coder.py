@@ -1,9 +1,11 @@
-"""Qwen3-Coder, Qwen3.5 and Nemotron 3: each parameter between tags.
+"""Qwen3-Coder, Qwen3.5, Nemotron 3 and Seed-OSS: each parameter between tags.
 
-Chat templates of Qwen/Qwen3-Coder-30B-A3B-Instruct and nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.
+Chat templates of Qwen/Qwen3-Coder-30B-A3B-Instruct and nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16;
+ByteDance-Seed/Seed-OSS-36B-Instruct.
 """
 
 import re
+from dataclasses import replace
 
 from megatron_hybrid.serving.parsers.tagged_parameters import TaggedParameters
 
@@ -21,3 +23,4 @@ QWEN3_CODER = TaggedParameters(
     closed=re.compile(r"\s*</function>"),
     parts=re.compile(r"(?P<open><?parameter=|<parameter)|</?parameter>|/parameter>"),
 )
+SEED_OSS = replace(QWEN3_CODER, begin="<seed:tool_call>", end="</seed:tool_call>")

@@ -33,7 +33,7 @@ class TaggedParameters(Dialect):
     function: tuple[str, str] = ("", "")
     """What stands around a call, with {} for its name."""
     parameter: tuple[str, str] = ("", "")
-    """The same of a parameter."""
+    """The same of a parameter, with a second {} for whether it is a text."""
     is_section: bool = False
     """Several calls are between one pair of marks."""
     gap: str = ""
@@ -167,7 +167,8 @@ class TaggedParameters(Dialect):
         return sequence(f"{self.begin}\n", repeated(functions, parts, several, ""), self.end)
 
     def _form_of(self, schema: Schema, name: str) -> Json:
-        before, after = (text.format(name) for text in self.parameter)
+        is_text = str("string" in schema.types(name)).lower()
+        before, after = (text.format(name, is_text) for text in self.parameter)
         end, value = self.newline + after, schema.alone(name)
         content: Json = {"type": "json_schema", "json_schema": value}
         if "string" in schema.types(name):
