@@ -80,10 +80,9 @@ class AnswerParser:
 
     def _given(self, is_last: bool) -> list[AnswerPart]:
         given = list(self._parts(is_last))
-        self._held, self._searched = self._held[self._at :], max(0, self._searched - self._at)
-        if self._block is not None:
-            self._block.move(-self._at)
-        self._at = 0
+        if self._block is None:  # which knows places in what is held
+            self._held, self._searched = self._held[self._at :], max(0, self._searched - self._at)
+            self._at = 0
         return given
 
     def _parts(self, is_last: bool) -> Iterator[AnswerPart]:
@@ -97,7 +96,7 @@ class AnswerParser:
                 if begins is None:
                     return
                 self._block = Block(self._dialect, self._held, self._at, self._tools)
-            elif self._repeats_thought(is_last) is None:
+            elif self._may_repeat_thought(is_last):
                 return
             elif (found := self._mark()) is not None:
                 yield from self._said(self._held[self._at : found.start()], before=True)
@@ -109,23 +108,24 @@ class AnswerParser:
                     self._in_thought, self._space = found[0] == self._thoughts.open, ""
                     self._skips_space = True
             else:
-                self._searched = max(self._at, len(self._held) - self._longest_mark)
+                self._searched = max(
+                    self._at, len(self._held) - max(map(len, self._marks), default=0)
+                )
                 text = self._held[self._at :]
                 end = len(text) if is_last else end_without(text, self._marks)
                 self._at += end
                 yield from self._said(text[:end])
                 return
 
-    def _repeats_thought(self, is_last: bool) -> bool | None:
-        """Leaves out the mark that the prompt ended with, which some models repeat; None: it may
-        follow."""
+    def _may_repeat_thought(self, is_last: bool) -> bool:
+        """Leave out the mark that the prompt ended with, which some models repeat. Returns whether
+        it may follow."""
         if not (self._in_thought and self._skips_space and self._thoughts):
             return False
         at, mark = _SPACE.match(self._held, self._at).end(), self._thoughts.open
         if self._held.startswith(mark, at):
             self._at = at + len(mark)
-            return True
-        return None if mark.startswith(self._held[at:]) and not is_last else False
+        return mark.startswith(self._held[at:]) and not is_last and self._at <= at
 
     def _mark(self) -> re.Match | None:
         """The next that ends what is being said."""
@@ -142,10 +142,6 @@ class AnswerParser:
         elif self._thoughts is not None:
             marks = (self._thoughts.close,)
         return (*marks, *self._dialect.begins) if self._reads_calls else marks
-
-    @property
-    def _longest_mark(self) -> int:
-        return max(map(len, self._marks), default=0)
 
     @property
     def _reads_calls(self) -> bool:

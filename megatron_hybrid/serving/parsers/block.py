@@ -56,14 +56,6 @@ class Block:
         pieces = self._dialect.inside(text[self._start : stop], self._tools)
         return (after, pieces) if pieces is not None else self._mended(text, after)
 
-    def move(self, by: int) -> None:
-        """The text before was given up or down: places in it move."""
-        self._start += by
-        self.no_call += by
-        self._looked += by
-        if self._brackets is not None:
-            self._brackets.move(by)
-
     def _tried_ends(self, text: str, is_last: bool) -> tuple[int, Pieces] | None:
         """Of a dialect whose values are bare texts, in which the end mark may stand."""
         while (stop := text.find(self._end, self._looked)) >= 0:

@@ -67,10 +67,6 @@ class Brackets:
                     return found.end()
             self._at = found.end()
 
-    def move(self, by: int) -> None:
-        """Places in the text move."""
-        self._at += by
-
 
 @cache
 def _any_of(*marks: str) -> re.Pattern:

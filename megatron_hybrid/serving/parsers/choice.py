@@ -12,22 +12,23 @@ from megatron_hybrid.serving.parsers.deepseek import DEEPSEEK_V3, DEEPSEEK_V31, 
 from megatron_hybrid.serving.parsers.dialect import Dialect
 from megatron_hybrid.serving.parsers.gemma import FUNCTIONGEMMA, GEMMA4
 from megatron_hybrid.serving.parsers.glm import GLM45
-from megatron_hybrid.serving.parsers.granite import GRANITE, PHI4_MINI, XLAM
 from megatron_hybrid.serving.parsers.harmony import OPENAI, HarmonyParser
 from megatron_hybrid.serving.parsers.harmony import THOUGHTS as HARMONY_THOUGHTS
-from megatron_hybrid.serving.parsers.hermes import HERMES
-from megatron_hybrid.serving.parsers.jamba import JAMBA, MINIMAX_M1
-from megatron_hybrid.serving.parsers.kimi import KIMI_K2
-from megatron_hybrid.serving.parsers.llama import (
+from megatron_hybrid.serving.parsers.json_dialects import (
+    GRANITE,
+    HERMES,
+    JAMBA,
     LLAMA3_JSON,
     LLAMA4_JSON,
-    LLAMA4_PYTHONIC,
-    PYTHONIC,
+    MINIMAX_M1,
+    NEMOTRON_JSON,
+    PHI4_MINI,
+    XLAM,
 )
+from megatron_hybrid.serving.parsers.kimi import KIMI_K2
 from megatron_hybrid.serving.parsers.minimax import MINIMAX_M2
 from megatron_hybrid.serving.parsers.mistral import MISTRAL, MISTRAL_NAMES
-from megatron_hybrid.serving.parsers.nemotron import NEMOTRON_JSON
-from megatron_hybrid.serving.parsers.pythonic import LFM2, OLMO3
+from megatron_hybrid.serving.parsers.pythonic import LFM2, LLAMA4_PYTHONIC, OLMO3, PYTHONIC
 from megatron_hybrid.serving.parsers.qwen3_coder import QWEN3_CODER, SEED_OSS
 from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
 

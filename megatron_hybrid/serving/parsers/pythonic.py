@@ -1,6 +1,7 @@
-"""Dialects that write a list of calls, as in Python. See also `llama`.
+"""Dialects that write a list of calls, as in Python.
 
-LFM2: https://docs.liquid.ai/lfm/key-concepts/tool-use; Olmo 3: a call a line.
+LFM2: https://docs.liquid.ai/lfm/key-concepts/tool-use; Olmo 3: a call a line; Llama 3.2 and 4:
+https://www.llama.com/docs/model-cards-and-prompt-formats/.
 """
 
 from __future__ import annotations
@@ -72,3 +73,5 @@ def _call(name: str, arguments: str, written: str, tools: Tools) -> Call | str:
 
 LFM2 = Pythonic("<|tool_call_start|>", "<|tool_call_end|>")
 OLMO3 = Pythonic("<function_calls>", "</function_calls>", is_list=False)
+LLAMA4_PYTHONIC = Pythonic("<|python_start|>", "<|python_end|>", bare="[")
+PYTHONIC = Pythonic("<|python_tag|>", bare="[")
