@@ -49,6 +49,7 @@ class AnswerParser:
         self._held, self._at = "", 0  # what is not given yet begins there
         self._searched = 0  # so far no mark begins
         self._block: Block | None = None  # that is being read
+        self._is_blank = False  # all that is held is space
         self._failed = 0
         self._space = ""  # before what may be a call
         self._in_thought = is_thinking
@@ -66,6 +67,8 @@ class AnswerParser:
     def add(self, text: str) -> list[AnswerPart]:
         """The parts that a text completes."""
         self._held += text
+        if self._is_blank and text.isspace():  # decides nothing
+            return []
         return self._given(is_last=False)
 
     def end(self) -> list[AnswerPart]:
@@ -83,6 +86,7 @@ class AnswerParser:
         if self._block is None:  # which knows places in what is held
             self._held, self._searched = self._held[self._at :], max(0, self._searched - self._at)
             self._at = 0
+        self._is_blank = self._block is None and self._held.isspace()
         return given
 
     def _parts(self, is_last: bool) -> Iterator[AnswerPart]:
