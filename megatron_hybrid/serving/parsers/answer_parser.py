@@ -127,9 +127,11 @@ class AnswerParser:
         if not (self._in_thought and self._skips_space and self._thoughts):
             return False
         at, mark = _SPACE.match(self._held, self._at).end(), self._thoughts.open
-        if self._held.startswith(mark, at):
+        while self._held.startswith(mark, at):
             self._at = at + len(mark)
-        return mark.startswith(self._held[at:]) and not is_last and self._at <= at
+            at = _SPACE.match(self._held, self._at).end()
+        rest = self._held[at : at + len(mark)]
+        return mark.startswith(rest) and not is_last
 
     def _mark(self) -> re.Match | None:
         """The next that ends what is being said."""
