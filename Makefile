@@ -247,7 +247,7 @@ soak: $(VENV)/.installed-test
 	$(BIN)/python tests/helpers/server_soak.py
 	$(BIN)/python tests/helpers/interrupted.py
 	$(BIN)/python tests/helpers/memory_fuzz.py && $(BIN)/python tests/helpers/extreme_sampling.py 18000 2000
-	GUIDE_EXAMPLES=20000 CACHE_EXAMPLES=1000 PARSER_EXAMPLES=20000 $(BIN)/python -m pytest tests/unit/serving/test_parsers.py tests/unit/text/test_guide_fuzz.py tests/unit/cache/test_prefix_cache_machine.py
+	GUIDE_EXAMPLES=20000 CACHE_EXAMPLES=1000 PARSER_EXAMPLES=20000 $(BIN)/python -m pytest tests/unit/serving/parsers/test_answer_parser.py tests/unit/text/test_guide_fuzz.py tests/unit/cache/test_prefix_cache_machine.py
 
 # Random runs of engines with drafts, of 20,000 requests; an hour.
 speculation-fuzz: $(VENV)/.installed-test

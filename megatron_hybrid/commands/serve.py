@@ -122,6 +122,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_field(
         parser, "--trust-request-chat-template", SERVER, "trusts_templates", action="store_true"
     )
+    for option, name in (
+        ("--keep-changing-lines", "keeps_changing_lines"),
+        ("--lower-max-tokens", "lowers_max_tokens"),
+        ("--log-prompts", "logs_prompts"),
+    ):
+        add_field(parser, option, SERVER, name, action="store_true")
     add_field(
         parser,
         "--api-key",

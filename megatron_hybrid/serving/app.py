@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ from starlette.middleware.cors import CORSMiddleware
 
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.inference.metrics.prometheus import CONTENT_TYPE, PREFIX
-from megatron_hybrid.inference.requests.builder import Prompt
+from megatron_hybrid.inference.requests.builder import Prompt, RenderedChat
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.answers import Answer
+from megatron_hybrid.serving.changes import HEADER, header_of
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import (
     AbortFields,
@@ -28,12 +30,13 @@ from megatron_hybrid.serving.fields import (
     DetokenizeFields,
     ExplainFields,
     GenerationFields,
+    TemplateFields,
     TokenizeFields,
 )
 from megatron_hybrid.serving.json_response import encode_json, json_response, to_cpu_thread
 from megatron_hybrid.serving.limits import check_count, check_tools
 from megatron_hybrid.serving.messages import CHAT_NAMES as MESSAGE_NAMES
-from megatron_hybrid.serving.messages import MessageAnswer, MessageFields, PromptFields
+from megatron_hybrid.serving.messages import MessageAnswer, MessageChat, MessageFields, PromptFields
 from megatron_hybrid.serving.page_routes import add_page
 from megatron_hybrid.serving.parsers import Style
 from megatron_hybrid.serving.request_mapping import (
@@ -73,6 +76,7 @@ from megatron_hybrid.serving.trainer_routes import add_trainer
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.version import __version__
 
+logger = logging.getLogger(__name__)
 AnyAnswer = Answer | ResponseAnswer | MessageAnswer
 
 
@@ -101,7 +105,7 @@ def create_app(service: Service) -> FastAPI:
             allow_origins=config.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", HEADER],
         )
     _add_error_handlers(app)
     _add_generation(app, service)
@@ -190,7 +194,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         def counted() -> InputTokens:
             chat = fields.to_chat()
             chat.check()
-            return {"input_tokens": len(chat_prompt(service.tokenizer_of(chat), chat).tokens)}
+            return {"input_tokens": len(_chat_prompt(service, chat).tokens)}
 
         with rename_error_fields(fields):
             return await json_response(counted)
@@ -264,15 +268,20 @@ async def _answer(
         salt = service.salt_of(state.key, fields.cache_salt)
         options = request_options(fields, salt, service.tenant_of(state.key), guide)
         answer = make(ticket.request_id, asked.style, asked.begins_in_reasoning, prompts)
+        headers = header_of(fields.changes)
+        for change in headers.values():
+            logger.info("request %s: %s", ticket.request_id, change)
         if not fields.stream:
             work = service.generate_all(ticket, prompts, params, options)
             results = await cancel_on_disconnect(request.receive, work)
-            return await json_response(lambda: answer.whole(results), ticket.num_tokens)
+            body = await json_response(lambda: answer.whole(results), ticket.num_tokens)
+            body.headers.update(headers)
+            return body
         streams = service.streams(prompts, params, options)
         undo.push_async_callback(streams.aclose)
         # What fails before the first token has a status of HTTP.
         await cancel_on_disconnect(request.receive, service.wait_for_first_output(ticket, streams))
-        return _EventStream(_events(service, ticket, answer, streams), undo.pop_all())
+        return _EventStream(_events(service, ticket, answer, streams), undo.pop_all(), headers)
 
 
 class _EventStream(StreamingResponse):
@@ -281,12 +290,13 @@ class _EventStream(StreamingResponse):
     Args:
         events: its content.
         undo: what is left at the end.
+        headers: further ones.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], undo: AsyncExitStack):
-        super().__init__(events, headers={"Cache-Control": "no-cache"})
+    def __init__(self, events: AsyncIterator[bytes], undo: AsyncExitStack, headers: dict[str, str]):
+        super().__init__(events, headers={"Cache-Control": "no-cache", **headers})
         self._undo = undo
 
     async def __call__(self, scope, receive, send) -> None:
@@ -329,7 +339,14 @@ def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
     params = _params(service, fields, prompts)
     if isinstance(fields, ChatFields) and fields.thinking_token_budget not in (None, -1):
         given = fields.thinking_token_budget, style.thoughts, bool(thinks)
-        params.thinking_budget = thinking_budget(tokenizer, *given)
+        try:
+            params.thinking_budget = thinking_budget(tokenizer, *given)
+        except ApiError:
+            if not isinstance(fields, MessageChat):  # its clients give one to all models
+                raise
+            fields.changes.append("left out thinking.budget_tokens: this model has none to end")
+    if isinstance(fields, ChatFields) and service.config.logs_prompts:
+        logger.info("prompt: %s", service.tokenizer.detokenize(prompts[0].tokens, False))
     if fields.stream:
         service.check_late(prompts, params, fields.caller_names)
     return PreparedRequest(prompts, params, guide, style, bool(thinks))
@@ -345,7 +362,11 @@ def _num_prompts(fields: GenerationFields) -> int:
 def _prompts(service: Service, fields: GenerationFields) -> list[Prompt]:
     if isinstance(fields, CompletionFields):
         return completion_prompts(service.tokenizer, fields)
-    return [chat_prompt(service.tokenizer_of(fields), fields)]
+    return [_chat_prompt(service, fields)]
+
+
+def _chat_prompt(service: Service, fields: TemplateFields) -> RenderedChat:
+    return chat_prompt(service.tokenizer_of(fields), fields, service.config.keeps_changing_lines)
 
 
 def _params(
@@ -354,9 +375,15 @@ def _params(
     limit = fields.max_tokens
     if isinstance(fields, ChatFields) and fields.max_completion_tokens is not None:
         limit = fields.max_completion_tokens
+    context = service.engine_config.max_sequence_length
+    length = len(getattr(prompts[0], "tokens", prompts[0]))
     if limit is None:  # what there is room for
-        tokens = getattr(prompts[0], "tokens", prompts[0])
-        limit = max(1, service.engine_config.max_sequence_length - len(tokens))
+        limit = max(1, context - length)
+    if isinstance(fields, ChatFields) and length + limit > context:
+        if not service.config.lowers_max_tokens or length >= context:
+            raise fields.too_long(length, limit, context)
+        fields.changes.append(f"lowered max_tokens from {limit} to {context - length}")
+        limit = context - length
     return sampling_params(service.tokenizer, fields, limit)
 
 
@@ -398,7 +425,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
                 return service.tokenizer.tokenize(fields.prompt, fields.add_special_tokens)
             except ValueError as error:
                 raise ApiError(400, str(error), "prompt") from error
-        return list(chat_prompt(service.tokenizer_of(fields), fields).tokens)
+        return list(_chat_prompt(service, fields).tokens)
 
     def tokenized(fields: TokenizeFields) -> Tokenized:
         tokens, names = tokens_of(fields), None
@@ -465,7 +492,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             "known_tokens": explanation.known_tokens,
             "reason": explanation.reason,
             "edge": explanation.edge,
-            "text": str(explanation),
+            "text": "\n".join([str(explanation), *dict.fromkeys(fields.changes)]),
+            "changes": [*dict.fromkeys(fields.changes)],
         }
 
     app.include_router(routes)

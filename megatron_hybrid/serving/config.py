@@ -48,6 +48,19 @@ class ServingConfig:
     """Read reasoning in answers by this parser. none leaves it in the text. By default the parser
     follows from the chat template."""
 
+    keeps_changing_lines: bool = False
+    """Leave lines of the system's message as they are that change in every request: a billing line
+    of Claude Code, and lines with nothing but a time of day or an id of the request. By default the
+    first is left out and the others move to the end of the newest message, so that prefixes are
+    reused; the header X-Request-Changes says so."""
+
+    lowers_max_tokens: bool = False
+    """Lower a chat's limit of tokens to what the context has left after the prompt. By default such
+    a request is refused with 400."""
+
+    logs_prompts: bool = False
+    """Log the text of each chat's prompt, as the model reads it."""
+
     takes_weights: bool = False
     """Let a trainer pause this server and send it new weights, by the operator's routes /pause,
     /sleep, /update_weights and others. Anyone who may call these routes can change the model. By

@@ -8,7 +8,15 @@ from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from megatron_hybrid.serving.errors import ApiError
 
@@ -227,6 +235,13 @@ class Fields(BaseModel):
 
 class Body(Fields):
     """A body."""
+
+    _changes: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def changes(self) -> list[str]:
+        """What was left out of the request, or moved in it: see `changes`."""
+        return self._changes
 
     def check(self) -> None:
         """Raise ApiError for a field that cannot be served."""
@@ -710,6 +725,22 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
         """See the base class."""
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return super().caller_names | {"prompt": "messages", "num_tokens_to_generate": limit}
+
+    def too_long(self, num_prompt: int, num_asked: int, limit: int) -> ApiError:
+        """The refusal of a prompt and an answer of more tokens than the context has, in the words
+        that clients of OpenAI read.
+
+        num_prompt, num_asked, limit: tokens of the prompt, the answer, and the context.
+        """
+        text = (
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{num_prompt + num_asked} tokens ({num_prompt} in the messages, {num_asked} in the "
+            "completion). Please reduce the length of the messages or completion, or raise "
+            f"--context={limit}."
+        )
+        names = self.caller_names
+        param = names["prompt" if num_prompt >= limit else "num_tokens_to_generate"]
+        return ApiError(400, text, param, "context_length_exceeded")
 
     def check(self) -> None:
         super().check()

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
@@ -19,6 +19,7 @@ from megatron_hybrid.serving.answers import (
     num_reasoning_tokens,
     prefix_block,
 )
+from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import ChatFields, Fields, refuse_unsupported
 from megatron_hybrid.serving.json_response import encode_json
@@ -27,11 +28,11 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 
 UNSUPPORTED = {
     "container": (),
-    "context_management": ({}, {"edits": []}),
     "mcp_servers": ([],),
-    "speed": ("standard",),
 }
 """Fields without an effect here -> values that ask for nothing, beside null."""
+LEFT_OUT = {"context_management": ({}, {"edits": []}), "speed": ("standard",)}
+"""Fields that have no effect -> values that ask for nothing. The answer says what has none."""
 CHAT_NAMES = {
     "chat_template_kwargs": "thinking",
     "guide": "output_config",
@@ -42,6 +43,11 @@ CHAT_NAMES = {
     "thinking_token_budget": "thinking",
 }
 """Fields of the chat that a message is made as -> the caller's."""
+_LEFT_OUT_BLOCKS = (
+    *("redacted_thinking", "server_tool_use", "web_search_tool_result", "image", "document"),
+    *("web_fetch_tool_result", "tool_search_tool_result", "compaction"),
+)
+"""Blocks of an answer, or of a tool's result, that this server does not show to a model."""
 _SIGNATURE = "mh1"
 """Of thinking: its text is no secret, and is taken as it comes."""
 
@@ -49,14 +55,26 @@ _SIGNATURE = "mh1"
 class MessageTool(Fields):
     """A function that an answer may call, in the form of this route."""
 
-    type: Literal["custom"] | None = None
-    """The kind of the tool. Anthropic's own tools are refused with 400."""
+    type: str | None = None
+    """The kind of the tool: custom. Tools of another kind, which Anthropic defines, are left out,
+    and the header X-Request-Changes says so."""
     name: Annotated[str, Field(min_length=1)]
     """The name of the function."""
     description: str | None = None
     """A description of the function, for the model."""
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
     """The JSON Schema of the arguments."""
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it is the caller's own."""
+        return self.type in (None, "custom")
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if self.is_custom and self.input_schema is None:
+            raise ValueError("input_schema is missing: give the JSON Schema of the arguments")
+        return self
 
 
 class PromptFields(Fields):
@@ -66,8 +84,8 @@ class PromptFields(Fields):
     """The name of the served model. It may be left out."""
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     """The messages of the user and the assistant: texts, thinking, uses of tools and results of
-    tools. Images and documents are refused with 400. `cache_control` has no effect: all prompts are
-    cached."""
+    tools. Images and documents are refused with 400, and left out of results of tools.
+    `cache_control` has no effect: all prompts are cached."""
     system: str | list[dict[str, Any]] | None = None
     """Instructions, which stand before the messages."""
     tools: list[MessageTool] | None = None
@@ -83,6 +101,12 @@ class PromptFields(Fields):
     """An object: `effort` is the `reasoning_effort` of chats, and `format` has a JSON Schema that
     the answer fits."""
 
+    context_management: dict[str, Any] | None = None
+    """It has no effect: nothing is left out of the messages. The header X-Request-Changes says
+    so."""
+    speed: str | None = None
+    """It has no effect, as `context_management`."""
+
     def to_chat(self, **more: Any) -> ChatFields:
         """The same as a chat.
 
@@ -95,7 +119,7 @@ class PromptFields(Fields):
         given = {
             "model": self.model,
             "messages": [*self._messages()],
-            "tools": [_function(tool) for tool in self.tools or ()] or None,
+            "tools": [_function(tool) for tool in self.tools or () if tool.is_custom] or None,
             "tool_choice": _choice(choice),
             "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False),
             "reasoning_effort": config.get("effort"),
@@ -107,11 +131,27 @@ class PromptFields(Fields):
             given["chat_template_kwargs"] = dict.fromkeys(names, thinks)
             given["thinking_token_budget"] = thinking.get("budget_tokens") if thinks else None
         try:
-            return MessageChat(**given, **more)
+            chat = MessageChat(**given, **more)
+            chat.changes.extend(self._left_out())
+            return chat
         except ValidationError as error:
             refusal = refusal_of_field(error.errors())
             refusal.param = CHAT_NAMES.get(refusal.param, refusal.param)
             raise refusal from error
+
+    def _left_out(self) -> Iterator[str]:
+        """What this server does not do, in words."""
+        for name, nothing in LEFT_OUT.items():
+            if getattr(self, name) not in (None, *nothing):
+                yield f"left out {name}"
+        for tool in self.tools or ():
+            if not tool.is_custom:
+                yield f"left out the tool {tool.name} ({tool.type})"
+        for message in self.messages:
+            for block in _listed(message.get("content")):
+                for each in (block, *_listed(block.get("content"))):
+                    if each.get("type") in _LEFT_OUT_BLOCKS:
+                        yield f"left out a block {each['type']}"
 
     def _messages(self) -> Iterator[Json]:
         if system := _texts(self.system or "", "system"):
@@ -160,6 +200,16 @@ class MessageFields(PromptFields):
 class MessageChat(ChatFields):
     """The chat that a message is made as."""
 
+    def too_long(self, num_prompt: int, num_asked: int, limit: int) -> ApiError:
+        """See the base class; in the words that clients of Anthropic read."""
+        if num_prompt >= limit:
+            return ApiError(
+                400, f"prompt is too long: {num_prompt} tokens > {limit} maximum", "messages"
+            )
+        text = "input length and `max_tokens` exceed context limit: "
+        text += f"{num_prompt} + {num_asked} > {limit}, decrease input length or `max_tokens` and "
+        return ApiError(400, f"{text}try again", "max_tokens")
+
     @property
     def caller_names(self) -> dict[str, str]:
         """See the base class."""
@@ -202,6 +252,11 @@ def _blocks(content: Any, place: str) -> list[Json]:
     raise ApiError(400, f"{place}.content is no text, and no list of blocks", "messages")
 
 
+def _listed(content: Any) -> list[Json]:
+    """The blocks of a content that is a list."""
+    return [each for each in content if isinstance(each, dict)] if isinstance(content, list) else []
+
+
 def _texts(content: Any, place: str) -> str:
     """A text, or the texts of blocks."""
     if isinstance(content, str):
@@ -220,6 +275,16 @@ def _text(block: Json, place: str) -> str:
     return block["text"]
 
 
+def _result(block: Json, place: str) -> str:
+    """The text of a block in a result of a tool."""
+    kind = block.get("type")
+    if kind == "tool_reference":
+        return f"[The tool {block.get('tool_name')} is there.]"
+    if kind in ("image", "document"):
+        return IMAGE_LEFT_OUT if kind == "image" else "[A document was left out.]"
+    return _text(block, place)
+
+
 def _said(blocks: Sequence[Json], place: str) -> Json:
     """What the model said in one turn."""
     message: Json = {"role": "assistant", "content": ""}
@@ -230,7 +295,7 @@ def _said(blocks: Sequence[Json], place: str) -> Json:
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
-        else:
+        elif block.get("type") not in _LEFT_OUT_BLOCKS:
             message["content"] += _text(block, place)
     return message
 
@@ -240,7 +305,9 @@ def _asked(blocks: Sequence[Json], place: str) -> Iterator[Json]:
     texts = []
     for block in blocks:
         if block.get("type") == "tool_result":
-            said = _texts(block.get("content") or "", place)
+            said = block.get("content") or ""
+            if not isinstance(said, str):
+                said = "\n".join(_result(each, place) for each in _blocks(said, place))
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said}
         else:
             texts.append(_text(block, place))

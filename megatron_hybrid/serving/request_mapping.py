@@ -10,6 +10,7 @@ from typing import Any
 from megatron_hybrid.inference.requests.builder import Prompt, RenderedChat, check_messages
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams, ThinkingBudget
+from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT, with_steady_start
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import (
     PART_TYPES,
@@ -25,8 +26,15 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 Json = dict[str, Any]
 
 
-def chat_prompt(tokenizer: Tokenizer, fields: TemplateFields) -> RenderedChat:
-    """The tokens of a chat. fields: with messages.
+def chat_prompt(
+    tokenizer: Tokenizer, fields: TemplateFields, keeps_lines: bool = True
+) -> RenderedChat:
+    """The tokens of a chat.
+
+    Args:
+        tokenizer: with the chat template.
+        fields: with messages.
+        keeps_lines: see `ServingConfig.keeps_changing_lines`.
 
     Raises:
         ApiError: the template refuses it.
@@ -35,6 +43,9 @@ def chat_prompt(tokenizer: Tokenizer, fields: TemplateFields) -> RenderedChat:
     try:
         check_messages(fields.messages or ())
         messages = _for_template(tokenizer, fields)
+        if not keeps_lines:
+            messages, changes = with_steady_start(messages)
+            fields.changes.extend(changes)
         if not fields.continue_final_message:
             given = (messages, fields.add_generation_prompt, tools)
             return RenderedChat(*tokenizer.chat_prompt(*given, **variables))
@@ -107,7 +118,8 @@ def _for_template(tokenizer: Tokenizer, fields: TemplateFields) -> list[dict[str
         if was_developer:
             message["role"] = "system"
         if isinstance(message.get("content"), list):
-            texts = [_part_text(index, part) for part in message["content"]]
+            is_tool = message["role"] == "tool"
+            texts = [_part_text(index, part, is_tool) for part in message["content"]]
             message["content"] = "\n".join(texts)
             if tokenizer.takes_parts(message["role"]):
                 message["content"] = [{"type": "text", "text": text} for text in texts]
@@ -131,11 +143,13 @@ def _are_texts(values: Sequence[Any]) -> bool:
     return all(isinstance(value, str) for value in values)
 
 
-def _part_text(index: int, part: Any) -> str:
-    """The text of a part of a message's content."""
+def _part_text(index: int, part: Any, is_tool: bool) -> str:
+    """The text of a part of a message's content. is_tool: a tool's, which may have images."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if is_tool and kind == "image_url":
+        return IMAGE_LEFT_OUT
     text = part.get("refusal" if kind == "refusal" else "text") if kind in PART_TYPES else None
     if not isinstance(text, str):
         raise ValueError(

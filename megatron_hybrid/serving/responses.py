@@ -5,11 +5,12 @@ An answer's output is a list of items: reasoning, a message, calls of functions,
 
 from __future__ import annotations
 
+import json
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Annotated, Any, Literal
+from functools import cache, cached_property
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, WithJsonSchema
 
@@ -21,6 +22,7 @@ from megatron_hybrid.serving.answers import (
     num_reasoning_tokens,
     prefix_block,
 )
+from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import (
     FORMATS,
@@ -32,6 +34,7 @@ from megatron_hybrid.serving.fields import (
     Function,
     Object,
     SharedChatFields,
+    Text,
     neutral_values,
     refuse_unsupported,
 )
@@ -44,7 +47,6 @@ STATEFUL: dict[str, tuple] = {
     "access_programs": ([],),
     "background": (False,),
     "background_options": (),
-    "context_management": ([],),
     "conversation": (),
     "previous_response": (),
     "previous_response_id": (),
@@ -58,9 +60,20 @@ UNSUPPORTED: dict[str, tuple] = {
     "previous_input_messages": ([],),
     "prompt_logprobs": (),
     "top_logprobs": (0,),
-    "truncation": ("disabled",),
 }
 """Fields without an effect here -> values that ask for nothing, beside null."""
+LEFT_OUT = {"context_management": ([],), "truncation": ("disabled",)}
+"""Fields that have no effect -> values that ask for nothing. The answer says what has none."""
+HOSTED = (
+    *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search"),
+    *("image_generation", "local_shell", "mcp", "programmatic_tool_calling", "shell"),
+    *("tool_search", "web_search", "web_search_2025_08_26", "web_search_preview"),
+    "web_search_preview_2025_03_11",
+)
+"""Kinds of tools that OpenAI's servers or models know: they are left out."""
+_ENCRYPTED = "reasoning.encrypted_content"
+DEFAULT_NAMESPACE = "functions"
+"""Its functions have no prefix."""
 LIMITS = ("max_tokens", "max_completion_tokens")
 """Other names of `max_output_tokens`. A body may have several of them, with one value."""
 CHAT_NAMES = {
@@ -79,6 +92,50 @@ class FlatTool(Function):
     """The kind of the tool."""
 
 
+class CustomTool(Fields):
+    """A tool whose input is a text. The model sees a function with the parameter `input`."""
+
+    type: Literal["custom"]
+    """The kind of the tool."""
+    name: Text
+    """The name of the tool."""
+    description: str | None = None
+    """A description of the tool, for the model."""
+    format: Object | None = None
+    """The form of the input. A grammar's definition is shown to the model, and not enforced."""
+
+
+class HostedTool(Fields):
+    """A tool of OpenAI's servers. It is left out, and the header X-Request-Changes says so."""
+
+    type: Literal[HOSTED]
+    """The kind of the tool."""
+
+
+class NamespaceTool(Fields):
+    """Functions under one name. The model sees each as a function with both names."""
+
+    type: Literal["namespace"]
+    """The kind of the tool."""
+    name: Text
+    """The name of all."""
+    description: str | None = None
+    """A description. It has no effect."""
+    tools: list[Annotated[FlatTool | CustomTool | HostedTool, Field(discriminator="type")]]
+    """The functions."""
+
+
+AnyTool = Annotated[FlatTool | CustomTool | HostedTool | NamespaceTool, Field(discriminator="type")]
+
+
+class Origin(NamedTuple):
+    """A tool as the caller named it."""
+
+    is_custom: bool
+    name: str
+    namespace: str | None
+
+
 class TextOptions(Fields):
     """The form of the answer's text."""
 
@@ -86,10 +143,8 @@ class TextOptions(Fields):
     """An object with the `type` of a `response_format` in chats. A schema is a field beside the
     type."""
 
-    @classmethod
-    def refused(cls) -> dict[str, tuple]:
-        """See the base class."""
-        return {"verbosity": ("medium",)}
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """It has no effect; the header X-Request-Changes says so."""
 
 
 class ReasoningOptions(Fields):
@@ -121,6 +176,8 @@ Item = Annotated[
                 {**_MESSAGE, "required": ["role", "content"]},
                 _item("function_call", ("name",), name=_TEXT, arguments=_TEXT),
                 _item("function_call_output", ("output",), output=_SAID),
+                _item("custom_tool_call", ("name", "input"), name=_TEXT, input=_TEXT),
+                _item("custom_tool_call_output", ("output",), output=_SAID),
                 _item("reasoning", (), **_THOUGHTS),
             ]
         }
@@ -138,17 +195,23 @@ class ResponseFields(SharedChatFields):
     """A message of the role system, before `input`."""
     max_output_tokens: Count | None = None
     """The most tokens of the answer, reasoning included."""
-    tools: Annotated[list[FlatTool], Field(max_length=128)] | None = None
-    """Functions that the answer may call."""
+    tools: Annotated[list[AnyTool], Field(max_length=128)] | None = None
+    """Functions and custom tools that the answer may call, also in namespaces. OpenAI's own tools
+    are left out."""
     text: TextOptions | None = None
     """The form of the answer's text."""
     reasoning: ReasoningOptions | None = None
     """Options of the model's reasoning."""
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
-    """The answer has its reasoning in a form that the next request may send back. The reasoning is
-    encoded, not encrypted: `content` shows the same text."""
+    include: list[str] | None = None
+    """With "reasoning.encrypted_content" the answer has its reasoning in a form that the next
+    request may send back. The reasoning is encoded, not encrypted: `content` shows the same text.
+    Others have no effect."""
     metadata: Object | None = None
     """Labels. They have no effect."""
+    truncation: str | None = None
+    """It has no effect: prompts are never cut. The header X-Request-Changes says so."""
+    context_management: list[Object] | None = None
+    """It has no effect, as `truncation`."""
 
     @classmethod
     @cache
@@ -171,21 +234,18 @@ class ResponseFields(SharedChatFields):
         )
         self.check()
         text = self.text or TextOptions()
-        refuse_unsupported(text.model_extra or {}, text.refused(), " in text")
         form = dict(text.format or {"type": "text"})
         if form.get("type") == "json_schema":  # flat here
             form["json_schema"] = {"schema": form.get("schema", True)}
-        tools = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
-            for tool in self.tools or ()
-        ]
+        tools = [{"type": "function", "function": each} for each in self._functions()]
         if form.get("type") not in FORMATS:
             raise ApiError(400, f"text.format is {form}; its types are {FORMATS}", "text")
-        messages = list(_joined(self._messages()))
+        changes = [*self._left_out(text)]
+        messages = list(_joined(self._messages(changes)))
         if not messages:
             raise ApiError(400, "input has reasoning alone: give a text or a call, too", "input")
         try:
-            return ResponseChat(
+            chat = ResponseChat(
                 **{name: getattr(self, name) for name in SharedChatFields.model_fields},
                 messages=messages,
                 max_completion_tokens=self.max_output_tokens,
@@ -193,19 +253,67 @@ class ResponseFields(SharedChatFields):
                 response_format=form,
                 reasoning_effort=self.reasoning and self.reasoning.effort,
             )
+            chat.changes.extend(changes)
+            return chat
         except ValidationError as error:
             refusal = refusal_of_field(error.errors())
             refusal.param = CHAT_NAMES.get(refusal.param, refusal.param)
             raise refusal from error
 
-    def _messages(self) -> Iterator[Json]:
+    def _each_tool(self) -> Iterator[tuple[str | None, FlatTool | CustomTool | HostedTool]]:
+        """Tools, and their namespace."""
+        for tool in self.tools or ():
+            if isinstance(tool, NamespaceTool):
+                yield from ((tool.name, inner) for inner in tool.tools)
+            else:
+                yield None, tool
+
+    @cached_property
+    def origins(self) -> dict[str, Origin]:
+        """Names that the model sees -> what the caller named so."""
+        return {
+            full_name(tool.name, namespace): Origin(
+                isinstance(tool, CustomTool), tool.name, namespace
+            )
+            for namespace, tool in self._each_tool()
+            if not isinstance(tool, HostedTool)
+        }
+
+    def _functions(self) -> Iterator[Json]:
+        """For the model."""
+        for namespace, tool in self._each_tool():
+            if isinstance(tool, HostedTool):
+                continue
+            function: Json = {"name": full_name(tool.name, namespace)}
+            if isinstance(tool, FlatTool):
+                yield tool.model_dump(exclude={"type"}, exclude_unset=True) | function
+                continue
+            about = [tool.description, (tool.format or {}).get("definition")]
+            function["description"] = "\n\n".join(each for each in about if isinstance(each, str))
+            yield {**function, "parameters": _CUSTOM_PARAMETERS}
+
+    def _left_out(self, text: TextOptions) -> Iterator[str]:
+        """What this server does not do, in words."""
+        for name, nothing in LEFT_OUT.items():
+            if getattr(self, name) not in (None, *nothing):
+                yield f"left out {name}"
+        if text.verbosity not in (None, "medium"):
+            yield "left out text.verbosity"
+        for _, tool in self._each_tool():
+            if isinstance(tool, HostedTool):
+                yield f"left out the tool {tool.type}"
+            elif isinstance(tool, CustomTool) and (tool.format or {}).get("type") == "grammar":
+                yield f"does not enforce the grammar of {tool.name}"
+
+    def _messages(self, changes: list[str]) -> Iterator[Json]:
+        """changes: items that are left out are added to them."""
         if self.instructions:
             yield {"role": "system", "content": self.instructions}
         if isinstance(self.input, str):
             yield {"role": "user", "content": self.input}
             return
         for item in self.input:
-            yield from _messages_of(item)
+            yield from _messages_of(item, changes)
 
 
 class ResponseChat(ChatFields):
@@ -218,23 +326,77 @@ class ResponseChat(ChatFields):
         return {name: CHAT_NAMES.get(given, given) for name, given in names.items()}
 
 
-def _messages_of(item: Json) -> Iterator[Json]:
+_CUSTOM_PARAMETERS: Json = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+def full_name(name: str, namespace: str | None) -> str:
+    """What the model sees."""
+    if namespace in (None, DEFAULT_NAMESPACE):
+        return name
+    return f"{namespace.removesuffix('__')}__{name}"
+
+
+def _messages_of(item: Json, changes: list[str]) -> Iterator[Json]:
     kind = item.get("type", "message")
     if kind == "message":
         yield {"role": item.get("role"), "content": _text_of(item.get("content"))}
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+    elif kind in ("function_call", "custom_tool_call"):
+        arguments = item.get("arguments", "{}")
+        if kind == "custom_tool_call":
+            arguments = json.dumps({"input": item.get("input", "")}, ensure_ascii=False)
+        name = item.get("name")
+        if isinstance(item.get("namespace"), str) and isinstance(name, str):
+            name = full_name(name, item["namespace"])
+        function = {"name": name, "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         yield {"role": "assistant", "tool_calls": [call]}
-    elif kind == "function_call_output":
-        said = _text_of(item.get("output"))
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        said = _output_of(item.get("output"))
         yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": said}
     elif kind == "reasoning":
-        yield {"role": "assistant", "reasoning": _reasoning_of(item)}
+        if (text := _reasoning_of(item)) is None:
+            changes.append("left out reasoning that another server encrypted")
+        else:
+            yield {"role": "assistant", "reasoning": text}
+    elif kind in _HOSTED_ITEMS:
+        changes.append(f"left out an item {kind}")
     else:
         raise ApiError(
             400, f"an item of input has the type {kind!r}, which is not supported", "input"
         )
+
+
+_HOSTED_ITEMS = frozenset(
+    (
+        *("additional_tools", "agent_message", "code_interpreter_call", "compaction"),
+        *("compaction_summary", "compaction_trigger", "computer_call", "computer_call_output"),
+        *("context_compaction", "file_search_call", "ghost_snapshot", "image_generation_call"),
+        *("local_shell_call", "local_shell_call_output", "mcp_approval_request"),
+        *("mcp_approval_response", "mcp_call", "mcp_list_tools", "shell_call"),
+        *("shell_call_output", "tool_search_call", "tool_search_output", "web_search_call"),
+        "apply_patch_call",
+        "apply_patch_call_output",
+    )
+)
+"""Kinds of items that stand for work of OpenAI's servers: they are left out."""
+
+
+def _output_of(output: Any) -> str:
+    """The text of a tool's output."""
+    if not isinstance(output, list):
+        return _text_of(output)
+    parts = (
+        {"type": "input_text", "text": IMAGE_LEFT_OUT}
+        if isinstance(part, dict) and part.get("type") == "input_image"
+        else part
+        for part in output
+    )
+    return _text_of([*parts])
 
 
 def _joined(messages: Iterator[Json]) -> Iterator[Json]:
@@ -264,8 +426,8 @@ def _encoded(text: str) -> str:
     return _MARK + b64encode(text.encode()).decode()
 
 
-def _reasoning_of(item: Json) -> str:
-    """The text of a reasoning item of a former answer."""
+def _reasoning_of(item: Json) -> str | None:
+    """The text of a reasoning item of a former answer; None: it is another server's."""
     parts = item.get("content")
     if parts not in (None, []):
         return _text_of(parts, ("reasoning_text",))
@@ -274,16 +436,9 @@ def _reasoning_of(item: Json) -> str:
         return ""
     try:
         mark, text = given[: len(_MARK)], given[len(_MARK) :]
-        if mark != _MARK:
-            raise ValueError
-        return b64decode(text, validate=True).decode()
+        return b64decode(text, validate=True).decode() if mark == _MARK else None
     except (TypeError, ValueError):
-        raise ApiError(
-            400,
-            f"encrypted_content of an item of input is none of this server's: {given!r:.40}. Leave "
-            "the item out",
-            "input",
-        ) from None
+        return None
 
 
 def _text_of(content: Any, types: Sequence[str] = PART_TYPES) -> str:
@@ -297,6 +452,14 @@ def _text_of(content: Any, types: Sequence[str] = PART_TYPES) -> str:
             raise ApiError(400, f"a part of input is no text: {part!r:.80}", "input")
         texts.append(text)
     return "".join(texts)
+
+
+def _input_of(arguments: str) -> str:
+    """The text that a custom tool is called with; all of the arguments if the model named it
+    otherwise."""
+    given = json.loads(arguments)
+    values = [given["input"]] if "input" in given else [*given.values()]
+    return values[0] if len(values) == 1 and isinstance(values[0], str) else arguments
 
 
 class ResponseAnswer:
@@ -412,7 +575,7 @@ class ResponseAnswer:
         if self._open is None:
             return []
         item, kind = self._items[-1], self._open
-        if kind is Reasoning and self._fields.include:
+        if kind is Reasoning and _ENCRYPTED in (self._fields.include or ()):
             item["encrypted_content"] = _encoded(item["content"][0]["text"])
         item["status"] = self._status
         (part,) = item["content"]
@@ -427,25 +590,33 @@ class ResponseAnswer:
 
     def _call(self, call: ToolCall) -> Iterator[Json]:
         number = len(self._items)
+        origin = self._fields.origins.get(call.name, Origin(False, call.name, None))
+        arguments, name = call.arguments, "arguments"
+        kind, events = "function_call", "response.function_call_arguments"
+        if origin.is_custom:
+            arguments, name = _input_of(call.arguments), "input"
+            kind, events = "custom_tool_call", "response.custom_tool_call_input"
         item = {
             "id": f"{self._id}-{number}",
-            "type": "function_call",
+            "type": kind,
             "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
+            "name": origin.name,
+            name: arguments,
             "status": "completed",
         }
+        if origin.namespace is not None:
+            item["namespace"] = origin.namespace
         self._items.append(item)
         place = {"output_index": number, "item_id": item["id"]}
         yield self._event(
             "response.output_item.added",
             output_index=number,
-            item={**item, "arguments": "", "status": "in_progress"},
+            item={**item, name: "", "status": "in_progress"},
         )
-        kind = "response.function_call_arguments"
-        for piece in argument_pieces(call):
-            yield self._event(f"{kind}.delta", **place, delta=piece)
-        yield self._event(f"{kind}.done", **place, name=call.name, arguments=call.arguments)
+        for piece in [arguments] if origin.is_custom else argument_pieces(call):
+            yield self._event(f"{events}.delta", **place, delta=piece)
+        done = {name: arguments} if origin.is_custom else {"name": origin.name, name: arguments}
+        yield self._event(f"{events}.done", **place, **done)
         yield self._event("response.output_item.done", output_index=number, item=item)
 
     @property
@@ -506,6 +677,8 @@ class ResponseAnswer:
             "tool_choice": fields.tool_choice or "auto",
             "tools": [
                 {"strict": False, "description": None, **tool.model_dump()}
+                if isinstance(tool, FlatTool)
+                else tool.model_dump()
                 for tool in fields.tools or ()
             ],
             "top_p": fields.top_p,

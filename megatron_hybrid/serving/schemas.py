@@ -156,6 +156,7 @@ class Explanation(TypedDict):
     reason: MissReason | None
     edge: int
     text: str
+    changes: list[str]
 
 
 class Model(TypedDict):

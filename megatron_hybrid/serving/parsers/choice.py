@@ -8,32 +8,35 @@ from typing import Any
 
 from megatron_hybrid.serving.parsers import reasoning_format
 from megatron_hybrid.serving.parsers.answer_parser import AnswerParser
-from megatron_hybrid.serving.parsers.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from megatron_hybrid.serving.parsers.deepseek import DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32
 from megatron_hybrid.serving.parsers.dialect import Dialect
 from megatron_hybrid.serving.parsers.gemma import FUNCTIONGEMMA, GEMMA4
 from megatron_hybrid.serving.parsers.glm import GLM45
-from megatron_hybrid.serving.parsers.granite import GRANITE
 from megatron_hybrid.serving.parsers.harmony import OPENAI, HarmonyParser
 from megatron_hybrid.serving.parsers.harmony import THOUGHTS as HARMONY_THOUGHTS
-from megatron_hybrid.serving.parsers.hermes import HERMES
-from megatron_hybrid.serving.parsers.jamba import JAMBA
-from megatron_hybrid.serving.parsers.kimi import KIMI_K2
-from megatron_hybrid.serving.parsers.llama import (
+from megatron_hybrid.serving.parsers.json_dialects import (
+    GRANITE,
+    HERMES,
+    JAMBA,
     LLAMA3_JSON,
     LLAMA4_JSON,
-    LLAMA4_PYTHONIC,
-    PYTHONIC,
+    MINIMAX_M1,
+    NEMOTRON_JSON,
+    PHI4_MINI,
+    XLAM,
 )
+from megatron_hybrid.serving.parsers.kimi import KIMI_K2
 from megatron_hybrid.serving.parsers.minimax import MINIMAX_M2
 from megatron_hybrid.serving.parsers.mistral import MISTRAL, MISTRAL_NAMES
-from megatron_hybrid.serving.parsers.nemotron import NEMOTRON_JSON
-from megatron_hybrid.serving.parsers.pythonic import LFM2, OLMO3
-from megatron_hybrid.serving.parsers.qwen3_coder import QWEN3_CODER
+from megatron_hybrid.serving.parsers.pythonic import LFM2, LLAMA4_PYTHONIC, OLMO3, PYTHONIC
+from megatron_hybrid.serving.parsers.qwen3_coder import QWEN3_CODER, SEED_OSS
 from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
 
 TOOL_PARSERS: dict[str, Dialect] = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
+    "deepseek_v32": DEEPSEEK_V32,
+    "ernie45": HERMES,
     "functiongemma": FUNCTIONGEMMA,
     "gemma4": GEMMA4,
     "glm45": GLM45,
@@ -41,21 +44,26 @@ TOOL_PARSERS: dict[str, Dialect] = {
     "granite": GRANITE,
     "granite4": HERMES,
     "hermes": HERMES,
+    "hunyuan_a13b": JAMBA,
     "jamba": JAMBA,
     "kimi_k2": KIMI_K2,
     "lfm2": LFM2,
     "llama3_json": LLAMA3_JSON,
     "llama4_json": LLAMA4_JSON,
     "llama4_pythonic": LLAMA4_PYTHONIC,
+    "minimax_m1": MINIMAX_M1,
     "minimax_m2": MINIMAX_M2,
     "mistral": MISTRAL,
     "mistral_names": MISTRAL_NAMES,
     "nemotron_json": NEMOTRON_JSON,
     "olmo3": OLMO3,
     "openai": OPENAI,
+    "phi4_mini": PHI4_MINI,
     "pythonic": PYTHONIC,
     "qwen3_coder": QWEN3_CODER,
     "qwen3_xml": QWEN3_CODER,
+    "seed_oss": SEED_OSS,
+    "xlam": XLAM,
 }
 """By the names of `--tool-call-parser`."""
 REASONING_PARSERS: dict[str, ReasoningFormat | None] = {
@@ -69,18 +77,22 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>",)),
     ("deepseek_v3", ("<｜tool▁sep｜>", "```json")),  # noqa: RUF001
     ("deepseek_v31", ("<｜tool▁sep｜>",)),  # noqa: RUF001
+    ("deepseek_v32", ("｜DSML｜",)),  # noqa: RUF001
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("nemotron_json", ("<TOOLCALL>",)),
     ("mistral_names", ("[TOOL_CALLS]", "[ARGS]")),
     ("mistral", ("[TOOL_CALLS]",)),
     ("glm45", ("<arg_key>",)),
+    ("seed_oss", ("<seed:tool_call>",)),
     ("qwen3_coder", ("<function=",)),
     ("lfm2", ("<|tool_call_start|>",)),
     ("gemma4", ("<|tool_call>",)),
     ("functiongemma", ("<start_function_call>",)),
     ("olmo3", ("<function_calls>",)),
+    ("minimax_m1", ("<tool_calls>", "<beginning_of_sentence>")),
     ("jamba", ("<tool_calls>",)),
+    ("phi4_mini", ("functools[",)),
     ("granite", ("<|tool_call|>",)),
     ("hermes", ("<tool_call>",)),
     ("llama4_json", ("<|header_start|>", _JSON_SIGN)),

@@ -1,27 +1,43 @@
-"""DeepSeek V3, R1 and V3.1: a name and JSON between marks, several in a section.
+"""DeepSeek V3, R1 and V3.1: a name and JSON between marks, several in a section; V3.2: tags.
 
-Chat templates of deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-R1 and deepseek-ai/DeepSeek-V3.1.
+Chat templates of deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-R1 and deepseek-ai/DeepSeek-V3.1;
+encoding/README.md of deepseek-ai/DeepSeek-V3.2.
 """
 
 import re
 
 from megatron_hybrid.serving.parsers.dialect import HeadedJson
+from megatron_hybrid.serving.parsers.tagged_parameters import TaggedParameters
 
 _SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
 _CALL, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
 
 DEEPSEEK_V3 = HeadedJson(
     *_SECTION,
+    openers=(_CALL,),
     inner=(_CALL, _SEP, _END),
-    head=re.compile(rf"\s*{_CALL}function{_SEP}(?P<name>[^\s<]+)\n```json\n"),
-    tail=re.compile(rf"\n```{_END}\s*"),
+    head=re.compile(rf"{_CALL}function{_SEP}(?P<name>[^\s<]+)\n```json\n"),
     write=lambda name: (f"{_CALL}function{_SEP}{name}\n```json\n", f"\n```{_END}"),
     gap="\n",
 )
 DEEPSEEK_V31 = HeadedJson(
     *_SECTION,
+    openers=(_CALL,),
     inner=(_CALL, _SEP, _END),
-    head=re.compile(rf"\s*{_CALL}(?P<name>[^\s<]+){_SEP}"),
-    tail=re.compile(rf"\s*{_END}\s*"),
+    head=re.compile(rf"{_CALL}(?P<name>[^\s<]+){_SEP}"),
     write=lambda name: (f"{_CALL}{name}{_SEP}", _END),
+)
+_DSML = "｜DSML｜"  # noqa: RUF001
+DEEPSEEK_V32 = TaggedParameters(
+    f"<{_DSML}function_calls>",
+    f"</{_DSML}function_calls>",
+    openers=(f"<{_DSML}invoke ",),
+    function=(f'<{_DSML}invoke name="{{}}">\n', f"</{_DSML}invoke>\n"),
+    is_section=True,
+    parameter=(f'<{_DSML}parameter name="{{}}" string="{{}}">', f"</{_DSML}parameter>"),
+    gap="\n",
+    head=re.compile(rf'<{_DSML}invoke name="(?P<name>[^">\n]+)">'),
+    opened=re.compile(rf'\s*<{_DSML}parameter name="(?P<name>[^">\n]+)"(?: string="\w+")?>'),
+    closed=re.compile(rf"\s*</{_DSML}invoke>"),
+    parts=re.compile(rf"(?P<open><?{_DSML}parameter name)|</?{_DSML}parameter>"),
 )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_hybrid.serving.parsers import json_text
+from megatron_hybrid.serving.parsers.brackets import JSON_QUOTES
 from megatron_hybrid.serving.parsers.schemas import Schema
 
+_SPACE = re.compile(r"\s*")
 Json = dict[str, Any]
 Tools = Mapping[str, Json]
 """Functions that may be called, as in OpenAI's requests, by name."""
@@ -25,16 +28,22 @@ class Call(NamedTuple):
     """That the model gave it; "": none."""
 
 
-Read = tuple[int, list[Call]]
-"""Where a text of calls ends, and the calls; none: what is there is no call."""
+Pieces = list[Call | str]
+"""Calls, and what else was written among them."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """Reads calls, and says by which form they can be asked for.
+    """Says by which marks and in which form calls are written; `Block` reads them.
 
-    `read` tells the same of a text and of any longer one that begins with it, once it tells
-    anything: so calls do not depend on how the answer is cut.
+    What is a call, and what content, in all dialects:
+
+    - Calls begin at a mark that one of the form follows; without a mark, at the answer's start.
+    - Each that is whole, names a given function and has arguments that read is a call. One that
+      is not is content, as the model wrote it, and drops no other: if there is none, so are marks.
+    - An end mark may be missing where the answer ends, or the next call begins. Arguments
+      that were cut, or whose end cannot be told, are none.
+    - Inside of reasoning calls count if the answer says nothing after it.
     """
 
     begin: str = ""
@@ -47,6 +56,10 @@ class Dialect:
     """Character between such calls."""
     inner: tuple[str, ...] = ()
     """Further marks, which may be special tokens."""
+    also: tuple[str, ...] = ()
+    """Texts that begin a call where the mark is missing."""
+    openers: tuple[str, ...] = ("{", "[")
+    """Texts that a first call begins with."""
     num_id_chars: int = 0
     """That its templates want in the id of a call; 0: any number."""
     content_begin: str = ""
@@ -63,41 +76,34 @@ class Dialect:
         return "" if self.bare else self.end
 
     @property
-    def closers(self) -> tuple[str, ...]:
-        """Texts that calls end with, before the end mark."""
-        return ("}", "]")
+    def begins(self) -> tuple[str, ...]:
+        """Marks, or first texts, that calls begin with anywhere."""
+        return tuple(filter(None, (self.begin, *self.also)))
 
     @property
-    def quotes(self) -> str:
-        """Characters around texts in calls."""
-        return '"'
+    def quotes(self) -> tuple[str, ...]:
+        """Around texts in calls; none: they are bare, so that marks may stand in them."""
+        return JSON_QUOTES
 
-    def read(self, text: str, tools: Tools, is_last: bool, looked: int = 0) -> Read | None:
-        """The calls that a text begins with; None: more of it has to come.
+    def first(self, text: str, at: int, is_last: bool) -> int | None:
+        """Where the first call's form begins in an answer; -1: there is none; None: more has to
+        come."""
+        at = _SPACE.match(text, at).end()
+        if at == len(text):
+            return -1 if is_last else None
+        rest = text[at : at + max(map(len, self.openers), default=0)]
+        if any(map(rest.startswith, self.openers)):
+            return at
+        is_cut = at + len(rest) == len(text) and any(o.startswith(rest) for o in self.openers)
+        return None if is_cut and not is_last else -1
 
-        Args:
-            text: from the mark that begins them, or from the character `bare`.
-            is_last: nothing follows.
-            looked: so much of it was told of before, by None.
-        """
-        start = len(self.begin) if self.begin and text.startswith(self.begin) else 0
-        at = max(start, looked - len(self.end) + 1)
-        first = text.find(self.end, start)
-        while (stop := text.find(self.end, at)) >= 0:
-            # Most of many marks are parts of a text: that is seen by what is before them.
-            before = text[max(start, stop - 64) : stop].rstrip()
-            if stop == first or before.endswith(self.closers):
-                calls = self.inside(text[start:stop], tools)
-                if calls is not None:
-                    return stop + len(self.end), calls
-            at = stop + 1
-        # The end mark may have been a stop.
-        return (len(text), self.inside(text[start:], tools) or []) if is_last else None
-
-    def inside(self, text: str, tools: Tools) -> list[Call] | None:
-        """The calls between the marks; None: the text is open, so an end mark behind it is a part
-        of it."""
+    def inside(self, text: str, tools: Tools) -> Pieces | None:
+        """The calls between the marks; None: it has not the form."""
         raise NotImplementedError
+
+    def mended(self, text: str, tools: Tools, has_end: bool) -> Pieces | None:
+        """The same of a text that is a near miss of the form. has_end: the end mark follows."""
+        return None
 
     def form(self, functions: Sequence[Json], several: bool) -> Json:
         """A format of a structural tag: one call, or several, of some functions.
@@ -107,15 +113,12 @@ class Dialect:
         raise NotImplementedError
 
 
-def json_calls(text: str, tools: Tools) -> list[Call]:
-    """The calls in a JSON text: an object with a name and arguments, or a list of them. All have to
-    be right, or there is none."""
+def json_calls(text: str, tools: Tools) -> Pieces | None:
+    """The calls in objects of JSON with a name and arguments."""
     try:
-        text = text.strip()
-        each = json_text.elements(text) if text.startswith("[") else [text]
-        return [_json_call(one, tools) for one in each]
+        return [_json_call(one, tools) for one in json_text.objects(text)]
     except ValueError:
-        return []
+        return None
 
 
 def checked(name: str, arguments: str, tools: Tools, id: str = "") -> Call:
@@ -129,16 +132,27 @@ def checked(name: str, arguments: str, tools: Tools, id: str = "") -> Call:
     return Call(name, json_text.object_text(arguments), id)
 
 
-def _json_call(text: str, tools: Tools) -> Call:
-    members = json_text.members(text)
-    given = [members.pop(key) for key in ("arguments", "parameters") if key in members]
-    name = json_text.decoded(members.pop("name", "null"))
-    if not isinstance(name, str) or len(given) > 1 or members.keys() - {"id", "type"}:
-        raise ValueError("it has other members than a call")
-    (arguments,) = given or ["{}"]
-    if arguments.startswith('"'):  # JSON in a text
-        arguments = json_text.decoded(arguments) or "{}"
-    return checked(name, arguments, tools)
+def call_or_text(name: str, arguments: str, tools: Tools, text: str, id: str = "") -> Call | str:
+    """A call if it is right, else its text."""
+    try:
+        return checked(name, arguments, tools, id)
+    except ValueError:
+        return text
+
+
+def _json_call(text: str, tools: Tools) -> Call | str:
+    try:
+        members = json_text.members(text)
+        given = [members.pop(key) for key in ("arguments", "parameters") if key in members]
+        name = json_text.decoded(members.pop("name", "null"))
+        if not isinstance(name, str) or len(given) > 1 or members.keys() - {"id", "type"}:
+            return text
+        (arguments,) = given or ["{}"]
+        if arguments.startswith('"'):  # JSON in a text
+            arguments = json_text.decoded(arguments) or "{}"
+        return checked(name, arguments, tools)
+    except ValueError:
+        return text
 
 
 @dataclass(frozen=True)
@@ -152,20 +166,8 @@ class TaggedJson(Dialect):
     gap: str = ""
     """Around the JSON, in forms."""
 
-    def read(self, text: str, tools: Tools, is_last: bool, looked: int = 0) -> Read | None:
-        if self.end and text.startswith(self.begin):
-            return super().read(text, tools, is_last, looked)
-        start = len(self.begin) if self.begin and text.startswith(self.begin) else 0
-        first = text[start:].lstrip()[:1]
-        if first not in ("{", "["):
-            return (start, []) if first or is_last else None
-        stop = json_text.value_end(text, start)
-        if stop is None:
-            return (len(text), []) if is_last else None
-        return stop, json_calls(text[start:stop], tools)
-
-    def inside(self, text: str, tools: Tools) -> list[Call] | None:
-        return None if json_text.ends_in_string(text) else json_calls(text, tools)
+    def inside(self, text: str, tools: Tools) -> Pieces | None:
+        return json_calls(text, tools)
 
     def form(self, functions: Sequence[Json], several: bool) -> Json:
         begin, end = self.written_begin + self.gap, self.gap + self.written_end if self.end else ""
@@ -189,8 +191,6 @@ class HeadedJson(Dialect):
 
     head: Any = None
     """Pattern of a header, with the group `name`, and `id` if it is one."""
-    tail: Any = None
-    """Pattern of what ends a call."""
     write: Callable[[str], tuple[str, str]] | None = None
     """What stands around the arguments of a call in forms, by its name."""
     numbered: str = ""
@@ -198,27 +198,24 @@ class HeadedJson(Dialect):
     gap: str = ""
     """Between calls, in forms."""
 
-    @property
-    def closers(self) -> tuple[str, ...]:
-        return (self.write("")[1].strip(),)
-
-    def inside(self, text: str, tools: Tools) -> list[Call] | None:
-        calls, at = [], 0
-        try:
-            while text[at:].strip():
-                if (head := self.head.match(text, at)) is None:
-                    return []
-                stop = json_text.value_end(text, head.end())
-                if stop is None:
-                    return None
-                id = head.groupdict().get("id", "")
-                calls.append(checked(head["name"], text[head.end() : stop], tools, id))
-                if (tail := self.tail.match(text, stop)) is None:
-                    return []
-                at = tail.end()
-        except ValueError:
-            return []
-        return calls
+    def inside(self, text: str, tools: Tools) -> Pieces | None:
+        pieces: Pieces = []
+        at, end = 0, self.write("")[1].strip()
+        while (at := _SPACE.match(text, at).end()) < len(text):
+            if (head := self.head.match(text, at)) is None:
+                return [*pieces, text[at:]] if pieces else None
+            stop = json_text.value_end(text, head.end())
+            after = stop and _SPACE.match(text, stop).end()
+            if stop is None or not (text.startswith(end, after) or after == len(text)):
+                cut = text.find(end, head.end())
+                after = len(text) if cut < 0 else cut
+                stop = head.end()
+            after = min(len(text), after + len(end))
+            id, arguments = head.groupdict().get("id", ""), text[head.end() : stop]
+            written = text[at:after]
+            pieces.append(call_or_text(head["name"], arguments, tools, written, id))
+            at = after
+        return pieces
 
     def form(self, functions: Sequence[Json], several: bool) -> Json:
         def parts(each: Json) -> tuple[str, Json, str]:

@@ -5,23 +5,28 @@ Chat template of google/gemma-4-31B-it; https://ai.google.dev/gemma/docs/functio
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_hybrid.serving.parsers.dialect import (
-    Call,
     Dialect,
     Json,
+    Pieces,
     Tools,
-    checked,
+    call_or_text,
     joined,
     repeated,
     sequence,
     text_format,
 )
-from megatron_hybrid.serving.parsers.literals import Literals
+from megatron_hybrid.serving.parsers.json_text import value_end
 from megatron_hybrid.serving.parsers.schemas import Schema
+
+_HEAD = re.compile(r"\s*call:(?P<name>[\w.-]{1,256})\s*(?=\{)")
+_WORD = r"([^\W\d][\w.-]*)(?=\s*:)"
 
 
 @dataclass(frozen=True)
@@ -31,20 +36,20 @@ class Gemma(Dialect):
     quote: str = ""
     """Around texts."""
 
-    def inside(self, text: str, tools: Tools) -> list[Call] | None:
-        literals = Literals(text, quote=self.quote)
-        try:
-            literals.take("call:")
-            if (name := literals.name()) not in tools:
-                return []
-        except ValueError:
-            return []
-        try:
-            literals.take("{")
-            call = checked(name, literals.members(":", "}", literals.name), tools)
-        except ValueError:
+    openers: tuple[str, ...] = ("call:",)
+
+    @property
+    def quotes(self) -> tuple[str, ...]:
+        return (self.quote,)
+
+    def inside(self, text: str, tools: Tools) -> Pieces | None:
+        head = _HEAD.match(text)
+        if head is None or value_end(text, head.end(), self.quotes) != len(text.rstrip()):
             return None
-        return [call] if literals.is_over else []
+        quote = re.escape(self.quote)
+        words = re.compile(rf"{quote}(.*?){quote}|{_WORD}", re.DOTALL)
+        arguments = words.sub(_as_json, text[head.end() :])
+        return [call_or_text(head["name"], arguments, tools, text)]
 
     def form(self, functions: Sequence[Json], several: bool) -> Json:
         def parts(each: Json) -> tuple[str, Json, str]:
@@ -65,6 +70,11 @@ class Gemma(Dialect):
         return sequence(
             self.quote, one or {"type": "any_text", "excludes": [self.quote]}, self.quote
         )
+
+
+def _as_json(found: re.Match) -> str:
+    """A text without its marks, or the name of a member."""
+    return json.dumps(found[2] if found[1] is None else found[1], ensure_ascii=False)
 
 
 GEMMA4 = Gemma("<|tool_call>", "<tool_call|>", inner=('<|"|>',), quote='<|"|>')

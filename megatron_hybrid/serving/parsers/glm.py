@@ -10,10 +10,11 @@ from megatron_hybrid.serving.parsers.tagged_parameters import TaggedParameters
 GLM45 = TaggedParameters(
     "<tool_call>",
     "</tool_call>",
+    openers=("",),
     function=("{}\n", ""),
     parameter=("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>"),
     gap="\n",
-    head=re.compile(r"\s*(?P<name>[^\s<]+)(?=\s*(<arg_key>|\Z))"),
+    head=re.compile(r"(?P<name>[^\s<]+)(?=\s*(<arg_key>|\Z))"),
     opened=re.compile(r"\s*<arg_key>(?P<name>[^<\n]+)</arg_key>\s*<arg_value>"),
     closed=re.compile(r"\s*\Z"),
     parts=re.compile(r"(?P<open><arg_value>|(?<!/)arg_value>)|</?arg_value>|/arg_value>"),

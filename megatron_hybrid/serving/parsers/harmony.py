@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_hybrid.serving.parsers import json_text
-from megatron_hybrid.serving.parsers.answer_parser import AnswerParser, end_without
+from megatron_hybrid.serving.parsers.answer_parser import AnswerParser, any_of, end_without
+from megatron_hybrid.serving.parsers.brackets import Brackets
 from megatron_hybrid.serving.parsers.dialect import (
     Dialect,
     Json,
@@ -23,6 +23,7 @@ from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
 
 _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_AN_END = any_of(_ENDS)
 _BEGINS = ("<|channel|>", "<|start|>", " to=")
 """Of headers."""
 _TO = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
@@ -65,6 +66,8 @@ class HarmonyParser(AnswerParser):
 
     _header: str | None = None
     """Of the message that is being read; None: it has not begun."""
+    _brackets: Brackets | None = None
+    """In the call that is being read."""
 
     def _parts(self, is_last: bool) -> Iterator[AnswerPart]:
         while self._held:
@@ -75,7 +78,7 @@ class HarmonyParser(AnswerParser):
                 if not (yield from self._call(is_last)):
                     return
             else:
-                at, found = self._end_from(0)
+                at, found = self._end()
                 if not found and not is_last:
                     at = end_without(self._held, _ENDS)
                 said, self._held = self._held[:at], self._held[at + len(found) :]
@@ -107,15 +110,18 @@ class HarmonyParser(AnswerParser):
 
     def _call(self, is_last: bool) -> Iterator[AnswerPart]:
         """Read a call; whether it is over."""
-        at, found = self._end_from(max(0, self._looked - max(map(len, _ENDS))))
-        while found and self._is_in_text(at):
-            at, found = self._end_from(at + 1)
-        self._looked = 0 if found else len(self._held)
-        if not found and not is_last:
+        if self._brackets is None:
+            self._brackets = Brackets(ends=_ENDS)
+        at = self._brackets.find(self._held, is_last)
+        if at is None and not is_last:
             return False
+        found = self._brackets.found
+        if at is None:  # the end may have been a stop
+            at, found = self._end() if self._brackets.is_open else (len(self._held), "")
+        self._brackets = None
         body, self._held = self._held[:at], self._held[at + len(found) :]
         try:
-            call = checked(_TO.search(self._header)[1], body, self._tools)
+            call = checked(_TO.search(self._header)[1], body.strip() or "{}", self._tools)
             yield from self._called([call])
         except ValueError:
             self._in_thought = False
@@ -123,17 +129,10 @@ class HarmonyParser(AnswerParser):
         self._close(found)
         return True
 
-    def _is_in_text(self, at: int) -> bool:
-        """Whether an end is a part of a text in the JSON before it: see `Dialect.read`."""
-        before = self._held[max(0, at - 64) : at].rstrip()
-        if at != self._end_from(0)[0] and not before.endswith("}"):
-            return True
-        return json_text.ends_in_string(self._held[:at])
-
-    def _end_from(self, place: int) -> tuple[int, str]:
-        """The first end in what is held from a place on; its end if there is none."""
-        places = [(self._held.find(end, place), end) for end in _ENDS]
-        return min((each for each in places if each[0] >= 0), default=(len(self._held), ""))
+    def _end(self) -> tuple[int, str]:
+        """The first end in what is held; its length if there is none."""
+        found = _AN_END.search(self._held)
+        return (len(self._held), "") if found is None else (found.start(), found[0])
 
     def _close(self, found: str) -> None:
         self._header, self._space, self._skips_space = None, "", False

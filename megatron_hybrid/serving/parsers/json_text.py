@@ -7,8 +7,10 @@ import math
 import re
 from typing import Any
 
+from megatron_hybrid.serving.parsers.brackets import Brackets
+
 _SPACE = re.compile(r"[ \t\n\r]*")
-_TOKENS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]"]', re.DOTALL)
+_BETWEEN = re.compile(r"[\s,;]*")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -79,73 +81,28 @@ def members(text: str) -> dict[str, str]:
     return found
 
 
-def elements(text: str) -> list[str]:
-    """The texts of the values in a JSON list.
+def objects(text: str) -> list[str]:
+    """The texts of the objects in a list, or one after the other.
 
     Raises:
-        ValueError: it is none.
+        ValueError: something else is there, or an object is open.
     """
-    text, found = text.strip(), []
-    if not isinstance(decoded(text), list):
-        raise ValueError("it is no list")
-    at = _next(text, 1)
-    while text[at] != "]":
-        _, end = _DECODER.raw_decode(text, at)
-        found.append(text[at:end])
-        at = _next(text, end)
-        at = _next(text, at + 1) if text[at] == "," else at
+    text, found, at = text.strip(), [], 0
+    if text.startswith("[") and text.endswith("]"):
+        text = text[1:-1]
+    while (at := _BETWEEN.match(text, at).end()) < len(text):
+        stop = value_end(text, at) if text[at] == "{" else None
+        if stop is None:
+            raise ValueError(f"there is no object at {at}")
+        found.append(text[at:stop])
+        at = stop
     return found
 
 
-class Brackets:
-    """Follows brackets through a growing text, each character once. Those in quotes do not count.
-
-    Args:
-        quotes: characters around texts.
-    """
-
-    def __init__(self, quotes: str = '"'):
-        self._inside = {q: re.compile(rf"[^{q}\\]*(?:\\.[^{q}\\]*)*", re.DOTALL) for q in quotes}
-        self._next = re.compile(rf"[{{}}\[\]{quotes}]")
-        self._at = self._depth = 0
-        self._quote = ""
-
-    def closes(self, text: str) -> bool:
-        """Whether the outermost bracket closes in what is new in the text since the last call."""
-        has_closed = False
-        while self._at < len(text):
-            if self._quote:
-                self._at = self._inside[self._quote].match(text, self._at).end()
-                if not text.startswith(self._quote, self._at):
-                    break
-                self._at, self._quote = self._at + 1, ""
-            found = self._next.search(text, self._at)
-            self._at = len(text) if found is None else found.end()
-            if found is not None and found[0] in self._inside:
-                self._quote = found[0]
-            elif found is not None:
-                self._depth = max(0, self._depth + (1 if found[0] in "{[" else -1))
-                has_closed |= self._depth == 0
-        return has_closed
-
-
-def value_end(text: str, at: int = 0) -> int | None:
-    """Where the object or list that begins at a position ends, by its brackets; None: behind the
-    text."""
-    depth = 0
-    for found in _TOKENS.finditer(text, at):
-        if (token := found[0]) == '"':  # is not closed
-            return None
-        if len(token) == 1:
-            depth += 1 if token in "{[" else -1
-            if depth <= 0:
-                return found.end()
-    return None
-
-
-def ends_in_string(text: str) -> bool:
-    """Whether a text of JSON ends inside of a string."""
-    return any(found[0] == '"' for found in _TOKENS.finditer(text))
+def value_end(text: str, at: int = 0, quotes: tuple[str, ...] = ('"',)) -> int | None:
+    """Where the object or list that begins at a position ends, by its brackets; None: it is
+    open."""
+    return Brackets(quotes, at=at).find(text, is_last=True)
 
 
 def _next(text: str, at: int) -> int:

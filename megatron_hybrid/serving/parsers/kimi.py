@@ -16,12 +16,13 @@ _CALL, _ARGUMENTS, _END = (
 KIMI_K2 = HeadedJson(
     "<|tool_calls_section_begin|>",
     "<|tool_calls_section_end|>",
+    also=(_CALL,),
+    openers=(_CALL,),
     inner=(_CALL, _ARGUMENTS, _END),
     head=re.compile(
-        rf"\s*{re.escape(_CALL)}\s*(?P<id>functions\.(?P<name>[^\s<]+):\d+)\s*"
+        rf"{re.escape(_CALL)}\s*(?P<id>(?:functions\.)?(?P<name>[^\s<]+?)(?::\d+)?)\s*"
         rf"{re.escape(_ARGUMENTS)}\s*"
     ),
-    tail=re.compile(rf"\s*{re.escape(_END)}\s*"),
     write=lambda name: (f"{_CALL}functions.{name}:", _END),
     numbered=_ARGUMENTS,
 )

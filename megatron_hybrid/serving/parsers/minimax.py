@@ -12,6 +12,7 @@ MINIMAX_M2 = TaggedParameters(
     "</minimax:tool_call>",
     function=('<invoke name="{}">\n', "</invoke>\n"),
     is_section=True,
+    openers=("<invoke ",),
     parameter=('<parameter name="{}">', "</parameter>"),
     gap="\n",
     head=re.compile(r'\s*<invoke name="(?P<name>[^">\n]+)">'),

@@ -7,18 +7,21 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_hybrid.serving.parsers import json_text
 from megatron_hybrid.serving.parsers.dialect import (
     Json,
-    Read,
+    Pieces,
     TaggedJson,
     Tools,
-    checked,
+    call_or_text,
     json_schema,
     repeated,
 )
 
-_HEAD = re.compile(r"\s*(?P<name>[^\s\[{]+)(\[CALL_ID\]\w+)?\[ARGS\]\s*(?=\{)")
+_HEAD = re.compile(
+    r"\s*(?P<name>[^\s\[\]{}]{1,256})(?:\[CALL_ID\](?P<id>\w{1,64}))?(?:\[ARGS\])?\s*(?=\{)"
+)
+_CUT = re.compile(r"\s*[^\s\[\]{}]{0,256}(?:\[(?:C[A-Z_]*|A[A-Z]*)?\]?\w{0,64})*\s*")
+"""A header that may go on."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +31,18 @@ class Mistral(TaggedJson):
     writes_names: bool = False
     """Forms have the newer one."""
 
-    def read(self, text: str, tools: Tools, is_last: bool, looked: int = 0) -> Read | None:
-        head = _HEAD.match(text, len(self.begin))
-        if head is None:
-            inside = text[len(self.begin) :].lstrip()
-            if inside and inside[0] not in "[{":  # a name, whose arguments follow
-                return (len(self.begin), []) if is_last or "{" in inside else None
-            return super().read(text, tools, is_last, looked)
-        if (stop := json_text.value_end(text, head.end())) is None:
-            return (len(text), []) if is_last else None
-        try:
-            return stop, [checked(head["name"], text[head.end() : stop], tools)]
-        except ValueError:
-            return stop, []
+    def first(self, text: str, at: int, is_last: bool) -> int | None:
+        if (head := _HEAD.match(text, at)) is not None:
+            return head.end()
+        found = super().first(text, at, is_last)
+        if found == -1 and not is_last and _CUT.fullmatch(text, at, at + 512):
+            return None if len(text) < at + 512 else -1
+        return found
+
+    def inside(self, text: str, tools: Tools) -> Pieces | None:
+        if (head := _HEAD.match(text)) is None:
+            return super().inside(text, tools)
+        return [call_or_text(head["name"], text[head.end() :], tools, text, head["id"] or "")]
 
     def form(self, functions: Sequence[Json], several: bool) -> Json:
         if not self.writes_names:

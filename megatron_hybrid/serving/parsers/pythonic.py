@@ -1,29 +1,28 @@
-"""Dialects that write a list of calls, as in Python. See also `llama`.
+"""Dialects that write a list of calls, as in Python.
 
-LFM2: https://docs.liquid.ai/lfm/key-concepts/tool-use; Olmo 3: a call a line.
+LFM2: https://docs.liquid.ai/lfm/key-concepts/tool-use; Olmo 3: a call a line; Llama 3.2 and 4:
+https://www.llama.com/docs/model-cards-and-prompt-formats/.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_hybrid.serving.parsers import python_calls
+from megatron_hybrid.serving.parsers.brackets import PYTHON_QUOTES
 from megatron_hybrid.serving.parsers.dialect import (
     Call,
     Dialect,
     Json,
-    Read,
+    Pieces,
     Tools,
     checked,
     joined,
     repeated,
     sequence,
 )
-from megatron_hybrid.serving.parsers.literals import Literals
 from megatron_hybrid.serving.parsers.schemas import Schema
-
-_BEGINS = re.compile(r"\s*(?P<list>\[?)\s*(?P<name>[^\W\d][\w.-]*)\s*\(")
 
 
 @dataclass(frozen=True)
@@ -33,38 +32,22 @@ class Pythonic(Dialect):
     is_list: bool = True
     """In forms."""
 
-    @property
-    def closers(self) -> tuple[str, ...]:
-        return (")", "]")
+    openers: tuple[str, ...] = ("",)
 
     @property
-    def quotes(self) -> str:
-        return "'\""
+    def quotes(self) -> tuple[str, ...]:
+        return PYTHON_QUOTES
 
-    def read(self, text: str, tools: Tools, is_last: bool, looked: int = 0) -> Read | None:
-        start = len(self.begin) if self.begin and text.startswith(self.begin) else 0
-        if start and self.end:
-            return super().read(text, tools, is_last, looked)
-        begins = _BEGINS.match(text, start)
-        if begins is None or not begins["list"] or begins["name"] not in tools:
-            return (start or 1, [])
-        literals = Literals(text, start)
-        try:
-            calls = _calls(literals, tools)
-            return literals.at, calls
-        except ValueError:
-            return (len(text), []) if is_last else None
+    def inside(self, text: str, tools: Tools) -> Pieces | None:
+        found = python_calls.calls(text)
+        return None if found is None else [_call(*each, tools) for each in found]
 
-    def inside(self, text: str, tools: Tools) -> list[Call] | None:
-        begins = _BEGINS.match(text)
-        if begins is None or begins["name"] not in tools:
-            return []
-        literals = Literals(text)
+    def mended(self, text: str, tools: Tools, has_end: bool) -> Pieces | None:
         try:
-            calls = _calls(literals, tools)
+            pieces = self.inside(python_calls.with_quotes_escaped(text), tools)
         except ValueError:
-            return None  # the end mark may be in a text
-        return [] if text[literals.at :].strip() else calls
+            return None
+        return pieces if pieces and all(isinstance(each, Call) for each in pieces) else None
 
     def form(self, functions: Sequence[Json], several: bool) -> Json:
         def parts(each: Json) -> tuple[str, Json, str]:
@@ -81,19 +64,14 @@ class Pythonic(Dialect):
         return sequence(self.written_begin + around[0], calls, around[1] + self.written_end)
 
 
-def _calls(literals: Literals, tools: Tools) -> list[Call]:
-    """Calls, up to the end of their list or of the text."""
-    calls, in_list = [], literals.has("[")
-    while True:
-        name = literals.name()
-        literals.take("(")
-        calls.append(checked(name, literals.members("=", ")", literals.name), tools))
-        if in_list and not literals.has(","):
-            literals.take("]")
-            return calls
-        if not in_list and literals.is_over:
-            return calls
+def _call(name: str, arguments: str, written: str, tools: Tools) -> Call | str:
+    try:
+        return checked(name, python_calls.arguments_json(arguments), tools)
+    except ValueError:
+        return written
 
 
 LFM2 = Pythonic("<|tool_call_start|>", "<|tool_call_end|>")
 OLMO3 = Pythonic("<function_calls>", "</function_calls>", is_list=False)
+LLAMA4_PYTHONIC = Pythonic("<|python_start|>", "<|python_end|>", bare="[")
+PYTHONIC = Pythonic("<|python_tag|>", bare="[")

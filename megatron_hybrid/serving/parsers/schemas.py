@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_hybrid.serving.parsers.json_text import decoded
+from megatron_hybrid.serving.parsers.python_calls import value_json
 
 Json = dict[str, Any]
 ALL = frozenset(("string", "integer", "number", "boolean", "null", "object", "array"))
@@ -36,20 +37,29 @@ class Schema:
         """That a parameter may have."""
         return self._types(self.properties.get(name, True))
 
-    def value(self, name: str, text: str) -> str:
-        """The JSON of a parameter. What fits no type of its is JSON if it reads as that, else a
-        text: others see what the model wrote."""
+    def value(self, name: str, text: str) -> str | None:
+        """The JSON of a parameter; None: it is left out, as an empty one that can be no text and no
+        null. What fits no type of its is JSON if it reads as that, else a text: others see what
+        the model wrote."""
         types, bare = self.types(name), text.strip()
         if types == {"string"}:
             return json.dumps(text, ensure_ascii=False)
+        if not bare and "string" not in types:
+            return "null" if "null" in types else None
         if types != ALL:  # templates write these words as Python does
             word = _WORDS.get(bare.lower())
-            if word is not None and ("null" if word == "null" else "boolean") in types:
+            kind = "null" if word == "null" else "boolean"
+            if word is not None and (kind in types or (kind == "null" and "string" not in types)):
                 return word
         try:
             kind = _kind(decoded(bare))
         except ValueError:
             kind = "string"
+        if kind == "string" and "string" not in types and bare[:1] in ("{", "[", "("):
+            try:
+                return value_json(bare)
+            except ValueError:
+                pass
         fits = kind in types or (kind == "integer" and "number" in types)
         if kind == "string" or (not fits and "string" in types):
             return json.dumps(text, ensure_ascii=False)

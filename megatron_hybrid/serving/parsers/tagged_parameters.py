@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from megatron_hybrid.serving.parsers.dialect import (
     Call,
     Dialect,
     Json,
+    Pieces,
     Tools,
     optional,
     repeated,
@@ -32,7 +33,7 @@ class TaggedParameters(Dialect):
     function: tuple[str, str] = ("", "")
     """What stands around a call, with {} for its name."""
     parameter: tuple[str, str] = ("", "")
-    """The same of a parameter."""
+    """The same of a parameter, with a second {} for whether it is a text."""
     is_section: bool = False
     """Several calls are between one pair of marks."""
     gap: str = ""
@@ -49,38 +50,62 @@ class TaggedParameters(Dialect):
     """Pattern of what begins (+) a parameter or ends (-) it, also when damaged: see `_is_whole`."""
 
     @property
-    def closers(self) -> tuple[str, ...]:
-        return (self.function[1].strip() or self.parameter[1],)
+    def quotes(self) -> tuple[str, ...]:
+        return ()
 
-    def inside(self, text: str, tools: Tools) -> list[Call] | None:
-        head = self.head.match(text)
-        if head is None or head["name"] not in tools:
-            return []
+    def inside(self, text: str, tools: Tools) -> Pieces | None:
         # What is no parameter of the function is rather a part of a text, if both would do.
-        return self._calls(text, head, tools, True) or self._calls(text, head, tools, False)
+        return self._calls(text, tools, True) or self._calls(text, tools, False)
 
-    def _calls(self, text: str, head: re.Match, tools: Tools, declared: bool) -> list[Call] | None:
+    def _calls(self, text: str, tools: Tools, declared: bool) -> Pieces | None:
         """declared: parameters are those of the schema, if it has any."""
-        calls: list[Call] = []
-        while head is not None and head["name"] in tools:
-            schema = Schema(tools[head["name"]])
+        pieces: Pieces = []
+        at = _SPACE.match(text).end()
+        while at < len(text):
+            if (head := self.head.match(text, at)) is None:
+                return None
+            schema = Schema(tools.get(head["name"], {}))
             names = schema.properties if declared and schema.properties else None
             if (found := self._parameters(text, head.end(), schema, names)) is None:
                 return None
-            arguments, at = found
-            members = (f"{json.dumps(name, ensure_ascii=False)}: {v}" for name, v in arguments)
-            calls.append(Call(head["name"], "{" + ", ".join(members) + "}"))
-            at = _SPACE.match(text, at).end()
-            if at == len(text):
-                return calls
-            head = self.head.match(text, at)
-        return None
+            pieces.append(_call(head["name"], found[0], tools, text[at : found[1]]))
+            at = _SPACE.match(text, found[1]).end()
+        return pieces
+
+    def mended(self, text: str, tools: Tools, has_end: bool) -> Pieces | None:
+        """Values end at the next tag, and so does a call if the end mark follows: none of their
+        texts may hold an angle bracket."""
+        pieces: Pieces = []
+        at = _SPACE.match(text).end()
+        while at < len(text):
+            if (head := self.head.match(text, at)) is None:
+                return None
+            schema, found = Schema(tools.get(head["name"], {})), {}
+            end = head.end()
+            while (opened := self.opened.match(text, end)) is not None:
+                stop = text.find("<", opened.end())
+                stop = len(text) if stop < 0 and has_end else stop
+                value, name = text[opened.end() : stop], opened["name"]
+                if stop < 0 or ">" in value or name in found:
+                    return None
+                value = value.rstrip() if self.newline else value
+                found[name] = schema.value(name, self._unwrapped(value))
+                is_closed = text.startswith(self.parameter[1], stop)
+                end = stop + len(self.parameter[1]) if is_closed else stop
+            closed = self.closed.match(text, end)
+            end = end if closed is None else closed.end()
+            after = _SPACE.match(text, end).end()
+            if closed is None and not (has_end and after == len(text)):
+                return None
+            pieces.append(_call(head["name"], found, tools, text[at:end]))
+            at = after
+        return pieces
 
     def _parameters(
         self, text: str, at: int, schema: Schema, names: Container[str] | None
-    ) -> tuple[list[tuple[str, str]], int] | None:
+    ) -> tuple[dict[str, str | None], int] | None:
         """Names and values (JSON) of a call, and its end. names: of parameters; None: any."""
-        found: dict[str, str] = {}
+        found: dict[str, str | None] = {}
         while (opened := self.opened.match(text, at)) is not None:
             name, close = opened["name"], self.parameter[1]
             stop = text.find(close, opened.end())
@@ -96,7 +121,7 @@ class TaggedParameters(Dialect):
             found[name] = schema.value(name, value)
             at = stop + len(close)
         closed = self.closed.match(text, at)
-        return None if closed is None else ([*found.items()], closed.end())
+        return None if closed is None else (found, closed.end())
 
     def _follows(self, text: str, at: int, known: set[str], names: Container[str] | None) -> bool:
         """Whether a call's end or another parameter follows."""
@@ -142,7 +167,8 @@ class TaggedParameters(Dialect):
         return sequence(f"{self.begin}\n", repeated(functions, parts, several, ""), self.end)
 
     def _form_of(self, schema: Schema, name: str) -> Json:
-        before, after = (text.format(name) for text in self.parameter)
+        is_text = str("string" in schema.types(name)).lower()
+        before, after = (text.format(name, is_text) for text in self.parameter)
         end, value = self.newline + after, schema.alone(name)
         content: Json = {"type": "json_schema", "json_schema": value}
         if "string" in schema.types(name):
@@ -152,3 +178,10 @@ class TaggedParameters(Dialect):
                 content = {"type": "any_text", "excludes": [end]}
         form = sequence(before + self.newline, content, end + self.gap)
         return form if name in schema.required else optional(form)
+
+
+def _call(name: str, found: Mapping[str, str | None], tools: Tools, written: str) -> Call | str:
+    """found: the JSON of each parameter; None: it is left out."""
+    given = {each: value for each, value in found.items() if value is not None}
+    members = (f"{json.dumps(each, ensure_ascii=False)}: {v}" for each, v in given.items())
+    return Call(name, "{" + ", ".join(members) + "}") if name in tools else written

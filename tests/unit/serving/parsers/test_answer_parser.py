@@ -42,119 +42,10 @@ def cut(text, data):
 
 WEATHER, TIME = ("weather", {"city": "Łódź", "days": 3}), ("time", {})
 JSON = '{"city": "Łódź", "days": 3}'
-BOTH = f'[{{"name": "weather", "arguments": {JSON}}}, {{"name": "time", "arguments": {{}}}}]'
-PYTHON = 'weather(city="Łódź", days=3), time()'
 XML = (
     "<tool_call>\n<function=weather>\n<parameter=city>\nŁódź\n</parameter>\n"
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
 )
-INVOKE = (
-    '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Łódź</parameter>\n'
-    '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="time">\n</invoke>\n'
-    "</minimax:tool_call>"
-)
-PUBLISHED = [
-    # https://github.com/NousResearch/Hermes-Function-Calling
-    ("hermes", f'{CALL}\n<tool_call>\n{{"name": "time", "arguments": {{}}}}\n</tool_call>', ""),
-    # https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct, chat_template.jinja
-    ("qwen3_coder", f"{XML}\n<tool_call>\n<function=time>\n</function>\n</tool_call>", ""),
-    # https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/
-    (
-        "llama3_json",
-        f'{{"name": "weather", "parameters": {JSON}}}; {{"name": "time", "parameters": {{}}}}',
-        "",
-    ),
-    (
-        "llama3_json",
-        f'<|python_tag|>{{"name": "weather", "parameters": {JSON}}};{{"name": "time"}}',
-        "",
-    ),
-    # .../llama3_2/ and .../llama4/
-    ("pythonic", f"[{PYTHON}]", ""),
-    ("llama4_pythonic", f"[{PYTHON}]", ""),
-    ("llama4_pythonic", f"Well.<|python_start|>[{PYTHON}]<|python_end|>", "Well."),
-    (
-        "llama4_json",
-        f'{{"name": "weather", "parameters": {JSON}}}{{"name": "time", "parameters": {{}}}}',
-        "",
-    ),
-    # https://docs.mistral.ai/capabilities/function_calling, mistral-common's tests
-    ("mistral", f"[TOOL_CALLS] {BOTH}", ""),
-    ("mistral", f"[TOOL_CALLS]weather[ARGS]{JSON}[TOOL_CALLS]time[ARGS]{{}}", ""),
-    (
-        "mistral",
-        f"Well[TOOL_CALLS]weather[CALL_ID]a1[ARGS]{JSON}[TOOL_CALLS]time[ARGS]{{}}",
-        "Well",
-    ),
-    # https://huggingface.co/deepseek-ai/DeepSeek-V3-0324 and .../DeepSeek-V3.1, their templates
-    (
-        "deepseek_v3",
-        f"{BEGINS}{CALLS}function{SEP}weather\n```json\n{JSON}\n```{END}\n"
-        f"{CALLS}function{SEP}time\n```json\n{{}}\n```{END}{ENDS}",
-        "",
-    ),
-    (
-        "deepseek_v31",
-        f"Well.{BEGINS}{CALLS}weather{SEP}{JSON}{END}{CALLS}time{SEP}{{}}{END}{ENDS}",
-        "Well.",
-    ),
-    # https://huggingface.co/nvidia/NVIDIA-Nemotron-Nano-9B-v2
-    ("nemotron_json", f"Well.\n\n<TOOLCALL>{BOTH}</TOOLCALL>", "Well."),
-    # https://huggingface.co/moonshotai/Kimi-K2-Instruct, docs/tool_call_guidance.md
-    (
-        "kimi_k2",
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
-        f"<|tool_call_argument_begin|>{JSON}<|tool_call_end|><|tool_call_begin|>functions.time:1"
-        "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
-        "",
-    ),
-    # https://huggingface.co/zai-org/GLM-4.5 and .../GLM-4.7
-    (
-        "glm45",
-        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Łódź</arg_value>\n<arg_key>days"
-        "</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>time\n</tool_call>",
-        "",
-    ),
-    (
-        "glm45",
-        "<tool_call>weather<arg_key>city</arg_key><arg_value>Łódź</arg_value><arg_key>days"
-        "</arg_key><arg_value>3</arg_value></tool_call><tool_call>time</tool_call>",
-        "",
-    ),
-    # https://huggingface.co/MiniMaxAI/MiniMax-M2, docs/tool_calling_guide.md
-    ("minimax_m2", f"Well.\n{INVOKE}", "Well."),
-    # https://huggingface.co/ibm-granite/granite-3.1-8b-instruct
-    ("granite", f"<|tool_call|>{BOTH}", ""),
-    # https://docs.liquid.ai/lfm/key-concepts/tool-use
-    ("lfm2", f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>Well.", "Well."),
-    # https://huggingface.co/allenai/Olmo-3-7B-Instruct
-    ("olmo3", '<function_calls>weather(city="Łódź", days=3)\ntime()</function_calls>', ""),
-    # https://huggingface.co/google/gemma-4-31B-it, https://ai.google.dev/gemma/docs/functiongemma
-    (
-        "gemma4",
-        '<|tool_call>call:weather{city:<|"|>Łódź<|"|>,days:3}<tool_call|><|tool_call>call:time{}'
-        "<tool_call|>",
-        "",
-    ),
-    (
-        "functiongemma",
-        "<start_function_call>call:weather{city:<escape>Łódź<escape>,days:3}<end_function_call>"
-        "<start_function_call>call:time{}<end_function_call>",
-        "",
-    ),
-    # https://huggingface.co/ai21labs/AI21-Jamba-1.5-Mini
-    ("jamba", f" <tool_calls>{BOTH}</tool_calls>", ""),
-]
-
-
-@pytest.mark.parametrize(("name", "text", "content"), PUBLISHED)
-def test_the_published_form_of_each_dialect(name, text, content):
-    for texts in ([text], list(text)):
-        assert parts(name, texts) == ("", content, [WEATHER, TIME])
-        thought = parts(name, ["hm</think>\n\n", *texts], is_thinking=True)
-        assert thought == ("hm", content, [WEATHER, TIME])
-        assert parts(name, texts, tools=[])[2] == []
-        assert parts(name, texts, max_calls=1)[2] == [WEATHER]
 
 
 # https://cookbook.openai.com/articles/openai-harmony
@@ -243,35 +134,23 @@ def test_a_tagged_value_keeps_every_byte_and_its_type(given, expected):
         *(
             ("hermes", f"<tool_call>{call}</tool_call>")
             for call in (
-                "no",
-                '{"name": ["time"], "arguments": {}}',
-                '{"name": "other", "arguments": {}}',
                 '{"name": "time", "arguments": {"a": "\\ud800"}}',
-                '{"name": "time", "arguments": {"a": NaN}}',
                 '{"name": "time", "arguments": {"a": 1e999}}',
-                '{"name": "time", "arguments": {"a": 1, "a": 2}}',
-                '{"name": "time", "arguments": [1]}',
-                '{"name": "time", "a": 1}',
                 '{"name": "time", "arguments": {}, "parameters": {"a": 1}}',
                 '{"name": "time", "arguments": {"a": ' + "[" * 5000 + "]" * 5000 + "}}",
             )
         ),
         ("qwen3_coder", xml(days="1</parameter>\n2")),  # no text, so it cannot hold a tag
-        ("qwen3_coder", xml(path="1").replace("</parameter>", "")),
-        ("qwen3_coder", xml(path="1", text="2").replace("\n</parameter>", "", 1)),
+        ("qwen3_coder", xml(path="a > b").replace("</parameter>", "")),
         ("qwen3_coder", xml(path="1", text="2").replace("<parameter=t", "parameter=t")),
-        ("qwen3_coder", xml(path="1").replace("</function>", "") + xml(path="2")),
         ("qwen3_coder", "<tool_call>\n<function=edit>\n<parameter=path>\n/a\n</parameter>\n"),
         ("qwen3_coder", "<tool_call>\n<function=edit>\n<parameter=text>\nhello wor"),
-        ("hermes", '<tool_call>\n{"name": "time", "arguments": {"a": "b'),
         ("llama3_json", '{"name": "time", "parameters": {"a": 1'),
         ("llama3_json", '{"a": 1} is JSON'),
-        ("llama3_json", '{"name": "other", "parameters": {}}'),
         ("llama4_pythonic", "[1, 2] is a list"),
         ("llama4_pythonic", "[link](time)"),
         ("llama4_pythonic", "[time(a=1"),
         ("llama4_pythonic", "[time(1)] [time(a=b)] [time(a=1, a=2)]"),
-        ("mistral", "[TOOL_CALLS]other[ARGS]{}"),
         ("mistral", "[TOOL_CALLS] nothing"),
         ("gemma4", '<|tool_call>call:time{a:<|"|>b}<tool_call|>'),
         ("deepseek_v31", f"{BEGINS}{CALLS}time{SEP}{{{END}{ENDS}"),

@@ -1,0 +1,88 @@
+"""Block: calls of functions at one place of a growing answer."""
+
+from __future__ import annotations
+
+import re
+
+from megatron_hybrid.serving.parsers.brackets import Brackets
+from megatron_hybrid.serving.parsers.dialect import Dialect, Pieces, Tools
+
+_SPACE = re.compile(r"\s*")
+_MAX_TRIES = 64
+"""Ends that are tried one by one; of more, those that make the text longer by a quarter."""
+
+
+class Block:
+    """Finds where calls end, and reads them. Takes time in proportion to the text's length.
+
+    Args:
+        dialect: of the calls.
+        text: an answer.
+        at: where its mark, or its first call, begins.
+        tools: functions that may be called.
+    """
+
+    def __init__(self, dialect: Dialect, text: str, at: int, tools: Tools):
+        self._dialect, self._tools = dialect, tools
+        self._has_mark = bool(dialect.begin) and text.startswith(dialect.begin, at)
+        self._end = dialect.end if self._has_mark or dialect.also else ""
+        self._start = at + len(dialect.begin) if self._has_mark else at
+        self.no_call = self._start if self._has_mark else at + 1
+        """Where the answer goes on if there is no call."""
+        self.cost = 0
+        """Characters that were looked at, once it is read."""
+        self._brackets: Brackets | None = None
+        self._looked, self._tries, self._tried = self._start, 0, 0
+
+    def read(self, text: str, is_last: bool) -> tuple[int, Pieces] | None:
+        """Where the calls end, and they; None: more of the answer has to come.
+
+        text: the answer so far.
+        is_last: nothing follows.
+        """
+        if self._brackets is None:
+            start = self._dialect.first(text, self._start, is_last)
+            if start is None or start < 0:
+                return None if start is None else (self.no_call, [])
+            ends = (self._end,) if self._end else ()
+            self._brackets = Brackets(self._dialect.quotes or ('"',), ends, start)
+        if not self._dialect.quotes:
+            return self._tried_ends(text, is_last)
+        stop = self._brackets.find(text, is_last)
+        if stop is None and not is_last:
+            return None
+        after = len(text) if stop is None else stop + len(self._end)
+        self.cost = after - self._start
+        pieces = self._dialect.inside(text[self._start : stop], self._tools)
+        return (after, pieces) if pieces is not None else self._mended(text, after)
+
+    def _tried_ends(self, text: str, is_last: bool) -> tuple[int, Pieces] | None:
+        """Of a dialect whose values are bare texts, in which the end mark may stand."""
+        while (stop := text.find(self._end, self._looked)) >= 0:
+            self._looked = stop + 1
+            length = stop - self._start
+            if self._tries >= _MAX_TRIES and length < 1.25 * self._tried:
+                continue
+            self._tries, self._tried = self._tries + 1, length
+            pieces = self._dialect.inside(text[self._start : stop], self._tools)
+            if pieces is not None:
+                return stop + len(self._end), pieces
+        self._looked = max(self._looked, len(text) - len(self._end) + 1)
+        if not is_last:
+            return None
+        self.cost = len(text) - self._start
+        for stop in {text.rfind(self._end, self._start), len(text)} - {-1}:
+            pieces = self._dialect.inside(text[self._start : stop], self._tools)
+            if pieces is not None:  # the end mark may have been a stop
+                return min(len(text), stop + len(self._end)), pieces
+        return self._mended(text, len(text))
+
+    def _mended(self, text: str, after: int) -> tuple[int, Pieces]:
+        """Near misses: see `Dialect.mended`."""
+        stop = text.find(self._end, self._start, after) if self._end else after
+        has_end = stop >= 0
+        stop = stop if has_end else after
+        pieces = self._dialect.mended(text[self._start : stop], self._tools, has_end)
+        if not pieces:
+            return self.no_call, []
+        return min(len(text), stop + len(self._end)), pieces

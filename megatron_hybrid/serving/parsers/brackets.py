@@ -1,0 +1,80 @@
+"""Brackets: follows brackets and texts through a growing answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+
+JSON_QUOTES = ('"',)
+PYTHON_QUOTES = ("'''", '"""', "'", '"')
+
+
+class Brackets:
+    """Looks at each character once. What stands in quotes does not count.
+
+    Args:
+        quotes: around texts; in those of JSON and Python a backslash escapes one character.
+        ends: marks to find; none: the outermost bracket's end is found.
+        at: begin here.
+    """
+
+    def __init__(self, quotes: Sequence[str] = JSON_QUOTES, ends: Sequence[str] = (), at: int = 0):
+        self._quotes, self._ends = quotes, ends
+        self._tokens = _any_of(*quotes, *ends)
+        self._margin = max(map(len, (*quotes, *ends)))
+        self._wait = max(map(len, quotes))
+        self._at, self._depth = at, 0
+        self._quote = ""
+        self.found = ""
+        """The mark that was found."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a bracket or a text is, so far."""
+        return bool(self._quote) or self._depth > 0
+
+    def find(self, text: str, is_last: bool = False) -> int | None:
+        """Where a mark stands, or the place after the bracket that closes all; None: not yet.
+
+        is_last: nothing follows the text.
+        """
+        while True:
+            if self._quote:
+                found = _closing(self._quote).search(text, self._at)
+                if found is None:
+                    # A backslash at the end escapes what follows.
+                    self._at = max(self._at, len(text) - max(1, len(self._quote) - 1))
+                    return None
+                self._at = found.end()
+                self._quote = "" if found[0] == self._quote else self._quote
+                continue
+            found = self._tokens.search(text, self._at)
+            if found is None:
+                self._at = max(self._at, len(text) - self._margin + 1)
+                return None
+            if found[0] in self._quotes:
+                if not is_last and found.start() + self._wait > len(text):
+                    self._at = found.start()  # may be the first of three quotes
+                    return None
+                self._quote = found[0]
+            elif found[0] in self._ends:
+                self.found, self._at = found[0], found.end()
+                return found.start()
+            else:
+                self._depth += 1 if found[0] in "{[(" else -1
+                if self._depth <= 0 and not self._ends:
+                    return found.end()
+            self._at = found.end()
+
+
+@cache
+def _any_of(*marks: str) -> re.Pattern:
+    marks = sorted(marks, key=len, reverse=True)
+    return re.compile("|".join([*map(re.escape, marks), r"[{}()\[\]]"]))
+
+
+@cache
+def _closing(quote: str) -> re.Pattern:
+    escapes = r"\\.|" if quote in PYTHON_QUOTES else ""
+    return re.compile(escapes + re.escape(quote), re.DOTALL)

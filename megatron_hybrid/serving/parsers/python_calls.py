@@ -1,0 +1,146 @@
+"""Calls as programs in Python write them, to JSON."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+from megatron_hybrid.serving.parsers.brackets import PYTHON_QUOTES
+from megatron_hybrid.serving.parsers.json_text import value_end
+
+MAX_DEPTH = 64
+_MAX_LENGTH, _MAX_COMMAS = 1 << 20, 1 << 16
+"""What Python's parser may need memory for."""
+_BETWEEN = re.compile(r"[\s,;]*")
+_HEAD = re.compile(r"([^\W\d][\w.-]{0,255})\s*\(")
+_TOKENS = re.compile(
+    r"""(?P<prefix>\b[rRuU])?(?P<quote>'''|\"\"\"|'|\")(?P<text>(?:\\.|(?!(?P=quote)).)*)(?P=quote)"""
+    r"|(?<![\w.])0+(?=[1-9]\d*(?![\w.]))",
+    re.DOTALL,
+)
+_ESCAPES = re.compile(r"\\(.)|[\r\n]", re.DOTALL)
+_LINES = {"\r": "\\r", "\n": "\\n"}
+_TEXT_ENDS = r"\s*(?:[,)\]}:]|\Z)"
+_LOOSE = re.compile(
+    rf"(['\"])((?:\\.|(?!\1{_TEXT_ENDS}).)*)\1(?={_TEXT_ENDS})",
+    re.DOTALL,
+)
+_NEXT_ARGUMENT = re.compile(r"['\"]\s*,|,\s*\w+\s*=")
+_WORDS = {"true": True, "false": False, "null": None}
+
+
+def calls(text: str) -> list[tuple[str, str, str]] | None:
+    """The calls in a list, or one after the other: name, arguments and the whole call, each as it
+    is written; None: something else is there, or one is open."""
+    text, found, at = text.strip(), [], 0
+    if text.startswith("[") and text.endswith("]"):
+        text = text[1:-1]
+    while (at := _BETWEEN.match(text, at).end()) < len(text):
+        head = _HEAD.match(text, at)
+        stop = head and value_end(text, head.end() - 1, PYTHON_QUOTES)
+        if stop is None:
+            return None
+        found.append((head[1], text[head.end() : stop - 1], text[at:stop]))
+        at = stop
+    return found
+
+
+def arguments_json(text: str) -> str:
+    """The JSON of a call's named arguments, as Python's own parser reads them. Near misses are
+    texts of several lines or with their own quotes, zeros before a number, `true` and `null`.
+
+    Raises:
+        ValueError: they are no literals, or too large.
+    """
+    if len(text) > _MAX_LENGTH or text.count(",") > _MAX_COMMAS:
+        raise ValueError("it is too large")
+    try:
+        call = _parsed(text)
+    except ValueError:
+        call = _parsed(with_quotes_escaped(text))
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise ValueError("it has other than named arguments")
+    found: dict[str, Any] = {}
+    for each in call.keywords:
+        if each.arg is None or each.arg in found:
+            raise ValueError(f"{each.arg} comes twice")
+        found[each.arg] = _value(each.value, MAX_DEPTH)
+    return json.dumps(found, ensure_ascii=False, allow_nan=False)
+
+
+def _parsed(text: str) -> ast.expr:
+    """Of a call with arguments."""
+    try:
+        return ast.parse(f"f({_TOKENS.sub(_as_python, text)}\n)", mode="eval").body
+    except (SyntaxError, MemoryError, RecursionError):
+        raise ValueError("it is no Python") from None
+
+
+def value_json(text: str) -> str:
+    """The JSON of one literal.
+
+    Raises:
+        ValueError: it is none.
+    """
+    written = arguments_json(f"x={text}")
+    found = json.loads(written)
+    if found.keys() != {"x"}:
+        raise ValueError("it is more than a value")
+    return json.dumps(found["x"], ensure_ascii=False)
+
+
+def with_quotes_escaped(text: str) -> str:
+    """Calls whose texts hold their own quotes: a text ends at one before a bracket, comma or colon.
+
+    Raises:
+        ValueError: where a text ends cannot be told.
+    """
+    return _LOOSE.sub(_escaped, text)
+
+
+def _escaped(found: re.Match) -> str:
+    quote, text = found[1], found[2]
+    if _NEXT_ARGUMENT.search(text):
+        raise ValueError("a text may have swallowed an argument")
+    return quote + re.sub(rf"\\.|{quote}", lambda at: at[0].rjust(2, "\\"), text) + quote
+
+
+def _as_python(found: re.Match) -> str:
+    """A text on one line, with no escapes that Python does not know; a number without zeros."""
+    text, quote = found["text"], found["quote"]
+    if text is None:
+        return ""
+    if found["prefix"] in ("r", "R"):
+        return repr(text)
+    return quote + _ESCAPES.sub(_escape, text) + quote
+
+
+def _escape(found: re.Match) -> str:
+    if found[1] is None:
+        return _LINES[found[0]]
+    return found[0] if found[1] in "\\'\"abfnrtvxuUN01234567\n" else "\\" + found[0]
+
+
+def _value(node: ast.expr, depth: int) -> Any:
+    """Of a literal."""
+    if depth == 0:
+        raise ValueError("it is nested too deeply")
+    match node:
+        case ast.Constant(value=str(text)):
+            return text.encode("utf-16", "surrogatepass").decode("utf-16")
+        case ast.Constant(value=bool() | int() | float() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.List(elts=each) | ast.Tuple(elts=each) | ast.Set(elts=each):
+            return [_value(one, depth - 1) for one in each]
+        case ast.Dict(keys=keys, values=values):
+            names = [key and _value(key, depth - 1) for key in keys]
+            if not all(isinstance(name, str) for name in names) or len({*names}) != len(names):
+                raise ValueError("a key is no text, or comes twice")
+            return dict(zip(names, (_value(one, depth - 1) for one in values)))
+        case ast.Name(id=name) if name in _WORDS:
+            return _WORDS[name]
+    raise ValueError(f"{type(node).__name__} is no literal")

@@ -1,0 +1,322 @@
+"""Agents as they are: twenty turns in the shape of each client's requests, written after what their
+sources send, reuse what stood in the turn before."""
+
+import json
+import urllib.error
+import urllib.request
+from itertools import pairwise
+
+import pytest
+from http_server import running_server
+from model_answers import result_of
+
+from megatron_hybrid.serving.changes import HEADER, with_steady_start
+from megatron_hybrid.serving.fields import ChatFields
+from megatron_hybrid.serving.messages import MessageFields
+from megatron_hybrid.serving.parsers import style_of
+from megatron_hybrid.serving.request_mapping import chat_prompt
+from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
+
+NUM_TURNS = 20
+ABOUT = "You are an agent that edits files. Read a file before you write it, and be brief. " * 36
+SHELL = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
+IMAGE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+
+
+def clock(turn):
+    return f"2026-11-29 {8 + turn // 60:02}:{turn * 7 % 60:02}:{turn * 13 % 60:02}"
+
+
+def post(url, path, body, headers=None):
+    """Status, JSON and headers of an answer."""
+    headers = {"Content-Type": "application/json", **(headers or {})}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+    try:
+        with urllib.request.urlopen(request) as response:
+            return response.status, json.load(response), response.headers
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error), error.headers
+
+
+def chat_history(turn, says=""):
+    """Messages with a call and its result each, as OpenAI's clients send them."""
+    messages = [{"role": "user", "content": f"Mend the file.{says}"}]
+    for index in range(turn):
+        call = {"name": "shell", "arguments": json.dumps({"command": f"cat part{index}"})}
+        messages += [
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": f"call_{index}", "type": "function", "function": call}],
+            },
+            {"role": "tool", "tool_call_id": f"call_{index}", "content": f"Part {index} is fine."},
+        ]
+    return messages
+
+
+def chat(system, turn, **more):
+    tool = {"type": "function", "function": {"name": "shell", "parameters": SHELL}}
+    messages = [{"role": "system", "content": system}, *chat_history(turn)]
+    return "/v1/chat/completions", {"messages": messages, "tools": [tool], "max_tokens": 1, **more}
+
+
+def claude_code(turn):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Mend the file."}]}]
+    for index in range(turn):
+        id = f"toolu_{index}"
+        use = {"type": "tool_use", "id": id, "name": "Bash", "input": {"command": f"cat {index}"}}
+        said = [{"type": "text", "text": f"Part {index} is fine."}]
+        if index == 3:
+            said += [{"type": "image", "source": IMAGE}]
+            said += [{"type": "tool_reference", "tool_name": "Grep"}]
+        thought = {"type": "redacted_thinking", "data": "AAAA"}
+        result = {"type": "tool_result", "tool_use_id": id, "content": said}
+        messages += [{"role": "assistant", "content": [thought, use]}]
+        messages += [{"role": "user", "content": [result]}]
+    billing = f"x-anthropic-billing-header: cc_version=2.1.177.01c; cch={turn * 7919:05x};"
+    return "/v1/messages?beta=true", {
+        "max_tokens": 1,
+        "system": [
+            {"type": "text", "text": billing},
+            {"type": "text", "text": ABOUT, "cache_control": {"type": "ephemeral"}},
+        ],
+        "messages": messages,
+        "tools": [
+            {"name": "Bash", "description": "Runs a command.", "input_schema": SHELL},
+            {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+        ],
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "metadata": {"user_id": f"user_{turn}"},
+    }
+
+
+def codex(turn):
+    said = [{"type": "input_text", "text": "Mend the file."}]
+    items = [{"type": "message", "role": "user", "content": said}]
+    for index in range(turn):
+        id = f"call_{index}"
+        items.append({"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"})
+        if index % 2:
+            call = {"type": "custom_tool_call", "name": "apply_patch", "input": f"*** {index}"}
+        else:
+            call = {"type": "function_call", "name": "js", "namespace": "mcp__repl"}
+            call["arguments"] = json.dumps({"command": f"cat {index}"})
+        items += [{**call, "call_id": id}]
+        items += [{"type": f"{call['type']}_output", "call_id": id, "output": f"Part {index}."}]
+        items += [{"type": "web_search_call", "status": "completed", "action": {}}]
+    function = {"type": "function", "name": "js", "parameters": SHELL, "strict": False}
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/s"}
+    return "/v1/responses", {
+        "instructions": ABOUT,
+        "input": items,
+        "max_output_tokens": 1,
+        "tools": [
+            {**function, "name": "shell"},
+            {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": grammar},
+            {"type": "namespace", "name": "mcp__repl", "description": "A.", "tools": [function]},
+            {"type": "web_search", "external_web_access": False},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "a-thread",
+        "text": {"verbosity": "low"},
+        "client_metadata": {"turn": str(turn)},
+    }
+
+
+def open_webui(turn):
+    return chat(f"Current date and time: {clock(turn)}\n{ABOUT}", turn, metadata={})
+
+
+def libre_chat(turn):
+    return chat(f"{ABOUT}\nThe current time is {clock(turn)} UTC", turn, user="a")
+
+
+def opencode(turn):
+    env = f"<env>\n  Working directory: /a\n  Today's date: Sun Nov 29 2026\n</env>\n{ABOUT}"
+    return chat(env, turn, stream_options=None, reasoning_effort="medium")
+
+
+def continue_dev(turn):
+    return chat(f"Request-Id: {turn:08x}-aaaa\n{ABOUT}", turn, parallel_tool_calls=False)
+
+
+def cline(turn):
+    messages = [{"role": "system", "content": ABOUT}]
+    for index in range(turn + 1):
+        time = f"<environment_details>\nCurrent Time\n{clock(index)}\n</environment_details>"
+        parts = [{"type": "text", "text": text} for text in (f"Part {index}.", time)]
+        messages += [{"role": "user", "content": parts}]
+        messages += [{"role": "assistant", "content": f"<read_file>{index}</read_file>"}]
+    return "/v1/chat/completions", {"messages": messages[:-1], "max_tokens": 1}
+
+
+def aider(turn):
+    messages = [{"role": "system", "content": ABOUT}]
+    for index in range(turn + 1):
+        messages += [{"role": "user", "content": f"Mend part {index}."}]
+        messages += [{"role": "assistant", "content": "Ok."}]
+    return "/v1/chat/completions", {"messages": messages[:-1], "max_tokens": 1, "temperature": 0}
+
+
+def agents_sdk(turn):
+    items = [{"role": "user", "content": "Mend the file."}]
+    for index in range(turn):
+        call = {
+            "type": "function_call",
+            "name": "shell",
+            "call_id": f"c{index}",
+            "id": f"fc{index}",
+        }
+        call["arguments"] = json.dumps({"command": f"cat {index}"})
+        output = {
+            "type": "function_call_output",
+            "call_id": f"c{index}",
+            "output": f"Part {index}.",
+        }
+        items += [call, output]
+    tool = {"type": "function", "name": "shell", "parameters": SHELL, "strict": True}
+    return "/v1/responses", {
+        "instructions": f"Now: {clock(turn)}\n{ABOUT}",
+        "input": items,
+        "tools": [tool],
+        "max_output_tokens": 1,
+        "include": [],
+        "truncation": "auto",
+    }
+
+
+CLIENTS = (
+    *(claude_code, codex, open_webui, libre_chat, opencode, continue_dev, cline, aider),
+    agents_sdk,
+)
+
+
+def counts(usage):
+    """Tokens of the prompt, and those that were skipped."""
+    if "cache_read_input_tokens" in usage:
+        return usage["input_tokens"] + usage["cache_read_input_tokens"], usage[
+            "cache_read_input_tokens"
+        ]
+    details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+    return usage.get("prompt_tokens") or usage["input_tokens"], details["cached_tokens"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server({"max_sequence_length": 4096}) as running:
+        yield running
+
+
+def rendered(tokenizer, path, body):
+    """The tokens of a request's prompt."""
+    kinds = {"/v1/messages?beta=true": MessageFields, "/v1/responses": ResponseFields}
+    fields = kinds.get(path, ChatFields)(**body)
+    chat = fields if isinstance(fields, ChatFields) else fields.to_chat()
+    return chat_prompt(tokenizer, chat, False).tokens
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.__name__)
+def test_each_turn_begins_with_the_turn_before(server, client):
+    """But for the beginning of the answer, and lines that moved to the end."""
+    prompts = [rendered(server.service.tokenizer, *client(turn)) for turn in range(NUM_TURNS)]
+    for before, prompt in pairwise(prompts):
+        same = next((i for i, (a, b) in enumerate(zip(before, prompt)) if a != b), len(before))
+        assert same >= 0.95 * len(before), (same, len(before))
+
+
+@pytest.mark.parametrize("client", [claude_code, libre_chat], ids=lambda client: client.__name__)
+def test_each_turn_skips_what_stood_in_the_turn_before(server, client):
+    post(server.url, "/cache/reset", {})
+    before = 0
+    for turn in range(0, NUM_TURNS, 4):
+        status, body, _ = post(server.url, *client(turn))
+        assert status == 200, body
+        prompt, skipped = counts(body["usage"])
+        assert skipped >= 0.95 * before, (turn, before, skipped, prompt)
+        before = prompt
+
+
+def test_what_is_left_out_is_said(server):
+    _, _, headers = post(server.url, *claude_code(4))
+    for said in ("billing line", "web_search", "redacted_thinking", "image", "context_management"):
+        assert said in headers[HEADER]
+    _, _, headers = post(server.url, *codex(2))
+    for said in ("tool web_search", "text.verbosity", "web_search_call", "encrypted", "grammar"):
+        assert said in headers[HEADER]
+    assert HEADER not in post(server.url, *aider(2))[2]
+    _, body = open_webui(0)
+    messages = {"messages": body["messages"]}
+    _, told, _ = post(server.url, "/cache/explain", messages)
+    assert "moved a line" in told["changes"][0] and told["changes"][0] in told["text"]
+
+
+def test_a_limit_above_what_is_left_is_refused_in_the_client_s_words(server):
+    path, body = claude_code(1)
+    status, told, _ = post(server.url, path, {**body, "max_tokens": 32_000})
+    _, count, _ = post(server.url, "/v1/messages/count_tokens", body)
+    numbers = f"{count['input_tokens']} + 32000 > 4096"
+    text = f"input length and `max_tokens` exceed context limit: {numbers}, "
+    assert status == 400 and told["error"]["message"].startswith(text)
+    assert told["error"]["type"] == "invalid_request_error"
+    long = {**body, "messages": [{"role": "user", "content": ABOUT * 8}]}
+    _, told, _ = post(server.url, path, long)
+    assert told["error"]["message"].startswith("prompt is too long: ")
+    assert told["error"]["message"].endswith(" tokens > 4096 maximum")
+    for path, body in (codex(1), open_webui(1)):
+        name = "max_output_tokens" if "input" in body else "max_tokens"
+        status, told, _ = post(server.url, path, {**body, name: 32_000})
+        assert (status, told["error"]["code"]) == (400, "context_length_exceeded")
+        assert "maximum context length is 4096 tokens" in told["error"]["message"]
+        assert told["error"]["param"] == name
+
+
+def test_a_limit_is_lowered_and_lines_stay_by_options():
+    options = {"lowers_max_tokens": True, "keeps_changing_lines": True}
+    with running_server({"max_sequence_length": 64}, **options) as server:
+        body = {"messages": [{"role": "system", "content": f"Now: {clock(0)}"}], "max_tokens": 9999}
+        body["messages"].append({"role": "user", "content": "Hi"})
+        status, answer, headers = post(server.url, "/v1/chat/completions", body)
+        assert status == 200 and answer["usage"]["total_tokens"] <= 64
+        assert "lowered max_tokens from 9999" in headers[HEADER] and "moved" not in headers[HEADER]
+
+
+@pytest.mark.parametrize(
+    ("line", "moves"),
+    [
+        ("Current time: 12:34:56", True),
+        ("- Now: Sunday, November 29, 2026 at 2:10 PM UTC", True),
+        ("2026-11-29T02:10:11Z", True),
+        ("The time is 02:11 (Europe/Berlin)", True),
+        ("Request-Id: 00000001-aaaa", True),
+        ("Today's date: 2026-11-29", False),
+        ("It is 19:20. You answer questions.", False),
+        ("We meet at 10:30 in room 5", False),
+        ("Ratio: 16:10", False),
+        ("See https://localhost:8000/time", False),
+    ],
+)
+def test_a_line_of_nothing_but_a_time_moves(line, moves):
+    given = [{"role": "system", "content": f"A\n{line}\nB"}, {"role": "user", "content": "C"}]
+    found, changes = with_steady_start(given)
+    assert (found != given) == moves == bool(changes)
+    assert line in found[1]["content"] if moves else line in found[0]["content"]
+
+
+def test_a_custom_tool_and_a_namespace_come_back_as_they_were_named():
+    fields = ResponseFields(**codex(0)[1])
+    for name, given, item in (
+        ("apply_patch", {"input": "***"}, {"type": "custom_tool_call", "input": "***"}),
+        ("mcp__repl__js", {"a": 1}, {"type": "function_call", "namespace": "mcp__repl"}),
+    ):
+        call = json.dumps({"name": name, "arguments": given})
+        style = style_of("", "hermes", "none")
+        answer = ResponseAnswer(None, fields, fields.to_chat(), "resp", "demo", style, False)
+        body = answer.whole([result_of(f"<tool_call>{call}</tool_call>", "stop")])
+        (found,) = body["output"]
+        assert item.items() <= found.items()
+        assert found["name"] == ("js" if "namespace" in item else name)

@@ -1,0 +1,366 @@
+"""What is a call and what is content, in all dialects: rows for tests and for the docs.
+
+Run it to write docs/reference/tool_calls.md again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "tool_calls.md"
+Calls = list[tuple[str, dict[str, Any]]]
+KINDS = ("string", "integer", "number", "boolean", "object", "array")
+PARAMETERS = {kind[0]: {"type": kind} for kind in KINDS} | {"i": {"type": ["integer", "null"]}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"properties": given}}}
+    for name, given in (("put", PARAMETERS), ("now", {}))
+]
+SEP = "<｜tool▁sep｜>"  # noqa: RUF001
+ALL, ONE = "<｜tool▁calls▁{}｜>", "<｜tool▁call▁{}｜>"  # noqa: RUF001
+
+
+class Row(NamedTuple):
+    dialect: str
+    behaviour: str
+    text: str
+    calls: Calls
+    content: str = ""
+    reasoning: str = ""
+    thinks: bool = False
+    """The prompt ends inside of reasoning."""
+
+
+class Way(NamedTuple):
+    """How a dialect writes calls."""
+
+    begin: str
+    write: Callable[[str, dict[str, Any]], str]
+    between: str = ""
+    end: str = ""
+    each: bool = False
+    """The marks are around each call."""
+    bare: bool = False
+    """Calls begin the answer, without a mark."""
+
+    def __call__(self, calls: Calls) -> str:
+        written = [self.write(*call) for call in calls]
+        if self.each:
+            return self.between.join(self.begin + one + self.end for one in written)
+        return self.begin + self.between.join(written) + self.end
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def json_call(name: str, given: dict) -> str:
+    return dumps({"name": name, "arguments": given})
+
+
+def python_call(name: str, given: dict) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+
+
+def texts(given: dict) -> Iterator[tuple[str, str]]:
+    return ((k, v if isinstance(v, str) else dumps(v)) for k, v in given.items())
+
+
+def coder_call(name: str, given: dict) -> str:
+    tags = (f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts(given))
+    return f"\n<function={name}>\n{''.join(tags)}</function>\n"
+
+
+def glm_call(name: str, given: dict) -> str:
+    tags = (f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in texts(given))
+    return f"{name}\n{''.join(tags)}"
+
+
+def invoke(name: str, given: dict) -> str:
+    tags = (f'<parameter name="{key}">{text}</parameter>\n' for key, text in texts(given))
+    return f'<invoke name="{name}">\n{"".join(tags)}</invoke>\n'
+
+
+def gemma_call(quote: str) -> Callable[[str, dict], str]:
+    def written(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{k}:{written(v)}" for k, v in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ",".join(map(written, value)) + "]"
+        return f"{quote}{value}{quote}" if isinstance(value, str) else dumps(value)
+
+    return lambda name, given: f"call:{name}{written(given)}"
+
+
+def kimi_call(name: str, given: dict) -> str:
+    head = f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>"
+    return f"{head}{dumps(given)}<|tool_call_end|>"
+
+
+def v3_call(name: str, given: dict) -> str:
+    begin, end = ONE.format("begin"), ONE.format("end")
+    return f"{begin}function{SEP}{name}\n```json\n{dumps(given)}\n```{end}"
+
+
+def v31_call(name: str, given: dict) -> str:
+    return f"{ONE.format('begin')}{name}{SEP}{dumps(given)}{ONE.format('end')}"
+
+
+DSML = "｜DSML｜"  # noqa: RUF001
+
+
+def dsml_call(name: str, given: dict) -> str:
+    tags = "".join(
+        f'<{DSML}parameter name="{key}" string="{str(isinstance(given[key], str)).lower()}">'
+        f"{text}</{DSML}parameter>\n"
+        for key, text in texts(given)
+    )
+    return f'<{DSML}invoke name="{name}">\n{tags}</{DSML}invoke>\n'
+
+
+SECTION = ALL.format("begin"), ALL.format("end")
+WAYS = {
+    "deepseek_v3": Way(SECTION[0], v3_call, "\n", SECTION[1]),
+    "deepseek_v31": Way(SECTION[0], v31_call, "", SECTION[1]),
+    "deepseek_v32": Way(f"<{DSML}function_calls>\n", dsml_call, "", f"</{DSML}function_calls>"),
+    "ernie45": Way("<tool_call>\n", json_call, "\n", "\n</tool_call>\n", each=True),
+    "functiongemma": Way(
+        "<start_function_call>", gemma_call("<escape>"), "", "<end_function_call>", each=True
+    ),
+    "gemma4": Way("<|tool_call>", gemma_call('<|"|>'), "", "<tool_call|>", each=True),
+    "glm45": Way("<tool_call>", glm_call, "\n", "</tool_call>", each=True),
+    "granite": Way("<|tool_call|>[", json_call, ", ", "]"),
+    "hermes": Way("<tool_call>\n", json_call, "\n", "\n</tool_call>", each=True),
+    "hunyuan_a13b": Way("<tool_calls>[", json_call, ", ", "]</tool_calls>"),
+    "jamba": Way("<tool_calls>[", json_call, ", ", "]</tool_calls>"),
+    "kimi_k2": Way("<|tool_calls_section_begin|>", kimi_call, "", "<|tool_calls_section_end|>"),
+    "lfm2": Way("<|tool_call_start|>[", python_call, ", ", "]<|tool_call_end|>"),
+    "llama3_json": Way("", json_call, "; ", bare=True),
+    "llama4_json": Way("", json_call, "", bare=True),
+    "llama4_pythonic": Way("[", python_call, ", ", "]", bare=True),
+    "minimax_m1": Way("<tool_calls>\n", json_call, "\n", "\n</tool_calls>"),
+    "minimax_m2": Way("<minimax:tool_call>\n", invoke, "", "</minimax:tool_call>"),
+    "mistral": Way("[TOOL_CALLS] [", json_call, ", ", "]"),
+    "mistral_names": Way("[TOOL_CALLS]", lambda n, g: f"{n}[ARGS]{dumps(g)}", each=True),
+    "nemotron_json": Way("<TOOLCALL>[", json_call, ", ", "]</TOOLCALL>"),
+    "olmo3": Way("<function_calls>", python_call, "\n", "</function_calls>"),
+    "phi4_mini": Way("functools[", json_call, ", ", "]"),
+    "pythonic": Way("[", python_call, ", ", "]", bare=True),
+    "qwen3_coder": Way("<tool_call>", coder_call, "\n", "</tool_call>", each=True),
+    "seed_oss": Way("<seed:tool_call>", coder_call, "\n", "</seed:tool_call>", each=True),
+    "xlam": Way("[", json_call, ", ", "]", bare=True),
+}
+TAGGED = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32")
+VALUES = {
+    "a text": {"s": "Łódź"},
+    "a text of several lines": {"s": "a\n  b\n\nc"},
+    "a text with quotes": {"s": 'it\'s "so"'},
+    "a text with brackets": {"s": "f(x[0]) }{ ]["},
+    "a text with a backslash": {"s": "a\\b \\n c"},
+    "a text like a number": {"s": "12"},
+    "a text with angle brackets": {"s": "if a < b: a > c"},
+    "numbers": {"i": -3, "n": 1.5},
+    "null": {"i": None},
+    "a boolean": {"b": True},
+    "an object": {"o": {"a": {"b": [1, "x"]}}},
+    "an empty object and list": {"o": {}, "a": []},
+    "several parameters": {"s": "x", "i": 1, "b": False, "a": [1, 2]},
+}
+PUT, NOW, NONE = ("put", {"s": "x"}), ("now", {}), ("nope", {"s": "x"})
+
+
+def common_rows() -> Iterator[Row]:
+    """The same behaviours of each dialect."""
+    for name, way in WAYS.items():
+        for behaviour, given in VALUES.items():
+            yield Row(name, behaviour, way([("put", given)]), [("put", given)])
+        yield Row(name, "no arguments", way([NOW]), [NOW])
+        yield Row(name, "two calls", way([PUT, NOW]), [PUT, NOW])
+        yield Row(name, "one function twice", way([PUT, PUT]), [PUT, PUT])
+        whole = way([NONE])
+        yield Row(name, "an unknown function", whole, [], whole)
+        for behaviour, calls in (
+            ("an unknown function after a right call", [NOW, NONE]),
+            ("an unknown function before a right call", [NONE, NOW]),
+        ):
+            if name in ("llama3_json", "llama4_json") and calls[0] == NONE:
+                continue  # the answer begins with no call, so it is content
+            written = way([NONE]) if way.each else way.write(*NONE)
+            yield Row(name, behaviour, way(calls), [NOW], written)
+        if not way.bare:
+            yield Row(name, "text before", f"Well.\n{way([PUT])}", [PUT], "Well.")
+            cut = way([PUT])[: len(way.begin) + 8]
+            yield Row(name, "cut in the arguments", cut, [], cut)
+            alone = f"The mark is {way.begin.strip()} so far."
+            yield Row(name, "the mark in a text", alone, [], alone)
+            yield Row(
+                name, "in a thought without an end", f"Hm.\n{way([PUT])}", [PUT], "", "Hm.", True
+            )
+            thought = f"Not {way([PUT])} yet."
+            text = f"{thought}</think>Done."
+            yield Row(name, "in a thought that goes on", text, [], "Done.", thought, True)
+            text = f"Hm.</think>{way([PUT])}"
+            yield Row(name, "after a thought", text, [PUT], "", "Hm.", True)
+        if way.end.strip() and way.end != "]" and not way.bare:
+            text = way([PUT]).removesuffix(way.end.lstrip("]\n"))
+            yield Row(name, "the end mark is missing", text, [PUT])
+            quoted = {"s": f"a {way.end.strip().lstrip(']')} b"}
+            yield Row(name, "its end mark in a text", way([("put", quoted)]), [("put", quoted)])
+
+
+def near_misses() -> Iterator[Row]:
+    """What models are known to write, and vLLM's and SGLang's own tests read."""
+    for behaviour, written, given in (
+        ("a text of several lines in single quotes", "s='a\nb'", {"s": "a\nb"}),
+        ("a set", "a={'a', 'b'}", {"a": ["a", "b"]}),
+        ("a tuple", "a=('a', 'b')", {"a": ["a", "b"]}),
+        ("three quotes", 's="""a\nb"""', {"s": "a\nb"}),
+        ("joined texts", "s='a' 'b'", {"s": "ab"}),
+        ("a raw text", r"s=r'\d+'", {"s": r"\d+"}),
+        ("an unknown escape", r"s='\d+'", {"s": r"\d+"}),
+        ("underscores in a number", "i=1_000", {"i": 1000}),
+        ("a zero before a number", "i=07", {"i": 7}),
+        ("a text with its own quotes", "s='sed -n '1,5p' f'", {"s": "sed -n '1,5p' f"}),
+        ("an apostrophe", "s='it's'", {"s": "it's"}),
+        ("JSON's words", "b=true, i=null", {"b": True, "i": None}),
+        ("a comma at the end", "a=[1, 2,],", {"a": [1, 2]}),
+        ("an escape of a letter", r"s='\u0141'", {"s": "Ł"}),
+    ):
+        for name in ("lfm2", "olmo3", "pythonic"):
+            around = ("", "") if name == "olmo3" else ("[", "]")
+            begin, end = {
+                "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>"),
+                "olmo3": ("<function_calls>", "</function_calls>"),
+                "pythonic": ("", ""),
+            }[name]
+            text = f"{begin}{around[0]}put({written}){around[1]}{end}"
+            if name == "pythonic" and behaviour == "an apostrophe":
+                continue  # where its list ends cannot be told from the answer's end
+            yield Row(name, behaviour, text, [("put", given)])
+    for behaviour, arguments in (
+        ("an argument without a name", "1"),
+        ("a name for a value", "s=x"),
+        ("a call for a value", "s=f()"),
+        ("an argument twice", "s='a', s='b'"),
+        ("more than a literal", "i=1+1"),
+        ("a template", "s=f'{x}'"),
+    ):
+        text = f"<|tool_call_start|>[put({arguments})]<|tool_call_end|>"
+        yield Row("lfm2", behaviour, text, [], text)
+    coder = "<function=put>\n<parameter=s>\nx\n</parameter>\n</function>\n"
+    yield Row("qwen3_coder", "no begin mark", f"Well.\n{coder}</tool_call>", [PUT], "Well.")
+    yield Row("qwen3_coder", "no marks", coder, [PUT])
+    for behaviour, tag in (
+        ("a parameter's end is missing", "</parameter>\n"),
+        ("the function's end is missing", "</function>\n"),
+    ):
+        text = f"<tool_call>\n{coder.replace(tag, '')}</tool_call>"
+        yield Row("qwen3_coder", behaviour, text, [PUT])
+        yield Row("qwen3_coder", f"{behaviour}, of two calls", text * 2, [PUT, PUT])
+    for behaviour, key, written, given in (
+        ("an empty integer that may be null", "i", "", {"i": None}),
+        ("an empty number", "n", "", {}),
+        ("an empty text", "s", "", {"s": ""}),
+        ("None for an object", "o", "None", {"o": None}),
+        ("Python's object", "o", "{'a': None}", {"o": {"a": None}}),
+        ("Python's list", "a", "['x', True]", {"a": ["x", True]}),
+        ("Python's True", "b", "True", {"b": True}),
+    ):
+        for name in TAGGED:
+            text = WAYS[name]([("put", {key: written})])
+            yield Row(name, behaviour, text, [("put", given)])
+    kimi = WAYS["kimi_k2"]([PUT])
+    for behaviour, text in (
+        ("an id without functions.", kimi.replace("functions.", "")),
+        ("an id without a number", kimi.replace(":0", "")),
+        ("an id with a name alone", kimi.replace("functions.put:0", "put")),
+        ("no section", kimi.replace("<|tool_calls_section_begin|>", "")),
+        ("lines between marks", kimi.replace("|><|", "|>\n<|")),
+    ):
+        yield Row("kimi_k2", behaviour, text, [PUT])
+    for behaviour, text in (
+        ("no [ARGS]", '[TOOL_CALLS]put{"s": "x"}'),
+        ("space around the name", '[TOOL_CALLS] put [ARGS] {"s": "x"}'),
+        ("an id", '[TOOL_CALLS]put[CALL_ID]abc123def[ARGS]{"s": "x"}'),
+        ("one object, no list", '[TOOL_CALLS]{"name": "put", "arguments": {"s": "x"}}'),
+    ):
+        text = text.replace("put [ARGS]", "put[ARGS]")
+        yield Row("mistral", behaviour, text, [PUT])
+    hermes = '{"name": "put", "arguments": {"s": "x"}}'
+    for behaviour, text, calls, content in (
+        (
+            "arguments as a text of JSON",
+            hermes.replace('{"s": "x"}', dumps('{"s": "x"}')),
+            [PUT],
+            "",
+        ),
+        ("parameters for arguments", hermes.replace("arguments", "parameters"), [PUT], ""),
+        ("an id and a type", hermes.replace("{", '{"id": "1", "type": "function", ', 1), [PUT], ""),
+        ("two calls between marks", f"{hermes}\n{hermes}", [PUT, PUT], ""),
+        ("a list", f"[{hermes}]", [PUT], ""),
+    ):
+        text = f"<tool_call>{text}</tool_call>"
+        yield Row("hermes", behaviour, text, calls, content)
+    for behaviour, inside in (
+        ("JSON that is cut", '{"name": "put", "arguments": {"s": '),
+        ("no JSON", "put(x)"),
+        ("a name twice", '{"name": "put", "arguments": {"s": "a", "s": "b"}}'),
+        ("NaN", '{"name": "put", "arguments": {"n": NaN}}'),
+        ("arguments that are no object", '{"name": "put", "arguments": [1]}'),
+        ("a name that is no text", '{"name": 1, "arguments": {}}'),
+        ("other members", '{"name": "put", "s": "x"}'),
+    ):
+        text = f"<tool_call>{inside}</tool_call>"
+        yield Row("hermes", behaviour, text, [], text)
+        yield Row(
+            "hermes", f"{behaviour}, then a right call", text + WAYS["hermes"]([PUT]), [PUT], text
+        )
+    head = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
+    yield Row("openai", "a call", f'{head.format("put")}{{"s": "x"}}<|call|>', [PUT])
+    yield Row("openai", "no arguments", f"{head.format('now')}<|call|>", [NOW])
+    yield Row(
+        "openai", "no functions.", f"{head.format('now').replace('functions.', '')}{{}}", [NOW]
+    )
+    yield Row("openai", "the end mark is missing", f'{head.format("put")}{{"s": "x"}}', [PUT])
+    text = f"{head.format('nope')}{{}}"
+    yield Row("openai", "an unknown function", text, [], text)
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" + head.format("now") + "{}"
+    yield Row("openai", "after a thought", text, [NOW], "", "Hm.")
+    repeated = f"<think>\nHm.</think>{WAYS['hermes']([PUT])}"
+    yield Row("hermes", "the thought's mark again", repeated, [PUT], "", "Hm.", True)
+
+
+ROWS = [*common_rows(), *near_misses()]
+
+
+def page() -> str:
+    """The table as a page."""
+    head = (
+        "# Calls that are read\n\nEach row is a test: a text that a model may write, whole and in "
+    )
+    head += (
+        "letters, and what it is.\n`put` and `now` are given functions. `serve --tool-call-parser`"
+    )
+    head += " names the dialects.\n\n"
+    lines = ["| dialect | written | text | calls | else |", "| --- | --- | --- | --- | --- |"]
+    for row in ROWS:
+        calls = " ".join(f"{name} {dumps(given)}" for name, given in row.calls)
+        rest = f"thought {row.reasoning}; {row.content}" if row.reasoning else row.content
+        cells = (row.dialect, row.behaviour, code(row.text), code(calls), code(rest))
+        lines.append(f"| {' | '.join(cells)} |")
+    return head + "\n".join(lines) + "\n"
+
+
+def code(text: str) -> str:
+    """In a cell of a table."""
+    text = (
+        text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("|", "&#124;")
+    )
+    text = text.replace("{", "&#123;").replace("}", "&#125;").replace("`", "&#96;")
+    return f"<code>{text}</code>".replace("\n", "⏎") if text else ""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,37 @@
+"""What is a call and what is content is the same in all dialects, whole and in letters."""
+
+import json
+
+import pytest
+from call_behaviours import PAGE, ROWS, TOOLS, page
+
+from megatron_hybrid.serving.parsers import Content, Reasoning, ToolCall, style_of
+
+
+def read(row, texts):
+    style = style_of("", row.dialect, "openai_gptoss" if row.dialect == "openai" else "qwen3")
+    parser = style.parser(TOOLS, is_thinking=row.thinks)
+    found = [part for text in texts for part in parser.add(text)] + parser.end()
+    said = {
+        kind: "".join(part.text for part in found if isinstance(part, kind)).strip()
+        for kind in (Reasoning, Content)
+    }
+    calls = [(p.name, json.loads(p.arguments)) for p in found if isinstance(p, ToolCall)]
+    return calls, said[Content], said[Reasoning]
+
+
+@pytest.mark.parametrize("dialect", sorted({row.dialect for row in ROWS}))
+def test_each_row(dialect):
+    wrong = []
+    for row in ROWS:
+        if row.dialect == dialect:
+            right = row.calls, row.content.strip(), row.reasoning.strip()
+            for texts in ([row.text], list(row.text)):
+                if (got := read(row, texts)) != right:
+                    wrong.append((row.behaviour, len(texts), row.text, got, right))
+    assert not wrong
+
+
+def test_the_page_shows_all_rows():
+    assert len(ROWS) >= 300
+    assert PAGE.read_text(encoding="utf-8") == page()
