@@ -38,6 +38,7 @@ from megatron_hybrid.megatron.request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
+    FinishedRequestRecord,
     Status,
 )
 from megatron_hybrid.megatron.sampling_params import SamplingParams
@@ -59,6 +60,7 @@ __all__ = [
     "DynamicInferenceRequestRecord",
     "EngineState",
     "EngineSuspendedError",
+    "FinishedRequestRecord",
     "GPTInferenceWrapper",
     "InferenceClient",
     "InferenceConfig",

@@ -27,6 +27,7 @@ _REQUEST = (
     "DynamicInferenceEventType",
     "DynamicInferenceRequest",
     "DynamicInferenceRequestRecord",
+    "FinishedRequestRecord",
     "Status",
 )
 

@@ -33,7 +33,7 @@ def arguments(**fields):
         max_requests=8,
         max_sequence_length=512,
         enable_prefix_caching=True,
-        prefix_caching_mamba_gb=4 * MIB,
+        prefix_caching_mamba_gb=16 * MIB,
     )
     return {
         "model": tiny_model(),
