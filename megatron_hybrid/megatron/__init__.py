@@ -20,7 +20,6 @@ from megatron_hybrid.megatron.engine import (
     CoordinatorError,
     DynamicInferenceEngine,
     EngineSuspendedError,
-    StaticInferenceEngine,
 )
 from megatron_hybrid.megatron.errors import (
     ActiveRequestCountOverflowError,
@@ -43,6 +42,7 @@ from megatron_hybrid.megatron.request import (
 )
 from megatron_hybrid.megatron.sampling_params import SamplingParams
 from megatron_hybrid.megatron.states import EngineState
+from megatron_hybrid.megatron.static import StaticInferenceContext, StaticInferenceEngine
 
 __all__ = [
     "ActiveRequestCountOverflowError",
@@ -74,6 +74,7 @@ __all__ = [
     "RequestOverflowError",
     "SamplingParams",
     "ServeConfig",
+    "StaticInferenceContext",
     "StaticInferenceEngine",
     "Status",
     "TensorStateDeallocatedError",

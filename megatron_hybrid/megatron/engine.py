@@ -738,16 +738,3 @@ class DynamicInferenceEngine:
                 "start_listening_to_data_parallel_coordinator() first"
             )
         return self._coordination
-
-
-class StaticInferenceEngine:
-    """Refused: the engine of Megatron that ends a whole batch before the next one. Its answers are
-    those of `DynamicInferenceEngine.generate`, which begins requests as others end."""
-
-    def __init__(self, *_: Any, **__: Any):
-        raise NotImplementedError(
-            "StaticInferenceEngine is not supported: build DynamicInferenceContext(model.config, "
-            "InferenceConfig()), a GPTInferenceWrapper and a TextGenerationController with it, and "
-            "call DynamicInferenceEngine(controller, context).generate(prompts, sampling_params), "
-            "or MegatronLLM(model=model, tokenizer=tokenizer, use_coordinator=False).generate(...)"
-        )

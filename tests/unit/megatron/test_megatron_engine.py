@@ -34,7 +34,6 @@ from megatron_hybrid.megatron import (
     KVCacheManagementMode,
     MaxSequenceLengthOverflowError,
     SamplingParams,
-    StaticInferenceEngine,
     Status,
     TextGenerationController,
 )
@@ -685,11 +684,6 @@ def test_the_coordinators_calls_are_refused_by_the_version_that_lacks_it():
     with pytest.raises(RuntimeError, match=r"wait_until\(\) is of an engine that has joined"):
         asyncio.run(engine.wait_until(EngineState.RUNNING))
     assert not engine.use_coordinator
-
-
-def test_the_static_engine_is_refused_with_what_to_call():
-    with pytest.raises(NotImplementedError, match=r"\(controller, context\)\.generate\(prompts"):
-        StaticInferenceEngine(door_engine().controller, max_batch_size=4)
 
 
 def test_parts_of_other_packages_are_refused():
