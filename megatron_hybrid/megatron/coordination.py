@@ -70,6 +70,11 @@ class _NotStarted:
     why: str
 
 
+def _is_new(core: SimpleNamespace) -> bool:
+    """Whether core is 0.20, whose answers come in parts and have the uid of their request."""
+    return hasattr(core.Headers, "ENGINE_REPLY_PARTIAL")
+
+
 def _coordinator_class(core: SimpleNamespace) -> type:
     """core's coordinator, which notices that an engine has ended when it next sends something to
     it, and forgets what the engine had to answer. This one looks every second, gives the engine's
@@ -135,7 +140,7 @@ def _coordinator_class(core: SimpleNamespace) -> type:
         def _fail(self, client: bytes, number: int) -> None:
             """Answer a request, by the client's number of it."""
             record = DynamicInferenceRequestRecord.of_error(number, RankFailedError(self._why))
-            reply = [headers.ENGINE_REPLY.value, number, _plain(record)]
+            reply = [headers.ENGINE_REPLY.value, number, _plain(record, _is_new(core))]
             self.router_socket.send_multipart([client, pack(reply, use_bin_type=True)])
 
     return Coordinator
@@ -190,7 +195,7 @@ class Coordination:
         self._barrier: Any = None
         self._replicas: list[Member] = []
         self._streamed: dict[int, int] = {}  # request -> number of tokens that were sent
-        self._has_parts = hasattr(self._core.Headers, "ENGINE_REPLY_PARTIAL")  # since core 0.20
+        self._is_new = _is_new(self._core)
         self._is_over = False
         self.task: asyncio.Task[None] | None = None
 
@@ -449,7 +454,7 @@ class Coordination:
             return
         if request_id not in self._engine.requests:  # it has failed
             self._reply(self._engine.take_finished())
-        elif streams and not given.return_log_probs and self._has_parts:
+        elif streams and not given.return_log_probs and self._is_new:
             self._streamed[request_id] = 0  # log-probabilities come with the end
 
     def _send_parts(self) -> None:
@@ -482,7 +487,7 @@ class Coordination:
                     known = FinishedRequestRecord.from_request(request)
                     self._engine.local_metadata_ledger[request.uid] = known
         if records:
-            self._send("ENGINE_REPLY", [_plain(each) for each in records])
+            self._send("ENGINE_REPLY", [_plain(each, self._is_new) for each in records])
 
     def _send(self, header: str, *fields: Any) -> None:
         message = [getattr(self._core.Headers, header).value, *fields]
@@ -507,10 +512,11 @@ class Coordination:
         self._reached[EngineState.STOPPED].set()
 
 
-def _plain(record: DynamicInferenceRequestRecord) -> dict[str, Any]:
-    """A record as core's client reads it."""
+def _plain(record: DynamicInferenceRequestRecord, has_uid: bool) -> dict[str, Any]:
+    """A record as core's client reads it. has_uid: whether requests of this core have one."""
     data = record.merge().serialize()
-    del data["uid"]  # of ours alone
+    if not has_uid:
+        del data["uid"]
     data["inference_parameters"] = None  # an older name of `sampling_params`
     data["block_size_tokens"] = None  # by which core would hash the prompt again
     for event in data["events"]:
