@@ -33,6 +33,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_hybrid", "megatron_hybrid.*"]),
+    # Said, an editable install is a path, which type checkers follow; else it is a hook.
+    package_dir={"": "."},
     package_data={
         "megatron_hybrid": [
             "py.typed",

@@ -9,6 +9,8 @@ from typing import Annotated, Literal, get_args
 import torch
 
 from megatron_hybrid.cache.matching import PrefixCachingMode
+from megatron_hybrid.inference.sampling_params import Seed
+from megatron_hybrid.utils.other_names import names_fields
 from megatron_hybrid.utils.validation import Range, check_fields
 
 StateEncoding = Literal["exact", "bf16", "int8"]
@@ -19,12 +21,14 @@ LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 Positive = Annotated[int, Range(ge=1, le=2**63 - 1)]
 
 
+@names_fields
 @dataclass
 class InferenceConfig:
     """Settings of an engine: sizes, and the prefix-caching mode.
 
     Raises:
-        ValueError, TypeError: a field has an illegal value; the message names it and the limit.
+        ValueError: a field has an illegal value; the message names it and the limit.
+        TypeError: there is no such field; the message gives the right one.
     """
 
     prefix_caching: PrefixCachingMode = "restore"
@@ -104,7 +108,7 @@ class InferenceConfig:
     request's sampling parameters; -inf for tokens that cannot be drawn. To prompt tokens, which
     were not drawn, only temperature and truncation apply."""
 
-    random_seed: Annotated[int, Range(ge=-(2**63), le=2**64 - 1)] = 0
+    random_seed: Seed = 0
     """Source of the seeds of requests that have no seed."""
 
     verify_ranks: bool = False

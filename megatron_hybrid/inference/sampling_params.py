@@ -1,15 +1,14 @@
 """Plain data of sampling: SamplingParams of a request, Draw and its result, Sampled."""
 
-import functools
 import logging
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import numpy as np
 
-from megatron_hybrid.utils.validation import check_text, is_int, is_number
+from megatron_hybrid.utils.other_names import names_fields
+from megatron_hybrid.utils.validation import Range, check_fields, check_text
 
 logger = logging.getLogger(__name__)
 
@@ -28,50 +27,12 @@ _IN_GENERATION_CONFIG = {
 """Names in generation_config.json, and ours."""
 _NEUTRAL = {"num_beams": 1}
 """Unsupported fields of generation_config.json, with the value that has no effect."""
-_ELSEWHERE = {
-    **dict.fromkeys(
-        ("max_tokens", "max_new_tokens", "max_completion_tokens", "max_length"),
-        "use num_tokens_to_generate",
-    ),
-    **dict.fromkeys(("stop", "stop_strings"), "use stop_words"),
-    "min_new_tokens": "use min_tokens",
-    "eos_token_id": "use termination_id, or stop_token_ids for several",
-    "ignore_eos": "use ignore_termination",
-    "include_stop_str_in_output": "use detokenize_stop_sequence",
-    "logprobs": "use return_log_probs, and top_n_logprobs for the most likely tokens",
-    "prompt_logprobs": "use return_log_probs, which includes those of the prompt",
-    "bad_words": "use bad_words_ids, the tokens of each word",
-    "thinking_token_budget": "use thinking_budget",
-    "do_sample": "use top_k=1 for greedy decoding",
-    "random_seed": "use seed",
-    "n": "it is a field of RequestOptions",
-    "cache_salt": "use salt of RequestOptions",
-}
-"""Names in other libraries, and the remedy here."""
-_FLOATS = (
-    *("temperature", "top_p", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
+Seed = Annotated[int, Range(ge=-(1 << 63), le=(1 << 64) - 1)]
+Share = Annotated[float, Range(ge=0, le=1)]
+Penalty = Annotated[float, Range(ge=-2, le=2)]
+Bias = Annotated[float, Range(ge=-100, le=100)]
 _LEAST, _MOST = 1e-30, 1e30
 """Limits of what logits are divided by: in float32 the quotients of usual logits stay finite."""
-_INTS = (
-    *("top_k", "num_tokens_to_generate", "min_tokens", "seed", "top_n_logprobs"),
-    *("termination_id", "num_speculative_tokens"),
-)
-
-
-def _names_fields(init):
-    """Make an `__init__` whose error for an unknown name gives the right one."""
-
-    @functools.wraps(init)
-    def checked(self, *args, **kwargs):
-        known = [field.name for field in fields(self)]
-        for name in kwargs.keys() - set(known):
-            remedy = _ELSEWHERE.get(name, f"its fields are {', '.join(known)}")
-            raise TypeError(f"SamplingParams has no field {name!r}: {remedy}")
-        init(self, *args, **kwargs)
-
-    return checked
 
 
 @dataclass(frozen=True)
@@ -88,10 +49,10 @@ class ThinkingBudget:
     """Whether the prompt ends inside of reasoning."""
 
     def __post_init__(self) -> None:
-        if not is_int(self.max_tokens) or self.max_tokens < 0:
-            raise ValueError(f"max_tokens of a ThinkingBudget must be >= 0: {self.max_tokens!r}")
+        check_fields(self, "ThinkingBudget: ")
 
 
+@names_fields
 @dataclass
 class SamplingParams:
     """Sampling parameters of one request. Field names follow megatron-core's `SamplingParams`.
@@ -112,36 +73,36 @@ class SamplingParams:
         TypeError: there is no such field; the message gives the right one.
     """
 
-    temperature: float | None = None
-    """The logits are divided by this temperature, in [1e-30, 1e30]; 0 is greedy."""
+    temperature: Annotated[float, Range(ge=0, le=_MOST)] | None = None
+    """The logits are divided by this temperature; 0, and what is below 1e-30, is greedy."""
 
     top_k: int | None = None
     """Keep the k most likely tokens; 0 keeps all, 1 is greedy."""
 
-    top_p: float | None = None
+    top_p: Share | None = None
     """Keep the smallest set of tokens whose probability reaches top_p; 0 keeps all."""
 
-    min_p: float | None = None
+    min_p: Share | None = None
     """Keep tokens at least min_p times as likely as the most likely one; 0 keeps all."""
 
-    repetition_penalty: float | None = None
+    repetition_penalty: Annotated[float, Range(ge=_LEAST, le=_MOST)] | None = None
     """Of tokens in the prompt or the answer, positive logits are divided by this penalty, and
-    negative ones multiplied; in [1e-30, 1e30], and 1 changes nothing. What float32 cannot hold
+    negative ones multiplied; 1 changes nothing. What float32 cannot hold
     becomes its largest number. Keskar et al. (2019), "CTRL"."""
 
-    presence_penalty: float = 0.0
+    presence_penalty: Penalty = 0.0
     """Subtracted from the logits of tokens in the answer, as OpenAI defines it; in [-2, 2]."""
 
-    frequency_penalty: float = 0.0
+    frequency_penalty: Penalty = 0.0
     """Subtracted from a token's logit as often as the answer has the token; in [-2, 2]."""
 
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, Bias] | None = None
     """Token ids, each with a number in [-100, 100] that is added to the token's logit."""
 
-    allowed_token_ids: Sequence[int] | None = None
+    allowed_token_ids: Annotated[Sequence[int], Range(ge=1)] | None = None
     """Only these tokens are drawn, so they have to include stop tokens; None: all tokens."""
 
-    bad_words_ids: Sequence[Sequence[int]] = ()
+    bad_words_ids: Sequence[Annotated[Sequence[int], Range(ge=1)]] = ()
     """Runs of tokens that the answer must not have: the last token of a run is not drawn after its
     other tokens, as in `transformers`."""
 
@@ -155,16 +116,16 @@ class SamplingParams:
     min_tokens: int | None = None
     """No stop token ends an answer with fewer tokens than this; a stop word still does."""
 
-    seed: int | None = None
+    seed: Seed | None = None
     """Seed of this request's draws. None: derived from the engine's seed and the request's id."""
 
-    termination_id: int | None = None
+    termination_id: Annotated[int, Range(ge=-1)] | None = None
     """Token that ends the generation; None: the tokenizer's end tokens, -1: none."""
 
     stop_token_ids: Sequence[int] = ()
     """Further tokens that end the generation."""
 
-    stop_words: Sequence[str] | None = None
+    stop_words: Sequence[Annotated[str, Range(ge=1)]] | None = None
     """Strings that end the generation once the generated text contains one of them."""
 
     detokenize_stop_sequence: bool = False
@@ -197,143 +158,32 @@ class SamplingParams:
     drafts, None: as many as the engine's. Answers are the same (docs/guides/speculation.md)."""
 
     def __post_init__(self) -> None:
-        def check(ok: bool, message: str) -> None:
-            if not ok:
-                raise ValueError(f"SamplingParams: {message}")
-
-        for name in _FLOATS:
-            value = getattr(self, name)
-            if is_number(value):
-                try:
-                    setattr(self, name, float(value))
-                except OverflowError:  # an int
-                    setattr(self, name, math.inf)
-        for name in _INTS:
-            value = getattr(self, name)
-            if is_int(value):
-                setattr(self, name, int(value))
-        heat, penalty = self.temperature, self.repetition_penalty
-        check(
-            heat is None or (isinstance(heat, float) and (heat == 0 or _LEAST <= heat <= _MOST)),
-            f"temperature must be 0 (greedy) or lie in [{_LEAST}, {_MOST}], beyond which float32 "
-            f"overflows, got {heat!r}",
-        )
-        check(
-            self.top_k is None or (is_int(self.top_k) and self.top_k >= 0),
-            f"top_k must be an int >= 0 (0 keeps all tokens), got {self.top_k!r}",
-        )
-        check(
-            self.top_p is None or (isinstance(self.top_p, float) and 0 <= self.top_p <= 1),
-            f"top_p must lie in [0, 1] (0 keeps all tokens), got {self.top_p!r}",
-        )
-        check(
-            self.min_p is None or (isinstance(self.min_p, float) and 0 <= self.min_p <= 1),
-            f"min_p must lie in [0, 1] (0 keeps all tokens), got {self.min_p!r}",
-        )
-        check(
-            penalty is None or (isinstance(penalty, float) and _LEAST <= penalty <= _MOST),
-            f"repetition_penalty must lie in [{_LEAST}, {_MOST}], beyond which float32 overflows "
-            f"(1 is none), got {penalty!r}",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            check(
-                isinstance(value, float) and -2 <= value <= 2,
-                f"{name} must lie in [-2, 2] (0 is none), got {value!r}",
-            )
-        self._check_logit_bias(check)
-        runs = self.bad_words_ids
-        check(
-            isinstance(runs, Iterable)
-            and not isinstance(runs, (str, bytes))
-            and all(isinstance(run, Sequence) and run and all(map(is_int, run)) for run in runs),
-            f"bad_words_ids must be sequences of one int or more, got {runs!r}",
-        )
-        self.bad_words_ids = tuple(tuple(map(int, run)) for run in runs)
-        if self.allowed_token_ids is not None:
-            allowed = self.allowed_token_ids
-            check(
-                isinstance(allowed, Iterable) and not isinstance(allowed, (str, bytes)),
-                f"allowed_token_ids must be a sequence of ints, or None, got {allowed!r}",
-            )
-            allowed = self.allowed_token_ids = tuple(allowed)
-            check(
-                len(allowed) > 0 and all(is_int(token) for token in allowed),
-                f"allowed_token_ids must be one int or more, or None for all, got {allowed!r}",
-            )
-        check(
-            self.num_tokens_to_generate is None
-            or (is_int(self.num_tokens_to_generate) and self.num_tokens_to_generate >= 0),
-            f"num_tokens_to_generate must be an int >= 0, got {self.num_tokens_to_generate!r}",
-        )
-        check(
-            self.min_tokens is None or (is_int(self.min_tokens) and self.min_tokens >= 0),
-            f"min_tokens must be an int >= 0, got {self.min_tokens!r}",
-        )
-        limit = self.num_tokens_to_generate
-        check(
-            None in (limit, self.min_tokens) or self.min_tokens <= limit,
-            f"min_tokens={self.min_tokens} exceeds num_tokens_to_generate={limit}: raise the "
-            "latter, or lower the former",
-        )
-        check(
-            self.seed is None or (is_int(self.seed) and -(1 << 63) <= self.seed < 1 << 64),
-            f"seed must be an int in [-2**63, 2**64), or None, got {self.seed!r}",
-        )
-        check(
-            is_int(self.top_n_logprobs) and self.top_n_logprobs >= 0,
-            f"top_n_logprobs must be an int >= 0, got {self.top_n_logprobs!r}",
-        )
-        drafts = self.num_speculative_tokens
-        check(
-            drafts is None or (is_int(drafts) and drafts >= 0),
-            f"num_speculative_tokens must be an int >= 0, or None, got {drafts!r}",
-        )
-        for field in fields(self):
-            value = getattr(self, field.name)
-            check(
-                field.type is not bool or isinstance(value, bool),
-                f"{field.name} must be True or False, got {value!r}",
-            )
-        check(
-            self.top_n_logprobs == 0 or self.return_log_probs,
-            "top_n_logprobs needs return_log_probs=True",
-        )
         if isinstance(self.stop_words, str):
             self.stop_words = (self.stop_words,)
-        for name in ("stop_words", "stop_token_ids"):
-            value = () if getattr(self, name) is None else getattr(self, name)
-            check(isinstance(value, Iterable), f"{name} must be a sequence, got {value!r}")
-            setattr(self, name, tuple(value))
-        check(
-            all(isinstance(word, str) and word for word in self.stop_words),
-            f"stop_words must be non-empty strings, got {self.stop_words!r}",
-        )
-        for word in self.stop_words:
-            check_text("SamplingParams: a stop word", word)
-        check(
-            all(is_int(token) for token in self.stop_token_ids),
-            f"stop_token_ids must be ints, got {self.stop_token_ids!r}",
-        )
+        self.stop_words = () if self.stop_words is None else self.stop_words
+        self.stop_token_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        self.logit_bias = {} if self.logit_bias is None else self.logit_bias
+        for name in ("stop_words", "stop_token_ids", "allowed_token_ids", "bad_words_ids"):
+            value = getattr(self, name)
+            if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
+                setattr(self, name, tuple(value))
+        prefix = "SamplingParams: "
+        check_fields(self, prefix)
+        if self.temperature is not None and self.temperature < _LEAST:
+            self.temperature = 0.0
+        self.logit_bias = {int(token): float(bias) for token, bias in self.logit_bias.items()}
         self.stop_token_ids = tuple(map(int, self.stop_token_ids))
-        check(
-            self.termination_id is None or is_int(self.termination_id),
-            f"termination_id must be an int or None, got {self.termination_id!r}",
-        )
-
-    def _check_logit_bias(self, check: Callable[[bool, str], None]) -> None:
-        biases = {} if self.logit_bias is None else self.logit_bias
-        check(
-            isinstance(biases, Mapping),
-            f"logit_bias must be a mapping of token ids to numbers, got {biases!r}",
-        )
-        for token, bias in biases.items():
-            check(is_int(token), f"logit_bias must have ints as token ids, got {token!r}")
-            check(
-                is_number(bias) and -100 <= bias <= 100,
-                f"logit_bias must lie in [-100, 100], got {bias!r} for token {token}",
+        self.bad_words_ids = tuple(tuple(map(int, run)) for run in self.bad_words_ids)
+        limit = self.num_tokens_to_generate
+        if None not in (limit, self.min_tokens) and self.min_tokens > limit:
+            raise ValueError(
+                f"{prefix}min_tokens={self.min_tokens} exceeds num_tokens_to_generate={limit}: "
+                "raise the latter, or lower the former"
             )
-        self.logit_bias = {int(token): float(bias) for token, bias in biases.items()}
+        if self.top_n_logprobs and not self.return_log_probs:
+            raise ValueError(f"{prefix}top_n_logprobs needs return_log_probs=True")
+        for word in self.stop_words:
+            check_text(f"{prefix}a stop word", word)
 
     def resolved(self, model: "SamplingParams | None" = None) -> "SamplingParams":
         """Return a checked copy without None in the fields that have defaults.
@@ -373,9 +223,6 @@ class SamplingParams:
         return self.return_log_probs and not self.skip_prompt_log_probs
 
 
-SamplingParams.__init__ = _names_fields(SamplingParams.__init__)
-
-
 def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
     """Read the sampling defaults from a model's generation_config.json; missing ones are None.
     Unsupported fields are logged.
@@ -390,7 +237,7 @@ def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
             SamplingParams(**{field: value})
         except ValueError as error:
             raise ValueError(
-                f"{file} of the model has {name}={value!r}: {error}. Correct the file"
+                f"{file} of the model has {name}={value!r}: {error} Correct the file."
             ) from None
         found[field] = value
     do_sample = generation_config.get("do_sample")

@@ -1,7 +1,7 @@
 """Checks of a user's values: numbers, texts, functions, and fields by their annotations."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from inspect import Parameter, signature
@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 LARGEST_INT = (1 << 32) - 1
 """Of a field: no size, count or seed needs more."""
 LARGEST_FLOAT = 1e18
-"""Of a field: float32 holds its square."""
+"""Of a field without an upper limit: float32 holds its square."""
+_MOST_SHOWN = 200
+"""Characters of a value in an error."""
 
 
 def is_int(value: Any) -> bool:
@@ -27,14 +29,16 @@ def is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Range:
-    """Limits of a number, in the annotation of its field: `Annotated[int, Range(ge=1)]`."""
+    """Limits of a number, in the annotation of its field: `Annotated[int, Range(ge=1)]`. Those of
+    a text or a list are limits of its length."""
 
     ge: float | None = None
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
 
-    def __contains__(self, number: Any) -> bool:
+    def __contains__(self, value: Any) -> bool:
+        number = len(value) if isinstance(value, Sequence) else value
         return (
             (self.ge is None or number >= self.ge)
             and (self.gt is None or number > self.gt)
@@ -55,19 +59,23 @@ WHOLE = Range(ge=0, le=LARGEST_INT)
 """Limits of whole numbers whose annotation has none."""
 
 
-def check_fields(instance: Any) -> None:
-    """Check the fields of a dataclass against their annotations; see `check_field`. Whole numbers
-    of numpy become Python's.
+def check_fields(instance: Any, prefix: str = "") -> None:
+    """Check the fields of a dataclass against their annotations; see `check_field`. Numbers become
+    Python's, and whole ones in fields of floats become floats.
+
+    prefix: of a field's name, for the error.
 
     Raises:
         ValueError: a field has another value.
     """
     hints = type_hints(type(instance))
     for each in fields(instance):
-        value = getattr(instance, each.name)
-        check_field(each.name, value, hints[each.name])
-        if is_int(value):
-            object.__setattr__(instance, each.name, int(value))
+        value, hint = getattr(instance, each.name), hints[each.name]
+        check_field(prefix + each.name, value, hint)
+        if is_number(value):
+            is_whole = is_int(value) and int in map(_without_limits, kinds_of(hint))
+            number = int(value) if is_whole else float(value)
+            object.__setattr__(instance, each.name, number)
 
 
 @cache
@@ -92,19 +100,30 @@ def check_field(name: str, value: Any, hint: Any) -> None:
     kinds = kinds_of(hint)
     if any(_fits(value, kind) for kind in kinds):
         return
+    for kind in map(_without_limits, kinds):
+        for key, part in _parts_of(value, kind):
+            *of_keys, of_parts = _part_hints(kind)
+            for of_key in of_keys:
+                check_field(f"{name}: a key", key, of_key)
+            check_field(f"{name}[{key!r}]", part, of_parts)
     choices = [choice for kind in kinds for choice in get_args(kind) if get_origin(kind) is Literal]
     if choices and set(kinds) <= {Literal[tuple(choices)], type(None)}:
         *others, last = map(repr, choices)
         listed = f"{', '.join(others)} or {last}" if others else last
-        raise ValueError(f"{name} is {value!r}; use {listed}.")
+        raise ValueError(f"{name} is {_shown(value)}; use {listed}.")
     if is_int(value) and int in kinds:
         wanted = f"a whole number {WHOLE}"
-    elif is_number(value) and not _is_finite(value) and any(map(_is_float, kinds)):
+    elif is_number(value) and not _is_finite(value) and any(map(_is_open_float, kinds)):
         wanted = f"a finite number, of {LARGEST_FLOAT:g} at most"
     else:
         named = dict.fromkeys(_describe(kind) for kind in kinds if kind is not type(None))
         wanted = " or ".join(named) or "left out"
-    raise ValueError(f"{name} is {value!r}; it must be {wanted}.")
+    raise ValueError(f"{name} is {_shown(value)}; it must be {wanted}.")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def kinds_of(hint: Any) -> list[Any]:
@@ -123,6 +142,8 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin is Annotated:
         kind, limits = arguments[0], _limits_of(*arguments)
         is_of_kind = is_int(value) if kind is int else _fits(value, kind)
+        if kind is float and limits.le is not None:
+            is_of_kind = is_number(value) and value > -math.inf
         return is_of_kind and value in limits
     if origin is int:
         return is_int(value) and value in WHOLE
@@ -130,24 +151,47 @@ def _fits(value: Any, kind: Any) -> bool:
         return is_number(value) and _is_finite(value)
     if not isinstance(origin, type):
         return True  # nothing to check it by
+    if not _is_instance(value, origin):
+        return False
+    return all(
+        any(_fits(part, each) for each in kinds_of(hint))
+        for parts in _parts_of(value, kind)
+        for part, hint in zip(reversed(parts), reversed(_part_hints(kind)))
+    )
+
+
+def _without_limits(kind: Any) -> Any:
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _is_instance(value: Any, origin: type) -> bool:
     if isinstance(value, str) and origin is not str and issubclass(origin, Sequence):
         return False
-    if origin is tuple:
-        origin, arguments = Sequence, ()  # YAML has lists alone
-    if not isinstance(value, origin):
-        return False
-    if not arguments or not issubclass(origin, Sequence | Mapping):
-        return True
-    parts = value.values() if isinstance(value, Mapping) else value
-    return all(any(_fits(part, kind) for kind in kinds_of(arguments[-1])) for part in parts)
+    return isinstance(value, Sequence if origin is tuple else origin)  # YAML has lists alone
 
 
-def _is_float(kind: Any) -> bool:
-    return float in (kind, *get_args(kind)[:1])
+def _parts_of(value: Any, kind: Any) -> Iterable[tuple[Any, Any]]:
+    """Places and parts of a sequence or a mapping, where its annotation says what they are."""
+    origin = get_origin(kind)
+    if not isinstance(origin, type) or not _is_instance(value, origin):
+        return ()
+    if issubclass(origin, Mapping):
+        return value.items()
+    return enumerate(value) if issubclass(origin, Sequence) else ()
+
+
+def _part_hints(kind: Any) -> list[Any]:
+    """Annotations of the keys, if it is a mapping, and of the parts."""
+    return [each for each in get_args(kind) if each is not Ellipsis]
+
+
+def _is_open_float(kind: Any) -> bool:
+    base, *limits = get_args(kind) or (kind,)
+    return base is float and all(limit.le is None for limit in limits)
 
 
 def _is_finite(value: Any) -> bool:
-    return math.isfinite(value) and abs(value) <= LARGEST_FLOAT
+    return -LARGEST_FLOAT <= value <= LARGEST_FLOAT
 
 
 def _limits_of(kind: type, limits: Range) -> Range:
@@ -160,7 +204,8 @@ def _describe(kind: Any) -> str:
     if origin in _NAMES:
         return _NAMES[origin][0]
     if origin is Annotated:
-        return f"{_NAMES[parts[0]][0]} {_limits_of(*parts)}"
+        of_length = "" if parts[0] in (int, float) else "with a length "
+        return f"{_describe(parts[0])} {of_length}{_limits_of(*parts)}"
     if origin is Literal:
         return "one of " + ", ".join(map(repr, parts))
     if isinstance(origin, type) and issubclass(origin, Sequence):

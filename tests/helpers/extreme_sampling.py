@@ -28,8 +28,8 @@ from megatron_hybrid.serving.app import create_app
 
 LARGEST = float(np.finfo(np.float32).max)
 EXTREMES = {
-    "temperature": [0.0, -0.0, 1e-30, 1e-20, 1e-3, 0.7, 1.0, 3.0, 1e20, 1e30],
-    "top_k": [0, 1, 2, 20, 96, 97, 10**6, 10**30],
+    "temperature": [0.0, -0.0, 5e-324, 1e-31, 1e-30, 1e-20, 1e-3, 0.7, 1.0, 3.0, 1e20, 1e30],
+    "top_k": [0, 1, 2, 20, 96, 97, 10**6, 2**32 - 1],
     "top_p": [0.0, -0.0, 5e-324, 1e-40, 1e-9, 0.3, 0.9, 1 - 2**-53, 1.0],
     "min_p": [0.0, -0.0, 5e-324, 1e-40, 1e-9, 0.3, 1.0],
     "repetition_penalty": [1e-30, 1e-20, 0.5, 1.0, 1.0 + 1e-9, 1.3, 1e20, 1e30],
@@ -39,7 +39,7 @@ EXTREMES = {
 }
 """Legal values."""
 ILLEGAL = {
-    "temperature": [1e-40, 5e-324, 1e-31, 1e31, 1e39, 1e300, -1e-40, 10**400],
+    "temperature": [1e31, 1e39, 1e300, -1e-40, 10**400],
     "repetition_penalty": [0.0, -0.0, 1e-40, 5e-324, 1e-31, 1e31, 1e39, 1e300, -1.0, 10**400],
     "top_p": [-1e-40, 1.0000001, 1e300],
     "min_p": [-1e-40, 1.0000001, 1e300],

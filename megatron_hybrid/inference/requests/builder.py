@@ -14,7 +14,7 @@ from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import Request, ThoughtMeter, bits_of
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
 from megatron_hybrid.text.guide import Guide, GuideCompiler
-from megatron_hybrid.utils.validation import check_text, is_int, takes_argument
+from megatron_hybrid.utils.validation import check_field, check_text, is_int, takes_argument
 
 T = TypeVar("T")
 
@@ -170,7 +170,7 @@ class RequestBuilder:
             room = max(1, self.config.max_sequence_length - len(tokens))
             params.num_tokens_to_generate = min(params.num_tokens_to_generate, room)
         total = self._check_length(len(tokens), params)
-        options = options.checked(len(tokens), self.config.max_requests)
+        options.check(len(tokens), self.config.max_requests)
         stop_ids = self._stop_ids(params)
         self._check_choice(params, options.guide, stop_ids)
         if options.guide is not None:
@@ -259,8 +259,7 @@ class RequestBuilder:
             TypeError, ValueError: it cannot be kept to.
             ImportError: llguidance is missing.
         """
-        if not isinstance(guide, Guide):
-            raise TypeError(f"guide must be a Guide or None, got {type(guide).__name__}")
+        check_field("guide", guide, Guide)
         self._guides.compile(guide)
 
     @cached_property

@@ -210,7 +210,7 @@ def test_a_request_says_how_many_drafts_it_wants_and_its_result_how_many_it_had(
     (*_, view) = engine.requests()
     assert engine.requests()[0].accepted_draft_tokens == 18
     assert view.draft_tokens == plain.draft_tokens
-    with pytest.raises(ValueError, match="num_speculative_tokens must be an int >= 0"):
+    with pytest.raises(ValueError, match="num_speculative_tokens is -1; it must"):
         SamplingParams(num_speculative_tokens=-1)
 
 
