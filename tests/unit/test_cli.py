@@ -118,7 +118,7 @@ def test_info_names_versions_and_optional_libraries(capsys):
     assert cli.main(["info"]) == 0
     out = capsys.readouterr().out
     assert environment()["megatron_hybrid"] == __version__
-    for name in ("torch", "megatron-core", "Transformer Engine", "apex"):
+    for name in ("torch", "megatron-core", "Transformer Engine", "apex", "apex, amp_C"):
         assert name in out
 
 

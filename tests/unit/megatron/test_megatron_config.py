@@ -218,6 +218,9 @@ def test_state_configs_of_scripts_are_read_and_their_rounding_is_warned_of():
     states = MambaInferenceStateConfig.from_model(model)
     assert states.layer_type_list == ["M", "*", "-"]
     assert states.ssm_states_shape == (8, 16, 16)
+    assert states.ssm_chunk_alignment == states.mamba_chunk_size
+    delta = MambaInferenceStateConfig.from_model(tiny_model("G*-"))
+    assert delta.layer_type_list == ["G", "*", "-"] and len(delta.ssm_states_shape) == 3
     assert MambaInferenceStateConfig.from_model(tiny_model("*-")) is None
     DynamicInferenceContext(None, InferenceConfig(mamba_inference_state_config=states))
     rounded = replace(states, ssm_states_dtype=torch.bfloat16)
@@ -278,6 +281,10 @@ def test_attributes_can_be_added():
     assert params.min_length == 4 and params.return_prompt_top_n_logprobs
     again = SamplingParams.deserialize(params.serialize())
     assert again.min_length == 4 and again == params
+    assert SamplingParams.deserialize({"top_n_logprobs": 3}).return_prompt_top_n_logprobs
+    params.skip_prompt_log_probs = True  # and what follows from it stays, until it is sent
+    assert not SamplingParams.deserialize(vars(params)).return_prompt_top_n_logprobs
+    params.skip_prompt_log_probs = False
     params.add_attributes({"skip_prompt_log_probs": True})
     assert not params.return_prompt_top_n_logprobs
 
@@ -288,6 +295,8 @@ def test_an_interval_of_no_tokens_is_refused(value):
         SamplingParams(streaming_interval=value)
     with pytest.raises(ValueError, match="streaming_interval"):
         SamplingParams().add_attributes({"streaming_interval": value})
+    with pytest.raises(ValueError, match="streaming_interval"):
+        SamplingParams.deserialize({"streaming_interval": value})
 
 
 def test_the_deprecated_field_warns_and_contradictions_raise():
