@@ -54,6 +54,11 @@ class Range:
         texts = [words[name].format(limit) for name, limit in given.items() if limit is not None]
         return " and ".join(texts)
 
+    def __get_pydantic_core_schema__(self, source: type, handler: Callable) -> dict[str, Any]:
+        """Let pydantic keep the same limits of a number."""
+        limits = vars(_limits_of(source, self)).items()
+        return {**handler(source), **{name: limit for name, limit in limits if limit is not None}}
+
 
 WHOLE = Range(ge=0, le=LARGEST_INT)
 """Limits of whole numbers whose annotation has none."""
