@@ -43,6 +43,8 @@ setup(
         ]
     },
     python_requires=">=3.11",
+    # An editable install is a path, which editors and type checkers follow; by default it is a hook.
+    options={"editable_wheel": {"mode": "compat"}},
     install_requires=[
         "torch>=2.8",
         "megatron-core>=0.16.1",

@@ -5,6 +5,8 @@ import os
 
 # Threads that wait leave the core to others, on which tests may run beside this one.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# The models are tiny: a second thread costs more in hand-overs than it brings, in children, too.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -18,7 +20,6 @@ settings.load_profile("without deadlines")
 # Two ranks under torchrun collect it; alone it would wait for the other one.
 collect_ignore = [] if os.environ.get("WORLD_SIZE") == "2" else ["functional/test_two_gpus.py"]
 
-# The models are tiny: a second thread costs more in hand-overs than it brings.
 torch.set_num_threads(1)
 
 

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from megatron_hybrid.checkpoints.folder import CheckpointFolder
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.distributed.ranks import fail_together
 from megatron_hybrid.distributed.rendezvous import announce_failure
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.tokenizer_files import find_tokenizer
+from megatron_hybrid.utils.other_names import advice
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
@@ -48,8 +51,15 @@ def load_pretrained(
     Raises:
         CheckpointError: the folder is not a checkpoint, or a broken one; on all ranks, if one of
             them finds it so.
+        TypeError: there is no such argument; the message gives the right one.
         ValueError: this machine has no such device.
     """
+    known = [field.name for field in fields(HybridConfig)]
+    for name in overrides.keys() - set(known):
+        remedy = advice("load_pretrained", name, known) or "use a field of HybridConfig"
+        raise TypeError(f"load_pretrained() has no argument {name!r}: {remedy}")
+    if isinstance(dtype, str):
+        raise TypeError(f"dtype is {dtype!r}: give a dtype, such as torch.bfloat16")
     initialize_distributed()
     with announce_failure("load_pretrained()"), ExitStack() as stack:
         with fail_together(CheckpointError):

@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_hybrid.checkpoints.progress import progress
 from megatron_hybrid.utils.files import replace_file, temporary_path
+from megatron_hybrid.utils.progress import progress
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from megatron_hybrid.checkpoints.folder import FLOATS
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.model_tensors import own_tensors
-from megatron_hybrid.checkpoints.progress import progress
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, check_numbers
 from megatron_hybrid.distributed.rendezvous import own_member
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.sharding.gathering import own_piece, whole_shape
+from megatron_hybrid.utils.progress import progress
 
 
 @dataclass(frozen=True)

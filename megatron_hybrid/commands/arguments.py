@@ -6,9 +6,10 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_hybrid.utils.field_help import fields_help
+from megatron_hybrid.utils.other_names import advice
 
 ENGINE = "megatron_hybrid.inference.config.InferenceConfig"
 SERVER = "megatron_hybrid.serving.config.ServingConfig"
@@ -27,7 +28,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Reads the arguments of one command. Errors show its usage.
+    """Reads the arguments of one command. An error is one line, which knows the names that options
+    have in other programs, and one that tells where help is.
 
     Args:
         name: of the command.
@@ -47,6 +49,15 @@ class CommandParser(argparse.ArgumentParser):
         if getattr(options, "model", "") is None:
             self.error(GIVE_MODEL)
         return options
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2."""
+        start = "unrecognized arguments: "
+        name = message.removeprefix(start).split()[0].partition("=")[0]
+        if message.startswith(start) and name.startswith("--"):
+            remedy = advice(self.prog, name, self._option_string_actions)
+            message = f"there is no {name}" + (f": {remedy}" if remedy else "")
+        self.exit(2, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):

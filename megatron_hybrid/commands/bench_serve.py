@@ -129,6 +129,8 @@ def run(options: argparse.Namespace) -> int:
         to_dict,
     )
 
+    if options.prompts.startswith(("http://", "https://")):
+        raise ValueError(f"PROMPTS is {options.prompts}: give a file, and the URL as --base-url")
     if options.json:
         check_file("--json", options.json)
     server = Server(options.base_url, options.api_key or os.environ.get("OPENAI_API_KEY"))

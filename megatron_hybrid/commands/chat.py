@@ -8,6 +8,7 @@ from megatron_hybrid.commands.arguments import (
     add_engine,
     inference_config,
     load_for_chats,
+    whole_number,
 )
 
 HELP = "Talk to a model in the terminal, and see what each turn reuses."
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine(parser)
     parser.add_argument(
         "--tokens",
-        type=int,
+        type=whole_number,
         default=256,
         metavar="N",
         help="Let each answer have at most N tokens.",

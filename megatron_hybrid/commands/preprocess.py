@@ -9,6 +9,8 @@ HELP = "Turn texts or conversations into a dataset of tokens, for training."
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
+        'A line of .jsonl is {"text": "..."}, or with --chat {"messages": [{"role": "user", '
+        '"content": "..."}, ...]}. '
         "The command writes PREFIX.bin and PREFIX.idx (megatron-core's format) and PREFIX.json "
         "(the tokenizer that made them). Documents keep their order. Empty documents are left out "
         "and counted."

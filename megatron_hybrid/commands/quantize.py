@@ -41,8 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from megatron_hybrid.checkpoints.pretrained import checked_device
     from megatron_hybrid.tools.quantize import compare, quantize, render
 
+    if options.device is not None:
+        if options.text is None:
+            raise ValueError("--device is where models are compared, which needs --text FILE")
+        checked_device(options.device)
     text = None if options.text is None else Path(options.text).read_text(encoding="utf-8")
     report = quantize(options.source, options.target, options.to)
     if text is not None:

@@ -10,6 +10,7 @@ import torch
 
 from megatron_hybrid.cache.matching import PrefixCachingMode
 from megatron_hybrid.inference.sampling_params import Seed
+from megatron_hybrid.utils.other_names import names_fields
 from megatron_hybrid.utils.validation import Range, check_fields
 
 StateEncoding = Literal["exact", "bf16", "int8"]
@@ -20,12 +21,14 @@ LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 Positive = Annotated[int, Range(ge=1, le=2**63 - 1)]
 
 
+@names_fields
 @dataclass
 class InferenceConfig:
     """Settings of an engine: sizes, and the prefix-caching mode.
 
     Raises:
-        ValueError, TypeError: a field has an illegal value; the message names it and the limit.
+        ValueError: a field has an illegal value; the message names it and the limit.
+        TypeError: there is no such field; the message gives the right one.
     """
 
     prefix_caching: PrefixCachingMode = "restore"

@@ -38,6 +38,7 @@ from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.weight_calls import WeightCalls
 from megatron_hybrid.inference.weights.updates import Pairs
 from megatron_hybrid.utils.interrupts import defer_sigint
+from megatron_hybrid.utils.progress import progress as progress_bar
 
 
 class DynamicInferenceEngine:
@@ -204,12 +205,14 @@ class DynamicInferenceEngine:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         options: RequestOptions | Sequence[RequestOptions | None] | None = None,
+        progress: bool = True,
     ) -> list[GenerationResult]:
         """Answer prompts; returns one result for each, in order.
 
         `params` and `options` are each one for all prompts, or a sequence with one for each. A
         result's `samples` hold all n. All requests are checked before the first is queued. Requests
-        queued before are run, too: their handles have the results.
+        queued before are run, too: their handles have the results. With `progress`, a terminal
+        shows a bar where this takes seconds.
 
         Raises:
             TypeError, ValueError: as `add_request`; the message names the prompt.
@@ -222,9 +225,13 @@ class DynamicInferenceEngine:
         try:
             for group in groups:
                 self.live.add(group)
-            for request in requests:
-                while not request.closed:
-                    self.step()
+            with progress_bar(
+                "generating", len(requests), False, False, progress and self.ranks.is_first
+            ) as advance:
+                for request in requests:
+                    while not request.closed:
+                        self.step()
+                    advance(1)
         except BaseException:
             with defer_sigint(), ExitStack() as ends:  # all of them, even if one raises
                 ends.callback(self.live.forget_outputs, requests)

@@ -1,13 +1,13 @@
 """Plain data of sampling: SamplingParams of a request, Draw and its result, Sampled."""
 
-import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
 
+from megatron_hybrid.utils.other_names import names_fields
 from megatron_hybrid.utils.validation import Range, check_fields, check_text
 
 logger = logging.getLogger(__name__)
@@ -27,26 +27,6 @@ _IN_GENERATION_CONFIG = {
 """Names in generation_config.json, and ours."""
 _NEUTRAL = {"num_beams": 1}
 """Unsupported fields of generation_config.json, with the value that has no effect."""
-_ELSEWHERE = {
-    **dict.fromkeys(
-        ("max_tokens", "max_new_tokens", "max_completion_tokens", "max_length"),
-        "use num_tokens_to_generate",
-    ),
-    **dict.fromkeys(("stop", "stop_strings"), "use stop_words"),
-    "min_new_tokens": "use min_tokens",
-    "eos_token_id": "use termination_id, or stop_token_ids for several",
-    "ignore_eos": "use ignore_termination",
-    "include_stop_str_in_output": "use detokenize_stop_sequence",
-    "logprobs": "use return_log_probs, and top_n_logprobs for the most likely tokens",
-    "prompt_logprobs": "use return_log_probs, which includes those of the prompt",
-    "bad_words": "use bad_words_ids, the tokens of each word",
-    "thinking_token_budget": "use thinking_budget",
-    "do_sample": "use top_k=1 for greedy decoding",
-    "random_seed": "use seed",
-    "n": "it is a field of RequestOptions",
-    "cache_salt": "use salt of RequestOptions",
-}
-"""Names in other libraries, and the remedy here."""
 Temperature = Annotated[float, Range(ge=0, le=1e30)]
 Seed = Annotated[int, Range(ge=-(1 << 63), le=(1 << 64) - 1)]
 Share = Annotated[float, Range(ge=0, le=1)]
@@ -55,20 +35,6 @@ Bias = Annotated[float, Range(ge=-100, le=100)]
 RepetitionPenalty = Annotated[float, Range(ge=1e-30, le=1e30)]
 _LEAST_TEMPERATURE = 1e-30
 """Logits divided by it stay finite in float32, if they are usual ones; by 1e30, too."""
-
-
-def _names_fields(init):
-    """Make an `__init__` whose error for an unknown name gives the right one."""
-
-    @functools.wraps(init)
-    def checked(self, *args, **kwargs):
-        known = [field.name for field in fields(self)]
-        for name in kwargs.keys() - set(known):
-            remedy = _ELSEWHERE.get(name, f"its fields are {', '.join(known)}")
-            raise TypeError(f"SamplingParams has no field {name!r}: {remedy}")
-        init(self, *args, **kwargs)
-
-    return checked
 
 
 @dataclass(frozen=True)
@@ -88,6 +54,7 @@ class ThinkingBudget:
         check_fields(self, "ThinkingBudget: ")
 
 
+@names_fields
 @dataclass
 class SamplingParams:
     """Sampling parameters of one request. Field names follow megatron-core's `SamplingParams`.
@@ -260,9 +227,6 @@ class SamplingParams:
     @property
     def needs_prompt_logits(self) -> bool:
         return self.return_log_probs and not self.skip_prompt_log_probs
-
-
-SamplingParams.__init__ = _names_fields(SamplingParams.__init__)
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:

@@ -33,6 +33,8 @@ SLOT_SHARE = 0.5
 the rest is KV and cache."""
 REQUEST_MULTIPLE = 4
 """A derived `max_requests` is a multiple of it."""
+MEGATRON_STATES = 3
+"""Most states that Megatron extracts from one request in a step."""
 
 
 class PrefixCachingEvictionPolicy(StrEnum):
@@ -91,8 +93,13 @@ class MambaInferenceStateConfig:
     conv_states_dtype: torch.dtype
     ssm_states_dtype: torch.dtype
     mamba_chunk_size: int = 128
+    ssm_chunk_alignment: int | None = None
+    """Tokens at whose multiples Megatron saves states; default `mamba_chunk_size`. Here, any."""
+    gdp_num_householder: int = 0
 
     def __post_init__(self):
+        if self.ssm_chunk_alignment is None:
+            self.ssm_chunk_alignment = self.mamba_chunk_size
         if {"M", "G"} <= set(self.layer_type_list):
             raise ValueError(
                 "layer_type_list has M (Mamba-2) and G (Gated DeltaNet), whose states differ in "
@@ -107,19 +114,21 @@ class MambaInferenceStateConfig:
         conv_states_dtype: torch.dtype | None = None,
         ssm_states_dtype: torch.dtype | None = None,
     ) -> MambaInferenceStateConfig | None:
-        """Read it from a model, wrapped or bare; None: it has no Mamba-2 layer.
+        """Read it from a model, wrapped or bare; None: it has neither Mamba-2 nor Gated DeltaNet
+        layers.
 
         Raises:
-            ValueError: it has Gated DeltaNet layers, too.
+            ValueError: it has both.
         """
         while hasattr(model, "module"):
             model = model.module
         decoder = model.decoder
         symbols = list(getattr(decoder, "layer_type_list", None) or ())
-        if "M" not in symbols:
+        kind = next((symbol for symbol in symbols if symbol in "MG"), None)
+        if kind is None:
             return None
         conv_shape, ssm_shape = decoder.mamba_state_shapes_per_request()
-        mixer = decoder.layers[symbols.index("M")].mixer
+        mixer = getattr(decoder.layers[symbols.index(kind)], "mixer", None)
         dtype = model.config.params_dtype
         return cls(
             symbols,
@@ -290,7 +299,7 @@ def check(config: InferenceConfig) -> None:
     ratio, cache_gb = config.mamba_memory_ratio, config.prefix_caching_mamba_gb
     for name, value, legal in (
         ("buffer_size_gb", config.buffer_size_gb, _is_positive(config.buffer_size_gb)),
-        ("prefix_caching_mamba_gb", cache_gb, cache_gb is None or _is_positive(cache_gb)),
+        ("prefix_caching_mamba_gb", cache_gb, not cache_gb or _is_positive(cache_gb)),
         ("mamba_memory_ratio", ratio, ratio is None or (_is_positive(ratio) and ratio < 1)),
     ):
         if not legal:
@@ -314,11 +323,37 @@ def _is_positive(value: object) -> bool:
     return is_number(value) and 0 < value < math.inf
 
 
-def prefix_caching_mode(config: InferenceConfig) -> str:
-    """Our mode for Megatron's two fields: on without a budget for states is memory-only there."""
-    if not config.enable_prefix_caching:
-        return "off"
-    return "memory_only" if config.prefix_caching_mamba_gb is None else "restore"
+def _states_budget(
+    config: InferenceConfig, spec: CacheSpec, max_requests: int, max_tokens: int
+) -> int:
+    """Return the bytes that Megatron sets aside for the states of prefixes; 0 where it has none.
+
+    Raises:
+        ValueError: fewer bytes than Megatron's least: the states that one step can extract, and
+            one that stays.
+    """
+    given = config.prefix_caching_mamba_gb
+    if not config.enable_prefix_caching or not spec.state_bytes:
+        return 0
+    if not given:
+        warnings.warn(
+            f"InferenceConfig.prefix_caching_mamba_gb is {given!r}: equal prefixes share KV "
+            "blocks, and every prompt token is computed. Set it to the GB for recurrent states, "
+            "so that matched tokens are skipped",
+            stacklevel=4,
+        )
+        return 0
+    extracted = 0
+    if is_int(max_tokens) and is_int(max_requests):  # the engine's config refuses other values
+        extracted = min(spec.num_blocks(max_tokens), MEGATRON_STATES * max_requests)
+    least = (extracted + 1) * spec.state_bytes
+    if given * GB < least:
+        raise ValueError(
+            f"InferenceConfig.prefix_caching_mamba_gb is {given!r}; it must be {least / GB:.4g} or "
+            f"more, for {extracted + 1} states of {spec.state_bytes} bytes: raise it, or lower "
+            "max_tokens"
+        )
+    return int(given * GB)
 
 
 def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any) -> EngineConfig:
@@ -366,10 +401,13 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
     is_deterministic = getattr(model_config, "deterministic_mode", False)
     if config.offset_sampling_seed_by_dp_rank and not is_deterministic:
         seed += replica_of(model.pg_collection)[0]
+    states = _states_budget(config, spec, max_requests, max_tokens)
+    skips = states or not spec.state_bytes
+    mode = ("restore" if skips else "memory_only") if config.enable_prefix_caching else "off"
     return EngineConfig(
-        prefix_caching=prefix_caching_mode(config),
+        prefix_caching=mode,
         block_size_tokens=config.block_size_tokens,
-        cache_bytes=left + int((config.prefix_caching_mamba_gb or 0) * GB),
+        cache_bytes=left + states,
         max_requests=max_requests,
         max_tokens=max_tokens,
         max_sequence_length=config.max_sequence_length,

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,11 @@ _LOOK_SECONDS = 1.0
 _NOTHING = b""
 """What a coordinator sends to see whether an engine is there."""
 _STARTING = "starting Megatron's coordinator"
+_WITHOUT_EFFECT = {
+    **dict.fromkeys(("START_CUDA_PROFILER", "STOP_CUDA_PROFILER"), "use megatron-hybrid profile"),
+    **dict.fromkeys(("RELEASE_KV", "SEND_KV"), "prefill and decode run in one engine"),
+}
+"""Messages that do nothing here, and why."""
 _STABLE = ("RUNNING", "PAUSED", "SUSPENDED", "RESUMED", "STOPPED")
 
 
@@ -67,15 +73,22 @@ class _NotStarted:
 
 def _coordinator_class(core: SimpleNamespace) -> type:
     """core's coordinator, which notices that an engine has ended when it next sends something to
-    it, and forgets what the engine had to answer. This one looks every second, and gives its
-    requests to other engines."""
+    it, and forgets what the engine had to answer. This one looks every second, gives the engine's
+    requests to other engines, and answers them with the engine's error where there is none."""
+    headers, pack = core.Headers, core.msgpack.packb
 
     class Coordinator(core.DataParallelInferenceCoordinator):
         def __init__(self, *given: Any, **named: Any):
             self._unanswered: dict[int, bytes] = {}
+            self._why = "no engine has joined the coordinator"
             super().__init__(*given, **named)
             self.router_socket.setsockopt(core.zmq.RCVTIMEO, int(1000 * _LOOK_SECONDS))
             self.router_socket = _Looking(self.router_socket, self._look, core.zmq.Again)
+            for header, handle in (
+                (headers.SUBMIT_REQUEST, self._submit),
+                (headers.DISCONNECT, self._disconnect),
+            ):
+                self._handlers[header] = partial(handle, self._handlers[header])
 
         def _look(self) -> None:
             for identity in list(self.identities_of_data_parallel_ranks):
@@ -84,11 +97,20 @@ def _coordinator_class(core: SimpleNamespace) -> type:
             for number in self._unanswered.keys() - self.request_id_to_client_id.keys():
                 del self._unanswered[number]
 
+        def _submit(self, handle: Callable, _: Any, client: bytes, message: list) -> None:
+            if handle(self, client, message):  # there is no engine; core ends the coordinator here
+                self._fail(client, message[1])
+
+        def _disconnect(self, handle: Callable, _: Any, engine: bytes, message: list) -> None:
+            if len(message) > 1:
+                self._why = message[1]
+            handle(self, engine, message)
+
         def _send_to_engine(self, identity: bytes, payload: bytes) -> bool:
             was_sent = super()._send_to_engine(identity, payload)
             if was_sent and payload != _NOTHING:
                 header, *rest = core.msgpack.unpackb(payload, raw=False)
-                if header == core.Headers.SUBMIT_REQUEST.value:
+                if header == headers.SUBMIT_REQUEST.value:
                     self._unanswered[rest[0]] = payload
             return was_sent
 
@@ -98,12 +120,24 @@ def _coordinator_class(core: SimpleNamespace) -> type:
             for number in lost:
                 del self.request_id_to_rank[number]
             for number in lost:
-                while self._identities_list:
-                    other = self.get_least_loaded_data_parallel_rank()
-                    if self._send_to_engine(other, self._unanswered[number]):
-                        self.request_id_to_rank[number] = other
-                        self._pending_counts[self.identity_to_rank_index[other]] += 1
-                        break
+                if not self._give_to_another(number):
+                    client = self.request_id_to_client_id.pop(number)
+                    self._fail(client, self.request_id_to_client_request_id.pop(number))
+
+        def _give_to_another(self, number: int) -> bool:
+            while self._identities_list:
+                other = self.get_least_loaded_data_parallel_rank()
+                if self._send_to_engine(other, self._unanswered[number]):
+                    self.request_id_to_rank[number] = other
+                    self._pending_counts[self.identity_to_rank_index[other]] += 1
+                    return True
+            return False
+
+        def _fail(self, client: bytes, number: int) -> None:
+            """Answer a request, by the client's number of it."""
+            record = DynamicInferenceRequestRecord.of_error(number, RankFailedError(self._why))
+            reply = [headers.ENGINE_REPLY.value, number, _plain(record)]
+            self.router_socket.send_multipart([client, pack(reply, use_bin_type=True)])
 
     return Coordinator
 
@@ -157,6 +191,8 @@ class Coordination:
         self._monitor: Any = None
         self._barrier: Any = None
         self._replicas: list[Member] = []
+        self._streamed: dict[int, int] = {}  # request -> number of tokens that were sent
+        self._has_parts = hasattr(self._core.Headers, "ENGINE_REPLY_PARTIAL")  # since core 0.20
         self._is_over = False
         self.task: asyncio.Task[None] | None = None
 
@@ -333,7 +369,7 @@ class Coordination:
     # The loop ----------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        engine = self._engine
+        engine, why = self._engine, "its engine has stopped"
         try:
             with engine.engine.lead():
                 while not self._is_over:
@@ -346,8 +382,11 @@ class Coordination:
                         await asyncio.sleep(0)  # for the other tasks of this loop
                     else:
                         await asyncio.sleep(_POLL_SECONDS)
+        except BaseException as error:
+            why = f"its engine has ended: {type(error).__name__}: {error}"
+            raise
         finally:
-            self._close()
+            self._close(why)
 
     async def _follow(self) -> None:
         try:
@@ -365,7 +404,7 @@ class Coordination:
             )
 
     def _take_messages(self) -> None:
-        headers, unpack = self._core.Headers, self._core.msgpack.unpackb
+        unpack = self._core.msgpack.unpackb
         while True:
             try:
                 data = self._socket.recv(self._core.zmq.NOBLOCK)
@@ -373,22 +412,64 @@ class Coordination:
                 return
             if data == _NOTHING:
                 continue
-            message = unpack(data, raw=False)
-            header = headers(message[0])
-            if header == headers.SUBMIT_REQUEST:
-                _, request_id, prompt, params = message
-                self._submit(request_id, prompt, SamplingParams.deserialize(params))
-            elif header == headers.SET_GENERATION_EPOCH:
-                self._engine.begin_generation_epoch(message[1])
-            elif header in (headers.START_CUDA_PROFILER, headers.STOP_CUDA_PROFILER):
-                logger.warning("%s has no effect: use megatron-hybrid profile", header.name)
+            number, *fields = message = unpack(data, raw=False)
+            try:
+                name = self._core.Headers(number).name
+            except Exception:  # core's own kind
+                logger.warning("a message of an unknown kind, %r, is ignored", number)
+                continue
+            if name.startswith("SUBMIT_REQUEST"):
+                self._submit(name, *fields)
+            elif name == "ABORT_REQUEST":
+                if fields[0] in self._engine.requests:
+                    error = RuntimeError("its client has aborted it")
+                    self._engine.fail_request(fields[0], error)
+                    self._reply(self._engine.take_finished())
+            elif name == "SET_GENERATION_EPOCH":
+                self._engine.begin_generation_epoch(fields[0])
+            elif name in _WITHOUT_EFFECT:
+                logger.warning("%s has no effect: %s", name, _WITHOUT_EFFECT[name])
             else:
                 self._signals.append(message)
 
-    def _submit(self, request_id: int, prompt: Any, params: SamplingParams) -> None:
-        self._engine.add_request(request_id, prompt, params)
+    def _submit(
+        self, name: str, request_id: int, prompt: Any, params: Any, media: Any = None, *more: Any
+    ) -> None:
+        """Take a request; one that cannot be served is answered with its error. The fields are
+        those of core's newest message; older ones have fewer."""
+        try:
+            if name != "SUBMIT_REQUEST":
+                raise ValueError(f"{name} is not supported: prefill and decode run in one engine")
+            if media or more:
+                raise ValueError("multi_modal_data is not supported: prompts are text or tokens")
+            given = SamplingParams.deserialize(params)
+            streams, given.streaming = given.streaming, False
+            self._engine.add_request(request_id, prompt, given)
+        except Exception as error:
+            self._reply([DynamicInferenceRequestRecord.of_error(request_id, error)])
+            return
         if request_id not in self._engine.requests:  # it has failed
             self._reply(self._engine.take_finished())
+        elif streams and not given.return_log_probs and self._has_parts:
+            self._streamed[request_id] = 0  # log-probabilities come with the end
+
+    def _send_parts(self) -> None:
+        """Send the new tokens of streamed requests, but those that a stop word may cut."""
+        parts = []
+        for request_id, num_sent in list(self._streamed.items()):
+            if (entry := self._engine.requests.get(request_id)) is None:
+                del self._streamed[request_id]  # its last tokens are in its reply
+                continue
+            request, params = entry.request, entry.request.sampling_params
+            words = () if params.detokenize_stop_sequence else params.stop_words or ()
+            held = max((len(word.encode()) - 1 for word in words), default=0)
+            end = len(request.generated_tokens) - held
+            if end - num_sent >= params.streaming_interval:
+                new = request.generated_tokens[num_sent:end]
+                parts.append({"request_id": request_id, "new_tokens": new})
+                self._streamed[request_id] = end
+        if parts:
+            self._send("ENGINE_REPLY_PARTIAL", parts)
 
     def _step(self) -> None:
         engine = self._engine
@@ -403,14 +484,18 @@ class Coordination:
                 if entry.handle in failed:
                     engine.fail_request(request_id, error)
             records = engine.take_finished()
+        self._send_parts()
         self._reply(records)
 
     def _reply(self, records: list[DynamicInferenceRequestRecord]) -> None:
         if records:
-            reply = [self._core.Headers.ENGINE_REPLY.value, [_plain(each) for each in records]]
-            self._socket.send(self._core.msgpack.packb(reply, use_bin_type=True))
+            self._send("ENGINE_REPLY", [_plain(each) for each in records])
 
-    def _close(self) -> None:
+    def _send(self, header: str, *fields: Any) -> None:
+        message = [getattr(self._core.Headers, header).value, *fields]
+        self._socket.send(self._core.msgpack.packb(message, use_bin_type=True))
+
+    def _close(self, why: str = "") -> None:
         engine = self._engine
         engine.state = EngineState.STOPPED
         engine.use_coordinator = False
@@ -418,9 +503,9 @@ class Coordination:
             if not entry.future.done():
                 entry.future.cancel()
         if self._socket is not None:
-            gone = self._core.msgpack.packb([self._core.Headers.DISCONNECT.value])
-            with suppress(self._core.zmq.Again):  # it has ended
-                self._socket.send(gone, self._core.zmq.NOBLOCK)
+            self._socket.setsockopt(self._core.zmq.SNDTIMEO, 0)
+            with suppress(self._core.zmq.Again):  # the coordinator has ended
+                self._send("DISCONNECT", why)
             self._socket.disable_monitor()
             self._socket.close(linger=1000)
         if self._barrier is not None:

@@ -25,13 +25,13 @@ from megatron_hybrid.megatron.controller import TextGenerationController, requir
 from megatron_hybrid.megatron.coordination import Coordination
 from megatron_hybrid.megatron.errors import BlockOverflowError, MaxSequenceLengthOverflowError
 from megatron_hybrid.megatron.request import (
-    DynamicInferenceEventType,
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
     Status,
 )
 from megatron_hybrid.megatron.sampling_params import SamplingParams, engine_params
 from megatron_hybrid.megatron.states import EngineState
+from megatron_hybrid.utils.validation import is_int
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +79,6 @@ class RequestEntry:
         return self.record[-1]
 
 
-def _mark_failed(request: DynamicInferenceRequest, error: BaseException) -> None:
-    request.status = Status.FAILED
-    request.generated_text = request.generated_text or ""
-    request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
-    request.add_event(DynamicInferenceEventType.FAIL)
-
-
 def _settle(future: asyncio.Future, action: Callable[[], object]) -> None:
     """Complete a future by an action, in the thread of its event loop if that runs."""
 
@@ -114,6 +107,18 @@ def _check_prompt(prompt: Any) -> None:
             "a prompt is a str, a sequence of token ids or an int64 tensor, got "
             f"{type(prompt).__name__}"
         )
+
+
+_IMAGES = ("imgs", "num_tiles", "num_img_embeddings_per_tile", "imgs_sizes")
+
+
+def refuse_images(given: dict[str, Any]) -> None:
+    """Raise ValueError for what is not None or 0, TypeError for a name that Megatron has not."""
+    for name, value in given.items():
+        if name not in _IMAGES:
+            raise TypeError(f"add_request() got an unexpected keyword argument {name!r}")
+        if value is not None and not (is_int(value) and value == 0):
+            raise ValueError(f"{name} is not supported: prompts are text or tokens; leave it out")
 
 
 class DynamicInferenceEngine:
@@ -171,6 +176,7 @@ class DynamicInferenceEngine:
         prompt: str | Sequence[int] | Tensor,
         sampling_params: SamplingParams | None = None,
         precomputed_block_hashes: Sequence[int] | None = None,
+        **images: Any,
     ) -> asyncio.Future[DynamicInferenceRequestRecord]:
         """Queue a request. The future has its record, the same one as `step_modern`'s.
 
@@ -180,17 +186,26 @@ class DynamicInferenceEngine:
             sampling_params: ours, or megatron-core's own, which stay as they are; default
                 `SamplingParams()`.
             precomputed_block_hashes: not used; prefixes are compared by their tokens.
+            images: Megatron's `imgs`, `num_tiles` and so on, None or 0.
 
         Raises:
-            ValueError: an unfinished request has this id.
-            TypeError: the prompt is of another type. Nothing has changed in both cases.
+            ValueError: an unfinished request has this id, there are images, or a parameter has a
+                value that it never has.
+            AssertionError: both numbers of tokens are given, as in Megatron.
+            TypeError: the prompt is of another type. Nothing has changed in all cases.
         """
+        refuse_images(images)
         if request_id in self.requests:
             raise ValueError(
                 f"request_id {request_id} belongs to an unfinished request: give each its own"
             )
         _check_prompt(prompt)
         params = SamplingParams.deserialize(vars(sampling_params or SamplingParams()))
+        if None not in (params.num_tokens_to_generate, params.num_tokens_total):
+            raise AssertionError(
+                f"num_tokens_to_generate={params.num_tokens_to_generate} and "
+                f"num_tokens_total={params.num_tokens_total} exclude each other: give one"
+            )
         request = DynamicInferenceRequest(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
@@ -203,7 +218,7 @@ class DynamicInferenceEngine:
             enable_prefix_caching=self.context.enable_prefix_caching,
         )
         record, future = DynamicInferenceRequestRecord.from_request(request), self._future()
-        request.add_event(DynamicInferenceEventType.ADD_ENGINE)
+        request.add_event_add_engine()
         try:
             tokens = self._tokens_of(prompt, params)
             request.prompt_length = len(tokens)
@@ -213,7 +228,7 @@ class DynamicInferenceEngine:
             own = engine_params(params, params.num_tokens_to_generate)
             handle = self.engine.add_request(tokens, own, growing_text=False)
         except Exception as error:  # also the tokenizer's
-            _mark_failed(request, error)
+            request.fail(error)
             self._end(record, future)
             warnings.warn(f"request {request_id} failed: {error}", stacklevel=2)
         else:
@@ -235,7 +250,6 @@ class DynamicInferenceEngine:
         Raises:
             MaxSequenceLengthOverflowError: it is negative, or the prompt is longer than the
                 context.
-            ValueError: there are two numbers.
         """
         params, limit = request.sampling_params, self.context.max_sequence_length
         left = limit - request.prompt_length
@@ -247,11 +261,6 @@ class DynamicInferenceEngine:
             )
         asked = params.num_tokens_to_generate
         if params.num_tokens_total is not None:
-            if asked is not None:
-                raise ValueError(
-                    f"num_tokens_to_generate={asked} and "
-                    f"num_tokens_total={params.num_tokens_total} exclude each other: give one"
-                )
             asked = params.num_tokens_total - request.prompt_length
             params.num_tokens_total = None
         if asked is None:
@@ -413,7 +422,7 @@ class DynamicInferenceEngine:
             KeyError: there is no such unfinished request.
         """
         entry = self._take_out(request_id)
-        _mark_failed(entry.request, error)
+        entry.request.fail(error)
         self._end(entry.record, entry.future)
 
     def _take_out(self, request_id: int) -> RequestEntry:
@@ -436,7 +445,7 @@ class DynamicInferenceEngine:
             del self._waiting[entry.request.request_id]
             entry.request.status = Status.ACTIVE_AND_GENERATING_TOKENS
             entry.request.num_cached_tokens = entry.handle.report.skipped_tokens
-            entry.request.add_event(DynamicInferenceEventType.ADD_CONTEXT)
+            entry.request.add_event_add_context()
         if self._num_preemptions == self.engine.scheduler.num_preemptions:
             return
         self._num_preemptions = self.engine.scheduler.num_preemptions
@@ -445,9 +454,9 @@ class DynamicInferenceEngine:
                 continue
             entry.num_preemptions = entry.handle.num_preemptions
             if not entry.handle.parked_tokens:
-                entry.request.add_event(DynamicInferenceEventType.EVICT)
+                entry.request.add_event_evict()
             elif self.context.config.track_paused_request_events:
-                entry.request.add_event(DynamicInferenceEventType.PAUSE)
+                entry.request.add_event_pause()
 
     def _take(self, output: RequestOutput, step_time: float) -> None:
         """Add a step's tokens to a request, and end it with its last ones."""
@@ -462,8 +471,7 @@ class DynamicInferenceEngine:
         request.tpot += [step_time] * len(output.tokens)
         if self.context.config.track_generated_token_events:
             for token in output.tokens:
-                payload = {"token_id": token}
-                request.add_event(DynamicInferenceEventType.GENERATED_TOKEN, payload)
+                request.add_event_generated_token(token)
         if output.result is not None:
             del self.requests[request_id], self._ids[output.request_id]
             self._answer(entry, output.result)
@@ -477,12 +485,12 @@ class DynamicInferenceEngine:
             self._write_scores(request, result)
             self._write_epochs(request, result)
         except BaseException as error:  # of the tokenizer, also a panic of a native one
-            _mark_failed(request, error)
+            request.fail(error)
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
         else:
             request.status = Status.COMPLETED
-            request.add_event(DynamicInferenceEventType.FINISH)
+            request.add_event_finish()
         finally:
             self._end(entry.record, entry.future)
 

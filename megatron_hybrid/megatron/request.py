@@ -7,6 +7,7 @@ import uuid
 from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ class DynamicInferenceEventType(Enum):
     ERROR_NONTRANSIENT = auto()
 
 
+_ERRORS = (DynamicInferenceEventType.ERROR_TRANSIENT, DynamicInferenceEventType.ERROR_NONTRANSIENT)
+
+
 @dataclass(kw_only=True)
 class DynamicInferenceEvent:
     """One event of a request.
@@ -47,12 +51,28 @@ class DynamicInferenceEvent:
     The payload is {"token_id": int} of a generated token, else None. Of an error it is the
     exception; after `deserialize` it is one only where the request did not fit (`errors.py`), else
     {"type": name of its class, "message": its text}.
+
+    Raises:
+        AssertionError: the type is none, or its payload is of another kind; as in Megatron.
     """
 
     timestamp: float = field(default_factory=time.time)
     """Seconds since 1970."""
     type: DynamicInferenceEventType
     payload: Any = None
+
+    def __post_init__(self):
+        if not isinstance(self.type, DynamicInferenceEventType):
+            raise AssertionError(f"{self.type!r} is no DynamicInferenceEventType")
+        if self.type is DynamicInferenceEventType.GENERATED_TOKEN:
+            is_legal = isinstance(self.payload, dict) and "token_id" in self.payload
+        else:
+            is_legal = (self.payload is not None) == (self.type in _ERRORS)
+        if not is_legal:
+            raise AssertionError(
+                f"{self.payload!r} is no payload of {self.type.name}: it is an error of ERROR_..., "
+                "{'token_id': int} of GENERATED_TOKEN, and None of all others"
+            )
 
     def __str__(self) -> str:
         text = ""
@@ -120,9 +140,9 @@ class DynamicInferenceRequest:
     kv_cache_epoch: list[tuple[int, int]] | None = None
     """The same for the KV under the tokens. It is computed anew for new weights, so there is one
     entry."""
-    uid: int = field(default_factory=lambda: uuid.uuid4().int >> 65)
-    """A number below 2^63 of this request alone, over all engines and processes; a request id is
-    the caller's, and one engine may see it twice."""
+    uid: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+    """The name of this request alone, over all engines and processes; a request id is the caller's,
+    and one engine may see it twice."""
 
     def __str__(self) -> str:
         status = "[NOT ADDED]" if self.status is None else self.status.name
@@ -131,8 +151,32 @@ class DynamicInferenceRequest:
             f"gen len {len(self.generated_tokens)}, num events {len(self.events)}"
         )
 
-    def add_event(self, kind: DynamicInferenceEventType, payload: Any = None) -> None:
-        self.events.append(DynamicInferenceEvent(type=kind, payload=payload))
+    def add_event(
+        self, type: DynamicInferenceEventType, payload: Any = None
+    ) -> DynamicInferenceEvent:
+        event = DynamicInferenceEvent(type=type, payload=payload)
+        self.events.append(event)
+        return event
+
+    add_event_add_engine = partialmethod(add_event, DynamicInferenceEventType.ADD_ENGINE)
+    add_event_add_context = partialmethod(add_event, DynamicInferenceEventType.ADD_CONTEXT)
+    add_event_pause = partialmethod(add_event, DynamicInferenceEventType.PAUSE)
+    add_event_evict = partialmethod(add_event, DynamicInferenceEventType.EVICT)
+    add_event_finish = partialmethod(add_event, DynamicInferenceEventType.FINISH)
+    add_event_fail = partialmethod(add_event, DynamicInferenceEventType.FAIL)
+    add_event_error_transient = partialmethod(add_event, _ERRORS[0])
+    add_event_error_nontransient = partialmethod(add_event, _ERRORS[1])
+
+    def add_event_generated_token(self, token: int, **counts: int) -> DynamicInferenceEvent:
+        payload = {"token_id": token, **counts}
+        return self.add_event(DynamicInferenceEventType.GENERATED_TOKEN, payload)
+
+    def fail(self, error: BaseException) -> None:
+        """End the request with an error."""
+        self.status = Status.FAILED
+        self.generated_text = self.generated_text or ""
+        self.add_event_error_nontransient(error)
+        self.add_event_fail()
 
     def finalize_text(self, tokenizer: object) -> None:
         """No effect: the texts of a finished request are there."""
@@ -168,10 +212,20 @@ class DynamicInferenceRequest:
         return cls(**data)
 
 
+_OF_PARTS = (
+    "generated_tokens",
+    "generated_log_probs",
+    "generated_top_n_logprobs",
+    "tpot",
+    "events",
+)
+"""Lists of a request that go on in the next one of its record."""
+
+
 @dataclass(kw_only=True)
 class DynamicInferenceRequestRecord:
     """The engine's record of a request. A preempted request goes on where it was, so a record
-    has one request only."""
+    of ours has one request only; Megatron's engine begins a new one there."""
 
     requests: list[DynamicInferenceRequest] = field(default_factory=list)
     latency: float | None = None
@@ -179,6 +233,19 @@ class DynamicInferenceRequestRecord:
     @classmethod
     def from_request(cls, request: DynamicInferenceRequest) -> DynamicInferenceRequestRecord:
         return cls(requests=[request])
+
+    @classmethod
+    def of_error(cls, request_id: int, error: BaseException) -> DynamicInferenceRequestRecord:
+        """Return the record of a request that no engine took."""
+        request = DynamicInferenceRequest(
+            request_id=request_id,
+            sampling_params=SamplingParams(),
+            prompt_tokens=torch.empty(0, dtype=torch.long),
+            prompt_length=0,
+            generated_length=0,
+        )
+        request.fail(error)
+        return cls.from_request(request)
 
     def __getitem__(self, index: int) -> DynamicInferenceRequest:
         return self.requests[index]
@@ -188,9 +255,19 @@ class DynamicInferenceRequestRecord:
         return self.requests[0].request_id
 
     def merge(self, tokenizer: object = None) -> DynamicInferenceRequest:
-        """The request, with the record's latency. tokenizer: not used."""
-        (request,) = self.requests
-        merged = copy(request)
+        """The requests as one, with the record's latency. tokenizer: not used."""
+        first, last = self.requests[0], self.requests[-1]
+        merged = copy(first)
+        for name in _OF_PARTS:
+            if getattr(first, name) is not None:
+                parts = [getattr(request, name) for request in self.requests]
+                setattr(merged, name, [each for part in parts for each in part])
+        if last is not first:
+            texts = [request.generated_text for request in self.requests]
+            merged.generated_text = None if None in texts else "".join(texts)
+            merged.generated_length = len(merged.generated_tokens)
+        merged.status = last.status
+        merged.policy_epoch, merged.kv_cache_epoch = last.policy_epoch, last.kv_cache_epoch
         merged.latency = self.latency
         return merged
 
@@ -204,3 +281,21 @@ class DynamicInferenceRequestRecord:
     def deserialize(cls, data: dict[str, Any]) -> DynamicInferenceRequestRecord:
         requests = [DynamicInferenceRequest.deserialize(each) for each in data["requests"]]
         return cls(requests=requests, latency=data["latency"])
+
+
+@dataclass
+class FinishedRequestRecord:
+    """What trainers read of a finished request, and no answer over HTTP has."""
+
+    policy_epoch: list[tuple[int, int]] | None
+    kv_cache_epoch: list[tuple[int, int]] | None
+    num_evictions: int
+
+    @classmethod
+    def from_request(cls, request: DynamicInferenceRequest) -> FinishedRequestRecord:
+        kinds = [event.type for event in request.events]
+        return cls(
+            request.policy_epoch,
+            request.kv_cache_epoch,
+            kinds.count(DynamicInferenceEventType.EVICT),
+        )

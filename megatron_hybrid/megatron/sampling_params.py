@@ -35,39 +35,40 @@ class SamplingParams:
     do_kv_handoff: bool = False
 
     def __post_init__(self):
-        self._follow_prompt_log_probs()
-        self._check_streaming_interval()
+        if self.return_prompt_top_n_logprobs:
+            warnings.warn(
+                "return_prompt_top_n_logprobs is deprecated: skip_prompt_log_probs decides",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+        self._check()
 
-    def _check_streaming_interval(self) -> None:
+    def _check(self) -> None:
+        """Check the fields, and let those that follow from others follow.
+
+        Raises:
+            AssertionError, ValueError: a field has a value that it never has.
+        """
+        if self.return_prompt_top_n_logprobs and self.skip_prompt_log_probs:
+            raise AssertionError(
+                "return_prompt_top_n_logprobs and skip_prompt_log_probs exclude each other: "
+                "set one of them"
+            )
+        self.return_prompt_top_n_logprobs = bool(
+            self.top_n_logprobs and not self.skip_prompt_log_probs
+        )
         if not is_int(self.streaming_interval) or self.streaming_interval < 1:
             raise ValueError(
                 f"streaming_interval is {self.streaming_interval!r}; it must be a whole number of "
                 "1 or more"
             )
 
-    def _follow_prompt_log_probs(self) -> None:
-        if self.return_prompt_top_n_logprobs:
-            warnings.warn(
-                "return_prompt_top_n_logprobs is deprecated: skip_prompt_log_probs decides",
-                DeprecationWarning,
-                stacklevel=4,
-            )
-            if self.skip_prompt_log_probs:
-                raise AssertionError(
-                    "return_prompt_top_n_logprobs and skip_prompt_log_probs exclude each other: "
-                    "set one of them"
-                )
-        self.return_prompt_top_n_logprobs = bool(
-            self.top_n_logprobs and not self.skip_prompt_log_probs
-        )
-
     def add_attributes(self, attribute_value_pair: dict[str, Any]) -> None:
         """Set attributes, unknown ones too."""
         self.return_prompt_top_n_logprobs = False
         for name, value in attribute_value_pair.items():
             setattr(self, name, value)
-        self._follow_prompt_log_probs()
-        self._check_streaming_interval()
+        self.__post_init__()
 
     def serialize(self) -> dict[str, Any]:
         """All attributes, as plain data."""
@@ -75,9 +76,14 @@ class SamplingParams:
 
     @classmethod
     def deserialize(cls, data: dict[str, Any]) -> SamplingParams:
-        """Inverse of `serialize`."""
+        """Inverse of `serialize`; `return_prompt_top_n_logprobs` follows from the others.
+
+        Raises:
+            ValueError: as the constructor.
+        """
         params = cls()
-        params.__dict__.update(data)
+        params.__dict__.update(data, return_prompt_top_n_logprobs=False)
+        params._check()
         return params
 
 

@@ -221,10 +221,11 @@ class HybridStack(MegatronModule):
         return [min(size, layers - start) for start in range(0, layers, size)]
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Tell core's inference configs the shapes of a Mamba-2 layer on this rank: of the last
-        inputs of the convolution, [C, K], and of the state, [H, P, N]. None: the stage has none."""
+        """Tell core's inference configs the shapes of the first Mamba-2 or Gated DeltaNet layer on
+        this rank: of the last inputs of the convolution, [C, K], and of the state, [H, P, N]. None:
+        the stage has none."""
         for symbol, layer in zip(self.layer_type_list, self.layers):
-            if symbol == "M":
+            if symbol in "MG":
                 tail, state = layer.cache_requirements().states
                 channels, width = tail.shape  # core keeps the present input, too
                 return (channels, width + 1), state.shape

@@ -1,9 +1,10 @@
 """KvPublisher: the events of a cache over ZeroMQ, as vLLM publishes its own.
 
-A message has three frames: the topic; the number of the batch, from 0 on, 8 bytes, big-endian; the
-batch in msgpack, [time in seconds, events, data-parallel rank]. Whoever misses a number asks the
-replay socket for it, and gets all batches from there on; if they are not kept any more, the last
-number with all that is stored.
+A message has three frames: the topic; the number of the batch, 8 bytes, big-endian; the batch in
+msgpack, [time in seconds, events, data-parallel rank]. Numbers count from the microsecond at which
+the publisher began, so that a publisher that takes the place of a dead one leaves a gap. Whoever
+misses a number asks the replay socket for it, and gets all batches from there on; if they are not
+kept any more, or were another publisher's, the last number with all that is stored.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class KvPublisher:
         self._context = zmq.Context()
         self._topic = topic.encode()
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=kept_batches)
-        self._next = 0
+        self._next = time.time_ns() // 1000
         self._events: BlockEvents | None = None
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._replay: zmq.Socket | None = None

@@ -6,7 +6,7 @@ import math
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -126,6 +126,7 @@ class Trainer:
         with fail_together(ValueError, whole_job=True):
             self.tokenizer = _tokenizer(recipe)
             config = _model_config(recipe, self.tokenizer)
+        new_folders = [each for each in (self.folder, *self.folder.parents) if not each.exists()]
         check_shared_folder(self.folder)
         with fail_together(OSError, whole_job=True):
             lock = RunLock(self.folder) if dist.get_rank() == 0 else None
@@ -134,6 +135,9 @@ class Trainer:
             self._set_up(config)
         except BaseException:
             self.close()
+            with suppress(OSError):  # one that is not empty stays
+                for each in new_folders:
+                    each.rmdir()
             raise
 
     def close(self) -> None:

@@ -105,18 +105,10 @@ def test_long_past_is_used_and_does_no_harm(demo, sample_log_probs, sample_ids):
 
 def test_writes_recognisable_english(demo):
     """Most of what it writes are words of English, and it does not repeat itself."""
-    model, tokenizer = demo
-    generator = torch.Generator().manual_seed(0)
-    prompt = "Once upon a time there was a little boy who"
-    ids = torch.tensor(tokenizer.tokenize(prompt))
-    prompt_length = len(ids)
-    for _ in range(120):
-        with torch.no_grad():
-            logits = model(ids[None])[0, -1] / 0.8
-        values, indices = logits.topk(40)
-        choice = torch.multinomial(values.softmax(-1), 1, generator=generator)
-        ids = torch.cat([ids, indices[choice]])
-    words = re.findall(r"[a-z]+", tokenizer.detokenize(ids[prompt_length:].tolist()).lower())
+    params = mh.SamplingParams(temperature=0.8, top_k=40, num_tokens_to_generate=120)
+    engine = mh.DynamicInferenceEngine(*demo, mh.InferenceConfig(cache_bytes=32 << 20))
+    (result,) = engine.generate(["Once upon a time there was a little boy who"], params)
+    words = re.findall(r"[a-z]+", result.generated_text.lower())
     assert len(words) > 60
     # These hundred words make up about half of English prose (0.56 of the sample).
     frequent_words = set((DATA / "frequent_words.txt").read_text().split())

@@ -12,7 +12,13 @@ import torch.multiprocessing as mp
 
 from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
 
-PRELOADED = ["megatron_hybrid.inference.engine", "megatron_hybrid.checkpoints.pretrained"]
+PRELOADED = [
+    "megatron_hybrid.inference.engine",
+    "megatron_hybrid.checkpoints.pretrained",
+    "megatron_hybrid.training.trainer",
+    "torch._dynamo",  # which optimizers import
+    "pytest",
+]
 
 
 def rank_context():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from host_syncs import no_host_syncs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrix import matrix_rows
@@ -151,16 +150,6 @@ def test_what_lies_in_a_first_place_that_is_skipped_does_not_matter(B, entry, le
         table[0, 0] = entry
     found = paged_attention(q, k, v, table, layout, pattern)
     assert_near(found, expected)
-
-
-def test_no_call_waits_for_the_device():
-    generator = seeded(0)
-    layout = RaggedLayout((1, 30), (60, 8), (), 1)
-    q, keys, values = paged_case(layout, 2, generator)
-    pool = Pool(keys, values, 16, generator)
-    q = q.float()
-    with no_host_syncs():
-        paged_attention(q, *pool, layout, PLAIN)
 
 
 def kernels_reference(*inputs):

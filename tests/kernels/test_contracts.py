@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from op_calls import assert_refused, calls
+from host_syncs import no_host_syncs
+from op_calls import assert_refused, calls, scans
 from torch.autograd import forward_ad
 
-from megatron_hybrid.ops import dispatch
+from megatron_hybrid.ops import RaggedLayout, SlotStates, dispatch
 
 BACKENDS = {
     name: [own.name for own in op.backends if own.missing is None]
@@ -39,6 +40,37 @@ def test_a_size_that_differs_by_one_is_refused_and_changes_nothing(monkeypatch, 
             torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-4)
     monkeypatch.setattr(dispatch, "forced", None if backend == "grouped_mm" else backend)
     assert assert_refused(op, make) > 3
+
+
+KERNELS = [(call, backend) for call, backend in CALLS if backend in ("triton", "mcore", "fla")]
+
+
+@pytest.mark.parametrize(
+    ("call", "backend"),
+    [each for each in KERNELS if each[0].partition(" ")[2] in ("", "mixed")],
+)
+@torch.no_grad()
+def test_a_kernel_is_asked_before_the_reference_and_waits_for_no_device(monkeypatch, call, backend):
+    op = dispatch.OPS[call.partition(" ")[0]]
+    assert op.backends[0].name == backend
+    monkeypatch.setattr(op, "reference", None)
+    inputs = CALLS[call, backend]()
+    with no_host_syncs():
+        assert outputs_of(op.name, *inputs)
+
+
+@pytest.mark.parametrize(("op", "backend"), sorted({(c.partition(" ")[0], b) for c, b in KERNELS}))
+def test_where_gradients_are_wanted_the_reference_serves(op, backend):
+    layout = RaggedLayout((5, 3), (0, 0))
+    flat = calls().get(op)
+    inputs = flat() if flat else scans(8)[op](layout)
+    inputs = [None if isinstance(x, SlotStates) else x for x in inputs]
+    leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    assert dispatch.OPS[op].refusals(*inputs)[backend] is not None
+    sum(y.sum() for y in outputs_of(op, *inputs) if y.requires_grad).backward()
+    assert [leaf.shape for leaf in leaves if leaf.grad is None] == []
 
 
 def test_each_kernel_backend_is_called():

@@ -80,15 +80,6 @@ def test_weights_have_the_number_format_that_was_asked_for(folder, dtype, found)
     assert model.embedding.word_embeddings.weight.dtype == found
 
 
-def test_greedy_generation_is_the_same_in_all_modes(folder, capsys):
-    outputs = set()
-    for mode in ("off", "memory_only", "restore"):
-        arguments = ["generate", "--model", folder, "--prompt", "abc", "--temperature", "0"]
-        assert cli.main([*arguments, "--mode", mode]) == 0
-        outputs.add(capsys.readouterr().out)
-    assert len(outputs) == 1
-
-
 def test_demo_runs_all_modes_with_identical_outputs(folder, capsys, monkeypatch):
     monkeypatch.setattr(demo, "SYSTEM_PROMPT", "A system prompt that is shared by all of them. ")
     monkeypatch.setattr(demo, "ANSWER_TOKENS", 3)
@@ -392,13 +383,38 @@ def test_overrides_of_a_recipe_may_stand_before_and_behind_an_option(tmp_path, c
 @pytest.mark.parametrize(
     ("known", "unknown"), [(["train", "laptop"], ["--fodler", "x"]), (["info"], ["more"])]
 )
-def test_errors_show_the_usage_of_their_command(known, unknown, capsys):
+def test_errors_are_one_line_and_where_help_is(known, unknown, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([*known, *unknown])
     assert end.value.code == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"usage: megatron-hybrid {known[0]} ")
-    assert "unrecognized arguments: " in err and unknown[-1] in err
+    error, help_line = err.splitlines()
+    assert error.startswith(f"megatron-hybrid {known[0]}: ") and unknown[0] in error
+    assert help_line == f"See megatron-hybrid {known[0]} --help."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["chat", "demo", "--tokens", "0"],
+            "argument --tokens: '0': give a whole number from 1 on",
+        ),
+        (["quantize", "demo", "q", "--to", "int4", "--device", "cpu"], "which needs --text FILE"),
+        (["bench-serve", "http://127.0.0.1:8000"], "give a file, and the URL as --base-url"),
+        (["train", "demo", "--folder", "a/b"], "train.idx does not exist"),
+    ],
+)
+def test_a_refused_command_says_why_and_leaves_nothing(
+    arguments, message, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = cli.main(arguments)
+    except SystemExit as end:
+        status = end.code
+    assert status == 2 and message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 NEEDED = {
@@ -503,7 +519,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     os.close(reader)
     environment = {name: v for name, v in os.environ.items() if name != "PYTHONUNBUFFERED"}
     result = subprocess.run(
-        [sys.executable, "-m", "megatron_hybrid", "info"],
+        [sys.executable, "-m", "megatron_hybrid", "grafana"],
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
@@ -137,6 +138,11 @@ def test_what_the_pinned_packages_ask_for_is_pinned_too():
             for requirement in active(installed.requires or [], python):
                 assert_pinned(requirement, pins)
     assert compared, "no package is installed in the version that is pinned"
+
+
+def test_an_editable_install_is_a_path_that_type_checkers_follow():
+    packages = Path(sysconfig.get_path("purelib"))
+    assert not list(packages.glob("__editable__*megatron_hybrid*finder.py"))
 
 
 def test_the_page_is_small_and_in_the_wheel_with_the_licences_of_others():

@@ -8,6 +8,7 @@ from typing import Annotated
 import numpy as np
 
 from megatron_hybrid.text.guide import Guide
+from megatron_hybrid.utils.other_names import names_fields
 from megatron_hybrid.utils.validation import Range, check_fields
 
 Positive = Annotated[int, Range(ge=1)]
@@ -16,6 +17,7 @@ MAX_BREAKPOINTS = 4096
 """Most positions that one request may declare: each costs several lookups."""
 
 
+@names_fields
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
     """Options of one request, in addition to its prompt and its `SamplingParams`.

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import replace
 from itertools import cycle
@@ -19,8 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from megatron_hybrid.inference.draft_length import DraftCost, DraftCosts, break_even
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams
@@ -30,6 +27,7 @@ from megatron_hybrid.inference.worker.graph_runner import graph_sizes
 from megatron_hybrid.inference.worker.memory_profile import null_tables
 from megatron_hybrid.inference.worker.model_runner import ModelRunner
 from megatron_hybrid.utils.out_of_memory import is_lack_of_memory
+from megatron_hybrid.utils.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +74,16 @@ def warm_up(runner: ModelRunner, max_tokens: int, saves: bool) -> float:
     plans = list(_plans(context, max_tokens, pages if saves and len(pages) <= num_pages else None))
     by_rows = {} if graphs is None else graphs.sizes
     sizes = [(size, rows) for rows, each in by_rows.items() for size in reversed(each)]
-    with _progress(len(plans) + len(sizes), runner.ranks.is_first) as advance:
+    total, shows = len(plans) + len(sizes), runner.ranks.is_first
+    if shows:
+        logger.info(
+            "warming up: %d steps compile and load kernels, before the first request", total
+        )
+    with progress("warming up", total, False, has_lines=False, is_shown=shows) as advance:
         try:
             for plan in plans:
                 launching.run(plan)
-                advance()
+                advance(1)
         except Exception as error:
             if not is_lack_of_memory(error):
                 raise
@@ -91,9 +94,12 @@ def warm_up(runner: ModelRunner, max_tokens: int, saves: bool) -> float:
             ) from error
         for size, num_rows in sizes:
             runner.capture_graph(size, num_rows)
-            advance()
+            advance(1)
     memory.refill()
-    return time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    if shows:
+        logger.info("warmed up in %.1f s", seconds)
+    return seconds
 
 
 @torch.inference_mode()
@@ -208,21 +214,3 @@ def _plans(
     if pages is not None:
         sources.append({"checkpoint_pages": pages})
     yield StepPlan(restores=[Restore(0, 0, null, null, **source) for source in sources])
-
-
-@contextmanager
-def _progress(total: int, is_shown: bool) -> Iterator[Callable[[], None]]:
-    """Lines in the log and, on a terminal, a bar, which vanishes. Yields what notes a step."""
-    if not is_shown:
-        yield lambda: None
-        return
-    began = time.perf_counter()
-    logger.info("warming up: %d steps compile and load kernels, before the first request", total)
-    columns = TextColumn("warming up"), BarColumn(), MofNCompleteColumn()
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
-    logger.info("warmed up in %.1f s", time.perf_counter() - began)

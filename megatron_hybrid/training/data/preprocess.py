@@ -14,15 +14,13 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_hybrid.checkpoints.pretrained import model_folder
-from megatron_hybrid.checkpoints.progress import progress
 from megatron_hybrid.text.document_encoder import EncodedChunk, encode_all, token_dtype
 from megatron_hybrid.text.document_files import check_files, read_chunks, read_texts
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.tokenizer_files import find_tokenizer
 from megatron_hybrid.text.train_tokenizer import train_tokenizer
 from megatron_hybrid.training.data.index_files import ANSWERS, Description
-
-_BAR_FROM_BYTES = 32 << 20
+from megatron_hybrid.utils.progress import progress
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def preprocess(
     with _Output(Path(output), loaded, chat) as files:
         # Closed, so that no worker outlives an error.
         with (
-            progress("preprocess", total, _BAR_FROM_BYTES) as advance,
+            progress("preprocess", total) as advance,
             closing(encode_all(chunks, arguments, workers)) as all_encoded,
         ):
             for encoded in all_encoded:

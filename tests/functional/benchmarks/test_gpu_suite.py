@@ -5,6 +5,7 @@ from importlib.metadata import version
 
 import pytest
 import torch
+from matrix import matrix_rows
 
 from benchmarks.gpu import parts
 from benchmarks.gpu.bench import Bench
@@ -25,7 +26,7 @@ def rows_of(capsys, *arguments):
     return rows
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", matrix_rows(SHAPES, "nemotron_h_8b", "qwen3_5_4b"))
 def test_the_toy_run_of_a_model(name):
     """Where limits are measured, its rows have bounds."""
     rows = list(parts.PARTS["serving"](MEASURED, name))

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 from commands import Command, run_script
-from matrix import matrix_rows
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "many_ranks.py"
 
 
-@pytest.mark.parametrize("tp", matrix_rows([1, 2], 1))
+@pytest.mark.matrix
+@pytest.mark.parametrize("tp", [1, 2])
 def test_second_turns_of_every_replica_skip_the_first_ones(tp, tmp_path):
     command = Command([str(EXAMPLE), "--tp", str(tp)], tmp_path / "printed", 2, run_script)
     assert command.wait() == [0, 0], command.printed()

@@ -48,6 +48,10 @@ CACHES = (
 """One model of each kind of cache."""
 
 
+FEW = ("gemma3", "deepseek_v3", "zamba2", "kimi_linear")
+"""Of which `make test` runs what engines do alike over all kinds."""
+
+
 def kept(names: Iterable[str]) -> pytest.MarkDecorator:
     """The models of a test, of which `make test` tries these."""
     return pytest.mark.parametrize("pair", matrix_rows(config_names(), *names), indirect=True)
@@ -95,13 +99,6 @@ def test_its_row_in_the_docs(pair):
 
 
 @kept(CACHES)
-def test_greedy_tokens(pair):
-    engine = pair.engine()
-    for length in (1, 37, LONG):
-        assert pair.ask(engine, pair.tokens(length)).skipped_tokens == 0
-
-
-@kept(CACHES)
 def test_restore_at_random_positions(pair):
     engine = pair.engine()
     prompt = pair.tokens(LONG)
@@ -113,7 +110,7 @@ def test_restore_at_random_positions(pair):
     assert pair.ask(engine, prompt).skipped_tokens == LONG
 
 
-@kept(CACHES)
+@kept(FEW)
 def test_fork_and_next_turn(pair):
     engine = pair.engine()
     first = pair.tokens(90)
@@ -128,7 +125,7 @@ def test_fork_and_next_turn(pair):
     assert pair.ask(engine, turn + pair.tokens(9)).skipped_tokens == len(turn)
 
 
-@kept(CACHES)
+@kept(FEW)
 def test_eviction(pair):
     """In a pool that holds little more than one request, whatever was thrown away is made anew."""
     engine = pair.engine()
@@ -142,7 +139,7 @@ def test_eviction(pair):
     assert pair.ask(engine, prompts[0], 8).skipped_tokens == 0
 
 
-@kept(CACHES)
+@kept(FEW)
 def test_memory_only(pair):
     engine = pair.engine(prefix_caching="memory_only")
     prompt = pair.tokens(LONG)
@@ -174,16 +171,7 @@ def test_new_weights_come_under_its_names_in_any_order(pair):
         assert torch.equal(tensor, expected[name]), name
 
 
-@kept(CACHES)
-def test_our_own_checkpoint_of_it(pair, tmp_path):
-    mh.save_checkpoint(pair.model, tmp_path)
-    again, _ = mh.load_pretrained(tmp_path)
-    tokens = torch.tensor([pair.tokens(40)])
-    with torch.no_grad():
-        assert torch.equal(again(tokens), pair.model(tokens))
-
-
-@kept(CACHES)
+@kept(FEW)
 def test_under_the_names_of_transformer_engine(pair, tmp_path, monkeypatch):
     """Read into layers with fused norms it computes the same, and is written back to the bit."""
     transformer_engine_stub.install(monkeypatch)

@@ -7,110 +7,10 @@ import torch
 import transformers
 from huggingface import read_values
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    Qwen3_5Config,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeConfig,
-    Qwen3_5MoeForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import save_huggingface
-
-TEXT = {
-    "hidden_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 103,
-    "rms_norm_eps": 1e-4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 12,
-    "dtype": "float32",
-}
-VISION = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_heads": 2,
-    "out_hidden_size": 48,
-    "num_position_embeddings": 16,
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 20,
-    "shared_expert_intermediate_size": 24,
-}
-
-
-def build(experts: bool, tied: bool):
-    config, kind = (
-        (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration)
-        if experts
-        else (Qwen3_5Config, Qwen3_5ForConditionalGeneration)
-    )
-    text = {**TEXT, **(EXPERTS if experts else {"intermediate_size": 56})}
-    torch.manual_seed(0)
-    model = kind._from_config(
-        config(text_config=text, vision_config=VISION, tie_word_embeddings=tied),
-        attn_implementation="eager",
-    ).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.08)
-    return model
-
-
-def stack_experts(folder):
-    """The experts of a layer in two tensors, as in the released folders."""
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    layers = {name.partition("experts.0.")[0] for name in tensors if ".experts.0." in name}
-    assert layers
-    for layer in layers:
-        gate, up, down = (
-            [tensors.pop(f"{layer}experts.{i}.{name}_proj.weight") for i in range(4)]
-            for name in ("gate", "up", "down")
-        )
-        tensors[f"{layer}experts.gate_up_proj"] = torch.cat([torch.stack(gate), torch.stack(up)], 1)
-        tensors[f"{layer}experts.down_proj"] = torch.stack(down)
-    tensors["mtp.norm.weight"] = torch.ones(48)
-    save_file(tensors, path, {"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    ("experts", "stacked", "tied"),
-    [(False, False, False), (False, False, True), (True, False, False), (True, True, False)],
-)
-def test_language_model_of_a_folder_with_vision(tmp_path, experts, stacked, tied):
-    theirs = build(experts, tied)
-    theirs.save_pretrained(tmp_path)
-    if stacked:
-        stack_experts(tmp_path)
-    tokens = torch.randint(3, 103, (2, 50))
-    model, _ = mh.load_pretrained(tmp_path)
-    with torch.no_grad():
-        expected = theirs(tokens, use_cache=False).logits
-        torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
-
-    save_huggingface(model, tmp_path / "text")
-    written = json.loads((tmp_path / "text" / "config.json").read_text())
-    assert written["model_type"] == ("qwen3_5_moe_text" if experts else "qwen3_5_text")
-    text = AutoModelForCausalLM.from_pretrained(tmp_path / "text").state_dict()
-    given = theirs.state_dict()
-    for name, tensor in text.items():
-        assert torch.equal(tensor, given[name.replace("model.", "model.language_model.", 1)]), name
-    again, _ = mh.load_pretrained(tmp_path / "text")
-    with torch.no_grad():
-        assert torch.equal(again(tokens), model(tokens))
-
 
 TOWER = {
     "hidden_size": 16,
@@ -120,7 +20,19 @@ TOWER = {
     "image_size": 28,
     "patch_size": 14,
 }
+QWEN = {
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 48,
+        "num_position_embeddings": 16,
+    }
+}
 COMPOSITES = {
+    "qwen3_5": QWEN,
+    "qwen3_5_moe": QWEN,
     "gemma3": {"vision_config": {**TOWER, "vision_use_head": False}, "mm_tokens_per_image": 4},
     "gemma4": {"vision_config": {**TOWER, "num_key_value_heads": 2, "head_dim": 8}},
     "llama4": {
@@ -152,22 +64,45 @@ def rename(folder):
     save_file(other, path, {"format": "pt"})
 
 
+def stack_experts(folder):
+    """The experts of a layer in two tensors, as in the released folders."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    layers = {name.partition("experts.0.")[0] for name in tensors if ".experts.0." in name}
+    assert layers
+    for layer in layers:
+        gate, up, down = (
+            [tensors.pop(f"{layer}experts.{i}.{name}_proj.weight") for i in range(6)]
+            for name in ("gate", "up", "down")
+        )
+        tensors[f"{layer}experts.gate_up_proj"] = torch.cat([torch.stack(gate), torch.stack(up)], 1)
+        tensors[f"{layer}experts.down_proj"] = torch.stack(down)
+    tensors["mtp.norm.weight"] = torch.ones(48)
+    save_file(tensors, path, {"format": "pt"})
+
+
 @pytest.mark.parametrize(
-    ("name", "renamed"),
-    [("gemma3", False), ("gemma3", True), ("gemma4", False), ("llama4", False), ("llama4", True)],
+    ("name", "change", "values"),
+    [
+        *((name, None, {}) for name in COMPOSITES),
+        ("gemma3", rename, {}),
+        ("llama4", rename, {}),
+        ("qwen3_5", None, {"tie_word_embeddings": True}),
+        ("qwen3_5_moe", stack_experts, {}),
+    ],
 )
-def test_language_model_inside_another(tmp_path, name, renamed):
+def test_language_model_inside_another(tmp_path, name, change, values):
     # As a part, transformers' Gemma 3 does not cap its logits; released ones have no cap.
     text = read_values(name) | ({"final_logit_softcapping": None} if name == "gemma3" else {})
-    config = AutoConfig.for_model(name, text_config=text, **COMPOSITES[name])
+    config = AutoConfig.for_model(name, text_config=text, **COMPOSITES[name], **values)
     torch.manual_seed(0)
     theirs = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.08)
     theirs.save_pretrained(tmp_path)
-    if renamed:
-        rename(tmp_path)
+    if change is not None:
+        change(tmp_path)
     model, _ = mh.load_pretrained(tmp_path)
     tokens = torch.randint(3, text["vocab_size"], (2, 50))
     with torch.no_grad():
@@ -177,6 +112,8 @@ def test_language_model_inside_another(tmp_path, name, renamed):
         torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
 
     save_huggingface(model, tmp_path / "text")
+    written = json.loads((tmp_path / "text" / "config.json").read_text())
+    assert written["model_type"] == config.text_config.model_type
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "text", attn_implementation="eager")
     with torch.no_grad():
         logits = again.eval()(tokens, use_cache=False).logits

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from huggingface import Reference, build, config_rows
+from huggingface import Reference, build
 from transformers import AutoModelForCausalLM
 
 import megatron_hybrid as mh
@@ -45,17 +45,6 @@ def logits_in_transformers(model, folder):
     theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     assert theirs.dtype == model.config.params_dtype
     return Reference(theirs.eval()).logits(tokens_for(model)).float()
-
-
-@pytest.mark.parametrize("name", config_rows())
-def test_fine_tuned(name, tmp_path):
-    build(name).save_pretrained(tmp_path / "before")
-    model, _ = mh.load_pretrained(tmp_path / "before")
-    before = logits(model)
-    train(model)
-    ours, theirs = logits(model), logits_in_transformers(model, tmp_path / "after")
-    assert largest(ours - theirs) < 2e-5 * ours.std()
-    assert largest(ours - before) > ours.std()
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2", "nemotron_h_moe", "qwen3_next", "jamba"])

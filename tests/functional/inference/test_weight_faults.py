@@ -782,7 +782,7 @@ def run_rank(rank, folder, layouts, is_whole):
 @pytest.mark.parametrize(
     ("layouts", "is_whole"),
     [
-        pytest.param(["TP", "one"], False, id="some"),
+        pytest.param(["TP"], False, id="some"),
         pytest.param([*LAYOUTS], True, id="all", marks=pytest.mark.matrix),
     ],
 )

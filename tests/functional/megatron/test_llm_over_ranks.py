@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from door import MIB, LetterTokenizer, greedy_params
+from matrix import matrix_rows
 from megatron.core import parallel_state
 from rank_processes import join_ranks, run_ranks
 from reference import random_tokens, tiny_model
@@ -117,45 +118,27 @@ def refused_replicas():
     return str(raised.value)
 
 
-def run_rank(rank, folder):
+def run_rank(rank, folder, layout):
     join_ranks(rank, 2, f"{folder}/rendezvous")
-    given = {}
-    for name, layout in LAYOUTS.items():
-        model = build_hybrid_model(read_config(folder, **layout))
-        load_checkpoint(model, folder)
-        given[name] = {work.__name__: work(model) for work in (sync_answers, async_answers)}
-        given["refusals"] = refusals(model)
-        parallel_state.destroy_model_parallel()
+    model = build_hybrid_model(read_config(folder, **layout))
+    load_checkpoint(model, folder)
+    given = {work.__name__: work(model) for work in (sync_answers, async_answers, refusals)}
+    parallel_state.destroy_model_parallel()
     given["replicas"] = refused_replicas()
     torch.save(given, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def by_rank(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llm_over_ranks")
-    save_checkpoint(tiny_model(**MODEL), folder)
-    run_ranks(run_rank, (str(folder),), 2)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("work", [sync_answers, async_answers])
-def test_the_primary_rank_answers_as_one_rank(by_rank, name, work):
-    assert by_rank[0][name][work.__name__] == work(tiny_model(**MODEL))
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_other_ranks_wait_for_the_end(by_rank, name):
-    assert by_rank[1][name]["sync_answers"] is True
-
-
-def test_other_ranks_take_no_calls_but_those_that_wait(by_rank):
-    assert not by_rank[0]["refusals"] and len(by_rank[1]["refusals"]) == 5
-    assert all("rank 1 of the model, which follows rank 0" in m for m in by_rank[1]["refusals"])
-
-
-def test_several_replicas_are_refused_without_a_coordinator(by_rank):
+@pytest.mark.parametrize("layout", matrix_rows(LAYOUTS, "TP 2"))
+def test_the_primary_rank_answers_as_one_rank_and_others_wait(tmp_path, layout):
+    save_checkpoint(tiny_model(**MODEL), tmp_path)
+    run_ranks(run_rank, (str(tmp_path), LAYOUTS[layout]), 2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    for work in (sync_answers, async_answers):
+        assert first[work.__name__] == work(tiny_model(**MODEL))
+    assert second["sync_answers"] is True
+    assert not first["refusals"] and len(second["refusals"]) == 5
+    assert all("rank 1 of the model, which follows rank 0" in m for m in second["refusals"])
     version = ".".join(map(str, compat.MEGATRON_CORE_VERSION))
-    for rank in by_rank:
+    for rank in (first, second):
         assert f"megatron-core {version} is installed, and this needs" in rank["replicas"]

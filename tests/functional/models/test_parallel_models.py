@@ -1,4 +1,5 @@
-"""Two processes on gloo, tensor- and pipeline-parallel, give what one process gives.
+"""Four tensor-parallel ranks on gloo, some with copies of the same heads or groups, or two replicas
+of two ranks each, give what one process gives.
 
 The weights come from one checkpoint that a single process wrote.
 """
@@ -6,21 +7,53 @@ The weights come from one checkpoint that a single process wrote.
 import pytest
 import torch
 import torch.distributed as dist
+from matrix import asked, matrix_rows
 from megatron.core import parallel_state
-from rank_processes import run_ranks
-from sharded_tensors import pieces, whole
-from split_models import assert_same_gradients, batch, load, logits_loss_gradients, single_process
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories
+from megatron.core.dist_checkpointing.validation import (
+    determine_global_metadata,
+    validate_sharding_integrity,
+)
+from rank_processes import join_ranks, run_ranks
+from reference import greedy
+from sharded_tensors import pieces
+from split_models import (
+    assert_same_answers,
+    assert_same_checkpoint,
+    assert_same_gradients,
+    batch,
+    load,
+    logits_loss_gradients,
+    single_process,
+)
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
-from megatron_hybrid.checkpoints.model_tensors import full_state_dict
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 pytestmark = pytest.mark.matrix
 
-RANKS = 2
-CONFIG = HybridConfig(
-    layer_pattern="MG*SK|+C-W-E",
+RANKS = 4
+SIZES = dict(
+    hidden_size=32,
+    num_attention_heads=8,
+    kv_channels=8,
+    vocab_size=61,
+    ffn_hidden_size=48,
+    sliding_window=7,
+    mamba_head_dim=8,
+    mamba_state_dim=6,
+    mamba_chunk_size=8,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_chunk_size=8,
+    qk_layernorm=True,
+    init_method_std=0.15,
+)
+ALL_BUT_FEW = HybridConfig(
+    layer_pattern="MG*SK+C-W-E",
     hidden_size=48,
     num_attention_heads=4,
     num_query_groups=2,
@@ -56,8 +89,8 @@ CONFIG = HybridConfig(
     moe_shared_expert_gate=True,
     init_method_std=0.15,
 )
-# The other layer kinds and options, of which some keep to one pipeline stage.
-ONE_STAGE = HybridConfig(
+# The other layer kinds and options.
+THE_OTHERS = HybridConfig(
     layer_pattern="LH-P*BW*",
     hidden_size=48,
     num_attention_heads=4,
@@ -90,151 +123,209 @@ ONE_STAGE = HybridConfig(
     moe_ffn_hidden_size=20,
     init_method_std=0.15,
 )
-MODELS = {"stages": CONFIG, "one_stage": ONE_STAGE}
+MODELS = {
+    # Two groups or key heads, each on two ranks; and heads of latent attention.
+    "two": HybridConfig(
+        layer_pattern="M*GH+-",
+        num_query_groups=2,
+        mamba_num_groups=2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        add_qkv_bias=True,
+        attention_output_gate=True,
+        q_lora_rank=20,
+        kv_lora_rank=24,
+        qk_head_dim=10,
+        qk_pos_emb_head_dim=6,
+        v_head_dim=14,
+        mamba_section_multipliers=[0.5, 0.75, 1.5, 2.0, 1.25],
+        layer_overrides={"M": {"mamba_proj_bias": True}},
+        **SIZES,
+    ),
+    # One group, on all ranks; norms over all heads; keys and values of another layer.
+    "one": HybridConfig(
+        layer_pattern="M*G-*W*",
+        num_query_groups=1,
+        mamba_num_groups=1,
+        linear_num_key_heads=1,
+        linear_num_value_heads=8,
+        mamba_gated_norm="norm_first",
+        qk_layernorm_scope="all_heads",
+        share_embeddings_and_output_weights=True,
+        layer_overrides={
+            "W": {"keys_as_values": True, "softmax_type": "learnable"},
+            "5": {"kv_source_layer": 2},
+            "7": {"num_query_groups": 4},
+        },
+        **SIZES,
+    ),
+    "all but few": ALL_BUT_FEW,
+    "the others": THE_OTHERS,
+    # Norms with a mean.
+    "layer_norm": HybridConfig(
+        layer_pattern="*-",
+        num_query_groups=2,
+        qk_layernorm_scope="all_heads",
+        normalization="LayerNorm",
+        layernorm_zero_centered_gamma=True,
+        **SIZES,
+    ),
+}
+TWO_RANKS = ("all but few", "the others")
+"""Models of as many ranks; others have all four."""
+SERVED = ("two", "one")
+SPLIT_ROWS = (*SERVED, *TWO_RANKS)
+"""Models that run with sequence parallelism, too."""
+KV_HEADS = {"two": {2: 1, 4: 1, 5: 1}, "one": {2: 1, 6: 1, 7: 1}, "layer_norm": {1: 1}}
 
 
-def run_tensor_parallel(folder, **fields):
-    model = load(folder, tensor_model_parallel_size=RANKS, **fields)
-    save_checkpoint(model, folder / "from_two_ranks")
-    return {"pieces": pieces(model.sharded_state_dict()), **logits_loss_gradients(model)}
+def answers(model):
+    """Tokens, log-probs and skipped tokens of prompts with a common prefix, served in turn."""
+    config = InferenceConfig(cache_bytes=1 << 20, max_tokens=24, verify_ranks=True)
+    engine = DynamicInferenceEngine(model.eval(), None, config)
+    params = greedy(5, return_log_probs=True, skip_prompt_log_probs=True)
+    start = batch()[0].flatten().tolist()
+    results = [engine.generate([[*start[:40], i, 7]], params)[0] for i in (1, 1, 2)]
+    model.train()
+    return [(r.generated_tokens, r.log_probs, r.prefix.skipped_tokens) for r in results]
 
 
-def run_pipeline_parallel(folder):
-    parallel_state.initialize_model_parallel(1, RANKS)
-    first = dist.get_rank() == 0
-    config = read_config(folder, pipeline_model_parallel_size=RANKS)
-    model = build_hybrid_model(config, pre_process=first, post_process=not first)
-    load_checkpoint(model, folder)
-    inputs, _ = batch()
-    with torch.no_grad():
-        if first:
-            hidden = model(inputs)
-            dist.send(hidden, 1)
-            logits = None
-        else:
-            hidden = torch.empty(inputs.shape[1], inputs.shape[0], config.hidden_size)
-            dist.recv(hidden, 0)
-            model.set_input_tensor([hidden])
-            logits = model(inputs)
+def run_model(folder, tp):
+    model = load(folder, tensor_model_parallel_size=tp)
+    save_checkpoint(model, folder / "from_ranks")
+    state = model.sharded_state_dict()
+    found = pieces(state)
+    for value in state.values():
+        if isinstance(value, ShardedTensorFactory):
+            assert torch.equal(value.merge_fn([part.data for part in value.build()]), value.data)
+    apply_factories(state)
+    _, metadata = determine_global_metadata(state)
+    validate_sharding_integrity(metadata)  # each place has one main copy
+    caches = enumerate(model.cache_requirements(), start=1)
     return {
-        "logits": logits,
-        "state": full_state_dict(model),
-        "hidden_shape": tuple(hidden.shape),
-        "pieces": pieces(model.sharded_state_dict()),
+        "pieces": found,
+        "kv_heads": {i: cache.kv.num_heads for i, cache in caches if cache.kv is not None},
+        **logits_loss_gradients(model),
+        "answers": answers(model) if folder.name in SERVED else None,
     }
 
 
-UNSUPPORTED_GROUPS = {
-    "cp": {"context_parallel_size": RANKS},
-}
+def run_sequence_parallel(folder, tp):
+    model = load(folder, tensor_model_parallel_size=tp, sequence_parallel=True)
+    rows = []
+    model.decoder.layers[0].register_forward_hook(lambda _, args, out: rows.append(len(out)))
+    results = logits_loss_gradients(model)
+    assert tp < RANKS or rows == [64 // RANKS] * 3  # 60 tokens, padded
+    return {**results, "answers": answers(model) if folder.name in SERVED else None}
 
 
-def refusals():
-    """What each of the groups above, set up by the caller, is answered with."""
-    messages = {}
-    for name, sizes in UNSUPPORTED_GROUPS.items():
-        parallel_state.initialize_model_parallel(**sizes)
-        try:
-            build_hybrid_model(HybridConfig.from_dict(CONFIG.to_dict()))
-        except ValueError as error:
-            messages[name] = str(error)
-        parallel_state.destroy_model_parallel()
-    return messages
+def run_stages(folder):
+    """Two pipeline stages of two ranks each, which split the rows."""
+    parallel_state.initialize_model_parallel(2, 2)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    pp = parallel_state.get_pipeline_model_parallel_group()
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    sizes |= {"sequence_parallel": True, "pipeline_dtype": torch.float32}
+    config = read_config(folder, **sizes)
+    model = build_hybrid_model(config, pre_process=stage == 0, post_process=stage == 1)
+    load_checkpoint(model, folder)
+    tokens, _ = batch()
+    with torch.no_grad():
+        if stage == 0:
+            hidden = model(tokens)
+            dist.send(hidden, dist.get_global_rank(pp, 1))
+            logits = None
+        else:
+            hidden = torch.empty(tokens.shape[1] // 2, len(tokens), config.hidden_size)
+            dist.recv(hidden, dist.get_global_rank(pp, 0))
+            model.set_input_tensor([hidden])
+            logits = model(tokens, runtime_gather_output=True)
+    try:
+        model(tokens[:, :-1])
+    except ValueError as error:
+        return {"hidden_shape": tuple(hidden.shape), "logits": logits, "error": str(error)}
 
 
-def worker(rank, folder):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
-    )
+def worker(rank, folder, names):
+    join_ranks(rank, RANKS, f"{folder}/rendezvous")
     results = {}
-    for name in MODELS:
-        results[name] = {
-            "tensor": run_tensor_parallel(folder / name),
-            "sequence": run_tensor_parallel(folder / name, sequence_parallel=True),
-        }
+    for name in names:
+        tp = 2 if name in TWO_RANKS else RANKS
+        parallel_state.initialize_model_parallel(tp)
+        results[name] = run_model(folder / name, tp)
+        if name in SPLIT_ROWS:
+            results[name]["sequence"] = run_sequence_parallel(folder / name, tp)
         parallel_state.destroy_model_parallel()
-    results["stages"]["pipeline"] = run_pipeline_parallel(folder / "stages")
-    parallel_state.destroy_model_parallel()
-    results["stages"]["refusals"] = refusals()
+    results["two"]["stages"] = run_stages(folder / "two")
     torch.save(results, folder / f"results{rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """For each model (one process, [rank 0, rank 1], folder)."""
-    folder = tmp_path_factory.mktemp("parallel")
-    single = {name: single_process(config, folder / name) for name, config in MODELS.items()}
-    run_ranks(worker, (folder,), RANKS)
+def outcomes(request, tmp_path_factory):
+    """For each model that is asked for (one process, the ranks, folder)."""
+    folder = tmp_path_factory.mktemp("four")
+    names = ["two", *(name for name in asked(request, "model", MODELS) if name != "two")]
+    single = {name: single_process(MODELS[name], folder / name) for name in names}
+    run_ranks(worker, (folder, names), RANKS)
     ranks = [torch.load(folder / f"results{rank}.pt") for rank in range(RANKS)]
-    return {name: (single[name], [rank[name] for rank in ranks], folder / name) for name in MODELS}
+    return {name: (single[name], [rank[name] for rank in ranks], folder / name) for name in names}
 
 
-@pytest.fixture
-def outcome(outcomes):
-    """Of the model that runs in stages too."""
-    return outcomes["stages"]
-
-
-@pytest.mark.parametrize("way", ["tensor", "sequence"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", matrix_rows(MODELS, "two"))
 @pytest.mark.parametrize("what", ["logits", "packed", "loss"])
-def test_tensor_parallel_forward(outcomes, model, what, way):
+def test_forward(outcomes, model, what):
     single, ranks, _ = outcomes[model]
     for rank in ranks:
-        torch.testing.assert_close(rank[way][what], single[what], atol=1e-5, rtol=0)
+        torch.testing.assert_close(rank[what], single[what], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("way", ["tensor", "sequence"])
-@pytest.mark.parametrize("model", MODELS)
-def test_tensor_parallel_gradients(outcomes, model, way):
+@pytest.mark.parametrize("model", matrix_rows(MODELS, "two"))
+def test_gradients(outcomes, model):
     single, ranks, _ = outcomes[model]
     for rank in ranks:
-        assert_same_gradients(rank[way]["gradients"], single["gradients"])
+        assert_same_gradients(rank["gradients"], single["gradients"])
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_checkpoint_of_two_ranks_is_that_of_one(outcomes, model):
-    _, _, folder = outcomes[model]
-    for file in ("config.json", "model.safetensors"):
-        assert (folder / file).read_bytes() == (folder / "from_two_ranks" / file).read_bytes()
-
-
-def test_groups_that_split_what_is_not_supported_are_refused(outcome):
-    _, ranks, _ = outcome
-    for rank in ranks:
-        assert rank["refusals"].keys() == UNSUPPORTED_GROUPS.keys()
-        for name, message in rank["refusals"].items():
-            assert (
-                f"the process group {name} has {RANKS} ranks, but HybridModel supports" in message
-            )
-
-
-def test_pipeline_parallel_forward(outcome):
-    single, (first, last), _ = outcome
-    assert first["pipeline"]["hidden_shape"] == (30, 2, 48)
-    torch.testing.assert_close(last["pipeline"]["logits"], single["logits"], atol=1e-5, rtol=0)
-
-
-def test_pipeline_stages_together_are_the_model(outcome):
-    _, (first, last), folder = outcome
-    model = build_hybrid_model(read_config(folder))
-    load_checkpoint(model, folder)
-    expected = full_state_dict(model)
-    assert last["pipeline"]["state"] is None
-    state = first["pipeline"]["state"]
-    assert state.keys() == expected.keys()
-    assert all(torch.equal(state[name], expected[name]) for name in state)
-
-
-@pytest.mark.parametrize(
-    ("model", "way"), [("stages", "tensor"), ("stages", "pipeline"), ("one_stage", "tensor")]
-)
-def test_distributed_checkpoint_of_two_ranks_is_that_of_one(outcomes, model, way):
+@pytest.mark.parametrize("model", matrix_rows(SPLIT_ROWS, "two"))
+def test_split_rows(outcomes, model):
     single, ranks, _ = outcomes[model]
-    expected = whole(single["pieces"])
-    joined = whole(*(rank[way]["pieces"] for rank in ranks))
-    assert joined.keys() == expected.keys()
-    for key, tensor in expected.items():
-        rows = len(tensor)  # two ranks pad the vocabulary
-        assert torch.equal(joined[key][:rows], tensor), key
+    for rank in ranks:
+        found = rank["sequence"]
+        for what in ("logits", "packed", "loss"):
+            torch.testing.assert_close(found[what], single[what], atol=1e-5, rtol=0)
+        assert_same_gradients(found["gradients"], single["gradients"])
+
+
+@pytest.mark.parametrize("model", matrix_rows(SERVED, "two"))
+def test_ranks_serve_as_one_process_does(outcomes, model):
+    _, ranks, folder = outcomes[model]
+    expected = answers(load(folder))
+    assert expected[1][2] > 0
+    for rank in ranks:
+        for found in (rank["answers"], rank["sequence"]["answers"]):
+            assert_same_answers(found, expected)
+
+
+def test_split_rows_in_stages(outcomes):
+    single, ranks, _ = outcomes["two"]
+    found = [rank["stages"] for rank in ranks]
+    assert all(one["hidden_shape"] == (15, 2, 32) for one in found)
+    assert all("splits the 29 tokens of each row over" in one["error"] for one in found)
+    logits = [one["logits"] for one in found if one["logits"] is not None]
+    assert len(logits) == 2
+    for one in logits:
+        torch.testing.assert_close(one, single["logits"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("model", matrix_rows(MODELS, "two"))
+def test_checkpoints_are_those_of_one_process(outcomes, model):
+    single, ranks, folder = outcomes[model]
+    pieces_of_ranks = [rank["pieces"] for rank in ranks]
+    assert_same_checkpoint(folder, folder / "from_ranks", single["pieces"], pieces_of_ranks)
+
+
+@pytest.mark.parametrize("model", matrix_rows(KV_HEADS, "two"))
+def test_a_rank_keeps_the_keys_and_values_of_its_own_heads(outcomes, model):
+    _, ranks, _ = outcomes[model]
+    assert all(rank["kv_heads"] == KV_HEADS[model] for rank in ranks)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from unittest import mock
 
 import httpx
 import msgpack
@@ -168,21 +169,14 @@ def test_a_request_can_be_aborted_by_its_id(server, stream):
     wait_until(lambda: running(server) == 0)
 
 
-def test_more_requests_than_may_wait_are_refused_before_they_are_tokenized(server):
-    limit, answers = 8, []
-    body = {**LONG, "max_tokens": 200}
-    threads = [
-        threading.Thread(target=lambda: answers.append(call(server, "/v1/completions", body)))
-        for _ in range(limit + 3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT_S)
-    refused = [answer for answer in answers if answer.status_code == 503]
-    assert refused and {a.status_code for a in answers} == {200, 503}
-    assert all(answer.headers["retry-after"] == "1" for answer in refused)
-    assert "8 requests run or wait" in refused[0].json()["error"]["message"]
+def test_more_requests_than_may_wait_are_refused_before_they_are_tokenized(server, monkeypatch):
+    tokenized = mock.Mock()
+    monkeypatch.setattr(server.service.tokenizer, "tokenize", tokenized)
+    with server.service.admitted("others", "", num_samples=8):
+        answer = call(server, "/v1/completions", LONG)
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert "8 requests run or wait" in answer.json()["error"]["message"]
+    assert not tokenized.called
 
 
 def test_metrics_are_prometheus_s(server):
@@ -276,15 +270,16 @@ def test_a_prompt_is_explained_as_a_request_with_the_key_would_find_it(keyed):
         assert refused.json()["error"]["param"] == "api_key"
 
 
-def test_a_key_has_only_so_many_requests_at_a_time():
-    with running_server(max_requests_per_key=1) as server:
-        body = {**LONG, "max_tokens": 100}
-        thread = threading.Thread(target=call, args=(server, "/v1/completions", body))
-        thread.start()
-        wait_until(lambda: running(server) == 1)
-        answer = call(server, "/v1/completions", LONG)
-        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
-        thread.join(LIMIT_S)
+def test_a_key_has_only_so_many_requests_at_a_time(keyed, monkeypatch):
+    config = replace(keyed.service.config, max_requests_per_key=1)
+    monkeypatch.setattr(keyed.service, "config", config)
+    body, statuses = {"prompt": "Once", "max_tokens": 1}, []
+    with keyed.service.admitted("other", "alice"):
+        for key in ("alice", "bob"):
+            headers = {"Authorization": f"Bearer {key}"}
+            answer = call(keyed, "/v1/completions", body, headers=headers)
+            statuses.append((answer.status_code, answer.headers.get("retry-after")))
+    assert statuses == [(429, "1"), (200, None)]
 
 
 def test_each_sample_of_each_prompt_counts(server):

@@ -116,15 +116,6 @@ def test_a_run_that_has_ended_does_nothing_when_it_is_started_again(alone, start
     assert contents(folder / "alone") == before
 
 
-def test_the_exported_model_generates(alone, folder):
-    exported = str(folder / "alone" / "exported")
-    command = Command(
-        ["generate", "--model", exported, "--prompt", "Once", "--tokens", "4"], folder / "generates"
-    )
-    assert command.wait() == [0], command.printed()
-    assert command.out().startswith("Once") and "0 shared" in command.err()
-
-
 @pytest.fixture(scope="module")
 def whole(start, folder):
     """The folder of a run that nobody stopped."""
@@ -185,6 +176,7 @@ def test_a_run_that_was_stopped_and_killed_is_that_of_none_to_the_bit(
     assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.matrix  # test_trainer_steps.py has it on one rank
 def test_losses_that_stay_without_a_finite_value_end_the_run(start, folder):
     command = start("diverges", "optimizer.learning_rate=1e15", "run.max_skipped_steps=2")
     assert command.wait() == [1] * RANKS

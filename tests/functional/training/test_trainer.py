@@ -38,11 +38,16 @@ LAYOUTS = {
     "dp": ({}, {}),
     "distributed": ({}, {"distributed": True}),
     "ep": (EP, {}),
+    "bf16": ({"params_dtype": "bfloat16"}, {}),
+    "bf16 distributed": ({"params_dtype": "bfloat16"}, {"distributed": True}),
 }
 """name: (fields of the model, fields of the optimizer)."""
+FP32 = [name for name in LAYOUTS if "bf16" not in name]
 RESUMED = [("tp", "pp"), ("tp", "ep"), ("pp", "dp"), ("distributed", "distributed")]
 """(layout that saved, layout that goes on)."""
-PROCESSES = [["tp"], ["pp"], ["dp", "distributed", "ep"]]
+SAME = ["distributed", "bf16", "bf16 distributed"]
+"""Layouts that go on to the bit."""
+PROCESSES = [["tp"], ["pp"], ["dp", "bf16", "bf16 distributed", "distributed", "ep"]]
 """Layouts that share processes: core keeps some of its groups for good. Each finds the checkpoints
 of those before it."""
 CONFIG = dict(
@@ -122,12 +127,12 @@ def export_initial(folder: Path, layout: str | None) -> None:
 def train_all(layouts: list[str], folder: Path) -> None:
     """On each rank."""
     export_initial(folder, layouts[-1])
-    if "dp" in layouts:
+    if "distributed" in layouts:
         trainer = train(folder, "sixteen bits", in_sixteen_bits(folder))
         trainer.optimizer.step()  # as a script without `update`
     for layout in layouts:
         train(folder, layout, recipe(folder, layout))
-    for saved, resumed in RESUMED:
+    for saved, resumed in dict.fromkeys([*RESUMED, *zip(SAME, SAME)]):
         if resumed in layouts and (folder / saved).exists():
             name = f"{saved} to {resumed}"
             if torch.distributed.get_rank() == 0:
@@ -208,7 +213,8 @@ def _decays(name: str, parameter: torch.Tensor) -> bool:
 def ranks(folder, request):
     """Run `train_all`, which leaves its runs in the folder."""
     for layouts in PROCESSES:
-        if layouts == ["pp"] and not asked(request, "layout", ["pp"]):
+        layouts = asked(request, "layout", layouts)
+        if not layouts:
             continue
         rendezvous = folder / f"ranks of {layouts[0]}"
         rendezvous.mkdir()
@@ -231,7 +237,7 @@ def test_one_rank_trains_as_plain_torch(folder, expected):
     check(rows(folder / "one"), expected)
 
 
-@pytest.mark.parametrize("layout", matrix_rows(LAYOUTS, "tp", "dp", "distributed", "ep"))
+@pytest.mark.parametrize("layout", matrix_rows(FP32, "tp", "distributed", "ep"))
 def test_two_ranks_train_as_plain_torch(folder, ranks, expected, layout):
     check(rows(folder / layout), expected)
 
@@ -243,7 +249,7 @@ def test_two_ranks_go_on_from_any_layout(folder, ranks, expected, saved, resumed
     check(rows(folder / f"{saved} to {resumed}"), expected[SAVED_STEP:])
 
 
-@pytest.mark.parametrize("layout", matrix_rows(LAYOUTS, "distributed"))
+@pytest.mark.parametrize("layout", matrix_rows(FP32, "distributed"))
 def test_one_rank_goes_on_from_two(folder, ranks, expected, layout):
     name = f"{layout} to one"
     take_up(folder, layout, name)
@@ -253,8 +259,10 @@ def test_one_rank_goes_on_from_two(folder, ranks, expected, layout):
     check(rows(folder / name), expected[SAVED_STEP:])
 
 
-def test_the_same_layout_goes_on_to_the_bit(folder, ranks):
-    assert rows(folder / "distributed to distributed") == rows(folder / "distributed")[SAVED_STEP:]
+@pytest.mark.parametrize("layout", matrix_rows(SAME, "distributed"))
+def test_the_same_layout_goes_on_to_the_bit(folder, ranks, layout):
+    found = rows(folder / f"{layout} to {layout}")
+    assert found and found == rows(folder / layout)[SAVED_STEP:]
 
 
 def initial(folder, layout):

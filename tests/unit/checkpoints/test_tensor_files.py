@@ -1,6 +1,5 @@
 """Safetensors files of a folder: read lazily, written in shards, and refused where they lie."""
 
-import io
 import json
 import os
 import resource
@@ -10,11 +9,9 @@ import weakref
 import pytest
 import torch
 from bars import check_bars
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from megatron_hybrid.checkpoints import tensor_files
-from megatron_hybrid.checkpoints.progress import progress
 from megatron_hybrid.checkpoints.tensor_files import (
     CheckpointError,
     TensorFiles,
@@ -95,16 +92,6 @@ def test_a_single_file(tmp_path):
         assert files.dtype("a") == torch.int64
         assert torch.equal(files.read("b"), tensors["b"])
         assert files.files() == [tmp_path / SINGLE]
-
-
-def test_shards(tmp_path):
-    sharded(tmp_path)
-    with TensorFiles.open(tmp_path) as files:
-        assert files.names() == ["a", "b", "c"]
-        assert files.files() == [tmp_path / FIRST, tmp_path / SECOND]
-        assert files.shape("c") == (4,)
-        assert torch.equal(files.read("b"), torch.ones(3))
-        assert torch.equal(files.read("c"), torch.full((4,), 2.0))
 
 
 def test_the_single_file_counts_before_shards(tmp_path):
@@ -324,11 +311,6 @@ def test_transformers_reads_it(tmp_path):
     assert equal(dict(again.state_dict()), dict(model.state_dict()))
 
 
-def test_no_tensors(tmp_path):
-    write(tmp_path, {})
-    assert read_all(tmp_path) == {}
-
-
 def test_metadata(tmp_path):
     tensors = {"a": torch.zeros(1)}
     for given, expected in ((None, {"format": "pt"}), ({"made_by": "me"}, {"made_by": "me"})):
@@ -460,28 +442,6 @@ def test_files_have_the_mode_that_the_umask_gives(tmp_path):
 
 
 # Progress ----------------------------------------------------------------------------------------
-
-
-def drawn(terminal, total, advances=(3,), **options):
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=terminal, width=80)
-    with progress("reading [model]", total, console=console, **options) as advance:
-        for num_bytes in advances:
-            advance(num_bytes)
-    return stream.getvalue()
-
-
-def test_a_bar_on_a_terminal():
-    output = drawn(True, 6 << 30, [2 << 30, 1 << 30])
-    assert "reading [model]" in output
-    assert "3.0/6.0 GiB" in output
-    assert "6.0 GiB" in drawn(True, 6 << 30, [])
-    assert "reading" in drawn(True, 10, minimum_bytes=10)
-
-
-def test_no_bar_without_a_terminal_or_for_little():
-    assert drawn(False, 6 << 30) == ""
-    assert drawn(True, (1 << 30) - 1) == ""
 
 
 def test_writing_counts_every_byte(tmp_path, monkeypatch):

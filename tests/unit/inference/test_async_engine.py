@@ -63,22 +63,15 @@ async def read(stream) -> list:
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Forwards wait while `is_open` is not set; `is_inside` is set by one that begins. The next one
-    that runs all requests of `fails_with` raises an InjectedError after it has written its KV and
-    states."""
-    state = SimpleNamespace(is_open=threading.Event(), is_inside=threading.Event(), fails_with=None)
+    """Forwards wait while `is_open` is not set; `is_inside` is set by one that begins."""
+    state = SimpleNamespace(is_open=threading.Event(), is_inside=threading.Event())
     state.is_open.set()
     forward = ModelRunner.forward
 
     def gated(self, plan):
         state.is_inside.set()
         assert state.is_open.wait(LIMIT_S)
-        logits = forward(self, plan)
-        fails_with = state.fails_with
-        if fails_with is not None and fails_with <= {work.request_id for work in plan.work}:
-            state.fails_with = None
-            raise InjectedError
-        return logits
+        return forward(self, plan)
 
     monkeypatch.setattr(ModelRunner, "forward", gated)
     yield state
@@ -116,14 +109,14 @@ def test_tasks_side_by_side_get_the_answers_of_the_plain_engine():
 
 def test_a_stream_has_one_output_for_each_token():
     async def body(engine):
-        return await asyncio.gather(*(read(engine.stream(p, greedy(64))) for p in PROMPTS))
+        return await asyncio.gather(*(read(engine.stream(p, greedy(24))) for p in PROMPTS))
 
     streams = serve(body, max_requests=16)
-    assert [[len(output.tokens) for output in outputs] for outputs in streams] == [[1] * 64] * 16
+    assert [[len(output.tokens) for output in outputs] for outputs in streams] == [[1] * 24] * 16
     tokens = [[token for output in outputs for token in output.tokens] for outputs in streams]
-    assert tokens == expected(PROMPTS, greedy(64))
+    assert tokens == expected(PROMPTS, greedy(24))
     for outputs in streams:
-        assert [output.result is None for output in outputs] == [True] * 63 + [False]
+        assert [output.result is None for output in outputs] == [True] * 23 + [False]
 
 
 def test_streams_run_from_when_they_are_made():
@@ -147,35 +140,6 @@ def test_a_result_alone_is_detokenized_once(monkeypatch):
             return await engine.generate(PROMPTS[0], greedy(50))
 
     assert asyncio.run(run()).generated_text and len(counted) == 1
-
-
-def test_text_comes_in_pieces():
-    async def run():
-        config = tiny_engine(MODEL).config
-        params = SamplingParams(num_tokens_to_generate=20, seed=3)
-        async with AsyncEngine(MODEL, ByteTokenizer(), config) as engine:
-            outputs = [output async for output in engine.stream(PROMPTS[0], params)]
-        return outputs
-
-    outputs = asyncio.run(run())
-    assert "".join(output.text for output in outputs) == outputs[-1].result.generated_text != ""
-
-
-def test_all_samples_of_a_prompt_come_together():
-    params = SamplingParams(num_tokens_to_generate=9, seed=5)
-
-    async def body(engine):
-        return await asyncio.gather(
-            engine.generate(PROMPTS[0], params, RequestOptions(n=3)),
-            engine.generate(PROMPTS[1], greedy(20)),
-        )
-
-    many, other = serve(body)
-    (plain,) = tiny_engine(MODEL).generate([PROMPTS[0]], params, RequestOptions(n=3))
-    samples = [sample.generated_tokens for sample in many.samples]
-    assert samples == [sample.generated_tokens for sample in plain.samples]
-    assert len({tuple(sample) for sample in samples}) == 3
-    assert [other.generated_tokens] == expected([PROMPTS[1]], greedy(20))
 
 
 def by_sample(outputs) -> dict[int, list[int]]:
@@ -264,10 +228,7 @@ def test_the_state_behind_an_answer_is_there_when_it_comes():
     ("prompt", "given", "error", "message"),
     [
         ([1, 2, 400], {}, ValueError, "400"),
-        ([], {}, ValueError, "empty"),
         ("text", {}, TypeError, "tokenizer"),
-        (3.5, {}, TypeError, "float"),
-        ([1], {"params": 7}, TypeError, "SamplingParams"),
         ([1], {"options": {"n": 2}}, TypeError, "options must be RequestOptions, got dict"),
         ([1], {"params": greedy(5000)}, ValueError, "max_sequence_length"),
         ([1], {"options": RequestOptions(cache_breakpoints=[9])}, ValueError, "9"),
@@ -295,7 +256,7 @@ def test_bad_input_is_refused_where_it_is_awaited_and_changes_nothing(
 
 def test_a_cancelled_task_frees_its_pages_and_changes_no_other():
     async def body(engine):
-        others = [asyncio.create_task(engine.generate(p, greedy(200))) for p in PROMPTS[:3]]
+        others = [asyncio.create_task(engine.generate(p, greedy(60))) for p in PROMPTS[:3]]
         long = asyncio.create_task(engine.generate(PROMPTS[3], LONG))
         samples = asyncio.create_task(engine.generate(PROMPTS[4], LONG, RequestOptions(n=2)))
         async with aclosing(engine.stream(PROMPTS[5], greedy(9))) as stream:
@@ -314,7 +275,7 @@ def test_a_cancelled_task_frees_its_pages_and_changes_no_other():
         assert stats["steps"] < 600
         return [result.generated_tokens for result in results]
 
-    assert serve(body) == expected(PROMPTS[:3], greedy(200))
+    assert serve(body) == expected(PROMPTS[:3], greedy(60))
 
 
 @pytest.mark.parametrize("method", ["generate", "stream"])
@@ -480,43 +441,21 @@ def test_a_step_wakes_an_event_loop_once(monkeypatch):
 
 def test_a_slow_reader_holds_nobody_back():
     async def body(engine):
-        async with aclosing(engine.stream(PROMPTS[0], greedy(64))) as slow:
+        async with aclosing(engine.stream(PROMPTS[0], greedy(24))) as slow:
             outputs = [await anext(slow)]
-            results = await asyncio.gather(*(engine.generate(p, greedy(80)) for p in PROMPTS[1:5]))
+            results = await asyncio.gather(*(engine.generate(p, greedy(30)) for p in PROMPTS[1:5]))
             outputs += slow.waiting()
-            assert len(outputs) == 64  # all had been there
+            assert len(outputs) == 24  # all had been there
             assert [output async for output in slow] == slow.waiting() == []
         tokens = [token for output in outputs for token in output.tokens]
         return [tokens], [result.generated_tokens for result in results]
 
     tokens, others = serve(body)
-    assert tokens == expected(PROMPTS[:1], greedy(64))
-    assert others == expected(PROMPTS[1:5], greedy(80))
+    assert tokens == expected(PROMPTS[:1], greedy(24))
+    assert others == expected(PROMPTS[1:5], greedy(30))
 
 
 # Failing steps -----------------------------------------------------------------------------------
-
-
-def test_a_failing_step_ends_no_request(gate):
-    async def body(engine):
-        gate.is_open.clear()
-        first = asyncio.create_task(engine.generate(PROMPTS[0], greedy(1)))
-        await wait_for(gate.is_inside)
-        call = engine.generate(PROMPTS[1], greedy(9), RequestOptions(n=2))
-        samples = asyncio.create_task(call)  # requests 1, 2
-        others = [asyncio.create_task(engine.generate(p, greedy(9))) for p in PROMPTS[2:8]]
-        await asyncio.sleep(0)
-        gate.fails_with = {1, 2, 3}
-        gate.is_open.set()
-        assert (await first).generated_tokens == expected(PROMPTS[:1], greedy(1))[0]
-        both = [sample.generated_tokens for sample in (await samples).samples]
-        assert both == expected(PROMPTS[1:2], greedy(9)) * 2
-        results = await asyncio.gather(*others)
-        stats = await engine.stats()
-        assert (stats["step_failures"], stats["request_restarts"]) == (1, 3)
-        return [result.generated_tokens for result in results]
-
-    assert serve(body, max_requests=3) == expected(PROMPTS[2:8], greedy(9))
 
 
 @pytest.mark.parametrize("method", ["generate", "stream"])
@@ -621,28 +560,6 @@ def test_what_no_future_can_hold_is_raised():
                     await anext(engine.stream("text"))
 
     asyncio.run(run())
-
-
-def test_where_no_step_works_everybody_is_told_and_nothing_spins(monkeypatch):
-    calls = []
-
-    def broken(self):
-        calls.append(self)
-        raise InjectedError
-
-    async def body(engine):
-        with monkeypatch.context() as patch:
-            patch.setattr(DynamicInferenceEngine, "step", broken)
-            results = await asyncio.gather(
-                *(engine.generate(p, greedy(5)) for p in PROMPTS[:4]), return_exceptions=True
-            )
-            assert [type(result) for result in results] == [InjectedError] * 4
-            await asyncio.sleep(0.02)
-            assert len(calls) == 4
-        result = await engine.generate(PROMPTS[0], greedy(5))
-        assert result.generated_tokens == expected(PROMPTS[:1], greedy(5))[0]
-
-    serve(body)
 
 
 def test_an_engine_that_cannot_get_rid_of_its_work_does_not_spin(monkeypatch):

@@ -12,7 +12,6 @@ from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.offload.disk_store import CacheFolderError
 
 MODEL = tiny_model()
@@ -39,19 +38,14 @@ BAD_REQUESTS = {
     "strings": (dict(prompt=["a", "b"]), TypeError, "int token ids.*str"),
     "nested": (dict(prompt=[[1, 2], [3, 4]]), TypeError, "flat sequence of int token ids"),
     "ragged": (dict(prompt=[[1], [2, 3]]), TypeError, "flat sequence of int token ids"),
-    "mixed ragged": (dict(prompt=[1, [2, 3]]), TypeError, "elements of type int, list"),
     "a float among ints": (dict(prompt=[1, 2.0]), TypeError, "elements of type float, int"),
     "a bool among ints": (dict(prompt=[1, True]), TypeError, "elements of type bool, int"),
     "nothing among ints": (dict(prompt=[1, None]), TypeError, "elements of type NoneType, int"),
-    "nested nothing": (dict(prompt=[[]]), TypeError, "flat sequence of int token ids.*list"),
     "bytes": (dict(prompt=b"ab"), TypeError, "str or a sequence of token ids.*bytes"),
-    "bytearray": (dict(prompt=bytearray(b"ab")), TypeError, "token ids.*bytearray"),
     "memoryview": (dict(prompt=memoryview(b"ab")), TypeError, "token ids.*memoryview"),
     "set": (dict(prompt={1, 2}), TypeError, "str or a sequence of token ids.*set"),
     "dict": (dict(prompt={1: 2}), TypeError, "str or a sequence of token ids.*dict"),
     "iterator": (dict(prompt=iter([1, 2])), TypeError, "str or a sequence of token ids"),
-    "float array": (dict(prompt=np.ones(3)), TypeError, "int token ids.*float64"),
-    "bool array": (dict(prompt=np.ones(3, bool)), TypeError, "int token ids.*bool"),
     "2-d array": (dict(prompt=np.ones((2, 3), int)), TypeError, "flat sequence of int"),
     "masked array": (
         dict(prompt=np.ma.array([1, 2, 3], mask=[0, 1, 0])),
@@ -66,11 +60,6 @@ BAD_REQUESTS = {
     "0-d array": (dict(prompt=np.array(1)), TypeError, "sequence of token ids.*ndarray"),
     "float tensor": (dict(prompt=torch.ones(3)), TypeError, "int token ids.*float"),
     "bfloat16 tensor": (dict(prompt=torch.ones(3, dtype=torch.bfloat16)), TypeError, "float"),
-    "tensor with gradient": (
-        dict(prompt=torch.ones(3, requires_grad=True)),
-        TypeError,
-        "int token ids.*float",
-    ),
     "2-d tensor": (dict(prompt=torch.ones(1, 3, dtype=torch.int64)), TypeError, "flat sequence"),
     "0-d tensor": (dict(prompt=torch.tensor(1)), TypeError, "sequence of token ids.*int"),
     "empty tensor": (dict(prompt=torch.tensor([])), ValueError, "prompt is empty"),
@@ -80,13 +69,6 @@ BAD_REQUESTS = {
         ValueError,
         f"token {2**64 - 1} at position 0",
     ),
-    "token = vocabulary size": (
-        dict(prompt=[1, VOCAB_SIZE]),
-        ValueError,
-        rf"token {VOCAB_SIZE} at position 1 .*\[0, {VOCAB_SIZE}\)",
-    ),
-    "token of 2^31": (dict(prompt=[2**31]), ValueError, f"token {2**31} at position 0"),
-    "negative token": (dict(prompt=[5, -1]), ValueError, "token -1 at position 1"),
     "too long": (
         dict(prompt=random_tokens(1025)),
         ValueError,
@@ -128,11 +110,6 @@ BAD_REQUESTS = {
         dict(prompt=PROMPT, options={"salt": "a"}),
         TypeError,
         "options must be RequestOptions, got dict",
-    ),
-    "sampling parameters in the place of options": (
-        dict(prompt=PROMPT, options=greedy(2)),
-        TypeError,
-        "options must be RequestOptions, got SamplingParams",
     ),
 }
 
@@ -231,9 +208,23 @@ def test_one_bad_prompt_of_many_is_named_and_none_is_queued(engine):
     assert len(engine.scheduler.waiting) == queued
 
 
-def test_what_is_no_model_is_told():
-    with pytest.raises(TypeError, match=r"model must be one of build_hybrid_model.*got str"):
-        DynamicInferenceEngine("demo")
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (("demo",), TypeError, r"model must be one of build_hybrid_model.*got str"),
+        ((MODEL, "gpt2"), TypeError, r"tokenizer must be .*detokenize\(\), or None; got str"),
+        ((MODEL, None, {}), TypeError, "config must be an InferenceConfig, got dict"),
+        (
+            (MODEL, None, InferenceConfig(cache_bytes=100)),
+            ValueError,
+            r"cache_bytes=100 holds 0 pages.*raise cache_bytes to",
+        ),
+    ],
+    ids=["model", "tokenizer", "config", "pool"],
+)
+def test_what_no_engine_can_be_made_of_is_told(given, error, message):
+    with pytest.raises(error, match=message):
+        DynamicInferenceEngine(*given)
 
 
 def test_one_value_for_each_prompt_must_be_given_for_all(engine):
@@ -282,8 +273,6 @@ def test_one_prompt_or_rows_of_prompts(prompts):
         (dict(stop_words=[5]), r"stop_words\[0\] is 5; it must be text with a length of 1 or more"),
         (dict(stop_token_ids=5), "stop_token_ids is 5; it must be a list of whole numbers"),
         (dict(top_n_logprobs=-1, return_log_probs=True), "top_n_logprobs.*-1"),
-        (dict(temperature=-1), "temperature.*-1"),
-        (dict(temperature=float("nan")), "temperature.*nan"),
         (dict(top_k=-2), "top_k.*-2"),
         (dict(top_k=1.5), "top_k.*1.5"),
         (dict(top_p=1.1), "top_p is 1.1; it must be a number from 0 to 1"),
@@ -299,7 +288,6 @@ def test_one_prompt_or_rows_of_prompts(prompts):
         (dict(repetition_penalty=float("inf")), "repetition_penalty.*inf"),
         (dict(presence_penalty=2.1), "presence_penalty is 2.1; .* from -2 to 2"),
         (dict(frequency_penalty="1"), "frequency_penalty.*'1'"),
-        (dict(frequency_penalty=float("nan")), "frequency_penalty.*nan"),
         (dict(presence_penalty=None), "presence_penalty.*None"),
         (dict(logit_bias=[(1, 2)]), r"logit_bias is \[\(1, 2\)\]; it must be a mapping"),
         (dict(logit_bias={"5": 1}), "logit_bias: a key is '5'; it must be a whole number"),
@@ -359,7 +347,6 @@ def test_params_changed_after_the_request_was_added_do_not_reach_it():
     [
         (dict(prefix_caching="on"), "prefix_caching is 'on'.*off.*memory_only.*restore"),
         (dict(block_size_tokens=24), "block_size_tokens is 24.*power of two from 16 to 256"),
-        (dict(block_size_tokens=8), "block_size_tokens is 8.*power of two from 16 to 256"),
         (dict(block_size_tokens=512), "block_size_tokens is 512"),
         (dict(cache_bytes=0), "cache_bytes is 0"),
         (dict(max_requests=0), "max_requests is 0"),
@@ -371,7 +358,7 @@ def test_params_changed_after_the_request_was_added_do_not_reach_it():
         (dict(kv_cache_dtype=torch.int8), "kv_cache_dtype is torch.int8"),
         (dict(kv_cache_dtype="float16"), "kv_cache_dtype is 'float16'"),
         (dict(random_seed="x"), "random_seed is 'x'"),
-        (dict(random_seed=True), "random_seed is True"),
+        (dict(state_encoding="fp8"), "state_encoding is 'fp8'; use 'exact', 'bf16' or 'int8'"),
         (dict(verify_ranks="no"), "verify_ranks is 'no'"),
         (dict(warm_up=1), "warm_up is 1"),
     ],
@@ -404,11 +391,6 @@ def test_a_temperature_may_be_an_int_that_fits_in_no_tensor_of_ints():
     assert len(result.generated_tokens) == 3
 
 
-def test_a_tokenizer_of_another_kind_is_refused():
-    with pytest.raises(TypeError, match=r"tokenizer must be .*detokenize\(\), or None; got str"):
-        DynamicInferenceEngine(MODEL, "gpt2")
-
-
 def test_half_of_a_character_is_no_text():
     """Whatever the tokenizer would make of it."""
     engine = tiny_engine(MODEL, ByteTokenizer())
@@ -434,18 +416,3 @@ def test_a_name_that_no_folder_can_have_is_refused(name, why, tmp_path):
     engine = tiny_engine(MODEL, cache_dir=tmp_path / "sound")
     with engine, pytest.raises(CacheFolderError, match=message):
         engine.save_cache(tmp_path / name)
-
-
-def test_a_pool_without_a_page_is_refused():
-    with pytest.raises(ValueError, match=r"cache_bytes=100 holds 0 pages.*raise cache_bytes to"):
-        tiny_engine(MODEL, cache_bytes=100)
-
-
-def test_a_config_of_a_wrong_type_is_refused():
-    with pytest.raises(TypeError, match="config must be an InferenceConfig, got dict"):
-        DynamicInferenceEngine(MODEL, None, {})
-
-
-def test_unknown_pattern_symbol():
-    with pytest.raises(ValueError, match=r"'x'"):
-        HybridConfig(layer_pattern="M*x", hidden_size=64, num_attention_heads=4, vocab_size=8)

@@ -159,7 +159,7 @@ def test_single_flight_saves_the_junction_before_the_running_prefill_reaches_it(
     assert [r.prefix.skipped_tokens for r in results] == [0, 200, 100]
 
 
-@pytest.mark.parametrize("max_tokens", [1, 7, 64, 512])
+@pytest.mark.parametrize("max_tokens", matrix_rows([1, 7, 64, 512], 7, 512))
 def test_behaviour_6_any_cut_of_the_prefill_saves_the_same_checkpoints(max_tokens):
     engine = tiny_engine(MODEL, max_tokens=max_tokens)
     prompt = random_tokens(200)
@@ -223,45 +223,3 @@ def test_behaviour_10_cancelling_leaves_reference_counts_as_before(steps):
     while not running.closed:
         engine.step()
     assert is_greedy(MODEL, random_tokens(100), running.generated_tokens)
-
-
-MEASURED_TABLE = {
-    # What the cache must skip in cases where block-aligned caches skip less: prompt pairs.
-    "255 twice": (255, 255, 255),
-    "600 twice": (600, 600, 600),
-    "512 twice": (512, 512, 512),
-}
-
-
-@pytest.mark.parametrize("first, second, skipped", MEASURED_TABLE.values(), ids=MEASURED_TABLE)
-def test_table_equal_prompts(first, second, skipped):
-    tokens = random_tokens(max(first, second))
-    engine = tiny_engine(MODEL, block_size_tokens=64)
-    ask(engine, tokens[:first])
-    assert ask(engine, tokens[:second]).skipped_tokens == skipped
-    assert ask(engine, tokens[:second]).skipped_tokens == skipped
-
-
-def test_table_two_forks_at_256():
-    base = random_tokens(900)
-    engine = tiny_engine(MODEL)
-    ask(engine, base)
-    ask(engine, base[:256] + random_tokens(50, seed=1))
-    assert ask(engine, base[:256] + random_tokens(50, seed=2)).skipped_tokens == 256
-
-
-def test_table_600_and_500_generated_then_1150():
-    engine = tiny_engine(MODEL, max_sequence_length=1400)
-    prompt = random_tokens(600)
-    answer = engine.generate([prompt], greedy(500))[0].generated_tokens
-    follower = prompt + answer + random_tokens(50, seed=1)
-    result = engine.generate([follower], greedy(4))[0]
-    assert result.prefix.skipped_tokens == 1100
-    assert is_greedy(MODEL, follower, result.generated_tokens)
-
-
-def test_table_1000_in_chunks_of_768_then_again():
-    engine = tiny_engine(MODEL, max_tokens=768, max_sequence_length=1400)
-    prompt = random_tokens(1000)
-    ask(engine, prompt)
-    assert ask(engine, prompt).skipped_tokens == 1000

@@ -117,19 +117,20 @@ def test_a_stream_that_cannot_step_now_goes_on_later(monkeypatch):
     assert tokens == greedy_tokens(MODEL, PROMPT, 5)
 
 
-def test_a_step_inside_a_step_is_refused(monkeypatch):
+def test_a_call_inside_a_step_is_refused(monkeypatch):
     engine = tiny_engine(MODEL)
     request, forward = engine.add_request(PROMPT, greedy(2)), engine.runner.forward
 
     def steps(plan):
-        with pytest.raises(EngineBusyError, match="inside a step"):
-            engine.step()
+        for name in ("step", "cancel", "close", "update_weights"):
+            with pytest.raises(EngineBusyError, match=rf"{name}\(\) was called inside a step"):
+                CALLS[name](engine, request)
         return forward(plan)
 
     monkeypatch.setattr(engine.runner, "forward", steps)
     while engine.has_work:
         engine.step()
-    assert request.generated_tokens == greedy_tokens(MODEL, PROMPT, 2)
+    assert request.generated_tokens == greedy_tokens(MODEL, PROMPT, 2) and engine.epoch == 0
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

@@ -16,7 +16,6 @@ from megatron_hybrid import AsyncEngine, DynamicInferenceEngine, SamplingParams
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.distributed.rank_control import RankControl
 from megatron_hybrid.distributed.watchdog import RankFailedError
-from megatron_hybrid.inference.memory.cache_memory import CachePool
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.scheduling.scheduler import Scheduler
 from megatron_hybrid.inference.worker.model_runner import ModelRunner
@@ -110,7 +109,12 @@ def test_failing_steps_lose_and_repeat_no_token(seed, fields, monkeypatch, caplo
     assert all("0 get its error" in record.message for record in logged)
 
 
-@pytest.mark.parametrize("place", ["first tokens", "middle of a prefill", "answer", "admission"])
+@pytest.mark.parametrize(
+    "place",
+    matrix_rows(
+        ["first tokens", "middle of a prefill", "answer", "admission"], "answer", "admission"
+    ),
+)
 def test_a_request_that_always_fails_ends_after_three_tries_and_no_other(place, monkeypatch):
     tries = []
     prompt, params = [POISON] * 150, SamplingParams(num_tokens_to_generate=60, seed=1)
@@ -207,21 +211,6 @@ def test_a_step_without_memory_for_all_at_once_is_tried_with_fewer(monkeypatch):
     tokens, stats = serve(body)
     monkeypatch.undo()
     assert tokens == expected() and 2 <= stats["step_failures"] <= 4
-
-
-def test_a_restore_without_memory_restarts_its_request_alone(monkeypatch):
-    def no_memory(*args, **kwargs):
-        raise MemoryError("no room")
-
-    async def body(engine):
-        await engine.generate(PROMPTS[3], greedy(2))
-        with monkeypatch.context() as patch:
-            patch.setattr(CachePool, "load_checkpoint", no_memory)
-            return (await engine.generate(PROMPTS[3], PARAMS[3])).generated_tokens
-
-    tokens, stats = serve(body, state_encoding="bf16")
-    assert [tokens] == expected(PROMPTS[3:4], PARAMS[3])
-    assert stats["step_failures"] == stats["request_restarts"] == 1
 
 
 def test_where_a_rank_has_failed_all_requests_get_the_error(monkeypatch):

@@ -45,12 +45,11 @@ def run_family(engine, prompts=FAMILY, after_step=lambda: None):
     matrix_rows(
         itertools.product((9, 33, 512), ((0, 1, 2, 3), (3, 1, 0, 2))),
         (9, (3, 1, 0, 2)),
-        (33, (0, 1, 2, 3)),
-        (512, (3, 1, 0, 2)),
+        (512, (0, 1, 2, 3)),
     ),
 )
 def test_invariant_1_outputs_equal_a_run_without_cache(max_tokens, order):
-    """In every mode, cut and order; layer kinds one by one and mixed: test_differential.py."""
+    """In every mode, cut and order; layer kinds one by one and mixed: random runs."""
     for mode in MODES:
         engine = tiny_engine(prefix_caching=mode, max_tokens=max_tokens)
         recorder = LogitsRecorder(engine)
@@ -208,8 +207,14 @@ def test_invariant_5_a_checkpoint_is_visible_after_its_forward_and_not_before(fa
 # 6. Slots and pages of others --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("pattern", ["MG*-W-", "*-*-", "MG", "W-W-"])
+@pytest.mark.parametrize(
+    ("pattern", "mode"),
+    matrix_rows(
+        itertools.product(("MG*-W-", "*-*-", "MG", "W-W-"), MODES),
+        *(("MG*-W-", mode) for mode in MODES),
+        ("*-*-", "restore"),
+    ),
+)
 def test_invariant_6_nothing_leaks_from_one_request_to_the_next(pattern, mode):
     """All memory that holds nothing is NaN before it is used again, the null page too."""
     model = tiny_model(pattern)
@@ -281,8 +286,10 @@ def test_invariant_8_a_checkpoint_without_room_is_skipped_and_counted(pattern):
 # 9. Reports --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("pattern", ["MG*-W-", "*-*-", "W"])
+@pytest.mark.parametrize(
+    ("pattern", "mode"),
+    [*(("MG*-W-", mode) for mode in MODES), ("*-*-", "restore"), ("W", "restore")],
+)
 def test_invariant_9_reports_add_up_and_a_miss_has_one_reason(pattern, mode):
     model = tiny_model(pattern)
     engine = tiny_engine(model, prefix_caching=mode)

@@ -19,7 +19,6 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import Request
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.worker.sampler import adjust, processed_log_probs
@@ -233,34 +232,6 @@ def test_greedy_answers_are_those_of_the_definitions():
     assert all(p.generated_tokens[:9] != e[:9] for p, e in zip(plain, expected))
 
 
-@pytest.mark.parametrize("mode", ["off", "restore"])
-def test_answers_are_the_same_in_chunks_from_the_cache_and_as_samples(mode):
-    params = SamplingParams(seed=5, **ALL)
-    alone = tiny_engine(MODEL, prefix_caching="off", max_requests=3)
-    expected = [
-        s.generated_tokens for s in alone.generate([PROMPT], params, RequestOptions(n=3))[0].samples
-    ]
-    assert len(set(map(tuple, expected))) == 3
-    engine = tiny_engine(MODEL, prefix_caching=mode, max_tokens=7)
-    others = [random_tokens(length, seed=length) for length in (5, 31)]
-    for _ in range(2):  # in the second round from the cache
-        results = engine.generate([*others, PROMPT], params, [None, None, RequestOptions(n=3)])
-        assert [s.generated_tokens for s in results[2].samples] == expected
-
-
-def test_answers_are_the_same_across_preemption():
-    params = SamplingParams(seed=5, **{**ALL, "num_tokens_to_generate": 40, "min_tokens": 40})
-    prompts = [random_tokens(20, seed=seed) for seed in range(4)]
-    alone = tiny_engine(MODEL, prefix_caching="off")
-    expected = [alone.generate([prompt], params)[0].generated_tokens for prompt in prompts]
-    spec = alone.cache.spec
-    pages = 6 + 5 * sum(spec.pages_per_block)  # for one request, and not for two
-    engine = tiny_engine(MODEL, cache_bytes=pages * spec.page_bytes, max_tokens=32)
-    results = engine.generate(prompts, params)
-    assert engine.stats()["preemptions"] > 0
-    assert [result.generated_tokens for result in results] == expected
-
-
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_processed_log_probs_reflect_the_changes_and_raw_ones_do_not(mode):
     fields = dict(logit_bias={3: 100.0}, num_tokens_to_generate=2, seed=1)
@@ -270,11 +241,6 @@ def test_processed_log_probs_reflect_the_changes_and_raw_ones_do_not(mode):
     raw = full_logits(MODEL, [*PROMPT, 3, 3]).log_softmax(-1)[-3:-1, 3].tolist()
     expected = raw if mode == "raw_logprobs" else [0.0, 0.0]
     assert result.log_probs == pytest.approx(expected, abs=1e-4)
-
-
-def test_a_bias_of_a_token_that_is_none_is_refused():
-    with pytest.raises(ValueError, match=r"token 97 of logit_bias is outside of .* \[0, 97\)"):
-        tiny_engine(MODEL).add_request(PROMPT, SamplingParams(logit_bias={97: 1.0}))
 
 
 @pytest.mark.parametrize("is_first", [True, False])

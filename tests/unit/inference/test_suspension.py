@@ -121,25 +121,6 @@ def test_an_unknown_keep_cache_is_refused():
     assert not engine.is_suspended
 
 
-def test_no_room_at_resume_leaves_the_engine_suspended(monkeypatch):
-    engine = tiny_engine()
-    request = halfway(engine)
-    engine.suspend("host")
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.memory, "reacquire", _no_room)
-        with pytest.raises(MemoryError):
-            engine.resume()
-    assert engine.is_suspended
-    engine.resume()
-    while not request.done:
-        engine.step()
-    assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.generated_tokens)
-
-
-def _no_room():
-    raise MemoryError("the device is full")
-
-
 @pytest.mark.parametrize("pattern", ["MG*-W-", "*-*-"])
 def test_what_went_to_the_disk_is_fetched(tmp_path, pattern):
     model = tiny_model(pattern)
@@ -289,18 +270,3 @@ def test_a_closed_engine_has_no_memory_and_keeps_what_can_be_read(keep_cache):
     assert after["steps"] == before["steps"] and after["requests_running"] == 0
     assert engine.metrics() and str(after)
     engine.check_integrity()
-
-
-def test_an_engine_inside_its_step_is_not_closed():
-    engine = tiny_engine()
-    forward = engine.runner.forward
-
-    def closes(plan):
-        engine.close()
-        return forward(plan)
-
-    engine.runner.forward = closes
-    with pytest.raises(RuntimeError, match=r"close\(\) was called inside a step"):
-        engine.generate([PROMPT], greedy(1))
-    engine.runner.forward = forward
-    assert engine.generate([PROMPT], greedy(1))[0].generated_tokens

@@ -356,18 +356,3 @@ def test_an_update_without_memory_is_done_by_the_next_step(tmp_path, monkeypatch
     finish(engine, requests, copy_of(model))
     assert engine.epoch == 1
     engine.close()
-
-
-def test_an_update_inside_a_step_is_refused():
-    model = fresh_model()
-    engine = tiny_engine(model)
-    forward = engine.runner.forward
-
-    def updates(plan):
-        engine.update_weights()
-        return forward(plan)
-
-    engine.runner.forward = updates
-    with pytest.raises(RuntimeError, match=r"update_weights\(\) was called inside a step"):
-        engine.generate([PROMPT], greedy(1))
-    assert engine.epoch == 0

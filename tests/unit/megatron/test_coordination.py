@@ -1,6 +1,7 @@
 """Engines behind megatron-core's own coordinator, asked by its own client: all in one process."""
 
 import asyncio
+import enum
 import threading
 from contextlib import ExitStack, asynccontextmanager
 from multiprocessing import Pipe
@@ -140,6 +141,92 @@ if compat.HAVE_COORDINATOR:  # 0.16 has another one
                     await lost.wait_until(EngineState.PAUSED)
 
         asyncio.run(run())
+
+    def test_requests_of_an_engine_whose_loop_dies_get_its_error(monkeypatch):
+        async def run():
+            async with coordinated(1) as (client, engines):
+                engine = engines.pop()
+                asked = [client.add_request(prompt, greedy_params(40)) for prompt in PROMPTS]
+                while not engine.requests:
+                    await asyncio.sleep(0)
+                monkeypatch.setattr(engine, "has_unfinished_requests", lambda: 1 / 0)
+                answers = await asyncio.gather(*asked)
+                answers.append(await client.add_request("later", greedy_params(2)))
+                why = "its engine has ended: ZeroDivisionError: division by zero"
+                for answer in answers:
+                    assert answer["status"] == "FAILED" and why in str(answer["events"])
+                with pytest.raises(ZeroDivisionError):
+                    await engine.engine_loop_task
+
+        asyncio.run(run())
+
+    class Headers(enum.IntEnum):
+        """Those of core 0.20 that engines read and write."""
+
+        SUBMIT_REQUEST = 20
+        ENGINE_REPLY = 21
+        ENGINE_REPLY_PARTIAL = 22
+        ABORT_REQUEST = 23
+        SUBMIT_REQUEST_WITH_KV = 24
+        RELEASE_KV = 25
+
+    class Socket:
+        """In place of an engine's socket: what it receives, and what was sent."""
+
+        def __init__(self, ours, *messages):
+            self._ours, self._messages, self.sent = ours, list(messages), []
+
+        def recv(self, flags):
+            if not self._messages:
+                raise self._ours.zmq.Again
+            return self._ours.msgpack.packb(self._messages.pop(0))
+
+        def send(self, data):
+            self.sent.append(self._ours.msgpack.unpackb(data))
+
+    def test_messages_are_read_by_their_length_and_kind():
+        engine = door_engine(tiny_model("M*-"))
+        joined = module.Coordination(engine)
+        joined._has_parts = True
+        ours = joined._core = SimpleNamespace(**vars(joined._core) | {"Headers": Headers})
+        params, streams = (greedy_params(9, streaming=each).serialize() for each in (False, True))
+        words = greedy_params(9, streaming=True, stop_words=["0123"]).serialize()
+        socket = joined._socket = Socket(
+            ours,
+            [20, 0, PROMPTS[0], params],
+            [20, 1, PROMPTS[1], streams, None],
+            [20, 2, PROMPTS[2], words, None],
+            [20, 3, PROMPTS[3], params, {"image": [b"png"]}],
+            [20, 4, PROMPTS[3], params, None, "a field that is new"],
+            [20, 5, 7, params, None],
+            [20, 6, PROMPTS[3], "no params", None],
+            [20, 7, PROMPTS[3], params, None],
+            [23, 7],
+            [23, 77],
+            [24, 8, PROMPTS[3], params, {}, []],
+            [25, 8],
+            [99, "a kind that is new"],
+        )
+        joined._take_messages()
+        replies = [record for _, (record,) in socket.sent]
+        assert [reply["request_id"] for reply in replies] == [3, 4, 5, 6, 7, 8]
+        for reply, why in zip(replies, ("multi_modal_data", "multi_", "", "", "aborted", "one en")):
+            assert reply["status"] == "FAILED" and why in str(reply["events"])
+        assert list(engine.requests) == [0, 1, 2] and not joined._signals
+        socket.sent.clear()
+        while engine.requests:
+            joined._step()
+        parts = {1: [], 2: []}
+        for _, records in (sent for sent in socket.sent if sent[0] == 22):
+            for record in records:
+                assert record["new_tokens"]
+                parts[record["request_id"]] += record["new_tokens"]
+        ends = {
+            r["request_id"]: r["generated_tokens"] for k, rs in socket.sent if k == 21 for r in rs
+        }
+        assert parts == {1: ends[1][:8], 2: ends[2][:5]} and len(ends[0]) == 9
+        for number, tokens in ends.items():
+            assert is_greedy(tiny_model("M*-"), PROMPTS[number], tokens)
 
     def test_engines_notice_that_their_coordinator_has_ended():
         async def run():

@@ -119,20 +119,40 @@ def test_a_buffer_beyond_the_machine_names_both_numbers():
 
 
 @pytest.mark.parametrize(
-    ("enabled", "states_gb", "mode"),
+    ("pattern", "enabled", "states_gb", "mode"),
     [
-        (False, None, "off"),
-        (False, 4 * MIB, "off"),
-        (True, None, "memory_only"),
-        (True, 4 * MIB, "restore"),
+        ("MG*-", False, None, "off"),
+        ("MG*-", False, 4 * MIB, "off"),
+        ("MG*-", True, 4 * MIB, "restore"),
+        ("MG*-", True, None, "memory_only"),
+        ("MG*-", True, 0, "memory_only"),
+        ("*-*-", True, None, "restore"),
+        ("*-*-", True, 4 * MIB, "restore"),
+        ("*-*-", False, None, "off"),
     ],
 )
-def test_two_fields_choose_the_mode(enabled, states_gb, mode):
-    engine = door_engine(enable_prefix_caching=enabled, prefix_caching_mamba_gb=states_gb)
+def test_the_mode_follows_two_fields_and_the_model(pattern, enabled, states_gb, mode):
+    fields = {"enable_prefix_caching": enabled, "prefix_caching_mamba_gb": states_gb}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = door_engine(tiny_model(pattern), **fields)
+    said = [str(each.message) for each in caught if "prefix_caching_mamba_gb" in str(each.message)]
+    assert len(said) == (mode == "memory_only")
     assert engine.engine.config.prefix_caching == mode
     answer(engine, PROMPT, greedy_params(2))
     again = answer(engine, PROMPT, greedy_params(2))
     assert again.num_cached_tokens == (len(PROMPT) if mode == "restore" else 0)
+
+
+def test_a_budget_below_megatrons_least_is_refused_with_the_least():
+    with pytest.raises(ValueError, match="or more, for 25 states of") as raised:
+        door_engine(prefix_caching_mamba_gb=1e-9)
+    least = float(re.search("must be (.*) or more", str(raised.value))[1])
+    with pytest.raises(ValueError, match="lower max_tokens"):
+        door_engine(prefix_caching_mamba_gb=0.99 * least)
+    assert (
+        door_engine(prefix_caching_mamba_gb=1.01 * least).engine.config.prefix_caching == "restore"
+    )
 
 
 def test_the_buffer_is_live_slots_and_pool():

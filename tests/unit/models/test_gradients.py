@@ -77,9 +77,12 @@ def kimi_delta_attention(c, p, x):
     dt = F.softplus(x @ p["f_a_proj.weight"].T @ p["f_b_proj.weight"].T + p["dt_bias"])
     g = -p["A_log"].exp()[:, None] * dt.unflatten(1, (H, N))
     inputs = q.unflatten(1, (H, N)), k.unflatten(1, (H, N)), v.unflatten(1, (H, P)), g
-    o, _ = delta_rule(*inputs, beta.sigmoid(), x.new_zeros(H, N, P))
+    beta = beta.sigmoid() * (2.0 if c.linear_allow_neg_eigval else 1.0)
+    o, _ = delta_rule(*inputs, beta, x.new_zeros(H, N, P))
     gate = (x @ p["g_a_proj.weight"].T @ p["g_b_proj.weight"].T).sigmoid()
-    o = rms(o, p["out_norm.weight"], c.layernorm_epsilon).flatten(1) * gate
+    own = c.linear_norm_zero_centered_gamma
+    weight = p["out_norm.weight"] + (c.layernorm_zero_centered_gamma if own is None else own)
+    o = rms(o, weight, c.linear_norm_epsilon or c.layernorm_epsilon).flatten(1) * gate
     return o @ p["out_proj.weight"].T
 
 
@@ -133,15 +136,17 @@ def below(parameters, prefix):
 
 def naive_loss(config, parameters, tokens, labels):
     """Sum over the tokens of one sequence."""
-    x = parameters["embedding.word_embeddings.weight"][tokens]
+    x, zero = parameters["embedding.word_embeddings.weight"][tokens], 0.0
+    if config.layernorm_zero_centered_gamma:
+        zero = 1.0
     for i, symbol in enumerate(config.layer_pattern):
         layer = below(parameters, f"decoder.layers.{i}.")
         (norm,) = (p for name, p in layer.items() if name.count(".") == 1 and "norm" in name)
         (mixer,) = {name.split(".")[0] for name in layer if name.count(".") == 2}
         x = x + MIXERS[symbol](
-            config, below(layer, f"{mixer}."), rms(x, norm, config.layernorm_epsilon)
+            config, below(layer, f"{mixer}."), rms(x, norm + zero, config.layernorm_epsilon)
         )
-    x = rms(x, parameters["decoder.final_norm.weight"], config.layernorm_epsilon)
+    x = rms(x, parameters["decoder.final_norm.weight"] + zero, config.layernorm_epsilon)
     logits = x @ parameters["output_layer.weight"].T
     return F.cross_entropy(logits, labels, reduction="sum")
 
@@ -151,9 +156,20 @@ def packed(lengths):
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
 
 
-@pytest.mark.parametrize("pattern", [PATTERN, *PATTERN])
-def test_gradients_of_packed_sequences(pattern):
-    model = small_model(pattern).train()
+OPTIONS = [
+    {"linear_allow_neg_eigval": True, "linear_norm_epsilon": 1e-2},
+    {"layernorm_zero_centered_gamma": True},
+    {"layernorm_zero_centered_gamma": True, "linear_norm_zero_centered_gamma": False},
+]
+"""Of Kimi Delta Attention."""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fields"),
+    [*((pattern, {}) for pattern in (PATTERN, *PATTERN)), *(("K", fields) for fields in OPTIONS)],
+)
+def test_gradients_of_packed_sequences(pattern, fields):
+    model = small_model(pattern, **fields).train()
     parameters = {
         name: p.detach().double().requires_grad_() for name, p in model.named_parameters()
     }

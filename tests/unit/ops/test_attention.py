@@ -85,24 +85,6 @@ def test_varlen_attention_equals_brute_force(layout, pattern, with_sinks, group,
     assert not o[layout.num_tokens :].any()
 
 
-@each_pattern
-@with_or_without_sinks
-def test_any_cut_of_a_prefill_gives_the_same(pattern, with_sinks):
-    generator = seeded(0)
-    length, whole = 200, RaggedLayout((200,), (0,))
-    q, keys, values = paged_case(whole, 2, generator)
-    pool = Pool(keys, values, 16, generator)
-    sinks = as_float(random_sinks(generator, 2 * K_HEADS, with_sinks))
-    q = q.float()
-    expected = paged_attention(q, *pool, whole, pattern, sinks)
-    for budget in (1, 7, 64, 130):
-        for first in range(0, length, budget):
-            end = min(first + budget, length)
-            piece = RaggedLayout((end - first,), (first,))
-            o = paged_attention(q[first:end], *pool, piece, pattern, sinks)
-            assert_near(o, expected[first:end], 2e-6)
-
-
 @pytest.mark.parametrize("local", [{}, {"window": 100}, {"chunk": 100}], ids=str)
 def test_many_decodes_over_a_shared_prefix_gather_a_bounded_copy(monkeypatch, local):
     generator, pattern = seeded(1), AttentionPattern(SCALE, **local)
@@ -160,20 +142,6 @@ def test_values_may_be_a_part_of_the_keys(pattern, with_sinks):
     pages = pool.k_pages, pool.k_pages[..., :P]
     o = paged_attention(q.float(), *pages, pool.block_table, layout, pattern, as_float(sinks))
     assert_near(o, paged_expectation(layout, q, keys, values, pattern, sinks))
-
-
-def test_a_step_does_not_depend_on_the_other_sequences():
-    generator = seeded(3)
-    layout = RaggedLayout((1, 1, 1, 40), (100, 7, 53, 0))
-    q, keys, values = paged_case(layout, 2, generator)
-    pool = Pool(keys, values, 16, generator)
-    q = q.float()
-    together = paged_attention(q, *pool, layout, PLAIN)
-    for r in range(3):
-        alone = RaggedLayout((1,), layout.start_positions[r : r + 1])
-        table = pool.block_table[r : r + 1]
-        o = paged_attention(q[r : r + 1], pool.k_pages, pool.v_pages, table, alone, PLAIN)
-        assert_near(o, together[r : r + 1], 1e-6)
 
 
 @with_or_without_sinks
@@ -262,6 +230,7 @@ def test_bad_arguments_are_named():
         ({"chunk": -1}, "chunk is -1; a token sees at least itself"),
         ({"window": 4, "chunk": 8}, "window is 4 and chunk is 8; a layer has one of them"),
         ({"softcap": 0.0}, "softcap is 0.0; it is above 0, or None"),
+        ({"dropout": 1.5}, r"dropout is 1\.5; it is a probability below 1"),
     ],
 )
 def test_bad_patterns_are_named(values, message):
@@ -287,11 +256,6 @@ def test_dropout_zeroes_weights_and_scales_the_others(fields, with_sinks):
     torch.testing.assert_close(dropped[kept], weights[kept] / (1 - p), atol=1e-6, rtol=1e-5)
     assert kept.sum() / seen.sum() == pytest.approx(1 - p, abs=0.02)
     assert (kept[:, 0] != kept[:, 1]).any()  # each head drops others
-
-
-def test_dropout_is_a_probability():
-    with pytest.raises(ValueError, match=r"dropout is 1\.5; it is a probability below 1"):
-        AttentionPattern(1.0, dropout=1.5)
 
 
 def test_rows_that_a_gpu_cannot_read_16_bytes_at_a_time_are_copied():

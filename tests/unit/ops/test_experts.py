@@ -114,12 +114,6 @@ def test_sums_and_gradients_over_all_and_over_some_experts(backend, data):
         torch.testing.assert_close(one.double() / scale, expected / scale, atol=atol, rtol=0)
 
 
-def test_parts_of_ranks_add_up():
-    given = draw()
-    parts = [mixed(*given, range(at, at + 2)) for at in (0, 2, 4)]
-    torch.testing.assert_close(sum(parts), mixed(*given, range(6)), atol=2e-5, rtol=1e-5)
-
-
 @each_backend
 @pytest.mark.parametrize(("tokens", "experts"), [(TOKENS, range(5, 6)), (0, range(6))])
 def test_experts_without_rows_get_gradients_of_zero(backend, tokens, experts):

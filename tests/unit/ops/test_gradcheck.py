@@ -1,8 +1,8 @@
 """Whole Jacobians in float64, entry by entry against finite differences, as training calls the ops.
 
 Several sequences in a row, with boundaries inside of chunks, some of them of one token, and rows of
-padding. Initial states, captures and long sequences: `test_recurrent_ops.py`, by random
-projections.
+padding. By random projections: initial states, captures and long sequences of recurrent ops in
+`test_recurrent_ops.py`, attention without pages in `test_attention.py`.
 """
 
 import pytest
@@ -26,16 +26,14 @@ from megatron_hybrid.ops import (
     AttentionPattern,
     RaggedLayout,
     paged_attention,
-    varlen_attention,
 )
 from megatron_hybrid.ops.activations import ACTIVATIONS
 from megatron_hybrid.ops.conv.reference import causal_conv1d
 from megatron_hybrid.ops.delta_rule.reference import gated_delta_rule, kimi_delta_attention
 from megatron_hybrid.ops.ssd.reference import ssd_scan
 
-RAGGED = RaggedLayout((2, 1, 4), (0, 0, 0), num_padding=1)
+RAGGED = RaggedLayout((1, 4), (0, 0), num_padding=1)
 STEPS = RaggedLayout((1, 1, 2), (0, 0, 0))
-CONTINUED = RaggedLayout((1, 3, 2), (7, 5, 2), captures=(1, 3, 6))
 
 
 def assert_right(function, *tensors):
@@ -75,21 +73,6 @@ def test_recurrent_ops_from_zeros(op, layout):
 
 
 @pytest.mark.parametrize(
-    "op",
-    matrix_rows(OPS, *(op for op in OPS if op is not KIMI_DELTA_ATTENTION)),
-    ids=lambda op: op.name,
-)
-def test_recurrent_ops_from_states_and_to_captures(op):
-    inputs, parameters, states = case(op, CONTINUED)
-    count = len(inputs)
-
-    def call(*tensors):
-        return op.call(tensors[:count], tensors[count:-1], tensors[-1], CONTINUED, 3)
-
-    assert_right(call, *inputs, *parameters, states)
-
-
-@pytest.mark.parametrize(
     ("op", "rule"),
     matrix_rows(
         [(GATED_DELTA_RULE, gated_delta_rule), (KIMI_DELTA_ATTENTION, kimi_delta_attention)],
@@ -120,28 +103,13 @@ PATTERNS = {
     "softcap": AttentionPattern(0.3, softcap=0.8),
     "window and softcap": AttentionPattern(0.3, window=3, softcap=0.8),
 }
-each_pattern = pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS.keys())
-with_or_without_sinks = pytest.mark.parametrize("with_sinks", [False, True])
 
 
-@each_pattern
-@with_or_without_sinks
-def test_attention(pattern, with_sinks):
-    """Values are narrower than keys, two query heads share each key and value head."""
-    generator, T = seeded(6), RAGGED.num_rows
-    tensors = [randn(generator, T, *shape) for shape in ((4, 3), (2, 3), (2, 2))]
-    if with_sinks:
-        tensors.append(randn(generator, 4))
-
-    def call(q, k, v, sinks=None):
-        return varlen_attention(q, k, v, RAGGED, pattern, sinks)
-
-    assert_right(call, *tensors)
-
-
-@each_pattern
-@with_or_without_sinks
-def test_paged_attention(pattern, with_sinks):
+@pytest.mark.parametrize(
+    ("name", "with_sinks"),
+    [*((name, False) for name in PATTERNS), ("all", True), ("window and softcap", True)],
+)
+def test_paged_attention(name, with_sinks):
     """Queries, and the pages that are read; decodes and a prefill that goes on."""
     generator, layout = seeded(7), RaggedLayout((1, 1, 4), (6, 2, 3))
     table = torch.tensor([[4, 1], [0, 0], [3, 2]])
@@ -150,7 +118,7 @@ def test_paged_attention(pattern, with_sinks):
         tensors.append(randn(generator, 4))
 
     def call(q, k, v, sinks=None):
-        return paged_attention(q, k, v, table, layout, pattern, sinks)
+        return paged_attention(q, k, v, table, layout, PATTERNS[name], sinks)
 
     assert_right(call, *tensors)
 

@@ -9,7 +9,7 @@ from matrix import matrix_rows
 
 from benchmarks.long_states import KINDS, gradient_errors, measure
 
-TOKENS = 4_000
+TOKENS = 2_000
 EXACT, TOKEN_BY_TOKEN, ONCE, EACH_TOKEN = 1e-6, 2e-5, 5e-3, 2e-1
 LIMITS = {
     "Mamba-2": {

@@ -109,42 +109,6 @@ def test_captures_change_no_bit_of_the_outputs(op, layout, seed, chunk_size):
 
 
 @each_op
-def test_captures_come_in_flat_order(op):
-    """Not in the order of time, which here is the last, the first, the middle one."""
-    layout = RaggedLayout((9, 40, 25), (0, 0, 0), (9, 30, 53))
-    inputs, parameters, states = case(op, layout, 0)
-    _, _, captured = run(op, inputs, parameters, states, layout)
-    assert_near(captured, naive(op, inputs, parameters, states, layout)[2])
-
-
-@each_op
-def test_a_capture_is_the_final_state_of_the_run_cut_there(op):
-    for seed in range(20):
-        generator = seeded(seed)
-        length, start = torch.randint(2, 100, (2,), generator=generator).tolist()
-        cut = int(torch.randint(1, length + 1, (1,), generator=generator))
-        layout = RaggedLayout((length,), (start,), (cut,))
-        inputs, parameters, states = case(op, layout, seed)
-        _, _, captured = run(op, inputs, parameters, states, layout)
-        rows = [t[:cut] for t in inputs]
-        cut_layout = RaggedLayout((cut,), (start,))
-        _, final, _ = run(op, rows, parameters, states, cut_layout)
-        assert_near(captured[0], final[0], 2e-6)
-
-
-@each_op
-def test_sequences_of_a_packed_batch_do_not_see_each_other(op):
-    layout = RaggedLayout.packed((0, 30, 31, 64, 100))
-    inputs, parameters, _ = case(op, layout, 0)
-    y, final, _ = run(op, inputs, parameters, None, layout)
-    for r, (first, end) in enumerate(zip(layout.cu_seqlens, layout.cu_seqlens[1:])):
-        alone = RaggedLayout((end - first,), (0,))
-        y_alone, final_alone, _ = run(op, [t[first:end] for t in inputs], parameters, None, alone)
-        assert_near(y[first:end], y_alone)
-        assert_near(final[r], final_alone[0])
-
-
-@each_op
 def test_garbage_in_padding_rows_goes_nowhere(op):
     layout = RaggedLayout((1, 20), (5, 3), (10,), num_padding=4)
     inputs, parameters, states = case(op, layout, 0)

@@ -177,15 +177,6 @@ def test_a_range_of_sixty_decades_is_right_in_every_head():
     assert worst_head(state[1:], decoded[1:]) < 0.01
 
 
-@pytest.mark.parametrize("small, large", [(1e-30, 1e8), (1e-38, 1.0), (1e-20, 1e20), (1e-38, 3e38)])
-def test_one_head_far_larger_than_all_others(small, large):
-    state = normal((32, 64, 64))
-    state *= torch.where(torch.arange(32) == 5, large / 8, small)[:, None, None]
-    decoded = through(codec_of(state.shape, torch.full((1, 1), 0.9)), state)
-    assert worst_head(state, decoded) < 0.006
-    assert relative_error(state[5].double(), decoded[5].double()) < 0.002
-
-
 def test_subnormal_heads_beside_normal_ones_are_finite():
     """Their steps are multiples of the smallest fp32 number, or zero."""
     state = normal((4, 64, 64))
@@ -323,15 +314,6 @@ def test_a_simple_state_leaves_bytes_to_another():
     assert quarter > 1.2
     assert alone["other"] / errors[0] == pytest.approx(quarter, rel=0.15)
     assert errors[1] / alone["simple"] == pytest.approx(quarter, rel=0.15)
-
-
-def test_the_size_of_a_state_does_not_count_beside_others():
-    states = [written((2, 64, 64)), normal((2, 32, 64)), normal((64, 16))]
-    codec = StatesCodec([state.shape for state in states], [FORGETS] * 3)
-    factors = (1.0, 2.0**40, 2.0**-30)
-    scaled = codec.decode(codec.encode([s * factor for s, factor in zip(states, factors)]))
-    for plain, factor, other in zip(codec.decode(codec.encode(states)), factors, scaled):
-        torch.testing.assert_close(other / factor, plain, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 0, 3)])

@@ -307,9 +307,28 @@ def test_the_last_batches_are_kept():
     with KvPublisher("inproc://events", kept_batches=3) as publisher:
         for index in range(5):
             publisher._publish([{"extra_keys": [[f"{index}\ud800"]]}])
-        kept = publisher._from((2).to_bytes(8, "big"))
-        assert [int.from_bytes(number, "big") for number, _ in kept] == [2, 3, 4]
+        first = publisher._kept[0][0]
+        kept = publisher._from(first)
+        assert len(kept) == 3 and kept[0][0] == first
         assert msgpack.unpackb(kept[0][1])[1] == [{"extra_keys": [["2\\ud800"]]}]
+
+
+def test_a_publisher_in_the_place_of_a_dead_one_leaves_a_gap_that_a_replay_fills():
+    consumer, after = Consumer(), bytes(8)
+    for seed, num_steps in ((0, 9), (1, 24)):  # the second has sent more than the first had
+        traffic = Traffic("hybrid", seed)
+        publisher = KvPublisher("inproc://events")
+        publisher._events = BlockEvents(traffic.cache)
+        traffic.cache.watch(publisher._events)
+        for _ in range(num_steps):
+            traffic.step()
+            publisher._publish(publisher._events.take(0))
+        assert publisher._kept[0][0] > after
+        for number, payload in publisher._from(after):
+            consumer.take(msgpack.unpackb(payload)[1])
+            after = (int.from_bytes(number, "big") + 1).to_bytes(8, "big")
+        assert consumer.prefixes() == resumable(traffic.cache, traffic.sequences)
+        publisher._context.destroy(linger=0)  # killed: it tells nobody
 
 
 def test_a_failure_is_logged_and_the_engine_queues_no_more(caplog, monkeypatch):

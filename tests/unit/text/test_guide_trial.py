@@ -26,8 +26,11 @@ def chain(length):
         lambda: Guide.json_schema(
             {"type": "string", "allOf": [{"pattern": f"a{i}"} for i in range(32)]}
         ),
-        lambda: Guide.json_schema(
-            {"type": "object", "patternProperties": {f"^a{i}b+$": {} for i in range(512)}}
+        pytest.param(
+            lambda: Guide.json_schema(
+                {"type": "object", "patternProperties": {f"^a{i}b+$": {} for i in range(512)}}
+            ),
+            marks=pytest.mark.matrix,
         ),
         lambda: Guide.json_schema(chain(2048)),
     ],

@@ -1,9 +1,12 @@
 """What a model costs, against arithmetic by hand and against a real engine."""
 
+import itertools
 import json
+from functools import cache
 
 import pytest
 import torch
+from matrix import matrix_rows
 from reference import random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.checkpoints.checkpoint import CheckpointError
@@ -30,8 +33,14 @@ NEMOTRON_H_8B = HybridConfig(
 )
 
 
+@cache
+def planned(gigabytes=80, encoding="exact"):
+    """Nemotron-H-8B's plan for contexts of 100,000 tokens."""
+    return plan(NEMOTRON_H_8B, gigabytes * 10**9, 100_000, encoding)
+
+
 def test_nemotron_h_8b():
-    result = plan(NEMOTRON_H_8B, 80 * 10**9, 100_000)
+    result = planned()
     ours = result.model
     assert result.parameters == pytest.approx(8.1e9, rel=0.01)
     assert result.weight_bytes == pytest.approx(2 * result.parameters, rel=1e-4)
@@ -53,8 +62,14 @@ def test_nemotron_h_8b():
     assert result.settings["max_requests"] == ours.largest_batch // 2
 
 
-@pytest.mark.parametrize("pattern", ["MG*-W-", "W-", "*-", "M-", "G*"])
-@pytest.mark.parametrize("encoding", STATE_ENCODINGS)
+@pytest.mark.parametrize(
+    ("pattern", "encoding"),
+    matrix_rows(
+        itertools.product(["MG*-W-", "W-", "*-", "M-", "G*"], STATE_ENCODINGS),
+        *(("MG*-W-", encoding) for encoding in STATE_ENCODINGS),
+        *((pattern, "exact") for pattern in ("W-", "*-", "M-")),
+    ),
+)
 def test_the_engine_agrees(pattern, encoding):
     """The recommended settings run, and the request of that context fits."""
     model = tiny_model(pattern)
@@ -114,9 +129,7 @@ def test_windows_are_counted_up_to_the_context():
 
 @pytest.mark.parametrize(("encoding", "bytes_per_element"), [("bf16", 2), ("int8", 1)])
 def test_encoded_states(encoding, bytes_per_element):
-    exact, encoded = (
-        plan(NEMOTRON_H_8B, 80 * 10**9, 100_000, name).model for name in ("exact", encoding)
-    )
+    exact, encoded = (planned(encoding=name).model for name in ("exact", encoding))
     elements = 24 * 128 * 64 * 128
     saved = exact.checkpoint_bytes - encoded.checkpoint_bytes
     assert saved == pytest.approx(elements * (4 - bytes_per_element), rel=1e-3)
@@ -131,9 +144,7 @@ def test_unknown_encoding():
 
 def test_no_room():
     """What a token and a state cost is told all the same."""
-    room, none, not_even_weights = (
-        plan(NEMOTRON_H_8B, gigabytes * 10**9, 100_000) for gigabytes in (80, 17, 10)
-    )
+    room, none, not_even_weights = (planned(gigabytes) for gigabytes in (80, 17, 10))
     for result in (none, not_even_weights):
         assert result.settings is None and result.model.largest_batch == 0
         assert result.model.kv_bytes_per_token == room.model.kv_bytes_per_token
@@ -144,7 +155,7 @@ def test_no_room():
 
 @pytest.mark.parametrize("gigabytes", [80, 17])
 def test_the_table_fits_80_columns_and_its_settings_can_be_pasted(gigabytes):
-    result = plan(NEMOTRON_H_8B, gigabytes * 10**9, 100_000)
+    result = planned(gigabytes)
     text = render(result)
     assert max(map(len, text.splitlines())) <= 80
     if result.settings is not None:
@@ -153,7 +164,7 @@ def test_the_table_fits_80_columns_and_its_settings_can_be_pasted(gigabytes):
 
 
 def test_table_and_json():
-    result = plan(NEMOTRON_H_8B, 80 * 10**9, 100_000)
+    result = planned()
     text = render(result)
     assert "KV per token" in text and "16.38 kB" in text and "pure attention" in text
     assert "weights 16.2 GB in bfloat16\n" in text

@@ -193,16 +193,3 @@ def test_losses_are_plotted_against_tokens(tmp_path, monkeypatch):
     plot_losses(tmp_path, tmp_path / "plot.png")
     assert drawn == [("training", [1.0], [3.0]), ("validation", [2.0], [2.5])]
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"every_steps": 0}, "every_steps is 0; it must be a whole number from 1"),
-        ({"peak_tflops": -1}, "peak_tflops is -1; it must be a number above 0"),
-        ({"tensorboard": "yes"}, "tensorboard is 'yes'; it must be true or false"),
-    ],
-)
-def test_fields_without_a_legal_value_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        ReportFields.of("reports", fields)

@@ -5,19 +5,12 @@ from math import inf
 
 import pytest
 import torch
-from transformers import (
-    Gemma3TextConfig,
-    JambaConfig,
-    LlamaConfig,
-    NemotronHConfig,
-    Qwen3_5TextConfig,
-)
 
+from benchmarks.gpu.models import CONFIGS
 from benchmarks.replay.geometry import GEOMETRIES
-from megatron_hybrid.checkpoints.folder import config_of
 from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.tools.plan import spec_of
+from megatron_hybrid.tools.plan import read_model_config, spec_of
 
 KIB = 1024
 
@@ -48,68 +41,12 @@ def test_bytes(name, kv_per_token, state):
     assert 16 * kv_per_token <= per_block <= 1.15 * 16 * kv_per_token
 
 
-PUBLISHED = {
-    "nemotron-h-8b": NemotronHConfig(
-        hidden_size=4096,
-        intermediate_size=21504,
-        layers_block_type=[
-            {"M": "mamba", "-": "mlp", "*": "attention"}[layer]
-            for layer in "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
-        ],
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        mamba_num_heads=128,
-        mamba_head_dim=64,
-        ssm_state_size=128,
-        n_groups=8,
-    ),
-    "qwen3.5-4b": Qwen3_5TextConfig(
-        hidden_size=2560,
-        intermediate_size=9216,
-        num_hidden_layers=32,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        head_dim=256,
-        linear_num_key_heads=16,
-        linear_num_value_heads=32,
-    ),
-    "jamba-1.5-mini": JambaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        num_experts=16,
-        mamba_d_state=16,
-    ),
-    "gemma-3-27b": Gemma3TextConfig(
-        hidden_size=5376,
-        intermediate_size=21504,
-        num_hidden_layers=62,
-        num_attention_heads=32,
-        num_key_value_heads=16,
-        head_dim=128,
-        sliding_window=1024,
-    ),
-    "llama-3-8b": LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    ),
-}
-
-
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_the_cache_is_told_what_the_engine_tells_it_of_the_published_model(name):
-    architecture = (
-        type(PUBLISHED[name]).__name__.replace("Text", "").replace("Config", "ForCausalLM")
-    )
-    hf = {**PUBLISHED[name].to_dict(), "architectures": [architecture], "dtype": "bfloat16"}
+    file = name.replace("llama-3-", "llama-3.1-").replace("-", "_").replace(".", "_")
+    config = read_model_config(CONFIGS / f"{file}.json")
     with torch.device("meta"):
-        model = build_hybrid_model(config_of(hf, name, perform_initialization=False))
+        model = build_hybrid_model(config)
     for encoding in STATE_ENCODINGS:
         by_tokens = replace(spec_of(model, 16, encoding), attention_parity=inf)
         assert GEOMETRIES[name].spec(encoding) == by_tokens

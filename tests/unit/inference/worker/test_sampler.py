@@ -437,8 +437,8 @@ def test_min_tokens_of_the_model_do_not_fail_a_request_for_fewer():
         ("stop", "use stop_words$"),
         ("min_new_tokens", "use min_tokens$"),
         ("eos_token_id", "use termination_id, or stop_token_ids for several$"),
-        ("n", "'n': it is a field of RequestOptions"),
-        ("temprature", "'temprature': its fields are temperature, top_k, .*_tokens$"),
+        ("n", "'n': use RequestOptions"),
+        ("temprature", "'temprature': did you mean temperature"),
     ],
 )
 def test_a_name_of_another_library_is_answered_with_ours(name, message):

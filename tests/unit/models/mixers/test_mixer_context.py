@@ -90,10 +90,16 @@ def run(model, context, tokens, cuts, padding=0, captures=()):
     return logits[0].split(lengths)
 
 
-@pytest.mark.parametrize("pattern", [*"MGSCK*W+-", ALL_MIXERS])
+GEMMA = {"per_layer_input_size": 10, "layer_scalar": True, "num_moe_experts": 5}
+GEMMA |= {"moe_router_topk": 2, "moe_ffn_hidden_size": 12}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fields"), [*((p, {}) for p in (*"MGSCK*W+-", ALL_MIXERS)), ("*PBP", GEMMA)]
+)
 @torch.inference_mode()
-def test_pieces_equal_the_whole(pattern):
-    model = small_model(pattern)
+def test_pieces_equal_the_whole(pattern, fields):
+    model = small_model(pattern, **fields)
     tokens = random_tokens(3, 40)
     whole = model(tokens)
     context = DictContext(model.cache_requirements(), 3)

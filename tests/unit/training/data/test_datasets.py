@@ -333,24 +333,19 @@ def test_data_that_nobody_named_are_refused(prefix):
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"sequence_length": 0}, "sequence_length is 0; it must be a whole number from 1"),
-        ({"kind": "chat"}, r"kind is 'chat'; use 'pretraining' or 'sft'"),
         ({"train": []}, "give either blend .*; got none"),
         ({"blend": ["b"]}, r"got \['train'\] beside blend"),
-        ({"train": "text"}, "train is 'text'; it must be a list"),
         ({"train": [[0, "a"]]}, "train has the weight 0; it must be a number above 0"),
         ({"train": [[1, "a"], "b"]}, "train has weights for 1 of 2 datasets; give all or none"),
         ({"train": [3]}, r"train has the entry 3; use a prefix, or \[weight, prefix\]"),
         ({"split": "9;1"}, "split is '9;1'; use three numbers"),
         ({"split": "0,0,0"}, "split is '0,0,0'; one part at least"),
-        ({"seed": -1}, "seed is -1"),
         ({"sequence_length_warmup": [[9, 8]]}, "fewer tokens than sequence_length 8"),
         (
             {"sequence_length_warmup": [[9, 2], [5, 4]]},
             r"a list of pairs .* that rise",
         ),
         ({"sequence_length_warmup": [3, 4]}, r"sequence_length_warmup is \[3, 4\]"),
-        ({"reset_at_documents": 1}, "reset_at_documents is 1; it must be true or false"),
     ],
 )
 def test_fields_are_checked(fields, match):
