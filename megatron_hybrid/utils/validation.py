@@ -170,7 +170,7 @@ def _without_limits(kind: Any) -> Any:
 
 
 def _is_instance(value: Any, origin: type) -> bool:
-    if isinstance(value, str) and origin is not str and issubclass(origin, Sequence):
+    if isinstance(value, str) and not issubclass(origin, str) and issubclass(origin, Sequence):
         return False
     return isinstance(value, Sequence if origin is tuple else origin)  # YAML has lists alone
 
@@ -182,6 +182,8 @@ def _parts_of(value: Any, kind: Any) -> Iterable[tuple[Any, Any]]:
         return ()
     if issubclass(origin, Mapping):
         return value.items()
+    if origin is tuple and Ellipsis not in get_args(kind):
+        return ()
     return enumerate(value) if issubclass(origin, Sequence) else ()
 
 
