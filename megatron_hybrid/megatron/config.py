@@ -22,7 +22,7 @@ from megatron_hybrid.inference.config import LogprobsMode
 from megatron_hybrid.inference.memory.cache_memory import cache_spec_of
 from megatron_hybrid.inference.sampling_params import Share
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.utils.validation import Range, check_fields
+from megatron_hybrid.utils.validation import Range, check_fields, type_hints
 
 GB = 1 << 30
 DEFAULT_MAX_TOKENS = 16384
@@ -200,8 +200,9 @@ class InferenceConfig:
 
     def __post_init__(self, verbose: bool):
         self._verbose = verbose
-        for name, kind in _ENUMS.items():
-            setattr(self, name, _member(name, kind, getattr(self, name)))
+        for name, kind in type_hints(InferenceConfig).items():
+            if isinstance(kind, type) and issubclass(kind, StrEnum):
+                setattr(self, name, _member(name, kind, getattr(self, name)))
         check_fields(self, "InferenceConfig.")
 
     @classmethod
@@ -219,15 +220,6 @@ class InferenceConfig:
                 f"megatron-core, got {type(config).__module__}.{type(config).__name__}"
             )
         return cls(**values)
-
-
-_ENUMS = {
-    "kv_cache_management_mode": KVCacheManagementMode,
-    "cuda_graph_sizing_distribution": CudaGraphSizingDistribution,
-    "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy,
-    "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy,
-    "async_sched_mode": AsyncScheduleMode,
-}
 
 
 def _member(name: str, kind: type[StrEnum], value: object) -> StrEnum:

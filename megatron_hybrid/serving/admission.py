@@ -91,11 +91,17 @@ class Admission:
         """Requests that generate now."""
         return len(self._tickets)
 
-    @property
-    def max_samples(self) -> int:
-        """Most samples of one request: all that a key may have at a time."""
+    def check_count(self, num_prompts: int, n: int) -> None:
+        """Raise ApiError for more answers than the server ever takes of one key at a time."""
         per_key = self.config.max_requests_per_key
-        return self._most if per_key is None else min(self._most, per_key)
+        most = self._most if per_key is None else min(self._most, per_key)
+        if num_prompts * n > most:
+            raise ApiError(
+                400,
+                f"{num_prompts} prompts with n={n} are {num_prompts * n} requests, and one key may "
+                f"have {most} at a time: send several requests",
+                "prompt" if num_prompts > 1 else "n",
+            )
 
     @contextmanager
     def admitted(self, request_id: str, key: str, num_samples: int = 1) -> Iterator[Ticket]:

@@ -33,7 +33,6 @@ from megatron_hybrid.serving.fields import (
 )
 from megatron_hybrid.serving.idle_memory import trim_when_idle
 from megatron_hybrid.serving.json_response import encode_json, json_response, to_cpu_thread
-from megatron_hybrid.serving.limits import check_count, check_tools
 from megatron_hybrid.serving.messages import CHAT_NAMES as MESSAGE_NAMES
 from megatron_hybrid.serving.messages import MessageAnswer, MessageFields, PromptFields
 from megatron_hybrid.serving.page_routes import add_page
@@ -254,7 +253,7 @@ async def _answer(
     request_id = fields.request_id or state.request_id
     async with AsyncExitStack() as undo:
         num_prompts = _num_prompts(fields)
-        check_count(num_prompts, fields.n, service.admission.max_samples)
+        service.admission.check_count(num_prompts, fields.n)
         num_samples = num_prompts * fields.n
         admitted = service.admission.admitted(request_id, state.key, num_samples)
         ticket = state.ticket = undo.enter_context(admitted)
@@ -314,7 +313,8 @@ class PreparedRequest:
 
 def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
     """Tokenize a request, and read its parameters; for a thread."""
-    check_tools(fields)
+    if isinstance(fields, ChatFields):
+        fields.check_tools()
     prompts = _prompts(service, fields)
     if (most := fields.truncate_prompt_tokens) is not None:
         if most <= 0:  # -1: as many as there is room for

@@ -78,9 +78,9 @@ def check_fields(instance: Any, prefix: str = "") -> None:
         value, hint = getattr(instance, each.name), hints[each.name]
         check_field(prefix + each.name, value, hint)
         if is_number(value):
-            is_whole = is_int(value) and int in map(_without_limits, kinds_of(hint))
-            number = int(value) if is_whole else float(value)
-            object.__setattr__(instance, each.name, number)
+            kinds = [_without_limits(kind) for kind in kinds_of(hint)]
+            is_whole = is_int(value) and (int in kinds or float not in kinds)
+            object.__setattr__(instance, each.name, int(value) if is_whole else float(value))
 
 
 @cache
