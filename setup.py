@@ -33,6 +33,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_hybrid", "megatron_hybrid.*"]),
+    # Said, an editable install is a path, which type checkers follow; else it is a hook.
+    package_dir={"": "."},
     package_data={
         "megatron_hybrid": [
             "py.typed",
@@ -43,8 +45,6 @@ setup(
         ]
     },
     python_requires=">=3.11",
-    # An editable install is a path, which editors and type checkers follow; by default it is a hook.
-    options={"editable_wheel": {"mode": "compat"}},
     install_requires=[
         "torch>=2.8",
         "megatron-core>=0.16.1",

@@ -5,6 +5,7 @@ fields CLASS        the fields that a class declares itself
 config_groups CLASS the fields of a class's bases, with a heading for each base
 metrics             the metrics of an engine, from the tables that /metrics is made of
 file PATH           a Markdown file outside of docs/, without its title; for pages of docs/reference
+nothing             nothing: the sentence is for readers of a clone alone
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import PurePosixPath
 from docs_tools.source import ROOT, Class, read_class, table
 from megatron_hybrid.cli import COMMANDS, command_parser
 
-MARK = re.compile(r"^<!-- generated: (\w+) ?([\w./]*) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- generated: (\w+) ?([\w./]*) -->.*$", re.MULTILINE)
+"""With a sentence after it, for readers of a clone."""
 PAGES_OF_FILES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -37,6 +39,7 @@ def expand(markdown: str) -> str:
         "config_groups": config_groups,
         "metrics": lambda _: metrics(),
         "file": file,
+        "nothing": lambda _: "",
     }
     return MARK.sub(lambda found: makers[found[1]](found[2]), markdown)
 

@@ -135,7 +135,12 @@ def check_of(
     ]
     first_seen = [f"{name} = None" for name in sorted(unknown - set(perhaps))]
     all_names = {kind + "s": dtypes for kind, dtypes in _KINDS.items() if dtypes}
-    all_names |= {"are_neighbours": _are_neighbours, "Tensor": Tensor, "torch": torch}
+    all_names |= {
+        "are_neighbours": _are_neighbours,
+        "is_far": _is_far,
+        "Tensor": Tensor,
+        "torch": torch,
+    }
     all_names |= names or {}
     if is_launch:
         all_names["floats"] = FLOATS
@@ -189,7 +194,9 @@ def _lines(
             flaws.append(f"not are_neighbours({x}, {own.num_strided})")
         lines.append(f"if {' or '.join(flaws)}: {fail}")
         if own.num_strided:
-            lines.append(f"strides += {x}.stride()[:{own.num_strided}]")
+            lines += [f"_strides = {x}.stride()[:{own.num_strided}]", "strides += _strides"]
+        if own.num_strided > 1:  # offsets in the first dimension are computed in int64
+            lines.append(f"if max(_strides[1:]) > 32767 and is_far({x}, _strides): {fail}")
     elif dtype:
         lines.append(f"if {dtype[0]}: {fail}")
     if is_sure and not is_launch:
@@ -220,7 +227,8 @@ def _errors(
                 given += ", negated when it is read" if x.is_neg() else ""
             raise ValueError(
                 f"{name} is {given}; it takes {own.text!r} = {sizes}, on the device of the other "
-                "tensors: give that, by contiguous() where numbers are no neighbours"
+                "tensors, in less than 2^31 numbers beyond the first dimension: give that, by "
+                "contiguous() where numbers are no neighbours"
             )
         if x is None or not isinstance(x, Tensor):
             given = "is None" if x is None else f"has {len(x)} parts"
@@ -245,6 +253,12 @@ def _errors(
         raise ValueError(f"{function}: {message}")
 
     return {"fail": fail, "refuse": refuse}
+
+
+def _is_far(tensor: Tensor, strides: Sequence[int]) -> bool:
+    """Whether the numbers of one part in the first dimension have offsets beyond int32."""
+    sizes = tensor.shape[1 : len(strides)]
+    return sum((size - 1) * stride for size, stride in zip(sizes, strides[1:])) >= 1 << 31
 
 
 def _are_neighbours(tensor: Tensor, first: int) -> bool:

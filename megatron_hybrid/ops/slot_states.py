@@ -75,13 +75,18 @@ class SlotOp(Op):
             f"{states}.slot_ids_R": "int R or None",
             f"{states}.captured_n": f"{kind} n {sizes} or None",
         }
+        apart = {
+            f"{x} is None or len({x}) < 2 or {x}.stride(0)": f"the states in {x} share memory, and "
+            "each is written to: give each its own"
+            for x in ("pool_S", "captured_n")
+        }
         with_captures = {
             f"captured_n is not None or not n or {states} is None": "captured_n is None, and the "
             f"layout has {{n}} captures: give a tensor [{{n}}, {sizes.replace(' ', ', ')}] for them"
         }
         reference = in_slots(scan, self._place, has_steps_in_place)
         super().__init__(
-            name, reference, {**contracts, **of_states}, {**conditions, **with_captures}
+            name, reference, {**contracts, **of_states}, {**conditions, **with_captures, **apart}
         )
 
     def _serve(self, *inputs: Any) -> Any:

@@ -95,15 +95,54 @@ print(json.dumps(races))
 """
 
 
-@pytest.mark.matrix
-def test_what_makes_rows_nan_is_found_in_what_triton_compiled():
-    """Four warps: chunk_scan's first factor is in registers, the others' are in shared memory."""
+def run(script: str) -> subprocess.CompletedProcess:
+    """Run a script in a process that compiles kernels."""
     root = Path(__file__).parents[2]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "tests" / "helpers")])
-    command = [sys.executable, "-c", COMPILE]
+    command = [sys.executable, "-c", script]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+    return result
+
+
+MAXIMA = """
+import re
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megatron_hybrid.ops.activate.triton import activate_kernel
+from megatron_hybrid.ops.time_steps.triton import steps_kernel
+
+NUMBERS = ("low", "high", "max_beta")
+ACTIVATE = dict(factor_ptr=None, G=1, C=64, KIND="squared_relu", HAS_FACTOR=False, IN_FP32=False)
+STEPS = dict(factor_ptr=None, beta_ptr=None, C=64, H=0, HAS_FACTOR=False, PER_FACTOR=1)
+STEPS |= dict(HAS_BETA=False, HAS_LIMITS=True)
+for kernel, constants in ((activate_kernel, ACTIVATE), (steps_kernel, STEPS)):
+    constants = constants | {"BLOCK": 64}
+    names = kernel.function.arg_names
+    kinds = {name: "fp32" if name in NUMBERS else "i32" for name in names}
+    kinds |= {name: "*fp32" for name in names if name.endswith("_ptr")}
+    kinds |= dict.fromkeys(constants, "constexpr")
+    places = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel.function, kinds, places)
+    text = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert set(re.findall(r"(?:max|min)[.\\w]*f32", text)) <= {"max.NaN.f32", "min.NaN.f32"}
+"""
+
+
+@pytest.mark.matrix
+def test_a_maximum_of_nan_is_nan_on_a_gpu():
+    """The interpreter takes NumPy's maximum, which is NaN in any case."""
+    run(MAXIMA)
+
+
+@pytest.mark.matrix
+def test_what_makes_rows_nan_is_found_in_what_triton_compiled():
+    """Four warps: chunk_scan's first factor is in registers, the others' are in shared memory."""
+    result = run(COMPILE)
     races = json.loads(result.stdout.splitlines()[-1])
     assert races.pop("_chunk_scan_fwd_kernel")
     assert races == {"_chunk_state_fwd_kernel": [], "_bmm_chunk_fwd_kernel": []}

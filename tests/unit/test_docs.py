@@ -66,7 +66,10 @@ def broken_links(page: Path) -> list[str]:
 def prose(text: str) -> list[str]:
     """Words outside of code, tables, headings, pictures and comments, of what is not generated."""
     text = re.sub(
-        r"<!--.*?-->|!\[[^\]]*\]\([^)]*\)(\{[^}]*\})?", "", without_code(text), flags=re.S
+        r"<!-- generated:[^\n]*|<!--.*?-->|!\[[^\]]*\]\([^)]*\)(\{[^}]*\})?",
+        "",
+        without_code(text),
+        flags=re.S,
     )
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     lines = [line for line in text.split("\n") if not re.match(r"\s*(\||#|:::|<)", line)]

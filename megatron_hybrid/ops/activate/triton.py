@@ -45,7 +45,7 @@ def activate_kernel(
     x_ptrs = x_ptr + t * stride_x_row + g * stride_x_group + c
     x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
     if KIND == "squared_relu":
-        y = tl.maximum(x, 0.0)
+        y = tl.maximum(x, 0.0, tl.PropagateNan.ALL)  # else a GPU makes 0 of NaN
         y = y * y
     elif KIND == "gelu_tanh":  # (1 + tanh u) / 2 is a sigmoid of 2 u
         u = 0.7978845608028654 * (x + 0.044715 * x * x * x)

@@ -53,13 +53,14 @@ def steps_kernel(
     x_ptrs = x_ptr + t * stride_x_row + c * stride_x_channel
     x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    small = tl.exp(tl.minimum(x, 20.0))
+    small = tl.exp(tl.minimum(x, 20.0, tl.PropagateNan.ALL))  # else a GPU makes 20 of NaN
     # log(1 + e), whose 1 + e rounds where e is small.
     rounded = 1.0 + small
     rest = small - (rounded - 1.0)
     y = tl.where(x > 20.0, x, tl.log(rounded) + rest / rounded)
     if HAS_LIMITS:
-        y = tl.minimum(tl.maximum(y, low), high)
+        y = tl.maximum(y, low, tl.PropagateNan.ALL)
+        y = tl.minimum(y, high, tl.PropagateNan.ALL)
     if HAS_FACTOR:
         y *= tl.load(factor_ptr + c // PER_FACTOR, mask=inside, other=0.0).to(tl.float32)
     tl.store(steps_ptr + t * C + c, y, mask=inside)

@@ -96,6 +96,7 @@ def test_a_kernel_is_told_the_strides_that_may_be_any():
         ("x", torch.zeros(3, 2, 6)),  # fewer rows than a number of the launch
         ("x", torch.zeros(4, 3, 6)),  # more heads than a constant
         ("x", torch.zeros(4, 2, 6, dtype=torch.float64)),
+        ("x", torch.empty_strided((4, 2, 6), (12, 1 << 31, 1))),  # offsets beyond int32
         ("sums", torch.zeros(3, 2, 6).half()),
         ("sums", torch.zeros(3, 2, 7)),  # wider than x
         ("sums", torch.zeros(3, 3, 6)),

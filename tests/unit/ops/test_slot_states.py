@@ -103,6 +103,19 @@ def test_steps_are_in_place_only_where_nothing_else_can_tell():
     assert not are_in_place()  # a graph of gradients may need the states before
 
 
+@pytest.mark.parametrize("place", ["pool_S", "captured_n"])
+def test_states_that_share_memory_are_refused(place):
+    generator = torch.Generator().manual_seed(0)
+    make, shape_of = OPS["ssd_scan"]
+    layout = RaggedLayout((3, 2), (0, 0), (1, 4))
+    states = SlotStates(pool_of(generator, shape_of(2, 4, 4))[1], torch.tensor([1, 5]))
+    states = states._replace(captured_n=torch.zeros(2, *shape_of(2, 4, 4)))
+    shared = getattr(states, place)
+    states = states._replace(**{place: shared[:1].expand(shared.shape)})
+    with pytest.raises(ValueError, match=f"the states in {place} share memory"):
+        ops.ssd_scan(*make(generator, 5, 2, 1, 4, 4), states, layout)
+
+
 ALL = (SSD, SELECTIVE_SCAN, GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, CONV)
 
 
