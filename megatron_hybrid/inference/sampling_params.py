@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from megatron_hybrid.utils.other_names import names_fields
-from megatron_hybrid.utils.validation import Range, check_fields, check_text
+from megatron_hybrid.utils.validation import Range, check_field, check_fields, check_text
 
 logger = logging.getLogger(__name__)
 
@@ -247,13 +247,9 @@ def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
             ) from None
         found[field] = value
     do_sample = generation_config.get("do_sample")
+    check_field(f"{file} of the model: do_sample", do_sample, bool | None)
     if do_sample is False:  # then the values for sampling have no effect
         found |= {**dict.fromkeys(_ROW_FIELDS), "top_k": 1}
-    elif do_sample not in (True, None):
-        raise ValueError(
-            f"{file} of the model has do_sample={do_sample!r}: it must be true or false. Correct "
-            "the file"
-        )
     for name, neutral in _NEUTRAL.items():
         value = generation_config.get(name)
         if value not in (None, neutral):
