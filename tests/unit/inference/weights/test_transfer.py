@@ -308,10 +308,13 @@ MEETING = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "w
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"master_port": 0}, "init_info.master_port is 0; it is a whole number from 1 to 65535"),
+        (
+            {"master_port": 0},
+            "init_info.master_port is 0; it must be a whole number from 1 to 65535",
+        ),
         ({"master_port": 70000}, "init_info.master_port is 70000"),
         ({"rank_offset": "x"}, "init_info.rank_offset is 'x'"),
-        ({"master_address": 3}, "init_info.master_address is 3; it is a text"),
+        ({"master_address": 3}, "init_info.master_address is 3; it must be text"),
         ({"rank_offset": 2}, "rank 2 is outside of a group of 2 processes"),
         ({"backend": "mpi"}, "backend is 'mpi'; use 'gloo' or 'nccl'"),
         ({"backend": "nccl"}, "the model is on cpu: use 'gloo'"),
