@@ -104,6 +104,9 @@ class Service:
         self.history = History(engine)
         self.auth = Auth(config)
         self.admission = Admission(engine, engine_config.max_requests, config)
+        self._most_at_once = 2 * engine_config.max_requests
+        """Prompts of one request in the engine. It gets no more than it looks at: each one takes
+        its thread's time."""
         self.num_responses: Counter[tuple[str, int]] = Counter()
         """By route and status."""
 
@@ -183,12 +186,6 @@ class Service:
                 raise ApiError(500, sample.error)
         ticket.count_all(results)
         return results
-
-    @property
-    def _most_at_once(self) -> int:
-        """Prompts of one request in the engine. It gets no more than it looks at: each one takes
-        its thread's time."""
-        return 2 * self.engine_config.max_requests
 
     def streams(
         self, prompts: Sequence[Prompt], params: SamplingParams, options: RequestOptions

@@ -19,7 +19,7 @@ _MOST_SHOWN = 200
 
 def is_int(value: Any) -> bool:
     """Whether a value is an integer, also numpy's, but no bool."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def is_number(value: Any) -> bool:
@@ -38,7 +38,7 @@ class Range:
     lt: float | None = None
 
     def __contains__(self, value: Any) -> bool:
-        number = len(value) if isinstance(value, Sequence) else value
+        number = len(value) if hasattr(value, "__len__") else value
         return (
             (self.ge is None or number >= self.ge)
             and (self.gt is None or number > self.gt)
@@ -73,14 +73,20 @@ def check_fields(instance: Any, prefix: str = "") -> None:
     Raises:
         ValueError: a field has another value.
     """
-    hints = type_hints(type(instance))
-    for each in fields(instance):
-        value, hint = getattr(instance, each.name), hints[each.name]
-        check_field(prefix + each.name, value, hint)
-        if is_number(value):
+    for name, hint, takes in _field_takers(type(instance)):
+        value = getattr(instance, name)
+        if not takes(value):
+            check_field(prefix + name, value, hint)
+        elif is_number(value):
             kinds = [_without_limits(kind) for kind in kinds_of(hint)]
             is_whole = is_int(value) and (int in kinds or float not in kinds)
-            object.__setattr__(instance, each.name, int(value) if is_whole else float(value))
+            object.__setattr__(instance, name, int(value) if is_whole else float(value))
+
+
+@cache
+def _field_takers(of: type) -> list[tuple[str, Any, Callable[[Any], bool]]]:
+    hints = type_hints(of)
+    return [(each.name, hints[each.name], _taker(hints[each.name])) for each in fields(of)]
 
 
 @cache
@@ -103,7 +109,7 @@ def check_field(name: str, value: Any, hint: Any) -> None:
         ValueError: another value; the message has the name, the value and what it must be.
     """
     kinds = kinds_of(hint)
-    if any(_fits(value, kind) for kind in kinds):
+    if _taker(hint)(value):
         return
     for kind in map(_without_limits, kinds):
         for key, part in _parts_of(value, kind):
@@ -131,38 +137,50 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-def kinds_of(hint: Any) -> list[Any]:
+@cache
+def kinds_of(hint: Any) -> tuple[Any, ...]:
     """The members of a union, nested ones too; of another annotation itself."""
     if get_origin(hint) in (Union, UnionType):
-        return [kind for each in get_args(hint) for kind in kinds_of(each)]
-    return [type(None) if hint is None else hint]
+        return tuple(kind for each in get_args(hint) for kind in kinds_of(each))
+    return (type(None) if hint is None else hint,)
 
 
-def _fits(value: Any, kind: Any) -> bool:
+@cache
+def _taker(hint: Any) -> Callable[[Any], bool]:
+    """Return whether a value is of an annotation, as a function: lists are long."""
+    kind, *others = kinds_of(hint)
+    if others:
+        takers = [_taker(each) for each in (kind, *others)]
+        return lambda value: any(takes(value) for takes in takers)
     origin, arguments = get_origin(kind) or kind, get_args(kind)
-    if origin is Any:
-        return True
     if origin is Literal:
-        return value in arguments
+        return lambda value: value in arguments
     if origin is Annotated:
-        kind, limits = arguments[0], _limits_of(*arguments)
-        is_of_kind = is_int(value) if kind is int else _fits(value, kind)
-        if kind is float and limits.le is not None:
-            is_of_kind = is_number(value) and value > -math.inf
-        return is_of_kind and value in limits
+        base, limits = arguments[0], _limits_of(*arguments)
+        if base is int:
+            return lambda value: is_int(value) and value in limits
+        if base is float and limits.le is not None:
+            return lambda value: is_number(value) and value > -math.inf and value in limits
+        takes_base = _taker(base)
+        return lambda value: takes_base(value) and value in limits
     if origin is int:
-        return is_int(value) and value in WHOLE
+        return lambda value: is_int(value) and value in WHOLE
     if origin is float:
-        return is_number(value) and _is_finite(value)
-    if not isinstance(origin, type):
-        return True  # nothing to check it by
-    if not _is_instance(value, origin):
-        return False
-    return all(
-        any(_fits(part, each) for each in kinds_of(hint))
-        for parts in _parts_of(value, kind)
-        for part, hint in zip(reversed(parts), reversed(_part_hints(kind)))
-    )
+        return lambda value: is_number(value) and _is_finite(value)
+    if origin is Any or not isinstance(origin, type):
+        return lambda value: True  # nothing to check it by
+    if not arguments or not issubclass(origin, Sequence | Mapping):
+        return lambda value: _is_instance(value, origin)
+    *takes_key, takes_part = map(_taker, _part_hints(kind))
+    if issubclass(origin, Mapping):
+        return lambda value: (
+            _is_instance(value, origin)
+            and all(map(takes_key[0], value))
+            and all(map(takes_part, value.values()))
+        )
+    if takes_key:  # a tuple of some parts
+        return lambda value: _is_instance(value, origin)
+    return lambda value: _is_instance(value, origin) and all(map(takes_part, value))
 
 
 def _without_limits(kind: Any) -> Any:
