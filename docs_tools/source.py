@@ -83,6 +83,10 @@ def _fields(module_name: str, node: ast.ClassDef) -> Iterator[Field]:
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             about = " ".join(str(after.value.value).split())
         name, default = each.target.id, each.value
+        if isinstance(default, ast.Call) and getattr(default.func, "id", "") == "declared":
+            of, *more = map(ast.literal_eval, default.args)
+            about = " ".join([_sentences()[of], *more])
+            default = next((word.value for word in default.keywords), ast.Constant(None))
         if isinstance(default, ast.Call) and getattr(default.func, "id", "") in ("field", "Field"):
             keywords = {word.arg: word.value for word in default.keywords}
             name = ast.literal_eval(keywords["alias"]) if "alias" in keywords else name
@@ -94,6 +98,14 @@ def _fields(module_name: str, node: ast.ClassDef) -> Iterator[Field]:
                 default = ast.parse("[]" if default.id == "list" else "{}", mode="eval").body
         text = None if default is None else ast.unparse(default)
         yield Field(name, shown_type(module_name, each.annotation), text, about)
+
+
+@cache
+def _sentences() -> dict[str, str]:
+    """Sentences of what `declared` fields of HTTP set in the engine."""
+    options = "requests.options.RequestOptions", "sampling_params.SamplingParams"
+    classes = (read_class(f"megatron_hybrid.inference.{name}") for name in options)
+    return {field.name: field.about for each in classes for field in each.fields}
 
 
 def shown_type(module_name: str, node: ast.expr) -> str:

@@ -8,6 +8,7 @@ import from here the parts of megatron-core that they use.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import inspect
 import logging
@@ -76,6 +77,34 @@ def _compiled_at_first_call() -> Iterator[None]:
         torch.compile = before
 
 
+_ACCELERATORS = (
+    "transformer_engine.pytorch",
+    "apex.optimizers",
+    "amp_C",
+    "fused_weight_gradient_mlp_cuda",
+)
+"""Modules of NVIDIA's Transformer Engine and apex that megatron-core uses where they are there."""
+
+
+def _try_accelerators() -> dict[str, str]:
+    """Import them before megatron-core does, which expects ImportError alone of a broken one; a
+    package that fails is hidden from it. Returns module -> why it is not used."""
+    reasons = {}
+    for name in _ACCELERATORS:
+        package = name.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
+            reasons[name] = f"{package} is not installed"
+            continue
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # a library of another CUDA or torch raises whatever it likes
+            reasons[name] = f"{package} is installed, but {type(error).__name__}: {error}"
+            for loaded in [each for each in sys.modules if each.startswith(f"{package}.")]:
+                del sys.modules[loaded]
+            sys.modules[package] = None
+    return reasons
+
+
 # It logs about a CUDA toolkit on machines without a GPU, such as login nodes.
 _torch_extensions = logging.getLogger("torch.utils.cpp_extension")
 _torch_extensions.addFilter(_silent := lambda record: False)
@@ -83,6 +112,7 @@ try:
     with warnings.catch_warnings(), _compiled_at_first_call():
         # megatron-core warns of every missing GPU library; ours are reported when they are needed.
         warnings.simplefilter("ignore")
+        _UNUSED = _try_accelerators()
         import megatron.core
     # Before the imports that may fail in another release.
     MEGATRON_CORE_VERSION: tuple[int, int, int] = tuple(megatron.core.package_info.VERSION[:3])
@@ -236,10 +266,15 @@ def start_save(state: dict[str, Any], folder: str) -> Any:
     return dist_checkpointing.save(state, folder, async_sharded_save=True, **options)
 
 
-def have_apex(extension: str = "amp_C") -> bool:
-    """Whether NVIDIA's apex is installed with a CUDA extension (PyPI's `apex`, another project, has
-    none). `fused_weight_gradient_mlp_cuda` is the one behind `gradient_accumulation_fusion`."""
-    return importlib.util.find_spec(extension) is not None
+def unused_accelerators() -> dict[str, str | None]:
+    """Tell why each module of NVIDIA's Transformer Engine and apex is not used; None: it is. (The
+    `apex` on PyPI, another project, has none of them.)"""
+    reasons = {name: _UNUSED.get(name) for name in _ACCELERATORS}
+    if reasons["transformer_engine.pytorch"] is None and not have_transformer_engine():
+        reasons["transformer_engine.pytorch"] = (
+            "transformer_engine is installed, but this megatron-core needs another release of it"
+        )
+    return reasons
 
 
 def have_transformer_engine() -> bool:
@@ -257,10 +292,11 @@ def transformer_engine_modules() -> SimpleNamespace:
             mock and fail at the first layer.)
     """
     if not have_transformer_engine():
+        reason = unused_accelerators()["transformer_engine.pytorch"]
         raise ImportError(
-            "layer_spec='transformer_engine' needs NVIDIA's Transformer Engine, which is not "
-            "installed. Run `pip install 'megatron_hybrid[te]'` on a machine with a CUDA toolkit, "
-            "or use layer_spec='local' (plain torch, runs anywhere)."
+            f"layer_spec='transformer_engine' needs NVIDIA's Transformer Engine: {reason}. Run "
+            "`pip install 'megatron_hybrid[te]'` on a machine with a CUDA toolkit, or use "
+            "layer_spec='local' (plain torch, runs anywhere)."
         )
     from megatron.core.extensions import transformer_engine as te
 

@@ -188,13 +188,7 @@ def add_served_engine(parser: argparse.ArgumentParser) -> None:
     drafts = "num_speculative_tokens"
     add_field(parser, "--num-speculative-tokens", ENGINE, drafts, type=int, metavar="N")
     add_field(parser, "--cuda-graphs", ENGINE, "cuda_graphs", action="store_true")
-    parser.add_argument(
-        "--no-warm-up",
-        action="store_false",
-        dest="warm_up",
-        help="Start without a warm-up: the first requests then wait until their kernels are "
-        "compiled. By default a GPU compiles kernels before the first request (warm_up).",
-    )
+    add_field(parser, "--warm-up", ENGINE, "warm_up", action=argparse.BooleanOptionalAction)
     add_field(parser, "--logprobs-mode", ENGINE, "logprobs_mode", metavar="MODE")
 
 

@@ -68,6 +68,7 @@ from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.idle_memory import trim_when_idle
 from megatron_hybrid.serving.json_response import to_cpu_thread
 from megatron_hybrid.serving.kv_events import BlockEvents
 from megatron_hybrid.serving.parsers import shown_tool_parser
@@ -147,7 +148,8 @@ class HybridWorker:
             loads = WorkerMetricsPublisher()
             await loads.create_endpoint(endpoint)
             endpoint.metrics.register_prometheus_expfmt_callback(partial(self._metrics, loop))
-            for job in (service.give_back(), self._tell_load(loads), self._watch_ranks(end)):
+            idle = trim_when_idle(service.admission)
+            for job in (idle, self._tell_load(loads), self._watch_ranks(end)):
                 closing.callback(asyncio.create_task(job).cancel)
             model = ModelRuntimeConfig()
             model.context_length = config.max_sequence_length
@@ -234,7 +236,7 @@ class HybridWorker:
         room = service.engine_config.max_sequence_length
         given = request, service.tokenizer, self._style, room
         asked = await to_cpu_thread(partial(read_request, *given))
-        with service.admitted(id, "", asked.fields.n) as ticket:
+        with service.admission.admitted(id, "", asked.fields.n) as ticket:
             ticket.names = asked.fields.caller_names
             guide = None
             if asked.guide is not None:
@@ -250,7 +252,7 @@ class HybridWorker:
     def _told(self, error: ApiError) -> Exception:
         """An error as Dynamo knows it. After one that tells of the worker's end, the frontend goes
         on with another worker."""
-        ends = self.service.engine.rank_failure is not None or self.service.is_draining
+        ends = self.service.engine.rank_failure is not None or self.service.admission.is_draining
         if ends and error.status in (499, 503):
             return EngineShutdown(str(error))
         return (InvalidArgument if error.status == 400 else Unknown)(str(error))
@@ -266,7 +268,7 @@ class HybridWorker:
         """Tell the router how many blocks running requests have, while there are some."""
         was_busy = True
         while True:
-            is_busy = self.service.load > 0
+            is_busy = self.service.admission.load > 0
             if is_busy or was_busy:
                 stats = await self.service.engine.stats()
                 loads.publish(0, kv_used_blocks=stats["kv_blocks_in_use"])

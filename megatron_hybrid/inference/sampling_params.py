@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from megatron_hybrid.utils.other_names import names_fields
-from megatron_hybrid.utils.validation import Range, check_fields, check_text
+from megatron_hybrid.utils.validation import Range, check_field, check_fields, check_text
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +27,14 @@ _IN_GENERATION_CONFIG = {
 """Names in generation_config.json, and ours."""
 _NEUTRAL = {"num_beams": 1}
 """Unsupported fields of generation_config.json, with the value that has no effect."""
+Temperature = Annotated[float, Range(ge=0, le=1e30)]
 Seed = Annotated[int, Range(ge=-(1 << 63), le=(1 << 64) - 1)]
 Share = Annotated[float, Range(ge=0, le=1)]
 Penalty = Annotated[float, Range(ge=-2, le=2)]
 Bias = Annotated[float, Range(ge=-100, le=100)]
-_LEAST, _MOST = 1e-30, 1e30
-"""Limits of what logits are divided by: in float32 the quotients of usual logits stay finite."""
+RepetitionPenalty = Annotated[float, Range(ge=1e-30, le=1e30)]
+_LEAST_TEMPERATURE = 1e-30
+"""Logits divided by it stay finite in float32, if they are usual ones; by 1e30, too."""
 
 
 @dataclass(frozen=True)
@@ -73,34 +75,36 @@ class SamplingParams:
         TypeError: there is no such field; the message gives the right one.
     """
 
-    temperature: Annotated[float, Range(ge=0, le=_MOST)] | None = None
+    temperature: Temperature | None = None
     """The logits are divided by this temperature; 0, and what is below 1e-30, is greedy."""
 
     top_k: int | None = None
     """Keep the k most likely tokens; 0 keeps all, 1 is greedy."""
 
     top_p: Share | None = None
-    """Keep the smallest set of tokens whose probability reaches top_p; 0 keeps all."""
+    """Tokens are drawn from the most likely ones, whose probabilities add up to this; 0 and 1 keep
+    all tokens."""
 
     min_p: Share | None = None
-    """Keep tokens at least min_p times as likely as the most likely one; 0 keeps all."""
+    """Tokens are drawn from those whose probability is at least this part of the highest one; 0
+    keeps all tokens."""
 
-    repetition_penalty: Annotated[float, Range(ge=_LEAST, le=_MOST)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     """Of tokens in the prompt or the answer, positive logits are divided by this penalty, and
     negative ones multiplied; 1 changes nothing. What float32 cannot hold
     becomes its largest number. Keskar et al. (2019), "CTRL"."""
 
     presence_penalty: Penalty = 0.0
-    """Subtracted from the logits of tokens in the answer, as OpenAI defines it; in [-2, 2]."""
+    """This penalty is subtracted from the logits of tokens that the answer has."""
 
     frequency_penalty: Penalty = 0.0
-    """Subtracted from a token's logit as often as the answer has the token; in [-2, 2]."""
+    """This penalty is subtracted from the logit of a token as often as the answer has the token."""
 
     logit_bias: Mapping[int, Bias] | None = None
-    """Token ids, each with a number in [-100, 100] that is added to the token's logit."""
+    """Token ids, each with a number that is added to the token's logit."""
 
     allowed_token_ids: Annotated[Sequence[int], Range(ge=1)] | None = None
-    """Only these tokens are drawn, so they have to include stop tokens; None: all tokens."""
+    """Only these tokens are drawn, so they have to include stop tokens."""
 
     bad_words_ids: Sequence[Annotated[Sequence[int], Range(ge=1)]] = ()
     """Runs of tokens that the answer must not have: the last token of a run is not drawn after its
@@ -114,16 +118,18 @@ class SamplingParams:
     prompt alone (to warm the cache, or to score it)."""
 
     min_tokens: int | None = None
-    """No stop token ends an answer with fewer tokens than this; a stop word still does."""
+    """No stop token ends an answer with fewer tokens than this; a stop string still does."""
 
     seed: Seed | None = None
-    """Seed of this request's draws. None: derived from the engine's seed and the request's id."""
+    """The seed of the random draws: equal requests with equal seeds draw equal tokens. -1 is a seed
+    like any other. By default each request has a seed of its own, which follows from the engine's
+    seed and the request's id."""
 
     termination_id: Annotated[int, Range(ge=-1)] | None = None
     """Token that ends the generation; None: the tokenizer's end tokens, -1: none."""
 
     stop_token_ids: Sequence[int] = ()
-    """Further tokens that end the generation."""
+    """Tokens that end the answer, in addition to the model's own stop tokens."""
 
     stop_words: Sequence[Annotated[str, Range(ge=1)]] | None = None
     """Strings that end the generation once the generated text contains one of them."""
@@ -154,8 +160,8 @@ class SamplingParams:
     """Prepend the tokenizer's `bos` token to a text prompt."""
 
     num_speculative_tokens: int | None = None
-    """Most drafts of this request in a step, up to `InferenceConfig.num_speculative_tokens`; 0: no
-    drafts, None: as many as the engine's. Answers are the same (docs/guides/speculation.md)."""
+    """The most drafts of this request in a step, if the engine speculates; 0 turns drafts off. By
+    default it has as many as the engine's. Answers are the same."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop_words, str):
@@ -169,7 +175,7 @@ class SamplingParams:
                 setattr(self, name, tuple(value))
         prefix = "SamplingParams: "
         check_fields(self, prefix)
-        if self.temperature is not None and self.temperature < _LEAST:
+        if self.temperature is not None and self.temperature < _LEAST_TEMPERATURE:
             self.temperature = 0.0
         self.logit_bias = {int(token): float(bias) for token, bias in self.logit_bias.items()}
         self.stop_token_ids = tuple(map(int, self.stop_token_ids))
@@ -241,13 +247,9 @@ def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
             ) from None
         found[field] = value
     do_sample = generation_config.get("do_sample")
+    check_field(f"{file} of the model: do_sample", do_sample, bool | None)
     if do_sample is False:  # then the values for sampling have no effect
         found |= {**dict.fromkeys(_ROW_FIELDS), "top_k": 1}
-    elif do_sample not in (True, None):
-        raise ValueError(
-            f"{file} of the model has do_sample={do_sample!r}: it must be true or false. Correct "
-            "the file"
-        )
     for name, neutral in _NEUTRAL.items():
         value = generation_config.get(name)
         if value not in (None, neutral):

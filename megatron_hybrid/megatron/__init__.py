@@ -20,7 +20,6 @@ from megatron_hybrid.megatron.engine import (
     CoordinatorError,
     DynamicInferenceEngine,
     EngineSuspendedError,
-    StaticInferenceEngine,
 )
 from megatron_hybrid.megatron.errors import (
     ActiveRequestCountOverflowError,
@@ -38,10 +37,12 @@ from megatron_hybrid.megatron.request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
+    FinishedRequestRecord,
     Status,
 )
 from megatron_hybrid.megatron.sampling_params import SamplingParams
 from megatron_hybrid.megatron.states import EngineState
+from megatron_hybrid.megatron.static import StaticInferenceContext, StaticInferenceEngine
 
 __all__ = [
     "ActiveRequestCountOverflowError",
@@ -59,6 +60,7 @@ __all__ = [
     "DynamicInferenceRequestRecord",
     "EngineState",
     "EngineSuspendedError",
+    "FinishedRequestRecord",
     "GPTInferenceWrapper",
     "InferenceClient",
     "InferenceConfig",
@@ -72,6 +74,7 @@ __all__ = [
     "RequestOverflowError",
     "SamplingParams",
     "ServeConfig",
+    "StaticInferenceContext",
     "StaticInferenceEngine",
     "Status",
     "TensorStateDeallocatedError",

@@ -11,17 +11,18 @@ import warnings
 from dataclasses import InitVar, dataclass, fields
 from enum import StrEnum
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.distributed.ranks import replica_of
-from megatron_hybrid.inference.config import LOGPROBS_MODES
 from megatron_hybrid.inference.config import InferenceConfig as EngineConfig
+from megatron_hybrid.inference.config import LogprobsMode
 from megatron_hybrid.inference.memory.cache_memory import cache_spec_of
+from megatron_hybrid.inference.sampling_params import Share
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.utils.validation import is_int, is_number
+from megatron_hybrid.utils.validation import Range, check_fields, type_hints
 
 GB = 1 << 30
 DEFAULT_MAX_TOKENS = 16384
@@ -150,15 +151,15 @@ class InferenceConfig:
     """
 
     block_size_tokens: int = 256
-    buffer_size_gb: float = 20
+    buffer_size_gb: Annotated[float, Range(gt=0)] = 20
     paused_buffer_size_gb: float | None = None
-    mamba_inference_state_config: MambaInferenceStateConfig | None = None
-    mamba_memory_ratio: float | None = None
+    mamba_inference_state_config: Any = None
+    mamba_memory_ratio: Annotated[float, Range(gt=0, lt=1)] | None = None
     max_requests: int | None = None
     max_tokens: int | None = None
     unified_memory_level: int = 0
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
-    num_cuda_graphs: int | None = None
+    num_cuda_graphs: Annotated[int, Range(ge=-1)] | None = None
     cuda_graph_mixed_prefill_count: int | None = 16
     cuda_graph_sizing_distribution: CudaGraphSizingDistribution = (
         CudaGraphSizingDistribution.EXPONENTIAL
@@ -180,16 +181,16 @@ class InferenceConfig:
     prefix_caching_coordinator_policy: PrefixCachingCoordinatorPolicy = (
         PrefixCachingCoordinatorPolicy.LOAD_BALANCED
     )
-    prefix_caching_routing_alpha: float = 0.5
-    prefix_caching_mamba_gb: float | None = None
+    prefix_caching_routing_alpha: Share = 0.5
+    prefix_caching_mamba_gb: Annotated[float, Range(ge=0)] | None = None
     track_paused_request_events: bool = False
     track_generated_token_events: bool = False
     metrics_writer: Any = None
     logging_step_interval: int = 0
-    sampling_backend: str = "torch"
+    sampling_backend: Literal["torch", "flashinfer"] = "torch"
     offset_sampling_seed_by_dp_rank: bool = True
     async_sched_mode: AsyncScheduleMode = AsyncScheduleMode.LEGACY
-    logprobs_mode: str = "raw_logprobs"
+    logprobs_mode: LogprobsMode = "raw_logprobs"
     request_metadata_types: list[tuple[str, torch.dtype]] | None = None
     use_synchronous_zmq_collectives: bool = False
     disable_ep_consensus: bool = False
@@ -199,18 +200,10 @@ class InferenceConfig:
 
     def __post_init__(self, verbose: bool):
         self._verbose = verbose
-        for name, kind in _ENUMS.items():
-            setattr(self, name, _member(name, kind, getattr(self, name)))
-        for name, values in _CHOICES.items():
-            if (value := getattr(self, name)) not in values:
-                raise ValueError(
-                    f"InferenceConfig.{name} is {value!r}; use one of {', '.join(values)}"
-                )
-        alpha = self.prefix_caching_routing_alpha
-        if not is_number(alpha) or not 0 <= alpha <= 1:
-            raise ValueError(
-                f"InferenceConfig.prefix_caching_routing_alpha is {alpha!r}; it must be from 0 to 1"
-            )
+        for name, kind in type_hints(InferenceConfig).items():
+            if isinstance(kind, type) and issubclass(kind, StrEnum):
+                setattr(self, name, _member(name, kind, getattr(self, name)))
+        check_fields(self, "InferenceConfig.")
 
     @classmethod
     def of(cls, config: Any) -> InferenceConfig:
@@ -227,19 +220,6 @@ class InferenceConfig:
                 f"megatron-core, got {type(config).__module__}.{type(config).__name__}"
             )
         return cls(**values)
-
-
-_ENUMS = {
-    "kv_cache_management_mode": KVCacheManagementMode,
-    "cuda_graph_sizing_distribution": CudaGraphSizingDistribution,
-    "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy,
-    "prefix_caching_coordinator_policy": PrefixCachingCoordinatorPolicy,
-    "async_sched_mode": AsyncScheduleMode,
-}
-_CHOICES = {
-    "sampling_backend": ("torch", "flashinfer"),
-    "logprobs_mode": LOGPROBS_MODES,
-}
 
 
 def _member(name: str, kind: type[StrEnum], value: object) -> StrEnum:
@@ -296,17 +276,6 @@ def check(config: InferenceConfig) -> None:
     states = config.mamba_inference_state_config
     if states is not None and states.ssm_states_dtype != torch.float32:
         _warn_of_states(states.ssm_states_dtype)
-    ratio, cache_gb = config.mamba_memory_ratio, config.prefix_caching_mamba_gb
-    for name, value, legal in (
-        ("buffer_size_gb", config.buffer_size_gb, _is_positive(config.buffer_size_gb)),
-        ("prefix_caching_mamba_gb", cache_gb, not cache_gb or _is_positive(cache_gb)),
-        ("mamba_memory_ratio", ratio, ratio is None or (_is_positive(ratio) and ratio < 1)),
-    ):
-        if not legal:
-            limit = "below 1" if name == "mamba_memory_ratio" else "finite"
-            raise ValueError(
-                f"InferenceConfig.{name} is {value!r}; it must be a number over 0, {limit}"
-            )
 
 
 @cache
@@ -317,10 +286,6 @@ def _warn_of_states(dtype: torch.dtype) -> None:
         "fp32 unless its config says otherwise",
         stacklevel=4,
     )
-
-
-def _is_positive(value: object) -> bool:
-    return is_number(value) and 0 < value < math.inf
 
 
 def _states_budget(
@@ -343,9 +308,7 @@ def _states_budget(
             stacklevel=4,
         )
         return 0
-    extracted = 0
-    if is_int(max_tokens) and is_int(max_requests):  # the engine's config refuses other values
-        extracted = min(spec.num_blocks(max_tokens), MEGATRON_STATES * max_requests)
+    extracted = min(spec.num_blocks(max_tokens), MEGATRON_STATES * max_requests)
     least = (extracted + 1) * spec.state_bytes
     if given * GB < least:
         raise ValueError(
@@ -377,12 +340,12 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
     max_tokens = DEFAULT_MAX_TOKENS if config.max_tokens is None else config.max_tokens
     max_requests = config.max_requests
     tp_size = model.pg_collection.tp.size()
-    if is_int(max_requests) and max_requests % tp_size:
+    if (max_requests or 0) % tp_size:
         raise ValueError(
             f"InferenceConfig.max_requests is {max_requests}; it must be a multiple of the "
             f"tensor-parallel size {tp_size}"
         )
-    if is_int(max_requests) and is_int(max_tokens) and max_tokens < max_requests:
+    if max_tokens < (max_requests or 0):
         raise ValueError(
             f"InferenceConfig.max_tokens is {max_tokens}, less than max_requests={max_requests}: "
             "each running request has a token in a forward pass, so raise one or lower the other"
@@ -390,7 +353,7 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
     if max_requests is None:
         share = config.mamba_memory_ratio or SLOT_SHARE
         max_requests = _derived_requests(spec, total, int(total * share), max_tokens, model)
-    left = total - max_requests * spec.slot_bytes if is_int(max_requests) else total
+    left = total - max_requests * spec.slot_bytes
     if left <= 0:
         raise ValueError(
             f"max_requests={max_requests} take {max_requests * spec.slot_bytes} bytes of states, "

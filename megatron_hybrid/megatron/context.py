@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.engine import DynamicInferenceEngine as Engine
 from megatron_hybrid.megatron.config import DEFAULT_MAX_TOKENS, InferenceConfig, check
 
@@ -57,8 +58,33 @@ class DynamicInferenceContext:
         self._engine = engine
         self.reset_counters()
 
+    def reset(
+        self, preserve_prefix_cache: bool = False, *, preserve_counters: bool = False
+    ) -> None:
+        """Drop what is cached, and count from now on; `engine.reset()` drops requests, too.
+
+        Raises:
+            RuntimeError: there are unfinished requests, or no engine yet.
+        """
+        engine = self._bound("reset()")
+        if engine.has_work:
+            raise RuntimeError("context.reset() drops no requests: call engine.reset()")
+        if not preserve_prefix_cache:
+            engine.clear_cache()
+        if not preserve_counters:
+            self.reset_counters()
+
+    def count_admission(self, report: PrefixReport) -> None:
+        """Count what an admitted request found in the cache."""
+        self.prefix_cache_hits += report.shared_tokens > 0
+        self.prefix_cache_blocks_matched += report.shared_tokens // self.block_size_tokens
+        self.prefix_cache_prefill_skipped_tokens += report.skipped_tokens
+
     def reset_counters(self) -> None:
         """Count steps and tokens from now on."""
+        self.prefix_cache_hits = 0
+        self.prefix_cache_blocks_matched = 0
+        self.prefix_cache_prefill_skipped_tokens = 0
         engine = self._engine
         self._first_step = 0 if engine is None else engine.num_steps
         self._first_token = 0 if engine is None else engine.scheduler.num_prefill_tokens
@@ -108,6 +134,13 @@ class DynamicInferenceContext:
         the cache saved are not in it."""
         engine = self._bound("lifetime_prefill_token_count")
         return engine.scheduler.num_prefill_tokens - self._first_token
+
+    prefix_cache_prefill_computed_tokens = lifetime_prefill_token_count
+
+    @property
+    def is_tensor_state_allocated(self) -> bool:
+        """Tells whether the pool has its device memory."""
+        return self._engine is not None and not self._engine.is_suspended
 
     @property
     def kv_block_allocator(self) -> BlockCounts:

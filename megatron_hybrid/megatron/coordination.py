@@ -28,13 +28,13 @@ from megatron_hybrid.distributed.ranks import RankError, is_one_machine
 from megatron_hybrid.distributed.rendezvous import Member, announce_failure, exchange, has_ended
 from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.megatron.errors import ContextErrorFactory, ContextOverflowError
-from megatron_hybrid.megatron.request import DynamicInferenceRequestRecord
+from megatron_hybrid.megatron.request import DynamicInferenceRequestRecord, FinishedRequestRecord
 from megatron_hybrid.megatron.sampling_params import SamplingParams
 from megatron_hybrid.megatron.states import EngineState
 from megatron_hybrid.utils.child_lifetime import end_with_parent
 
 logger = logging.getLogger(__name__)
-_POLL_SECONDS = 0.005
+POLL_SECONDS = 0.005
 _LOOK_SECONDS = 1.0
 """Time between two looks whether others are there."""
 _NOTHING = b""
@@ -45,7 +45,6 @@ _WITHOUT_EFFECT = {
     **dict.fromkeys(("RELEASE_KV", "SEND_KV"), "prefill and decode run in one engine"),
 }
 """Messages that do nothing here, and why."""
-_STABLE = ("RUNNING", "PAUSED", "SUSPENDED", "RESUMED", "STOPPED")
 
 
 def _run_coordinator(policy: str, pipe_connection: Connection, **arguments: Any) -> None:
@@ -69,6 +68,11 @@ class _NotStarted:
     """Why the coordinator is not there, in place of its address."""
 
     why: str
+
+
+def _is_new(core: SimpleNamespace) -> bool:
+    """Whether core is 0.20, whose answers come in parts and have the uid of their request."""
+    return hasattr(core.Headers, "ENGINE_REPLY_PARTIAL")
 
 
 def _coordinator_class(core: SimpleNamespace) -> type:
@@ -136,7 +140,7 @@ def _coordinator_class(core: SimpleNamespace) -> type:
         def _fail(self, client: bytes, number: int) -> None:
             """Answer a request, by the client's number of it."""
             record = DynamicInferenceRequestRecord.of_error(number, RankFailedError(self._why))
-            reply = [headers.ENGINE_REPLY.value, number, _plain(record)]
+            reply = [headers.ENGINE_REPLY.value, number, _plain(record, _is_new(core))]
             self.router_socket.send_multipart([client, pack(reply, use_bin_type=True)])
 
     return Coordinator
@@ -183,8 +187,7 @@ class Coordination:
                 "tokenizer: give the controller one"
             )
         self._engine = engine
-        self._reached = {EngineState[name]: asyncio.Event() for name in _STABLE}
-        self._reached[EngineState.RUNNING].set()
+        self._reached = engine._state_events
         self._signals: deque[list] = deque()
         self._process: multiprocessing.process.BaseProcess | None = None
         self._socket: Any = None
@@ -192,7 +195,7 @@ class Coordination:
         self._barrier: Any = None
         self._replicas: list[Member] = []
         self._streamed: dict[int, int] = {}  # request -> number of tokens that were sent
-        self._has_parts = hasattr(self._core.Headers, "ENGINE_REPLY_PARTIAL")  # since core 0.20
+        self._is_new = _is_new(self._core)
         self._is_over = False
         self.task: asyncio.Task[None] | None = None
 
@@ -284,7 +287,7 @@ class Coordination:
                     "it says above"
                 )
             self._check_replicas()
-            await asyncio.sleep(_POLL_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
     def _of_first_replica(self, address: str) -> str:
         """The address that the first rank of all knows."""
@@ -312,7 +315,8 @@ class Coordination:
             RuntimeError: this rank follows the first one of its model, which alone knows.
         """
         if state not in self._reached:
-            raise ValueError(f"{state.name} does not last: wait for one of {', '.join(_STABLE)}")
+            stable = ", ".join(each.name for each in self._reached)
+            raise ValueError(f"{state.name} does not last: wait for one of {stable}")
         if self._socket is None and state is not EngineState.STOPPED and not self._is_over:
             raise RuntimeError(
                 f"this rank follows rank 0 of the model: wait for {state.name} there, or for "
@@ -381,7 +385,7 @@ class Coordination:
                         self._step()
                         await asyncio.sleep(0)  # for the other tasks of this loop
                     else:
-                        await asyncio.sleep(_POLL_SECONDS)
+                        await asyncio.sleep(POLL_SECONDS)
         except BaseException as error:
             why = f"its engine has ended: {type(error).__name__}: {error}"
             raise
@@ -450,7 +454,7 @@ class Coordination:
             return
         if request_id not in self._engine.requests:  # it has failed
             self._reply(self._engine.take_finished())
-        elif streams and not given.return_log_probs and self._has_parts:
+        elif streams and not given.return_log_probs and self._is_new:
             self._streamed[request_id] = 0  # log-probabilities come with the end
 
     def _send_parts(self) -> None:
@@ -472,24 +476,18 @@ class Coordination:
             self._send("ENGINE_REPLY_PARTIAL", parts)
 
     def _step(self) -> None:
-        engine = self._engine
-        try:
-            records = engine.step_modern()["finished_request_records"]
-        except RankFailedError:  # the coordinator gives the requests to other replicas
-            raise
-        except Exception as error:
-            logger.exception("a step failed: its requests get the error")
-            failed = set(engine.engine.take_failed())
-            for request_id, entry in list(engine.requests.items()):
-                if entry.handle in failed:
-                    engine.fail_request(request_id, error)
-            records = engine.take_finished()
+        records = self._engine.serve_step()
         self._send_parts()
         self._reply(records)
 
     def _reply(self, records: list[DynamicInferenceRequestRecord]) -> None:
+        if self._engine.local_metadata_ledger_enabled:
+            for request in (record.merge() for record in records):
+                if request.succeeded():
+                    known = FinishedRequestRecord.from_request(request)
+                    self._engine.local_metadata_ledger[request.uid] = known
         if records:
-            self._send("ENGINE_REPLY", [_plain(each) for each in records])
+            self._send("ENGINE_REPLY", [_plain(each, self._is_new) for each in records])
 
     def _send(self, header: str, *fields: Any) -> None:
         message = [getattr(self._core.Headers, header).value, *fields]
@@ -514,10 +512,11 @@ class Coordination:
         self._reached[EngineState.STOPPED].set()
 
 
-def _plain(record: DynamicInferenceRequestRecord) -> dict[str, Any]:
-    """A record as core's client reads it."""
+def _plain(record: DynamicInferenceRequestRecord, has_uid: bool) -> dict[str, Any]:
+    """A record as core's client reads it. has_uid: whether requests of this core have one."""
     data = record.merge().serialize()
-    del data["uid"]  # of ours alone
+    if not has_uid:
+        del data["uid"]
     data["inference_parameters"] = None  # an older name of `sampling_params`
     data["block_size_tokens"] = None  # by which core would hash the prompt again
     for event in data["events"]:

@@ -16,21 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.inference.engine import DynamicInferenceEngine as Engine
 from megatron_hybrid.inference.exclusive import EngineSuspendedError
 from megatron_hybrid.inference.requests.request import GenerationResult, Request, RequestOutput
 from megatron_hybrid.megatron.config import KVCacheManagementMode, engine_config
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.megatron.controller import TextGenerationController, require
-from megatron_hybrid.megatron.coordination import Coordination
+from megatron_hybrid.megatron.coordination import POLL_SECONDS, Coordination
 from megatron_hybrid.megatron.errors import BlockOverflowError, MaxSequenceLengthOverflowError
 from megatron_hybrid.megatron.request import (
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
+    FinishedRequestRecord,
     Status,
 )
 from megatron_hybrid.megatron.sampling_params import SamplingParams, engine_params
-from megatron_hybrid.megatron.states import EngineState
+from megatron_hybrid.megatron.states import STABLE, EngineState
 from megatron_hybrid.utils.validation import is_int
 
 logger = logging.getLogger(__name__)
@@ -121,6 +123,19 @@ def refuse_images(given: dict[str, Any]) -> None:
             raise ValueError(f"{name} is not supported: prompts are text or tokens; leave it out")
 
 
+def _by_text(rows: list[dict[int, float]], tokenizer: Any) -> list[dict[str, float]]:
+    """Tokens by their text, as in Megatron; of equal texts the most likely."""
+    if tokenizer is None:
+        raise ValueError("top_n_logprobs are by text, and this engine has no tokenizer")
+    named = []
+    for row in rows:
+        texts: dict[str, float] = {}
+        for token, log_prob in row.items():
+            texts.setdefault(tokenizer.detokenize([token]), log_prob)
+        named.append(texts)
+    return named
+
+
 class DynamicInferenceEngine:
     """Megatron's engine, over ours, which is its `engine`.
 
@@ -157,6 +172,11 @@ class DynamicInferenceEngine:
         context.bind(self.engine)
         self.pg_collection = context.config.pg_collection or model.pg_collection
         self.state = EngineState.RUNNING
+        self._state_events = {state: asyncio.Event() for state in STABLE}
+        self._state_events[self.state].set()
+        self.local_metadata_ledger_enabled = False
+        """Whether what a coordinator got an answer of is kept in the ledger."""
+        self.local_metadata_ledger: dict[str, FinishedRequestRecord] = {}
         self.request_counter = itertools.count()
         self.requests: dict[int, RequestEntry] = {}
         self.decode_only = DecodeOnly()
@@ -367,6 +387,39 @@ class DynamicInferenceEngine:
         """`step_modern` for a coroutine; the event loop waits for it."""
         return self.step_modern()
 
+    def serve_step(self) -> list[DynamicInferenceRequestRecord]:
+        """Run one step, for a loop that goes on: requests that the step fails with get its error.
+        Returns the finished records.
+
+        Raises:
+            RankFailedError: another rank of the model has failed.
+        """
+        try:
+            return self.step_modern()["finished_request_records"]
+        except RankFailedError:
+            raise
+        except Exception as error:
+            logger.exception("a step failed: its requests get the error")
+            failed = set(self.engine.take_failed())
+            for request_id, entry in list(self.requests.items()):
+                if entry.handle in failed:
+                    self.fail_request(request_id, error)
+            return self.take_finished()
+
+    async def run_engine(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Step whenever there are requests, for futures that this event loop awaits, until the task
+        is cancelled. loop: this one, or None."""
+        while True:
+            if self.has_unfinished_requests() and not self.is_suspended:
+                self.serve_step()
+                await asyncio.sleep(0)  # for the other tasks of this loop
+            else:
+                await asyncio.sleep(POLL_SECONDS)
+
+    def get_prefix_coordination_metrics(self) -> dict[str, int]:
+        """Return how often a request waited for a running prefill of the same prefix."""
+        return {"waits": self.engine.scheduler.num_prefix_waits}
+
     def step_legacy(
         self, sampling_params: SamplingParams | None = None
     ) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequest], float]:
@@ -445,6 +498,7 @@ class DynamicInferenceEngine:
             del self._waiting[entry.request.request_id]
             entry.request.status = Status.ACTIVE_AND_GENERATING_TOKENS
             entry.request.num_cached_tokens = entry.handle.report.skipped_tokens
+            self.context.count_admission(entry.handle.report)
             entry.request.add_event_add_context()
         if self._num_preemptions == self.engine.scheduler.num_preemptions:
             return
@@ -536,8 +590,9 @@ class DynamicInferenceEngine:
         request.prompt_log_probs = result.prompt_log_probs or []
         request.generated_log_probs = result.log_probs[:count]
         if params.top_n_logprobs:
-            request.prompt_top_n_logprobs = self._by_text(result.prompt_top_n_logprobs or [])
-            request.generated_top_n_logprobs = self._by_text(result.top_n_logprobs[:count])
+            tokenizer, of_prompt = self.controller.tokenizer, result.prompt_top_n_logprobs or []
+            request.prompt_top_n_logprobs = _by_text(of_prompt, tokenizer)
+            request.generated_top_n_logprobs = _by_text(result.top_n_logprobs[:count], tokenizer)
 
     def _write_epochs(self, request: DynamicInferenceRequest, result: GenerationResult) -> None:
         """Megatron marks the token whose forward pass was the first with the new weights."""
@@ -563,18 +618,6 @@ class DynamicInferenceEngine:
         given = [each for each in self._generation_epochs if each <= epoch]
         return self._generation_epochs[max(given)] if given else epoch
 
-    def _by_text(self, rows: list[dict[int, float]]) -> list[dict[str, float]]:
-        """Tokens by their text, as in Megatron; of equal texts the most likely."""
-        if (tokenizer := self.controller.tokenizer) is None:
-            raise ValueError("top_n_logprobs are by text, and this engine has no tokenizer")
-        named = []
-        for row in rows:
-            texts: dict[str, float] = {}
-            for token, log_prob in row.items():
-                texts.setdefault(tokenizer.detokenize([token]), log_prob)
-            named.append(texts)
-        return named
-
     def _save_last_states(self) -> None:
         """Nobody may call another step: let the answered requests save their last states now. The
         answers do not depend on it."""
@@ -594,6 +637,7 @@ class DynamicInferenceEngine:
         self.engine.live.take_outputs()
         self.engine.clear_cache()
         self._finished.clear()
+        self.local_metadata_ledger = {}
         self.request_counter = itertools.count()
         self.decode_only = DecodeOnly()
         self._num_preemptions = self.engine.scheduler.num_preemptions
@@ -694,16 +738,3 @@ class DynamicInferenceEngine:
                 "start_listening_to_data_parallel_coordinator() first"
             )
         return self._coordination
-
-
-class StaticInferenceEngine:
-    """Refused: the engine of Megatron that ends a whole batch before the next one. Its answers are
-    those of `DynamicInferenceEngine.generate`, which begins requests as others end."""
-
-    def __init__(self, *_: Any, **__: Any):
-        raise NotImplementedError(
-            "StaticInferenceEngine is not supported: build DynamicInferenceContext(model.config, "
-            "InferenceConfig()), a GPTInferenceWrapper and a TextGenerationController with it, and "
-            "call DynamicInferenceEngine(controller, context).generate(prompts, sampling_params), "
-            "or MegatronLLM(model=model, tokenizer=tokenizer, use_coordinator=False).generate(...)"
-        )

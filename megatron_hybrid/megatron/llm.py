@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Sequence
@@ -46,6 +48,8 @@ class ServeConfig:
     parsers: list[str] = field(default_factory=list)
     verbose: bool = False
     frontend_replicas: int = 4
+    sock: socket.socket | None = None
+    """A bound socket, in place of host and port."""
 
 
 def _build_engine(
@@ -54,6 +58,34 @@ def _build_engine(
     context = DynamicInferenceContext(model.config, config or InferenceConfig())
     controller = TextGenerationController(GPTInferenceWrapper(model, context), tokenizer)
     return DynamicInferenceEngine(controller, context)
+
+
+def _to_tokenizer(given: Any) -> Tokenizer:
+    """Return ours, for one of `load_pretrained` or of Hugging Face, also in Megatron's classes.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    inner = given
+    while not (isinstance(inner, Tokenizer) or hasattr(inner, "save_pretrained")):
+        inside = getattr(inner, "_tokenizer", None) or getattr(inner, "tokenizer", None)
+        if inside is None:
+            raise ValueError(
+                f"serve() writes chats and the bytes of tokens, which {type(given).__name__} does "
+                "not know: use --tokenizer-type HuggingFaceTokenizer, or the tokenizer of "
+                "megatron_hybrid.load_pretrained(folder)"
+            )
+        inner = inside
+    if isinstance(inner, Tokenizer):
+        return inner
+    with tempfile.TemporaryDirectory() as folder:
+        inner.save_pretrained(folder)
+        return Tokenizer.from_folder(folder)
+
+
+def _refuse_media(multi_modal_data: Any) -> None:
+    if multi_modal_data is not None:
+        raise ValueError("multi_modal_data is not supported: prompts are text or tokens")
 
 
 def _as_list(prompts: Prompts) -> tuple[list[str] | list[list[int]], bool]:
@@ -443,6 +475,32 @@ class _LLM:
             raise RuntimeError("this method requires use_coordinator=True")
         return self._replica.change(state)
 
+    def _server(self, serve_config: ServeConfig) -> Callable[[EndSignal], Coroutine]:
+        """Return the server for `serve`, which has bound its address.
+
+        Raises:
+            ValueError, RuntimeError, OSError: see `serve`.
+        """
+        if self._replica is None:
+            raise ValueError(f"{type(self).__name__}.serve() requires use_coordinator=True")
+        engine = self.engine.engine
+        if engine.ranks.size > 1 or engine.replica[1] > 1:
+            raise ValueError(
+                f"serve() has one model on one rank, and there are {engine.ranks.size} ranks and "
+                f"{engine.replica[1]} replicas: use megatron-hybrid serve --tp for each replica"
+            )
+        tokenizer = _to_tokenizer(self.engine.controller.tokenizer)
+        if self.engine.requests:
+            raise RuntimeError(f"{len(self.engine.requests)} requests are unanswered: await them")
+        from megatron_hybrid.serving.run import Address, ServingConfig, serve
+
+        address, bound = Address(serve_config.host, serve_config.port), serve_config.sock
+        if bound is None:
+            bound = address.bind()
+        model = self.engine.controller.inference_wrapped_model.hybrid_model
+        config = ServingConfig("megatron", allowed_hosts=(serve_config.host,))
+        return partial(serve, model, tokenizer, engine.config, config, address, bound, None, None)
+
     def _shut_down(self) -> Future[None]:
         if self._replica is not None:
             return self._replica.shutdown()
@@ -471,16 +529,23 @@ class MegatronLLM(_LLM):
         CoordinatorError: there are several replicas, and this megatron-core cannot spread prompts.
     """
 
+    _serving: threading.Thread | None = None
+
     def generate(
-        self, prompts: Prompts, sampling_params: SamplingParams | None = None
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | None = None,
+        multi_modal_data: None = None,
     ) -> list[DynamicInferenceRequest]:
         """Answer one prompt or several; a list in their order.
 
         Raises:
             TypeError: the prompts are of another type.
+            ValueError: there is `multi_modal_data`.
             RuntimeError: the engine is paused, suspended or shut down, or this is not the primary
                 rank.
         """
+        _refuse_media(multi_modal_data)
         self._require_primary("generate")
         prompts, _ = _as_list(prompts)
         params = sampling_params or SamplingParams()
@@ -510,8 +575,25 @@ class MegatronLLM(_LLM):
         """End a suspension; `unpause` afterwards."""
         result_of(self._set_state(EngineState.RESUMED))
 
+    def serve(self, serve_config: ServeConfig, *, blocking: bool = True) -> None:
+        """Serve HTTP as `MegatronAsyncLLM.serve` does; without `blocking`, in a thread."""
+        server = self._server(serve_config)
+        result_of(self._shut_down())
+        self._end = EndSignal()
+        if blocking:
+            asyncio.run(server(self._end))
+        else:
+            self._serving = threading.Thread(
+                target=lambda: asyncio.run(server(self._end)), name="megatron-serve", daemon=True
+            )
+            self._serving.start()
+
     def shutdown(self) -> None:
-        """End the thread; unanswered requests get a RuntimeError. A second call has no effect."""
+        """End the thread, or the server; unanswered requests get a RuntimeError. A second call has
+        no effect."""
+        if self._serving is not None:
+            self._end.was_sent = True
+            self._serving.join()
         result_of(self._shut_down())
 
     def wait_for_shutdown(self) -> None:
@@ -540,14 +622,19 @@ class MegatronAsyncLLM(_LLM):
         self._serving: asyncio.Task[None] | None = None
 
     async def generate(
-        self, prompts: Prompts, sampling_params: SamplingParams | None = None
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | None = None,
+        multi_modal_data: None = None,
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Answer one prompt, or a list of them. Cancelling the task drops its requests.
 
         Raises:
             TypeError: the prompts are of another type.
+            ValueError: there is `multi_modal_data`.
             RuntimeError: the engine was shut down, or this is not the primary rank.
         """
+        _refuse_media(multi_modal_data)
         self._require_primary("generate")
         prompts, is_batch = _as_list(prompts)
         replica = self._replica
@@ -582,42 +669,19 @@ class MegatronAsyncLLM(_LLM):
         this one, until a signal or `shutdown`.
 
         Args:
-            serve_config: `host` and `port` are used.
+            serve_config: `host` and `port`, or `sock`, are used.
             blocking: return when the server has ended; else, when it is about to listen.
 
         Raises:
-            ValueError: the tokenizer is not one of `load_pretrained`, the model is split over
-                ranks or has replicas, or the address cannot be used.
+            ValueError: the tokenizer is neither one of `load_pretrained` nor of Hugging Face, the
+                model is split over ranks or has replicas, or the address cannot be used.
             RuntimeError: requests are unanswered, or it was shut down.
             OSError: the address is taken.
         """
-        engine, tokenizer = self.engine.engine, self.engine.controller.tokenizer
-        if engine.ranks.size > 1 or engine.replica[1] > 1:
-            raise ValueError(
-                f"serve() has one model on one rank, and there are {engine.ranks.size} ranks and "
-                f"{engine.replica[1]} replicas: use megatron-hybrid serve --tp for each replica"
-            )
-        if not isinstance(tokenizer, Tokenizer):
-            raise ValueError(
-                f"serve() writes chats and the bytes of tokens, which {type(tokenizer).__name__} "
-                "does not know: use the tokenizer of megatron_hybrid.load_pretrained(folder)"
-            )
-        if self.engine.requests:
-            raise RuntimeError(f"{len(self.engine.requests)} requests are unanswered: await them")
-        from megatron_hybrid.serving.run import Address, ServingConfig
-        from megatron_hybrid.serving.run import serve as serve_http
-
-        address = Address(serve_config.host, serve_config.port)
-        bound = address.bind()
+        server = self._server(serve_config)
         await asyncio.shield(asyncio.wrap_future(self._shut_down()))
         self._end = EndSignal()
-        model = self.engine.controller.inference_wrapped_model.hybrid_model
-        config = ServingConfig("megatron", allowed_hosts=(serve_config.host,))
-        self._serving = asyncio.create_task(
-            serve_http(
-                model, tokenizer, engine.config, config, address, bound, None, None, self._end
-            )
-        )
+        self._serving = asyncio.create_task(server(self._end))
         if blocking:
             await self._serving
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from megatron_hybrid.inference.sampling_params import SamplingParams as EngineParams
-from megatron_hybrid.utils.validation import is_int
+from megatron_hybrid.utils.validation import Range, check_field
 
 
 @dataclass
@@ -57,11 +57,7 @@ class SamplingParams:
         self.return_prompt_top_n_logprobs = bool(
             self.top_n_logprobs and not self.skip_prompt_log_probs
         )
-        if not is_int(self.streaming_interval) or self.streaming_interval < 1:
-            raise ValueError(
-                f"streaming_interval is {self.streaming_interval!r}; it must be a whole number of "
-                "1 or more"
-            )
+        check_field("streaming_interval", self.streaming_interval, Annotated[int, Range(ge=1)])
 
     def add_attributes(self, attribute_value_pair: dict[str, Any]) -> None:
         """Set attributes, unknown ones too."""

@@ -27,6 +27,7 @@ _REQUEST = (
     "DynamicInferenceEventType",
     "DynamicInferenceRequest",
     "DynamicInferenceRequestRecord",
+    "FinishedRequestRecord",
     "Status",
 )
 
@@ -42,7 +43,8 @@ NAMES = {
     ),
     f"{_CORE}.sampling_params": ("SamplingParams",),
     f"{_CORE}.inference_request": _REQUEST,
-    f"{_CORE}.contexts": _CONTEXT,
+    f"{_CORE}.contexts": (*_CONTEXT, "StaticInferenceContext"),
+    f"{_CORE}.contexts.static_context": ("StaticInferenceContext",),
     f"{_CORE}.contexts.dynamic_context": (
         *_CONTEXT,
         "ContextErrorFactory",

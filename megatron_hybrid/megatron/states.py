@@ -17,3 +17,13 @@ class EngineState(Enum):
     RESUMED = auto()
     STOPPING = auto()
     STOPPED = auto()
+
+
+STABLE = (
+    EngineState.RUNNING,
+    EngineState.PAUSED,
+    EngineState.SUSPENDED,
+    EngineState.RESUMED,
+    EngineState.STOPPED,
+)
+"""States that last, and that one can wait for."""

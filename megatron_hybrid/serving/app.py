@@ -20,6 +20,7 @@ from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.inference.metrics.prometheus import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.requests.builder import Prompt, RenderedChat
 from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.serving.admission import Ticket
 from megatron_hybrid.serving.answers import Answer
 from megatron_hybrid.serving.changes import HEADER, header_of
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
@@ -33,8 +34,8 @@ from megatron_hybrid.serving.fields import (
     TemplateFields,
     TokenizeFields,
 )
+from megatron_hybrid.serving.idle_memory import trim_when_idle
 from megatron_hybrid.serving.json_response import encode_json, json_response, to_cpu_thread
-from megatron_hybrid.serving.limits import check_count, check_tools
 from megatron_hybrid.serving.messages import CHAT_NAMES as MESSAGE_NAMES
 from megatron_hybrid.serving.messages import MessageAnswer, MessageChat, MessageFields, PromptFields
 from megatron_hybrid.serving.page_routes import add_page
@@ -71,7 +72,8 @@ from megatron_hybrid.serving.schemas import (
     Tokenized,
     Version,
 )
-from megatron_hybrid.serving.service import PromptStreams, Service, Ticket, cancel_on_disconnect
+from megatron_hybrid.serving.service import PromptStreams, Service
+from megatron_hybrid.serving.slow_clients import cancel_on_disconnect
 from megatron_hybrid.serving.trainer_routes import add_trainer
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.version import __version__
@@ -85,7 +87,8 @@ def create_app(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(work) for work in (service.history.run(), service.give_back())]
+        jobs = service.history.run(), trim_when_idle(service.admission)
+        tasks = [asyncio.create_task(job) for job in jobs]
         yield
         for task in tasks:
             task.cancel()
@@ -202,7 +205,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @routes.post("/abort", responses=errors(400, 401, 413))
     async def abort(fields: AbortFields, request: Request) -> Aborted:
         fields.check()
-        return {"aborted": service.abort(fields.request_id, request.state.key)}
+        return {"aborted": service.admission.abort(fields.request_id, request.state.key)}
 
     app.include_router(routes)
 
@@ -254,9 +257,9 @@ async def _answer(
     request_id = fields.request_id or state.request_id
     async with AsyncExitStack() as undo:
         num_prompts = _num_prompts(fields)
-        check_count(num_prompts, fields.n, service.max_samples)
+        service.admission.check_count(num_prompts, fields.n)
         num_samples = num_prompts * fields.n
-        admitted = service.admitted(request_id, state.key, num_samples)
+        admitted = service.admission.admitted(request_id, state.key, num_samples)
         ticket = state.ticket = undo.enter_context(admitted)
         ticket.names = fields.caller_names
         asked = await to_cpu_thread(partial(_prepared, service, fields))
@@ -265,8 +268,8 @@ async def _answer(
             guide = await cancel_on_disconnect(
                 request.receive, service.compiled(ticket, *asked.guide)
             )
-        salt = service.salt_of(state.key, fields.cache_salt)
-        options = request_options(fields, salt, service.tenant_of(state.key), guide)
+        salt = service.auth.salt_of(state.key, fields.cache_salt)
+        options = request_options(fields, salt, service.auth.tenant_of(state.key), guide)
         answer = make(ticket.request_id, asked.style, asked.begins_in_reasoning, prompts)
         headers = header_of(fields.changes)
         for change in headers.values():
@@ -320,7 +323,8 @@ class PreparedRequest:
 
 def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
     """Tokenize a request, and read its parameters; for a thread."""
-    check_tools(fields)
+    if isinstance(fields, ChatFields):
+        fields.check_tools()
     prompts = _prompts(service, fields)
     if (most := fields.truncate_prompt_tokens) is not None:
         if most <= 0:  # -1: as many as there is room for
@@ -332,7 +336,7 @@ def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
     style, thinks = None, None
     if isinstance(fields, ChatFields):
         tokenizer = service.tokenizer_of(fields)
-        style = service.style_of(tokenizer, fields)
+        style = service.config.style_of(tokenizer.template_source(fields.shown_tools))
         if style.thoughts is not None:
             thinks = is_thinking(tokenizer, fields, style.thoughts)
     guide = guide_of(fields, style, thinks)
@@ -474,12 +478,12 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     @routes.post("/cache/explain", responses=errors(403))
     async def explain(fields: ExplainFields, request: Request) -> Explanation:
-        service.check_admin(request.state.key)
+        service.auth.check_admin(request.state.key)
         service.check_model(fields.model)
         key = request.state.key
-        if fields.api_key is not None and (key := service.known_key(fields.api_key)) is None:
+        if fields.api_key is not None and (key := service.auth.known_key(fields.api_key)) is None:
             raise ApiError(400, "this is none of the server's keys: use one of them", "api_key")
-        salt = service.salt_of(key, fields.cache_salt)
+        salt = service.auth.salt_of(key, fields.cache_salt)
         tokens = await to_cpu_thread(partial(tokens_of, fields))
         try:
             explanation = await service.engine.explain(tokens, salt=salt)
@@ -512,7 +516,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.post("/ping", **state)
     async def health() -> PlainTextResponse:
         failure = service.engine.rank_failure
-        is_well = failure is None and not service.is_draining
+        is_well = failure is None and not service.admission.is_draining
         told = (failure or "").partition(" with ")[0]  # an error's own words are for the log
         return PlainTextResponse(told, 200 if is_well else 503)
 
@@ -522,12 +526,12 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @routes.get("/load")
     async def load() -> Load:
-        return {"server_load": service.load}
+        return {"server_load": service.admission.load}
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=errors())
     async def metrics() -> PlainTextResponse:
         text = await service.engine.metrics()
-        if service.separates_keys:  # this one would answer guesses; the operator has /cache/history
+        if service.auth.separates_keys:  # it would answer guesses; the operator has /cache/history
             hidden = f'{{reason="{MissReason.SALT.value}"}}'
             text = "".join(line for line in text.splitlines(True) if hidden not in line)
         return PlainTextResponse(text + _http_metrics(service), media_type=CONTENT_TYPE)
@@ -577,7 +581,7 @@ def _add_cache(app: FastAPI, service: Service) -> None:
 
     @routes.post("/cache/reset")
     async def reset(request: Request) -> Reset:
-        service.check_admin(request.state.key)
+        service.auth.check_admin(request.state.key)
         try:
             await service.engine.clear_cache()
         except RuntimeError as error:
@@ -586,7 +590,7 @@ def _add_cache(app: FastAPI, service: Service) -> None:
 
     @routes.post("/cache/save")
     async def save(request: Request) -> Saved:
-        service.check_admin(request.state.key)
+        service.auth.check_admin(request.state.key)
         try:
             await service.engine.save_cache()
         except (RuntimeError, ValueError) as error:

@@ -4,6 +4,7 @@ type of its field: a boolean is no number, and "1" neither; 1.0 is an integer, a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
 from typing import Annotated, Any, Literal, Self, get_args
@@ -18,7 +19,18 @@ from pydantic import (
     model_validator,
 )
 
+from megatron_hybrid.inference.requests.options import Positive, Priority
+from megatron_hybrid.inference.sampling_params import (
+    Bias,
+    Penalty,
+    RepetitionPenalty,
+    Seed,
+    Share,
+    Temperature,
+)
 from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.utils.field_help import fields_help
+from megatron_hybrid.utils.validation import Range
 
 LABELS = frozenset(
     (
@@ -27,6 +39,8 @@ LABELS = frozenset(
     )
 )
 """Fields that say something about a request, and nothing about its answer."""
+MAX_TOOLS_CHARS = 256 << 10
+"""Of the JSON of all tools: templates write it into the prompt."""
 PART_TYPES = ("text", "input_text", "output_text", "refusal")
 """Parts of a message's content that are texts."""
 
@@ -375,16 +389,24 @@ class StructuredOutputs(Fields):
         return wishes | ({"json_object": True} if self.json_object else {})
 
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Token = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Range(ge=0)]
+CountOrAll = Annotated[int, Range(ge=-1)]
+Token = Count
 TokenName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 Words = Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=64)]
 """Every new token is looked at for all of them."""
-Bias = Annotated[float, Field(ge=-100, le=100)]
-Probability = Annotated[float, Field(ge=0, le=1)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
+NumTop = Annotated[int, Range(ge=0, le=20)]
+
+
+def declared(name: str, more: str = "", default: Any = None) -> Any:
+    """A field of the engine's, whose sentence stands there. more: what only this API says."""
+    return Field(default, description=f"{_DECLARED[name].sentence} {more}".strip())
+
+
+_DECLARED = fields_help("megatron_hybrid.inference.sampling_params.SamplingParams") | fields_help(
+    "megatron_hybrid.inference.requests.options.RequestOptions"
+)
 
 
 class SharedFields(Body):
@@ -392,35 +414,29 @@ class SharedFields(Body):
 
     model: str | None = None
     """The name of the served model. It may be left out."""
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    """The logits are divided by this temperature; 0 takes the most likely token. The defaults of
-    this field, `top_p`, `top_k` and `min_p` are those of the model's generation_config.json."""
-    top_p: Probability | None = None
-    """Tokens are drawn from the most likely ones, whose probabilities add up to this; 0 and 1 keep
-    all tokens."""
+    temperature: Temperature | None = declared(
+        "temperature",
+        "The defaults of this field, `top_p`, `top_k` and `min_p` are those of the model's "
+        "generation_config.json.",
+    )
+    top_p: Share | None = declared("top_p")
     top_k: int | None = None
     """Tokens are drawn from this many most likely ones; 0 and below keep all tokens."""
-    min_p: Probability | None = None
-    """Tokens are drawn from those whose probability is at least this part of the highest one."""
-    presence_penalty: Penalty | None = None
-    """This penalty is subtracted from the logits of tokens that the answer has."""
-    frequency_penalty: Penalty | None = None
-    """This penalty is subtracted from the logit of a token as often as the answer has the token."""
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    """Of tokens in the prompt or the answer, positive logits are divided by this penalty, and
-    negative ones multiplied."""
-    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = None
-    """Token ids, each with a number that is added to the token's logit."""
-    min_tokens: Count | None = None
-    """No stop token ends an answer with fewer tokens than this; a text of `stop` still does."""
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None  # exact as floats
-    """The seed of the random draws: equal requests with equal seeds draw equal tokens. -1 is a seed
-    like any other. By default each request has its own seed."""
+    min_p: Share | None = declared("min_p")
+    presence_penalty: Penalty | None = declared("presence_penalty")
+    frequency_penalty: Penalty | None = declared("frequency_penalty")
+    repetition_penalty: RepetitionPenalty | None = declared("repetition_penalty")
+    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = declared(
+        "logit_bias"
+    )
+    min_tokens: Count | None = declared("min_tokens")
+    seed: Seed | None = declared("seed")
     stop: Annotated[str, Field(max_length=1024)] | Words | None = None
     """Texts that end the answer. An empty text has no effect; an empty text in a list is refused
     with 400."""
-    stop_token_ids: Annotated[list[Token], Field(max_length=1024)] | None = None
-    """Tokens that end the answer, in addition to the model's own stop tokens."""
+    stop_token_ids: Annotated[list[Token], Field(max_length=1024)] | None = declared(
+        "stop_token_ids"
+    )
     include_stop_str_in_output: bool = False
     """The answer includes the text of `stop` that ended it."""
     ignore_eos: bool = False
@@ -433,27 +449,21 @@ class SharedFields(Body):
     form."""
     stream: bool = False
     """The answer is sent as server-sent events."""
-    cache_salt: Text | None = None
-    """Prefixes are shared among equal salts only."""
-    cache_breakpoints: list[Count] | None = None
-    """Positions in the prompt, in tokens, where a state is worth keeping, such as the end of a
-    shared document."""
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    cache_salt: Text | None = declared("salt")
+    cache_breakpoints: list[Positive] | None = declared("cache_breakpoints")
+    truncate_prompt_tokens: CountOrAll | None = None
     """The prompt is cut to this many tokens; -1 keeps as many as leave room for the answer."""
     truncation_side: Literal["left", "right"] = "left"
     """The end at which the prompt is cut: left keeps its last tokens, right its first."""
-    allowed_token_ids: list[Token] | None = None
-    """Only these tokens are drawn, so the list has to include stop tokens. It is refused with 400
-    beside a guide."""
+    allowed_token_ids: list[Token] | None = declared(
+        "allowed_token_ids", "The field is refused with 400 beside a guide."
+    )
     bad_words: Words | None = None
     """Words that the answer must not have. Each word is tokenized with and without a space before
     it, and its last token is not drawn after the others. The same word can still appear as other
     tokens. The field is refused with 400 beside a guide."""
-    num_speculative_tokens: Count | None = None
-    """The most drafts of this request in a step, if the server speculates; 0 turns drafts off.
-    Answers are the same."""
-    priority: int = 0
-    """Lower ones start first among those that wait."""
+    num_speculative_tokens: Count | None = declared("num_speculative_tokens")
+    priority: Priority = declared("priority", default=0)
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """A label of the request, which replaces the header X-Request-Id. Several requests may have the
     same label; /abort ends those that have the caller's API key."""
@@ -468,7 +478,7 @@ class GenerationFields(SharedFields):
     """The form that the answer must have, as in OpenAI's API."""
     stream_options: StreamOptions | None = None
     """Options of a stream. They are refused with 400 without `stream`."""
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_logprobs: NumTop | None = None
     """The answer has log-probabilities of the prompt's tokens, with this many most likely tokens at
     each position. The whole prompt is computed. A prompt token that is not among the most likely
     ones has the `rank` null. The field is refused with 400 in a stream."""
@@ -527,7 +537,7 @@ class CompletionFields(GenerationFields):
     max_tokens: Count | None = 16
     """The most tokens of an answer. 0 computes the prompt alone; null allows as many as there is
     room for."""
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: NumTop | None = None
     """The answer has log-probabilities of its tokens, with this many most likely tokens at each
     position. `top_logprobs` includes the drawn token. A token that is a part of a character is
     named by its bytes, such as `bytes:\\xe2`. If several tokens have the same text, all but one are
@@ -612,7 +622,7 @@ class SharedChatFields(SharedTemplateFields, SharedFields):
     allows one call."""
     parallel_tool_calls: bool = True
     """If false, the answer has its first call alone."""
-    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
+    thinking_token_budget: CountOrAll | None = None
     """The most tokens of reasoning; after them the token that ends reasoning, such as </think>, is
     drawn. -1 sets no limit. The field is refused with 400 for a model whose reasoning is not
     between two tokens, and beside `allowed_token_ids`."""
@@ -677,7 +687,7 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
     is room for."""
     logprobs: bool = False
     """Whether the answer's tokens have log-probabilities."""
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: NumTop | None = None
     """The number of most likely tokens that are shown at each position. The field is refused with
     400 without `logprobs`."""
     echo: bool = False
@@ -687,6 +697,16 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
     def num_top(self) -> int | None:
         """See the base class."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check_tools(self) -> None:
+        """Raise ApiError for tools of too many characters. It takes long for long ones."""
+        size = len(json.dumps(self.shown_tools)) if self.tools else 0
+        if size > MAX_TOOLS_CHARS:
+            raise ApiError(
+                400,
+                f"tools have {size} characters of JSON, and may have {MAX_TOOLS_CHARS}: send fewer",
+                "tools",
+            )
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ValidationError, model_validator
 
 from megatron_hybrid.cache.report import PrefixReport
+from megatron_hybrid.inference.requests.options import Positive
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.answers import (
     Json,
@@ -172,7 +173,7 @@ class PromptFields(Fields):
 class MessageFields(PromptFields):
     """Body of /v1/messages."""
 
-    max_tokens: Annotated[int, Field(ge=1)]
+    max_tokens: Positive
     """The most tokens of the answer, thinking included."""
     temperature: float | None = None
     """The same as in chats."""

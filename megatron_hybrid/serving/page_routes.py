@@ -67,7 +67,7 @@ def add_page(app: FastAPI, service: Service) -> None:
 
     @routes.get("/requests", response_model=Requests)
     async def requests(request: Request) -> Response:
-        service.check_admin(request.state.key)
+        service.auth.check_admin(request.state.key)
         views = await service.engine.requests(num_tokens)
 
         def body() -> Requests:
@@ -81,13 +81,13 @@ def add_page(app: FastAPI, service: Service) -> None:
 
     @routes.get("/cache/tree", response_model=Json)
     async def tree(request: Request, since: _Since = None) -> Response:
-        service.check_admin(request.state.key)
+        service.auth.check_admin(request.state.key)
         columns = await feed.columns(since)
         return await gzip_json_response(lambda: columns, request.headers.get("accept-encoding", ""))
 
     @routes.get("/cache/history", response_model=History, responses=errors(400))
     async def history(request: Request, seconds: _Seconds = 3600) -> Response:
-        service.check_admin(request.state.key)
+        service.auth.check_admin(request.state.key)
         if seconds not in SPANS:
             spans = ", ".join(map(str, SPANS))
             raise ApiError(400, f"seconds is {seconds}: use one of {spans}", "seconds")

@@ -69,7 +69,7 @@ class RequestMiddleware:
             try:
                 state["key"] = ""
                 if not (path in OPEN_PATHS or path.startswith("/page/")):
-                    state["key"] = self._service.key_of(_authorization(headers))
+                    state["key"] = self._service.auth.key_of(_authorization(headers))
                     if self._origins is not None:
                         self._origins.check(headers.get("host"), headers.get("origin"))
                 limited = self._limited(headers.get("content-length", ""), receive)

@@ -1,11 +1,8 @@
-"""Service: who may ask, how much at a time, and the way to the engine."""
+"""Service: one engine for the requests of HTTP."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import hashlib
-import hmac
 import logging
 import time
 from collections import Counter, deque
@@ -18,13 +15,11 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
-from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.async_stream import AsyncStream, QueueTimeoutError
@@ -34,64 +29,17 @@ from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
 from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
+from megatron_hybrid.serving.admission import Admission, Ticket
+from megatron_hybrid.serving.auth import Auth
 from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import TemplateFields
 from megatron_hybrid.serving.history import History
-from megatron_hybrid.serving.json_response import to_cpu_thread
-from megatron_hybrid.serving.parsers import Style
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_REST_SECONDS = 2.0
-"""Without a request, before freed memory goes back to the system."""
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: None)  # glibc has it
-
-
-@dataclass(eq=False)
-class Ticket:
-    """One request of HTTP that generates, as the log shows it."""
-
-    request_id: str
-    """The caller's label; others may have the same."""
-    key: str
-    num_samples: int = 1
-    """Of all prompts together: for so many requests it counts."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """For errors: `GenerationFields.caller_names`."""
-    task: asyncio.Task | None = None
-    is_aborted: bool = False
-    prefixes: dict[int, PrefixReport] = field(default_factory=dict)
-    """Of each prompt, by the id of its first sample."""
-    num_generated: int = 0
-    num_tokens: int = 0
-    """Of whole answers: prompts, answers, and the most likely tokens of log-probabilities."""
-    first_token_seconds: float | None = None
-    began: float = field(default_factory=time.perf_counter)
-
-    def count(self, output: RequestOutput) -> None:
-        """Take note of what a step added."""
-        if self.first_token_seconds is None:
-            self.first_token_seconds = time.perf_counter() - self.began
-        if output.sample_index == 0:
-            self.prefixes[output.request_id] = output.report
-        self.num_generated += len(output.tokens)
-
-    def count_all(self, results: Sequence[GenerationResult]) -> None:
-        """Take note of whole answers."""
-        self.prefixes = {result.request_id: result.prefix for result in results}
-        samples = [sample for result in results for sample in result.samples]
-        self.num_generated = sum(len(sample.generated_tokens) for sample in samples)
-        self.num_tokens = self.num_generated + sum(
-            len(sample.prompt_tokens)
-            + sum(map(len, sample.top_n_logprobs or ()))
-            + sum(map(len, sample.prompt_top_n_logprobs or ()))
-            for sample in samples
-        )
-        times = [s.time_to_first_token for s in samples if s.time_to_first_token is not None]
-        self.first_token_seconds = min(times, default=None)
 
 
 class PromptStreams(Iterable[AsyncStream]):
@@ -154,66 +102,10 @@ class Service:
         """Of requests that say nothing else."""
         tokenizer.shown_bytes(0)  # the first call takes long
         self.history = History(engine)
-        self.is_draining = False
+        self.auth = Auth(config)
+        self.admission = Admission(engine, engine_config.max_requests, config)
         self.num_responses: Counter[tuple[str, int]] = Counter()
         """By route and status."""
-        self._tickets: set[Ticket] = set()
-        self._num_tickets = 0  # so far
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    # Who may ask -------------------------------------------------------------------------------
-
-    def key_of(self, authorization: str | None) -> str:
-        """The key of a request; "" where none is needed.
-
-        Raises:
-            ApiError: it has none, or none of ours.
-        """
-        if not (self.config.api_keys or self.config.admin_keys):
-            return ""
-        kind, _, given = (authorization or "").partition(" ")
-        found = self.known_key(given.strip())
-        if kind.lower() != "bearer" or found is None:
-            raise ApiError(
-                401,
-                "the API key is missing or wrong: send Authorization: Bearer KEY",
-                None,
-                "invalid_api_key",
-            )
-        return found
-
-    def known_key(self, given: str) -> str | None:
-        """A key of the server that is the same as this one; None: there is none."""
-        keys = (*self.config.api_keys, *self.config.admin_keys)
-        # All are compared, each in constant time: the time tells nothing of a key.
-        asked = given.encode(errors="surrogatepass")
-        found = [key for key in keys if hmac.compare_digest(key.encode(), asked)]
-        return found[0] if found else None
-
-    def check_admin(self, key: str) -> None:
-        """Raise ApiError unless a key is the operator's."""
-        if self.config.admin_keys and key not in self.config.admin_keys:
-            raise ApiError(403, "this route is the operator's: use the admin key")
-        if len(self.config.api_keys) > 1 and not self.config.admin_keys:
-            raise ApiError(
-                403,
-                "with several API keys this route needs an admin key: start with --admin-key, or "
-                "set MEGATRON_HYBRID_ADMIN_KEYS",
-            )
-
-    def salt_of(self, key: str, salt: str | None) -> str:
-        """The salt of cached prefixes: the request's, and one of its key if there are several."""
-        return f"{self.tenant_of(key)}:{salt or ''}" if self.separates_keys else salt or ""
-
-    @property
-    def separates_keys(self) -> bool:
-        """Whether no key may learn what another one has asked."""
-        return len(self.config.api_keys) > 1 and not self.config.shares_cache
-
-    def tenant_of(self, key: str) -> str:
-        """A name for the owner of a key, which does not tell the key."""
-        return hashlib.blake2b(key.encode(), digest_size=16).hexdigest() if key else ""
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for another model than the one there is."""
@@ -242,62 +134,6 @@ class Service:
                 "unsupported_parameter",
             )
         return self.tokenizer.with_chat_template(fields.chat_template, "chat_template")
-
-    def style_of(self, tokenizer: Tokenizer, fields: TemplateFields) -> Style:
-        """How the model answers a chat."""
-        return self.config.style_of(tokenizer.template_source(fields.shown_tools))
-
-    # How much at a time ------------------------------------------------------------------------
-
-    @property
-    def max_samples(self) -> int:
-        """Most samples of one request: all that a key may have at a time."""
-        limit = self.engine_config.max_requests + self.config.max_waiting
-        per_key = self.config.max_requests_per_key
-        return limit if per_key is None else min(limit, per_key)
-
-    @contextmanager
-    def admitted(self, request_id: str, key: str, num_samples: int = 1) -> Iterator[Ticket]:
-        """Context of a request that generates, before anything is tokenized.
-
-        num_samples: of all prompts together, each of which counts.
-
-        Raises:
-            ApiError: too many are unanswered, or the server ends.
-        """
-        limit = self.engine_config.max_requests + self.config.max_waiting
-        if (failure := self.engine.rank_failure) is not None:
-            raise ApiError(503, f"{failure}: the server ends")
-        if self.is_draining:
-            raise ApiError(503, "the server is shutting down: ask another one")
-        if sum(ticket.num_samples for ticket in self._tickets) + num_samples > limit:
-            raise ApiError(503, f"{limit} requests run or wait, the most there may: ask later")
-        per_key = self.config.max_requests_per_key
-        if per_key is not None:
-            own = sum(each.num_samples for each in self._tickets if each.key == key)
-            if own + num_samples > per_key:
-                raise ApiError(
-                    429,
-                    f"this key has {own} unanswered requests and asks for {num_samples} more, and "
-                    f"may have {per_key}: ask later",
-                )
-        ticket = Ticket(request_id, key, num_samples)
-        self._tickets.add(ticket)
-        self._num_tickets += 1
-        self._idle.clear()
-        try:
-            yield ticket
-        finally:
-            self._tickets.remove(ticket)
-            if not self._tickets:
-                self._idle.set()
-
-    def abort(self, request_id: str, key: str) -> bool:
-        """End the running requests of this key (or, with no keys, of anyone) that have this id.
-        Returns whether there is one."""
-        return any(
-            [_aborted(t) for t in self._tickets if (t.request_id, t.key) == (request_id, key)]
-        )
 
     # The way to the engine ---------------------------------------------------------------------
 
@@ -459,39 +295,14 @@ class Service:
 
     async def drain(self) -> None:
         """Take no new requests, and wait for those that run; end those that take too long."""
-        self.is_draining = True
-        try:
-            async with asyncio.timeout(self.config.drain_seconds):
-                await self._idle.wait()
-        except TimeoutError:
-            self.abort_all()
+        await self.admission.drain()
         self.engine.end_waits()
 
     def end_now(self) -> None:
         """End all running requests, and save no cache."""
         self.saves_cache = False
-        self.abort_all()
+        self.admission.abort_all()
         self.engine.end_waits()
-
-    def abort_all(self) -> None:
-        """End all running requests."""
-        for ticket in self._tickets:
-            _aborted(ticket)
-
-    @property
-    def load(self) -> int:
-        """Requests that generate, those that wait included."""
-        return len(self._tickets)
-
-    async def give_back(self) -> None:
-        """Whenever no request runs any more, give the memory that those have freed back to the
-        system, until cancelled: the allocator would keep what large ones took."""
-        num_done = 0
-        while True:
-            await asyncio.sleep(_REST_SECONDS)
-            if not self._tickets and self._num_tickets > num_done:
-                num_done = self._num_tickets
-                await to_cpu_thread(partial(_trim, 0))
 
     async def close(self) -> None:
         """Save the cache in its folder, if it has one, and end the engine."""
@@ -501,37 +312,3 @@ class Service:
             except Exception:
                 logger.exception("the cache could not be saved")
         await self.engine.close()
-
-
-def _aborted(ticket: Ticket) -> bool:
-    """End a request, if the engine has it."""
-    if ticket.task is None:
-        return False
-    ticket.is_aborted = True
-    ticket.task.cancel()
-    return True
-
-
-async def cancel_on_disconnect(receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of some work, which is cancelled when the client goes away.
-
-    Args:
-        receive: of ASGI, behind the body.
-
-    Raises:
-        ApiError: the client has gone.
-    """
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    work, gone = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        raise ApiError(499, "the client has gone", None, "aborted")
-    finally:
-        gone.cancel()
-        work.cancel()

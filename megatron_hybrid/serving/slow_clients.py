@@ -1,13 +1,19 @@
-"""Connections whose headers do not arrive in time are dropped; and so are slow bodies."""
+"""Clients that are slow, or gone: connections whose headers or bodies do not arrive in time are
+dropped, and work for a client that has gone ends."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from megatron_hybrid.serving.errors import ApiError
+
+T = TypeVar("T")
 HEADER_SECONDS = 10.0
 """Most time from the beginning of a connection, or of a further request in it, to the end of the
 headers."""
@@ -76,3 +82,28 @@ class BodyClock:
             raise HTTPException(408, text, {"Connection": "close"}) from None
         self._is_whole = not message.get("more_body", False)
         return message
+
+
+async def cancel_on_disconnect(receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of some work, which is cancelled when the client goes away.
+
+    Args:
+        receive: of ASGI, after the body.
+
+    Raises:
+        ApiError: the client has gone.
+    """
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    work, gone = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        raise ApiError(499, "the client has gone", None, "aborted")
+    finally:
+        gone.cancel()
+        work.cancel()

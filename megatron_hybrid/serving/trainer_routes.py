@@ -94,7 +94,7 @@ def add_trainer(app: FastAPI, service: Service) -> None:
     engine, version = service.engine, None
 
     def check(request: Request) -> None:
-        service.check_admin(request.state.key)
+        service.auth.check_admin(request.state.key)
 
     routes = keyed_routes(400, 401, 403, 409, 413, 502, 503, dependencies=[Depends(check)])
 

@@ -1,7 +1,6 @@
 """`megatron-hybrid info`: versions and use of the installed libraries."""
 
 import importlib.metadata
-import importlib.util
 import platform
 
 import torch
@@ -22,8 +21,7 @@ def environment() -> dict[str, str]:
         "torch": f"{torch.__version__}, threads: {torch.get_num_threads()}",
         "device": device,
         "megatron-core": ".".join(map(str, compat.MEGATRON_CORE_VERSION)),
-        "Transformer Engine": _transformer_engine(),
-        "apex": _apex(),
+        **_accelerators(),
         "triton": _version("triton"),
     }
 
@@ -55,15 +53,19 @@ def _version(distribution: str) -> str:
         return "not installed"
 
 
-def _transformer_engine() -> str:
-    if not compat.have_transformer_engine():
-        return "not installed: layers run on plain torch"
-    return f"{_version('transformer-engine')}: used by models built on a CUDA device"
+_USES = {
+    "transformer_engine.pytorch": ("Transformer Engine", "layers on CUDA, and the optimizer"),
+    "apex.optimizers": ("apex", "the optimizer, without Transformer Engine"),
+    "amp_C": ("apex, amp_C", "norms of gradients, without Transformer Engine"),
+    "fused_weight_gradient_mlp_cuda": ("apex, gradients", "gradient_accumulation_fusion"),
+}
+"""Module -> its name here, and what it is used for."""
 
 
-def _apex() -> str:
-    if compat.have_apex():
-        return "NVIDIA's, with CUDA extensions: gradient_accumulation_fusion can be used"
-    if importlib.util.find_spec("apex") is not None:
-        return "installed without NVIDIA's CUDA extensions: not used"
-    return "not installed: gradient_accumulation_fusion cannot be used"
+def _accelerators() -> dict[str, str]:
+    """Tell of each module of Transformer Engine and apex what it is used for, or why not."""
+    told = {}
+    for module, reason in compat.unused_accelerators().items():
+        name, use = _USES[module]
+        told[name] = f"used for {use}" if reason is None else f"not used: {reason}"
+    return told

@@ -34,6 +34,7 @@ from megatron_hybrid.models.packed_weight import PackedWeight, named_weights
 from megatron_hybrid.tools.quantize import pack_as
 from megatron_hybrid.tools.rates import WIDTH, Rates, predict, render_rates
 from megatron_hybrid.tools.roofline import Device, ModelWork, num_bytes
+from megatron_hybrid.utils.validation import check_field
 
 GB = 10**9
 MEMORY_FRACTION = InferenceConfig.memory_fraction
@@ -175,10 +176,7 @@ def plan(
         ValueError: an unknown encoding, or a negative number of drafts.
         CheckpointError: the weights in the folder are not of this model.
     """
-    if num_speculative_tokens < 0:
-        raise ValueError(
-            f"num_speculative_tokens is {num_speculative_tokens}; it must be 0 or more."
-        )
+    check_field("num_speculative_tokens", num_speculative_tokens, int)
     with torch.device("meta"):
         model = build_hybrid_model(config)
     if weights is not None:

@@ -72,18 +72,12 @@ class LoraFields(Fields):
     """Share of an adapter's inputs that are dropped in training. Tensor-parallel ranks must draw
     equal numbers from torch's default generator, as they do with megatron-core's seeds."""
 
-    targets: Sequence[str] = field(default_factory=lambda: list(TARGETS))
+    targets: Annotated[Sequence[str], Range(ge=1)] = field(default_factory=lambda: list(TARGETS))
     """Ends of the names of projections, where `*` stands for any text: `in_proj`,
     `layers.3.*.linear_fc?`."""
 
     seed: int = 1234
     """Seed of the initial values of A; B is initially 0."""
-
-    def check(self) -> None:
-        """See `Fields.check`."""
-        super().check()
-        if not self.targets:
-            raise ValueError("targets is empty; it must be a list of names, one at least.")
 
 
 class LowRankAdapter(nn.Module):

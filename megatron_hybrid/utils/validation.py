@@ -54,6 +54,11 @@ class Range:
         texts = [words[name].format(limit) for name, limit in given.items() if limit is not None]
         return " and ".join(texts)
 
+    def __get_pydantic_core_schema__(self, source: type, handler: Callable) -> dict[str, Any]:
+        """Let pydantic keep the same limits of a number."""
+        limits = vars(_limits_of(source, self)).items()
+        return {**handler(source), **{name: limit for name, limit in limits if limit is not None}}
+
 
 WHOLE = Range(ge=0, le=LARGEST_INT)
 """Limits of whole numbers whose annotation has none."""
@@ -73,9 +78,9 @@ def check_fields(instance: Any, prefix: str = "") -> None:
         value, hint = getattr(instance, each.name), hints[each.name]
         check_field(prefix + each.name, value, hint)
         if is_number(value):
-            is_whole = is_int(value) and int in map(_without_limits, kinds_of(hint))
-            number = int(value) if is_whole else float(value)
-            object.__setattr__(instance, each.name, number)
+            kinds = [_without_limits(kind) for kind in kinds_of(hint)]
+            is_whole = is_int(value) and (int in kinds or float not in kinds)
+            object.__setattr__(instance, each.name, int(value) if is_whole else float(value))
 
 
 @cache
@@ -165,7 +170,7 @@ def _without_limits(kind: Any) -> Any:
 
 
 def _is_instance(value: Any, origin: type) -> bool:
-    if isinstance(value, str) and origin is not str and issubclass(origin, Sequence):
+    if isinstance(value, str) and not issubclass(origin, str) and issubclass(origin, Sequence):
         return False
     return isinstance(value, Sequence if origin is tuple else origin)  # YAML has lists alone
 
@@ -177,6 +182,8 @@ def _parts_of(value: Any, kind: Any) -> Iterable[tuple[Any, Any]]:
         return ()
     if issubclass(origin, Mapping):
         return value.items()
+    if origin is tuple and Ellipsis not in get_args(kind):
+        return ()
     return enumerate(value) if issubclass(origin, Sequence) else ()
 
 

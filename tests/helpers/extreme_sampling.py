@@ -189,12 +189,10 @@ class Round:
     def _choose(self, values):
         return values[self.random.integers(len(values))]
 
-    def extremes(self, probability: float = 0.4) -> dict:
+    def extremes(self) -> dict:
         """Some fields with legal values."""
         return {
-            name: self._choose(values)
-            for name, values in EXTREMES.items()
-            if self._chance(probability)
+            name: self._choose(values) for name, values in EXTREMES.items() if self._chance(0.4)
         }
 
     def _ask(self) -> tuple[list[int], SamplingParams, RequestOptions]:

@@ -307,12 +307,6 @@ class Simulator:
                         visible[pages, : checkpoint.position - block * size] = True
         return visible
 
-    def held_pages(self, running: Running) -> int:
-        """Distinct pages that the lease holds."""
-        lease = running.lease
-        pages = [lease.block_table.ravel(), *(table.ravel() for table in lease.local_tables)]
-        return len(set(np.concatenate(pages).tolist()) - {0})
-
     def check(self) -> None:
         """Integrity, and every cached row and checkpoint is what its path says."""
         cache, size = self.cache, self.spec.block_size_tokens

@@ -1,6 +1,8 @@
 """compat: what it says where megatron-core is missing, too old, or lacks a part."""
 
+import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 import textwrap
@@ -110,6 +112,64 @@ def test_missing_transformer_engine_is_explained(monkeypatch):
     with pytest.raises(ImportError, match="needs NVIDIA's Transformer Engine") as error:
         compat.transformer_engine_modules()
     assert "layer_spec='local'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "amp_C is not installed"),
+        ("", None),
+        ("import nothing.of.this", "amp_C is installed, but ModuleNotFoundError: No module"),
+        ("raise OSError('libcudart.so.13')", "amp_C is installed, but OSError: libcudart.so.13"),
+        ("raise RuntimeError('ABI')", "amp_C is installed, but RuntimeError: ABI"),
+        ("assert False, 'old torch'", "amp_C is installed, but AssertionError: old torch"),
+    ],
+)
+def test_an_accelerator_that_fails_is_hidden_from_core(text, reason, tmp_path, monkeypatch):
+    """Absent, present, and broken in all ways: of `except ImportError`, which core has, all are
+    absent. One extension of apex says nothing of the others."""
+    monkeypatch.delitem(sys.modules, "amp_C", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    if text is not None:
+        (tmp_path / "amp_C.py").write_text(text)
+    found = compat._try_accelerators()
+    assert (found.get("amp_C") or "").startswith(reason or "") and ("amp_C" in found) == bool(
+        reason
+    )
+    if reason is not None:
+        with pytest.raises(ImportError):
+            importlib.import_module("amp_C")
+    monkeypatch.setattr(compat, "_UNUSED", found)
+    with pytest.raises(ValueError, match="fused_weight_gradient_mlp_cuda is not installed"):
+        HybridConfig(
+            layer_pattern="M", hidden_size=64, vocab_size=10, gradient_accumulation_fusion=True
+        )
+    monkeypatch.delitem(sys.modules, "amp_C", raising=False)
+
+
+def test_an_old_transformer_engine_is_not_used_and_says_so(monkeypatch):
+    """Its modules are there, and core found that it lacks a name."""
+    assert "not installed" in compat.unused_accelerators()["transformer_engine.pytorch"]
+    monkeypatch.setattr(compat, "_UNUSED", {})
+    monkeypatch.setattr(compat, "have_transformer_engine", lambda: False)
+    with pytest.raises(ImportError, match="this megatron-core needs another release"):
+        compat.transformer_engine_modules()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("error", ["OSError", "RuntimeError", "AssertionError"])
+def test_broken_packages_stop_no_import(error, tmp_path):
+    for package in ("transformer_engine", "apex", "amp_C"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(f"raise {error}('made for another torch')")
+    result = subprocess.run(
+        [sys.executable, "-m", "megatron_hybrid", "info"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(f"is installed, but {error}: made for another torch") == 3
 
 
 def test_no_warning_for_a_default():

@@ -11,6 +11,8 @@ from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.utils.other_names import names_fields
 from megatron_hybrid.utils.validation import Range, check_fields
 
+Positive = Annotated[int, Range(ge=1)]
+Priority = Annotated[int, Range(ge=-(1 << 63), le=(1 << 63) - 1)]
 MAX_BREAKPOINTS = 4096
 """Most positions that one request may declare: each costs several lookups."""
 
@@ -31,17 +33,15 @@ class RequestOptions:
     salt: str = ""
     """Prefixes are shared only between requests of equal salt (tenants, adapters)."""
 
-    cache_breakpoints: Annotated[
-        Sequence[Annotated[int, Range(ge=1)]], Range(le=MAX_BREAKPOINTS)
-    ] = ()
-    """Positions in the prompt whose state should be kept for later prompts, such as the end of a
-    system prompt."""
+    cache_breakpoints: Annotated[Sequence[Positive], Range(le=MAX_BREAKPOINTS)] = ()
+    """Positions in the prompt, in tokens, where a state is worth keeping for later prompts, such as
+    the end of a system prompt; at most 4,096."""
 
-    n: Annotated[int, Range(ge=1)] = 1
+    n: Positive = 1
     """Number of samples of the prompt, in `samples` of the result; they share one prefill."""
 
-    priority: Annotated[int, Range(ge=-(1 << 63), le=(1 << 63) - 1)] = 0
-    """Of those that wait, requests of lower numbers start first, and equal ones in order of
+    priority: Priority = 0
+    """Of requests that wait, those of lower numbers start first, and equal ones in order of
     arrival. It takes nothing from a request that runs, or has run."""
 
     tenant: str = ""

@@ -105,6 +105,7 @@ class Scheduler:
         self.num_failures = 0
         self.num_forward_tokens = 0
         self.num_prefill_tokens = 0
+        self.num_prefix_waits = 0
 
     def add(self, request: Request) -> None:
         self.waiting.add(request)
@@ -140,6 +141,7 @@ class Scheduler:
             # Also for requests that cannot start yet: the running prefill must know their junction
             # early, and the disk is read meanwhile.
             if self._single_flight.waits(request, self.running):
+                self.num_prefix_waits += 1
                 last_priority = min(last_priority, request.options.priority)  # equals overtake it
                 continue
             # In order of priority and arrival: none overtakes a request that lacks room, also for

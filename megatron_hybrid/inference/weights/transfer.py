@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 from zlib import crc32
 
 import torch
@@ -37,8 +37,9 @@ from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFile
 from megatron_hybrid.inference.weights.fingerprint import sample_hash
 from megatron_hybrid.utils.child_lifetime import never_free
 from megatron_hybrid.utils.interrupts import defer_sigint, poll_until
-from megatron_hybrid.utils.validation import is_int
+from megatron_hybrid.utils.validation import Range, check_fields, is_int
 
+Processes = Annotated[int, Range(ge=1, le=2**31 - 1)]
 JOIN_SECONDS = 300.0
 """For a trainer and its workers to meet, and for each broadcast."""
 LOOK_SECONDS = 0.2
@@ -321,11 +322,14 @@ class GroupInfo:
     """
 
     master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
+    master_port: Annotated[int, Range(ge=1, le=65535)]
+    rank_offset: Processes
+    world_size: Processes
     group_name: str = GROUP_NAME
     backend: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "init_info.")
 
     @classmethod
     def parse(cls, given: object) -> GroupInfo:
@@ -334,14 +338,6 @@ class GroupInfo:
         for name in ("master_port", "rank_offset", "world_size"):
             if str(fields[name]).isdecimal():  # some stacks send a text
                 fields[name] = int(fields[name])
-            most = 65535 if name == "master_port" else 2**31 - 1
-            if not is_int(fields[name]) or not 1 <= fields[name] <= most:
-                raise ValueError(
-                    f"init_info.{name} is {fields[name]!r}; it is a whole number from 1 to {most}"
-                )
-        for name in ("master_address", "group_name"):
-            if not isinstance(fields.get(name, ""), str):
-                raise ValueError(f"init_info.{name} is {fields[name]!r}; it is a text")
         return cls(**fields)
 
     def check(self, num_ranks: int, device: torch.device) -> None:

@@ -20,7 +20,7 @@ class ArchitectureFields(ModelFields):
     mtp_use_repeated_layer: bool = False
     """Use the layers of the first part for multi-token prediction as those of all parts."""
 
-    layer_overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    layer_overrides: dict[str | int, dict[str, Any]] = field(default_factory=dict)
     """Fields that differ in some layers: by layer symbol, or by layer number (from 1, through the
     whole model; it wins over the symbol): `{"W": {"rotary_base": 1e4}, "7": {"qk_layernorm":
     False}}`. Every field of a layer may be overridden, fields of the whole model may not. A default

@@ -24,7 +24,7 @@ class DeltaRuleFields(LayerFields):
     linear_value_head_dim: Annotated[int, Range(ge=1)] = 128
     """Width of a value head."""
 
-    linear_num_key_heads: int | None = None
+    linear_num_key_heads: Annotated[int, Range(ge=1)] | None = None
     """Query and key heads of a Gated DeltaNet layer, all heads of a Kimi Delta Attention layer;
     None: hidden_size // linear_key_head_dim."""
 
@@ -47,7 +47,6 @@ class DeltaRuleFields(LayerFields):
         """See `FieldGroup.check`."""
         if self.linear_num_key_heads is None:
             self.linear_num_key_heads = max(1, self.hidden_size // self.linear_key_head_dim)
-        self._require_positive("linear_num_key_heads")
         self._require_divisible_or_copied("linear_num_key_heads")
 
 
@@ -69,14 +68,13 @@ class GatedDeltaNetFields(LayerFields):
 
     followers: ClassVar = {"linear_num_key_heads": ("linear_num_value_heads",)}
 
-    linear_num_value_heads: int | None = None
+    linear_num_value_heads: Annotated[int, Range(ge=1)] | None = None
     """Value heads of a Gated DeltaNet layer, a multiple of the key heads; None: twice as many."""
 
     def check(self) -> None:
         """See `FieldGroup.check`. It comes after that of `DeltaRuleFields`."""
         if self.linear_num_value_heads is None:
             self.linear_num_value_heads = 2 * self.linear_num_key_heads
-        self._require_positive("linear_num_value_heads")
         if self.linear_num_value_heads % self.linear_num_key_heads:
             raise ValueError(
                 f"linear_num_value_heads is {self.linear_num_value_heads}, not a multiple of "

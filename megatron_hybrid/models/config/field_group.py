@@ -50,9 +50,7 @@ class FieldGroup:
     def _require_positive(self, *fields: str) -> None:
         """Raises ValueError unless these fields are whole numbers of 1 or more."""
         for field in fields:
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field} is {value!r}; it must be a whole number of 1 or more.")
+            check_field(field, getattr(self, field), Annotated[int, Range(ge=1)])
 
     def _require_divisible(
         self, *fields: str, parallel_size: str = "tensor_model_parallel_size"

@@ -28,7 +28,7 @@ class Mamba2Fields(LayerFields):
     """Groups of Mamba-2 heads that share B and C; a multiple or a divisor of the tensor-parallel
     size."""
 
-    mamba_num_heads: int | None = None
+    mamba_num_heads: Annotated[int, Range(ge=1)] | None = None
     """Heads of a Mamba-2 layer; None: mamba_expand * hidden_size / mamba_head_dim."""
 
     mamba_expand: Annotated[int, Range(ge=1)] = 2
@@ -72,7 +72,6 @@ class Mamba2Fields(LayerFields):
                     f"mamba_head_dim={self.mamba_head_dim}. Change one, or set mamba_num_heads."
                 )
             self.mamba_num_heads = width // self.mamba_head_dim
-        self._require_positive("mamba_num_heads")
         if self.mamba_num_heads % self.mamba_num_groups:
             raise ValueError(
                 f"mamba_num_heads is {self.mamba_num_heads}, not a multiple of "

@@ -56,10 +56,10 @@ class MoEFields(LayerFields):
     moe_router_enable_expert_bias: bool = False
     """A bias per expert that affects the top-k choice, not the weights."""
 
-    moe_router_num_groups: int | None = None
+    moe_router_num_groups: Annotated[int, Range(ge=1)] | None = None
     """Groups of experts, of which moe_router_group_topk are chosen first; None: no groups."""
 
-    moe_router_group_topk: int | None = None
+    moe_router_group_topk: Annotated[int, Range(ge=1)] | None = None
     """Groups that a token's experts are chosen from; None: all experts."""
 
     moe_router_topk_scaling_factor: Annotated[float, Range(gt=0)] | None = None
@@ -137,7 +137,6 @@ class MoEFields(LayerFields):
             )
         if groups is None:
             return
-        self._require_positive("moe_router_num_groups", "moe_router_group_topk")
         per_group, rest = divmod(topk, chosen)
         if experts % groups or chosen > groups or rest or per_group > experts // groups:
             raise ValueError(

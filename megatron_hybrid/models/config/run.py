@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from megatron_hybrid.compat import have_apex
+from megatron_hybrid.compat import unused_accelerators
 from megatron_hybrid.models.config.field_group import FieldGroup
 from megatron_hybrid.utils.validation import Range
 
@@ -68,9 +68,10 @@ class RunFields(FieldGroup):
 
     def check(self) -> None:
         """See `FieldGroup.check`."""
-        if self.gradient_accumulation_fusion and not have_apex("fused_weight_gradient_mlp_cuda"):
+        reason = unused_accelerators()["fused_weight_gradient_mlp_cuda"]
+        if self.gradient_accumulation_fusion and reason is not None:
             raise ValueError(
                 "gradient_accumulation_fusion=True needs NVIDIA's apex with its CUDA extensions "
-                "(the `apex` on PyPI is another project), which is not installed. Build it as "
+                f"(the `apex` on PyPI is another project): {reason}. Build it as "
                 "docs/start/install.md says, or leave the field at False."
             )

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformer_engine_stub
-from huggingface import Reference, build, config_names, read_values
+from huggingface import Reference, build, config_names, kept_names, read_values
 from matrix import matrix_rows
 from models_table import TABLE, Row, merge_rows, read_rows
 from reference import greedy, tiny_engine
@@ -93,6 +93,7 @@ def pair(request, tmp_path_factory) -> Pair:
     return Pair(name, str(folder), Reference(theirs), model, np.random.default_rng(0))
 
 
+@kept(kept_names())
 def test_its_row_in_the_docs(pair):
     row = next(row for row in read_rows(TABLE) if row.name == pair.name)
     assert Row.of(pair.name, pair.model, (row.largest_error, row.error_of_transformers)) == row
@@ -149,6 +150,7 @@ def test_memory_only(pair):
     assert report.shared_tokens == (LONG if engine.cache.spec.full_groups else 0)
 
 
+@kept(kept_names())
 def test_saved_back_it_is_the_same_to_transformers(pair, tmp_path):
     save_huggingface(pair.model, tmp_path)
     given = json.loads((Path(pair.folder) / "config.json").read_text())
@@ -160,6 +162,7 @@ def test_saved_back_it_is_the_same_to_transformers(pair, tmp_path):
         assert torch.equal(before[name], after[name]), name
 
 
+@kept(kept_names())
 def test_new_weights_come_under_its_names_in_any_order(pair):
     tensors = load_file(Path(pair.folder) / FILE)
     other = mh.build_hybrid_model(replace(pair.model.config))

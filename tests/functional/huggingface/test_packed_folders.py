@@ -119,14 +119,19 @@ def assert_same_model(packed: Path, plain: Path, target: Path) -> mh.HybridModel
     return model
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_each_format_computes_what_it_stands_for(tmp_path, kind):
-    packed, plain = folders(tmp_path, "llama", {PROJECTIONS: kind})
-    assert_same_model(packed, plain, tmp_path / "back")
+ODD_SIZES = [
+    ("gptq", {"intermediate_size": 80}),  # the last group has fewer columns
+    # Two rows of 256 columns have as many scales by rows as by blocks of 128 x 128.
+    (
+        "ct-fp8-channel",
+        {"hidden_size": 256, "num_attention_heads": 128, "head_dim": 2, "num_key_value_heads": 1},
+    ),
+]
 
 
-def test_the_last_group_of_gptq_may_have_fewer_columns(tmp_path):
-    packed, plain = folders(tmp_path, "llama", {PROJECTIONS: "gptq"}, intermediate_size=80)
+@pytest.mark.parametrize(("kind", "sizes"), [*((kind, {}) for kind in FORMATS), *ODD_SIZES])
+def test_each_format_computes_what_it_stands_for(tmp_path, kind, sizes):
+    packed, plain = folders(tmp_path, "llama", {PROJECTIONS: kind}, **sizes)
     assert_same_model(packed, plain, tmp_path / "back")
 
 
@@ -456,18 +461,6 @@ def test_an_output_layer_may_be_packed_and_a_word_embedding_not(tmp_path):
     packed, _ = folders(tmp_path / "tied", "llama_tied", {r"embed_tokens$": "ct-w8a16"})
     with pytest.raises(CheckpointError, match=r"embed_tokens.weight is packed .* row by row"):
         mh.load_pretrained(packed)
-
-
-def test_one_scale_a_row_is_no_block(tmp_path):
-    """Two rows of 256 columns have as many scales by rows as by blocks of 128 x 128."""
-    sizes = {
-        "hidden_size": 256,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 1,
-        "head_dim": 2,
-    }
-    packed, plain = folders(tmp_path, "llama", {PROJECTIONS: "ct-fp8-channel"}, **sizes)
-    assert_same_model(packed, plain, tmp_path / "back")
 
 
 def test_a_model_with_vision_keeps_its_names_in_the_quantization(tmp_path):

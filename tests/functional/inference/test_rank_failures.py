@@ -532,7 +532,6 @@ ENDS = {
 ROWS = matrix_rows(
     ENDS,
     "a following rank raises and stays",
-    "a following rank dies while nothing runs",
     "a following rank decides otherwise",
     "a following rank is frozen",
     "the leading rank is stuck",

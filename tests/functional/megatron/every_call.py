@@ -17,6 +17,7 @@ from megatron.core.inference.config import (
     PrefixCachingEvictionPolicy,
 )
 from megatron.core.inference.contexts import DynamicInferenceContext as ContextOfPackage
+from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
 from megatron.core.inference.engines import DynamicInferenceEngine as EngineOfPackage
 from megatron.core.inference.engines.dynamic_engine import (
@@ -180,6 +181,7 @@ refused = []
 for call in (
     lambda: asyncio.run(engine.wait_until(EngineState.PAUSED)),
     lambda: engine.engine_loop_task,
+    lambda: GPTInferenceWrapper(model, StaticInferenceContext(4, 64)),
     lambda: StaticInferenceEngine(controller, max_batch_size=4),
 ):
     try:

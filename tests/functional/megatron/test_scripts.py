@@ -128,10 +128,12 @@ def test_every_other_entry():
     assert seen()["cached"] == len(PROMPT)
     assert seen()["legacy"] == [1, 0]
     assert seen()["failed"] == ["FAILED", "FAIL"]
-    first, second, static = seen()["refused"]
+    first, second, *static = seen()["refused"]
     for text in (first, second):
         assert "await start_listening_to_data_parallel_coordinator() first" in text
-    assert "DynamicInferenceEngine(controller, context).generate(" in static
+    for name, text in zip(("Context", "Engine"), static, strict=True):
+        assert text.startswith(f"StaticInference{name} is not supported")
+        assert "DynamicInferenceEngine(controller, context).generate(" in text
     assert seen()["llm"] == expected[:1] and seen()["async_llm"] == expected[0]
 
 

@@ -564,9 +564,10 @@ def test_ping_is_health(call):
 
 
 def test_a_request_id_is_a_label_and_no_lock(call):
-    from megatron_hybrid.serving.service import Ticket
+    from megatron_hybrid.serving.admission import Ticket
 
-    with call.service.admitted("same", "alice") as alice, call.service.admitted("same", "bob"):
+    admitted = call.service.admission.admitted
+    with admitted("same", "alice") as alice, admitted("same", "bob"):
         call.generated(CHAT, request_id="same")
         assert call(CHAT, BODIES[CHAT], headers={"X-Request-Id": "same"}).status_code == 200
         assert isinstance(alice, Ticket) and not alice.is_aborted

@@ -27,8 +27,9 @@ from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving import slow_clients
+from megatron_hybrid.serving.admission import Ticket
 from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.service import PromptStreams, Ticket
+from megatron_hybrid.serving.service import PromptStreams
 from megatron_hybrid.text.guide import GuideCompiler
 
 LONG = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True}
@@ -133,9 +134,9 @@ def connect(server, body):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_while_it_waits_ends_its_request(stream):
+def test_a_client_that_goes_away_ends_its_request_also_while_it_waits(stream):
     with running_server({"max_requests": 1}) as server:
-        first = connect(server, LONG)
+        first = connect(server, {**LONG, "stream": stream})
         wait_until(lambda: running(server) == 1)
         waiting = connect(server, {**LONG, "stream": stream})
         wait_until(lambda: running(server) == 2)
@@ -144,15 +145,7 @@ def test_a_client_that_goes_away_while_it_waits_ends_its_request(stream):
         assert asyncio.run(server.service.engine.stats())["requests_running"] == 1
         first.close()
         wait_until(lambda: running(server) == 0)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_ends_its_request(server, stream):
-    connection = connect(server, {**LONG, "stream": stream})
-    wait_until(lambda: running(server) == 1)
-    connection.close()
-    wait_until(lambda: running(server) == 0)
-    asyncio.run(server.service.engine.check_integrity())
+        asyncio.run(server.service.engine.check_integrity())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -172,7 +165,7 @@ def test_a_request_can_be_aborted_by_its_id(server, stream):
 def test_more_requests_than_may_wait_are_refused_before_they_are_tokenized(server, monkeypatch):
     tokenized = mock.Mock()
     monkeypatch.setattr(server.service.tokenizer, "tokenize", tokenized)
-    with server.service.admitted("others", "", num_samples=8):
+    with server.service.admission.admitted("others", "", num_samples=8):
         answer = call(server, "/v1/completions", LONG)
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
     assert "8 requests run or wait" in answer.json()["error"]["message"]
@@ -272,9 +265,9 @@ def test_a_prompt_is_explained_as_a_request_with_the_key_would_find_it(keyed):
 
 def test_a_key_has_only_so_many_requests_at_a_time(keyed, monkeypatch):
     config = replace(keyed.service.config, max_requests_per_key=1)
-    monkeypatch.setattr(keyed.service, "config", config)
+    monkeypatch.setattr(keyed.service.admission, "config", config)
     body, statuses = {"prompt": "Once", "max_tokens": 1}, []
-    with keyed.service.admitted("other", "alice"):
+    with keyed.service.admission.admitted("other", "alice"):
         for key in ("alice", "bob"):
             headers = {"Authorization": f"Bearer {key}"}
             answer = call(keyed, "/v1/completions", body, headers=headers)
@@ -288,7 +281,7 @@ def test_each_sample_of_each_prompt_counts(server):
     error = call(server, "/v1/completions", ask).json()["error"]
     assert error["param"] == "prompt" and "have 8 at a time" in error["message"]
     assert len(call(server, "/v1/completions", {**ask, "n": 2}).json()["choices"]) == 6
-    with server.service.admitted("other", "", num_samples=3):
+    with server.service.admission.admitted("other", "", num_samples=3):
         answer = call(server, "/v1/completions", {**ask, "n": 2})
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
 
@@ -361,7 +354,7 @@ def test_a_plain_chat_ends_while_guides_of_clients_that_have_left_wait(server, m
 
     asyncio.run(attack())
     assert call(server, "/v1/chat/completions", chat).status_code == 200
-    wait_until(lambda: server.service.load == 0)
+    wait_until(lambda: server.service.admission.load == 0)
     gate.set()
     last = {"structured_outputs": {"regex": "last"}}
     assert call(server, "/v1/chat/completions", chat | last).status_code == 200
@@ -438,7 +431,7 @@ def test_the_time_of_a_request_is_that_of_all_its_prompts():
 
 def test_a_server_that_drains_says_so_and_takes_nothing_new():
     with running_server() as server:
-        server.service.is_draining = True
+        server.service.admission.is_draining = True
         assert call(server, "/health").status_code == call(server, "/ready").status_code == 503
         answer = call(server, "/v1/completions", LONG)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"

@@ -34,15 +34,6 @@ def skips(sim, prompt, answer=(), **options):
 # ---- megatron-core's prefix caching and where it stops ----
 
 
-@pytest.mark.parametrize("length", [255, 479, 512, 552, 597, 600, 979])
-@pytest.mark.parametrize("block", [16, 64, 256])
-def test_the_same_prompt_again_skips_all_of_it(length, block):
-    sim = simulator(block)
-    assert skips(sim, tokens(length)) == 0
-    assert skips(sim, tokens(length)) == length
-    assert skips(sim, tokens(length)) == length
-
-
 @pytest.mark.parametrize(("window", "resumed"), [(64, 384), (100, 336), (300, 304)])
 def test_in_a_model_of_windows_the_first_to_part_resumes_within_a_window(window, resumed):
     """However dear local KV is: five layers of it for each one of full attention."""
@@ -51,23 +42,6 @@ def test_in_a_model_of_windows_the_first_to_part_resumes_within_a_window(window,
     prompt = tokens(1000)
     skips(sim, prompt)
     assert skips(sim, joined(prompt[:400], tokens(50, 1))) == resumed
-
-
-@pytest.mark.parametrize("block", [16, 256])
-def test_two_forks_at_256_of_1000(block):
-    sim = simulator(block)
-    prompt = tokens(1000)
-    skips(sim, prompt)
-    assert skips(sim, joined(prompt[:256], tokens(100, 1))) == 256  # an opportunistic state
-    assert skips(sim, joined(prompt[:256], tokens(100, 2))) == 256
-
-
-@pytest.mark.parametrize("block", [16, 256])
-def test_the_next_turn_skips_prompt_and_answer(block):
-    sim = simulator(block)
-    prompt, answer = tokens(600), tokens(500, 1)
-    skips(sim, prompt, answer)
-    assert skips(sim, joined(prompt, answer, tokens(50, 2))) == 1100
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 768, None])
@@ -80,75 +54,7 @@ def test_chunks_of_a_prefill_do_not_matter(chunk):
     assert skips(sim, tokens(1000), chunk=chunk) == 1000
 
 
-def test_a_longer_prompt_between_does_not_matter():
-    sim = simulator()
-    prompt = tokens(2000)
-    skips(sim, prompt[:1000])
-    assert skips(sim, prompt) == 1000
-    assert (
-        skips(sim, prompt[:520]) == 512
-    )  # a first cut inside: from the opportunistic state before it
-    assert skips(sim, prompt[:520]) == 520
-    assert skips(sim, prompt) == 2000
-
-
-# ---- behaviours 1, 2, 3, 4, 7, 8, 9, 10 (5 and 6 need an engine) ----
-
-
-@pytest.mark.parametrize("block", [16, 32, 256])
-def test_behaviour_1_no_length_is_a_cliff(block):
-    sim = simulator(block, num_pages=30_000)
-    lengths = [1, 2, block - 1, block, block + 1, 2 * block - 1, 2 * block, 2 * block + 1]
-    for seed, length in enumerate(lengths):
-        assert skips(sim, tokens(length, seed)) == 0
-        assert skips(sim, tokens(length, seed)) == length
-
-
-@pytest.mark.parametrize("window", [None, 100])
-def test_behaviour_1_every_length_of_one_prompt(window):
-    sim = simulator(num_pages=5000, window=window)
-    prompt = tokens(50)
-    for length in range(1, 51):
-        skips(sim, prompt[:length])
-        assert skips(sim, prompt[:length]) == length
-
-
-def test_behaviour_2_already_the_first_to_part_resumes_near_its_junction():
-    sim = simulator(num_pages=6000)
-    a = tokens(6000)
-    skips(sim, a)
-    assert skips(sim, joined(a[:5100], tokens(100, 1))) == 4960
-    assert skips(sim, joined(a[:5100], tokens(100, 2))) == 5100
-    assert skips(sim, joined(a[:4992], tokens(100, 3))) == 4960
-    assert skips(sim, joined(a[:4992], tokens(100, 4))) == 4992
-
-
-def test_behaviour_3_three_suffixes_to_257_tokens():
-    sim = simulator(block=64)
-    prefix = tokens(257)
-    got = [skips(sim, joined(prefix, tokens(80, seed))) for seed in (1, 2, 3)]
-    assert got == [0, 256, 257]
-
-
-def test_behaviour_3_a_declared_breakpoint_serves_the_second():
-    sim = simulator(block=64)
-    prefix = tokens(257)
-    skips(sim, joined(prefix, tokens(80, 1)), declared=[257])
-    assert skips(sim, joined(prefix, tokens(80, 2))) == 257
-
-
-def test_behaviour_4_chat_of_several_turns_with_and_without_the_thinking():
-    sim = simulator()
-    history = tokens(100)
-    for turn in range(4):
-        thinking, answer = tokens(40, 10 + turn), tokens(33, 20 + turn)
-        expected = 0 if turn == 0 else len(history) - 21
-        assert skips(sim, history, joined(thinking, answer)) == expected
-        prompt_end = len(history)
-        # the client cuts the thinking out: the next prompt parts from the history at its end
-        without = joined(history, answer, tokens(21, 30 + turn))
-        assert sim.cache.match(without).skipped_tokens == prompt_end
-        history = joined(history, thinking, answer, tokens(21, 40 + turn))
+# ---- behaviours (7 also in test_miss_reasons.py; 5, 6 and 9 need an engine) ----
 
 
 def large_states(num_pages):
@@ -212,17 +118,6 @@ def test_a_opportunistic_state_where_prompts_part_is_kept_as_a_junction():
     assert spares_of(sim) == []
 
 
-def test_an_answer_that_is_cut_resumes_near_the_cut():
-    """Edited, truncated by an agent, or with its thinking cut in the middle."""
-    sim = simulator()
-    prompt, answer = tokens(100), tokens(500, 1)
-    running = sim.run(prompt, answer)
-    assert running.saved[-4:] == [160, 320, 480, 600]
-    assert skips(sim, joined(prompt, answer[:350], tokens(40, 2))) == 320
-    assert skips(sim, joined(prompt, answer[:350], tokens(40, 3))) == 450
-    assert skips(sim, joined(prompt, answer[:200], tokens(40, 4))) == 160
-
-
 def test_intervals_of_an_answer_go_on_where_those_of_the_prompt_end():
     sim = simulator()
     running = sim.run(tokens(330), tokens(330, 1))
@@ -280,17 +175,6 @@ def test_intervals_of_an_answer_take_no_room_from_what_is_worth_more():
     positions = sim.cache.explain(joined(tokens(100, 1), tokens(500, 2))).positions
     kinds = {p.position: p.kind for p in positions if not p.is_stored}
     assert [kinds[p] for p in (160, 320, 480)] == [Kind.INTERVAL] * 3
-
-
-@pytest.mark.parametrize("mode", ["off", "memory_only"])
-def test_other_modes_save_no_intervals(mode):
-    sim = Simulator(PrefixCache(hybrid(), 3000, mode))
-    running = sim.run(tokens(300), tokens(300, 1))
-    assert running.saved == []
-    running = sim.start(tokens(300), room=300)
-    assert sim.cache.positions_to_save(running.lease, 600) == []
-    sim.cancel(running)
-    assert sim.cache.stats()["checkpoints_no_room"] == 0
 
 
 def states(sim):
@@ -441,27 +325,6 @@ def test_forks_of_long_chains_are_covered():
     assert got[0] == 512 and min(got) >= 512 and sum(got) >= 61_440 // 16, got
 
 
-def test_behaviour_7_state_evicted():
-    sim = Simulator(settled(PrefixCache(hybrid(), 3000)))
-    prompt = tokens(100)
-    sim.run(prompt)
-    sim.cache.evict(1)  # the state, on which all of the KV hangs
-    match = sim.cache.match(prompt)
-    assert (match.shared_tokens, match.skipped_tokens) == (100, 0)
-    assert match.miss_reason is MissReason.STATE_EVICTED
-
-
-def test_behaviour_7_kv_evicted():
-    sim = simulator()
-    prompt = tokens(100)
-    sim.run(prompt)
-    sim.cache.evict(10_000)
-    match = sim.cache.match(prompt)
-    assert (match.shared_tokens, match.skipped_tokens) == (0, 0)
-    assert match.miss_reason is MissReason.KV_EVICTED
-    assert sim.cache.match(tokens(100, 1)).miss_reason is MissReason.NO_SHARED_PREFIX
-
-
 def test_behaviour_7_part_of_the_kv_evicted():
     sim = Simulator(settled(PrefixCache(hybrid(), 3000)))
     prompt = tokens(160)
@@ -471,14 +334,6 @@ def test_behaviour_7_part_of_the_kv_evicted():
     match = sim.cache.match(prompt)
     assert (match.shared_tokens, match.skipped_tokens) == (112, 100)
     assert match.miss_reason is MissReason.KV_EVICTED
-
-
-def test_behaviour_7_never_saved():
-    sim = Simulator(settled(PrefixCache(hybrid(), 3000)))
-    sim.run(tokens(100))
-    match = sim.cache.match(tokens(100)[:90])
-    assert (match.shared_tokens, match.skipped_tokens) == (90, 0)
-    assert match.miss_reason is MissReason.STATE_NEVER_SAVED
 
 
 @pytest.mark.parametrize("branch", [40, 320, 1200])
@@ -514,32 +369,6 @@ def test_what_a_waiting_request_resumes_from_outlives_what_was_used_later(states
     assert sim.cache.match(prompts[0]).skipped_tokens < 319
 
 
-def test_behaviour_9_a_pool_too_small_for_any_checkpoint_serves_everyone():
-    """20,000 bytes of state are 10 pages; 8 pages are all there is."""
-    sim = simulator(num_pages=1 + 8)
-    for seed in (0, 1, 0, 0):
-        report = sim.run(tokens(100, seed), chunk=30).lease.report
-        assert report.checkpoints_saved == 0
-        assert report.checkpoints_skipped >= 1
-        assert report.skipped_tokens == 0
-    assert (report.shared_tokens, report.miss_reason) == (100, MissReason.BUDGET)
-
-
-@pytest.mark.parametrize("done", [0, 1, 20, 90])
-def test_behaviour_10_cancelling_leaves_ref_counts_as_before(done):
-    sim = simulator(window=40)
-    prompt = tokens(60)
-    keeper = sim.start(joined(prompt, tokens(30, 1)))
-    sim.forward(keeper, 90)
-    before = sim.cache.allocator.ref_counts.copy()
-    running = sim.start(joined(prompt, tokens(40, 2)), chunk=50)
-    for _ in range(min(done, 100 - running.done)):
-        sim.forward(running, 1)
-    sim.cancel(running)
-    assert np.array_equal(sim.cache.allocator.ref_counts, before)
-    sim.check()
-
-
 def test_behaviour_10_cancelling_between_acquire_and_restore():
     sim = simulator(window=40)
     sim.run(tokens(60))
@@ -550,12 +379,3 @@ def test_behaviour_10_cancelling_between_acquire_and_restore():
     sim.cache.release(lease)
     assert np.array_equal(sim.cache.allocator.ref_counts, before)
     sim.check()
-
-
-def test_log_probs_of_the_prompt_compute_everything_and_say_so():
-    sim = simulator()
-    prompt = tokens(100)
-    sim.run(prompt)
-    report = sim.run(prompt, recompute_reason="prompt_log_probs").lease.report
-    assert (report.shared_tokens, report.skipped_tokens) == (100, 0)
-    assert report.miss_reason is MissReason.PROMPT_LOG_PROBS

@@ -71,33 +71,6 @@ def test_what_was_evicted_is_told(sim):
     assert explanation.match.miss_reason is MissReason.KV_EVICTED
 
 
-def test_it_agrees_with_match_and_has_no_side_effect(sim):
-    sim.run(tokens(100))
-    before = sim.cache.digest(), sim.cache.stats()
-    for length in (1, 60, 100):
-        assert sim.cache.explain(tokens(100)[:length]).match == sim.cache.match(
-            tokens(100)[:length]
-        )
-    assert (sim.cache.digest(), sim.cache.stats()) == before
-
-
-def test_tokens_lost_are_counted_by_reason(sim):
-    def lost():
-        stats = sim.cache.stats()
-        reasons = {reason: stats[f"lost_tokens_{reason.value}"] for reason in MissReason}
-        return {reason: count for reason, count in reasons.items() if count}
-
-    prompt = tokens(100)
-    sim.run(prompt)
-    assert lost() == {}
-    sim.cache.evict(1)
-    sim.run(np.concatenate([prompt[:60], tokens(9, 1)]))
-    assert lost() == {MissReason.STATE_NEVER_SAVED: 60}
-    sim.run(np.concatenate([prompt, tokens(9, 2)]))
-    # from 60 on, where the one before saved its junction
-    assert lost() == {MissReason.STATE_NEVER_SAVED: 60, MissReason.STATE_EVICTED: 40}
-
-
 # Against what the request then gets ---------------------------------------------------------------
 
 

@@ -122,21 +122,6 @@ def test_a_reservation_is_settled_once():
 # ---- q and p ----
 
 
-@pytest.mark.parametrize("shared", [1, 15, 16, 17, 40])
-def test_q_is_exact_and_the_partial_block_is_copied(shared):
-    sim = simulator()
-    head = tokens(shared)
-    sim.run(joined(head, tokens(30, 1)))
-    lease = sim.cache.acquire(joined(head, tokens(30, 2)), capacity_tokens=80)
-    assert (lease.shared_tokens, lease.writable_from) == (shared, shared)
-    copies = [copy.num_rows for copy in lease.copies]
-    assert copies == ([shared % 16] if shared % 16 else [])
-    if copies:
-        assert lease.copies[0].dst_pages[0] == lease.block_table[shared // 16, 0]
-    assert lease.block_table.shape == (5, 1)
-    assert len(np.unique(lease.block_table)) == 5
-
-
 def test_the_room_is_never_less_than_what_is_shared():
     sim = simulator()
     sim.run(tokens(40))
@@ -154,45 +139,6 @@ def test_copies_come_one_per_group():
     assert joined(*(c.dst_pages for c in lease.copies)).tolist() == lease.block_table[1].tolist()
     sim.cache.restored(lease)
     sim.cache.release(lease)
-    sim.check()
-
-
-@pytest.mark.parametrize(
-    ("length", "expected"), [(49, (49, 20)), (50, (50, 50)), (51, (50, 50)), (20, (20, 20))]
-)
-def test_p_is_the_deepest_state_not_beyond_q(length, expected):
-    sim = simulator()
-    prompt = tokens(200)
-    sim.run(prompt[:20])
-    sim.run(prompt[:50])
-    match = sim.cache.match(joined(prompt[:50], tokens(9, 5))[:length])
-    assert (match.shared_tokens, match.skipped_tokens) == expected
-
-
-def test_pure_attention_needs_no_state_but_for_the_last_token():
-    sim = simulator(PURE)
-    prompt = tokens(100)
-    sim.run(prompt)
-    for length, p in [(100, 100), (99, 98), (40, 39), (1, 0)]:
-        match = sim.cache.match(prompt[:length])
-        assert (match.shared_tokens, match.skipped_tokens) == (length, p)
-    assert sim.cache.match(joined(prompt, [7])).skipped_tokens == 100
-    lease = sim.run(joined(prompt[:50], tokens(9, 5))).lease
-    assert (lease.skipped_tokens, lease.report.miss_reason) == (50, None)
-
-
-def test_tokens_between_p_and_q_are_computed_but_not_written():
-    sim = simulator()
-    prompt = tokens(100)
-    sim.run(prompt)
-    running = sim.start(joined(prompt[:60], tokens(20, 1)))
-    assert (running.lease.skipped_tokens, running.lease.writable_from) == (0, 60)
-    shared = running.lease.block_table[:3]
-    before = sim.memory[shared].copy()
-    sim.forward(running, 40)
-    assert np.array_equal(sim.memory[shared], before)
-    sim.forward(running, 40)  # reads of rows that nobody wrote would fail in the simulator
-    sim.finish(running)
     sim.check()
 
 
@@ -277,21 +223,6 @@ def test_a_reservation_makes_its_position_visible():
     sim.check()
 
 
-def test_what_a_reservation_is_for_shows_as_in_flight():
-    sim = simulator()
-    prompt = tokens(50)
-    running = sim.start(prompt)
-    sim.forward(running, 20)
-    match = sim.cache.match(prompt)
-    assert (match.shared_tokens, match.miss_reason) == (20, MissReason.IN_FLIGHT)
-    assert sim.cache.match(prompt[:49]).miss_reason is MissReason.STATE_NEVER_SAVED
-    assert sim.cache.match(tokens(50, 1)).miss_reason is MissReason.NO_SHARED_PREFIX
-    assert sim.cache.match(prompt, "salt").miss_reason is MissReason.NO_SHARED_PREFIX
-    sim.forward(running, 30)
-    assert sim.cache.match(prompt).miss_reason is None
-    sim.finish(running)
-
-
 def test_the_second_of_two_equal_checkpoints_is_given_back():
     sim = simulator()
     prompt = tokens(50)
@@ -348,38 +279,6 @@ def test_fits(capacity, chunk, fits):
     assert (lease is not None) or not fits
 
 
-def test_a_window_takes_room_for_the_window_and_one_chunk():
-    sim = simulator(WINDOW, num_pages=400)
-    prompt = tokens(640)
-    running = sim.start(prompt, chunk=32)
-    for _ in range(20):
-        assert sim.forward(running, 32, save=False)
-        held = int((running.lease.local_tables[0] != 0).sum())
-        assert held <= 2 + 2 + 1
-    assert len(running.lease.local_tables[0]) == 40
-    assert sim.cache.stats()["pages_in_use"] == 40 + 2
-    sim.finish(running)
-    sim.check()
-
-
-@pytest.mark.parametrize("position", [32, 45, 48, 100])
-def test_a_checkpoint_holds_the_window_before_it(position):
-    """Saved inside one long forward, restored when the window of its owner has long rolled on."""
-    sim = simulator(WINDOW)
-    prompt = tokens(200)
-    sim.run(prompt, declared=[position])
-    running = sim.start(joined(prompt[:position], tokens(60, 1)))
-    lease = running.lease
-    assert lease.skipped_tokens == position
-    table = lease.local_tables[0][:, 0]
-    first = (position - 32) // 16
-    assert (table[:first] == 0).all()
-    assert (table[first:] != 0).all()
-    sim.forward(running, 60)
-    sim.finish(running)
-    sim.check()
-
-
 def test_tables_are_replaced_never_changed():
     sim = simulator(WINDOW)
     running = sim.start(tokens(100), chunk=20)
@@ -405,20 +304,6 @@ def test_alone_a_prompt_that_is_cached_whole_still_computes_its_last_token():
     assert lease.report.miss_reason is MissReason.NO_ROOM
 
 
-def test_alone_a_request_gets_the_pool_even_if_its_own_state_is_evicted():
-    """Restoring pins the checkpoint and the block to copy beside the request's own pages."""
-    sim = simulator(num_pages=1 + 12)
-    prompt = tokens(100)
-    sim.run(prompt)  # 7 blocks, 2 for the state
-    running = sim.start(prompt, room=16 * 12 - 100)
-    lease = running.lease
-    assert lease.report.miss_reason is MissReason.NO_ROOM
-    assert (lease.shared_tokens, lease.skipped_tokens) == (96, 0)
-    assert sim.forward(running, 100)
-    sim.finish(running, save=False)
-    sim.check()
-
-
 def test_beside_others_a_request_waits_rather_than_lose_its_state():
     sim = simulator(num_pages=1 + 13)
     prompt = tokens(100)
@@ -431,69 +316,7 @@ def test_beside_others_a_request_waits_rather_than_lose_its_state():
     sim.check()
 
 
-def test_a_refusal_evicts_nothing():
-    sim = simulator(num_pages=1 + 20)
-    sim.run(tokens(100))
-    holder = sim.start(tokens(160, 1))
-    assert sim.start(tokens(200, 2)) is None
-    assert sim.cache.extend(holder.lease, 16 * 21) is False
-    assert sim.cache.stats()["kv_blocks_evicted"] == 0
-    assert sim.cache.match(tokens(100)).skipped_tokens == 100
-    sim.check()
-
-
-def test_stats_and_reports_add_up():
-    sim = simulator()
-    reports = [sim.run(joined(tokens(40), tokens(10, i))).lease.report for i in range(5)]
-    stats = sim.cache.stats()
-    assert stats["requests"] == 5
-    assert stats["prompt_tokens"] == sum(r.prompt_tokens for r in reports) == 250
-    assert stats["shared_tokens"] == sum(r.shared_tokens for r in reports)
-    assert stats["skipped_tokens"] == sum(r.skipped_tokens for r in reports)
-    assert stats["checkpoints_saved"] == sum(r.checkpoints_saved for r in reports) == 6
-    assert stats["checkpoints"] == 6
-    assert stats["leases"] == stats["pages_in_use"] == 0
-    assert stats["pages_free"] + stats["pages_cached"] == stats["pages"] == 399
-
-
-def test_clear_leaves_running_requests_alone():
-    sim = simulator(WINDOW)
-    running = sim.start(tokens(100))
-    sim.forward(running, 60)
-    sim.cache.clear()
-    assert sim.cache.match(tokens(100)).shared_tokens == 0
-    sim.forward(running, 40)
-    sim.finish(running)
-    sim.check()
-    assert sim.cache.match(tokens(100)).skipped_tokens == 100
-
-
 # ---- forks ----
-
-
-@pytest.mark.parametrize("spec", [HYBRID, WINDOW, TWO_GROUPS, PURE])
-@pytest.mark.parametrize("length", [1, 16, 40])
-def test_samples_share_full_blocks_and_part_at_the_last(spec, length):
-    sim = simulator(spec)
-    prompt = tokens(length)
-    first = sim.start(prompt)
-    sim.forward(first, length)
-    others = [sim.fork(first) for _ in range(3)]
-    full = length // 16
-    for other in others:
-        assert np.array_equal(other.lease.block_table[:full], first.lease.block_table[:full])
-        assert other.lease.report.computed_tokens == 0
-        assert other.lease.report.miss_reason is None
-    assert (sim.cache.allocator.ref_counts[first.lease.block_table[:full]] == 4).all()
-    for step in range(40):
-        for i, running in enumerate([first, *others]):
-            running.tokens.append((step * (i + 2)) % 3)
-            assert sim.forward(running, 1)
-    for running in [first, *others]:
-        sim.finish(running)
-        sim.check()
-    for running in [first, *others]:
-        assert sim.cache.match(np.array(running.tokens, np.int32)).shared_tokens == length + 40
 
 
 def test_a_fork_inside_a_known_prompt_goes_its_own_way():
@@ -513,16 +336,6 @@ def test_a_fork_inside_a_known_prompt_goes_its_own_way():
     sim.check()
     assert sim.cache.match(np.array(other.tokens, np.int32)).skipped_tokens == 50
     assert sim.cache.match(prompt).shared_tokens == 20
-
-
-def test_a_fork_without_room_changes_nothing():
-    sim = simulator(num_pages=1 + 4)
-    first = sim.start(tokens(64))
-    sim.forward(first, 63, save=False)
-    refs = sim.cache.allocator.ref_counts.copy()
-    assert sim.fork(first) is None
-    assert np.array_equal(refs, sim.cache.allocator.ref_counts)
-    sim.check()
 
 
 # ---- integrity ----

@@ -46,7 +46,7 @@ def known_in_view(view, tokens) -> tuple[int, int]:
     return known, number
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.sampled_from([40, 120, 1500]),  # small pools evict
     st.integers(1, 3),

@@ -192,7 +192,6 @@ def test_missing_files(tmp_path):
         ("[1, 2]", "holds a list, not a JSON object"),
         ('{"layer_pattern": "M?"}', "unknown symbol '?' at place 2"),
         ('{"layer_pattern": "M", "hidden": 3}', "unknown key 'hidden'"),
-        ('{"layer_pattern": ""}', "a model needs one layer or more"),
         ('{"layer_pattern": "M", "hidden_size": "wide", "vocab_size": 5}', "hidden_size is 'wide'"),
         ("{}", "neither a layer_pattern, as ours have, nor a model_type"),
     ],

@@ -122,7 +122,7 @@ def test_a_call_inside_a_step_is_refused(monkeypatch):
     request, forward = engine.add_request(PROMPT, greedy(2)), engine.runner.forward
 
     def steps(plan):
-        for name in ("step", "cancel", "close", "update_weights"):
+        for name in ("step", "cancel", "close", "load_weights", "update_weights"):
             with pytest.raises(EngineBusyError, match=rf"{name}\(\) was called inside a step"):
                 CALLS[name](engine, request)
         return forward(plan)

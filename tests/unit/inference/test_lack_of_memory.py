@@ -153,19 +153,6 @@ def test_invariant_8_a_state_without_memory_to_restore_it_is_computed(monkeypatc
     engine.check_integrity()
 
 
-def test_an_admission_without_memory_lets_others_run(monkeypatch):
-    engine = tiny_engine(MODEL)
-    other = engine.add_request(random_tokens(30, seed=5), greedy(8))
-    engine.step()
-    monkeypatch.setattr(engine.cache, "acquire", no_memory)
-    engine.add_request(random_tokens(40), greedy(3))
-    while not other.done:
-        engine.step()
-    with pytest.raises(MemoryError):  # alone, whoever calls is told
-        while engine.has_work:
-            engine.step()
-
-
 @pytest.mark.parametrize("broken", ["release", "retain", "recount"])
 def test_requests_are_neither_lost_nor_stuck_while_pages_cannot_be_counted(monkeypatch, broken):
     """Memory that stays short for several steps, in which each look at the counts fails."""

@@ -15,7 +15,6 @@ from reference import VOCAB_SIZE, full_logits, greedy, random_tokens, tiny_engin
 
 from megatron_hybrid.cache.policy.hybrid import OPPORTUNISTIC_TOKENS
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.inference.requests.options import RequestOptions
 
 MODES = ("off", "memory_only", "restore")
 
@@ -86,7 +85,6 @@ def recorded(engine):
             ("MW*-", 16, 5000),
             ("WWWWW*", 16, 600),
         ],
-        ("W*-", 64, 600),
         ("MW*-", 16, 5000),
     ),
 )
@@ -109,53 +107,6 @@ def test_a_chat_with_a_system_prompt_of_four_windows_resumes_at_every_turn(
         assert report.miss_reason is None
     # The first of the others left the chat at the end of the system prompt, and saved a state.
     assert Chat(engine, system).turn()[1].skipped_tokens == 4096
-    check()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("pattern", "window", "block", "max_tokens"),
-    [
-        ("W-", 1, 16, 37),
-        ("W*-", 5, 64, 37),
-        ("MW*-", 16, 16, 512),
-        ("WWWWW*", 33, 16, 50),
-        ("W-", 64, 64, 512),
-        ("W*-", 1000, 16, 37),
-    ],
-)
-def test_any_window_gives_the_answers_of_a_run_without_cache(
-    pattern, window, block, max_tokens, mode
-):
-    """Windows in a block, of blocks, across them, and longer than all that is said; what no request
-    holds is NaN."""
-    engine = window_engine(
-        pattern,
-        window,
-        prefix_caching=mode,
-        block_size_tokens=block,
-        max_tokens=max_tokens,
-        cache_bytes=1 << 20,
-    )
-    check = recorded(engine)
-    step = engine.step
-
-    def poisoned_step():
-        results = step()
-        poison(engine)
-        return results
-
-    engine.step = poisoned_step
-    poison(engine)
-    system = random_tokens(100)
-    chats = Chat(engine, system), Chat(engine, system[:70])
-    for turn, chat in itertools.product((1, 2), chats):
-        before, report = chat.turn()
-        if mode != "restore":
-            assert report.skipped_tokens == 0
-        elif turn == 2:
-            assert report.skipped_tokens == before
-    engine.generate([system[:64], chats[0].said], greedy(20), RequestOptions(n=2))
     check()
 
 
@@ -254,7 +205,7 @@ def test_pages_of_a_long_request_are_bounded(window, block, max_tokens, mode):
         "W-", window, prefix_caching=mode, block_size_tokens=block, max_tokens=max_tokens
     )
     most = watch(engine, window, with_model=False)
-    prompt, answer = 3000, 3000
+    prompt, answer = 1500, 1500
     if mode != "restore":  # no state is kept
         prompt, answer = 2 * window + 500, window + 200
     request = engine.add_request(random_tokens(prompt), greedy(answer))
@@ -296,7 +247,7 @@ def test_requests_that_preempt_each_other_hold_their_windows_and_no_more(mode):
     check = recorded(engine)
     most = watch(engine, window)
     for seed in (1, 2):
-        engine.add_request(random_tokens(60, seed=seed), greedy(340))
+        engine.add_request(random_tokens(60, seed=seed), greedy(200))
     while engine.has_work:
         engine.step()
         engine.check_integrity()

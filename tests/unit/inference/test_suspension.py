@@ -255,6 +255,7 @@ def test_a_closed_engine_has_no_memory_and_keeps_what_can_be_read(keep_cache):
         engine.resume,
         engine.update_weights,
         engine.clear_cache,
+        lambda: engine.load_weights({}),
         lambda: engine.add_request(PROMPT),
         lambda: engine.stream(PROMPT),
         lambda: engine.generate([PROMPT]),

@@ -15,8 +15,6 @@ from torch import nn
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
-from megatron_hybrid.inference.requests.request import RequestStatus
-from megatron_hybrid.inference.weights import cache_folders
 from megatron_hybrid.offload.fetch import FetchState
 from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
 
@@ -259,19 +257,6 @@ def test_parked_requests_are_computed_anew():
     finish(engine, requests, copy_of(model))
 
 
-def test_forked_samples_are_computed_anew():
-    model = fresh_model()
-    engine = tiny_engine(model)
-    request = engine.add_request(PROMPT, greedy(6), RequestOptions(n=4))
-    engine.step()
-    assert all(sample.num_generated == 1 for sample in request.samples)
-    write_data(model)
-    engine.update_weights()
-    assert all(sample.status is RequestStatus.WAITING for sample in request.samples)
-    finish(engine, request.samples, copy_of(model))
-    assert [sample.epochs for sample in request.result().samples] == [[(0, 0), (1, 1)]] * 4
-
-
 def test_encoded_states_follow_the_decays_of_the_new_weights(tmp_path):
     model = fresh_model("M*-")
     engine = tiny_engine(model, state_encoding="int8")
@@ -340,19 +325,3 @@ def test_a_dropped_stop_token_begins_no_epoch():
     stop = engine.generate([PROMPT], greedy(1))[0].generated_tokens[0]
     result = engine.generate([PROMPT], greedy(3, stop_token_ids=(stop,)))[0]
     assert result.generated_tokens == [] == result.epochs
-
-
-def test_an_update_without_memory_is_done_by_the_next_step(tmp_path, monkeypatch):
-    model = fresh_model()
-    engine, requests = busy_engine(model, "restore", tmp_path)
-    write_data(model)
-
-    def no_memory(*arguments):
-        raise MemoryError("no room")
-
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(cache_folders, "fingerprint", no_memory)
-        engine.update_weights()
-    finish(engine, requests, copy_of(model))
-    assert engine.epoch == 1
-    engine.close()

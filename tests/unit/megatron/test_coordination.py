@@ -187,7 +187,7 @@ if compat.HAVE_COORDINATOR:  # 0.16 has another one
     def test_messages_are_read_by_their_length_and_kind():
         engine = door_engine(tiny_model("M*-"))
         joined = module.Coordination(engine)
-        joined._has_parts = True
+        joined._is_new = True
         ours = joined._core = SimpleNamespace(**vars(joined._core) | {"Headers": Headers})
         params, streams = (greedy_params(9, streaming=each).serialize() for each in (False, True))
         words = greedy_params(9, streaming=True, stop_words=["0123"]).serialize()
@@ -212,6 +212,7 @@ if compat.HAVE_COORDINATOR:  # 0.16 has another one
         assert [reply["request_id"] for reply in replies] == [3, 4, 5, 6, 7, 8]
         for reply, why in zip(replies, ("multi_modal_data", "multi_", "", "", "aborted", "one en")):
             assert reply["status"] == "FAILED" and why in str(reply["events"])
+            assert reply["uid"].startswith("chatcmpl-")
         assert list(engine.requests) == [0, 1, 2] and not joined._signals
         socket.sent.clear()
         while engine.requests:

@@ -71,19 +71,19 @@ def test_the_defaults_warn_of_nothing():
     ("field", "value", "legal"),
     [
         *((name, object(), re.escape(reason)) for name, reason in config.REFUSED.items()),
-        ("buffer_size_gb", 0, "a number over 0, finite"),
-        ("buffer_size_gb", "20", "a number over 0"),
-        ("buffer_size_gb", float("nan"), "a number over 0"),
-        ("prefix_caching_mamba_gb", -1, "a number over 0"),
-        ("mamba_memory_ratio", 1.5, "a number over 0, below 1"),
+        ("buffer_size_gb", 0, "a number above 0"),
+        ("buffer_size_gb", "20", "a number above 0"),
+        ("buffer_size_gb", float("nan"), "a finite number"),
+        ("prefix_caching_mamba_gb", -1, "a number of 0 or more"),
+        ("mamba_memory_ratio", 1.5, "a number above 0 and below 1"),
         ("prefix_caching_routing_alpha", 7, "from 0 to 1"),
         ("prefix_caching_routing_alpha", -0.1, "from 0 to 1"),
         ("prefix_caching_routing_alpha", float("nan"), "from 0 to 1"),
         ("prefix_caching_routing_alpha", "0.5", "from 0 to 1"),
         ("async_sched_mode", "bogus", "legacy, async"),
         ("async_sched_mode", None, "legacy, async"),
-        ("logprobs_mode", "bogus", "raw_logprobs, processed_logprobs"),
-        ("sampling_backend", "numpy", "torch, flashinfer"),
+        ("logprobs_mode", "bogus", "'raw_logprobs' or 'processed_logprobs'"),
+        ("sampling_backend", "numpy", "'torch' or 'flashinfer'"),
         ("kv_cache_management_mode", "keep", "persist, offload, recompute"),
         ("prefix_caching_eviction_policy", "fifo", "ref_zero, lru"),
         ("prefix_caching_coordinator_policy", "random", "load_balanced"),
@@ -101,21 +101,18 @@ def test_values_of_enums_become_members():
     assert made.kv_cache_management_mode is KVCacheManagementMode.OFFLOAD
 
 
-def test_more_requests_than_tokens_are_refused():
-    with pytest.raises(ValueError, match="max_tokens is 7, less than max_requests=8"):
-        door_engine(max_tokens=7)
-    assert door_engine(max_tokens=8).context.max_tokens == 8
-
-
-def test_a_buffer_without_room_for_the_states_names_both_numbers():
-    with pytest.raises(ValueError, match=r"max_requests=64 .*buffer_size_gb=0\.001"):
-        door_engine(buffer_size_gb=0.001, max_requests=64)
-
-
-def test_a_buffer_beyond_the_machine_names_both_numbers():
-    message = r"cpu has \d+ bytes .* asks for \d+ .*buffer_size_gb=1000000"
-    with pytest.raises(MemoryError, match=message):
-        door_engine(buffer_size_gb=1_000_000, max_requests=64)
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ((0.004, 8, 7), ValueError, "max_tokens is 7, less than max_requests=8"),
+        ((0.001, 64, None), ValueError, r"max_requests=64 .*buffer_size_gb=0\.001"),
+        ((1_000_000, 64, None), MemoryError, r"cpu has \d+ .* for \d+ .*buffer_size_gb=1000000"),
+    ],
+)
+def test_fields_that_do_not_fit_together_are_refused_by_their_numbers(fields, error, message):
+    names = ("buffer_size_gb", "max_requests", "max_tokens")
+    with pytest.raises(error, match=message):
+        door_engine(**dict(zip(names, fields)))
 
 
 @pytest.mark.parametrize(
@@ -221,6 +218,9 @@ def test_state_configs_of_scripts_are_read_and_their_rounding_is_warned_of():
     states = MambaInferenceStateConfig.from_model(model)
     assert states.layer_type_list == ["M", "*", "-"]
     assert states.ssm_states_shape == (8, 16, 16)
+    assert states.ssm_chunk_alignment == states.mamba_chunk_size
+    delta = MambaInferenceStateConfig.from_model(tiny_model("G*-"))
+    assert delta.layer_type_list == ["G", "*", "-"] and len(delta.ssm_states_shape) == 3
     assert MambaInferenceStateConfig.from_model(tiny_model("*-")) is None
     DynamicInferenceContext(None, InferenceConfig(mamba_inference_state_config=states))
     rounded = replace(states, ssm_states_dtype=torch.bfloat16)
@@ -281,16 +281,22 @@ def test_attributes_can_be_added():
     assert params.min_length == 4 and params.return_prompt_top_n_logprobs
     again = SamplingParams.deserialize(params.serialize())
     assert again.min_length == 4 and again == params
+    assert SamplingParams.deserialize({"top_n_logprobs": 3}).return_prompt_top_n_logprobs
+    params.skip_prompt_log_probs = True  # and what follows from it stays, until it is sent
+    assert not SamplingParams.deserialize(vars(params)).return_prompt_top_n_logprobs
+    params.skip_prompt_log_probs = False
     params.add_attributes({"skip_prompt_log_probs": True})
     assert not params.return_prompt_top_n_logprobs
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
 def test_an_interval_of_no_tokens_is_refused(value):
-    with pytest.raises(ValueError, match=r"streaming_interval is .*1 or more"):
+    with pytest.raises(ValueError, match=r"streaming_interval is .*from 1 to"):
         SamplingParams(streaming_interval=value)
     with pytest.raises(ValueError, match="streaming_interval"):
         SamplingParams().add_attributes({"streaming_interval": value})
+    with pytest.raises(ValueError, match="streaming_interval"):
+        SamplingParams.deserialize({"streaming_interval": value})
 
 
 def test_the_deprecated_field_warns_and_contradictions_raise():

@@ -27,6 +27,7 @@ from megatron_hybrid.megatron import (
     DynamicInferenceRequestRecord,
     EngineState,
     EngineSuspendedError,
+    FinishedRequestRecord,
     GPTInferenceWrapper,
     InferenceClient,
     InferenceConfig,
@@ -152,6 +153,26 @@ def test_a_uid_belongs_to_one_request_of_all_engines():
     assert len(uids) == 3
 
 
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        ({"imgs": torch.zeros(1)}, ValueError),
+        ({"num_img_embeddings_per_tile": 2}, ValueError),
+        ({"pictures": None}, TypeError),
+    ],
+)
+def test_images_and_two_numbers_of_tokens_are_refused_at_the_door(given, kind):
+    engine = door_engine()
+    with pytest.raises(kind, match=next(iter(given))):
+        engine.add_request(1, PROMPT, greedy_params(2), **given)
+    with pytest.raises(AssertionError, match="num_tokens_total=9 exclude"):
+        engine.add_request(1, PROMPT, greedy_params(2, num_tokens_total=9))
+    assert not engine.has_unfinished_requests()
+    none = {"imgs": None, "num_tiles": None, "num_img_embeddings_per_tile": 0, "imgs_sizes": None}
+    engine.add_request(1, PROMPT, greedy_params(2), **none)
+    assert finish(engine)[1].succeeded()
+
+
 @pytest.mark.parametrize("prompt", [None, 5, {"a": 1}, b"text"])
 def test_a_prompt_of_another_type_raises_and_changes_nothing(prompt):
     engine = door_engine()
@@ -207,17 +228,12 @@ def test_too_long_answers_are_clamped_with_a_warning():
     assert request.sampling_params.num_tokens_to_generate == 8
 
 
-def test_no_number_of_tokens_is_the_rest_of_the_context():
-    engine = door_engine(max_sequence_length=64)
-    assert answer(engine, PROMPT, greedy_params(None)).generated_length == 24
-    assert answer(engine, PROMPT, greedy_params(None, num_tokens_total=50)).generated_length == 10
-
-
-def test_the_callers_parameters_stay_unchanged():
+def test_no_number_of_tokens_is_the_rest_of_the_context_and_stays_in_the_parameters():
     engine, params = door_engine(max_sequence_length=64), greedy_params(None)
     before = params.serialize()
-    answer(engine, PROMPT, params)
+    assert answer(engine, PROMPT, params).generated_length == 24
     assert params.serialize() == before
+    assert answer(engine, PROMPT, greedy_params(None, num_tokens_total=50)).generated_length == 10
 
 
 def test_prompts_as_text_list_or_tensor_are_one():
@@ -356,6 +372,52 @@ def test_records_merge_and_survive_serialization():
     assert data["prompt_tokens"] is None and data["prompt_length"] == len(PROMPT)
 
 
+def test_segments_of_a_record_merge():
+    """As those of Megatron's own engine, which begins a preempted request anew."""
+    parts = []
+    for tokens, text, status in (([10, 11], "ab", Status.FAILED), ([12], "c", Status.COMPLETED)):
+        part = DynamicInferenceRequest(request_id=4, status=status, generated_text=text)
+        part.generated_tokens, part.tpot = tokens, [0.5] * len(tokens)
+        part.add_event_evict()
+        parts.append(part)
+    record = DynamicInferenceRequestRecord(requests=parts, latency=2.0)
+    merged = record.merge()
+    assert (merged.generated_tokens, merged.generated_text) == ([10, 11, 12], "abc")
+    assert (merged.generated_length, merged.latency, merged.tpot) == (3, 2.0, [0.5] * 3)
+    assert merged.succeeded() and merged.uid == parts[0].uid and merged.generated_log_probs is None
+    assert FinishedRequestRecord.from_request(merged) == FinishedRequestRecord(None, None, 2)
+
+
+EVENT = DynamicInferenceEventType
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload"),
+    [
+        (EVENT.ERROR_TRANSIENT, None),
+        (EVENT.ERROR_NONTRANSIENT, None),
+        (EVENT.GENERATED_TOKEN, None),
+        (EVENT.GENERATED_TOKEN, {"token": 3}),
+        (EVENT.FINISH, "bad"),
+        (EVENT.PAUSE, 42),
+        ("FINISH", None),
+    ],
+)
+def test_an_event_with_another_payload_is_refused(kind, payload):
+    with pytest.raises(AssertionError):
+        DynamicInferenceEvent(type=kind, payload=payload)
+
+
+def test_events_are_added_by_name():
+    request, error = DynamicInferenceRequest(request_id=1), ValueError("why")
+    names = [kind.name for kind in EVENT]
+    for name in names:
+        given = {"GENERATED_TOKEN": [7]}.get(name, [error] if "ERROR" in name else [])
+        added = getattr(request, f"add_event_{name.lower()}")(*given)
+        assert added is request.events[-1]
+    assert kinds(request) == names and request.events[2].payload == {"token_id": 7}
+
+
 def test_events_print_and_serialize_as_often_as_one_likes():
     engine = door_engine(track_generated_token_events=True)
     with pytest.warns(UserWarning):
@@ -374,6 +436,33 @@ def test_futures_hold_the_records():
     records = engine.generate([PROMPT[:9]], greedy_params(4))  # also runs what was queued
     assert [record.request_id for record in records] == [0, 5]
     assert future.result() is records[1]
+
+
+def test_a_loop_serves_futures_and_a_failed_step_is_its_requests_error(monkeypatch):
+    engine = door_engine()
+    step = engine.engine.step
+
+    async def serve() -> list:
+        loop = asyncio.create_task(engine.run_engine())
+        futures = [engine.add_request(n, PROMPT, greedy_params(3)) for n in range(2)]
+        records = [await future for future in futures]
+        monkeypatch.setattr(engine.engine, "step", fail)
+        lost = engine.add_request(5, PROMPT, greedy_params(3))
+        await asyncio.sleep(0.05)
+        monkeypatch.setattr(engine.engine, "step", step)
+        records += [await lost, await engine.add_request(6, PROMPT, greedy_params(3))]
+        loop.cancel()
+        return [record.merge() for record in records]
+
+    def fail():
+        monkeypatch.setattr(engine.engine, "take_failed", lambda: [engine.requests[5].handle])
+        raise OSError("the device is gone")
+
+    first, second, lost, last = asyncio.run(serve())
+    for each in (first, second, last):
+        assert is_greedy(tiny_model(), PROMPT, each.generated_tokens)
+    assert "the device is gone" in str(lost.events[1].payload)
+    assert engine.get_prefix_coordination_metrics()["waits"] > 0
 
 
 def test_futures_can_be_awaited():
@@ -446,6 +535,18 @@ def test_the_context_counts_steps_and_prefill_tokens():
     second = answer(engine, [*PROMPT, 1, 2], greedy_params(3))
     assert second.num_cached_tokens == len(PROMPT)
     assert context.lifetime_prefill_token_count == len(PROMPT) + 2
+    assert context.prefix_cache_prefill_computed_tokens == len(PROMPT) + 2
+    assert context.prefix_cache_prefill_skipped_tokens == len(PROMPT)
+    assert (context.prefix_cache_hits, context.prefix_cache_blocks_matched) == (
+        1,
+        len(PROMPT) // 16,
+    )
+    context.reset(preserve_prefix_cache=True, preserve_counters=True)
+    assert answer(engine, PROMPT, greedy_params(3)).num_cached_tokens == len(PROMPT)
+    assert context.prefix_cache_hits == 2
+    context.reset()
+    assert answer(engine, PROMPT, greedy_params(3)).num_cached_tokens == 0
+    assert context.prefix_cache_hits == 0
     assert (context.max_requests, context.max_tokens) == (8, 512)
     assert (context.max_sequence_length, context.block_size_tokens) == (1024, 16)
     assert context.enable_prefix_caching and context.unified_memory_level == 0
@@ -492,7 +593,7 @@ def test_suspend_and_resume(mode):
     engine.suspend()
     assert engine.state is EngineState.SUSPENDED and engine.is_suspended
     held = engine.engine.memory.pool.untyped_storage().nbytes()
-    assert (held > 0) is (mode == "persist")
+    assert (held > 0) is (mode == "persist") is engine.context.is_tensor_state_allocated
     with pytest.raises(EngineSuspendedError, match="resume"):
         engine.step_modern()
     engine.add_request(2, PROMPT, greedy_params(3))

@@ -1,6 +1,7 @@
 """MegatronLLM and MegatronAsyncLLM serve one replica in this process."""
 
 import asyncio
+import socket
 import threading
 
 import httpx
@@ -9,6 +10,7 @@ import torch
 from commands import free_port
 from door import MIB, LetterTokenizer, greedy_params
 from forks import in_fork
+from megatron.core.tokenizers import MegatronTokenizer
 from reference import is_greedy, random_tokens, tiny_model
 from waiting import LIMIT_S
 
@@ -33,7 +35,7 @@ def arguments(**fields):
         max_requests=8,
         max_sequence_length=512,
         enable_prefix_caching=True,
-        prefix_caching_mamba_gb=4 * MIB,
+        prefix_caching_mamba_gb=16 * MIB,
     )
     return {
         "model": tiny_model(),
@@ -267,6 +269,12 @@ def test_a_replica_that_is_over_refuses_late_jobs():
 def test_what_the_async_class_does_not_do_is_refused():
     with pytest.raises(ValueError, match="use_coordinator=True"):
         MegatronAsyncLLM(**arguments(use_coordinator=False))
+    direct = MegatronLLM(**arguments(use_coordinator=False))
+    with pytest.raises(ValueError, match="requires use_coordinator=True"):
+        direct.serve(ServeConfig())
+    with pytest.raises(ValueError, match="multi_modal_data"):
+        direct.generate(PROMPT, greedy_params(1), multi_modal_data={"image": b""})
+    assert direct.generate(PROMPT, greedy_params(1), multi_modal_data=None)[0].succeeded()
 
     async def serve() -> None:
         async with MegatronAsyncLLM(**arguments()) as llm:
@@ -276,9 +284,25 @@ def test_what_the_async_class_does_not_do_is_refused():
     asyncio.run(serve())
 
 
-def test_serve_is_our_server():
+def test_serve_is_our_server(tmp_path):
+    """Also with Megatron's own tokenizer, and without asyncio, on a socket of the caller's."""
     model, tokenizer = load_pretrained("demo", device="cpu", dtype=torch.float32)
     prompt = tokenizer.tokenize("Once upon a time there was a king")
+    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    tokenizer.save(tmp_path)
+    megatrons = MegatronTokenizer.from_pretrained(
+        tokenizer_path=str(tmp_path), metadata_path={"library": "huggingface"}
+    )
+
+    def serve_here(expected: list[int], text: str) -> None:
+        with MegatronLLM(**arguments(model=model, tokenizer=megatrons)) as llm:
+            bound = socket.create_server(("127.0.0.1", 0))
+            llm.serve(ServeConfig(host="127.0.0.1", sock=bound), blocking=False)
+            url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+            answer = httpx.post(f"{url}/v1/completions", json=body | {"return_token_ids": True})
+            (choice,) = answer.json()["choices"]
+            assert (choice["token_ids"], choice["text"]) == (expected, text)
+        assert not llm._serving.is_alive()
 
     async def serve() -> None:
         async with MegatronAsyncLLM(**arguments(model=model, tokenizer=tokenizer)) as llm:
@@ -289,11 +313,12 @@ def test_serve_is_our_server():
                 await llm.generate(prompt, greedy_params(6))
             url = f"http://127.0.0.1:{config.port}"
             async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as client:
-                body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
                 answer = await client.post(
                     "/v1/completions", json=body | {"return_token_ids": True}
                 )
-            assert answer.json()["choices"][0]["token_ids"] == expected
+            (choice,) = answer.json()["choices"]
+            assert choice["token_ids"] == expected
         assert llm._serving.done()
+        return expected, choice["text"]
 
-    asyncio.run(serve())
+    serve_here(*asyncio.run(serve()))

@@ -85,15 +85,34 @@ def test_gradients_stop_at_documents():
     assert moved.tolist() == [False] * 5 + [True] * 7 + [False] * 12
 
 
+def moved(token, value):
+    return torch.arange(12).index_fill(0, torch.tensor(token), value)
+
+
+def hiding(row, token, hidden):
+    mask, _ = masks_and_positions(documents(), reset_attention_mask=True)
+    mask[row, 0, token, hidden] = True
+    return mask
+
+
+FORM = r"it must be torch.bool \[2, 1, 12, 12\]"
+
+
 @pytest.mark.parametrize(
-    "token, value, message",
-    [(5, 3, "have 3 for token 5 of row 0"), (0, 4, "have 4 for token 0 of row 0")],
+    ("positions", "mask", "message"),
+    [
+        (moved(5, 3), None, "have 3 for token 5 of row 0.*as packed_seq_params"),
+        (moved(0, 4), None, "have 4 for token 0 of row 0"),
+        (torch.zeros(12, 2).long(), None, r"shape \[12, 2\]; the tokens have \[2, 12\]"),
+        (None, hiding(1, 7, 2), "hides token 2 of row 1 from token 7"),
+        (None, torch.zeros(1, 1, 12, 12).bool(), "shows token 1 of row 0 to token 0"),
+        (None, torch.zeros(2, 1, 12, 12), FORM),
+        (None, torch.ones(2, 12).bool(), FORM),
+    ],
 )
-def test_positions_that_jump_are_refused(token, value, message):
-    positions = torch.arange(12).index_fill(0, torch.tensor(token), value)
-    with pytest.raises(ValueError, match=message) as error:
-        small_model()(documents(), positions)
-    assert "boundaries of the sequences as packed_seq_params" in str(error.value)
+def test_what_tells_of_no_documents_is_refused(positions, mask, message):
+    with pytest.raises(ValueError, match=message):
+        small_model()(documents(), positions, mask)
 
 
 def test_positions_and_a_mask_that_contradict_are_refused():
@@ -104,32 +123,6 @@ def test_positions_and_a_mask_that_contradict_are_refused():
     mask, _ = masks_and_positions(tokens, reset_attention_mask=True)
     with pytest.raises(ValueError, match="restart at token 5 of row 1, but attention_mask shows"):
         small_model()(tokens, positions[0], mask)
-
-
-def test_a_mask_that_hides_part_of_a_document_is_refused():
-    tokens = documents()
-    mask, _ = masks_and_positions(tokens, reset_attention_mask=True)
-    mask[1, 0, 7, 2] = True
-    with pytest.raises(ValueError, match="hides token 2 of row 1 from token 7"):
-        small_model()(tokens, attention_mask=mask)
-
-
-def test_a_mask_that_shows_later_tokens_is_refused():
-    with pytest.raises(ValueError, match="shows token 1 of row 0 to token 0"):
-        small_model()(documents(), attention_mask=torch.zeros(1, 1, 12, 12, dtype=torch.bool))
-
-
-@pytest.mark.parametrize(
-    "mask", [torch.zeros(2, 1, 12, 12), torch.ones(2, 12, dtype=torch.bool)], ids=["float", "2-d"]
-)
-def test_a_mask_of_another_form_is_refused(mask):
-    with pytest.raises(ValueError, match=r"it must be torch.bool \[2, 1, 12, 12\]"):
-        small_model()(documents(), attention_mask=mask)
-
-
-def test_positions_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"shape \[12, 2\]; the tokens have \[2, 12\]"):
-        small_model()(documents(), torch.zeros(12, 2, dtype=torch.long))
 
 
 @torch.no_grad()

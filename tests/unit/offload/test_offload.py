@@ -3,6 +3,7 @@ who need not."""
 
 import errno
 import gc
+import itertools
 import os
 import random
 import re
@@ -13,8 +14,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from differential import InjectedError, LogitsRecorder, RandomRun, failing_forward, poison
-from forks import in_fork
+from differential import InjectedError, LogitsRecorder, failing_forward, poison
 from matrix import matrix_rows
 from reference import (
     greedy,
@@ -74,9 +74,15 @@ def answer(engine, prompt, count=6):
     return result
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
-@pytest.mark.parametrize("length", [33, 96])
+@pytest.mark.parametrize(
+    ("pattern", "length", "tier"),
+    matrix_rows(
+        itertools.product(PATTERNS.values(), (33, 96), TIERS),
+        *((pattern, 33, "host") for pattern in PATTERNS.values()),
+        ("MG*-W-", 96, "disk"),
+        ("*-*-", 96, "disk"),
+    ),
+)
 def test_what_was_evicted_comes_back(tmp_path, tier, pattern, length):
     model, prompt = tiny_model(pattern), random_tokens(length)
     engine = engine_with(tier, tmp_path, model)
@@ -147,8 +153,15 @@ def test_host_memory_hands_on_to_the_disk(tmp_path):
     engine.close()
 
 
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(
+    ("pattern", "tier"),
+    matrix_rows(
+        itertools.product(PATTERNS.values(), TIERS),
+        ("MG*-W-", "host"),
+        ("W-", "disk"),
+        ("MK", "host"),
+    ),
+)
 def test_a_tier_that_could_hold_nothing_is_refused_and_the_least_one_serves(
     pattern, tier, tmp_path
 ):
@@ -216,16 +229,6 @@ def test_explain_promises_nothing_to_a_request_that_computes_all_of_its_prompt()
     empty_pool(engine)
     assert engine.explain(prompt).below == ("host", 100)
     assert engine.explain(prompt, SamplingParams(return_log_probs=True)).below is None
-
-
-def test_explain_where_the_last_token_is_computed_for_its_logits():
-    engine = tiny_engine(tiny_model("*-"), host_cache_bytes=64 << 20)
-    prompt = random_tokens(100)
-    answer(engine, prompt)
-    empty_pool(engine)
-    explanation = engine.explain(prompt[:96])  # whole blocks
-    assert explanation.below == ("host", 95)
-    assert engine.generate([prompt[:96]], greedy(1))[0].prefix.skipped_tokens == 95
 
 
 @pytest.mark.parametrize("pattern", ["M*", "W*", "*-"])
@@ -489,8 +492,18 @@ class LateArrival(Arrival):
         pass
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize(("slots", "in_pool"), [(1, 2), (2, 2), (2, 3), (4, 4)])
+@pytest.mark.parametrize(
+    ("slots", "in_pool", "is_late"),
+    matrix_rows(
+        [
+            (*room, is_late)
+            for room in ((1, 2), (2, 2), (2, 3), (4, 4))
+            for is_late in (False, True)
+        ],
+        (1, 2, True),
+        (4, 4, False),
+    ),
+)
 def test_queued_prompts_do_not_evict_each_other(monkeypatch, slots, in_pool, is_late):
     """All are in host memory, and the pool has room for a few."""
     model = tiny_model("MG*-")
@@ -530,8 +543,14 @@ def test_a_fetch_that_arrives_while_its_step_is_planned_fails_no_step(monkeypatc
     assert request.result().prefix.fetched_tokens == 100 and len(asked) > 1
 
 
-@pytest.mark.parametrize("pattern", ["*-", "MG*-"])
-@pytest.mark.parametrize("lengths", [(20, 33), (40, 64), (70, 81)])
+@pytest.mark.parametrize(
+    ("pattern", "lengths"),
+    matrix_rows(
+        itertools.product(("*-", "MG*-"), ((20, 33), (40, 64), (70, 81))),
+        ("*-", (20, 33)),
+        ("MG*-", (40, 64)),
+    ),
+)
 def test_a_request_waits_for_the_pages_of_a_fetch_behind_it(pattern, lengths):
     """The pool has just the pages that two fetches take, and requests need one or two more."""
     model = tiny_model(pattern)
@@ -698,27 +717,6 @@ def test_what_leaves_the_pool_without_memory_for_its_keys_is_counted(monkeypatch
     assert engine.stats()["host_without_memory"] > 0
     assert engine.stats()["host_states"] == 0
     engine.check_integrity()
-
-
-def test_what_is_read_from_the_disk_at_a_time_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(fetch, "MAX_READ_BYTES", 1)
-    engine = tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
-    prompts = [random_tokens(60, seed=seed) for seed in range(3)]
-    for prompt in prompts:
-        answer(engine, prompt)
-    empty_pool(engine)
-    store = engine.offload.disk.store = SlowStore(engine.offload.disk.store)
-    requests = [engine.add_request(prompt, greedy(6)) for prompt in prompts]
-    other = engine.add_request(random_tokens(30, seed=5), greedy(30))
-    for left in (3, 2, 1):
-        engine.step()
-        assert sum(request.fetch is not None for request in requests) == left
-        assert store.arrive() == 60 // 16 + 1  # one prompt's
-        engine.step()  # it is loaded
-    while engine.has_work:
-        engine.step()
-    assert [r.result().prefix.skipped_tokens for r in requests] == [60] * 3 and other.done
-    engine.close()
 
 
 def test_reads_ahead_fit_into_their_limit(tmp_path, monkeypatch):
@@ -962,7 +960,7 @@ def test_a_full_disk_is_a_smaller_tier(tmp_path, monkeypatch, number):
 # What outlives the engine ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+@pytest.mark.parametrize("pattern", matrix_rows(PATTERNS.values(), "MG*-W-", "*-*-", "MK"))
 def test_save_cache_and_a_warm_start(tmp_path, pattern):
     model = tiny_model(pattern)
     engine = tiny_engine(model, host_cache_bytes=1 << 20)
@@ -1054,86 +1052,6 @@ def test_an_engine_that_could_not_be_made_releases_its_folder(tmp_path, monkeypa
     tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path).close()
 
 
-def test_an_engine_as_a_context_releases_its_folder(tmp_path):
-    model, prompt = tiny_model("MG*-"), random_tokens(60)
-    with pytest.raises(ZeroDivisionError), tiny_engine(model, cache_dir=tmp_path) as engine:
-        answer(engine, prompt)
-        empty_pool(engine)
-        raise ZeroDivisionError
-    with tiny_engine(model, cache_dir=tmp_path) as engine:
-        assert answer(engine, prompt).prefix.fetched_tokens == 60
-
-
-def test_clear_cache_after_the_weights_changed(tmp_path):
-    model = tiny_model.__wrapped__("MG*-")  # one of its own
-    fields = {"host_cache_bytes": 60_000, "cache_dir": tmp_path}
-    engine = tiny_engine(model, **fields)
-    prompts = [random_tokens(60, seed=seed) for seed in range(4)]
-    for prompt in prompts:
-        answer(engine, prompt)
-    engine.save_cache()
-    request = engine.add_request(prompts[0], greedy(3))
-    with pytest.raises(RuntimeError, match="0 requests run and 1 wait"):
-        engine.clear_cache()
-    engine.cancel(request)
-    stats = engine.stats()
-    assert stats["checkpoints"] and stats["disk_states"]
-
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.5)
-    engine.clear_cache()
-    stats = engine.stats()
-    held = ("checkpoints", "cached_tokens", "host_bytes", "disk_bytes", "disk_kv_blocks")
-    assert not any(stats[name] for name in held)
-    for prompt in prompts:
-        result = answer(engine, prompt)
-        assert result.prefix.skipped_tokens == 0
-        assert result.generated_tokens == greedy_tokens(model, prompt, 6)
-    engine.save_cache()
-    engine.close()
-    with pytest.raises(CacheFolderError, match="for another weights"):
-        tiny_engine(tiny_model("MG*-"), cache_dir=tmp_path)
-    engine = tiny_engine(model, **fields)  # the folder is good for the new ones
-    assert all(answer(engine, prompt).prefix.fetched_tokens for prompt in prompts)
-    engine.close()
-
-
-def test_states_are_encoded_for_the_new_weights_after_clear_cache(tmp_path):
-    """A new engine with the same weights reads the folder: both have to reckon with one decay."""
-
-    def set_decays(model, last):
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith("dt_bias"):
-                    parameter.copy_(torch.linspace(-6, last, parameter.numel()))
-                elif name.endswith("A_log"):
-                    parameter.fill_(1.0)
-
-    model = tiny_model.__wrapped__("MG*-")  # one of its own
-    fields = {"cache_dir": tmp_path, "state_encoding": "int8"}
-    prompt = random_tokens(60)
-    more = [*prompt, 7, 9]
-
-    def log_probs_of(engine):
-        params = SamplingParams(
-            top_k=1, num_tokens_to_generate=4, return_log_probs=True, skip_prompt_log_probs=True
-        )
-        result = engine.generate([more], params)[0]
-        assert result.prefix.skipped_tokens == len(prompt)
-        return result.log_probs
-
-    set_decays(model, last=4.0)
-    with tiny_engine(model, **fields) as engine:
-        set_decays(model, last=-6.0)
-        engine.clear_cache()
-        answer(engine, prompt)
-        engine.save_cache()
-        expected = log_probs_of(engine)
-    with tiny_engine(model, **fields) as engine:
-        assert log_probs_of(engine) == expected
-
-
 def test_an_engine_that_nobody_closed_releases_its_folder(tmp_path):
     model, prompt = tiny_model("MG*-"), random_tokens(90)
     engine = tiny_engine(model, cache_dir=tmp_path, host_cache_bytes=1 << 20)
@@ -1148,27 +1066,6 @@ def test_an_engine_that_nobody_closed_releases_its_folder(tmp_path):
     engine = tiny_engine(model, cache_dir=tmp_path)
     assert answer(engine, prompt).prefix.fetched_tokens == 90
     engine.close()
-    engine.close()
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_forked_process_is_told_to_make_its_own_engine(tmp_path):
-    model, prompt = tiny_model("MG*-"), random_tokens(90)
-    engine = tiny_engine(model, cache_dir=tmp_path)
-    answer(engine, prompt)
-    empty_pool(engine)
-    engine.offload.disk.store.flush()
-
-    def check():
-        for use in (engine.save_cache, engine.clear_cache, engine.stats, engine.step):
-            with pytest.raises(RuntimeError, match="is a fork: make an engine of its own in each"):
-                use()
-        with pytest.raises(RuntimeError, match="is a fork"):
-            engine.generate([prompt], greedy(1))
-        engine.close()
-
-    assert in_fork(check) == 0
-    assert answer(engine, prompt).prefix.fetched_tokens == 90
     engine.close()
 
 
@@ -1221,12 +1118,6 @@ def test_a_relative_folder_is_where_the_engine_was_made(tmp_path, monkeypatch):
 def test_bad_sizes_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         tiny_engine(tiny_model("MG*-"), **fields)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_runs_with_tiers(seed):
-    """Many more: tests/functional/inference/test_many_random_runs.py."""
-    RandomRun(500 + seed, num_requests=7, tiers=True, crowded=seed % 2 == 0).run()
 
 
 def test_save_cache_where_nothing_is_restored(tmp_path):

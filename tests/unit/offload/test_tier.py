@@ -283,19 +283,6 @@ def test_a_tier_below_that_fails_costs_nothing_but_its_records():
     assert tier.num_states == 1
 
 
-def test_what_is_used_stays_longer_and_time_passes():
-    spec = SPECS["hybrid"]
-    tier = Tier("host", spec, bytes_of(spec, 40, 40), Bytes())
-    keep(tier, [1] * 40, spec, saved=10)
-    keep(tier, [2] * 40, spec, saved=10)
-    tier.count_use(tier.find(PrefixKeys(np.full(40, 1, dtype=np.int32), "", 16)))
-    keep(tier, [3] * 40, spec, saved=10)
-    assert (find(tier, [1] * 40), find(tier, [2] * 40)) == (40, 0)
-    for token in range(4, 20):  # nobody comes back for it
-        keep(tier, [token] * 40, spec, saved=10)
-    assert find(tier, [1] * 40) == 0
-
-
 def test_in_pure_attention_kv_is_evicted_from_its_ends():
     spec = SPECS["pure attention"]
     block = spec.kv_pages_per_block * spec.page_bytes
@@ -303,19 +290,6 @@ def test_in_pure_attention_kv_is_evicted_from_its_ends():
     keep(tier, [1] * 64, spec)
     keep(tier, [2] * 16, spec)
     assert (find(tier, [1] * 64), find(tier, [2] * 64)) == (48, 16)
-
-
-def test_a_shared_block_stays_for_the_state_that_needs_it():
-    spec = SPECS["hybrid"]
-    shared = [1] * 32
-    tier = Tier("host", spec, 1 << 30, Bytes())
-    keep(tier, [*shared, *[2] * 16], spec)
-    keep(tier, [*shared, *[3] * 16], spec)
-    assert tier.num_blocks == 4
-    first = tier.find(PrefixKeys(np.array([*shared, *[2] * 16], dtype=np.int32), "", 16))
-    tier.remove(first)
-    assert tier.num_blocks == 3
-    assert find(tier, [*shared, *[3] * 16]) == 48
 
 
 @pytest.mark.parametrize("name", SPECS)

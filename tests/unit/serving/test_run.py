@@ -16,7 +16,6 @@ import pytest
 import uvicorn
 from waiting import LIMIT_S
 
-from megatron_hybrid.serving import service
 from megatron_hybrid.serving.request_middleware import access
 from megatron_hybrid.serving.run import Address, _PlainLines, _Server, log_lines
 from megatron_hybrid.serving.service import Service
@@ -181,7 +180,8 @@ def test_a_server_that_ends_at_once_saves_no_cache(hurried, saved):
         calls.append(name)
 
     service = Service.__new__(Service)
-    service.saves_cache, service._tickets = True, []
+    service.saves_cache = True
+    service.admission = SimpleNamespace(abort_all=lambda: None)
     service.engine = SimpleNamespace(
         rank_failure=None,
         end_waits=lambda: None,
@@ -228,23 +228,3 @@ def test_a_ctrl_c_that_comes_from_terminal_and_launcher_is_one(num_ranks, ends):
         assert server.should_exit == ends
 
     asyncio.run(end())
-
-
-def test_freed_memory_goes_back_once_when_nothing_runs(monkeypatch):
-    calls = []
-    monkeypatch.setattr(service, "_trim", calls.append)
-    monkeypatch.setattr(service, "_REST_SECONDS", 0.001)
-    server = SimpleNamespace(_tickets={1}, _num_tickets=1)
-
-    async def rest():
-        task = asyncio.create_task(service.Service.give_back(server))
-        await asyncio.sleep(0.05)
-        assert not calls
-        server._tickets.clear()
-        while not calls:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.02)
-        task.cancel()
-
-    asyncio.run(rest())
-    assert calls == [0]

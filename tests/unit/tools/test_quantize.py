@@ -68,42 +68,36 @@ def test_each_weight_is_rounded_to_nearest(llama, tmp_path, to):
         assert 0 < kind.error < {"fp8": 0.03, "int8": 0.012}.get(to, 0.13)
 
 
+TOKENS = torch.arange(3, 43)[None]
+
+
+@torch.no_grad()
+def logits_as_of_transformers(folder: Path) -> torch.Tensor:
+    """Ours of a folder, which have to be transformers' of it."""
+    ours, _ = mh.load_pretrained(folder)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    found = ours(TOKENS)
+    torch.testing.assert_close(found, theirs(TOKENS, use_cache=False).logits, rtol=0, atol=0.02)
+    return found
+
+
 @pytest.mark.parametrize("to", FORMATS)
 def test_transformers_reads_what_it_writes(llama, tmp_path, to):
     quantize(llama, tmp_path / "out", to)
-    ours, _ = mh.load_pretrained(tmp_path / "out")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
-    tokens = torch.arange(3, 43)[None]
-    with torch.no_grad():
-        found = ours(tokens, torch.arange(40)[None], None)
-        expected = theirs(tokens, use_cache=False).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+    found = logits_as_of_transformers(tmp_path / "out")
     original, _ = mh.load_pretrained(llama)
     with torch.no_grad():
-        assert not torch.equal(found, original(tokens, torch.arange(40)[None], None))
+        assert not torch.equal(found, original(TOKENS))
 
 
 def test_a_tied_model_is_read_by_transformers_too(tmp_path):
     """Its head has no tensor, and must be named as one that is not quantized."""
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=96,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96}
+    config = LlamaConfig(**sizes, **heads, tie_word_embeddings=True, dtype="bfloat16")
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "tied")
     quantize(tmp_path / "tied", tmp_path / "out", "fp8")
-    ours, _ = mh.load_pretrained(tmp_path / "out")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
-    tokens = torch.arange(3, 43)[None]
-    with torch.no_grad():
-        found = ours(tokens, torch.arange(40)[None], None)
-        expected = theirs(tokens, use_cache=False).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+    logits_as_of_transformers(tmp_path / "out")
 
 
 def test_parts_that_steer_states_stay_as_they_are(tmp_path, capsys):

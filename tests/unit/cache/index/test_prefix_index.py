@@ -129,17 +129,6 @@ def test_common_prefix(a, b, expected):
 # ---- walking and growing ----
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 100])
-@pytest.mark.parametrize("asked", [1, 8, 16, 40, 120])
-def test_walk_matches_to_the_token(length, asked):
-    tree = Tree()
-    pages = tree.add(counting(length))
-    path = tree.walk(counting(asked))
-    assert path.depth == path.known == min(length, asked)
-    blocks = -(-path.depth // B)
-    assert np.array_equal(path.pages(blocks), pages[:blocks])
-
-
 def test_walk_of_an_empty_tree_or_another_salt_finds_nothing():
     tree = Tree()
     assert tree.walk([1, 2]).depth == 0
@@ -189,38 +178,6 @@ def test_the_owner_grows_its_leaf_in_place():
         tree.check()
     assert tree.spans() == [(0, 59)]
     assert tree.pool.cached_counts[pages.ravel()].tolist() == [1, 1, 1, 1]
-
-
-def test_a_prefix_of_what_is_there_takes_no_pages():
-    tree = Tree()
-    tree.add(counting(40))
-    free = tree.pool.num_free
-    tree.add(counting(25))
-    assert tree.pool.num_free == free
-    assert tree.spans() == [(0, 40)]
-
-
-def test_checkpoints_go_with_their_side_of_a_split_and_a_join():
-    tree = Tree()
-    tree.add(counting(60))
-    points = {n: tree.save(counting(n)) for n in (10, 30, 31, 60)}
-    tree.add([*counting(30), 999])
-    assert tree.walk(counting(60)).deepest_checkpoint() is points[60]
-    assert tree.walk(counting(59)).deepest_checkpoint() is points[31]
-    assert tree.walk([*counting(30), 999]).deepest_checkpoint() is points[30]
-    assert tree.walk(counting(29)).deepest_checkpoint() is points[10]
-    assert tree.walk(counting(9)).deepest_checkpoint() is None
-    assert [points[60].previous(), points[31].previous()] == [points[31], points[30]]
-    assert points[10].previous() is None
-    tree.touch(counting(60))
-    tree.drop([*counting(30), 999], 30)
-    assert tree.index._forgettable
-    tree.index.forget(0)
-    tree.touch(counting(60))
-    assert tree.spans() == [(0, 60)]
-    (edge,) = tree.index.edges()
-    assert {p: c for p, c in edge.checkpoints.items()} == points
-    assert all(point.edge is edge for point in points.values())
 
 
 def test_edges_used_apart_stay_apart_and_used_together_are_joined():
@@ -274,27 +231,6 @@ def test_a_fork_is_where_prompts_part():
 # ---- KV that was dropped ----
 
 
-@pytest.mark.parametrize(
-    ("new_end", "held_end", "free_blocks"),
-    [(64, 64, 1), (40, 40, 2), (48, 48, 2), (16, 16, 4), (0, 0, 5), (-7, 0, 5)],
-)
-def test_drop_kv_keeps_the_tokens(new_end, held_end, free_blocks):
-    tree = Tree()
-    pages = tree.add(counting(70))
-    free = tree.pool.num_free
-    tree.drop(counting(70), new_end)
-    assert tree.held() == [(0, held_end, 70)]
-    assert tree.pool.num_free - free == free_blocks
-    path = tree.walk(counting(70))
-    assert (path.depth, path.known) == (held_end, 70)
-    assert (tree.index.num_tokens, tree.index.num_held_tokens) == (70, held_end)
-    if held_end:
-        blocks = -(-held_end // B)
-        assert np.array_equal(path.pages(blocks), pages[:blocks])
-    path = tree.walk([*counting(held_end), 7777])
-    assert (path.depth, path.known) == (held_end, held_end)
-
-
 def test_drop_kv_takes_states_behind_it_along_and_remembers_them():
     tree = Tree()
     tree.add(counting(70))
@@ -306,41 +242,6 @@ def test_drop_kv_takes_states_behind_it_along_and_remembers_them():
     assert edge.checkpoints == points
     assert tree.walk(counting(70)).deepest_checkpoint() is points[40]
     assert (tree.index.num_checkpoints, edge.num_stored) == (1, 1)
-
-
-def test_known_tokens_are_walked_beneath_the_last_held_one():
-    """(0, 20] held, two known branches beneath; then of (0, 20] itself only a part."""
-    tree = Tree()
-    tree.add(LEFT)
-    tree.add(RIGHT)
-    tree.add([*RIGHT[:30], 8, 8])
-    for tokens in (LEFT, [*RIGHT[:30], 8, 8], RIGHT, RIGHT[:30]):
-        tree.drop(tokens, 0)
-    for upper in (20, 10, 0):
-        tree.drop(counting(20), upper)
-        for tokens in (LEFT, RIGHT, [*RIGHT[:30], 8, 8]):
-            path = tree.walk(tokens)
-            assert (path.depth, path.known) == (upper, len(tokens))
-        path = tree.walk([*RIGHT[:35], 1])
-        assert (path.depth, path.known) == (upper, 35)
-        assert tree.walk(counting(5)).depth == min(5, upper)
-        if upper:
-            break
-    tree.drop(counting(20), 10)
-    assert tree.walk(RIGHT).depth == 10
-
-
-def test_a_deeper_edge_counts_as_held_only_if_all_above_it_is():
-    """`depth` must not jump over a gap, even if an edge beneath starts where the match stands."""
-    tree = Tree()
-    tree.add(counting(40))
-    tree.touch(counting(20))
-    tree.drop(counting(40), 0)
-    tree.drop(counting(20), 7)
-    assert tree.held() == [(0, 7, 20), (20, 20, 40)]
-    path = tree.walk(counting(40))
-    assert (path.depth, path.known) == (7, 40)
-    assert path.pages(1).shape == (1, 1)
 
 
 def test_a_leaf_without_kv_leaves_its_parent_a_held_leaf():
@@ -362,21 +263,6 @@ def test_a_leaf_without_kv_leaves_its_parent_a_held_leaf():
     tree.drop(counting(20), 0)
     assert not upper.is_held_leaf()
     assert tree.pool.num_free == 999
-
-
-@pytest.mark.parametrize("kept", [0, 5, 16, 20, 30, 32, 39])
-def test_what_was_dropped_is_held_again(kept):
-    tree = Tree()
-    first = tree.add(counting(40))
-    tree.drop(counting(40), kept)
-    second = tree.add(counting(40))
-    assert tree.held() == [(0, 40, 40)]
-    assert tree.index.num_held_tokens == 40
-    # whole blocks stay; the page of a partial one is replaced by one that has all of its rows
-    whole = kept // B
-    expected = [*first[:whole, 0], *second[whole:, 0]]
-    assert tree.walk(counting(40)).pages(3).ravel().tolist() == expected
-    assert tree.pool.num_free == 999 - 3
 
 
 @pytest.mark.parametrize("kept", [0, 10, 18, 20, 25, 32, 40])
@@ -411,17 +297,6 @@ def test_insert_over_a_partly_held_edge_with_a_split(kept, at, more):
     assert tree.index.num_held_tokens == max(at, kept) + more
 
 
-def test_a_known_leaf_is_held_again_and_grows():
-    tree = Tree()
-    first = tree.add(counting(40))
-    tree.drop(counting(40), 20)
-    second = tree.add(counting(70))
-    assert tree.held() == [(0, 70, 70)]
-    expected = [first[0, 0], *second[1:, 0]]
-    assert tree.walk(counting(70)).pages(5).ravel().tolist() == expected
-    assert tree.pool.num_free == 999 - 5
-
-
 def test_the_owner_of_a_dropped_page_publishes_it_again():
     """A running request's own blocks were dropped from the tree; its next commit brings them."""
     tree = Tree()
@@ -432,35 +307,6 @@ def test_the_owner_of_a_dropped_page_publishes_it_again():
     tree.index.insert("", tokens, pages)
     tree.check()
     assert tree.pool.cached_counts[pages.ravel()].tolist() == [1, 1, 1]
-
-
-@pytest.mark.parametrize("kept", [0, 10, 16, 24])
-def test_a_join_with_held_end_inside(kept):
-    """Upper (0, 24], lower (24, 60], KV up to `kept` or up to 40: joined, it is where it was."""
-    tree = Tree()
-    pages = tree.add(counting(60))
-    tree.touch(counting(24))
-    tree.drop(counting(60), 0)
-    tree.drop(counting(24), kept)
-    assert tree.held() == [(0, kept, 24), (24, 24, 60)]
-    tree.touch(counting(60))
-    assert tree.held() == [(0, kept, 60)]
-    blocks = -(-kept // B)
-    if kept:
-        assert np.array_equal(tree.walk(counting(60)).pages(blocks), pages[:blocks])
-    tree.add(counting(60))
-    assert tree.held() == [(0, 60, 60)]
-
-
-def test_a_join_with_held_end_inside_the_lower_part():
-    tree = Tree()
-    pages = tree.add(counting(60))
-    tree.touch(counting(24))
-    tree.drop(counting(60), 40)
-    tree.touch(counting(60))
-    assert tree.held() == [(0, 40, 60)]
-    assert np.array_equal(tree.walk(counting(60)).pages(3), pages[:3])
-    assert tree.pool.cached_counts[pages.ravel()].tolist() == [1, 1, 1, 0]
 
 
 # ---- states ----
@@ -497,16 +343,6 @@ def test_checkpoints_are_watched_until_they_are_forgotten():
     tree.index.clear()
     assert not list(tree.index.checkpoints())
     assert all(each.edge is None for each in watched)
-
-
-def test_one_edge_watches_a_bounded_number_of_positions():
-    tree = Tree()
-    tree.add(counting(4000))
-    leaf = tree.leaf(counting(4000))
-    for position in range(1, 4000):
-        tree.index.watch(leaf, position, Kind.INTERVAL, now=position)
-    tree.check()
-    assert len(leaf.checkpoints) == MAX_WATCHED
 
 
 def test_watching_a_position_again_finds_its_record():
@@ -634,19 +470,6 @@ def test_use_of_known_tokens_defers_their_end():
     assert [tree.walk(counting(30), salt).known for salt in "ab"] == [30, 0]
 
 
-def test_what_is_held_is_never_forgotten():
-    tree = Tree()
-    tree.add(LEFT)
-    tree.add(RIGHT)
-    tree.index.forget(0)
-    tree.check()
-    assert tree.walk(LEFT).known == 40
-    tree.drop(LEFT, 0)
-    tree.index.forget(0)
-    tree.check()
-    assert (tree.walk(LEFT).known, tree.walk(RIGHT).known) == (20, 50)
-
-
 def test_forgetting_goes_up_the_tree():
     """A parent without KV may go as soon as its last child went, and its records with it."""
     tree = Tree()
@@ -666,36 +489,6 @@ def test_forgetting_goes_up_the_tree():
     assert all(point.edge is None for point in points)
 
 
-def test_two_are_one_when_what_parted_them_is_forgotten():
-    tree = Tree()
-    tree.add(LEFT)
-    tree.add(RIGHT)
-    tree.touch(RIGHT)
-    tree.drop(LEFT, 30)
-    tree.drop(LEFT, 0)
-    tree.index.forget(0)
-    tree.check()
-    assert tree.held() == [(0, 50, 50)]
-
-
-def test_where_nothing_attends_tokens_are_needed_up_to_the_last_state():
-    tree = Tree(pages_per_block=0)
-    tree.add(counting(40))
-    tree.add([*counting(20), *counting(20, 500)])
-    assert tree.pool.num_free == 999
-    point = tree.save(counting(30))
-    tree.index.forget(31)
-    tree.check()
-    assert tree.held() in ([(0, 30, 30)], [(0, 20, 20), (20, 30, 30)])
-    assert tree.walk(counting(40)).depth == 30
-    tree.index.drop_checkpoint(point)
-    tree.check()
-    tree.index.forget(0)
-    tree.check()
-    assert tree.held() == []
-    assert point.edge is None
-
-
 def test_salts_without_content_are_forgotten():
     tree = Tree()
     tokens, page = np.array([1, 2, 3], dtype=np.int32), tree.pool.allocate(1).reshape(1, 1)
@@ -710,16 +503,6 @@ def test_salts_without_content_are_forgotten():
 
 
 # ---- tails ----
-
-
-def test_tails_are_announced_when_they_become_one():
-    tree = Tree()
-    tree.add(LEFT)
-    tree.add(RIGHT)
-    tree.tails.clear()
-    for end in (LEFT, RIGHT):
-        tree.drop(end, 0)
-    assert any(edge.end == 20 and edge.is_held_leaf() for edge in tree.tails)
 
 
 def test_a_split_announces_the_tail_that_it_makes():
@@ -979,22 +762,16 @@ def shift(tree):
         (add_empty_edge, "is empty"),
         (lambda tree: setattr(edge_with(tree, 40), "end", 43), "wrong number of tokens"),
         (lambda tree: setattr(edge_with(tree, 40), "held_end", 41), "KV beyond its ends"),
-        (lambda tree: setattr(edge_with(tree, 40), "held_end", 19), "KV beyond its ends"),
         (lambda tree: setattr(edge_with(tree, 40), "held_end", 32), "state beyond its KV"),
         (lambda tree: setattr(edge_with(tree, 40), "_pages", np.zeros((1, 1), np.int32)),
          "wrong number of pages"),
-        (lambda tree: setattr(edge_with(tree, 40), "first_block", 0), "wrong"),
         (shift, "does not start at its parent's end"),
         (drop_upper, "KV that its parent lacks"),
         (refile, "another token"),
         (unlink_sibling, "one with its only child"),
         (lambda tree: setattr(edge_with(tree, 40).checkpoints[40], "position", 39),
          "checkpoint that lies elsewhere"),
-        (lambda tree: setattr(edge_with(tree, 40).checkpoints[40], "edge", edge_with(tree, 50)),
-         "checkpoint that lies elsewhere"),
         (lambda tree: edge_with(tree, 40).stored.clear(), "lists other states"),
-        (lambda tree: edge_with(tree, 40).stored.insert(0, 30), "lists other states"),
-        (lambda tree: setattr(edge_with(tree, 40), "num_stored", 0), "miscounts the states"),
         (lambda tree: setattr(edge_with(tree, 20), "num_stored", 2), "miscounts the states"),
         (lambda tree: setattr(edge_with(tree, 20), "num_held_children", 1), "miscounts its child"),
         (lambda tree: tree.index._forgettable.clear(), "may be forgotten"),

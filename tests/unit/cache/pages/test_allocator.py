@@ -17,44 +17,6 @@ def test_allocates_all_but_the_null_page():
     pool.check_integrity()
 
 
-def test_a_refused_allocation_changes_nothing():
-    pool = PageAllocator(4)
-    pool.allocate(2)
-    assert pool.allocate(2) is None
-    assert pool.num_free == 1
-    pool.check_integrity()
-
-
-def test_a_page_is_free_when_neither_requests_nor_the_index_hold_it():
-    pool = PageAllocator(4)
-    pages = pool.allocate(2)
-    pool.retain(pages)
-    assert pool.ref_counts[pages].tolist() == [2, 2]
-    pool.cache(pages)
-    pool.release(pages)
-    pool.release(pages)
-    assert (pool.num_free, pool.num_evictable) == (1, 2)
-    pool.retain(pages[:1])
-    assert pool.num_evictable == 1
-    pool.uncache(pages)
-    assert (pool.num_free, pool.num_evictable) == (2, 0)
-    pool.release(pages[:1])
-    assert pool.num_free == 3
-    pool.check_integrity()
-
-
-def test_two_edges_may_hold_a_page():
-    pool = PageAllocator(3)
-    pages = pool.allocate(1)
-    pool.cache(pages)
-    pool.cache(pages)
-    pool.release(pages)
-    pool.uncache(pages)
-    assert pool.num_free == 1
-    pool.uncache(pages)
-    assert pool.num_free == 2
-
-
 def test_any_number_of_states_may_hold_a_page():
     """As those of short chats do, whose windows all reach back into one system prompt."""
     pool = PageAllocator(3)
@@ -138,14 +100,6 @@ def test_random_operations_against_counting():
         assert pool.cached_counts.tolist() == cached
         assert pool.num_free == sum(not a and not b for a, b in zip(refs, cached)) - 1
         pool.check_integrity()
-
-
-def test_pages_are_handed_out_again_before_fresh_ones():
-    pool = PageAllocator(8)
-    pages = pool.allocate(3)
-    pool.release(pages[:2])
-    assert pool.allocate(4).tolist() == [1, 2, 4, 5]
-    pool.check_integrity()
 
 
 def test_a_page_that_more_requests_hold_than_can_be_counted_is_refused():

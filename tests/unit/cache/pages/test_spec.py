@@ -116,22 +116,6 @@ def test_local_blocks_are_those_that_the_next_token_sees(group, block):
         assert list(range(1000)[got.local_blocks(0, position)]) == needed
 
 
-@pytest.mark.parametrize(
-    ("group", "position", "blocks"),
-    [
-        (KVGroup(1, 64, window=32), 47, slice(1, 3)),  # sees 16 .. 47
-        (KVGroup(1, 64, window=32), 46, slice(0, 3)),
-        (KVGroup(1, 64, window=1), 40, slice(2, 2)),
-        (KVGroup(1, 64, chunk=40), 79, slice(2, 5)),  # sees 40 .. 79
-        (KVGroup(1, 64, chunk=40), 80, slice(5, 5)),  # a new chunk begins: nothing to keep
-        (KVGroup(1, 64, chunk=40), 81, slice(5, 6)),
-        (KVGroup(1, 64, chunk=40), 120, slice(7, 7)),  # inside a block
-    ],
-)
-def test_local_blocks(group, position, blocks):
-    assert spec(group).local_blocks(0, position) == blocks
-
-
 @pytest.mark.parametrize("group", LOCAL_GROUPS, ids=str)
 @pytest.mark.parametrize("chunk_tokens", [1, 2, 16, 17, 70])
 def test_max_local_blocks_is_a_bound_and_is_reached(group, chunk_tokens):

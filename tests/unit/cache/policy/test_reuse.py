@@ -127,23 +127,6 @@ def test_a_new_state_has_the_rate_of_its_fate():
     assert model.rate(state) == pytest.approx(PRIOR_PROBABILITY / PRIOR_GAP)
 
 
-def test_rates_rise_with_uses_and_fall_with_age():
-    model = model_at(1000)
-    rates = [model.rate(checkpoint(uses, 500, 900)) for uses in (1, 3, 9)]
-    assert rates == sorted(rates)
-    idle = [model.rate(checkpoint(5, 0, last_use)) for last_use in (999, 800, 400)]
-    assert idle == sorted(idle, reverse=True)
-
-
-def test_silence_says_more_of_a_state_that_was_used_often():
-    model = model_at(1000)
-    often, rarely = (
-        model.rate(checkpoint(uses, 0, 300)) / model.rate(checkpoint(uses, 0, 1000))
-        for uses in (30, 2)
-    )
-    assert often < rarely / 10
-
-
 def test_the_first_use_starts_the_lifetime():
     model, state = model_at(500), checkpoint(born=100, last_use=100)
     model.count_use(state)
@@ -420,14 +403,3 @@ def test_traffic_tells_forks_tips_and_finished_turns_apart():
 
     assert min(values([fork])) > max(values(tips))
     assert np.mean(values(tips)) > 3 * np.mean(values(inner))
-
-
-def test_learning_is_deterministic():
-    first, second = (after_chats(num_pages=1500) for _ in range(2))
-    assert first.stats()["checkpoints_evicted"] > 0
-    assert first.digest() == second.digest()
-    counts = [
-        {fate: vars(each) | {"_mean": None} for fate, each in cache.policy.reuse._counts.items()}
-        for cache in (first, second)
-    ]
-    assert counts[0] == counts[1]

@@ -4,7 +4,6 @@ what is refused, with both numbers, before anything is allocated."""
 import re
 import resource
 import weakref
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -203,26 +202,6 @@ def test_more_than_there_is_is_refused_before_anything_is_allocated(monkeypatch,
     assert sum(parts) == asked
 
 
-def test_a_pool_takes_a_quarter_of_what_a_cpu_has_left(monkeypatch):
-    available = 512 << 20
-    monkeypatch.setattr(budget, "available_bytes", lambda device: available)
-    sizes = {}
-    for fraction in (0.9, 0.25, 0.1):
-        engine = tiny_engine(cache_bytes=None, memory_fraction=fraction)
-        assert engine.memory.pool.numel() == engine.config.cache_bytes
-        sizes[fraction] = engine.config.cache_bytes
-    assert sizes[0.9] == sizes[0.25] < available / 4
-    assert sizes[0.9] > available / 5  # the rest, for the slots and a step, is small
-    assert sizes[0.1] == pytest.approx(sizes[0.9] * 0.4, rel=0.01)
-
-
-def test_the_host_tier_of_a_cpu_comes_first(monkeypatch):
-    monkeypatch.setattr(budget, "available_bytes", lambda device: 512 << 20)
-    alone = tiny_engine(cache_bytes=None).config.cache_bytes
-    beside = tiny_engine(cache_bytes=None, host_cache_bytes=400 << 20).config.cache_bytes
-    assert alone - beside == pytest.approx(100 << 20, rel=0.01)
-
-
 def test_a_suspended_engine_keeps_its_size(monkeypatch):
     monkeypatch.setattr(budget, "available_bytes", lambda device: 256 << 20)
     engine = tiny_engine(cache_bytes=None)
@@ -315,10 +294,3 @@ def test_running_the_largest_step_changes_no_answer(monkeypatch):
     captures = max_captures(engine.cache.spec, 8, 512)
     measured_step_bytes(engine.model, tiny_engine().context, captures, 512, engine.ranks)
     assert engine.generate([prompt], greedy(5))[0].generated_tokens == expected
-
-
-@pytest.mark.parametrize("fraction", [0, -0.5, 1.1, float("nan"), True, "0.9", None])
-def test_a_bad_fraction_is_refused(fraction):
-    with pytest.raises(ValueError, match=r"memory_fraction is .*(above 0 and at most 1|finite)"):
-        InferenceConfig(memory_fraction=fraction)
-    assert replace(InferenceConfig(), memory_fraction=1).cache_bytes is None

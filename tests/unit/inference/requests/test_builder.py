@@ -27,20 +27,6 @@ def test_a_request_that_says_nothing_is_answered_as_the_model_says():
     assert engine.add_request(PROMPT, SamplingParams(num_tokens_to_generate=3)).params.top_k == 1
 
 
-def test_what_a_request_says_goes_before_the_model():
-    engine = engine_of({"temperature": 0.5, "top_k": 20, "top_p": 0.9, "max_new_tokens": 100})
-    params = engine.add_request(PROMPT, SamplingParams(top_k=1, top_p=0.0)).params
-    assert (params.temperature, params.top_k, params.top_p) == (0.5, 1, 0.0)
-    assert params.num_tokens_to_generate == 100
-    assert engine.explain(PROMPT).match.prompt_tokens == len(PROMPT)
-
-
-def test_without_a_word_of_the_model_ours_hold():
-    params = engine_of().add_request(PROMPT).params
-    assert (params.temperature, params.top_k, params.top_p) == (1.0, 0, 0.0)
-    assert params.num_tokens_to_generate == 30
-
-
 def test_a_length_that_nobody_asked_for_ends_where_the_sequence_does():
     engine = engine_of({"max_new_tokens": 4096}, max_sequence_length=64)
     (result,) = engine.generate([PROMPT])

@@ -157,43 +157,6 @@ def test_a_request_that_waits_for_a_prefill_is_overtaken_within_its_priority(pri
         run(each)
 
 
-def test_an_answer_of_full_length_runs_once_more_for_its_state():
-    each, one = scheduler(), request(0, 10, answer=2)
-    each.add(one)
-    assert [run(each) for _ in range(4)] == [
-        [(0, 0, 10, True)],
-        [(0, 10, 11, True)],
-        [(0, 11, 12, False)],
-        [],
-    ]
-    assert one.status is RequestStatus.FINISHED and not each.has_work
-    # A prompt that goes on from there starts behind it.
-    next_turn = request(1, 20)
-    next_turn.tokens[:12] = one.tokens[:12]
-    each.add(next_turn)
-    assert run(each) == [(1, 12, 20, True)]
-    assert next_turn.report.skipped_tokens == 12
-
-
-def test_a_prompt_that_is_cached_whole_needs_no_forward():
-    each = scheduler()
-    each.add(request(0, 20, answer=1))
-    while each.has_work:
-        run(each)
-    each.add(request(1, 20, seed=0))
-    assert run(each) == [(1, -1, -1, True)]
-    assert run(each) == [(1, 20, 21, True)]
-
-
-def test_an_equal_prompt_waits_for_the_prefill_of_the_first():
-    each = scheduler()
-    each.add(request(0, 100))
-    each.add(request(1, 100, seed=0))
-    assert run(each) == [(0, 0, 64, False)]
-    assert run(each) == [(0, 64, 100, True)]
-    assert run(each) == [(0, 100, 101, True), (1, -1, -1, True)]
-
-
 def test_samples_are_drawn_with_the_first_and_forked_from_it():
     each, one = scheduler(), request(0, 20)
     one.siblings = [request(1, 20, seed=0), request(2, 20, seed=0)]
@@ -254,37 +217,6 @@ def test_a_request_that_ends_keeps_its_slot_until_its_state_is_saved():
     each.cache.check_integrity()
 
 
-def test_a_request_that_ends_without_memory_for_its_state_ends():
-    each, one = scheduler(), request(0, 20)
-    each.add(one)
-    run(each)
-    each.cancel(one)
-    each.complete(each.schedule_moves(), StepResult(unsaved={(0, 20): "no memory"}))
-    assert one.closed and not each.has_work
-    assert not each.cache.allocator.ref_counts.any()
-
-
-def test_nothing_is_visible_before_the_step_is_completed():
-    each, one = scheduler(), request(0, 40)
-    each.add(one)
-    plan = each.schedule()
-    assert [save.position for save in plan.work[0].saves]
-    assert each.cache.match(one.tokens[:40]).shared_tokens == 0
-    each.complete(plan, StepResult({0: Sampled(1)}))
-    assert each.cache.match(one.tokens[:40]).skipped_tokens == 40
-
-
-def test_a_state_that_was_not_saved_is_not_found():
-    each, one = scheduler(), request(0, 40)
-    each.add(one)
-    plan = each.schedule()
-    unsaved = {(0, save.position): "" for save in plan.work[0].saves}
-    each.complete(plan, StepResult({0: Sampled(1)}, unsaved=unsaved))
-    match = each.cache.match(one.tokens[:40])
-    assert (match.shared_tokens, match.skipped_tokens) == (40, 0)
-    assert one.report.checkpoints_skipped == len(unsaved)
-
-
 def cached(length: int) -> Scheduler:
     """One that has answered a prompt, with states at its end and behind the answer."""
     each = scheduler()
@@ -307,22 +239,6 @@ def test_what_a_plan_loads_and_copies_is_pinned_until_it_has_run():
     assert (each.cache.allocator.ref_counts[sources] == 1).all()
     each.complete(plan, StepResult({1: Sampled(1)}))
     assert (each.cache.allocator.ref_counts[sources] == 0).all()
-    each.cache.check_integrity()
-
-
-def test_a_request_that_lacks_memory_to_restore_is_computed_while_others_run():
-    each, one, other = cached(20), request(1, 30), request(2, 10)
-    one.tokens[:20] = request(0, 20).tokens[:20]
-    each.add(other)
-    run(each)
-    each.add(one)
-    plan = each.schedule()
-    assert [(work.request_id, work.start) for work in plan.work] == [(2, 10), (1, 20)]
-    owners = each.complete(plan, StepResult({2: Sampled(1)}, unrestored={1: "no memory"}))
-    assert owners == [other] and list(each.waiting) == [one] and one.lease is None
-    plan = each.schedule()
-    assert [(work.request_id, work.start) for work in plan.work if work.request_id == 1] == [(1, 0)]
-    each.complete(plan, StepResult())
     each.cache.check_integrity()
 
 
@@ -375,27 +291,6 @@ def test_the_last_to_come_makes_room_and_goes_on_at_its_token():
     each.complete(plan, StepResult({i: Sampled(1) for i in (1, 2)}))
     assert each.cache.match(own).shared_tokens == done
     each.cache.check_integrity()
-
-
-def test_a_request_that_cannot_be_parked_starts_from_the_cache():
-    each, requests, plan = preempted()
-    result = StepResult({i: Sampled(1) for i in (0, 1)}, not_parked={2: "no memory"})
-    each.complete(plan, result)
-    each.cancel(requests[0])
-    each.complete(each.schedule_moves(), StepResult())
-    plan = each.schedule()
-    (restore,) = plan.restores
-    assert isinstance(restore, Restore) and restore.request_id == 2
-
-
-def test_parked_bytes_are_dropped_when_nobody_wants_them():
-    each, requests, plan = preempted()
-    each.complete(plan, StepResult({i: Sampled(1) for i in (0, 1)}))
-    each.cancel(requests[2])
-    moves = each.schedule_moves()
-    assert moves.drops == [2]
-    each.complete(moves, StepResult())
-    assert not each.schedule_moves()
 
 
 def test_a_request_that_was_parked_by_a_failed_step_starts_from_the_cache():

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import torch.distributed as dist
-from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+from reference import greedy, random_tokens, tiny_engine, tiny_model
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.parametrize import register_parametrization
@@ -313,45 +313,6 @@ def test_what_follows_from_weights_is_worked_out_once_until_they_change():
     )
     assert given.generated_tokens == expected.generated_tokens
     assert given.log_probs == expected.log_probs
-
-
-@pytest.mark.parametrize("others", [0, 1])
-def test_running_requests_are_computed_anew(caplog, others):
-    """The tokens that they have stay; those that follow are the new weights' own."""
-    model = fresh_model()
-    engine = tiny_engine(model)
-    running = engine.add_request(PROMPT, greedy(8))
-    while running.num_generated < 3:
-        engine.step()
-    before = running.generated_tokens
-    write_in_place(model)
-    waiting = [engine.add_request(PROMPT[:40], greedy(3)) for _ in range(others)]
-    with caplog.at_level(logging.WARNING):
-        while engine.has_work:
-            engine.step()
-    assert "and is dropped, and 1 requests are computed anew" in caplog.text
-    tokens = running.generated_tokens
-    assert tokens[: len(before)] == before and len(tokens) == 8
-    fresh = copy_of(model)
-    assert is_greedy(fresh, PROMPT + before, tokens[len(before) :])
-    assert all(is_greedy(fresh, PROMPT[:40], other.generated_tokens) for other in waiting)
-    engine.check_integrity()
-
-
-def test_preempted_requests_are_computed_anew():
-    model = fresh_model("M*-")
-    engine = tiny_engine(model, cache_bytes=80 << 10, max_requests=4)
-    requests = [engine.add_request(random_tokens(60, seed=i), greedy(60)) for i in range(4)]
-    while not any(request.parked_tokens for request in requests):
-        engine.step()
-    before = [request.generated_tokens for request in requests]
-    write_in_place(model)
-    while engine.has_work:
-        engine.step()
-    fresh = copy_of(model)
-    for request, first in zip(requests, before):
-        tokens = request.generated_tokens
-        assert is_greedy(fresh, request.result().prompt_tokens + first, tokens[len(first) :])
 
 
 def test_prompt_log_probs_are_all_of_the_new_weights():

@@ -74,13 +74,3 @@ def test_logits_of_prompts_that_need_no_forward_are_those_of_the_forward_to_the_
     assert engine.stats()["skipped_tokens"] == sum(map(len, PROMPTS))
     for once, again in zip(computed, restored):
         assert torch.equal(once[0], again[0])
-
-
-def test_tables_of_a_slot_are_not_those_of_the_request_before():
-    engine = tiny_engine(tiny_model("W*"), max_requests=1, prefix_caching="off")
-    model = engine.model
-    for seed, length in enumerate((100, 30, 60)):
-        prompt = random_tokens(length, seed=seed)
-        result = engine.generate([prompt], greedy(4))[0]
-        fresh = tiny_engine(model, max_requests=1).generate([prompt], greedy(4))[0]
-        assert result.generated_tokens == fresh.generated_tokens

@@ -9,6 +9,7 @@ import torch
 from extreme_sampling import ILLEGAL, Round
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrix import matrix_rows
 from reference import random_tokens, tiny_engine, tiny_model
 from transformers import (
     LogitsProcessorList,
@@ -24,21 +25,18 @@ from megatron_hybrid.inference.worker.sampler import (
     gumbel_noise,
     noise_keys,
     processed_log_probs,
-    raw_log_probs,
-    score,
     to_host,
     token_hash,
 )
 
 LOGITS = torch.tensor([2.0, 0.5, -1.0, 1.5, 0.0, 1.0])
-NUM_DRAWS = 4000
 
 
 def sample(logits_nV: torch.Tensor, draws: list[Draw]) -> list[int]:
     return sampler.sample(logits_nV, draws).tolist()
 
 
-def frequencies(params: SamplingParams, logits: torch.Tensor = LOGITS, count=NUM_DRAWS):
+def frequencies(params: SamplingParams, logits: torch.Tensor, count: int):
     """How often each token comes out of many positions of one stream."""
     params = params.resolved()
     draws = [Draw(params, seed=3, sample_index=0, position=i) for i in range(count)]
@@ -63,28 +61,6 @@ def brute_force(temperature=1.0, top_k=0, top_p=0.0) -> torch.Tensor:
     result = torch.zeros(len(LOGITS), dtype=torch.float64)
     result[kept] = probabilities[kept]
     return result / result.sum()
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"temperature": 0.5},
-        {"temperature": 2.0},
-        {"top_k": 3},
-        {"top_p": 0.7},
-        {"top_p": 0.05},
-        {"top_p": 1.0},
-        {"temperature": 1.5, "top_k": 4, "top_p": 0.8},
-    ],
-)
-def test_frequencies_are_the_probabilities(fields):
-    expected = brute_force(**fields)
-    given_ = frequencies(SamplingParams(**fields)).double()
-    assert (given_[expected == 0] == 0).all()
-    # Four standard deviations of a binomial proportion; the draws are fixed, so this is exact.
-    bound = 4 * (expected * (1 - expected) / NUM_DRAWS).sqrt() + 1e-12
-    assert ((given_ - expected).abs() <= bound).all()
 
 
 WIDE = torch.randn(400, generator=torch.Generator().manual_seed(0)) * 2.5
@@ -140,26 +116,6 @@ def test_greedy_takes_the_first_maximum(params):
     assert sample(logits, draws) == [1, 0]
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-30])
-def test_a_tiny_temperature_is_greedy(temperature):
-    params = SamplingParams(temperature=temperature).resolved()
-    draws = [Draw(params, i, 0, i) for i in range(20)]
-    assert set(sample(LOGITS.expand(20, -1) * 1e3, draws)) == {0}
-    assert set(sample(-LOGITS.expand(20, -1), draws)) == {2}
-
-
-def test_a_huge_temperature_is_uniform():
-    params = SamplingParams(temperature=1e30)
-    given_ = frequencies(params)
-    assert ((given_ - 1 / 6).abs() < 0.03).all()
-
-
-def test_tokens_that_are_ruled_out_are_never_drawn():
-    logits = torch.tensor([-torch.inf, 0.0, -torch.inf, 0.0]).expand(50, -1)
-    draws = [Draw(SamplingParams(top_p=1.0).resolved(), 1, 0, i) for i in range(50)]
-    assert set(sample(logits, draws)) == {1, 3}
-
-
 def hash_alone(token: int, keys: tuple[int, int]) -> int:
     """`token_hash` of one token, in whole numbers."""
     first, second = (key % 2**32 for key in keys)
@@ -213,14 +169,6 @@ def test_rows_that_are_drawn_together_are_those_drawn_alone(params, vocab_size, 
     assert sample(logits, draws) == list(map(drawn_alone, logits, draws))
     for first in (0, len(params) // 2):
         assert sample(logits[first:], draws[first:]) == sample(logits, draws)[first:]
-
-
-@given(st.integers(0, 2**64), st.integers(0, 15), st.lists(st.integers(0, 10**6), min_size=1))
-def test_a_draw_depends_on_its_own_arguments_alone(seed, sample_index, positions):
-    params = SamplingParams(temperature=0.9).resolved()
-    draws = [Draw(params, seed, sample_index, position) for position in positions]
-    together = sample(LOGITS.expand(len(draws), -1), draws)
-    assert together == [sample(LOGITS[None], [draw])[0] for draw in draws]
 
 
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.999}])
@@ -302,7 +250,7 @@ def test_values_that_float32_cannot_use_are_refused_with_their_limits(field):
             SamplingParams(**{field: value})
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", matrix_rows(range(4), *range(2)))
 def test_extreme_values_and_rows_without_finite_logits_are_their_requests_alone(seed):
     """With drafts and without, as samples, in graphs; draws are those of a naive model, and they
     are drawn again at most until all tokens are candidates."""
@@ -310,26 +258,6 @@ def test_extreme_values_and_rows_without_finite_logits_are_their_requests_alone(
     Round(seed, counts).run()
     assert counts["draws"] > 50 and counts["length"]
     assert any("NaN" in ended for ended in counts)
-
-
-def test_log_probs_are_those_of_the_untempered_softmax():
-    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
-    expected = logits.double().softmax(-1).log()
-    tokens = torch.tensor([6, 0, 3])
-    given_ = score(raw_log_probs(logits), tokens, 0, logits)
-    torch.testing.assert_close(
-        given_.of_tokens_n.double(), expected[torch.arange(3), tokens], atol=1e-6, rtol=0
-    )
-    assert given_.of_top_nc.shape == given_.top_ids_nc.shape == (3, 0)
-
-
-def test_top_log_probs_come_most_likely_first():
-    logits, tokens = torch.stack([LOGITS, -LOGITS]), torch.zeros(2, dtype=torch.long)
-    rows = raw_log_probs(logits)
-    top = score(rows, tokens, 3, logits)
-    assert top.top_ids_nc[0].tolist() == [0, 3, 5] and top.top_ids_nc[1, 0] == 2
-    assert torch.equal(top.of_top_nc, rows.gather(1, top.top_ids_nc))
-    assert score(rows, tokens, 100, logits).of_top_nc.shape == rows.shape
 
 
 def test_values_come_to_the_host_as_they_are():
@@ -397,11 +325,11 @@ def test_the_request_goes_before_the_model_and_the_model_before_us(fields, gener
         ("repetition_penalty", 0, r"has repetition_penalty=0: .*from 1e-30 to"),
         ("max_new_tokens", -3, r"has max_new_tokens=-3: .*it must be a whole number"),
         ("max_new_tokens", [3], r"has max_new_tokens=\[3\]: "),
-        ("do_sample", "no", r"has do_sample='no': it must be true or false"),
+        ("do_sample", "no", "do_sample is 'no'; it must be true or false"),
     ],
 )
 def test_a_bad_value_of_the_model_is_named_with_its_file(name, value, message):
-    with pytest.raises(ValueError, match=r"^generation_config\.json of the model " + message):
+    with pytest.raises(ValueError, match=r"^generation_config\.json of the model(:)? " + message):
         model_defaults({name: value})
 
 

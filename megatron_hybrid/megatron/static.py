@@ -1,0 +1,26 @@
+"""Names of Megatron's static engine, which ends a whole batch before the next one: refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class StaticInferenceContext:
+    """Refused: memory of the static engine.
+
+    Raises:
+        NotImplementedError: always; it says what to call.
+    """
+
+    def __init__(self, *_: Any, **__: Any):
+        raise NotImplementedError(
+            f"{type(self).__name__} is not supported: build DynamicInferenceContext(model.config, "
+            "InferenceConfig()), a GPTInferenceWrapper and a TextGenerationController with it, and "
+            "call DynamicInferenceEngine(controller, context).generate(prompts, sampling_params), "
+            "or MegatronLLM(model=model, tokenizer=tokenizer, use_coordinator=False).generate(...)"
+        )
+
+
+class StaticInferenceEngine(StaticInferenceContext):
+    """Refused: answers are those of `DynamicInferenceEngine.generate`, which begins requests as
+    others end."""

@@ -1,0 +1,159 @@
+"""Admission: how many requests generate at a time, and their end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from megatron_hybrid.cache.report import PrefixReport
+from megatron_hybrid.inference.async_engine import AsyncEngine
+from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
+from megatron_hybrid.serving.config import ServingConfig
+from megatron_hybrid.serving.errors import ApiError
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One request of HTTP that generates, as the log shows it."""
+
+    request_id: str
+    """The caller's label; others may have the same."""
+    key: str
+    num_samples: int = 1
+    """Of all prompts together: for so many requests it counts."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """For errors: `GenerationFields.caller_names`."""
+    task: asyncio.Task | None = None
+    is_aborted: bool = False
+    prefixes: dict[int, PrefixReport] = field(default_factory=dict)
+    """Of each prompt, by the id of its first sample."""
+    num_generated: int = 0
+    num_tokens: int = 0
+    """Of whole answers: prompts, answers, and the most likely tokens of log-probabilities."""
+    first_token_seconds: float | None = None
+    began: float = field(default_factory=time.perf_counter)
+
+    def count(self, output: RequestOutput) -> None:
+        """Take note of what a step added."""
+        if self.first_token_seconds is None:
+            self.first_token_seconds = time.perf_counter() - self.began
+        if output.sample_index == 0:
+            self.prefixes[output.request_id] = output.report
+        self.num_generated += len(output.tokens)
+
+    def count_all(self, results: Sequence[GenerationResult]) -> None:
+        """Take note of whole answers."""
+        self.prefixes = {result.request_id: result.prefix for result in results}
+        samples = [sample for result in results for sample in result.samples]
+        self.num_generated = sum(len(sample.generated_tokens) for sample in samples)
+        self.num_tokens = self.num_generated + sum(
+            len(sample.prompt_tokens)
+            + sum(map(len, sample.top_n_logprobs or ()))
+            + sum(map(len, sample.prompt_top_n_logprobs or ()))
+            for sample in samples
+        )
+        times = [s.time_to_first_token for s in samples if s.time_to_first_token is not None]
+        self.first_token_seconds = min(times, default=None)
+
+    def abort(self) -> bool:
+        """End the request. Returns whether the engine has it."""
+        if self.task is None:
+            return False
+        self.is_aborted = True
+        self.task.cancel()
+        return True
+
+
+class Admission:
+    """The requests that generate, those that wait included.
+
+    Args:
+        engine: may have failed.
+        max_requests: of the engine.
+        config: of the server.
+    """
+
+    def __init__(self, engine: AsyncEngine, max_requests: int, config: ServingConfig):
+        self._engine, self.config = engine, config
+        self._most = max_requests + config.max_waiting
+        self.is_draining = False
+        self.num_admitted = 0
+        """Requests so far."""
+        self._tickets: set[Ticket] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def load(self) -> int:
+        """Requests that generate now."""
+        return len(self._tickets)
+
+    def check_count(self, num_prompts: int, n: int) -> None:
+        """Raise ApiError for more answers than the server ever takes of one key at a time."""
+        per_key = self.config.max_requests_per_key
+        most = self._most if per_key is None else min(self._most, per_key)
+        if num_prompts * n > most:
+            raise ApiError(
+                400,
+                f"{num_prompts} prompts with n={n} are {num_prompts * n} requests, and one key may "
+                f"have {most} at a time: send several requests",
+                "prompt" if num_prompts > 1 else "n",
+            )
+
+    @contextmanager
+    def admitted(self, request_id: str, key: str, num_samples: int = 1) -> Iterator[Ticket]:
+        """Context of a request that generates, before anything is tokenized.
+
+        num_samples: of all prompts together, each of which counts.
+
+        Raises:
+            ApiError: too many are unanswered, or the server ends.
+        """
+        if (failure := self._engine.rank_failure) is not None:
+            raise ApiError(503, f"{failure}: the server ends")
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down: ask another one")
+        if sum(ticket.num_samples for ticket in self._tickets) + num_samples > self._most:
+            raise ApiError(503, f"{self._most} requests run or wait, the most there may: ask later")
+        per_key = self.config.max_requests_per_key
+        if per_key is not None:
+            own = sum(each.num_samples for each in self._tickets if each.key == key)
+            if own + num_samples > per_key:
+                raise ApiError(
+                    429,
+                    f"this key has {own} unanswered requests and asks for {num_samples} more, and "
+                    f"may have {per_key}: ask later",
+                )
+        ticket = Ticket(request_id, key, num_samples)
+        self._tickets.add(ticket)
+        self.num_admitted += 1
+        self._idle.clear()
+        try:
+            yield ticket
+        finally:
+            self._tickets.remove(ticket)
+            if not self._tickets:
+                self._idle.set()
+
+    def abort(self, request_id: str, key: str) -> bool:
+        """End the running requests of this key (or, with no keys, of anyone) that have this id.
+        Returns whether there is one."""
+        found = [each for each in self._tickets if (each.request_id, each.key) == (request_id, key)]
+        return any([each.abort() for each in found])
+
+    def abort_all(self) -> None:
+        """End all running requests."""
+        for ticket in self._tickets:
+            ticket.abort()
+
+    async def drain(self) -> None:
+        """Take no new requests, and wait for those that run; end those that take too long."""
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(self.config.drain_seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            self.abort_all()

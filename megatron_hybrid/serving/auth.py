@@ -1,0 +1,70 @@
+"""API keys: who may ask, and who shares cached prefixes."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+from megatron_hybrid.serving.config import ServingConfig
+from megatron_hybrid.serving.errors import ApiError
+
+
+class Auth:
+    """The keys of a server.
+
+    config: of the server.
+    """
+
+    def __init__(self, config: ServingConfig):
+        self._config = config
+
+    def key_of(self, authorization: str | None) -> str:
+        """The key of a request; "" where none is needed.
+
+        Raises:
+            ApiError: it has none, or none of ours.
+        """
+        if not (self._config.api_keys or self._config.admin_keys):
+            return ""
+        kind, _, given = (authorization or "").partition(" ")
+        found = self.known_key(given.strip())
+        if kind.lower() != "bearer" or found is None:
+            raise ApiError(
+                401,
+                "the API key is missing or wrong: send Authorization: Bearer KEY",
+                None,
+                "invalid_api_key",
+            )
+        return found
+
+    def known_key(self, given: str) -> str | None:
+        """A key of the server that is the same as this one; None: there is none."""
+        keys = (*self._config.api_keys, *self._config.admin_keys)
+        # All are compared, each in constant time: the time tells nothing of a key.
+        asked = given.encode(errors="surrogatepass")
+        found = [key for key in keys if hmac.compare_digest(key.encode(), asked)]
+        return found[0] if found else None
+
+    def check_admin(self, key: str) -> None:
+        """Raise ApiError unless a key is the operator's."""
+        if self._config.admin_keys and key not in self._config.admin_keys:
+            raise ApiError(403, "this route is the operator's: use the admin key")
+        if len(self._config.api_keys) > 1 and not self._config.admin_keys:
+            raise ApiError(
+                403,
+                "with several API keys this route needs an admin key: start with --admin-key, or "
+                "set MEGATRON_HYBRID_ADMIN_KEYS",
+            )
+
+    def salt_of(self, key: str, salt: str | None) -> str:
+        """The salt of cached prefixes: the request's, and one of its key if there are several."""
+        return f"{self.tenant_of(key)}:{salt or ''}" if self.separates_keys else salt or ""
+
+    @property
+    def separates_keys(self) -> bool:
+        """Whether no key may learn what another one has asked."""
+        return len(self._config.api_keys) > 1 and not self._config.shares_cache
+
+    def tenant_of(self, key: str) -> str:
+        """A name for the owner of a key, which does not tell the key."""
+        return hashlib.blake2b(key.encode(), digest_size=16).hexdigest() if key else ""
