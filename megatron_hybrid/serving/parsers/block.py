@@ -71,7 +71,8 @@ class Block:
         if not is_last:
             return None
         self.cost = len(text) - self._start
-        for stop in {text.rfind(self._end, self._start), len(text)} - {-1}:
+        last = text.rfind(self._end, self._start)
+        for stop in (last, len(text)) if last >= 0 else (len(text),):
             pieces = self._dialect.inside(text[self._start : stop], self._tools)
             if pieces is not None:  # the end mark may have been a stop
                 return min(len(text), stop + len(self._end)), pieces

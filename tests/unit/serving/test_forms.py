@@ -1,6 +1,7 @@
 """Answers that have to call a function are guided in the form of each dialect."""
 
 import pytest
+from call_behaviours import WAYS
 from dialects import NAMES, message_of, turn
 from model_answers import function
 
@@ -80,6 +81,13 @@ def test_a_guide_begins_behind_the_thought(allows):
     ):
         _, _, guide = form_of("hermes", thinks)
         assert allows(guide, good) and not allows(guide, bad)
+
+
+@pytest.mark.parametrize("name", sorted(WAYS.keys() - {*NAMES}))
+def test_forced_calls_of_dialects_whose_template_is_not_here(allows, name):
+    guide = form_of(name)[2]
+    assert allows(guide, WAYS[name](CALLS[:1]).strip())
+    assert not allows(guide, WAYS[name]([("other", {})]).strip())
 
 
 @pytest.mark.parametrize(
