@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Every test runs on one core.
 TESTED := not gpu and not matrix
-ALL    := --ignore=tests/kernels --ignore=tests/page --ignore=tests/dynamo --ignore=tests/docs --ignore=tests/ray --ignore=tests/quantizers tests
+ALL    := --ignore=tests/kernels --ignore=tests/page --ignore=tests/dynamo --ignore=tests/docs --ignore=tests/ray --ignore=tests/quantizers --ignore=tests/megatron_main tests
 PYTEST  = $(BIN)/python -m pytest -m "$(TESTED)" -n auto --maxprocesses 8 --dist worksteal
 
 # Of what has the same bits whatever the width of a vector.
@@ -40,7 +40,7 @@ GPU_CONTAINER := nvcr.io/nvidia/pytorch:25.12-py3
 GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
-.PHONY: demo tour demo-curve test bits door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-serve-ranks test-attacks test-dynamo dynamo-tests bench-dynamo dynamo-bench test-ray ray-tests test-quantizers quantizers-tests \
+.PHONY: demo tour demo-curve test bits door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-serve-ranks test-attacks test-megatron megatron-tests test-dynamo dynamo-tests bench-dynamo dynamo-bench test-ray ray-tests test-quantizers quantizers-tests \
         unit functional test-matrix test-clients test-schemas speculation-fuzz soak soak-ranks soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table docs docs-serve build-docs serve-docs test-docs lint format lock bench bench-replay bench-replay-models clean help
 
 help:
@@ -64,6 +64,8 @@ help:
 	@echo "make test-ray      test replicas on Ray Serve, of 1 and 2 ranks; three minutes"
 	@echo "make test-quantizers  test folders that packages of quantization write; a"
 	@echo "                   quarter of an hour"
+	@echo "make test-megatron MEGATRON_LM=PATH  test Megatron's interface, and its scripts"
+	@echo "                   and rollouts, on a clone of Megatron-LM; prints a table"
 	@echo "make test-attacks  test the server against hostile clients; one minute"
 	@echo "make test-gpu      run the tests for GPUs, in NVIDIA's container for PyTorch"
 	@echo "make gpu-wheels    download the wheels of benchmarks.gpu.first_run to wheels/gpu"
@@ -174,6 +176,19 @@ dynamo-bench: $(VENV)/.dynamo
 $(VENV)/.dynamo: $(VENV)/.installed-test tests/dynamo/requirements.txt
 	@echo "Installing Dynamo into $(VENV)"
 	@$(BIN)/python -m pip $(QUIET) --disable-pip-version-check install --no-deps -r tests/dynamo/requirements.txt
+	@touch $@
+
+# core is that of the clone, and its server needs packages that ours does not.
+test-megatron:
+	@test -d "$(MEGATRON_LM)/megatron/rl" || { echo "say where a clone of Megatron-LM is: make test-megatron MEGATRON_LM=PATH"; exit 1; }
+	@$(MAKE) --no-print-directory megatron-tests CORE=$(GPU_CORE) VENV=.venv-megatron
+
+megatron-tests: $(VENV)/.megatron
+	PYTHONPATH=$(CURDIR)/tests/megatron_main:$(abspath $(MEGATRON_LM)) \
+	    $(BIN)/python -m pytest -rA --show-capture=no -m "$(TESTED)" tests/megatron_main $(DOOR_TESTS)
+
+$(VENV)/.megatron: $(VENV)/.installed-test tests/megatron_main/requirements.txt
+	@$(BIN)/python -m pip $(QUIET) --disable-pip-version-check install -r tests/megatron_main/requirements.txt
 	@touch $@
 
 # In an environment of its own: Ray brings some forty packages.
