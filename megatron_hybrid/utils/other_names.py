@@ -7,7 +7,9 @@ import functools
 import inspect
 from collections.abc import Collection
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 _VLLM, _SGLANG, _HF, _TRT, _MEGATRON = (
     *("vLLM", "SGLang", "transformers", "TensorRT-LLM"),
@@ -198,7 +200,7 @@ def advice(owner: str, name: str, known: Collection[str]) -> str | None:
     return f"did you mean {near[0]}?" if near else None
 
 
-def names_fields(owner: type) -> type:
+def names_fields(owner: type[T]) -> type[T]:
     """Make a dataclass answer an unknown field with the right one, in a TypeError."""
     make = owner.__init__
     known = [name for name in inspect.signature(make).parameters if name != "self"]
@@ -211,7 +213,7 @@ def names_fields(owner: type) -> type:
             raise TypeError(f"{owner.__name__} has no field {name!r}: {remedy}")
         make(self, *values, **given)
 
-    owner.__init__ = checked
+    owner.__init__ = checked  # type: ignore[method-assign]
     return owner
 
 
