@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hybrid.inference.memory.cache_memory import CachePool, cache_spec_of
+from megatron_hybrid.inference.memory.cache_pool import CachePool, cache_spec_of
 from megatron_hybrid.inference.scheduling.step_plan import StepPlan, Work
 from megatron_hybrid.inference.worker.context import DynamicInferenceContext
 from megatron_hybrid.models.mixers.base import LayerCache

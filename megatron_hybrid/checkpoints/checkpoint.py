@@ -100,7 +100,7 @@ def save_huggingface(model: HybridModel, folder: str | os.PathLike[str]) -> None
             theirs[name] = theirs[original]
     if adapter.prediction_layers(hf, None) and not model.config.pattern.predictions:
         logger.warning(
-            "%s has no part for multi-token prediction, which its config.json announces. If the "
+            "%s has no MTP head, which its config.json announces. If the "
             "folder that it came from has one, load that with mtp=True, on one pipeline stage",
             folder,
         )

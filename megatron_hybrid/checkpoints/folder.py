@@ -101,7 +101,7 @@ class CheckpointFolder:
         is that of the dequantized model.
 
         Args:
-            mtp: with the parts for multi-token prediction that the folder has.
+            mtp: with the MTP heads that the folder has.
             as_announced: without weights, with those that config.json announces.
             overrides: fields of HybridConfig.
 
@@ -149,8 +149,8 @@ def config_of(
     """Convert the content of a config.json. A quantization is ignored.
 
     Args:
-        tensor_names: of the weights of a Hugging Face folder, which say whether it has a part for
-            multi-token prediction. None: what config.json says of that.
+        tensor_names: of the weights of a Hugging Face folder, which say whether it has an MTP
+            head. None: what config.json says of that.
         mtp: with such parts; over several pipeline stages they are left out in any case.
 
     Raises:

@@ -44,7 +44,7 @@ def load_pretrained(
         dtype: of the weights; None: as saved. In half precision, the operands of fp32 computations
             stay in fp32, unrounded: routers, their biases, and the `A_log`, `D` and `dt_bias` of
             recurrent layers.
-        mtp: also load the part for multi-token prediction, if the folder has one: to draft with it
+        mtp: also load the MTP head, if the folder has one: to draft with it
             (`speculation="mtp"`), to train it, or to write the whole model back.
         overrides: HybridConfig fields to replace, such as tensor_model_parallel_size.
 

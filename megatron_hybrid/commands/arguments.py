@@ -280,8 +280,8 @@ def load_for_chats(options: argparse.Namespace, **sizes: int):
 
 
 def planned_config(model: str, mtp: bool = False):
-    """The config of a model that need not be here: see PLANNED_MODEL_HELP. mtp: with its part for
-    multi-token prediction; a recipe has it as it says."""
+    """The config of a model that need not be here: see PLANNED_MODEL_HELP. mtp: with its MTP
+    head; a recipe has it as it says."""
     from megatron_hybrid.tools.plan import read_model_config
     from megatron_hybrid.training.recipe import Recipe
 

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mtp",
         action="store_true",
-        help="Count the model's part for multi-token prediction, too (serve --speculation mtp).",
+        help="Count the model's MTP head, too (serve --speculation mtp).",
     )
     parser.add_argument(
         "--cuda-graphs",

@@ -83,7 +83,7 @@ class InferenceConfig:
     speculation: Speculation = "off"
     """Source of drafts, of which a step checks several; outputs are the same. "off": there are no
     drafts. "lookup": the tokens that followed the same tokens before, in the request or in other
-    answers of its salt. "mtp": the model's part for multi-token prediction
+    answers of its salt. "mtp": the model's MTP head
     (docs/guides/speculation.md)."""
 
     num_speculative_tokens: Positive = 3

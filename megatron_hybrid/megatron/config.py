@@ -19,7 +19,7 @@ from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.distributed.ranks import replica_of
 from megatron_hybrid.inference.config import InferenceConfig as EngineConfig
 from megatron_hybrid.inference.config import LogprobsMode
-from megatron_hybrid.inference.memory.cache_memory import cache_spec_of
+from megatron_hybrid.inference.memory.cache_pool import cache_spec_of
 from megatron_hybrid.inference.sampling_params import Share
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.utils.validation import Range, check_fields, type_hints

@@ -261,12 +261,12 @@ class HybridModel(_LanguageModule):
         return [layer.cache_requirements() for layer in self.decoder.layers]
 
     def prediction_requirements(self) -> list[LayerCache]:
-        """The same of the layers of the first part for multi-token prediction, whose numbers go on
+        """The same of the layers of the first MTP head, whose numbers go on
         from those of the model; empty without one."""
         return self.mtp.layers[0].cache_requirements() if hasattr(self, "mtp") else []
 
     def predict(self, hidden_Th: Tensor, ids_T: Tensor, context: MixerContext) -> Tensor:
-        """The first part for multi-token prediction: normed hidden states `[T, hidden]`, of the
+        """The first MTP head: normed hidden states `[T, hidden]`, of the
         token before each (the model's, or such ones), and the tokens (int64 `[T]`) -> normed hidden
         states of the next tokens, `[T, hidden]`."""
         embedding_Th = self._rounded(self._embed_words(ids_T))

@@ -1,5 +1,5 @@
 """The layer pattern language: one symbol per layer, `|` between pipeline stages, `/` before each
-part for multi-token prediction.
+MTP head.
 
 The symbols are megatron-core's where it has one. A new layer kind is a mixer and one line here.
 """
@@ -30,7 +30,7 @@ from megatron_hybrid.models.config.short_conv import ShortConvFields
 
 STAGE_BOUNDARY = "|"
 PREDICTION_BOUNDARY = "/"
-"""Before each part for multi-token prediction."""
+"""Before each MTP head."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class LayerPattern:
     marked_stages: tuple[str, ...]
     """The layers of each pipeline stage that the pattern marks."""
     predictions: tuple[str, ...]
-    """The layers of each part for multi-token prediction."""
+    """The layers of each MTP head."""
 
     @classmethod
     def parse(cls, text: str) -> LayerPattern:
@@ -155,7 +155,7 @@ class LayerPattern:
 
         Raises:
             ValueError: the pattern is empty, has an unknown symbol, a stage without a layer, or
-                parts for multi-token prediction that are not as Megatron wants them.
+                MTP heads that are not as Megatron wants them.
         """
         if not isinstance(text, str) or not text:
             raise ValueError(

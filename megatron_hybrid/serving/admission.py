@@ -115,9 +115,11 @@ class Admission:
         if (failure := self._engine.rank_failure) is not None:
             raise ApiError(503, f"{failure}: the server ends")
         if self.is_draining:
-            raise ApiError(503, "the server is shutting down: ask another one")
+            raise ApiError(503, "the server is shutting down: retry on another replica")
         if sum(ticket.num_samples for ticket in self._tickets) + num_samples > self._most:
-            raise ApiError(503, f"{self._most} requests run or wait, the most there may: ask later")
+            raise ApiError(
+                503, f"the server is at capacity ({self._most} run or wait): retry later"
+            )
         per_key = self.config.max_requests_per_key
         if per_key is not None:
             own = sum(each.num_samples for each in self._tickets if each.key == key)

@@ -23,7 +23,7 @@ from megatron_hybrid.checkpoints.pretrained import hub_advice, model_folder
 from megatron_hybrid.checkpoints.tensor_files import INDEX_FILE, WEIGHTS_FILE, CheckpointError
 from megatron_hybrid.inference.config import STATE_ENCODINGS, InferenceConfig
 from megatron_hybrid.inference.memory.budget import step_bytes
-from megatron_hybrid.inference.memory.cache_memory import cache_spec_of
+from megatron_hybrid.inference.memory.cache_pool import cache_spec_of
 from megatron_hybrid.inference.scheduling.scheduler import max_captures
 from megatron_hybrid.inference.worker.graph_runner import graph_sizes, planned_bytes
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -111,7 +111,7 @@ def read_model_config(path: str | os.PathLike, mtp: bool = False) -> HybridConfi
     """Read the config of a checkpoint folder ("demo": the one in the package) or of a single
     config.json, ours or Hugging Face's. For quantized weights, that of the dequantized model.
 
-    mtp: with the part for multi-token prediction, which is loaded only to draft with it.
+    mtp: with the MTP head, which is loaded only to draft with it.
 
     Raises:
         CheckpointError: the config cannot be read or used.

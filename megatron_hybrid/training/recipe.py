@@ -187,7 +187,7 @@ class Recipe:
     def whole_model_config(self, mtp: bool = True) -> HybridConfig:
         """The model's configuration on one device, for its sizes.
 
-        mtp: with its parts for multi-token prediction.
+        mtp: with its MTP heads.
 
         Raises:
             ValueError: the model has no vocab_size, or is a pretrained one.

@@ -28,7 +28,7 @@ from reference import greedy, random_tokens, tiny_model
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.memory.cache_memory import CachePool
+from megatron_hybrid.inference.memory.cache_pool import CachePool
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 RANKS = 3

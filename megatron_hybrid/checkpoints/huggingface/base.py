@@ -38,7 +38,7 @@ class Adapter(ABC):
     """`tie_word_embeddings` of such a model whose config.json does not say it."""
 
     prediction_names: tuple[str, ...] = ()
-    """Regular expressions of the tensor names of parts for multi-token prediction."""
+    """Regular expressions of the tensor names of MTP heads."""
 
     ignored: tuple[str, ...] = ()
     """Regular expressions of tensor names that hold nothing of the model, such as tables that are
@@ -86,7 +86,7 @@ class Adapter(ABC):
 
     def ignored_names(self, names: Collection[str], config: HybridConfig) -> set[str]:
         """Which tensors of a folder (`text_name`) hold nothing of the model: those of `ignored`,
-        copies, and those of a part for multi-token prediction that the config does not have."""
+        copies, and those of an MTP head that the config does not have."""
         ignored = self.ignored
         if not config.pattern.predictions:
             ignored += self.prediction_names
@@ -108,7 +108,7 @@ class Adapter(ABC):
         """Every tensor of the model, once; `config.huggingface_config` is the config.json."""
 
     def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
-        """The layers of a part for multi-token prediction; "": there is none, or none that is read.
+        """The layers of an MTP head; "": there is none, or none that is read.
 
         Args:
             hf: config.json (`text_config`).

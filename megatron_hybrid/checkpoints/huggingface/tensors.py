@@ -69,7 +69,7 @@ def prediction_tensors(
     layers: str = "mtp.layers",
     first: int = 0,
 ) -> Iterator[TensorMap]:
-    """The part for multi-token prediction, if the config has one.
+    """The MTP head, if the config has one.
 
     Args:
         parts, norms, layers: see `layer_tensors`.

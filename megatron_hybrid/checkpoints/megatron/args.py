@@ -30,7 +30,7 @@ from megatron_hybrid.models.parameter_names import canonical_name
 from megatron_hybrid.ops.activations import gelu_tanh, quick_gelu, squared_relu
 
 FIRST_OF_PART = "mtp.layers.0.enorm.weight"
-"""A parameter that every part for multi-token prediction has."""
+"""A parameter that every MTP head has."""
 
 _PATTERN_ARGUMENTS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Names of the layer pattern: from 0.17 on, and before."""
@@ -108,7 +108,7 @@ def is_gpt(args: Namespace, names: Collection[str]) -> bool:
 
 
 def _layer_pattern(values: Mapping[str, Any], names: Collection[str]) -> str | None:
-    """A hybrid model's pattern in core's symbols, with the parts for multi-token prediction that
+    """A hybrid model's pattern in core's symbols, with the MTP heads that
     are among the tensors; None: the model is a GPTModel. Megatron before 0.17 could also place
     layers by ratios: then the tensors tell."""
     for argument in _PATTERN_ARGUMENTS:

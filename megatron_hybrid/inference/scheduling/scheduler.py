@@ -262,7 +262,7 @@ class Scheduler:
         )
         request.num_computed = lease.skipped_tokens
         if self.drafts_need_hidden and lease.skipped_tokens and lease.checkpoint_pages is None:
-            # The part for multi-token prediction needs the last hidden state before the next token.
+            # The MTP head needs the last hidden state before the next token.
             request.num_computed -= 1
         if request.num_computed == request.num_tokens:
             request.status = RequestStatus.DECODE

@@ -373,7 +373,7 @@ class WeightUpdates:
         self._update, self._lacking = None, set()
 
     def note_dropped(self) -> None:
-        """No tensor has a value. Trainers may send none of a part for multi-token prediction: its
+        """No tensor has a value. Trainers may send none of an MTP head: its
         values change no output."""
         of_ranks = self._ranks.gather(list(own_weights(self._model)))
         self._lacking = {name for names in of_ranks for name in names if not is_of_prediction(name)}

@@ -12,7 +12,7 @@ from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.memory.budget import Part, pool_pages, step_bytes
-from megatron_hybrid.inference.memory.cache_memory import (
+from megatron_hybrid.inference.memory.cache_pool import (
     CachePool,
     agree_on_spec,
     cache_spec_of,
@@ -132,7 +132,7 @@ def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Alloc
 def _agreed_spec(
     model: HybridModel, config: InferenceConfig, dtype: torch.dtype, ranks: Ranks
 ) -> CacheSpec:
-    """The same on all ranks; of the part for multi-token prediction too where it drafts."""
+    """The same on all ranks; of the MTP head too where it drafts."""
     model_layers = model.cache_requirements()
     own, of_model = (
         cache_spec_of(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
 from megatron_hybrid.cache.pages.spec import CacheSpec
-from megatron_hybrid.inference.memory.cache_memory import CachePool
+from megatron_hybrid.inference.memory.cache_pool import CachePool
 from megatron_hybrid.inference.scheduling.step_plan import StepPlan, Work
 from megatron_hybrid.inference.worker.mtp_context import PredictionContext
 from megatron_hybrid.inference.worker.step_buffer import Fields, StepBuffer, buffer_bytes
@@ -123,7 +123,7 @@ class DynamicInferenceContext:
         max_sequence_length: tokens of one request, prompt and answer.
         max_captures: states captured inside a step's forward.
         max_drafts: of a request in a step.
-        num_model_layers: those in front of the part for multi-token prediction, whose layers the
+        num_model_layers: those in front of the MTP head, whose layers the
             memory has, too; None: it has none.
 
     A decode with drafts is laid out as so many decodes, each of which continues the one before it
@@ -149,7 +149,7 @@ class DynamicInferenceContext:
         self.prediction = (
             None if num_model_layers is None else PredictionContext(self, num_model_layers)
         )
-        """The same batch for the part for multi-token prediction; None: it keeps nothing."""
+        """The same batch for the MTP head; None: it keeps nothing."""
         self.max_requests = max_requests
         self.max_drafts = max_drafts
         self.max_sequence_length = max_sequence_length

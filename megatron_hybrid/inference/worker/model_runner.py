@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_hybrid.cache.index.tree import common_prefix
 from megatron_hybrid.distributed.ranks import Ranks
-from megatron_hybrid.inference.memory.cache_memory import CachePool, ParkedRequest
+from megatron_hybrid.inference.memory.cache_pool import CachePool, ParkedRequest
 from megatron_hybrid.inference.sampling_params import (
     DRAW_AGAIN,
     NOT_DRAWN,
@@ -242,7 +242,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def predict(self, works: list[Work], most: list[int]) -> list[list[int]]:
-        """Tokens that the part for multi-token prediction expects behind those of some decodes.
+        """Tokens that the MTP head expects behind those of some decodes.
 
         Args:
             works: each has its request's newest token alone, whose live slot has the state before,

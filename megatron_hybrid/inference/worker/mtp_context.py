@@ -1,4 +1,4 @@
-"""PredictionContext: a step's batch as the part for multi-token prediction sees it.
+"""PredictionContext: a step's batch as the MTP head sees it.
 
 The row of a token has the token's embedding and the hidden state of the token before. In training
 it lies in that token's place; here it lies in the token's own, so that it depends on no later

@@ -1,4 +1,4 @@
-"""The drafter that runs the model's part for multi-token prediction."""
+"""The drafter that runs the model's MTP head."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_hybrid.models.mixers.base import LayerCache
 
 
 def require_part(model: HybridModel) -> None:
-    """Raise ValueError unless the model has a part for multi-token prediction that can draft."""
+    """Raise ValueError unless the model has an MTP head that can draft."""
     if not hasattr(model, "mtp"):
         raise ValueError(
-            "speculation is 'mtp', but the model has no part for multi-token prediction: nothing "
+            "speculation is 'mtp', but the model has no MTP head: nothing "
             f"behind '/' in its layer pattern {model.config.layer_pattern!r}. Load a folder with "
             "such weights (mtp.*) by load_pretrained(..., mtp=True), on one pipeline stage, or use "
             "speculation='lookup'."

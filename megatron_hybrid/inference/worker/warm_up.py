@@ -106,7 +106,7 @@ def warm_up(runner: ModelRunner, max_tokens: int, saves: bool) -> float:
 def measure_draft_costs(runner: ModelRunner, max_tokens: int) -> DraftCosts:
     """Time steps of decodes without drafts, with one and with as many as there may be, all
     rejected, on all ranks of a model, and return what all of them use. Where the model's
-    part for multi-token prediction drafts, its passes count, too. Call it as `warm_up`, and
+    MTP head drafts, its passes count, too. Call it as `warm_up`, and
     after it.
 
     max_tokens: of a step.

@@ -14,11 +14,11 @@ class ArchitectureFields(ModelFields):
     """Fields of the model as a whole."""
 
     layer_pattern: str = ""
-    """One symbol per layer, `|` between pipeline stages, `/` before each part for multi-token
-    prediction; see `models/layer_pattern.py`."""
+    """One symbol per layer, `|` between pipeline stages, `/` before each MTP
+    head; see `models/layer_pattern.py`."""
 
     mtp_use_repeated_layer: bool = False
-    """Use the layers of the first part for multi-token prediction as those of all parts."""
+    """Use the layers of the first MTP head as those of all parts."""
 
     layer_overrides: dict[str | int, dict[str, Any]] = field(default_factory=dict)
     """Fields that differ in some layers: by layer symbol, or by layer number (from 1, through the

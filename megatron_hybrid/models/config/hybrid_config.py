@@ -138,7 +138,7 @@ class HybridConfig(
             )
         if parts and self.pipeline_model_parallel_size > 1:
             raise ValueError(
-                f"layer_pattern {self.layer_pattern!r} has parts for multi-token prediction, which "
+                f"layer_pattern {self.layer_pattern!r} has MTP heads, which "
                 "embed tokens again, and pipeline_model_parallel_size is "
                 f"{self.pipeline_model_parallel_size}: the stage behind the last layer has no "
                 "embedding. Use one stage, or leave out what stands behind '/'."

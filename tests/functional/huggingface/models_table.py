@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from megatron_hybrid.inference.memory.cache_memory import cache_spec_of
+from megatron_hybrid.inference.memory.cache_pool import cache_spec_of
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.layer_pattern import KINDS
 

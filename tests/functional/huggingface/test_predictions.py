@@ -192,7 +192,7 @@ def test_a_part_is_loaded_only_where_it_is_asked_for_and_conversions_keep_it(
         assert answers[0].generated_tokens == answers[1].generated_tokens
     save_huggingface(mh.load_pretrained(source)[0], tmp_path / "less")
     assert max(advanced) > 0
-    assert "less has no part for multi-token prediction, which" in caplog.text
+    assert "less has no MTP head, which" in caplog.text
     assert "/" not in read_config(ours, pipeline_model_parallel_size=2).layer_pattern
     assert load_file(tmp_path / "less" / "model.safetensors").keys() < given.keys()
 

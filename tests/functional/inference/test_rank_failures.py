@@ -30,7 +30,7 @@ from megatron_hybrid.distributed import watchdog
 from megatron_hybrid.distributed.ranks import RankError, ranks_of
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.memory.cache_memory import (
+from megatron_hybrid.inference.memory.cache_pool import (
     CachePool,
     agree_on_spec,
     cache_spec_of,

@@ -117,7 +117,7 @@ def test_refused_requests_and_keys_are_told(bench, capsys):
         status, values = bench(rows, *key, url=small.url)
         assert status == 1 and values["ok"] >= 1
         assert values["failed"] == {"503": 6 - values["ok"]}
-        assert "1 requests run or wait" in values["first_error"]
+        assert "at capacity (1 run or wait)" in values["first_error"]
         rows = [{"prompt": row["prompt"]} for row in rows]
         one = ["--max-concurrency", "1", "--output-len", "2"]
         status, values = bench(rows, *key, *one, url=small.url)

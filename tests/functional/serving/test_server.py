@@ -168,7 +168,7 @@ def test_more_requests_than_may_wait_are_refused_before_they_are_tokenized(serve
     with server.service.admission.admitted("others", "", num_samples=8):
         answer = call(server, "/v1/completions", LONG)
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
-    assert "8 requests run or wait" in answer.json()["error"]["message"]
+    assert "at capacity (8 run or wait)" in answer.json()["error"]["message"]
     assert not tokenized.called
 
 

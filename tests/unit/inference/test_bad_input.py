@@ -341,7 +341,7 @@ def test_params_changed_after_the_request_was_added_do_not_reach_it():
         (dict(max_tokens=True), "max_tokens is True"),
         (dict(max_sequence_length=1.5), "max_sequence_length is 1.5"),
         (dict(memory_fraction=0), r"memory_fraction is .*above 0 and at most 1"),
-        (dict(memory_fraction=float("nan")), "memory_fraction is .*finite"),
+        (dict(memory_fraction=float("nan")), "memory_fraction is nan; .*at most 1"),
         (dict(memory_fraction="0.9"), "memory_fraction is '0.9'"),
         (dict(kv_cache_dtype=torch.int8), "kv_cache_dtype is torch.int8"),
         (dict(kv_cache_dtype="float16"), "kv_cache_dtype is 'float16'"),

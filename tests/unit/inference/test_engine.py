@@ -29,7 +29,7 @@ from scripted import ByteTokenizer
 
 from megatron_hybrid.cache.policy import admission
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.inference.memory.cache_memory import CachePool
+from megatron_hybrid.inference.memory.cache_pool import CachePool
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.output import OutputProcessor
 from megatron_hybrid.inference.requests.request import RequestStatus

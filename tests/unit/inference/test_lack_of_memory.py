@@ -9,7 +9,7 @@ from memory_fuzz import CONFIGURATIONS, fuzz
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.pages.allocator import PageAllocator
-from megatron_hybrid.inference.memory.cache_memory import CachePool
+from megatron_hybrid.inference.memory.cache_pool import CachePool
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import RequestStatus
 from megatron_hybrid.inference.requests.view import EndedRequests

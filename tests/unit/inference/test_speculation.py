@@ -9,7 +9,7 @@ Faults of other engines, of which each has a test that compares with a run witho
  5. no drafts under load, and back: `test_no_drafts_for_a_while_..`, and test_draft_length.py
  6. acceptance that rises from wrong states: `test_acceptance_that_rises_is_..`
  7. preemption, slots used again, stops inside of a run, log-probs, guides: `test_random_run`
-A part for multi-token prediction has its own: drafters/test_prediction.py.
+An MTP head has its own: drafters/test_prediction.py.
 """
 
 import logging

@@ -18,7 +18,7 @@ from megatron_hybrid import (
     load_pretrained,
 )
 from megatron_hybrid.inference.config import STATE_ENCODINGS
-from megatron_hybrid.inference.memory.cache_memory import CachePool, cache_spec_of
+from megatron_hybrid.inference.memory.cache_pool import CachePool, cache_spec_of
 
 TEXT = Path(__file__).parents[2] / "functional/data/alice_chapter_5.txt"
 PATTERNS = {

@@ -1,4 +1,4 @@
-"""Drafts by a model's part for multi-token prediction, against that part written out."""
+"""Drafts by a model's MTP head, against that part written out."""
 
 import pytest
 import torch

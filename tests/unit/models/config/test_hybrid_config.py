@@ -64,7 +64,7 @@ def test_a_pattern_without_attention_needs_no_heads():
         ({"num_layers": 3}, "num_layers is 3, but layer_pattern 'MG*W-' has 5 layers"),
         (
             {"layer_overrides": {2: {"rotary_base": 1e4}}},
-            "layer_overrides: a key is 2; it must be text",
+            "layer_overrides has the key 2, but keys are",
         ),
         ({"num_query_groups": 3}, "num_attention_heads is 4, not a multiple of num_query_groups=3"),
         (

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_hybrid.cache.pages.spec import common_spec
 from megatron_hybrid.distributed.ranks import ONE_RANK
-from megatron_hybrid.inference.memory.cache_memory import (
+from megatron_hybrid.inference.memory.cache_pool import (
     CachePool,
     _zero,
     agree_on_spec,
