@@ -183,8 +183,8 @@ def canonical_parameter_name(name: str) -> str:
 
 
 def core_model_kind(module: object) -> Literal["gpt", "hybrid"] | None:
-    """Whether a module is a GPTModel of core, or its hybrid model: MambaModel in 0.16, HybridModel
-    in 0.19. (By name: the latter's module cannot be imported everywhere.)"""
+    """Return whether a module is a GPTModel of core, or its hybrid model: MambaModel in 0.16,
+    HybridModel in 0.19. (By name: the latter's module cannot be imported everywhere.)"""
     for kind in type(module).__mro__:
         if kind.__module__.startswith("megatron.core.models."):
             if kind.__name__ == "GPTModel":
@@ -278,7 +278,7 @@ def unused_accelerators() -> dict[str, str | None]:
 
 
 def have_transformer_engine() -> bool:
-    """Whether megatron-core found NVIDIA's Transformer Engine when it was imported."""
+    """Return whether megatron-core found NVIDIA's Transformer Engine when it was imported."""
     from megatron.core.extensions import transformer_engine
 
     return transformer_engine.HAVE_TE
@@ -314,8 +314,8 @@ HAVE_COORDINATOR = MEGATRON_CORE_VERSION >= _OLDEST_COORDINATOR
 
 
 def coordinator_parts() -> SimpleNamespace:
-    """What speaks with megatron-core's coordinator of inference, by core's own names, with the
-    modules `zmq` and `msgpack`.
+    """Return what speaks with megatron-core's coordinator of inference, by core's own names, with
+    the modules `zmq` and `msgpack`.
 
     Raises:
         ImportError: this megatron-core has no such coordinator, or a package that it needs is not

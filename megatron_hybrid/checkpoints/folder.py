@@ -237,7 +237,7 @@ def _with_text_config(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _modelopt_config(path: Path) -> dict[str, Any]:
-    """What NVIDIA's ModelOpt says of a quantization in a file of its own."""
+    """Return what NVIDIA's ModelOpt says of a quantization in a file of its own."""
     found = _read_json(path).get("quantization")
     if not isinstance(found, Mapping):
         raise CheckpointError(f"{path} says nothing of a quantization. Copy the folder again.")

@@ -50,7 +50,7 @@ def of_all_stages(model: HybridModel, own: dict[str, Any]) -> dict[str, Any]:
 
 
 def writes(model: HybridModel) -> bool:
-    """Whether this rank, of those with the model's first part, writes it."""
+    """Return whether this rank, of those with the model's first part, writes it."""
     data_parallel = getattr(model.pg_collection, "dp", None)
     return data_parallel is None or data_parallel.rank() == 0
 

@@ -183,7 +183,7 @@ class PackedFiles:
         return PackedTensor(name, shape, dtype or self.files.dtype(name), decode, encode, is_kept)
 
     def has(self, name: str) -> bool:
-        """Whether the folder has a tensor of this name."""
+        """Return whether the folder has a tensor of this name."""
         return name in self._names
 
     def quantization(self, name: str) -> Quantization:
@@ -236,8 +236,8 @@ class PackedFiles:
         return StoredWeight(shape, parts, block)
 
     def _misfit(self, part: PackedTensor, shape: tuple[int, ...]) -> Tensor | None:
-        """What should be stored, without values, for a part of this shape in memory; None: it
-        is."""
+        """Return what should be stored, without values, for a part of this shape in memory; None:
+        it is."""
         stored = torch.empty(part.shape, dtype=self.files.dtype(part.name), device="meta")
         wanted = value = torch.empty(shape, dtype=part.dtype, device="meta")
         with suppress(RuntimeError):  # no number of words holds these

@@ -207,7 +207,7 @@ class PackedSource:
     def _packing(
         self, tensor_map: TensorMap, packed: list[str], weight: Tensor, source: str
     ) -> Packing:
-        """How one of our weights is packed."""
+        """Return how one of our weights is packed."""
         dtypes = self.stored[packed[0]].dtypes
         if any(self.stored[name].dtypes != dtypes for name in packed):
             raise CheckpointError(
@@ -259,7 +259,7 @@ def own_source(
 
 
 def is_packable(module: nn.Module) -> bool:
-    """Whether the weight of a layer may be packed."""
+    """Return whether the weight of a layer may be packed."""
     return isinstance(module, _PACKABLE)
 
 

@@ -180,7 +180,7 @@ def _read(config: Mapping[str, Any], rules: _Rules, path: str = "") -> dict[str,
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a value says nothing: null, or an object or list of nothing."""
+    """Return whether a value says nothing: null, or an object or list of nothing."""
     if isinstance(value, Mapping):
         return all(map(_is_empty, value.values()))
     return value is None or value == []

@@ -48,8 +48,8 @@ def quantized(weight: Tensor, stored: StoredWeight) -> dict[str, Tensor]:
 
 
 def fp4_divisor(weight: Tensor) -> Tensor:
-    """What compressed-tensors calls the global scale of a weight in NVFP4, fp32: the scales of its
-    groups are multiplied by it before they are rounded to e4m3. `[.., 1, 1]`."""
+    """Return what compressed-tensors calls the global scale of a weight in NVFP4, fp32: the scales
+    of its groups are multiplied by it before they are rounded to e4m3. `[.., 1, 1]`."""
     largest = weight.float().abs().amax((-2, -1), keepdim=True)
     divisor = _LARGEST["fp8"] * _LARGEST["fp4"] / largest.clamp(min=_SMALLEST)
     return divisor.nan_to_num(posinf=1.0)

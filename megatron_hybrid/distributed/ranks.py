@@ -296,8 +296,8 @@ def _joined(groups: object) -> list[dist.ProcessGroup]:
 
 
 def replica_of(groups: object) -> tuple[int, int]:
-    """Which data-parallel replica this rank serves, and how many there are. Expert-parallel ranks
-    are data-parallel ones, too, and serve together.
+    """Return which data-parallel replica this rank serves, and how many there are. Expert-parallel
+    ranks are data-parallel ones, too, and serve together.
 
     groups: megatron-core's ProcessGroupCollection of the model.
     """
@@ -312,7 +312,7 @@ def replica_of(groups: object) -> tuple[int, int]:
 
 
 def is_one_machine() -> bool:
-    """Whether the launcher says that all processes of the job are on this machine."""
+    """Return whether the launcher says that all processes of the job are on this machine."""
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE", "1")
 
 
@@ -375,7 +375,7 @@ def _accept(
 
 
 def _knows(ends: socket.socket, secret: bytes) -> bool:
-    """Whether the process at the other end is one of the job: anyone may find the port."""
+    """Return whether the process at the other end is one of the job: anyone may find the port."""
     ends.settimeout(HANDSHAKE_SECONDS)
     said = b""
     with suppress(OSError):

@@ -64,7 +64,7 @@ class Member:
     """Of the process id; processes with equal ones see each other."""
 
     def is_beside(self, other: Member) -> bool:
-        """Whether each of both processes sees the other one by its id."""
+        """Return whether each of both processes sees the other one by its id."""
         return bool(self.namespace) and (self.host, self.namespace) == (other.host, other.namespace)
 
     def __str__(self) -> str:
@@ -86,7 +86,7 @@ def _namespace() -> str:
 
 
 def has_ended(member: Member) -> bool:
-    """Whether a process is known to have ended; of one elsewhere nothing is known."""
+    """Return whether a process is known to have ended; of one elsewhere nothing is known."""
     return _state_of(member) in ("Z", "X")
 
 
@@ -305,7 +305,7 @@ class _Exchange:
             pause = min(0.05, 2 * pause)
 
     def _gone(self, ranks: Sequence[int]) -> str | None:
-        """Which of them has ended, or is stopped for long; None: no one is known to."""
+        """Return which of them has ended, or is stopped for long; None: no one is known to."""
         for rank in ranks:
             if (member := self._member(rank)) is None:
                 continue
@@ -322,7 +322,7 @@ class _Exchange:
         return None
 
     def _failure_of(self, rank: int) -> str | None:
-        """Why a rank does not come; None: nothing is known."""
+        """Return why a rank does not come; None: nothing is known."""
         key = _key("failures", rank)
         if not _attempt.get() or not self._store.check([key]):
             return None
@@ -361,5 +361,5 @@ def _store() -> dist.Store:
 
 
 def _key(kind: str, rank: int) -> str:
-    """What the store has of a rank."""
+    """Return what the store has of a rank."""
     return f"{_PREFIX}/{kind}/{rank}"

@@ -258,7 +258,7 @@ class RankWatch:
 
 
 def _is_broken(error: BaseException) -> bool:
-    """Whether another rank has left a connection of this one."""
+    """Return whether another rank has left a connection of this one."""
     is_gloo = type(error) is RuntimeError and any(word in str(error) for word in _GLOO)
     return is_gloo or isinstance(error, _BROKEN)
 

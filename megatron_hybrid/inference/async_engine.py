@@ -229,7 +229,7 @@ class AsyncEngine:
         return await self._run(lambda: self._engine.weights.unfinished)
 
     async def is_paused(self) -> bool:
-        """Whether `pause_generation` or `sleep` holds requests back."""
+        """Return whether `pause_generation` or `sleep` holds requests back."""
         return await self._run(lambda: self._calls.is_paused)
 
     async def sleep(self, level: int = 1, mode: str = "abort", keep_cache: str = "drop") -> None:
@@ -268,7 +268,7 @@ class AsyncEngine:
         await self._run(self._calls.wake_up, tags)
 
     async def is_sleeping(self) -> bool:
-        """Whether the engine has given back memory."""
+        """Return whether the engine has given back memory."""
         return await self._run(lambda: self._engine.is_suspended)
 
     @property

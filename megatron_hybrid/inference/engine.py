@@ -576,9 +576,9 @@ class DynamicInferenceEngine:
     def cache_changes(
         self, since: Version | None = None, limit: int | None = None, num_tokens: int = 0
     ) -> TreeChanges:
-        """What has changed in the tree of cached prefixes since an earlier answer's `version`
-        (None: all of it), with at most `limit` edges and the first `num_tokens` tokens of each.
-        Unlike `cache_tree` it looks at nothing else."""
+        """Return what has changed in the tree of cached prefixes since an earlier answer's
+        `version` (None: all of it), with at most `limit` edges and the first `num_tokens` tokens of
+        each. Unlike `cache_tree` it looks at nothing else."""
         return self.inspection.cache_changes(since, limit, num_tokens)
 
     def metrics(self) -> str:

@@ -89,7 +89,7 @@ class RankCalls:
                 logger.info("%s() raised on all ranks: %s", method, error)
 
     def _state(self) -> tuple:
-        """What ranks must have in common to go on together."""
+        """Return what ranks must have in common to go on together."""
         scheduler = self._parts.scheduler
         waiting, running = (
             [request.request_id for request in requests]

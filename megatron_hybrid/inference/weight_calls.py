@@ -108,8 +108,8 @@ class WeightCalls:
     @exclusive
     @on_all_ranks
     def end_join(self, number: int) -> bool:
-        """Whether all ranks have met the trainer; see `WeightUpdates.end_join`. number: that of
-        the `Joining`."""
+        """Return whether all ranks have met the trainer; see `WeightUpdates.end_join`. number: that
+        of the `Joining`."""
         self._guard.refuse_closed("init_weight_transfer_engine")
         return self._updates.end_join(number)
 

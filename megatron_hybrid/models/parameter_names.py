@@ -60,7 +60,7 @@ def is_parameter(name: str) -> bool:
 
 
 def is_of_prediction(name: str) -> bool:
-    """Whether a parameter's name is one of the MTP heads."""
+    """Return whether a parameter's name is one of the MTP heads."""
     return name.startswith("mtp.")
 
 

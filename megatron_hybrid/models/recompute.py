@@ -24,8 +24,8 @@ _once: ContextVar[Callable[[Callable[[], Any]], Any] | None] = ContextVar("once"
 
 
 def is_recomputing() -> bool:
-    """Whether a part runs for the second time, in the backward pass: what is counted or logged in a
-    forward pass is not counted again."""
+    """Return whether a part runs for the second time, in the backward pass: what is counted or
+    logged in a forward pass is not counted again."""
     return _recomputing.get()
 
 
@@ -111,7 +111,7 @@ def check_recompute_modules(config: HybridConfig, mixers: Mapping[str, type[Mixe
 
 
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """What torch enters around the forward and around the recomputation."""
+    """Return what torch enters around the forward and around the recomputation."""
     tracker, results = get_cuda_rng_tracker(), []
     states = tracker.get_states() if tracker.is_initialized() else None
 

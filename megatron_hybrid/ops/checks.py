@@ -17,7 +17,7 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def has_tangent(x: torch.Tensor) -> bool:
-    """Whether torch computes a derivative in forward mode along `x`."""
+    """Return whether torch computes a derivative in forward mode along `x`."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 

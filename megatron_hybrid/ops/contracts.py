@@ -215,7 +215,7 @@ def _lines(
 def _errors(
     function: str, contracts: list[Contract], conditions: Mapping[str, str], is_launch: bool
 ) -> dict[str, Callable[..., None]]:
-    """What a check calls where a tensor or a condition is not as it has to be."""
+    """Return what a check calls where a tensor or a condition is not as it has to be."""
 
     def fail(number: int, x: Any, known: dict[str, Any]) -> None:
         own = contracts[number]
@@ -256,13 +256,13 @@ def _errors(
 
 
 def _is_far(tensor: Tensor, strides: Sequence[int]) -> bool:
-    """Whether the numbers of one part in the first dimension have offsets beyond int32."""
+    """Return whether the numbers of one part in the first dimension have offsets beyond int32."""
     sizes = tensor.shape[1 : len(strides)]
     return sum((size - 1) * stride for size, stride in zip(sizes, strides[1:])) >= 1 << 31
 
 
 def _are_neighbours(tensor: Tensor, first: int) -> bool:
-    """Whether the numbers in the dimensions from `first` on lie one after the other."""
+    """Return whether the numbers in the dimensions from `first` on lie one after the other."""
     next_stride = 1
     rest = list(zip(tensor.shape, tensor.stride()))[first:]
     for size, stride in reversed(rest):

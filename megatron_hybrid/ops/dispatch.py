@@ -47,7 +47,7 @@ class Backend:
     the backend can serve alone."""
 
     def refusal(self, *inputs: Any) -> str | None:
-        """Why it cannot serve these inputs; None where it can."""
+        """Return why it cannot serve these inputs; None where it can."""
         if self.missing is not None:
             return self.missing
         if self.device_type is not None:
@@ -57,7 +57,7 @@ class Backend:
         return self.verify(*inputs)
 
     def absence(self) -> str | None:
-        """Why it cannot serve any inputs in this process; None where it may."""
+        """Return why it cannot serve any inputs in this process; None where it may."""
         if self.missing is None and self.device_type == "cuda" and not torch.cuda.is_available():
             return "there is no CUDA device"
         return self.missing

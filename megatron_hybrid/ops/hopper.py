@@ -31,13 +31,13 @@ left_out: dict[Autotuner, list[triton.Config]] = {}
 
 @functools.cache
 def is_hopper() -> bool:
-    """Whether the current device is of compute capability 9."""
+    """Return whether the current device is of compute capability 9."""
     return torch.cuda.get_device_capability()[0] == 9
 
 
 def can_race(config: triton.Config, in_registers: bool) -> bool:
-    """Whether a kernel with this config multiplies by wgmma in a loop with stages, which takes four
-    warps and 64 rows, and may be wrong.
+    """Return whether a kernel with this config multiplies by wgmma in a loop with stages, which
+    takes four warps and 64 rows, and may be wrong.
 
     in_registers: whether its first factor is there.
     """

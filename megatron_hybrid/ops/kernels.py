@@ -141,8 +141,8 @@ def aligned_rows(rows: Tensor) -> Tensor:
 
 
 def _refusal(inputs: tuple) -> str | None:
-    """Why no kernel of 16 and 32 bits can serve these inputs: they have no derivatives, and take
-    vectors of neighbours alone."""
+    """Return why no kernel of 16 and 32 bits can serve these inputs: they have no derivatives, and
+    take vectors of neighbours alone."""
     states = next((each for each in inputs if isinstance(each, SlotStates)), ())
     for tensor in states:
         if tensor is not None and tensor.is_floating_point() and tensor.dtype not in FLOATS:
@@ -153,7 +153,7 @@ def _refusal(inputs: tuple) -> str | None:
 
 
 def input_refusal(*tensors: Tensor | None) -> str | None:
-    """Why kernels of 16 and 32 bits cannot serve these tensors."""
+    """Return why kernels of 16 and 32 bits cannot serve these tensors."""
     for tensor in tensors:
         if tensor is None:
             continue

@@ -158,8 +158,8 @@ def states_or_zeros(
 
 
 def _are_steps_in_place(inputs: tuple, states: SlotStates, layout: RaggedLayout) -> bool:
-    """Whether decodes may change their states in the pool, slot by slot: where the host can read
-    the slots' numbers without a wait, and nobody needs the states before.
+    """Return whether decodes may change their states in the pool, slot by slot: where the host can
+    read the slots' numbers without a wait, and nobody needs the states before.
 
     It has the bits of `scan` on gathered states where these are in fp32 in both, and takes a third
     of the time: a state is in the cache from its first read to its last.

@@ -32,7 +32,7 @@ LEAST_LOG_PROB = -9999.0
 
 
 def prefix_block(report: PrefixReport) -> Json:
-    """What was reused of a prompt, and why not more: of the request's own tenant alone."""
+    """Return what was reused of a prompt, and why not more: of the request's own tenant alone."""
     return {
         "shared_tokens": report.shared_tokens,
         "skipped_tokens": report.skipped_tokens,
@@ -100,7 +100,7 @@ class Answer:
         return not isinstance(self.fields, CompletionFields)
 
     def head(self, of_chunk: bool = False) -> Json:
-        """What all bodies begin with."""
+        """Return what all bodies begin with."""
         kind = "text_completion"
         if self.is_chat:
             kind = "chat.completion.chunk" if of_chunk else "chat.completion"
@@ -167,8 +167,8 @@ class Answer:
         return prompt + text, self.logprobs(tokens, values, tops, 0)
 
     def echoed(self, number: int) -> str:
-        """What an answer repeats of its prompt: a chat's, the last message, if it goes on with
-        that."""
+        """Return what an answer repeats of its prompt: a chat's, the last message, if it goes on
+        with that."""
         if not self.fields.echo:
             return ""
         if self.is_chat:
@@ -400,7 +400,7 @@ _DELTA_CHARS = 4096
 
 
 def _deltas(part: AnswerPart) -> Iterator[Json]:
-    """What a part adds to a message: a call first its name, then its arguments."""
+    """Return what a part adds to a message: a call first its name, then its arguments."""
     if not isinstance(part, ToolCall):
         yield {"reasoning" if isinstance(part, Reasoning) else "content": part.text}
         return

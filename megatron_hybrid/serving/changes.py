@@ -64,7 +64,7 @@ def with_steady_start(messages: Sequence[Json]) -> tuple[list[Json], list[str]]:
 
 
 def _changes_each_time(line: str) -> bool:
-    """Whether a line is nothing but a time of day with a label, or an id of a request."""
+    """Return whether a line is nothing but a time of day with a label, or an id of a request."""
     if _ID.fullmatch(line):
         return True
     label = _LABEL.match(line)

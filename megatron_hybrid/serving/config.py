@@ -115,5 +115,5 @@ class ServingConfig:
                 )
 
     def style_of(self, template: str | None) -> Style:
-        """How a model with this chat template answers."""
+        """Return how a model with this chat template answers."""
         return style_of(template, self.tool_call_parser, self.reasoning_parser)

@@ -78,8 +78,8 @@ _API_NAMES = {
 
 
 def refusal_of_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """What pydantic's `errors()` say of the first field, or of a part of it. Of a field of several
-    types, it is what the type says that fits best."""
+    """Return what pydantic's `errors()` say of the first field, or of a part of it. Of a field of
+    several types, it is what the type says that fits best."""
 
     def place_of(error: Mapping[str, Any]) -> list[str]:
         return [str(part) for part in error["loc"] if part not in ("body", "query")]

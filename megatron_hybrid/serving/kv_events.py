@@ -169,7 +169,7 @@ class BlockEvents(CacheListener):
     def _drop_blocks(
         self, salt: str, parts: list[np.ndarray], end: int, start: int
     ) -> Iterable[Event]:
-        """What ends behind token `start` of a prefix of `end` tokens is no longer there."""
+        """Return what ends behind token `start` of a prefix of `end` tokens is no longer there."""
         keys = self._keys.of(np.concatenate(parts)[:end], salt).blocks(end // self._size)
         gone = []
         for key in reversed(keys[start // self._size :]):

@@ -141,7 +141,7 @@ class PromptFields(Fields):
             raise refusal from error
 
     def _left_out(self) -> Iterator[str]:
-        """What this server does not do, in words."""
+        """Return what this server does not do, in words."""
         for name, nothing in LEFT_OUT.items():
             if getattr(self, name) not in (None, *nothing):
                 yield f"left out {name}"
@@ -287,7 +287,7 @@ def _result(block: Json, place: str) -> str:
 
 
 def _said(blocks: Sequence[Json], place: str) -> Json:
-    """What the model said in one turn."""
+    """Return what the model said in one turn."""
     message: Json = {"role": "assistant", "content": ""}
     for block in blocks:
         if block.get("type") == "thinking":
@@ -354,7 +354,7 @@ class MessageAnswer:
         return self._body(result.prefix, len(result.generated_tokens))
 
     def growing(self, number: int) -> list[MessageAnswer]:
-        """What takes the outputs of a stream: see `Answer.growing`."""
+        """Return what takes the outputs of a stream: see `Answer.growing`."""
         return [self]
 
     def begin(self) -> list[Json]:

@@ -64,9 +64,9 @@ def chat_prompt(
 def is_thinking(
     tokenizer: Tokenizer, fields: TemplateFields, thoughts: ReasoningFormat
 ) -> bool | None:
-    """Whether the answer begins inside of reasoning, which the template opens, or the message that
-    the answer goes on with, or the model without a sign; None: the prompt has closed it. The chat
-    is one that `chat_prompt` takes."""
+    """Return whether the answer begins inside of reasoning, which the template opens, or the
+    message that the answer goes on with, or the model without a sign; None: the prompt has closed
+    it. The chat is one that `chat_prompt` takes."""
     messages, tools = _for_template(tokenizer, fields), fields.shown_tools
     if fields.continue_final_message:
         said = messages[-1]["content"]
@@ -228,8 +228,8 @@ def truncated(prompt: Prompt, num_tokens: int, side: str) -> Prompt:
 def guide_of(
     fields: GenerationFields, style: Style | None = None, is_thinking: bool | None = None
 ) -> tuple[Guide, str] | None:
-    """What the answer may look like, and the field that asks for it. It begins behind the answer's
-    reasoning.
+    """Return what the answer may look like, and the field that asks for it. It begins behind the
+    answer's reasoning.
 
     Args:
         style: how the model answers a chat.
@@ -297,7 +297,7 @@ def _wishes(
 def request_options(
     fields: GenerationFields, salt: str, tenant: str, guide: Guide | None
 ) -> RequestOptions:
-    """What the engine is asked beside prompt and sampling. salt, tenant: of the caller."""
+    """Return what the engine is asked beside prompt and sampling. salt, tenant: of the caller."""
     return RequestOptions(
         guide=guide,
         salt=salt,
@@ -311,7 +311,7 @@ def request_options(
 def sampling_params(
     tokenizer: Tokenizer, fields: GenerationFields, max_tokens: int
 ) -> SamplingParams:
-    """What the engine samples by.
+    """Return what the engine samples by.
 
     Args:
         tokenizer: for words.

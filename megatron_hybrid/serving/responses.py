@@ -293,7 +293,7 @@ class ResponseFields(SharedChatFields):
             yield {**function, "parameters": _CUSTOM_PARAMETERS}
 
     def _left_out(self, text: TextOptions) -> Iterator[str]:
-        """What this server does not do, in words."""
+        """Return what this server does not do, in words."""
         for name, nothing in LEFT_OUT.items():
             if getattr(self, name) not in (None, *nothing):
                 yield f"left out {name}"
@@ -335,7 +335,7 @@ _CUSTOM_PARAMETERS: Json = {
 
 
 def full_name(name: str, namespace: str | None) -> str:
-    """What the model sees."""
+    """Return what the model sees."""
     if namespace in (None, DEFAULT_NAMESPACE):
         return name
     return f"{namespace.removesuffix('__')}__{name}"
@@ -400,8 +400,8 @@ def _output_of(output: Any) -> str:
 
 
 def _joined(messages: Iterator[Json]) -> Iterator[Json]:
-    """What the model said in a row is one message: its reasoning, a text, calls. Reasoning alone is
-    left out."""
+    """Return what the model said in a row is one message: its reasoning, a text, calls. Reasoning
+    alone is left out."""
     last: Json = {}
     for message in messages:
         follows = last.get("role") == message["role"] == "assistant"
@@ -503,7 +503,7 @@ class ResponseAnswer:
         return self._body(self._status, [result.prefix], len(result.generated_tokens))
 
     def growing(self, number: int) -> list[ResponseAnswer]:
-        """What takes the outputs of a stream: see `Answer.growing`."""
+        """Return what takes the outputs of a stream: see `Answer.growing`."""
         return [self]
 
     def begin(self) -> list[Json]:

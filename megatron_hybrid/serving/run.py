@@ -182,7 +182,7 @@ class Address:
         return context
 
     def loading(self, bound: socket.socket | None) -> Loading:
-        """What answers here while the model loads. bound: of `bind`."""
+        """Return what answers here while the model loads. bound: of `bind`."""
         return Loading(bound, self.uds, self._context())
 
     def url(self, bound: socket.socket | None) -> str:

@@ -236,8 +236,8 @@ class Service:
     async def outputs(
         self, ticket: Ticket, stream: AsyncStream
     ) -> AsyncIterator[list[RequestOutput]]:
-        """What the steps add to one answer: each time all that is there, such as the outputs of
-        all samples of a step, so that a connection gets them in one piece.
+        """Return what the steps add to one answer: each time all that is there, such as the outputs
+        of all samples of a step, so that a connection gets them in one piece.
 
         Raises:
             ApiError: as `generate_all`.

@@ -43,8 +43,8 @@ class TreeFeed:
         self._lock = asyncio.Lock()
 
     async def columns(self, since: str | None) -> dict[str, Any]:
-        """What has changed since the version of an earlier answer; the whole tree if there was
-        none, or too much has changed since."""
+        """Return what has changed since the version of an earlier answer; the whole tree if there
+        was none, or too much has changed since."""
         async with self._lock:
             limit, changes = _SLICE, None
             while changes is None or not changes.is_last:

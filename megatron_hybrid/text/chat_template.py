@@ -141,8 +141,8 @@ class ChatTemplate:
         return sorted(forks - {None})
 
     def takes_parts(self, role: str) -> bool:
-        """Whether it writes the texts of a message of this role, if its content is a list of parts:
-        [{"type": "text", "text": ...}]. Others write the list itself, or refuse it."""
+        """Return whether it writes the texts of a message of this role, if its content is a list of
+        parts: [{"type": "text", "text": ...}]. Others write the list itself, or refuse it."""
         if role not in self._takes_parts:
             if len(self._takes_parts) >= MAX_ROLES:  # names are the callers'
                 self._takes_parts.clear()
@@ -247,8 +247,8 @@ class ChatTemplate:
         return start, end
 
     def _answer_end(self, full: str, conversation: _Conversation, index: int) -> int | None:
-        """Where an answer ends that is rendered in another way as the last message, say with its
-        reasoning: behind its content and what ends its turn."""
+        """Return where an answer ends that is rendered in another way as the last message, say with
+        its reasoning: behind its content and what ends its turn."""
         plain = conversation.messages
         texts = []
         for messages in (plain, plain[: index + 1]):

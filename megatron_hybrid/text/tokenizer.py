@@ -200,7 +200,7 @@ class Tokenizer:
         return self._bytes.first
 
     def shown_bytes(self, token: int) -> bytes:
-        """What to show of a token: its bytes in a text, or the name of a special one."""
+        """Return what to show of a token: its bytes in a text, or the name of a special one."""
         return self.text_bytes(token) or (self._tokenizer.id_to_token(token) or "").encode()
 
     def text_bytes(self, token: int) -> bytes:
@@ -256,14 +256,14 @@ class Tokenizer:
         vars(self).pop("_bytes", None)  # of special tokens as they were
 
     def takes_parts(self, role: str) -> bool:
-        """Whether the chat template writes the texts of a message of this role, if its content is a
-        list of parts. Other templates write the list itself, or refuse it."""
+        """Return whether the chat template writes the texts of a message of this role, if its
+        content is a list of parts. Other templates write the list itself, or refuse it."""
         template = self._templates.get("default")
         return template is not None and template.takes_parts(role)
 
     def takes_argument_texts(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
-        """Whether the template of chats with these tools wants the arguments of calls as JSON in
-        texts."""
+        """Return whether the template of chats with these tools wants the arguments of calls as
+        JSON in texts."""
         template = self._find_template(tools)
         return template is not None and template.takes_argument_texts
 

@@ -8,7 +8,7 @@ _WORDS = ("out of memory", "can't allocate memory", "can't start new thread", "A
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed. On a CPU, torch says so only in the message."""
+    """Return whether an allocation failed. On a CPU, torch says so only in the message."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):

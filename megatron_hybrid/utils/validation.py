@@ -18,12 +18,12 @@ _MOST_SHOWN = 200
 
 
 def is_int(value: Any) -> bool:
-    """Whether a value is an integer, also numpy's, but no bool."""
+    """Return whether a value is an integer, also numpy's, but no bool."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a real number, also numpy's, but no bool."""
+    """Return whether a value is a real number, also numpy's, but no bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -250,7 +250,7 @@ _NAMES: dict[Any, tuple[str, str]] = {
 
 
 def takes_argument(function: Callable, name: str) -> bool:
-    """Whether a function has an argument of this name, or takes any."""
+    """Return whether a function has an argument of this name, or takes any."""
     found = signature(function).parameters.values()
     return any(each.name == name or each.kind is Parameter.VAR_KEYWORD for each in found)
 

@@ -57,7 +57,7 @@ class Journal(Generic[T]):
         self._num_removed += 1
 
     def knows(self, version: Version) -> bool:
-        """Whether it can tell what has changed since a version."""
+        """Return whether it can tell what has changed since a version."""
         return (
             0 <= version.changed <= self._num_changes
             and 0 <= self._num_removed - version.removed <= len(self._removed)

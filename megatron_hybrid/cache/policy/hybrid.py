@@ -109,7 +109,7 @@ class HybridPolicy(Policy):
         return value_per_page(self._new_rate(new), work, pages)
 
     def replaces(self, new: NewState) -> bool:
-        """Whether the previous state is worth less than the tokens between both."""
+        """Return whether the previous state is worth less than the tokens between both."""
         parts, previous = self.parts, new.previous
         if previous is None or not (parts.price and parts.replacing and self._needs_state):
             return False

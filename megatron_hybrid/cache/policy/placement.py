@@ -95,7 +95,7 @@ def choose_interval(
 
 
 def saves_work(position: int, prompt_tokens: int, needs_state: bool) -> bool:
-    """Whether a checkpoint at this position of a request can ever spare a forward."""
+    """Return whether a checkpoint at this position of a request can ever spare a forward."""
     return needs_state or position == prompt_tokens
 
 

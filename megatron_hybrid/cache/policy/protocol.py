@@ -96,7 +96,7 @@ class Policy(Protocol):
         return math.inf
 
     def replaces(self, new: NewState) -> bool:
-        """Whether a state that found no room takes the place of `new.previous`."""
+        """Return whether a state that found no room takes the place of `new.previous`."""
         return False
 
     # ---- learning ----

@@ -91,8 +91,8 @@ def exclusive_tokens(checkpoint: Checkpoint, previous: Checkpoint | None) -> int
 
 
 def kv_is_held(checkpoint: Checkpoint, spec: CacheSpec, ref_counts: np.ndarray) -> bool:
-    """Whether a request holds the KV up to a checkpoint, so that it would stay without the state. A
-    request that resumes there holds the full blocks, and a copy of the last one."""
+    """Return whether a request holds the KV up to a checkpoint, so that it would stay without the
+    state. A request that resumes there holds the full blocks, and a copy of the last one."""
     size = spec.block_size_tokens
     position = checkpoint.position // size * size or checkpoint.position
     page = checkpoint.edge.at(position).page_before(position, size)

@@ -69,7 +69,7 @@ class Adapter(ABC):
         return text
 
     def _text_names(self, value: Any) -> Any:
-        """What a quantization_config says, with the names of `text_name`."""
+        """Return what a quantization_config says, with the names of `text_name`."""
         if isinstance(value, Mapping):
             return {self._text_names(key): self._text_names(each) for key, each in value.items()}
         if isinstance(value, list | tuple):
@@ -77,7 +77,7 @@ class Adapter(ABC):
         return self.text_name(value) if isinstance(value, str) else value
 
     def text_name(self, name: str) -> str:
-        """What a folder of the language model alone calls a tensor of a folder."""
+        """Return what a folder of the language model alone calls a tensor of a folder."""
         spellings = {"model.language_model.": "model.", "language_model.": ""}
         for prefix, plain in spellings.items() if self.composite_types else ():
             if name.startswith(prefix):
@@ -85,8 +85,8 @@ class Adapter(ABC):
         return name
 
     def ignored_names(self, names: Collection[str], config: HybridConfig) -> set[str]:
-        """Which tensors of a folder (`text_name`) hold nothing of the model: those of `ignored`,
-        copies, and those of an MTP head that the config does not have."""
+        """Return which tensors of a folder (`text_name`) hold nothing of the model: those of
+        `ignored`, copies, and those of an MTP head that the config does not have."""
         ignored = self.ignored
         if not config.pattern.predictions:
             ignored += self.prediction_names

@@ -101,7 +101,7 @@ def _layer(
 
 
 def has_tensor(names: Collection[str], prefix: str) -> bool:
-    """Whether the name of a tensor begins so."""
+    """Return whether the name of a tensor begins so."""
     return any(name.startswith(prefix) for name in names)
 
 

@@ -98,7 +98,7 @@ def _block_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[Ten
 def _adapter_tensors(
     config: HybridConfig, ours: str, block: str, number: int
 ) -> Iterator[TensorMap]:
-    """What the layer `number` of those that share blocks adds to its block."""
+    """Return what the layer `number` of those that share blocks adds to its block."""
     adapters = {"mlp_adapter": f"{block}.feed_forward.gate_up_proj_adapter_list"}
     if config.shared_block_attention_adapters:
         for i, name in enumerate("qkv"):

@@ -103,7 +103,7 @@ def fields_of_args(args: Namespace, names: Collection[str], num_stages: int = 1)
 
 
 def is_gpt(args: Namespace, names: Collection[str]) -> bool:
-    """Whether a checkpoint is of a GPTModel, not of a hybrid model."""
+    """Return whether a checkpoint is of a GPTModel, not of a hybrid model."""
     return _layer_pattern(vars(args), names) is None
 
 
@@ -226,7 +226,7 @@ def args_of_config(config: HybridConfig) -> Namespace:
 
 
 def _layer_arguments(config: HybridConfig, symbols: str) -> dict[str, Any]:
-    """What layers there are, and what differs between them."""
+    """Return what layers there are, and what differs between them."""
     if config.is_gpt_model:
         mixers, mlps = symbols[::2], symbols[1::2]
         values: dict[str, Any] = {"num_layers": len(mixers), "is_hybrid_model": False}

@@ -117,7 +117,7 @@ def load_pickle(file: io.BufferedIOBase, **options: Any) -> Any:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """What the pickle names: a known class, or an `Unknown` of its own."""
+        """Return what the pickle names: a known class, or an `Unknown` of its own."""
         module = _OTHER_NAMES.get(module, module)
         if name in _KNOWN.get(module, ()):
             return super().find_class(module, name)

@@ -79,7 +79,7 @@ _VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 
 
 def is_torch_dist(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder looks like one of Megatron's, or one iteration of it."""
+    """Return whether a folder looks like one of Megatron's, or one iteration of it."""
     folder = Path(folder)
     return (folder / TRACKER_FILE).is_file() or (folder / METADATA_FILE).is_file()
 

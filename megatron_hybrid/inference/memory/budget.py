@@ -57,8 +57,8 @@ def _available_on_host(root: Path) -> int:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """What is left below the limit of each control group (v1 and v2) that this process is in. Page
-    cache that is not in use does not count as used."""
+    """Return what is left below the limit of each control group (v1 and v2) that this process is
+    in. Page cache that is not in use does not count as used."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

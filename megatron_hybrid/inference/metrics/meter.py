@@ -78,7 +78,7 @@ class ActivityLog:
         self._before: Mapping[str, int] | None = None
 
     def is_due(self, now: float) -> bool:
-        """Whether the step that begins wants `write`. Call it before each step."""
+        """Return whether the step that begins wants `write`. Call it before each step."""
         if not logger.isEnabledFor(logging.INFO):
             return False
         return self._before is None or now - self._since >= LOG_SECONDS

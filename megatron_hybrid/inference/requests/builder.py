@@ -76,7 +76,7 @@ class RequestSpec:
         )
 
     def values(self) -> dict[str, object]:
-        """What all ranks must have in common of it, by name."""
+        """Return what all ranks must have in common of it, by name."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         for name in ("params", "options"):
             part = given.pop(name)
@@ -443,7 +443,7 @@ class RequestBuilder:
 
 
 def is_chat(prompt) -> bool:
-    """Whether a prompt is a sequence of messages. An empty one is not."""
+    """Return whether a prompt is a sequence of messages. An empty one is not."""
     if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Sequence):
         return False
     return len(prompt) > 0 and isinstance(prompt[0], Mapping)

@@ -146,7 +146,7 @@ class ThoughtMeter:
         self._num_tokens = self._num_seen = 0
 
     def is_over(self, request: "Request") -> bool:
-        """Whether the next token of the answer has to end the reasoning."""
+        """Return whether the next token of the answer has to end the reasoning."""
         for token in request.generated_from(self._num_seen):
             if token in (self._budget.start, self._budget.end):
                 self._is_open = token == self._budget.start
@@ -360,7 +360,7 @@ class Request:
                 yield last
 
     def is_stop(self, token: int) -> bool:
-        """Whether a token ends the answer, if it is drawn next."""
+        """Return whether a token ends the answer, if it is drawn next."""
         return token in self.stop_ids and not self._stops_are_text
 
     @property

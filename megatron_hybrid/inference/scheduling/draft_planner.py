@@ -122,7 +122,7 @@ class DraftPlanner:
         return end - start
 
     def _pay(self, counts: Mapping[Request, int], num_decodes: int) -> bool:
-        """Whether a step is to have these numbers of drafts."""
+        """Return whether a step is to have these numbers of drafts."""
         drafts = [(request.draft_length, count) for request, count in counts.items()]
         return pay_together(drafts, num_decodes, self.costs.at(num_decodes), self._is_trial)
 

@@ -180,8 +180,8 @@ class Scheduler:
         return min(self._budget(builder), request.longest_forward)
 
     def _tests_a_suspect(self) -> bool:
-        """Whether a request runs that two failed steps are blamed on. None starts beside it: if the
-        next step fails, too, it was this one."""
+        """Return whether a request runs that two failed steps are blamed on. None starts beside it:
+        if the next step fails, too, it was this one."""
         if self._suspects:
             self._suspects = {request: None for request in self._suspects if request.is_suspect}
         return any(request.lease is not None for request in self._suspects)
@@ -287,7 +287,7 @@ class Scheduler:
     # Fetching ----------------------------------------------------------------------------------
 
     def _waits_for_fetch(self, builder: PlanBuilder, request: Request, can_start: bool) -> bool:
-        """Whether a part of its prompt is being fetched from a tier.
+        """Return whether a part of its prompt is being fetched from a tier.
 
         It is read ahead, but loaded into the pool only when the request can start: earlier, it
         would evict the fetches of requests before it, and be evicted itself.

@@ -19,8 +19,8 @@ class SingleFlight:
         self._cache = cache
 
     def waits(self, request: Request, running: Sequence[Request]) -> bool:
-        """Whether a running prefill will soon make a deeper position restorable than the present
-        ones, so that the request need not compute the same tokens."""
+        """Return whether a running prefill will soon make a deeper position restorable than the
+        present ones, so that the request need not compute the same tokens."""
         if self._cache.mode != "restore" or not request.starts_from_cache:
             return False
         if request.waits_for is not None:

@@ -61,8 +61,8 @@ class WeightWatch:
         self._num_changes += 1
 
     def has_changed(self) -> bool:
-        """Whether the weights may differ from the last accepted ones. Waits for no device; takes
-        about 0.4 us for each module and parameter."""
+        """Return whether the weights may differ from the last accepted ones. Waits for no device;
+        takes about 0.4 us for each module and parameter."""
         return bool(self._gone) or self._mark() != self._accepted
 
     def _mark(self) -> list:

@@ -74,7 +74,7 @@ class WeightLoader:
             copy_piece(whole, self.own[name], self.model)
 
     def holds(self, name: str, whole: Tensor) -> bool:
-        """Whether a packed weight of this rank is what `write_piece` would make of it."""
+        """Return whether a packed weight of this rank is what `write_piece` would make of it."""
         pieces = (
             (self.parts[part], own_piece(value, self.parts[part], self.model.pg_collection))
             for part, value in self.model.packed_source.requantize(name, whole)

@@ -431,9 +431,9 @@ class Joining:
 
 
 def part_of(info: object, group: WeightGroup | None, device: torch.device) -> Part:
-    """What an `update_info` stands for: {"path"}, a folder; {"names", "dtype_names", "shapes"},
-    what the trainer sends to the group; the same with {"ipc_handles_pickled"}: memory of another
-    process on this GPU.
+    """Return what an `update_info` stands for: {"path"}, a folder; {"names", "dtype_names",
+    "shapes"}, what the trainer sends to the group; the same with {"ipc_handles_pickled"}: memory of
+    another process on this GPU.
 
     Raises:
         ValueError: it is none of these, or cannot be received here.

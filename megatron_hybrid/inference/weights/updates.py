@@ -262,7 +262,7 @@ class WeightUpdates:
         return self._joining
 
     def end_join(self, number: int) -> bool:
-        """Whether all ranks have met the trainer; nothing is waited for.
+        """Return whether all ranks have met the trainer; nothing is waited for.
 
         Raises:
             TrainerError: on all ranks: one will not meet it, and the others have left.

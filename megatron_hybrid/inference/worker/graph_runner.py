@@ -99,7 +99,7 @@ def planned_bytes(
 
 
 def refusal(model: HybridModel, device: torch.device) -> str | None:
-    """Why steps of a model cannot be captured, whatever they are; None: they may be."""
+    """Return why steps of a model cannot be captured, whatever they are; None: they may be."""
     if device.type not in CAPTURES:
         return f"graphs are captured on CUDA devices, and the model is on {device.type}"
     groups = model.pg_collection

@@ -114,7 +114,7 @@ class ModelRunner:
             self.graphs.capture(size, num_rows)
 
     def graph_counts(self) -> dict[str, int]:
-        """What `stats` tells of graphs."""
+        """Return what `stats` tells of graphs."""
         graphs = self.graphs
         return {
             "graphs": 0 if graphs is None else graphs.num_graphs,
@@ -371,7 +371,7 @@ class ModelRunner:
             _note_drawn(result, rows)
 
     def _sampled(self, drawn: Drawn, values: Iterator[list]) -> list[Sampled]:
-        """What was drawn, from the values of its tensors. Rows whose token was not among the
+        """Return what was drawn, from the values of its tensors. Rows whose token was not among the
         candidates are drawn again, which waits for the device again: at most until all tokens are
         candidates."""
         sampled, num_candidates = drawn.sampled(values), NUM_CANDIDATES
@@ -435,7 +435,7 @@ class Drawn:
         return [self.tokens_n, *(tensor for _, each in self.scored for tensor in each)]
 
     def sampled(self, values: Iterator[list]) -> list[Sampled]:
-        """What was drawn, from the values of `tensors`."""
+        """Return what was drawn, from the values of `tensors`."""
         sampled = [Sampled(token) for token in next(values)]
         for rows, _ in self.scored:
             log_probs, top_rows = next(values), _top_rows(values)

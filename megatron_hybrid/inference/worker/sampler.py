@@ -328,7 +328,7 @@ class _Kept(NamedTuple):
 
 
 def _truncated(logits_mV: Tensor, ids_1V: Tensor, rows: _Rows, num_candidates: int) -> _Kept:
-    """What min_p, then top_k, then top_p keep; of equal logits the first ones."""
+    """Return what min_p, then top_k, then top_p keep; of equal logits the first ones."""
     V = logits_mV.shape[1]
     size = min(max(rows.largest_top_k, num_candidates if rows.sums_all else 0), V)
     ids_mC = _most_likely(logits_mV, ids_1V, size)

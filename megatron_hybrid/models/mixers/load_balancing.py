@@ -36,7 +36,7 @@ _NAMES = {
 
 
 def is_counting() -> bool:
-    """Whether a router in training counts the tokens and losses of this forward pass."""
+    """Return whether a router in training counts the tokens and losses of this forward pass."""
     return torch.is_grad_enabled() and not is_recomputing()
 
 

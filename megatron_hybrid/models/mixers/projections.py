@@ -66,8 +66,8 @@ class LocalRowLinear(RowParallelLinear):
 
 
 def _core_splits_rows(x: Tensor) -> bool:
-    """Whether core's linear layers gather and scatter the rows of sequence parallelism: on CUDA,
-    and in buffers that inference and training cannot share."""
+    """Return whether core's linear layers gather and scatter the rows of sequence parallelism: on
+    CUDA, and in buffers that inference and training cannot share."""
     return x.is_cuda and torch.is_grad_enabled()
 
 

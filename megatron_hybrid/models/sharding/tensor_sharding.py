@@ -92,7 +92,7 @@ def mark_tensor_parallel(parameter: Tensor, cut: Cut) -> None:
 
 
 def cut_of(tensor: Tensor) -> Cut | None:
-    """How a tensor of a model is cut; None: every rank holds all of it."""
+    """Return how a tensor of a model is cut; None: every rank holds all of it."""
     return getattr(tensor, "cut", None)
 
 

@@ -117,7 +117,7 @@ def _attend(
 
 
 def _is_fused(pattern: AttentionPattern, sinks: torch.Tensor | None) -> bool:
-    """Whether torch's scaled_dot_product_attention covers the pattern."""
+    """Return whether torch's scaled_dot_product_attention covers the pattern."""
     return pattern.softcap is None and sinks is None
 
 

@@ -222,8 +222,8 @@ def _words(bits: Tensor) -> Tensor:
 
 
 def _is_free_to_read(tensor: Tensor) -> bool:
-    """Whether values can be read without a wait. Then loops end where their results do not change
-    any more, and buffers have the size that is used."""
+    """Return whether values can be read without a wait. Then loops end where their results do not
+    change any more, and buffers have the size that is used."""
     return tensor.device.type == "cpu"
 
 
@@ -428,7 +428,7 @@ def _take_out_leading_parts(
 
 
 def _fine_bits(levels_B64: Tensor) -> Tensor:
-    """What a fine step makes of blocks, in bits, up to a constant; float64 scalar."""
+    """Return what a fine step makes of blocks, in bits, up to a constant; float64 scalar."""
     means_B = levels_B64.abs().mean(-1)
     return BLOCK * (means_B + means_B.mean() / 256 + 1e-30).log2().sum().double()
 

@@ -235,8 +235,8 @@ def any_of(marks: Sequence[str]) -> re.Pattern:
 
 
 def end_without(text: str, marks: Sequence[str]) -> int:
-    """Where the part of a text ends that belongs to no mark, whatever follows: before the beginning
-    of one, and before white space, which a mark may follow."""
+    """Return where the part of a text ends that belongs to no mark, whatever follows: before the
+    beginning of one, and before white space, which a mark may follow."""
     if not marks:
         return len(text)
     end = len(text)

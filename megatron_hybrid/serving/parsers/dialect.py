@@ -86,8 +86,8 @@ class Dialect:
         return JSON_QUOTES
 
     def first(self, text: str, at: int, is_last: bool) -> int | None:
-        """Where the first call's form begins in an answer; -1: there is none; None: more has to
-        come."""
+        """Return where the first call's form begins in an answer; -1: there is none; None: more has
+        to come."""
         at = _SPACE.match(text, at).end()
         if at == len(text):
             return -1 if is_last else None

@@ -100,7 +100,7 @@ def objects(text: str) -> list[str]:
 
 
 def value_end(text: str, at: int = 0, quotes: tuple[str, ...] = ('"',)) -> int | None:
-    """Where the object or list that begins at a position ends, by its brackets; None: it is
+    """Return where the object or list that begins at a position ends, by its brackets; None: it is
     open."""
     return Brackets(quotes, at=at).find(text, is_last=True)
 

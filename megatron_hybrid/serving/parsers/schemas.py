@@ -106,7 +106,7 @@ class Schema:
         return found | {"null"} if schema.get("nullable") is True else found
 
     def _resolved(self, schema: Json) -> Json:
-        """What its `$ref` leads to."""
+        """Return what its `$ref` leads to."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(ref := schema.get("$ref"), str) or not ref.startswith("#"):
                 return schema

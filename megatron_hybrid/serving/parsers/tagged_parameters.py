@@ -124,7 +124,7 @@ class TaggedParameters(Dialect):
         return None if closed is None else (found, closed.end())
 
     def _follows(self, text: str, at: int, known: set[str], names: Container[str] | None) -> bool:
-        """Whether a call's end or another parameter follows."""
+        """Return whether a call's end or another parameter follows."""
         if (opened := self.opened.match(text, at)) is not None:
             name = opened["name"]
             return name not in known and (names is None or name in names)
@@ -137,8 +137,8 @@ class TaggedParameters(Dialect):
         return value.removeprefix(self.newline).removesuffix(self.newline)
 
     def _is_whole(self, value: str, types: frozenset[str]) -> bool:
-        """Whether no tag of the call is in a value. Tags of a text are pairs, or single ends that
-        nothing like a tag follows."""
+        """Return whether no tag of the call is in a value. Tags of a text are pairs, or single ends
+        that nothing like a tag follows."""
         depth = 0
         for part in self.parts.finditer(value):
             if "string" not in types:
