@@ -75,7 +75,7 @@ class Explanation:
     below: tuple[str, int] | None = None
     """A tier that has more of the prompt, and the tokens skipped after a fetch."""
     lacks_room: bool = False
-    """The pool has no room for the request now, beside those that run and what it would resume
+    """The pool has no room for the request now, next to those that run and what it would resume
     from. It waits, or is computed, and may then skip less than this says."""
 
     @property

@@ -20,7 +20,7 @@ class CacheListener:
         """Handle a stored state before its eviction; its pages still hold the data."""
 
     def on_evict_blocks(self, edge: Edge, start: int) -> None:
-        """In pure attention, handle the KV of an edge behind position `start` before its eviction;
+        """In pure attention, handle the KV of an edge after position `start` before its eviction;
         its pages still hold the data."""
 
     def on_clear(self) -> None:

@@ -140,7 +140,7 @@ class PrefixLookup:
         return elsewhere if elsewhere >= size else 0
 
     def whole_blocks(self, tokens: np.ndarray, salt: str, hit: Hit) -> Hit:
-        """Return the part of a hit that takes no room beside the request: the whole blocks of full
+        """Return the part of a hit that takes no room besides the request: the whole blocks of full
         attention."""
         size = self._spec.block_size_tokens
         path = self._index.walk(salt, tokens[: hit.shared // size * size], hit.path)

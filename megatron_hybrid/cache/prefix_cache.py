@@ -263,7 +263,7 @@ class PrefixCache:
         capacity_tokens: int,
         chunk_tokens: int | None = None,
     ) -> Lease | None:
-        """Return a lease that starts behind `tokens`, which were computed before or elsewhere. The
+        """Return a lease that starts after `tokens`, which were computed before or elsewhere. The
         caller supplies their bytes.
 
         Whole blocks of KV are shared as far as they are cached. Before the first forward or commit
@@ -399,7 +399,7 @@ class PrefixCache:
         evicts nothing. Call `settle` before the next operation that needs pages.
 
         Returns:
-            The end of the room, in [start, end]. It also lies before the first position behind
+            The end of the room, in [start, end]. It also lies before the first position after
             `start` whose state should be saved: whether that evicts is decided when the token
             before is known.
         """
@@ -487,7 +487,7 @@ class PrefixCache:
         return found
 
     def known_after(self, lease: Lease, tokens: np.ndarray, most: int) -> np.ndarray:
-        """Return up to `most` tokens (int32) that are known behind all of the lease's `tokens`
+        """Return up to `most` tokens (int32) that are known after all of the lease's `tokens`
         (int32 [L]), under its salt: where several follow, those used last. No side effects."""
         return self._index.known_after(lease.salt, tokens, most, lease.path)
 

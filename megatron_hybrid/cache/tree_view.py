@@ -78,7 +78,7 @@ class TreeView:
     starts: list[int]
     ends: list[int]
     held_ends: list[int]
-    """End of the KV in the pool; tokens behind it are known, not held."""
+    """End of the KV in the pool; tokens after it are known, not held."""
     last_uses: list[int]
     first_tokens: list[list[int]]
     """The requested number of tokens."""

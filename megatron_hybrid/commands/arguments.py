@@ -43,7 +43,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The options, and the `arguments` that they were read from. Positional arguments may stand
-        before, between and behind others."""
+        before, between and after others."""
         options = self.parse_intermixed_args(arguments)
         options.arguments = list(arguments)
         if getattr(options, "model", "") is None:
@@ -182,7 +182,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def add_served_engine(parser: argparse.ArgumentParser) -> None:
-    """Add what an engine for many requests is asked for beside `add_engine`."""
+    """Add what an engine for many requests is asked for besides `add_engine`."""
     add_field(parser, "--max-requests", ENGINE, "max_requests", type=int, metavar="N")
     add_field(parser, "--speculation", ENGINE, "speculation", metavar="HOW")
     drafts = "num_speculative_tokens"

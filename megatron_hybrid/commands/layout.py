@@ -48,7 +48,7 @@ def run_on_ranks(
 
     Args:
         options: of `add_engine` and `add_layout`.
-        program: behind `python`, without the `options.arguments` that it is started with.
+        program: after `python`, without the `options.arguments` that it is started with.
         check: raises before ranks are started what each of them would raise.
         run_rank: takes the rank; None: there is one.
         end: SIGTERM, which is taken since the command began.

@@ -411,7 +411,7 @@ def fail_together(
         error: on a rank whose work succeeded; the message is that of the first rank that failed,
             which raises its own exception.
     """
-    call = sys._getframe(2).f_code.co_name  # behind contextlib's frame
+    call = sys._getframe(2).f_code.co_name  # after contextlib's frame
     own: Exception | None = None
     try:
         yield

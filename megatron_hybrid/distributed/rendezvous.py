@@ -274,7 +274,7 @@ class _Exchange:
             if self._store.check([self._key("ended")]):
                 raise pickle.loads(self._store.get(self._key("ended")))
             # Of all ranks: for the first one, which a late one waits for, it may be over. And
-            # before the keys: who fails behind the meeting leaves it to the others.
+            # before the keys: who fails after the meeting leaves it to the others.
             failure = next(filter(None, map(self._failure_of, self._ranks)), None)
             missing = [key for key in missing if not self._store.check([self._key(key)])]
             if not missing:

@@ -26,7 +26,7 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 SALT_MARK = "dynamo-cache-salt:"
-"""Before the salts of KV events: Dynamo's reader looks for it, and takes what is behind."""
+"""Before the salts of KV events: Dynamo's reader looks for it, and takes what is after."""
 GROUPS = {
     "sampling_options": {
         **{name: name for name in ("n", "best_of", "temperature", "top_p", "top_k", "min_p")},
@@ -97,7 +97,7 @@ def read_request(
     if (least := body["min_tokens"]) is not None:
         # A request that was moved here asks for the rest of its tokens, and still for all of these.
         body["min_tokens"] = min(least, limit)
-        # The frontend looks for stop strings behind these tokens alone, and the engine in all.
+        # The frontend looks for stop strings after these tokens alone, and the engine in all.
         del body["stop"]
     hidden = groups["stop_conditions"].get("stop_token_ids_hidden") or ()
     shown = frozenset(body["stop_token_ids"] or ())

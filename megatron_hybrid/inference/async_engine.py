@@ -139,7 +139,7 @@ class AsyncEngine:
         cancels the request; so does `aclose()`, the end of `async with`, or dropping the stream.
 
         With n > 1 it has the outputs of all samples, by `sample_index`; each sample has a last one,
-        with its `result`, and the stream ends behind the last of all. Ending it cancels all
+        with its `result`, and the stream ends after the last of all. Ending it cancels all
         samples that are not answered. Arguments as for `generate`; the first `anext` raises its
         errors."""
         call = AsyncCall(True, self._calls.abandoned, queue_seconds)

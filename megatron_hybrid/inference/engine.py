@@ -248,7 +248,7 @@ class DynamicInferenceEngine:
         options: RequestOptions | None = None,
     ) -> Stream:
         """Queue one prompt and return an iterator over its outputs; arguments as for `add_request`.
-        With n > 1 it has the outputs of all samples, by `sample_index`, and ends behind the last
+        With n > 1 it has the outputs of all samples, by `sample_index`, and ends after the last
         one of all.
 
         Every step that adds to the answer, whoever runs it, leaves an output; `next` runs steps

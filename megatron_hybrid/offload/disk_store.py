@@ -227,7 +227,7 @@ class DiskStore:
             OSError: writing failed, or the folder's files were removed or replaced.
         """
         self._check_ours()
-        # Cut first, since the index may need the space behind the last record. A crash in between
+        # Cut first, since the index may need the space after the last record. A crash in between
         # is safe: records whose pages were cut off fail the check of the file's size, or a
         # checksum.
         self._cut_pages()
@@ -475,7 +475,7 @@ class DiskStore:
         self._rewrite()
 
     def shrink(self, max_bytes: int) -> None:
-        """Cut pages.bin to max_bytes: move the pages behind that size to free pages before it. The
+        """Cut pages.bin to max_bytes: move the pages after that size to free pages before it. The
         records must fit. If the disk is full, the file does not change."""
         self._wait_for_jobs()
         limit = max_bytes // self.page_bytes

@@ -1,7 +1,7 @@
 """PrefixKeys: keys of blocks and states, for tiers, which store no tokens.
 
 The key of a full block is a hash of the salt and all tokens up to the block's end; the key of a
-state also covers the tokens behind the last full block. Keys are 256 bits of BLAKE2b, so that
+state also covers the tokens after the last full block. Keys are 256 bits of BLAKE2b, so that
 nobody can find two prefixes with the same key.
 """
 

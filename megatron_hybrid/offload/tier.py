@@ -258,7 +258,7 @@ class Tier:
                     record = Record(state, last, position, num_bytes, is_state=True)
                     record.saved_work, record.cost_bytes, record.uses = saved_work, cost, uses
                     self.add(record, state_data)
-            except BaseException:  # blocks without a state behind them would never be evicted
+            except BaseException:  # blocks without a state after them would never be evicted
                 for each in reversed(added):
                     self._forget(each)
                 raise
@@ -382,7 +382,7 @@ class Tier:
         if record.num_children or record.pins or not self._holds(record):
             return None
         if self._spec.needs_state and not record.is_state:
-            return None  # evicted with the last state behind it
+            return None  # evicted with the last state after it
         return 0, record.priority, record.position
 
     def _prioritise(self, record: Record) -> None:

@@ -66,7 +66,7 @@ MESSAGE = {
         tool_calls={"type": ["array", "null"], "items": _object(("function",), function=_FUNCTION)},
     ),
     "description": "`arguments` of a call are an object, or the JSON of one.",
-    # Something beside the role.
+    # Something besides the role.
     "not": {"properties": {"role": True}, "additionalProperties": {"type": "null"}},
 }
 """What `chat_prompt` takes, as JSON Schema."""
@@ -149,7 +149,7 @@ UNSUPPORTED: dict[str, tuple] = {
     "task": (),
     "use_audio_in_video": (False,),
 }
-"""Known fields without an effect here -> values that ask for nothing, beside null."""
+"""Known fields without an effect here -> values that ask for nothing, besides null."""
 
 
 def refuse_unsupported(
@@ -243,7 +243,7 @@ class Fields(BaseModel):
 
     @classmethod
     def refused(cls) -> dict[str, tuple]:
-        """Known fields that this object lacks -> values that ask for nothing, beside null."""
+        """Known fields that this object lacks -> values that ask for nothing, besides null."""
         return {}
 
 
@@ -271,7 +271,7 @@ class Body(Fields):
 
 
 def neutral_values(*kinds: type[Fields]) -> dict[str, tuple]:
-    """Fields of some objects -> values that ask for nothing, beside null."""
+    """Fields of some objects -> values that ask for nothing, besides null."""
     return {
         name: (() if field.is_required() else (field.default, [], {}))
         for kind in kinds
@@ -445,7 +445,7 @@ class SharedFields(Body):
     """Texts leave out special tokens. If false, texts include them, except the stop token that ends
     an answer."""
     structured_outputs: StructuredOutputs | None = None
-    """The form that the answer must have. It is refused with 400 beside another field that sets a
+    """The form that the answer must have. It is refused with 400 next to another field that sets a
     form."""
     stream: bool = False
     """The answer is sent as server-sent events."""
@@ -456,12 +456,12 @@ class SharedFields(Body):
     truncation_side: Literal["left", "right"] = "left"
     """The end at which the prompt is cut: left keeps its last tokens, right its first."""
     allowed_token_ids: list[Token] | None = declared(
-        "allowed_token_ids", "The field is refused with 400 beside a guide."
+        "allowed_token_ids", "The field is refused with 400 next to a guide."
     )
     bad_words: Words | None = None
     """Words that the answer must not have. Each word is tokenized with and without a space before
     it, and its last token is not drawn after the others. The same word can still appear as other
-    tokens. The field is refused with 400 beside a guide."""
+    tokens. The field is refused with 400 next to a guide."""
     num_speculative_tokens: Count | None = declared("num_speculative_tokens")
     priority: Priority = declared("priority", default=0)
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
@@ -625,7 +625,7 @@ class SharedChatFields(SharedTemplateFields, SharedFields):
     thinking_token_budget: CountOrAll | None = None
     """The most tokens of reasoning; after them the token that ends reasoning, such as </think>, is
     drawn. -1 sets no limit. The field is refused with 400 for a model whose reasoning is not
-    between two tokens, and beside `allowed_token_ids`."""
+    between two tokens, and next to `allowed_token_ids`."""
 
 
 class TemplateFields(SharedTemplateFields):

@@ -1,7 +1,7 @@
 """BlockEvents: the blocks of all prefixes that a cache can resume, told as they come and go.
 
 The events are those of vLLM, so routers that know vLLM's know ours. A block is told while a prompt
-through its end can skip it: in models with states, while a state at or behind its end is stored; in
+through its end can skip it: in models with states, while a state at or after its end is stored; in
 pure attention, while its KV is.
 """
 
@@ -32,7 +32,7 @@ class _Block:
 
     def __init__(self, key: bytes, parent: _Block | None, salt: str, tokens: bytes):
         self.key, self.parent, self.tokens, self.uses = key, parent, tokens, 0
-        # As in vLLM, the salt is part of the first block, and so of all behind it.
+        # As in vLLM, the salt is part of the first block, and so of all after it.
         self.salt = salt if parent is None else ""
         self.hash = int.from_bytes(key[:8], "big")
         if parent is not None:
@@ -128,7 +128,7 @@ class BlockEvents(CacheListener):
     def _store(
         self, salt: str, tokens: np.ndarray, checkpoint: Checkpoint | None = None
     ) -> Iterable[Event]:
-        """Whole blocks can be resumed, for as long as the state behind them is stored."""
+        """Whole blocks can be resumed, for as long as the state after them is stored."""
         keys = self._keys.of(tokens, salt).blocks(len(tokens) // self._size)
         first, size = len(keys), self._size
         while first and keys[first - 1] not in self._blocks:
@@ -169,7 +169,7 @@ class BlockEvents(CacheListener):
     def _drop_blocks(
         self, salt: str, parts: list[np.ndarray], end: int, start: int
     ) -> Iterable[Event]:
-        """Return what ends behind token `start` of a prefix of `end` tokens is no longer there."""
+        """Return what ends after token `start` of a prefix of `end` tokens is no longer there."""
         keys = self._keys.of(np.concatenate(parts)[:end], salt).blocks(end // self._size)
         gone = []
         for key in reversed(keys[start // self._size :]):

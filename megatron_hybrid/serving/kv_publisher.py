@@ -25,7 +25,7 @@ _MOST_UNSENT = 100_000  # messages for a reader that lags; it misses the next on
 _TICK_SECONDS = 0.05  # between looks at the replay socket, while nothing happens
 _MOST_REQUEST_BYTES = 64
 _LINGER_MS = 1000  # for the last messages, at the end
-_END = b"\xff" * 8  # in place of the number, behind the last batch of a replay
+_END = b"\xff" * 8  # in place of the number, after the last batch of a replay
 
 
 class KvPublisher:
@@ -132,7 +132,7 @@ class KvPublisher:
         self._replay.send_multipart((client, b"", _END, b""))
 
     def _from(self, first: bytes) -> list[tuple[bytes, bytes]]:
-        """Batches that let a reader of all before number `first` go on behind the last one."""
+        """Batches that let a reader of all before number `first` go on after the last one."""
         if self._kept and first < self._kept[0][0]:
             return [(self._kept[-1][0], _pack(self._events.all()))]
         return [(number, payload) for number, payload in self._kept if number >= first]

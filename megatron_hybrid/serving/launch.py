@@ -97,7 +97,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
     them. If one fails, the others are ended.
 
     Args:
-        arguments: behind `python`.
+        arguments: after `python`.
         num_ranks: processes to start.
 
     Returns:

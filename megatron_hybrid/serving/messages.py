@@ -31,7 +31,7 @@ UNSUPPORTED = {
     "container": (),
     "mcp_servers": ([],),
 }
-"""Fields without an effect here -> values that ask for nothing, beside null."""
+"""Fields without an effect here -> values that ask for nothing, besides null."""
 LEFT_OUT = {"context_management": ({}, {"edits": []}), "speed": ("standard",)}
 """Fields that have no effect -> values that ask for nothing. The answer says what has none."""
 CHAT_NAMES = {

@@ -18,7 +18,7 @@ class Origins:
     addresses are not.
 
     Args:
-        hosts: names of the server beside those of this machine.
+        hosts: names of the server besides those of this machine.
         origins: sites whose pages may call it, such as "https://chat.example"; "*": all.
     """
 

@@ -1,4 +1,4 @@
-"""Requests to prompts and sampling parameters: tokenizing, in a thread beside the event loop."""
+"""Requests to prompts and sampling parameters: tokenizing, in a thread next to the event loop."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def chat_prompt(
         said = messages[-1].get("content")
         if not isinstance(said, str) or said.strip() not in text:
             raise ValueError("the template does not show the last message as it is")
-        # Without what the template writes behind the message, such as the end of its turn.
+        # Without what the template writes after the message, such as the end of its turn.
         end = text.rindex(said.strip()) + len(said.strip())
         return RenderedChat(tokenizer.tokenize(text[:end], add_special_tokens=False))
     except (TypeError, ValueError) as error:
@@ -228,7 +228,7 @@ def truncated(prompt: Prompt, num_tokens: int, side: str) -> Prompt:
 def guide_of(
     fields: GenerationFields, style: Style | None = None, is_thinking: bool | None = None
 ) -> tuple[Guide, str] | None:
-    """Return what the answer may look like, and the field that asks for it. It begins behind the
+    """Return what the answer may look like, and the field that asks for it. It begins after the
     answer's reasoning.
 
     Args:
@@ -297,7 +297,7 @@ def _wishes(
 def request_options(
     fields: GenerationFields, salt: str, tenant: str, guide: Guide | None
 ) -> RequestOptions:
-    """Return what the engine is asked beside prompt and sampling. salt, tenant: of the caller."""
+    """Return what the engine is asked besides prompt and sampling. salt, tenant: of the caller."""
     return RequestOptions(
         guide=guide,
         salt=salt,
@@ -320,7 +320,7 @@ def sampling_params(
     Raises:
         ApiError: an illegal value, with its field.
     """
-    # In the answer a word may stand at the beginning of a token, or behind a space that is in it.
+    # In the answer a word may stand at the beginning of a token, or after a space that is in it.
     words = [spelt for word in fields.bad_words or () for spelt in (word, f" {word}")]
     try:
         return SamplingParams(

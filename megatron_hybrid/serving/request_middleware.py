@@ -33,7 +33,7 @@ class RequestMiddleware:
     """ASGI middleware. `scope["state"]` gets `request_id`, `key` and, from routes, `ticket`.
 
     Args:
-        app: behind it.
+        app: after it.
         service: with the keys and limits.
     """
 

@@ -61,7 +61,7 @@ UNSUPPORTED: dict[str, tuple] = {
     "prompt_logprobs": (),
     "top_logprobs": (0,),
 }
-"""Fields without an effect here -> values that ask for nothing, beside null."""
+"""Fields without an effect here -> values that ask for nothing, besides null."""
 LEFT_OUT = {"context_management": ([],), "truncation": ("disabled",)}
 """Fields that have no effect -> values that ask for nothing. The answer says what has none."""
 HOSTED = (
@@ -140,7 +140,7 @@ class TextOptions(Fields):
     """The form of the answer's text."""
 
     format: Object | None = None
-    """An object with the `type` of a `response_format` in chats. A schema is a field beside the
+    """An object with the `type` of a `response_format` in chats. A schema is a field next to the
     type."""
 
     verbosity: Literal["low", "medium", "high"] | None = None

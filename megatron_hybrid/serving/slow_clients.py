@@ -18,7 +18,7 @@ HEADER_SECONDS = 10.0
 """Most time from the beginning of a connection, or of a further request in it, to the end of the
 headers."""
 BODY_SECONDS = 20.0
-"""Most time of a body to arrive, beside that of its bytes."""
+"""Most time of a body to arrive, besides that of its bytes."""
 BODY_RATE = 64 << 10
 """Bytes a second that a body may count on."""
 

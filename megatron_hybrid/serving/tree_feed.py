@@ -21,7 +21,7 @@ _SLICE = 256
 
 class TreeFeed:
     """A copy of an engine's tree. The engine only tells what has changed; all else is done here, in
-    a thread beside the event loop.
+    a thread next to the event loop.
 
     Args:
         engine: to ask.

@@ -248,7 +248,7 @@ class ChatTemplate:
 
     def _answer_end(self, full: str, conversation: _Conversation, index: int) -> int | None:
         """Return where an answer ends that is rendered in another way as the last message, say with
-        its reasoning: behind its content and what ends its turn."""
+        its reasoning: after its content and what ends its turn."""
         plain = conversation.messages
         texts = []
         for messages in (plain, plain[: index + 1]):

@@ -35,7 +35,7 @@ class TokenBytes:
 
     @cached_property
     def later(self) -> list[bytes]:
-        """Of each token behind others.
+        """Of each token after others.
 
         Raises:
             ValueError: the tokenizer has a decoder that is not known here.

@@ -352,7 +352,7 @@ class Tokenizer:
         learn. See `ChatTemplate.render_with_answers`.
 
         A token that an answer begins or ends inside of belongs to it. Of an answer that the
-        template does not mark, what comes behind its end token does not: nobody generates that.
+        template does not mark, what comes after its end token does not: nobody generates that.
 
         Returns:
             Token ids; [start, end) of the answers in them, ascending, those side by side as one.
@@ -388,7 +388,7 @@ class Tokenizer:
         next_letter: str = "",
     ) -> tuple[list[int], list[int]]:
         """Tokens of a chat, and for each character position from `find` the number of tokens
-        independent of the text behind it.
+        independent of the text after it.
 
         Args:
             given: messages, add_generation_prompt, tools.
@@ -409,7 +409,7 @@ class Tokenizer:
         positions = set()
         for start in find(template, *given, **named):
             # Text is split at added tokens first: tokens before one do not depend on the text
-            # behind it, so only the tokens from the last one on need comparing.
+            # after it, so only the tokens from the last one on need comparing.
             past = bisect_right(anchor_ends, start)
             first = anchors[past - 1] if past else 0
             begin = spans[first][0] if past else 0

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a file beside `path`, then put it in its place, as a whole or not at all.
+    """Let `write` fill a file next to `path`, then put it in its place, as a whole or not at all.
 
     The file gets the mode that the umask gives.
     """
@@ -23,5 +23,5 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Where a process writes what is to become the file `path`: beside it, on the same disk."""
+    """Where a process writes what is to become the file `path`: next to it, on the same disk."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -126,7 +126,7 @@ class PrefixIndex:
     def known_after(
         self, salt: str, tokens: np.ndarray, most: int, seen: Path | None = None
     ) -> np.ndarray:
-        """Return up to `most` tokens (int32) that are known behind all of `tokens` (int32 [L]):
+        """Return up to `most` tokens (int32) that are known after all of `tokens` (int32 [L]):
         where paths part, those of the edge used last. seen: as in `reach`."""
         edge, known = self.reach(salt, tokens, seen)
         if edge is None or known < len(tokens):
@@ -314,7 +314,7 @@ class PrefixIndex:
             checkpoint.edge = upper
         self.note(upper)
         self.note(edge)
-        # KV behind a checkpoint but inside its block becomes a tail by the split.
+        # KV after a checkpoint but inside its block becomes a tail by the split.
         self.on_tail(edge)
         self.on_tail(upper)
         return upper
@@ -415,7 +415,7 @@ class PrefixIndex:
             self._forgettable[edge] = None
 
     def _needed_end(self, edge: Edge) -> int:
-        """Return the position behind which a leaf's tokens are not needed: the end of its KV;
+        """Return the position after which a leaf's tokens are not needed: the end of its KV;
         without full attention, its last state."""
         if self._pages_per_block:
             return edge.held_end

@@ -30,7 +30,7 @@ class PageAllocator:
             )
         self.num_pages = num_pages
         self.ref_counts = np.zeros(num_pages, dtype=np.int16)
-        # int32: every state within a window behind a block holds the block's pages, in any prompt.
+        # int32: every state within a window after a block holds the block's pages, in any prompt.
         self.cached_counts = np.zeros(num_pages, dtype=np.int32)
         # Free pages: a stack of returned pages, and all pages from _fresh on, never allocated yet.
         self._returned = np.empty(num_pages, dtype=np.int32)

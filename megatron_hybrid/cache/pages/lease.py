@@ -59,7 +59,7 @@ class Lease:
     local_end: int = NO_LOCAL_END
     """Tokens for which the local tables have room (whole blocks)."""
     own_blocks: list[int] | None = None
-    """Lengths of the block table and of each local table without the blocks behind them, which are
+    """Lengths of the block table and of each local table without the blocks after them, which are
     lent (`PrefixCache.lend`); None: nothing is lent."""
     done: int = field(init=False)
     """Tokens computed so far (p at first; the last `num_tokens_done` given to `commit`)."""

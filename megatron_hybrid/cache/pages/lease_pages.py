@@ -161,7 +161,7 @@ class LeasePages:
         return end
 
     def settle(self, lease: Lease) -> None:
-        """Release the lent blocks behind the computed tokens. The others are its own."""
+        """Release the lent blocks after the computed tokens. The others are its own."""
         tables, used = [lease.block_table, *lease.local_tables], self._spec.num_blocks(lease.done)
         ends = [max(own, used) for own in lease.own_blocks]
         lent = [table[end:].ravel() for table, end in zip(tables, ends)]

@@ -233,7 +233,7 @@ class CacheSpec:
     def max_local_blocks(self, group: int, chunk_tokens: int) -> int:
         """Return the most blocks of a local group that a request of any length holds if its
         forwards have at most chunk_tokens tokens. A forward writes all its tokens before it reads
-        any, so it needs room for them beside the tokens that its first token sees."""
+        any, so it needs room for them besides the tokens that its first token sees."""
         reach = self.groups[group].reach
         return self.num_blocks(reach - 1) + self.num_blocks(chunk_tokens - 1) + 1
 

@@ -15,7 +15,7 @@ ANSWERS = 64
 
 
 def saved_by_one_more(running: int, answer_tokens: float) -> float:
-    """Work per request, in tokens, saved by one more request beside `running` others.
+    """Work per request, in tokens, saved by one more request next to `running` others.
 
     A request takes one step for its prompt and one per token of its answer; its share of a step
     falls from 1 / running to 1 / (running + 1). Steps that it has waited count as tokens of its

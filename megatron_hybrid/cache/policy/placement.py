@@ -47,7 +47,7 @@ def prefill_positions(
     prompts that part earlier, and in between opportunistic states every opportunistic_tokens
     tokens.
     least_gain: least tokens between the start of a message and the resumed state, or the last such
-    start: each turn of a chat starts right behind the last answer.
+    start: each turn of a chat starts right after the last answer.
     """
     wanted = {prompt_tokens: Kind.PROMPT_END}
     for position in (known_tokens, *declared):
@@ -75,7 +75,7 @@ def most_wanted(positions: Iterable[int], wanted: Mapping[int, Kind], limit: int
 
 
 def next_interval(position: int, interval_tokens: int) -> int:
-    """The first multiple of interval_tokens behind a position, in a prompt or in its answer."""
+    """The first multiple of interval_tokens after a position, in a prompt or in its answer."""
     return (position // interval_tokens + 1) * interval_tokens
 
 

@@ -145,6 +145,6 @@ class Policy(Protocol):
     # ---- admission ----
 
     def admission_value(self, running: int, held_back: int) -> float:
-        """Value of one more request beside `running` others: it starts if the candidates that have
+        """Value of one more request next to `running` others: it starts if the candidates that have
         to be evicted for all its pages are worth less. held_back: refused attempts in a row."""
         return math.inf

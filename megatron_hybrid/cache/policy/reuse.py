@@ -154,7 +154,7 @@ class ReuseModel:
         distance from the end of the prompt that it leaves. Call it before the path changes.
 
         Counterfactual credit: the deepest known position, and every fork deeper than the resumed
-        one, count as used (such as a system prompt, when every chat behind it lost its own state).
+        one, count as used (such as a system prompt, when every chat after it lost its own state).
 
         Args:
             path: the known tokens of the prompt.

@@ -1,6 +1,6 @@
 """Drafters: what the next tokens of an answer may be.
 
-A step computes a draft's row beside that of the last known token, and draws from both. Where the
+A step computes a draft's row next to that of the last known token, and draws from both. Where the
 first draw is the draft, the second one counts, too. So drafts change the number of steps, and
 nothing else: a drafter may say what it likes. All ranks must hear the same from it.
 """
@@ -24,7 +24,7 @@ class Drafter(Protocol):
     """Guesses tokens, without changing anything that another one sees."""
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
-        """The likely next tokens behind `request.tokens[:request.num_tokens]`, at most `most` (at
+        """The likely next tokens after `request.tokens[:request.num_tokens]`, at most `most` (at
         least 1), the nearest first; none: it has no guess."""
 
 
@@ -33,7 +33,7 @@ class BatchDrafter(Drafter):
 
     def prepare(self, most: Mapping[Request, int]) -> None:
         """Called before a step is planned, with the decodes that may get drafts and how many.
-        Nothing of the step has been moved yet, and each lease has room for so many tokens behind
+        Nothing of the step has been moved yet, and each lease has room for so many tokens after
         the known ones, which the drafter may write."""
         raise NotImplementedError
 
@@ -103,7 +103,7 @@ class Drafts:
 
 
 def last_occurrence(tokens: np.ndarray, tail: np.ndarray, least: int, longest: int) -> int:
-    """Return the index behind the last of the longest matches of the end of `tail` in `tokens`
+    """Return the index after the last of the longest matches of the end of `tail` in `tokens`
     (int32 `[n]` each) that some token follows; 0: none has `least` tokens. Matches are compared up
     to `longest` tokens."""
     places = np.flatnonzero(tokens[:-1] == tail[-1]) + 1

@@ -85,7 +85,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def _numbers(file: Path) -> Iterator[tuple[str, int]]:
-    """First words of a file's lines, and the numbers behind them."""
+    """First words of a file's lines, and the numbers after them."""
     for line in file.read_text().splitlines():
         name, number, *_ = line.split()
         yield name, int(number)
@@ -105,7 +105,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Memory:
-    """A memory as a process sees it, and what it asks of it beside the pool."""
+    """A memory as a process sees it, and what it asks of it besides the pool."""
 
     name: str
     """For messages: "cpu", "cuda:0"."""
@@ -146,7 +146,7 @@ def pool_pages(
         device: of the pool.
         page_bytes: the same on all ranks.
         step_bytes: of the largest step, which a pool that takes what there is leaves free.
-        parts: what this rank asks for beside the pool.
+        parts: what this rank asks for besides the pool.
 
     Raises:
         ValueError: `cache_bytes` is less than two pages.
@@ -204,7 +204,7 @@ def step_bytes(
     max_tokens: int,
     max_sequence_length: int,
 ) -> int:
-    """Return about how much the largest step takes beside pool, slots and inputs: `max_tokens`
+    """Return about how much the largest step takes besides pool, slots and inputs: `max_tokens`
     tokens of one prompt at the end of the longest sequence, all of them with log-probabilities.
 
     It is the widest layer's activations, or the logits, beside the residual stream and the captured

@@ -35,7 +35,7 @@ class Field:
 
 
 class CastCodec:
-    """Encodes tensors one behind the other, each in its own dtype."""
+    """Encodes tensors one after the other, each in its own dtype."""
 
     def __init__(self, shapes: list[torch.Size], dtypes: list[torch.dtype]):
         sizes = [aligned(shape.numel() * dtype.itemsize) for shape, dtype in zip(shapes, dtypes)]
@@ -95,7 +95,7 @@ class StateLayout:
         self.encoded_state_bytes = sum(sizes) - aligned(self.hidden.num_bytes)
 
     def encode(self, slot: Tensor, num_bytes: int) -> Tensor:
-        """Encode a slot's bytes into a checkpoint, uint8 `[num_bytes]`, zeros behind its parts."""
+        """Encode a slot's bytes into a checkpoint, uint8 `[num_bytes]`, zeros after its parts."""
         checkpoint = slot.new_zeros(num_bytes)
         for (start, _), (fields, codec) in zip(self._bounds, self._groups):
             code = codec.encode([field.view(slot[None])[0] for field in fields])

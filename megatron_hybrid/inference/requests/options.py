@@ -1,4 +1,4 @@
-"""RequestOptions: what callers of every engine, and of HTTP, ask of a request beside sampling."""
+"""RequestOptions: what callers of every engine, and of HTTP, ask of a request besides sampling."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

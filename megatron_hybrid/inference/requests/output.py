@@ -130,7 +130,7 @@ class OutputProcessor:
         while start and len(detokenize(request.generated_from(start)[:-1])) < longest:
             start = max(0, 2 * start - end)
         tail = detokenize(request.generated_from(start))
-        # If bytes are tokens, a cut inside a character also spoils the characters behind it.
+        # If bytes are tokens, a cut inside a character also spoils the characters after it.
         for earlier in range(start - 1, max(-1, start - 4), -1):
             if not tail.startswith("\ufffd"):
                 break

@@ -327,9 +327,9 @@ class Request:
         )
 
     def draft_draws(self, drafts: Sequence[int]) -> list[Draw]:
-        """The draw behind each draft, as if it and those before it had been drawn. Fewer than there
+        """The draw after each draft, as if it and those before it had been drawn. Fewer than there
         are drafts: the next one cannot be drawn, or it ends the answer, so that nothing is drawn
-        behind it. The drafts lie in `tokens` behind the known ones, as long as none is appended."""
+        after it. The drafts lie in `tokens` after the known ones, as long as none is appended."""
         num_tokens, thought, draws = self.num_tokens, self.thought, []
         self.thought = copy(thought)
         try:

@@ -91,7 +91,7 @@ class EndedRequests:
         edge_number: Callable[[np.ndarray, str], int],
         num_tokens: int,
     ) -> list[RequestView]:
-        """Views of requests and, behind them, of those that ended, the last one first.
+        """Views of requests and, after them, of those that ended, the last one first.
 
         Args:
             live: in order; answered ones are left out.

@@ -82,7 +82,7 @@ class DraftPlanner:
         budget: int,
     ) -> None:
         """Let decodes go on by drafts, by what the planned step leaves: tokens of its budget, and
-        pages that are free. So a step does the same beside them as without them.
+        pages that are free. So a step does the same next to them as without them.
 
         Args:
             lengths: of `lengths`.
@@ -114,7 +114,7 @@ class DraftPlanner:
             chunk.request.draft_length.note(len(chunk.draft_draws), chunk.num_accepted)
 
     def _lend(self, request: Request, num_drafts: int) -> int:
-        """Get room for drafts behind the known tokens of a request, until the step's end. Returns
+        """Get room for drafts after the known tokens of a request, until the step's end. Returns
         for how many of them there is some."""
         end = start = request.num_tokens
         with optional_decision(lambda error: None):

@@ -321,7 +321,7 @@ class Scheduler:
         accepted: dict[int, list[Sampled]],
         append: Callable[[Request, Sampled], bool],
     ) -> list[Request]:
-        """Append the accepted drafts of the plan, before `complete`: what an answer has behind its
+        """Append the accepted drafts of the plan, before `complete`: what an answer has after its
         end is neither computed nor committed.
 
         Args:

@@ -53,7 +53,7 @@ class SingleFlight:
     def _position_in_flight(self, other: Request, common: int, resume: int) -> int:
         """Deepest position <= `common` that the running prefill `other` will make restorable.
 
-        If the junction lies behind the states that `other` will save, ask it to save one there: the
+        If the junction lies after the states that `other` will save, ask it to save one there: the
         junction is known before the prefill reaches it.
         """
         if not self._cache.spec.needs_state:

@@ -73,7 +73,7 @@ class StateSaver:
         self, request: Request, reservations: list[Reservation], result: StepResult
     ) -> None:
         """Publish saved states, and release the reservations of others: of unsaved ones, and of
-        those behind a rejected draft."""
+        those after a rejected draft."""
         for reservation in reservations:
             position = reservation.position
             if position > request.num_computed:

@@ -21,7 +21,7 @@ class WaitingQueue(Collection[Request]):
         self._back: list[Request] = []  # the first one last
         self._new: list[tuple[tuple[int, int], Request]] = []  # (priority, turn) of each
         self._places: dict[Request, tuple[int, int]] = {}  # the same
-        self._next_turns: dict[tuple[int, str], int] = {}  # behind the last one that waits
+        self._next_turns: dict[tuple[int, str], int] = {}  # after the last one that waits
         self._num_waiting: dict[tuple[int, str], int] = {}
 
     def add(self, request: Request) -> None:

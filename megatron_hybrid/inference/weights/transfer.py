@@ -50,7 +50,7 @@ _SENDS_HEADS = "megatron_hybrid/sends_heads"
 _HEAD_BYTES = 256
 _MAX_DIMENSIONS = 8
 _SPARE_BYTES = 64 << 10
-"""Room behind a tensor without a head, beside its size again, for one that is longer."""
+"""Room after a tensor without a head, besides its size again, for one that is longer."""
 _MARK_BYTES = 64
 
 
@@ -86,7 +86,7 @@ class WeightGroup:
     """The process group of a trainer, its rank 0, and of all ranks of all workers.
 
     Trainers that make theirs as the RL stacks do, by `init_process_group` with a `group_name`
-    beside their own, meet it there.
+    besides their own, meet it there.
 
     Args:
         address, port: where the trainer's store listens; the trainer's own process listens on
@@ -152,7 +152,7 @@ class WeightGroup:
                 name,
                 timeout=seconds,
             )
-            # Who has met the trainer in its group comes behind what it has said.
+            # Who has met the trainer in its group comes after what it has said.
             self.has_heads = self._store.check([_SENDS_HEADS])
             """Whether the trainer says what each tensor is, before it: it uses this class."""
         except (RuntimeError, OSError) as error:
@@ -188,7 +188,7 @@ class WeightGroup:
 
         A receiver of a plain broadcast does not learn how much was sent. By gloo, a shorter message
         leaves the end of the memory as it was, and a longer one needs room: so the last element is
-        set to NaN before, and behind it there is room with a mark.
+        set to NaN before, and after it there is room with a mark.
 
         Raises:
             TrainerError: the trainer has left the group.

@@ -66,7 +66,7 @@ def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Alloc
     sizes = config.max_requests, config.max_tokens, config.max_sequence_length
     longest = min(config.num_speculative_tokens, config.max_sequence_length - 1)
     drafts = longest if config.speculation != "off" else 0
-    # A state before each draft, beside those to save.
+    # A state before each draft, besides those to save.
     captures = max_captures(spec, *sizes[:2]) + drafts * config.max_requests
     has_graphs = config.cuda_graphs
     if has_graphs and (reason := refusal(model, device)) is not None:

@@ -71,7 +71,7 @@ def input_bytes(fields: Fields, device: torch.device) -> tuple[int, int]:
 
 
 def _captured_rows(num_tokens: int, num_rows: int) -> list[int]:
-    """`RaggedLayout.captures` of decodes of so many rows each: behind all but their last ones."""
+    """`RaggedLayout.captures` of decodes of so many rows each: after all but their last ones."""
     return [row for row in range(1, num_tokens) if row % num_rows]
 
 
@@ -191,7 +191,7 @@ class DynamicInferenceContext:
 
         Args:
             num_decodes: for a recorded step of so many decodes: those of the plan, which has
-                nothing else, and rows of no request behind each and behind them all. All that a
+                nothing else, and rows of no request after each and after them all. All that a
                 forward reads then has shapes and addresses that depend on this number and
                 `num_rows` alone, and the host tells it bounds of positions.
             num_rows: of each of these decodes: one, or with `max_drafts` drafts.

@@ -24,7 +24,7 @@ def measured_step_bytes(
     max_tokens: int,
     ranks: Ranks,
 ) -> int:
-    """Return how much a step of `max_tokens` tokens takes on a CUDA device, beside pool, slots and
+    """Return how much a step of `max_tokens` tokens takes on a CUDA device besides pool, slots and
     inputs: prompts at the end of the longest sequence, with the log-probabilities of all tokens.
     Call it on all ranks of the model.
 

@@ -242,7 +242,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def predict(self, works: list[Work], most: list[int]) -> list[list[int]]:
-        """Tokens that the MTP head expects behind those of some decodes.
+        """Tokens that the MTP head expects after those of some decodes.
 
         Args:
             works: each has its request's newest token alone, whose live slot has the state before,

@@ -21,7 +21,7 @@ from megatron_hybrid.ops.ragged import RaggedLayout
 
 
 class PredictionContext:
-    """The `MixerContext` of a part, whose layers come behind those of the model.
+    """The `MixerContext` of a part, whose layers come after those of the model.
 
     Args:
         context: of the model; keys, values and states are its own.
@@ -38,7 +38,7 @@ class PredictionContext:
 
     def begin_drafts(self) -> None:
         """States of the steps up to `end_drafts` are copies: what they compute is not known to be
-        accepted. Keys and values need none, as they lie behind all that is."""
+        accepted. Keys and values need none, as they lie after all that is."""
         self._copies = {}
 
     def end_drafts(self) -> None:

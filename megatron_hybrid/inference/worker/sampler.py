@@ -41,7 +41,7 @@ _NUM_LOUDEST = 64
 draws: a token's bound exceeds it with at most its probability times an Exp(1) number."""
 _MASS_UNIT = 2.0**-40
 """Probabilities, relative to the largest one, are summed in whole numbers of it: integers have the
-same sum in any order, so on any device, beside any rows."""
+same sum in any order, so on any device, next to any rows."""
 _TOKENS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 22}
 """Numbers of a part of the rows: on a CPU they stay in its cache, elsewhere they are at most some
 150 MB."""
@@ -320,7 +320,7 @@ class _Kept(NamedTuple):
     """The tokens of some rows that may be drawn, most likely first."""
 
     logits_mC: Tensor
-    """Tempered, fp32; -inf behind the last one."""
+    """Tempered, fp32; -inf after the last one."""
     ids_mC: Tensor
     """int64."""
     is_all_m: Tensor | None

@@ -178,7 +178,7 @@ def _decodes(
 def _plans(
     context: DynamicInferenceContext, max_tokens: int, pages: np.ndarray | None
 ) -> Iterator[StepPlan]:
-    """Prompts of several sizes, the largest first; decodes beside a prompt; decodes of each size
+    """Prompts of several sizes, the largest first; decodes next to a prompt; decodes of each size
     that has a graph; starts of requests.
 
     pages: of a checkpoint; None: no state is saved.

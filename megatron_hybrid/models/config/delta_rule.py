@@ -52,7 +52,7 @@ class DeltaRuleFields(LayerFields):
 
 @dataclass
 class KimiDeltaAttentionFields(LayerFields):
-    """A Kimi Delta Attention layer: no fields beside those of every delta rule."""
+    """A Kimi Delta Attention layer: no fields besides those of every delta rule."""
 
     def check(self) -> None:
         """See `FieldGroup.check`. It comes after that of `DeltaRuleFields`."""
@@ -61,7 +61,7 @@ class KimiDeltaAttentionFields(LayerFields):
 
 @dataclass
 class GatedDeltaNetFields(LayerFields):
-    """Fields of a Gated DeltaNet layer beside those of every delta rule."""
+    """Fields of a Gated DeltaNet layer besides those of every delta rule."""
 
     if TYPE_CHECKING:
         linear_num_key_heads: int

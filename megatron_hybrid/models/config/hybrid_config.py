@@ -128,7 +128,7 @@ class HybridConfig(
         return dict.fromkeys(self.pattern.symbols + "".join(self.pattern.predictions))
 
     def _check_predictions(self) -> None:
-        """Sets `mtp_num_layers` to the number of parts behind `/`."""
+        """Sets `mtp_num_layers` to the number of parts after `/`."""
         parts = len(self.pattern.predictions)
         if self.mtp_num_layers not in (None, parts):
             raise ValueError(

@@ -33,7 +33,7 @@ class LatentAttentionFields(LayerFields):
     """Width of an MLA head's value."""
 
     latent_norm: bool = True
-    """Norms behind an MLA layer's down projections."""
+    """Norms after an MLA layer's down projections."""
 
     latent_norm_epsilon: Epsilon | None = None
     """Epsilon of these norms; None: layernorm_epsilon."""

@@ -60,7 +60,7 @@ class Mamba2Fields(LayerFields):
     """Upper limit of the time steps of a Mamba-2 layer."""
 
     mamba_section_multipliers: list[float] | None = None
-    """Factors of z, x, B, C and dt behind a Mamba-2 layer's input projection."""
+    """Factors of z, x, B, C and dt after a Mamba-2 layer's input projection."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""

@@ -218,7 +218,7 @@ class MoERunFields(FieldGroup):
 
 @dataclass
 class DenseAndExpertsFields(LayerFields):
-    """An MLP and experts side by side: no fields beside those of both."""
+    """An MLP and experts side by side: no fields besides those of both."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""

@@ -9,7 +9,7 @@ from megatron_hybrid.models.config.field_group import LayerFields
 
 @dataclass
 class ParallelHeadsFields(LayerFields):
-    """Fields of an `H` layer beside those of its two parts."""
+    """Fields of an `H` layer besides those of its two parts."""
 
     attention_input_multiplier: float = 1.0
     """Factor of the input of the attention of an `H` layer."""

@@ -30,7 +30,7 @@ class AnswerParser:
         thoughts: marks of reasoning; None: all is content.
         tools: functions that may be called, as in OpenAI's requests; none: calls are content.
         is_thinking: the prompt ends inside of reasoning.
-        max_calls: those behind are left out; None: any number.
+        max_calls: those after are left out; None: any number.
         must_call: all of the answer is calls; one that was cut is no content.
     """
 

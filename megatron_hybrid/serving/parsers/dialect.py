@@ -187,14 +187,14 @@ class TaggedJson(Dialect):
 
 @dataclass(frozen=True)
 class HeadedJson(Dialect):
-    """The arguments as JSON, behind a header with the name."""
+    """The arguments as JSON, after a header with the name."""
 
     head: Any = None
     """Pattern of a header, with the group `name`, and `id` if it is one."""
     write: Callable[[str], tuple[str, str]] | None = None
     """What stands around the arguments of a call in forms, by its name."""
     numbered: str = ""
-    """Before the arguments in forms, behind a number; "": there is none."""
+    """Before the arguments in forms, after a number; "": there is none."""
     gap: str = ""
     """Between calls, in forms."""
 

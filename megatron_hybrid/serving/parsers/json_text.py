@@ -73,7 +73,7 @@ def members(text: str) -> dict[str, str]:
     at = _next(text, 1)
     while text[at] != "}":
         name, at = _DECODER.raw_decode(text, at)
-        start = _next(text, _next(text, at) + 1)  # behind the colon
+        start = _next(text, _next(text, at) + 1)  # after the colon
         _, end = _DECODER.raw_decode(text, start)
         found[name] = text[start:end]
         at = _next(text, end)

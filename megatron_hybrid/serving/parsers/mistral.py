@@ -1,4 +1,4 @@
-"""Mistral: behind a mark a list of JSON, or (from its tokenizer 11 on) a name and JSON.
+"""Mistral: after a mark a list of JSON, or (from its tokenizer 11 on) a name and JSON.
 
 https://docs.mistral.ai/capabilities/function_calling, the package mistral-common.
 """

@@ -62,7 +62,7 @@ class DataFields(Fields):
     this many tokens are cut (Li et al. 2022, arXiv:2108.06084). Rows keep their length."""
 
     cache_path: str | PathLike | None = None
-    """Folder for the order of rows, which is computed once. None: the folder `PREFIX/cache` beside
+    """Folder for the order of rows, which is computed once. None: the folder `PREFIX/cache` next to
     the data."""
 
     workers: Annotated[int, Range(ge=0, le=1023)] = 0
