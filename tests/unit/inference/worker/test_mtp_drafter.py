@@ -155,7 +155,7 @@ def test_drafts_push_out_no_running_request():
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
-    [("M*", "has no part for multi-token"), ("*-/M", "keeps states or a window of keys")],
+    [("M*", "has no MTP head"), ("*-/M", "keeps states or a window of keys")],
 )
 def test_a_model_that_cannot_draft_is_refused(pattern, message):
     with pytest.raises(ValueError, match=message):
