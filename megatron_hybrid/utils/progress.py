@@ -41,7 +41,33 @@ def progress(
         is_shown: False on the ranks that show nothing.
         console: default stderr.
     """
-    console = console or Console(stderr=True)
+    began = last_line = monotonic()
+    done, bar = 0, None
+
+    def advance(count: int) -> None:
+        nonlocal last_line, done, bar, console
+        done += count
+        now = monotonic()
+        if not is_shown or now - began < BAR_SECONDS:
+            return  # most ends here, and needs neither a console nor a bar
+        console = console or Console(stderr=True)
+        if console.is_terminal:
+            if bar is None:
+                bar = _bar(description, total, in_bytes, console)
+                bar.start()
+            bar.update(bar.task_ids[0], completed=done)
+        elif has_lines and now - last_line >= LINE_SECONDS:
+            last_line = now
+            console.print(f"{description}: {100 * done / total:.0f} %", markup=False)
+
+    try:
+        yield advance
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+def _bar(description: str, total: int, in_bytes: bool, console: Console) -> Progress:
     bar = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -50,24 +76,5 @@ def progress(
         console=console,
         transient=True,
     )
-    task = bar.add_task(description, total=total)
-    began = last_line = monotonic()
-
-    def advance(count: int) -> None:
-        nonlocal last_line
-        bar.advance(task, count)
-        now = monotonic()
-        if not is_shown:
-            return
-        if console.is_terminal:
-            if now - began >= BAR_SECONDS:
-                bar.start()  # no effect on one that has started
-        elif has_lines and now - last_line >= LINE_SECONDS:
-            last_line = now
-            console.print(f"{description}: {bar.tasks[0].percentage:.0f} %", markup=False)
-
-    try:
-        yield advance
-    finally:
-        if bar.live.is_started:
-            bar.stop()
+    bar.add_task(description, total=total)
+    return bar
