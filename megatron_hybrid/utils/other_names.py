@@ -10,11 +10,8 @@ from difflib import get_close_matches
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-_VLLM, _SGLANG, _HF, _TRT, _MEGATRON = (
-    *("vLLM", "SGLang", "transformers", "TensorRT-LLM"),
-    "Megatron-LM",
-)
+_VLLM, _SGLANG, _HF = "vLLM", "SGLang", "transformers"
+_TRT, _MEGATRON = "TensorRT-LLM", "Megatron-LM"
 _BOTH = f"{_VLLM}, {_SGLANG}"
 
 OTHER_NAMES: dict[str, tuple[tuple[str, str, str], ...]] = {
@@ -208,8 +205,7 @@ def names_fields(owner: type[T]) -> type[T]:
     @functools.wraps(make)
     def checked(self: Any, *values: Any, **given: Any) -> None:
         for name in given.keys() - set(known):
-            fields = f"its fields are {', '.join(known)}"
-            remedy = advice(owner.__name__, name, known) or fields
+            remedy = advice(owner.__name__, name, known) or f"its fields are {', '.join(known)}"
             raise TypeError(f"{owner.__name__} has no field {name!r}: {remedy}")
         make(self, *values, **given)
 
