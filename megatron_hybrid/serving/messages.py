@@ -141,7 +141,7 @@ class PromptFields(Fields):
             raise refusal from error
 
     def _left_out(self) -> Iterator[str]:
-        """Return what this server does not do, in words."""
+        """Yield what this server does not do, in words."""
         for name, nothing in LEFT_OUT.items():
             if getattr(self, name) not in (None, *nothing):
                 yield f"left out {name}"

@@ -293,7 +293,7 @@ class ResponseFields(SharedChatFields):
             yield {**function, "parameters": _CUSTOM_PARAMETERS}
 
     def _left_out(self, text: TextOptions) -> Iterator[str]:
-        """Return what this server does not do, in words."""
+        """Yield what this server does not do, in words."""
         for name, nothing in LEFT_OUT.items():
             if getattr(self, name) not in (None, *nothing):
                 yield f"left out {name}"
@@ -400,7 +400,7 @@ def _output_of(output: Any) -> str:
 
 
 def _joined(messages: Iterator[Json]) -> Iterator[Json]:
-    """Return what the model said in a row is one message: its reasoning, a text, calls. Reasoning
+    """Join what the model said in a row into one message: its reasoning, a text, calls. Reasoning
     alone is left out."""
     last: Json = {}
     for message in messages:

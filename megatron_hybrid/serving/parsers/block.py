@@ -35,7 +35,7 @@ class Block:
         self._looked, self._tries, self._tried = self._start, 0, 0
 
     def read(self, text: str, is_last: bool) -> tuple[int, Pieces] | None:
-        """Return where the calls end, and they; None: more of the answer has to come.
+        """Return where the calls end, and the calls; None: more of the answer has to come.
 
         text: the answer so far.
         is_last: nothing follows.
