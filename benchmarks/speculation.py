@@ -118,7 +118,7 @@ def _times(model: HybridModel, batch: int) -> str:
     for drafts in (0, 1, 3):
         with _engine(model, drafts) as engine:
             if drafts:
-                engine.scheduler.draft_planner.drafts.drafters[:] = [_Wrong()]
+                engine.scheduler.draft_planner.drafts.drafter = _Wrong()
             params = SamplingParams(top_k=1, num_tokens_to_generate=70, ignore_termination=True)
             requests = [engine.add_request([5 + i] * 64, params) for i in range(batch)]
             while not all(request.num_generated for request in requests):

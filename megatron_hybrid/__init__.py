@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 from megatron_hybrid.version import __version__
 
 if TYPE_CHECKING:
+    from megatron_hybrid.cache.policy.protocol import POLICIES
     from megatron_hybrid.cache.report import MissReason, PrefixReport
     from megatron_hybrid.checkpoints.checkpoint import (
         CheckpointError,
         save_checkpoint,
         save_huggingface,
     )
+    from megatron_hybrid.checkpoints.huggingface import ADAPTERS
     from megatron_hybrid.checkpoints.megatron.built_model import from_megatron
     from megatron_hybrid.checkpoints.megatron.torch_dist import load_megatron
     from megatron_hybrid.checkpoints.pretrained import load_pretrained
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from megatron_hybrid.distributed.watchdog import RankFailedError
     from megatron_hybrid.inference.async_engine import AsyncEngine
     from megatron_hybrid.inference.config import InferenceConfig
+    from megatron_hybrid.inference.drafters import DRAFTERS
     from megatron_hybrid.inference.engine import DynamicInferenceEngine
     from megatron_hybrid.inference.exclusive import EngineBusyError, EngineSuspendedError
     from megatron_hybrid.inference.requests.options import RequestOptions
@@ -31,9 +34,14 @@ if TYPE_CHECKING:
     from megatron_hybrid.inference.sampling_params import SamplingParams, ThinkingBudget
     from megatron_hybrid.models.config.hybrid_config import HybridConfig
     from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+    from megatron_hybrid.models.layer_pattern import LAYER_KINDS
     from megatron_hybrid.text.guide import Guide
 
 __all__ = [
+    "ADAPTERS",
+    "DRAFTERS",
+    "LAYER_KINDS",
+    "POLICIES",
     "AsyncEngine",
     "CheckpointError",
     "DynamicInferenceEngine",
@@ -63,6 +71,10 @@ __all__ = [
 ]
 
 _MODULES = {
+    "ADAPTERS": "checkpoints.huggingface",
+    "DRAFTERS": "inference.drafters",
+    "LAYER_KINDS": "models.layer_pattern",
+    "POLICIES": "cache.policy.protocol",
     "AsyncEngine": "inference.async_engine",
     "CheckpointError": "checkpoints.checkpoint",
     "DynamicInferenceEngine": "inference.engine",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid.checkpoints.huggingface import adapters
+from megatron_hybrid.checkpoints.huggingface import ADAPTERS
 from megatron_hybrid.checkpoints.huggingface.base import Adapter
 from megatron_hybrid.checkpoints.huggingface.fields import check_general_keys
 from megatron_hybrid.checkpoints.quantization_config import QUANT_FILE, Quantization
@@ -218,12 +218,12 @@ def adapter_of(config: HybridConfig) -> Adapter | None:
 
 def _adapter(hf: Mapping[str, Any], source: str) -> Adapter:
     model_type = hf.get("model_type")
-    if not isinstance(model_type, str) or model_type not in adapters():
+    if not isinstance(model_type, str) or model_type not in ADAPTERS:
         raise CheckpointError(
             f"{source} has the model_type {model_type!r}, which no adapter reads. Known: "
-            f"{', '.join(sorted(adapters()))}. docs/guides/own_model.md says how to add one."
+            f"{', '.join(sorted(ADAPTERS))}. docs/guides/own_model.md says how to add one."
         )
-    return adapters()[model_type]
+    return ADAPTERS[model_type]()
 
 
 def _is_huggingface(values: Mapping[str, Any]) -> bool:

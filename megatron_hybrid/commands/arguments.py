@@ -184,6 +184,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 def add_served_engine(parser: argparse.ArgumentParser) -> None:
     """Add what an engine for many requests is asked for besides `add_engine`."""
     add_field(parser, "--max-requests", ENGINE, "max_requests", type=int, metavar="N")
+    add_field(parser, "--cache-policy", ENGINE, "cache_policy", metavar="POLICY")
     add_field(parser, "--speculation", ENGINE, "speculation", metavar="HOW")
     drafts = "num_speculative_tokens"
     add_field(parser, "--num-speculative-tokens", ENGINE, drafts, type=int, metavar="N")
@@ -217,6 +218,7 @@ def served_config(options: argparse.Namespace):
     return inference_config(
         options,
         max_requests=options.max_requests,
+        cache_policy=options.cache_policy,
         speculation=options.speculation,
         num_speculative_tokens=options.num_speculative_tokens,
         cuda_graphs=options.cuda_graphs,

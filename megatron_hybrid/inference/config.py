@@ -9,13 +9,14 @@ from typing import Annotated, Literal, get_args
 import torch
 
 from megatron_hybrid.cache.matching import PrefixCachingMode
+from megatron_hybrid.cache.policy.protocol import POLICIES
+from megatron_hybrid.inference.drafters import DRAFTERS
 from megatron_hybrid.inference.sampling_params import Seed
 from megatron_hybrid.utils.other_names import names_fields
 from megatron_hybrid.utils.validation import Range, check_fields
 
 StateEncoding = Literal["exact", "bf16", "int8"]
 STATE_ENCODINGS: tuple[StateEncoding, ...] = get_args(StateEncoding)
-Speculation = Literal["off", "lookup", "mtp"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 Positive = Annotated[int, Range(ge=1, le=2**63 - 1)]
@@ -80,11 +81,16 @@ class InferenceConfig:
     disk_cache_bytes: Positive = 64 << 30
     """Most bytes of records in `cache_dir`, for each rank."""
 
-    speculation: Speculation = "off"
+    cache_policy: str = "hybrid"
+    """Name of the policy that decides which states are saved and what is evicted first. "hybrid":
+    by expected uses, which are learnt (docs/how/policy.md). Others are those that a package of
+    yours registers (docs/guides/own_model.md)."""
+
+    speculation: str = "off"
     """Source of drafts, of which a step checks several; outputs are the same. "off": there are no
     drafts. "lookup": the tokens that followed the same tokens before, in the request or in other
-    answers of its salt. "mtp": the model's MTP head
-    (docs/guides/speculation.md)."""
+    answers of its salt. "mtp": the model's MTP head (docs/guides/speculation.md). Others are those
+    that a package of yours registers."""
 
     num_speculative_tokens: Positive = 3
     """Most drafts of a request in a step; a step has fewer drafts, or none, if more would lower the
@@ -124,6 +130,8 @@ class InferenceConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        POLICIES.require(self.cache_policy, "cache_policy")
+        DRAFTERS.require(self.speculation, "speculation", others=("off",))
         if self.cache_dir is not None and not fspath(self.cache_dir):
             raise ValueError(f"cache_dir is {self.cache_dir!r}; it must be a path, or None.")
         if (self.host_cache_bytes or self.cache_dir) and self.prefix_caching != "restore":

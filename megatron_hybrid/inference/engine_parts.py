@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from megatron_hybrid.cache.policy.protocol import POLICIES
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.distributed.rank_control import RankControl
 from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.drafters import Drafter, Drafts
-from megatron_hybrid.inference.drafters.lookup import KnownAnswers, OwnTokens
+from megatron_hybrid.inference.drafters import DRAFTERS, Drafts, DraftSources
 from megatron_hybrid.inference.exclusive import CallGuard
 from megatron_hybrid.inference.rank_checks import (
     check_equal_weights,
@@ -29,7 +29,6 @@ from megatron_hybrid.inference.weights.updates import WeightUpdates
 from megatron_hybrid.inference.worker.allocation import Allocated, allocate
 from megatron_hybrid.inference.worker.graph_runner import GraphRunner
 from megatron_hybrid.inference.worker.model_runner import ModelRunner
-from megatron_hybrid.inference.worker.mtp_drafter import MTPDrafter
 from megatron_hybrid.inference.worker.warm_up import WARMED, measure_draft_costs, warm_up
 from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
 from megatron_hybrid.offload.offload import Offload
@@ -97,7 +96,8 @@ def make_parts(
     model.eval()
     allocated = allocate(model, config, ranks)
     config, memory = allocated.config, allocated.context.memory
-    cache = PrefixCache(memory.spec, len(memory.pool), config.prefix_caching)
+    policy = POLICIES[config.cache_policy](memory.spec)
+    cache = PrefixCache(memory.spec, len(memory.pool), config.prefix_caching, policy)
     folders = CacheFolders(
         ranks.name, model, memory.spec, allocated.kv_dtype, config.state_encoding
     )
@@ -155,11 +155,9 @@ def make_parts(
 def _drafts(cache: PrefixCache, runner: ModelRunner, allocated: Allocated) -> Drafts | None:
     if not allocated.max_drafts:
         return None
-    drafters: list[Drafter] = [KnownAnswers(cache), OwnTokens()]
-    if allocated.config.speculation == "mtp":
-        drafters = [MTPDrafter(runner.predict)]
-    vocab_size, many = runner.model.config.vocab_size, runner.ranks.size > 1
-    return Drafts(drafters, allocated.max_drafts, vocab_size, many)
+    model, is_many = runner.model, runner.ranks.size > 1
+    drafter = DRAFTERS[allocated.config.speculation](DraftSources(cache, model, runner.predict))
+    return Drafts(drafter, allocated.max_drafts, model.config.vocab_size, is_many)
 
 
 def _warm_up(

@@ -1,7 +1,8 @@
 """The layer pattern language: one symbol per layer, `|` between pipeline stages, `/` before each
 MTP head.
 
-The symbols are megatron-core's where it has one. A new layer kind is a mixer and one line here.
+The symbols are megatron-core's where it has one. A new layer kind is a mixer and a line in
+`LAYER_KINDS`, here or from another package (docs/guides/own_model.md).
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from megatron_hybrid.models.config.per_layer_input import PerLayerInputFields
 from megatron_hybrid.models.config.position import PositionFields
 from megatron_hybrid.models.config.shared_block import SharedBlockFields
 from megatron_hybrid.models.config.short_conv import ShortConvFields
+from megatron_hybrid.utils.registry import Registry
 
 STAGE_BOUNDARY = "|"
 PREDICTION_BOUNDARY = "/"
 """Mark in the pattern before each MTP head."""
+_BOUNDARIES = STAGE_BOUNDARY, PREDICTION_BOUNDARY
 
 
 @dataclass(frozen=True)
@@ -39,93 +42,100 @@ class LayerKind:
 
     meaning: str
     mixer: str
-    """Module of `models/mixers` and class in it."""
-    norm_name: str
-    mixer_name: str
-    """Names of norm and mixer in a checkpoint, megatron-core's where it has the kind."""
+    """Module and class, "package.module:Class": a `models.mixers.base.Mixer`, imported when a model
+    has such a layer."""
     fields: tuple[type[FieldGroup], ...]
     """Groups of config fields that the mixer reads, in the order of their checks."""
+    norm_name: str = "norm"
+    mixer_name: str = "mixer"
+    """Names of norm and mixer in a checkpoint, megatron-core's where it has the kind."""
     params: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the mixer."""
 
 
-_ATTENTION = ("attention.AttentionMixer", "input_layernorm", "self_attention")
+_MIXERS = "megatron_hybrid.models.mixers."
+_ATTENTION = _MIXERS + "attention:AttentionMixer"
+_AS_ATTENTION = "input_layernorm", "self_attention"
+_AS_MLP = "pre_mlp_layernorm", "mlp"
 
-KINDS: dict[str, LayerKind] = {
-    "M": LayerKind("Mamba-2", "mamba2.Mamba2Mixer", "norm", "mixer", (Mamba2Fields,)),
-    "S": LayerKind("Mamba-1", "mamba1.Mamba1Mixer", "norm", "mixer", (Mamba1Fields,)),
+_OWN = {
+    "M": LayerKind("Mamba-2", _MIXERS + "mamba2:Mamba2Mixer", (Mamba2Fields,)),
+    "S": LayerKind("Mamba-1", _MIXERS + "mamba1:Mamba1Mixer", (Mamba1Fields,)),
     "C": LayerKind(
         "gated short convolution",
-        "gated_short_conv.GatedShortConvMixer",
-        "norm",
-        "mixer",
+        _MIXERS + "gated_short_conv:GatedShortConvMixer",
         (ShortConvFields,),
     ),
     "G": LayerKind(
         "Gated DeltaNet",
-        "gated_delta_net.GatedDeltaNetMixer",
-        "input_layernorm",
-        "self_attention",
+        _MIXERS + "gated_delta_net:GatedDeltaNetMixer",
         (DeltaRuleFields, GatedDeltaNetFields),
+        *_AS_ATTENTION,
     ),
     "K": LayerKind(
         "Kimi Delta Attention",
-        "kimi_delta_attention.KimiDeltaAttentionMixer",
-        "input_layernorm",
-        "self_attention",
+        _MIXERS + "kimi_delta_attention:KimiDeltaAttentionMixer",
         (DeltaRuleFields, KimiDeltaAttentionFields),
+        *_AS_ATTENTION,
     ),
-    "*": LayerKind("full attention", *_ATTENTION, (PositionFields, AttentionFields)),
+    "*": LayerKind("full attention", _ATTENTION, (PositionFields, AttentionFields), *_AS_ATTENTION),
     "W": LayerKind(
         "sliding-window attention",
-        *_ATTENTION,
+        _ATTENTION,
         (PositionFields, AttentionFields, WindowFields),
+        *_AS_ATTENTION,
         {"locality": "window"},
     ),
     "L": LayerKind(
         "chunked attention",
-        *_ATTENTION,
+        _ATTENTION,
         (PositionFields, AttentionFields, ChunkFields),
+        *_AS_ATTENTION,
         {"locality": "chunk"},
     ),
     "+": LayerKind(
         "multi-head latent attention",
-        "latent_attention.LatentAttentionMixer",
-        "input_layernorm",
-        "self_attention",
+        _MIXERS + "latent_attention:LatentAttentionMixer",
         (PositionFields, LatentAttentionFields),
+        *_AS_ATTENTION,
     ),
     "B": LayerKind(
         "MLP and experts side by side",
-        "dense_and_experts.DenseAndExpertsMixer",
-        "pre_mlp_layernorm",
-        "mlp",
+        _MIXERS + "dense_and_experts:DenseAndExpertsMixer",
         (MLPFields, MoEFields, DenseAndExpertsFields),
+        *_AS_MLP,
     ),
     "P": LayerKind(
         "per-layer input",
-        "per_layer_input.PerLayerInputMixer",
-        "norm",
-        "mixer",
+        _MIXERS + "per_layer_input:PerLayerInputMixer",
         (PerLayerInputFields,),
     ),
-    "-": LayerKind("MLP", "mlp.MLPMixer", "pre_mlp_layernorm", "mlp", (MLPFields,)),
+    "-": LayerKind("MLP", _MIXERS + "mlp:MLPMixer", (MLPFields,), *_AS_MLP),
     "H": LayerKind(
         "parallel attention and Mamba-2",
-        "parallel_heads.ParallelHeadsMixer",
-        "input_layernorm",
-        "mixer",
+        _MIXERS + "parallel_heads:ParallelHeadsMixer",
         (PositionFields, AttentionFields, Mamba2Fields, ParallelHeadsFields),
+        "input_layernorm",
     ),
     "Z": LayerKind(
         "shared block and Mamba-2",
-        "shared_block.SharedBlockMixer",
-        "input_layernorm",
-        "mixer",
+        _MIXERS + "shared_block:SharedBlockMixer",
         (PositionFields, AttentionFields, MLPFields, Mamba2Fields, SharedBlockFields),
+        "input_layernorm",
     ),
-    "E": LayerKind("mixture of experts", "moe.MoEMixer", "pre_mlp_layernorm", "mlp", (MoEFields,)),
+    "E": LayerKind("mixture of experts", _MIXERS + "moe:MoEMixer", (MoEFields,), *_AS_MLP),
 }
+
+
+def _check(symbol: str, kind: LayerKind) -> None:
+    if not isinstance(kind, LayerKind):
+        raise TypeError(f"the layer kind {symbol!r} is {kind!r}; it must be a LayerKind")
+    # Digits are layer numbers in layer_overrides.
+    if len(symbol) != 1 or symbol in _BOUNDARIES or symbol.isdigit() or not "!" <= symbol <= "~":
+        raise ValueError(f"the symbol of a layer kind is {symbol!r}; use one free letter or sign")
+
+
+LAYER_KINDS: Registry[LayerKind] = Registry("layer kind", "megatron_hybrid.layers", _check, _OWN)
 """Every layer symbol."""
 
 
@@ -207,10 +217,10 @@ class LayerPattern:
 def _parse(text: str) -> LayerPattern:
     main, predictions = split_predictions(text)
     for place, symbol in enumerate(text, start=1):
-        if symbol not in KINDS and symbol not in (STAGE_BOUNDARY, PREDICTION_BOUNDARY):
+        if symbol not in _BOUNDARIES and symbol not in LAYER_KINDS:
             raise ValueError(_unknown_symbol(text, place))
     if predictions:
-        part, allowed = predictions[0], set(KINDS) - set("ZP")
+        part, allowed = predictions[0], set(LAYER_KINDS) - set("ZP")
         if not part or set(predictions) != {part} or set(part) - allowed:
             raise ValueError(
                 f"layer_pattern {text!r} has the parts {predictions} after "
@@ -227,7 +237,7 @@ def _parse(text: str) -> LayerPattern:
 
 
 def _known() -> str:
-    return ", ".join(f"'{symbol}' {kind.meaning}" for symbol, kind in KINDS.items())
+    return ", ".join(f"'{symbol}' {kind.meaning}" for symbol, kind in LAYER_KINDS.items())
 
 
 def _unknown_symbol(text: str, place: int) -> str:
@@ -236,9 +246,7 @@ def _unknown_symbol(text: str, place: int) -> str:
     if symbol == "D":
         return (
             f"layer_pattern {text!r} has {found}. In Megatron that is DeepSeek sparse "
-            "attention, which is not implemented here. In a config.json that megatron_hybrid wrote "
-            f"before 0.2 it is {KINDS['B'].meaning}, which is 'B' now: rename it in layer_pattern "
-            "and in the keys of layer_overrides."
+            "attention, which is not implemented here."
         )
     return (
         f"layer_pattern {text!r} has the unknown symbol {found}. "

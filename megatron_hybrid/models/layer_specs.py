@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
@@ -11,10 +11,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron_hybrid import compat
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridLayer, HybridLayerSubmodules
-from megatron_hybrid.models.layer_pattern import KINDS
+from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 from megatron_hybrid.models.mixers.base import Mixer, MixerSubmodules
 from megatron_hybrid.models.mixers.projections import LocalColumnLinear, LocalRowLinear
 from megatron_hybrid.models.norms import LocalNorm
+from megatron_hybrid.utils.registry import check_call, check_class
 
 
 def resolve_layer_spec(config: HybridConfig) -> str:
@@ -40,9 +41,18 @@ def get_norm(config: HybridConfig) -> type:
 
 
 def get_mixer(symbol: str) -> type[Mixer]:
-    """The class of the mixer of a pattern symbol."""
-    module, _, name = KINDS[symbol].mixer.rpartition(".")
-    return getattr(import_module(f"megatron_hybrid.models.mixers.{module}"), name)
+    """The class of the mixer of a pattern symbol.
+
+    Raises:
+        TypeError: it is no mixer, or does not take what a mixer is called with.
+    """
+    mixer, what = resolve_name(LAYER_KINDS[symbol].mixer), f"the mixer of the layer kind {symbol!r}"
+    check_class(what, mixer, Mixer, "config", "place", *LAYER_KINDS[symbol].params)
+    if not issubclass(mixer, Mixer):
+        raise TypeError(f"{what} is {mixer}; it must derive from {Mixer}")
+    inputs = ("stack_inputs",) if mixer.takes_stack_inputs else ()
+    check_call(what, mixer.forward, "self", "hidden_Th", "context", *inputs)
+    return mixer
 
 
 def get_layer_spec(config: HybridConfig, symbol: str) -> ModuleSpec:
@@ -55,7 +65,7 @@ def get_layer_spec(config: HybridConfig, symbol: str) -> ModuleSpec:
     Raises:
         ImportError: `transformer_engine` is required and not installed.
     """
-    kind, mixer = KINDS[symbol], get_mixer(symbol)
+    kind, mixer = LAYER_KINDS[symbol], get_mixer(symbol)
     norm = get_norm(config)
     pre_norm = IdentityOp if config.norm_placement == "post" or mixer.norms_input else norm
     if resolve_layer_spec(config) == "transformer_engine":

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_hybrid.models.layer_pattern import KINDS
+from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 
 if TYPE_CHECKING:
     from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -97,7 +97,7 @@ def check_recompute_modules(config: HybridConfig, mixers: Mapping[str, type[Mixe
     known: dict[str, set[str]] = {"layernorm": {"each layer"}}
     for symbol, mixer in mixers.items():
         for name in {mixer.recompute_name, *mixer.recompute_parts} - {None}:
-            known.setdefault(name, set()).add(KINDS[symbol].meaning)
+            known.setdefault(name, set()).add(LAYER_KINDS[symbol].meaning)
     for name in config.recompute_modules:
         if name not in known:
             choices = ", ".join(

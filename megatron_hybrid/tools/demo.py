@@ -17,7 +17,7 @@ from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import GenerationResult
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.models.layer_pattern import KINDS
+from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 
 SYSTEM_PROMPT = (
     "You are the teller of stories at a long winter fire. The company has come a great way through "
@@ -142,7 +142,7 @@ def run_demo(model, tokenizer, console: Console) -> bool:
         # So small a model gains nothing from more threads, and its timings get steadier.
         torch.set_num_threads(1)
     pattern, symbols = model.config.layer_pattern, model.config.symbols
-    kinds = ", ".join(f"{KINDS[symbol].meaning} ({symbol})" for symbol in symbols)
+    kinds = ", ".join(f"{LAYER_KINDS[symbol].meaning} ({symbol})" for symbol in symbols)
     console.print(
         f"[bold]{pattern}[/bold]: {kinds}; "
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters\n"

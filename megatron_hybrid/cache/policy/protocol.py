@@ -2,12 +2,13 @@
 
 `PrefixCache` asks a policy where to save states, what each candidate for eviction is worth and
 whether a request may start, and reports events to it. A policy never changes the tree. The defaults
-here are those of a policy that learns nothing: `LRUPolicy` in benchmarks/replay/ adds a few lines.
+here are those of a policy that learns nothing: `LRUPolicy` in examples/extension/ adds a few lines.
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Origin, Pat
 from megatron_hybrid.cache.lazy_heap import Key
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.placement import NO_INTERVAL
+from megatron_hybrid.utils.registry import Registry, check_class
 
 
 class Prompt(NamedTuple):
@@ -85,10 +87,10 @@ class Policy(Protocol):
 
     # ---- placement ----
 
+    @abstractmethod
     def positions(self, prompt: Prompt) -> tuple[dict[int, Kind], dict[int, Kind]]:
         """Positions in (p, L] whose state the prefill should save, and positions that are only
         watched."""
-        raise NotImplementedError
 
     def new_value(self, new: NewState) -> float:
         """Value per page of a new state: candidates of a lesser value are evicted for it. infinity:
@@ -101,13 +103,13 @@ class Policy(Protocol):
 
     # ---- learning ----
 
+    @abstractmethod
     def on_request(
         self, path: Path, resumed: Checkpoint | None, prompt_tokens: int
     ) -> tuple[Origin, int]:
         """A prompt was admitted. path: its known tokens. resumed: the state that it is restored
         from. Returns its origin, and the position of a lost state in (p, q] that is worth saving
         again (0: none)."""
-        raise NotImplementedError
 
     def on_watch(self, checkpoint: Checkpoint) -> None:
         """A position is watched from now on."""
@@ -148,3 +150,16 @@ class Policy(Protocol):
         """Value of one more request next to `running` others: it starts if the candidates that have
         to be evicted for all its pages are worth less. held_back: refused attempts in a row."""
         return math.inf
+
+
+def _check(name: str, policy: type[Policy]) -> None:
+    check_class(f"the policy {name!r}", policy, Policy, "spec")
+
+
+POLICIES: Registry[type[Policy]] = Registry(
+    "policy",
+    "megatron_hybrid.policies",
+    _check,
+    {"hybrid": "megatron_hybrid.cache.policy.hybrid:HybridPolicy"},
+)
+"""Every policy, made with the `CacheSpec` of the engine's cache."""

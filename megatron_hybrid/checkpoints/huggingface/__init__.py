@@ -1,27 +1,58 @@
-"""Hugging Face architectures, one file each: their config and tensors, here and back again.
+"""Hugging Face architectures, one file a family: their config and tensors, here and back again.
 
-A file holds an `ADAPTER`; the names under which `config.json` knows it are its `model_types`. The
-file's own name does not matter. See docs/guides/own_model.md.
+See docs/guides/own_model.md.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
-
 from megatron_hybrid.checkpoints.huggingface.base import Adapter
+from megatron_hybrid.utils.registry import Registry, check_class
 
-_SHARED = ("base", "fields", "layouts", "tensors")  # what the adapters are made of
+_OWN = {
+    "bamba": "bamba:Bamba",
+    "deepseek_v3": "deepseek_v3:DeepseekV3",
+    "falcon_h1": "falcon_h1:FalconH1",
+    "gemma3_text": "gemma:Gemma3",
+    "gemma2": "gemma:Gemma3",
+    "gemma3": "gemma:Gemma3",
+    "gemma4_text": "gemma:Gemma4",
+    "gemma4": "gemma:Gemma4",
+    "gpt_oss": "gpt_oss:GptOss",
+    "granitemoehybrid": "granitemoehybrid:GraniteMoeHybrid",
+    "jamba": "jamba:Jamba",
+    "kimi_linear": "kimi_linear:KimiLinear",
+    "lfm2": "lfm2:Lfm2",
+    "lfm2_moe": "lfm2:Lfm2Moe",
+    "llama": "llama:Llama",
+    "llama4_text": "llama4:Llama4",
+    "llama4": "llama4:Llama4",
+    "mamba": "mamba:Mamba",
+    "falcon_mamba": "mamba:Mamba",
+    "mamba2": "mamba:Mamba2",
+    "minimax_m2": "minimax_m2:MiniMaxM2",
+    "nemotron_h": "nemotron_h:NemotronH",
+    "olmo_hybrid": "olmo_hybrid:OlmoHybrid",
+    "qwen3_5_text": "qwen3_next:Qwen35",
+    "qwen3_5": "qwen3_next:Qwen35",
+    "qwen3_5_moe_text": "qwen3_next:Qwen35Moe",
+    "qwen3_5_moe": "qwen3_next:Qwen35Moe",
+    "qwen3_next": "qwen3_next:Qwen3Next",
+    "zamba2": "zamba2:Zamba2",
+}
+"""`model_type` of config.json -> file of this folder, and the adapter's class in it."""
 
 
-@cache
-def adapters() -> dict[str, Adapter]:
-    """Every known `model_type` of Hugging Face -> its adapter."""
-    found = {}
-    for module in iter_modules(__path__):
-        if module.name not in _SHARED:
-            adapter = import_module(f"{__name__}.{module.name}").ADAPTER
-            types = adapter.model_types + adapter.composite_types
-            found.update(dict.fromkeys(types, adapter))
-    return found
+def _check(model_type: str, adapter: type[Adapter]) -> None:
+    what = f"the adapter of the model_type {model_type!r}"
+    check_class(what, adapter, Adapter)
+    if model_type not in (types := adapter.model_types + adapter.composite_types):
+        raise ValueError(f"{what} is {adapter.__name__}, which reads {', '.join(types)} alone")
+
+
+ADAPTERS: Registry[type[Adapter]] = Registry(
+    "adapter",
+    "megatron_hybrid.adapters",
+    _check,
+    {model_type: f"{__name__}.{where}" for model_type, where in _OWN.items()},
+)
+"""Every known `model_type` of Hugging Face, and the class of its adapter."""

@@ -62,6 +62,3 @@ class Bamba(Adapter):
             "-": ("feed_forward", mlp_tensors),
         }
         yield from layer_tensors(config, parts, ("input_layernorm", "pre_ff_layernorm"))
-
-
-ADAPTER = Bamba()

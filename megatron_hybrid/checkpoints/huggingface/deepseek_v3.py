@@ -135,6 +135,3 @@ def _softmax_scale(fields: Mapping[str, Any]) -> float | None:
         return None
     temperature = yarn_scale(scaling["factor"], scaling["mscale_all_dim"])
     return temperature**2 * (fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"]) ** -0.5
-
-
-ADAPTER = DeepseekV3()

@@ -82,6 +82,3 @@ def _gated_norm(hf: Mapping[str, Any]) -> str:
     if not hf.get("mamba_rms_norm", False):
         return "none"
     return "norm_first" if hf.get("mamba_norm_before_gate", True) else "gate_first"
-
-
-ADAPTER = FalconH1()

@@ -101,6 +101,3 @@ def _moe_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[Tenso
         ("fc2.bias", "down_proj_bias", SAME),
     ):
         yield same(f"{ours}.experts.linear_{projection}", f"{theirs}.experts.{name}", layout)
-
-
-ADAPTER = GptOss()

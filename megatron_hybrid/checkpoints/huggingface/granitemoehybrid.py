@@ -106,6 +106,3 @@ def _mlp_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[Tenso
             yield same(f"{ours}.experts.{own}.weight", f"{moe}.{name}.weight")
     for own, name in linears:
         yield same(f"{shared}.{own}.weight", f"{theirs}.shared_mlp.{name}.weight")
-
-
-ADAPTER = GraniteMoeHybrid()

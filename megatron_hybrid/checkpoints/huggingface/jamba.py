@@ -90,6 +90,3 @@ def _periodic(
     """`chosen` in layer `<name>_offset` and every `<name>_period`-th after it, else `other`."""
     period, offset = hf.get(f"{name}_period", default[0]), hf.get(f"{name}_offset", default[1])
     return "".join(chosen if i % period == offset else other for i in range(num_layers))
-
-
-ADAPTER = Jamba()

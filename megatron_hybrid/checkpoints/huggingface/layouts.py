@@ -55,21 +55,6 @@ def stacked(num_parts: int = 1) -> Layout:
     return Layout(stack, part)
 
 
-def reordered(sizes: Sequence[int], order: Sequence[int], dim: int = 0) -> Layout:
-    """One tensor of blocks: ours has their blocks (of these sizes) in the order `order`."""
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    ours_sizes = [sizes[i] for i in order]
-
-    def permute(tensor: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
-        blocks = tensor.split(list(sizes), dim)
-        return torch.cat([blocks[i] for i in order], dim)
-
-    return Layout(
-        lambda theirs: [permute(theirs[0], sizes, order)],
-        lambda ours: [permute(ours[0], ours_sizes, inverse)],
-    )
-
-
 def transposed() -> Layout:
     """The last two dimensions swapped."""
 

@@ -1,4 +1,4 @@
-"""LFM2: gated short convolutions and attention, each followed by a gated MLP."""
+"""LFM2: gated short convolutions and attention, each followed by a gated MLP, or by experts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
 from megatron_hybrid.checkpoints.huggingface.fields import (
     attention_fields,
+    check_sigmoid_topk,
     model_fields,
     only,
     required,
@@ -26,6 +27,7 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 _SYMBOLS = {"conv": "C", "full_attention": "*"}
+_ROUTER_EPSILON = 1e-6
 
 
 class Lfm2(Adapter):
@@ -41,8 +43,8 @@ class Lfm2(Adapter):
             attention = layers if attention is None else attention
             hf = {**hf, "layer_types": [_type(layer in attention) for layer in layers]}
         return {
-            **decoder_fields(hf),
-            "layer_pattern": "".join(f"{symbol}-" for symbol in mixer_symbols(hf)),
+            **_decoder_fields(hf),
+            "layer_pattern": "".join(f"{symbol}-" for symbol in _mixer_symbols(hf)),
             "ffn_hidden_size": _mlp_width(hf),
         }
 
@@ -58,7 +60,37 @@ class Lfm2(Adapter):
         yield from layer_tensors(config, parts, ("operator_norm", "ffn_norm"))
 
 
-def decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+class Lfm2Moe(Lfm2):
+    """`Lfm2MoeForCausalLM`: the MLPs of all but the first layers are mixtures of experts."""
+
+    model_types = ("lfm2_moe",)
+    ignored = (r"model\.pos_emb\.inv_freq",)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        only(hf, norm_topk_prob=True)
+        mixers, dense = _mixer_symbols(hf), hf.get("num_dense_layers", 2)
+        pattern = "".join(f"{mixer}{'-' if i < dense else 'E'}" for i, mixer in enumerate(mixers))
+        fields = {
+            **_decoder_fields(hf),
+            "layer_pattern": pattern,
+            "ffn_hidden_size": required(hf, "intermediate_size"),
+        }
+        if "E" in pattern:
+            topk = hf.get("num_experts_per_tok", 4)
+            check_sigmoid_topk(topk)
+            fields |= {
+                "num_moe_experts": required(hf, "num_experts"),
+                "moe_ffn_hidden_size": required(hf, "moe_intermediate_size"),
+                "moe_router_topk": topk,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": hf.get("use_expert_bias", True),
+                "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor", 1.0),
+                "moe_router_topk_epsilon": _ROUTER_EPSILON,
+            }
+        return fields
+
+
+def _decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     """All but the layers and what comes after each mixer."""
     only(hf, use_pos_enc=True)
     tied = hf.get("tie_embedding", hf.get("tie_word_embeddings", True))
@@ -73,7 +105,7 @@ def decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def mixer_symbols(hf: Mapping[str, Any]) -> list[str]:
+def _mixer_symbols(hf: Mapping[str, Any]) -> list[str]:
     """The symbol of each layer's mixer."""
     return symbols_of(required(hf, "layer_types"), _SYMBOLS, required(hf, "num_hidden_layers"))
 
@@ -96,6 +128,3 @@ def _mlp_width(hf: Mapping[str, Any]) -> int:
     width = int(hf.get("block_ffn_dim_multiplier", 1.0) * (2 * width // 3))
     multiple = hf.get("block_multiple_of", 256)
     return -(-width // multiple) * multiple
-
-
-ADAPTER = Lfm2()

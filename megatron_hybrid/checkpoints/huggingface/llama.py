@@ -47,6 +47,3 @@ class Llama(Adapter):
         yield from model_tensors(config)
         parts = {"*": ("self_attn", attention_tensors), "-": ("mlp", mlp_tensors)}
         yield from layer_tensors(config, parts)
-
-
-ADAPTER = Llama()

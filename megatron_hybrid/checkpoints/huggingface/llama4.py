@@ -109,6 +109,3 @@ def _pattern(hf: Mapping[str, Any]) -> str:
         ("L" if rope else "*") + ("E" if i in experts else "-")
         for i, rope in enumerate(has_rope[:layers])
     )
-
-
-ADAPTER = Llama4()

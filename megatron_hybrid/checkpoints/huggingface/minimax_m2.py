@@ -95,5 +95,3 @@ class MiniMaxM2(Adapter):
 
 _BLOCKS = (".block_sparse_moe.", ".mlp.")
 _PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-
-ADAPTER = MiniMaxM2()

@@ -131,6 +131,3 @@ def _moe_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     shared = hf.get("moe_shared_expert_intermediate_size", 7688)
     latent = hf.get("moe_latent_size")
     return {**fields, "moe_shared_expert_intermediate_size": shared, "moe_latent_size": latent}
-
-
-ADAPTER = NemotronH()

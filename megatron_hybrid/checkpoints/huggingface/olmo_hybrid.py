@@ -159,6 +159,3 @@ def _linear_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[Te
     yield same(f"{ours}.dt_bias", f"{theirs}.dt_bias")
     yield same(f"{ours}.out_norm.weight", f"{theirs}.o_norm.weight")
     yield same(f"{ours}.out_proj.weight", f"{theirs}.o_proj.weight")
-
-
-ADAPTER = OlmoHybrid()

@@ -1,4 +1,4 @@
-"""Qwen3-Next: Gated DeltaNet and gated attention, each followed by experts."""
+"""Qwen3-Next and Qwen3.5: Gated DeltaNet and gated attention, then experts or an MLP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_hybrid.checkpoints.huggingface.fields import (
     rotary_fields,
     symbols_of,
 )
-from megatron_hybrid.checkpoints.huggingface.layouts import ungrouped
+from megatron_hybrid.checkpoints.huggingface.layouts import joined, ungrouped
 from megatron_hybrid.checkpoints.huggingface.tensors import (
     attention_tensors,
     has_tensor,
@@ -138,4 +138,62 @@ def _mixers(hf: Mapping[str, Any]) -> list[str]:
     return symbols_of(types, _SYMBOLS, num_layers)
 
 
-ADAPTER = Qwen3Next()
+class Qwen35(Qwen3Next):
+    """`Qwen3_5ForCausalLM`, and the language model of `Qwen3_5ForConditionalGeneration`."""
+
+    model_types = ("qwen3_5_text",)
+    composite_types = ("qwen3_5",)
+    ignored = (r"model\.visual\..*",)
+    key_value_heads = 4
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        only(hf, attn_output_gate=True)
+        return super().config(hf)
+
+    def _mlps(self, hf: Mapping[str, Any]) -> str:
+        return "-" * required(hf, "num_hidden_layers")
+
+    def _mlp_fields(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        return {"ffn_hidden_size": required(hf, "intermediate_size")}
+
+    def _linear_input(self, config: HybridConfig, ours: str, theirs: str) -> TensorMap:
+        heads = config.linear_num_value_heads
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = heads * config.linear_value_head_dim
+        names = tuple(f"{theirs}.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
+        sizes = (2 * keys + values, values, heads, heads)
+        return TensorMap((f"{ours}.in_proj.weight",), names, joined(sizes))
+
+
+class Qwen35Moe(Qwen35):
+    """`Qwen3_5MoeForCausalLM`, and the language model of `Qwen3_5MoeForConditionalGeneration`."""
+
+    model_types = ("qwen3_5_moe_text",)
+    composite_types = ("qwen3_5_moe",)
+    key_value_heads = 2
+
+    def as_found(
+        self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
+    ) -> TensorMap:
+        """See `Adapter.as_found`: the released folders have the experts of a layer in two tensors,
+        as they are here; transformers writes them one by one."""
+        experts, found, _ = tensor_map.theirs[0].partition(".experts.0.")
+        if found:
+            kind = (
+                "gate_up_proj" if len(tensor_map.theirs) > config.num_moe_experts else "down_proj"
+            )
+            if (stacked := f"{experts}.experts.{kind}") in shapes:
+                return same(tensor_map.ours[0], stacked)
+        return tensor_map
+
+    def _mlps(self, hf: Mapping[str, Any]) -> str:
+        return "E" * required(hf, "num_hidden_layers")
+
+    def _mlp_fields(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "num_moe_experts": hf.get("num_experts", 256),
+            "moe_router_topk": hf.get("num_experts_per_tok", 8),
+            "moe_ffn_hidden_size": hf.get("moe_intermediate_size", 512),
+            "moe_shared_expert_intermediate_size": hf.get("shared_expert_intermediate_size", 512),
+            "moe_shared_expert_gate": True,
+        }

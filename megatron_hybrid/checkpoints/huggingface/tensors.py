@@ -14,7 +14,7 @@ from megatron_hybrid.checkpoints.huggingface.layouts import (
     stacked,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import KINDS
+from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 
 
 def same(ours: str, theirs: str, layout: Layout = SAME) -> TensorMap:
@@ -94,7 +94,7 @@ def _layer(
     norm: str,
     parts: Mapping[str, tuple[str, Part]],
 ) -> Iterator[TensorMap]:
-    kind, (name, tensors) = KINDS[symbol], parts[symbol]
+    kind, (name, tensors) = LAYER_KINDS[symbol], parts[symbol]
     yield same(f"{ours}.{kind.norm_name}.weight", f"{theirs}.{norm}.weight")
     inner = f"{theirs}.{name}" if name else theirs
     yield from tensors(config, f"{ours}.{kind.mixer_name}", inner)

@@ -106,6 +106,3 @@ def _adapter_tensors(
     for own, name in adapters.items():
         yield same(f"{ours}.{own}.down.weight", f"{name}.{number}.0.weight")
         yield same(f"{ours}.{own}.up.weight", f"{name}.{number}.1.weight")
-
-
-ADAPTER = Zamba2()

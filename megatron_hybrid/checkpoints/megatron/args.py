@@ -22,7 +22,7 @@ from megatron_hybrid.models.config.common import CommonFields
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.mlp import MLPFields
 from megatron_hybrid.models.layer_pattern import (
-    KINDS,
+    LAYER_KINDS,
     STAGE_BOUNDARY,
     split_predictions,
 )
@@ -191,10 +191,10 @@ def args_of_config(config: HybridConfig) -> Namespace:
     for number, symbol in enumerate(symbols):
         if symbol not in (_WRITTEN_OF_GPT[number % 2] if is_gpt else _WRITTEN):
             raise ValueError(
-                f"layer_pattern has layers {symbol!r} ({KINDS[symbol].meaning}), which "
+                f"layer_pattern has layers {symbol!r} ({LAYER_KINDS[symbol].meaning}), which "
                 f"megatron-core's {kind} do not have, or not with the same parts."
             )
-    groups = {group for symbol in symbols for group in KINDS[symbol].fields}
+    groups = {group for symbol in symbols for group in LAYER_KINDS[symbol].fields}
     groups |= {ArchitectureFields, CommonFields, MLPFields}
     names = {field.name for group in groups for field in dataclasses.fields(group)} & _CORE_FIELDS
     names |= {"num_layers", "num_attention_heads"}

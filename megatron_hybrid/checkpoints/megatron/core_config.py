@@ -22,7 +22,7 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.mlp import MLPFields
 from megatron_hybrid.models.config.unsupported import RESULT_FIELDS
 from megatron_hybrid.models.layer_pattern import (
-    KINDS,
+    LAYER_KINDS,
     PREDICTION_BOUNDARY,
     STAGE_BOUNDARY,
     split_predictions,
@@ -222,7 +222,7 @@ def _known_symbols(pattern: str) -> str:
             raise ValueError(
                 f"the layer pattern {pattern!r} has the symbol {symbol!r} at place {place}, "
                 f"{meaning} that HybridModel does not serve. It serves "
-                f"{', '.join(f'{s} {KINDS[s].meaning}' for s in _SYMBOLS)}."
+                f"{', '.join(f'{s} {LAYER_KINDS[s].meaning}' for s in _SYMBOLS)}."
             )
     return pattern
 
@@ -275,7 +275,7 @@ def _per_layer(name: str, value: Any, num_layers: int, rule: Any) -> Sequence[An
 def _carried(values: Mapping[str, Any], pattern: str) -> dict[str, Any]:
     """The fields with the same meaning in both configs, of the layer kinds in the pattern."""
     symbols = set(pattern) - {STAGE_BOUNDARY}
-    groups = {group for symbol in symbols for group in KINDS[symbol].fields}
+    groups = {group for symbol in symbols for group in LAYER_KINDS[symbol].fields}
     groups |= {CommonFields, MLPFields}
     groups |= {group for group in HybridConfig.__bases__ if issubclass(group, ModelFields)}
     names = {field.name for group in groups for field in dataclasses.fields(group)}

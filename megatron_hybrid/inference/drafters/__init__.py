@@ -8,21 +8,42 @@ nothing else: a drafter may say what it likes. All ranks must hear the same from
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.requests.request import Request
+from megatron_hybrid.inference.scheduling.step_plan import Work
 from megatron_hybrid.utils.out_of_memory import is_lack_of_memory, note_decided_by_memory
+from megatron_hybrid.utils.registry import Registry, check_class
+
+if TYPE_CHECKING:  # it imports torch, and the scheduler does not
+    from megatron_hybrid.models.hybrid_model import HybridModel
 
 logger = logging.getLogger(__name__)
 
 
-class Drafter(Protocol):
-    """Guesses tokens, without changing anything that another one sees."""
+@dataclass(frozen=True)
+class DraftSources:
+    """What an engine gives the drafter that it makes."""
 
+    cache: PrefixCache
+    """Its cache, which knows the tokens of other answers (`PrefixCache.known_after`)."""
+    model: HybridModel
+    predict: Callable[[list[Work], list[int]], list[list[int]]]
+    """`ModelRunner.predict`, which runs the model's MTP head."""
+
+
+class Drafter(Protocol):
+    """Guesses tokens, without changing anything that another one sees. Its class is called with the
+    `DraftSources` of the engine."""
+
+    @abstractmethod
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """The likely next tokens after `request.tokens[:request.num_tokens]`, at most `most` (at
         least 1), the nearest first; none: it has no guess."""
@@ -31,72 +52,82 @@ class Drafter(Protocol):
 class BatchDrafter(Drafter):
     """A drafter that works for all decodes at a time, on the device."""
 
+    @abstractmethod
     def prepare(self, most: Mapping[Request, int]) -> None:
         """Called before a step is planned, with the decodes that may get drafts and how many.
         Nothing of the step has been moved yet, and each lease has room for so many tokens after
         the known ones, which the drafter may write."""
-        raise NotImplementedError
+
+
+def _check(name: str, drafter: type[Drafter]) -> None:
+    check_class(f"the drafter {name!r}", drafter, Drafter, "sources")
+
+
+DRAFTERS: Registry[type[Drafter]] = Registry(
+    "drafter",
+    "megatron_hybrid.drafters",
+    _check,
+    {
+        "lookup": "megatron_hybrid.inference.drafters.lookup:Lookup",
+        "mtp": "megatron_hybrid.inference.worker.mtp_drafter:MTPDrafter",
+    },
+)
+"""Every drafter, by its value of `InferenceConfig.speculation`."""
 
 
 class Drafts:
-    """Drafts of some drafters: those of the first one that has any.
+    """Drafts of a drafter.
 
     Args:
-        drafters: asked in this order. One that fails costs its drafts, and a line in the log for
-            its first failure of a kind, for the 10th, the 100th, and so on.
+        drafter: asked for them. A failure costs its drafts, and a line in the log for the first one
+            of a kind, for the 10th, the 100th, and so on.
         most: drafts of a request in a step, at least 1.
         vocab_size: of the model.
         on_ranks: whether the model has several ranks. Then an error of `prepare` is raised, as
             other ranks may wait for this one inside.
     """
 
-    def __init__(
-        self, drafters: Sequence[Drafter], most: int, vocab_size: int, on_ranks: bool = False
-    ):
-        self.drafters = list(drafters)
+    def __init__(self, drafter: Drafter, most: int, vocab_size: int, on_ranks: bool = False):
+        self.drafter = drafter
         self.most = most
         self._vocab_size, self._on_ranks = vocab_size, on_ranks
-        self._num_failures: Counter[tuple[str, str]] = Counter()  # by drafter and error
+        self._num_failures: Counter[str] = Counter()  # by kind of error
 
     @property
-    def batch_drafters(self) -> list[BatchDrafter]:
-        """Those to prepare before a step is planned."""
-        return [one for one in self.drafters if isinstance(one, BatchDrafter)]
+    def are_prepared(self) -> bool:
+        """Whether drafts are computed before a step is planned."""
+        return isinstance(self.drafter, BatchDrafter)
 
     def prepare(self, most: Mapping[Request, int]) -> None:
         """Prepare requests, as `BatchDrafter.prepare`."""
-        for drafter in self.batch_drafters:
-            try:
-                drafter.prepare(most)
-            except Exception as error:
-                if self._on_ranks:
-                    raise
-                self._note_failure(drafter, error)
+        try:
+            self.drafter.prepare(most)
+        except Exception as error:
+            if self._on_ranks:
+                raise
+            self._note_failure(error)
 
     def propose(self, request: Request, most: int) -> list[int]:
         """Propose drafts, as `Drafter.propose`; all of them are tokens of the model."""
-        for drafter in self.drafters:
-            try:
-                tokens = [int(token) for token in drafter.propose(request, most)[:most]]
-                if outside := [token for token in tokens if not 0 <= token < self._vocab_size]:
-                    raise ValueError(
-                        f"token {outside[0]} is outside of the vocabulary [0, {self._vocab_size})"
-                    )
-            except Exception as error:
-                self._note_failure(drafter, error)
-                continue
-            if tokens:
-                return tokens
-        return []
+        try:
+            tokens = [int(token) for token in self.drafter.propose(request, most)[:most]]
+            if outside := [token for token in tokens if not 0 <= token < self._vocab_size]:
+                raise ValueError(
+                    f"token {outside[0]} is outside of the vocabulary [0, {self._vocab_size})"
+                )
+            return tokens
+        except Exception as error:
+            self._note_failure(error)
+            return []
 
-    def _note_failure(self, drafter: Drafter, error: Exception) -> None:
+    def _note_failure(self, error: Exception) -> None:
         if is_lack_of_memory(error):
             note_decided_by_memory()  # other ranks may have drafts
-        kind = type(drafter).__name__, type(error).__name__
+        kind = type(error).__name__
         self._num_failures[kind] += 1
         if str(count := self._num_failures[kind]).strip("0") == "1":
             times = "" if count == 1 else f" {count:,} times"
-            failure = ": ".join((*kind, str(error)))
+            failure = ": ".join((type(self.drafter).__name__, kind, str(error)))
             logger.warning(
                 "a drafter has failed%s, and its drafts are left out: %s", times, failure
             )

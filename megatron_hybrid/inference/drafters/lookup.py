@@ -1,9 +1,8 @@
-"""Drafters that look the answer up, without a model."""
+"""The drafter that looks the answer up, without a model."""
 
 from __future__ import annotations
 
-from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.inference.drafters import last_occurrence
+from megatron_hybrid.inference.drafters import Drafter, DraftSources, last_occurrence
 from megatron_hybrid.inference.requests.request import Request
 
 LEAST_MATCH = 3
@@ -12,27 +11,25 @@ LONGEST_MATCH = 16
 """Longer matches are not preferred to shorter ones."""
 
 
-class OwnTokens:
-    """What followed the same last tokens before, in the prompt or in the answer. It drafts where an
-    answer quotes its prompt, edits it or repeats itself."""
+class Lookup(Drafter):
+    """The rest of an answer that the cache knows (`known_answer`); else what followed the same
+    tokens in the request itself (`own_tokens`)."""
+
+    def __init__(self, sources: DraftSources):
+        self._cache = sources.cache
 
     def propose(self, request: Request, most: int) -> list[int]:
+        return self.known_answer(request, most) or self.own_tokens(request, most)
+
+    def known_answer(self, request: Request, most: int) -> list[int]:
+        """Return what followed all of the same tokens in another request of the same salt: the rest
+        of its answer, of which the cache knows the tokens, held or not."""
+        tokens = request.tokens[: request.num_tokens]
+        return self._cache.known_after(request.lease, tokens, most).tolist()
+
+    def own_tokens(self, request: Request, most: int) -> list[int]:
+        """Return what followed the same last tokens before, in the prompt or in the answer. There
+        is such a place where an answer quotes its prompt, edits it or repeats itself."""
         tokens = request.tokens[: request.num_tokens]
         place = last_occurrence(tokens, tokens, LEAST_MATCH, LONGEST_MATCH)
         return tokens[place : place + most].tolist() if place else []
-
-
-class KnownAnswers:
-    """What followed all of the same tokens in another request of the same salt: the rest of its
-    answer, of which the cache knows the tokens, held or not.
-
-    Args:
-        cache: of the engine.
-    """
-
-    def __init__(self, cache: PrefixCache):
-        self._cache = cache
-
-    def propose(self, request: Request, most: int) -> list[int]:
-        tokens = request.tokens[: request.num_tokens]
-        return self._cache.known_after(request.lease, tokens, most).tolist()

@@ -58,14 +58,14 @@ class DraftPlanner:
                 most = min(most, params.num_speculative_tokens)
             if most > 0 and (length := request.draft_length.choose(cost, most, self._is_trial)):
                 lengths[request] = length
-        pay = not self.drafts.batch_drafters or self._pay(lengths, len(decodes))
+        pay = not self.drafts.are_prepared or self._pay(lengths, len(decodes))
         return lengths if pay else {}
 
     def prepare(self, lengths: Mapping[Request, int]) -> None:
         """Have the drafts of all decodes computed that are computed before the step, as far as
         pages are free. It writes pages, so it comes before the plan moves any; the plan has them
         again."""
-        if not lengths or not self.drafts.batch_drafters:
+        if not lengths or not self.drafts.are_prepared:
             return
         try:
             room = {request: self._lend(request, length) for request, length in lengths.items()}
@@ -100,7 +100,7 @@ class DraftPlanner:
                 found.append((chunk, tokens))
                 left -= len(tokens)
         counts = {chunk.request: len(tokens) for chunk, tokens in found}
-        if not self.drafts.batch_drafters and not self._pay(counts, num_decodes):
+        if not self.drafts.are_prepared and not self._pay(counts, num_decodes):
             return
         for chunk, tokens in found:
             draws = chunk.request.draft_draws(tokens)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.drafters import BatchDrafter
+from megatron_hybrid.inference.drafters import BatchDrafter, DraftSources
 from megatron_hybrid.inference.requests.request import Request
 from megatron_hybrid.inference.sampling_params import Draw
 from megatron_hybrid.inference.scheduling.plan_builder import tables_of
@@ -51,14 +51,10 @@ def _is_local(layer: LayerCache) -> bool:
 
 class MTPDrafter(BatchDrafter):
     """Drafts by a part that the model was trained with. It computes those of all decodes together,
-    before the step is planned: `propose` tells them.
+    before the step is planned: `propose` tells them."""
 
-    Args:
-        run: `ModelRunner.predict`.
-    """
-
-    def __init__(self, run: Callable[[list[Work], list[int]], list[list[int]]]):
-        self._run = run
+    def __init__(self, sources: DraftSources):
+        self._run = sources.predict
         self._drafts: dict[int, list[int]] = {}
 
     def prepare(self, most: Mapping[Request, int]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch.nn.functional as F
 
@@ -36,6 +36,9 @@ class CommonFields(LayerFields):
 
     activation_func: Callable = F.silu
     """Activation of MLPs and experts; one of `ops.activations.ACTIVATIONS`."""
+
+    layer_options: dict[str, Any] = field(default_factory=dict)
+    """Values of layer kinds of other packages, which JSON can express."""
 
     def check(self) -> None:
         """See `FieldGroup.check`."""

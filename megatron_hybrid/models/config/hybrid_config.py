@@ -36,7 +36,7 @@ from megatron_hybrid.models.config.unsupported import (
     check_unsupported,
     warn_fields_without_effect,
 )
-from megatron_hybrid.models.layer_pattern import KINDS, LayerPattern
+from megatron_hybrid.models.layer_pattern import LAYER_KINDS, LayerPattern
 from megatron_hybrid.ops.activations import ACTIVATIONS
 from megatron_hybrid.utils.core_errors import core_refusals
 
@@ -146,7 +146,7 @@ class HybridConfig(
         self.mtp_num_layers = parts or None
 
     def _check_layer(self, symbol: str) -> None:
-        for group in (CommonFields, *KINDS[symbol].fields):
+        for group in (CommonFields, *LAYER_KINDS[symbol].fields):
             group.check(self)
 
     def _check_overrides(self, left_out: set[str]) -> None:
@@ -172,13 +172,13 @@ class HybridConfig(
             self._check_followers(number, symbol, left_out)
         layers = [self.for_layer(number) for number in range(1, len(symbols) + 1)]
         for number, (symbol, layer) in enumerate(zip(symbols, layers), start=1):
-            if AttentionFields in KINDS[symbol].fields and layer.kv_source_layer is not None:
+            if AttentionFields in LAYER_KINDS[symbol].fields and layer.kv_source_layer is not None:
                 layer.check_kv_source(number, symbols, layers)
 
     def _check_followers(self, number: int, symbol: str, left_out: set[str]) -> None:
         """Refuses an override that would leave a dependent default as the model's."""
         fields = self.overrides_of(number, symbol)
-        for group in KINDS[symbol].fields:
+        for group in LAYER_KINDS[symbol].fields:
             for name, followers in group.followers.items():
                 stale = [one for one in followers if one in left_out and one not in fields]
                 if stale and fields.get(name, getattr(self, name)) != getattr(self, name):
@@ -266,7 +266,7 @@ class HybridConfig(
         names = set(_fields_of(ModelFields)) - _NOT_COMPARED
         found = [name for name in names if getattr(self, name) != getattr(other, name)]
         for number, symbol in enumerate(symbols, start=1):
-            groups = {CommonFields, *KINDS[symbol].fields}
+            groups = {CommonFields, *LAYER_KINDS[symbol].fields}
             names = {field.name for group in groups for field in dataclasses.fields(group)}
             is_latent = LatentAttentionFields in groups
             if is_latent:  # it reads these of AttentionFields
@@ -284,7 +284,7 @@ class HybridConfig(
     @property
     def has_attention(self) -> bool:
         """Whether any layer attends."""
-        groups = {group for symbol in self.symbols for group in KINDS[symbol].fields}
+        groups = {group for symbol in self.symbols for group in LAYER_KINDS[symbol].fields}
         return not groups.isdisjoint((AttentionFields, LatentAttentionFields))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_hybrid.inference.memory.cache_pool import cache_spec_of
 from megatron_hybrid.models.hybrid_model import HybridModel
-from megatron_hybrid.models.layer_pattern import KINDS
+from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 
 TABLE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
 _START, _END = "<!-- table: made by `make models-table` -->", "<!-- end of table -->"
@@ -36,7 +36,7 @@ class Row:
         return cls(
             name,
             f"`{config.layer_pattern}`",
-            ", ".join(KINDS[symbol].meaning for symbol in symbols),
+            ", ".join(LAYER_KINDS[symbol].meaning for symbol in symbols),
             *errors,
             spec.state_bytes,
             sum(group.num_layers * group.bytes_per_token for group in spec.groups),

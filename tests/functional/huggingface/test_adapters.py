@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import save_huggingface
-from megatron_hybrid.checkpoints.huggingface import adapters
+from megatron_hybrid.checkpoints.huggingface import ADAPTERS
 from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.distributed.ranks import ONE_RANK
 from megatron_hybrid.inference.requests.options import RequestOptions
@@ -193,7 +193,7 @@ def test_under_the_names_of_transformer_engine(pair, tmp_path, monkeypatch):
 
 def test_every_adapter_is_tried():
     tried = {read_values(name)["model_type"] for name in config_names()}
-    assert {adapter.model_types[0] for adapter in adapters().values()} <= tried
+    assert {adapter.model_types[0] for adapter in ADAPTERS.values()} <= tried
 
 
 def test_a_run_of_some_models_keeps_the_rows_of_the_others(tmp_path):

@@ -10,7 +10,7 @@ from huggingface import build, config_rows, in_float64, twin_in_float64
 from safetensors.torch import load_file
 
 import megatron_hybrid as mh
-from megatron_hybrid.checkpoints.huggingface import adapters
+from megatron_hybrid.checkpoints.huggingface import ADAPTERS
 from megatron_hybrid.checkpoints.model_tensors import own_tensors
 
 
@@ -36,7 +36,7 @@ def gradients_of_ours(model, tokens, labels, shapes):
         name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         for name, tensor in own_tensors(model).items()
     }
-    adapter = adapters()[model.config.huggingface_config["model_type"]]
+    adapter = ADAPTERS[model.config.huggingface_config["model_type"]]()
     found = {}
     for tensor_map in adapter.tensors(model.config):
         tensor_map = adapter.as_found(tensor_map, model.config, shapes)

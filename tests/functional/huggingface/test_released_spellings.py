@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import save_huggingface
-from megatron_hybrid.checkpoints.huggingface import adapters
+from megatron_hybrid.checkpoints.huggingface import ADAPTERS
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 
 
@@ -50,7 +50,7 @@ OLMO = {**KIMI, "rope_parameters": {"rope_theta": None}}
 
 
 def config_of(model_type, **values):
-    return adapters()[model_type].config(values)
+    return ADAPTERS[model_type]().config(values)
 
 
 def test_layers_that_predict_further_tokens(tmp_path):

@@ -4,8 +4,7 @@ import pytest
 from differential import SYMBOLS
 from small_models import small_config
 
-from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.layer_pattern import KINDS, LayerPattern, split_predictions
+from megatron_hybrid.models.layer_pattern import LAYER_KINDS, LayerPattern, split_predictions
 
 parse = LayerPattern.parse
 
@@ -21,7 +20,7 @@ def test_a_pattern_is_parsed_once():
 
 
 def test_random_runs_mix_every_kind():
-    assert set(SYMBOLS) == KINDS.keys()
+    assert set(SYMBOLS) == LAYER_KINDS.keys()
 
 
 MIXED_PARTS = ("M/", "M/MM/M", "M/MM/", "M/M|M", "M/Z", "M/P")
@@ -36,7 +35,7 @@ MEGATRONS = "DeepSeek sparse attention, which is not"
         *((each, ["pipeline stage without a layer"]) for each in ("|M", "M|", "M||M", "|", "/M")),
         *((each, [SAME, repr(each.split("/")[1:])]) for each in MIXED_PARTS),
         *((f"MM*{each}-", ["unknown symbol", f"{each!r} at place 4 of 5"]) for each in "mQ é"),
-        ("Q", [repr(known) for known in KINDS]),
+        ("Q", [repr(known) for known in LAYER_KINDS]),
         ("*D", [MEGATRONS, "'D' at place 2 of 2"]),
         ("D/M", [MEGATRONS, "'D' at place 1 of 3"]),
     ],
@@ -53,15 +52,6 @@ def test_layers_for_multi_token_prediction_are_none_of_the_model():
     assert pattern.stages(2) == ("M-", "M*-")
     assert pattern.predictions == ("*-", "*-")
     assert parse("M-").predictions == ()
-
-
-def test_a_config_from_before_the_renaming_names_the_remedy():
-    old = {**small_config("*-").to_dict(), "layer_pattern": "*D"}
-    old["layer_overrides"] = {"D": {"layer_scalar": True}}
-    with pytest.raises(ValueError, match="is MLP and experts side by side, which is 'B' now: ren"):
-        HybridConfig.from_dict(old)
-    with pytest.raises(ValueError, match="layer_overrides has the key 'D'"):
-        HybridConfig.from_dict({**old, "layer_pattern": "*-"})
 
 
 @pytest.mark.parametrize(

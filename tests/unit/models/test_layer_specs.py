@@ -14,7 +14,7 @@ from megatron_hybrid import compat
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.models.layer_pattern import KINDS
+from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 from megatron_hybrid.models.layer_specs import get_layer_spec, resolve_layer_spec
 
 
@@ -92,7 +92,7 @@ def test_a_plain_state_dict_goes_from_fused_to_local(transformer_engine, normali
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("symbol", KINDS)
+@pytest.mark.parametrize("symbol", LAYER_KINDS)
 def test_every_layer_kind_is_one_model_under_both_specs(
     transformer_engine, symbol, zero_centered, tmp_path
 ):
@@ -148,6 +148,6 @@ def test_norm_placement(transformer_engine, placement, norms):
 
 def test_every_symbol_has_a_layer():
     config = small_config(layer_spec="local")
-    for symbol, kind in KINDS.items():
+    for symbol, kind in LAYER_KINDS.items():
         spec = get_layer_spec(config, symbol)
         assert spec.params == {"norm_name": kind.norm_name, "mixer_name": kind.mixer_name}

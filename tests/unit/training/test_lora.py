@@ -10,7 +10,7 @@ from small_models import random_tokens, small_model
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
-from megatron_hybrid.models.layer_pattern import KINDS
+from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 from megatron_hybrid.training.lora import (
     LoraFields,
     adapters_of,
@@ -22,7 +22,9 @@ from megatron_hybrid.training.lora import (
 
 EXPERTS = {"num_moe_experts": 5, "moe_router_topk": 2, "moe_ffn_hidden_size": 12}
 FIELDS = {"L": {"attention_chunk_size": 6}, "B": EXPERTS}
-ADAPTED = [symbol for symbol in KINDS if symbol not in "PE"]  # whose weights are no projections
+ADAPTED = [
+    symbol for symbol in LAYER_KINDS if symbol not in "PE"
+]  # whose weights are no projections
 
 
 def fill(model, seed=0):

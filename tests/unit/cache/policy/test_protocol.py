@@ -5,6 +5,7 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
+from hybrid_extras.lru import LRUPolicy
 from simulator import Simulator
 
 from megatron_hybrid.cache.index.tree import NO_ORIGIN, Kind
@@ -125,25 +126,6 @@ def test_two_methods_make_a_policy(name):
         assert sim.cache.match(np.array(each, np.int32)).skipped_tokens >= 63
     assert not sim.cache.match(np.array(tokens[0], np.int32)).skipped_tokens
     sim.check()
-
-
-class LRUPolicy(EndsOnly):
-    """States at junctions and at the ends of prompts and answers, each saved at any price; what was
-    not used for longest goes first."""
-
-    def positions(self, prompt):
-        saved = {position: Kind.JUNCTION for position in (prompt.known, *prompt.declared)}
-        saved[prompt.length] = Kind.PROMPT_END
-        return {p: k for p, k in saved.items() if prompt.skipped < p <= prompt.length}, {}
-
-    def on_request(self, path, resumed, prompt_tokens):
-        self.now += 1
-        if resumed is not None:
-            resumed.uses += 1
-        for checkpoint in path.checkpoints():
-            if checkpoint is resumed or checkpoint.pages is None:  # it may be stored again
-                checkpoint.last_use = self.now
-        return NO_ORIGIN, 0
 
 
 @pytest.mark.parametrize("room", [1, 5, 12])

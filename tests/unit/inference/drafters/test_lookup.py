@@ -34,11 +34,11 @@ def test_what_followed_the_same_tokens_in_the_prompt():
     prompt = [*words, *words[:8]]
     engine = tiny_engine(tiny_model("*-"), speculation="lookup", num_speculative_tokens=5)
     request = engine.add_request(prompt, greedy(4))
-    _, own = engine.scheduler.draft_planner.drafts.drafters
-    assert own.propose(request, 5) == words[8:13]
-    assert own.propose(request, 2) == words[8:10]
+    own_tokens = engine.scheduler.draft_planner.drafts.drafter.own_tokens
+    assert own_tokens(request, 5) == words[8:13]
+    assert own_tokens(request, 2) == words[8:10]
     request.tokens[request.num_tokens - 1] = 96 - words[7]
-    assert own.propose(request, 5) == []
+    assert own_tokens(request, 5) == []
 
 
 def test_an_answer_of_another_request_is_proposed_to_those_of_its_salt_alone():
@@ -76,7 +76,7 @@ def test_a_drafter_that_always_fails_is_logged_by_kind_ever_more_seldom(caplog):
                 raise KeyError(token)
             return [token]  # outside of the vocabulary, each time another one
 
-    drafts = Drafts([Broken()], most=1, vocab_size=96)
+    drafts = Drafts(Broken(), most=1, vocab_size=96)
     assert [drafts.propose(None, 1) for _ in range(240)] == [[]] * 240
     lines = [record.getMessage().partition(":")[0] for record in caplog.records]
     left_out = "and its drafts are left out"

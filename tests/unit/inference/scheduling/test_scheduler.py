@@ -394,7 +394,7 @@ class Counting:
 
 def test_drafts_of_a_plan_and_what_is_committed_of_them():
     each = scheduler(max_tokens=23)
-    each.draft_planner.drafts = Drafts([Counting()], 3, vocab_size=2000)
+    each.draft_planner.drafts = Drafts(Counting(), 3, vocab_size=2000)
     first, second = request(0, 8, answer=9), request(1, 8, answer=3)
     each.add(first)
     each.add(second)
@@ -429,7 +429,7 @@ def test_drafts_of_a_plan_and_what_is_committed_of_them():
 
 def test_drafts_take_what_decodes_and_prompts_leave():
     each = scheduler(max_tokens=10)
-    each.draft_planner.drafts = Drafts([Counting()], 5, vocab_size=2000)
+    each.draft_planner.drafts = Drafts(Counting(), 5, vocab_size=2000)
     each.add(request(0, 4))
     each.add(request(1, 4))
     run(each)
