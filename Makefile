@@ -323,10 +323,13 @@ docs-serve:
 	@$(MAKE) --no-print-directory serve-docs VENV=.venv-docs
 
 build-docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "Building the docs site: pages of docs/, and references from the package's source"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "Built it: open site/index.html"
 
 serve-docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8001 --watch megatron_hybrid --watch docs_tools
+	@echo "Serving the docs site on http://127.0.0.1:8001; it follows changes of pages"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs serve --dev-addr 127.0.0.1:8001 --watch megatron_hybrid --watch docs_tools
 
 # What the extra asks for alone: the package's own requirements are not needed.
 $(VENV)/.docs: setup.py $(PINS)

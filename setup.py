@@ -1,6 +1,7 @@
 """Packaging of megatron_hybrid. Tool settings live in pyproject.toml."""
 
 import re
+import tomllib
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -9,6 +10,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(
     r'__version__ = "([^"]+)"', (ROOT / "megatron_hybrid" / "version.py").read_text()
 ).group(1)
+ADDRESSES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["addresses"]
 # uvicorn uses httptools and uvloop where they are; without them a token of a stream costs twice as
 # much.
 SERVER = (
@@ -32,6 +34,7 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    project_urls={name.title(): address for name, address in ADDRESSES.items() if address},
     packages=find_packages(include=["megatron_hybrid", "megatron_hybrid.*"]),
     # Said, an editable install is a path, which type checkers follow; else it is a hook.
     package_dir={"": "."},

@@ -126,6 +126,6 @@ def transcripts(model: torch.nn.Module) -> tuple[int, int, int]:
             by_rule += len(history) - handle.skipped_tokens
             prompts += len(history)
             (record,) = door.generate([history], params)
-            history += record.merge().generated_tokens
+            history += record.merge().token_ids
             theirs.finish(handle, np.array(history, np.int32))
     return prompts, door.context.lifetime_prefill_token_count, by_rule

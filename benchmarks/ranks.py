@@ -135,7 +135,7 @@ def bytes_of_a_token(engine: DynamicInferenceEngine) -> float:
     start(engine)
     before, tokens = engine.stats()["rank_bytes"], 0
     for _ in range(20):
-        tokens += sum(len(output.tokens) for output in engine.step())
+        tokens += sum(len(output.token_ids) for output in engine.step())
     return (engine.stats()["rank_bytes"] - before) / tokens
 
 

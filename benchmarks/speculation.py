@@ -85,7 +85,7 @@ def _steps(model: HybridModel, prompts: list[list[int]], params: SamplingParams)
         with _engine(model, drafts) as engine:
             for prompt in prompts:
                 steps, before = engine.num_steps, engine.stats()
-                answer = engine.generate([prompt], params)[0].generated_tokens
+                answer = engine.generate([prompt], params)[0].token_ids
             found.append(answer)
             if drafts:
                 after = engine.stats()

@@ -2,6 +2,8 @@
 
 import logging
 import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 from docs_tools.reference import expand
@@ -10,6 +12,15 @@ _CODE = re.compile(r"(`+).+?\1")
 _TAG = re.compile(r"(<[^>]+>)")
 _PAGE = re.compile(r"(?<![\w/])docs/([\w/]+\.md)\b")
 _LOG = logging.getLogger("mkdocs.hooks.docs_tools")
+
+
+def on_config(config: Any, **_: Any) -> Any:
+    """The config, with the addresses of pyproject.toml."""
+    project = tomllib.loads(Path(config.config_file_path).with_name("pyproject.toml").read_text())
+    addresses = project["tool"]["addresses"]
+    config.site_url = addresses["site"] or None
+    config.repo_url = addresses["repository"] or None
+    return config
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

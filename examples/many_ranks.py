@@ -68,9 +68,7 @@ def main() -> None:
                     f"{skipped} of {sum(map(len, chats))} prompt tokens skipped",
                     flush=True,
                 )
-            chats = [
-                [*chat, *result.generated_tokens, 7, 8, 9] for chat, result in zip(chats, results)
-            ]
+            chats = [[*chat, *result.token_ids, 7, 8, 9] for chat, result in zip(chats, results)]
 
 
 if __name__ == "__main__":

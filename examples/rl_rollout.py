@@ -132,7 +132,7 @@ def rollout(engine: mh.DynamicInferenceEngine, seed: int) -> tuple[list[Turn], t
 
 
 def make_turn(result: mh.GenerationResult, asked: int) -> Turn:
-    answer = result.generated_tokens
+    answer = result.token_ids
     return Turn(result.prompt_tokens, answer, result.log_probs, reward_of(answer, asked))
 
 

@@ -28,7 +28,7 @@ def main() -> None:
     ask(SYSTEM + '"Was there a ship?" asked Tom.', end_of_system)
     first = ask(SYSTEM + '"Was there a bear?" asked Jane.', end_of_system)
     ask(SYSTEM + '"Was there a bear?" asked Jane.')  # the same again: no prefill at all
-    history = first.prompt_tokens + first.generated_tokens
+    history = first.prompt_tokens + first.token_ids
     next_turn = tokenizer.tokenize(' "And then?" said Jane.', add_special_tokens=False)
     ask(history + next_turn)  # resumes after the answer
 

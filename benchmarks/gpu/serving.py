@@ -95,7 +95,7 @@ def decodes(bench: Bench, model: HybridModel, batches: Sequence[int]) -> Iterato
             engine.step()
         for _ in range(3):  # the first decodes compile kernels
             engine.step()
-        middle = [context + len(r.generated_tokens) + steps // 2 for r in requests]
+        middle = [context + len(r.token_ids) + steps // 2 for r in requests]
         times = [bench.wall_seconds(engine.step) for _ in range(steps)]
         activity = bench.activity(engine.step)
         assert not any(request.closed for request in requests)

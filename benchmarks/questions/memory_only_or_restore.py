@@ -32,7 +32,7 @@ def run(requests: int = REQUESTS, prompt_tokens: int = PROMPT, model=None) -> It
         together = sum(result.prefix.computed_tokens for result in at_once)
         held = stats["peak_pages_in_use"] * stats["page_bytes"] / 2**20
         rows.append((mode, first, later[0], first + sum(later), together, f"{held:.1f}"))
-        answers += [result.generated_tokens for result in (*in_turn, *at_once)]
+        answers += [result.token_ids for result in (*in_turn, *at_once)]
     yield f"prompt tokens computed of {requests} equal prompts of {prompt_tokens:,} tokens, and the"
     yield "most memory of running requests"
     yield from aligned(rows)

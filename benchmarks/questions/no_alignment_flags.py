@@ -21,7 +21,7 @@ def run(
     model = model or load_pretrained("demo")[0]
     prompt = random_tokens(0, model, prompt_tokens)
     turn = random_tokens(1, model, TURN)
-    exact = answer(engine_of(model, prefix_caching="off"), prompt, ANSWER).generated_tokens
+    exact = answer(engine_of(model, prefix_caching="off"), prompt, ANSWER).token_ids
     rows = [("block, budget", "first", "again", "from host memory", "next turn", "same answers")]
     for block, budget in settings:
         engine = engine_of(
@@ -30,7 +30,7 @@ def run(
         results = [answer(engine, prompt, ANSWER), answer(engine, prompt, ANSWER)]
         engine.cache.evict(ALL_PAGES)
         results.append(answer(engine, prompt, ANSWER))
-        same = all(result.generated_tokens == exact for result in results)
+        same = all(result.token_ids == exact for result in results)
         results.append(answer(engine, [*prompt, *exact, *turn], ANSWER))
         computed = [result.prefix.computed_tokens for result in results]
         rows.append((f"{block}, {budget:,}", *computed, "yes" if same else "no"))

@@ -23,8 +23,8 @@ def conversation(model, system: int, turns: int, thought: int) -> Iterator[tuple
     for user in random_tokens(1, model, turns, USER):
         prompt = [*history, *user]
         result = answer(engine, prompt, ANSWER)
-        yield prompt, result.prefix.computed_tokens, result.generated_tokens
-        history = [*prompt, *result.generated_tokens[thought:]]
+        yield prompt, result.prefix.computed_tokens, result.token_ids
+        history = [*prompt, *result.token_ids[thought:]]
 
 
 def run(system: int = SYSTEM, turns: int = TURNS, window: int = WINDOW) -> Iterator[str]:
@@ -38,5 +38,5 @@ def run(system: int = SYSTEM, turns: int = TURNS, window: int = WINDOW) -> Itera
     yield "      whole history     thoughts cut out"
     yield from aligned(rows)
     alone = engine_of(model, prefix_caching="off")
-    same = all(answer(alone, chat[-1][0], ANSWER).generated_tokens == chat[-1][2] for chat in chats)
+    same = all(answer(alone, chat[-1][0], ANSWER).token_ids == chat[-1][2] for chat in chats)
     yield f"last answers, and those of a run without a cache: {'the same' if same else 'others'}"

@@ -155,8 +155,8 @@ class Chunks:
 
     def of(self, output: RequestOutput) -> Json:
         """The chunk of what a step added to one sample."""
-        self._num_generated += len(output.tokens)
-        chunk: Json = {"token_ids": output.tokens, "index": output.sample_index}
+        self._num_generated += len(output.token_ids)
+        chunk: Json = {"token_ids": output.token_ids, "index": output.sample_index}
         num_top = self._asked.fields.num_top
         if num_top is not None and output.log_probs:
             chunk["log_probs"] = [max(value, LEAST_LOG_PROB) for value in output.log_probs]
@@ -167,7 +167,7 @@ class Chunks:
                 ]
         if output.finish_reason is not None:
             chunk["finish_reason"] = output.finish_reason
-            counts = usage([output.report], self._num_generated)
+            counts = usage([output.prefix], self._num_generated)
             del counts["prefix"]
             chunk["completion_usage"] = counts
         if (result := output.result) is not None:

@@ -50,8 +50,10 @@ class Inspection:
     def stats(self) -> Stats:
         parts, scheduler, spec = self._parts, self._parts.scheduler, self._parts.cache.spec
         memory, num_pages = parts.runner.memory, parts.cache.allocator.num_pages - 1
+        cached = parts.cache.stats()
         counts = {
-            **parts.cache.stats(),
+            "hit_rate": cached["skipped_tokens"] / max(1, cached["prompt_tokens"]),
+            **cached,
             "steps": self._steps.num_steps,
             "forward_tokens": scheduler.num_forward_tokens,
             "prefill_tokens": scheduler.num_prefill_tokens,

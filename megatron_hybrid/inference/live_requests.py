@@ -183,8 +183,8 @@ class LiveRequests:
         if not request.done:
             request.mark_answered("cancelled")
             self._output.finish(request)
-            if request.report is None:
-                request.report = PrefixReport(
+            if request.prefix is None:
+                request.prefix = PrefixReport(
                     request.num_prompt_tokens, 0, 0, MissReason.NOT_ADMITTED
                 )
             self._changed.pop(request, None)

@@ -493,12 +493,12 @@ class DynamicInferenceEngine:
 
     def _note_moves(self) -> None:
         """Record admissions and preemptions."""
-        admitted = [e for e in self._waiting.values() if e.handle.report is not None]
+        admitted = [e for e in self._waiting.values() if e.handle.prefix is not None]
         for entry in admitted:
             del self._waiting[entry.request.request_id]
             entry.request.status = Status.ACTIVE_AND_GENERATING_TOKENS
-            entry.request.num_cached_tokens = entry.handle.report.skipped_tokens
-            self.context.count_admission(entry.handle.report)
+            entry.request.num_cached_tokens = entry.handle.prefix.skipped_tokens
+            self.context.count_admission(entry.handle.prefix)
             entry.request.add_event_add_context()
         if self._num_preemptions == self.engine.scheduler.num_preemptions:
             return
@@ -519,12 +519,12 @@ class DynamicInferenceEngine:
             return
         entry = self.requests[request_id]
         request = entry.request
-        if output.tokens and request.ttft is None:
+        if output.token_ids and request.ttft is None:
             request.ttft = time.time() - request.arrival_time
-        request.generated_tokens += output.tokens
-        request.tpot += [step_time] * len(output.tokens)
+        request.generated_tokens += output.token_ids
+        request.tpot += [step_time] * len(output.token_ids)
         if self.context.config.track_generated_token_events:
-            for token in output.tokens:
+            for token in output.token_ids:
                 request.add_event_generated_token(token)
         if output.result is not None:
             del self.requests[request_id], self._ids[output.request_id]

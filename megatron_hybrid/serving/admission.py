@@ -41,14 +41,14 @@ class Ticket:
         if self.first_token_seconds is None:
             self.first_token_seconds = time.perf_counter() - self.began
         if output.sample_index == 0:
-            self.prefixes[output.request_id] = output.report
-        self.num_generated += len(output.tokens)
+            self.prefixes[output.request_id] = output.prefix
+        self.num_generated += len(output.token_ids)
 
     def count_all(self, results: Sequence[GenerationResult]) -> None:
         """Take note of whole answers."""
         self.prefixes = {result.request_id: result.prefix for result in results}
         samples = [sample for result in results for sample in result.samples]
-        self.num_generated = sum(len(sample.generated_tokens) for sample in samples)
+        self.num_generated = sum(len(sample.token_ids) for sample in samples)
         self.num_tokens = self.num_generated + sum(
             len(sample.prompt_tokens)
             + sum(map(len, sample.top_n_logprobs or ()))

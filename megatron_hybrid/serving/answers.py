@@ -110,7 +110,7 @@ class Answer:
         """The body of all answers. results: one for each prompt, with its samples."""
         samples = [sample for result in results for sample in result.samples]
         choices = [self._choice(index, sample) for index, sample in enumerate(samples)]
-        generated = sum(len(sample.generated_tokens) for sample in samples)
+        generated = sum(len(sample.token_ids) for sample in samples)
         counts = self._usage([result.prefix for result in results], generated)
         body = {**self.head(), "choices": choices, "usage": counts}
         if self.is_chat and self.fields.return_token_ids:
@@ -123,15 +123,13 @@ class Answer:
         return usage(prefixes, num_generated, self.num_reasoning if self.is_chat else None)
 
     def _choice(self, index: int, result: GenerationResult) -> Json:
-        text = result.generated_text or ""
+        text = result.text or ""
         choice: Json = {
             "index": index,
             "finish_reason": FINISH_REASONS[result.finish_reason],
             "stop_reason": result.stop_reason,
         }
-        logprobs = self.logprobs(
-            result.generated_tokens, result.log_probs, result.top_n_logprobs, 0
-        )
+        logprobs = self.logprobs(result.token_ids, result.log_probs, result.top_n_logprobs, 0)
         if self.is_chat:
             parser = self.parser()
             parts = [*parser.add(text), *parser.end()]
@@ -148,7 +146,7 @@ class Answer:
                 choice["prompt_logprobs"] = self.prompt_logprobs(result)
         choice["logprobs"] = logprobs
         if self.fields.return_token_ids:
-            choice["token_ids"] = result.generated_tokens
+            choice["token_ids"] = result.token_ids
             choice["weight_epochs"] = result.epochs
             if not self.is_chat:
                 choice["prompt_token_ids"] = result.prompt_tokens
@@ -163,7 +161,7 @@ class Answer:
         if result.top_n_logprobs is not None:
             tops = [None, *result.prompt_top_n_logprobs, *result.top_n_logprobs]
         values = [None, *result.prompt_log_probs, *result.log_probs]
-        tokens = [*result.prompt_tokens, *result.generated_tokens]
+        tokens = [*result.prompt_tokens, *result.token_ids]
         return prompt + text, self.logprobs(tokens, values, tops, 0)
 
     def echoed(self, number: int) -> str:
@@ -351,9 +349,9 @@ class GrowingChoice:
 
     def add(self, output: RequestOutput) -> bytes:
         """The events of what a step added."""
-        self._answer.reports[self._number] = output.report
-        self._answer.num_generated += len(output.tokens)
-        given = output.tokens, output.log_probs, output.top_n_logprobs
+        self._answer.reports[self._number] = output.prefix
+        self._answer.num_generated += len(output.token_ids)
+        given = output.token_ids, output.log_probs, output.top_n_logprobs
         logprobs = self._answer.logprobs(*given, self._num_chars)
         self._num_chars += len(output.text)
         reason = output.finish_reason and FINISH_REASONS[output.finish_reason]
@@ -371,7 +369,7 @@ class GrowingChoice:
             said = [{"delta": delta} for part in parts for delta in _deltas(part)]
             said = said or [{"delta": {}}]
         if self._answer.fields.return_token_ids:
-            said[0] |= {"token_ids": output.tokens, "weight_epoch": output.epoch}
+            said[0] |= {"token_ids": output.token_ids, "weight_epoch": output.epoch}
         elif not (output.text or reason or logprobs):
             return b""
         *others, last = said

@@ -349,9 +349,9 @@ class MessageAnswer:
     def whole(self, results: Sequence[GenerationResult]) -> Json:
         """The body. results: one."""
         (result,) = results
-        for _ in self._grow(result.generated_text or "", result):
+        for _ in self._grow(result.text or "", result):
             pass
-        return self._body(result.prefix, len(result.generated_tokens))
+        return self._body(result.prefix, len(result.token_ids))
 
     def growing(self, number: int) -> list[MessageAnswer]:
         """Return what takes the outputs of a stream: see `Answer.growing`."""
@@ -366,7 +366,7 @@ class MessageAnswer:
         events = [*self._grow(output.text, output.result)]
         if not self._has_begun:
             self._has_begun = True
-            message = {**self._body(output.report, 0), "content": []}
+            message = {**self._body(output.prefix, 0), "content": []}
             message |= {"stop_reason": None, "stop_sequence": None}
             events.insert(0, {"type": "message_start", "message": message})
         return b"".join(map(self.encode, events))

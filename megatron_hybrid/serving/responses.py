@@ -499,8 +499,8 @@ class ResponseAnswer:
     def whole(self, results: Sequence[GenerationResult]) -> Json:
         """The body. results: one."""
         (result,) = results
-        self._grow(result.generated_text or "", result.finish_reason)
-        return self._body(self._status, [result.prefix], len(result.generated_tokens))
+        self._grow(result.text or "", result.finish_reason)
+        return self._body(self._status, [result.prefix], len(result.token_ids))
 
     def growing(self, number: int) -> list[ResponseAnswer]:
         """Return what takes the outputs of a stream: see `Answer.growing`."""

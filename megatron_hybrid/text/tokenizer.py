@@ -1,7 +1,8 @@
 """Tokenizer: text and conversations to token ids and back, from the files of a checkpoint.
 
 The ids are those of `transformers`: from tokenizer.json, with the roles of special tokens from
-tokenizer_config.json. Method names are those of megatron-core's tokenizers.
+tokenizer_config.json. `encode`, `decode` and `eos_token_id` are as in `transformers`; megatron-core
+calls them `tokenize`, `detokenize` and `eod`.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class Tokenizer:
         """What megatron-core's datasets keep of a tokenizer in the names of their caches."""
         return {"class": type(self).__name__, "fingerprint": self.fingerprint}
 
-    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
 
         Args:
@@ -155,7 +156,7 @@ class Tokenizer:
         return self._encode(text, add_special_tokens).ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, as `tokenize` gives them, faster.
+        """Token ids of each text, as `encode` gives them, faster.
 
         Raises:
             ValueError: a text has half of a character.
@@ -164,11 +165,18 @@ class Tokenizer:
             check_text(f"text {index}", text)
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
-    def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids, without special tokens or with them."""
         if len(ids) < _LONG:
             return self._tokenizer.decode(list(ids), skip_special_tokens)
         return self._tokenizer.decode_batch([list(ids)], skip_special_tokens)[0]
+
+    tokenize, detokenize = encode, decode  # as megatron-core calls them
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The same as `eod`."""
+        return self.eod
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if len(text) < _LONG:

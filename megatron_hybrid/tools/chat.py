@@ -85,7 +85,7 @@ def _answer(
         write("\n[ended]\n")
         return
     result = output.result
-    messages[:] = [*asked, {"role": "assistant", "content": result.generated_text or ""}]
+    messages[:] = [*asked, {"role": "assistant", "content": result.text or ""}]
     prefix, seconds = result.prefix, result.time_to_first_token
     reason = f" ({prefix.miss_reason.value})" if prefix.miss_reason else ""
     skipped = f"{prefix.skipped_tokens:,} skipped{reason}"

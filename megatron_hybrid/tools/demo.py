@@ -59,7 +59,7 @@ class Run:
 
     @property
     def outputs(self) -> list[list[list[int]]]:
-        return [[s.generated_tokens for s in row.result.samples] for row in self.rows]
+        return [[s.token_ids for s in row.result.samples] for row in self.rows]
 
     @property
     def first_token_seconds(self) -> float:
@@ -112,7 +112,7 @@ def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Ru
         options=RequestOptions(cache_breakpoints=[len(tokenizer.tokenize(SYSTEM_PROMPT))]),
     )
     ask("user 1 again", prompts=[SYSTEM_PROMPT + USERS[0]])
-    history = [*first.prompt_tokens, *first.generated_tokens]
+    history = [*first.prompt_tokens, *first.token_ids]
     ask(
         "second turn", prompts=[history + tokenizer.tokenize(SECOND_TURN, add_special_tokens=False)]
     )
@@ -177,7 +177,7 @@ def run_demo(model, tokenizer, console: Console) -> bool:
     else:
         console.print("[red]the outputs of the three modes differ[/red]")
     answer = runs[-1].rows[0].result
-    console.print(f"\n[dim]{USERS[0].strip()}[/dim] {answer.generated_text.strip()} ...")
+    console.print(f"\n[dim]{USERS[0].strip()}[/dim] {answer.text.strip()} ...")
     console.print(f"\n{_in_short(runs)}")
     return identical
 

@@ -108,7 +108,7 @@ def test_writes_recognisable_english(demo):
     params = mh.SamplingParams(temperature=0.8, top_k=40, num_tokens_to_generate=120)
     engine = mh.DynamicInferenceEngine(*demo, mh.InferenceConfig(cache_bytes=32 << 20))
     (result,) = engine.generate(["Once upon a time there was a little boy who"], params)
-    words = re.findall(r"[a-z]+", result.generated_text.lower())
+    words = re.findall(r"[a-z]+", result.text.lower())
     assert len(words) > 60
     # These hundred words make up about half of English prose (0.56 of the sample).
     frequent_words = set((DATA / "frequent_words.txt").read_text().split())

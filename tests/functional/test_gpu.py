@@ -88,9 +88,9 @@ def test_answers_equal_a_forward_pass_without_cache(mode, dtype):
     )
     for prompt in prompts:
         result = engine.generate([prompt], params)[0]
-        logits_TV = gpu_logits(model, prompt + result.generated_tokens)
+        logits_TV = gpu_logits(model, prompt + result.token_ids)
         rows = logits_TV[len(prompt) - 1 : -1].log_softmax(-1)
-        expected = rows.gather(1, torch.tensor(result.generated_tokens)[:, None])[:, 0]
+        expected = rows.gather(1, torch.tensor(result.token_ids)[:, None])[:, 0]
         tolerance = 1e-3 if dtype == torch.float32 else 0.1
         torch.testing.assert_close(torch.tensor(result.log_probs), expected, atol=tolerance, rtol=0)
         engine.check_integrity()
@@ -131,7 +131,7 @@ def test_a_step_waits_for_the_device_once(monkeypatch, encoding):
     monkeypatch.setattr(model_runner, "to_host", counted)
     again = engine.generate(prompts, params)
     assert 0 < num_waits <= engine.num_steps
-    assert [len(r.generated_tokens) for r in again] == [len(r.generated_tokens) for r in expected]
+    assert [len(r.token_ids) for r in again] == [len(r.token_ids) for r in expected]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -151,7 +151,7 @@ def test_cuda_graphs_change_no_bit(pattern, dtype):
                     for seed in range(len(prompts))
                 ]
                 results = engine.generate(prompts, params)
-                answers.append([(r.generated_tokens, r.log_probs) for r in results])
+                answers.append([(r.token_ids, r.log_probs) for r in results])
                 engine.check_integrity()
                 stats = engine.stats()
                 engine.suspend()
@@ -202,7 +202,7 @@ def test_what_left_the_pool_comes_back_to_the_bit(tmp_path, tier):
     again = engine.generate(prompts, params)
     for prompt, before, pool, after in zip(prompts, first, warm, again):
         assert after.prefix.skipped_tokens == after.prefix.fetched_tokens == len(prompt)
-        assert after.generated_tokens == before.generated_tokens
+        assert after.token_ids == before.token_ids
         assert after.log_probs[0] == pool.log_probs[0]  # from the same saved hidden state
     engine.check_integrity()
     engine.close()
@@ -240,9 +240,9 @@ def test_a_prompt_is_fetched_while_others_decode():
         engine.check_integrity()
     for request, before in zip(again, known):
         assert request.result().prefix.fetched_tokens == request.num_prompt_tokens
-        assert request.generated_tokens == before.generated_tokens
+        assert request.token_ids == before.token_ids
     for seed, request in enumerate(others, start=9):
-        assert is_greedy(model, random_tokens(90, seed=seed), request.generated_tokens)
+        assert is_greedy(model, random_tokens(90, seed=seed), request.token_ids)
     engine.close()
 
 
@@ -270,7 +270,7 @@ def test_a_suspended_engine_gives_the_devices_memory_back(mode):
     assert held - torch.cuda.memory_allocated() >= 0.24 * 2**30
     engine.resume()
     again = answer(engine, prompt, greedy_params(4))
-    assert again.generated_tokens == first.generated_tokens
+    assert again.token_ids == first.token_ids
     assert (again.num_cached_tokens == len(prompt)) is (mode == "offload")
 
 
@@ -283,6 +283,6 @@ def test_a_pool_takes_its_part_of_what_the_device_has_left():
     assert 0.01 * left <= engine.config.cache_bytes == engine.memory.pool.numel() <= 0.03 * left
     for _ in range(2):
         (result,) = engine.generate([prompt], params)
-        assert is_greedy(tiny_model(), prompt, result.generated_tokens)
+        assert is_greedy(tiny_model(), prompt, result.token_ids)
     assert result.prefix.skipped_tokens == len(prompt)
     engine.close()

@@ -59,14 +59,14 @@ def test_two_ranks_answer_as_the_whole_model(whole, sharded, mode):
     )
     results = [engine.generate([prompt], params)[0] for prompt in PROMPTS]
     for prompt, result in zip(PROMPTS, results):
-        logits_TV = full_logits(whole, prompt + result.generated_tokens)
+        logits_TV = full_logits(whole, prompt + result.token_ids)
         rows = logits_TV[len(prompt) - 1 : -1].log_softmax(-1)
-        assert rows.argmax(-1).tolist() == result.generated_tokens
+        assert rows.argmax(-1).tolist() == result.token_ids
         expected = rows.amax(-1)
         torch.testing.assert_close(torch.tensor(result.log_probs), expected, atol=1e-3, rtol=0)
     assert (results[1].prefix.skipped_tokens == len(BASE)) == (mode == "restore")
     engine.check_integrity()
-    answers = [(r.generated_tokens, r.log_probs, r.prefix.skipped_tokens) for r in results]
+    answers = [(r.token_ids, r.log_probs, r.prefix.skipped_tokens) for r in results]
     by_rank = [None] * RANKS
     dist.all_gather_object(by_rank, answers)
     assert by_rank[0] == by_rank[1]

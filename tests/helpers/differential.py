@@ -118,7 +118,7 @@ def poison(engine) -> None:
 def check_answer(model, request: Request) -> None:
     """The request's tokens are greedy and its log-probs are those of a full forward pass."""
     prompt = request.num_prompt_tokens
-    generated = request.generated_tokens
+    generated = request.token_ids
     logits_TV = full_logits(model, request.tokens[: request.num_tokens].tolist())
     predicted_TV = logits_TV[prompt - 1 : prompt - 1 + len(generated)]
     chosen_T = predicted_TV.gather(1, torch.tensor(generated, dtype=torch.long)[:, None])[:, 0]
@@ -338,7 +338,7 @@ class RandomRun:
         self.recorder.check(self.model)
         for request in self.requests:
             check_answer(self.model, request)
-            report = request.report
+            report = request.prefix
             assert report.skipped_tokens + report.computed_tokens == request.num_prompt_tokens
             assert 0 <= report.skipped_tokens <= report.shared_tokens <= request.num_prompt_tokens
         assert not self.engine.cache.allocator.ref_counts.any()

@@ -244,7 +244,7 @@ class DraftedRun:
     def run(self) -> None:
         """Raises AssertionError where drafts make a difference."""
         expected = self._answers(speculation="off")
-        by_id = {sample.request_id: sample.generated_tokens for sample in expected}
+        by_id = {sample.request_id: sample.token_ids for sample in expected}
         drafted = self._answers(
             DRAFTERS[self.drafter](by_id, self.seed),
             speculation="mtp" if self.drafter == "part" else "lookup",
@@ -257,7 +257,7 @@ class DraftedRun:
         about = (
             f"seed {self.seed}, {self.model.config.layer_pattern}, {self.fields}, {self.drafter}"
         )
-        for part in ("generated_tokens", "generated_text", "finish_reason", "stop_reason", "error"):
+        for part in ("token_ids", "text", "finish_reason", "stop_reason", "error"):
             assert getattr(before, part) == getattr(after, part), (about, part, before, after)
         if self.is_sequential:
             if self.drafter == "part":  # its keys and values are shared where the model has none
@@ -305,7 +305,7 @@ class DraftedRun:
                         engine.step()
                 else:
                     for output in engine.step():
-                        sent.setdefault(output.request_id, []).extend(output.tokens)
+                        sent.setdefault(output.request_id, []).extend(output.token_ids)
                 if random.random() < 0.3:
                     engine.check_integrity()
                 poison(engine)
@@ -327,7 +327,7 @@ class DraftedRun:
         settle()
         results = [request.result() for request in found]
         for result in results:
-            assert sent.get(result.request_id, []) == result.generated_tokens
+            assert sent.get(result.request_id, []) == result.token_ids
         assert not engine.cache.allocator.ref_counts.any()
         if speculates:
             stats = engine.stats()

@@ -259,7 +259,7 @@ class Round:
             engine.step()
         return [
             [
-                (r.generated_tokens, r.finish_reason, r.error, r.log_probs, r.top_n_logprobs)
+                (r.token_ids, r.finish_reason, r.error, r.log_probs, r.top_n_logprobs)
                 for r in (sample.result() for sample in request.samples)
             ]
             for request in added

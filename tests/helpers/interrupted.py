@@ -150,14 +150,14 @@ def fuzz(rounds: int, seed: int) -> int:
     that took effect."""
     choose, took_effect = random.Random(seed), 0
     model = tiny_model("MG*-")
-    expected = [r.generated_tokens for r in tiny_engine(model).generate(PROMPTS, greedy(2))]
+    expected = [r.token_ids for r in tiny_engine(model).generate(PROMPTS, greedy(2))]
     signal.signal(signal.SIGALRM, _press)
     with tempfile.TemporaryDirectory() as folder:
         for number in range(rounds):
             fields = {"cache_bytes": 300 << 10, "max_sequence_length": 128}
             fields |= {"cache_dir": f"{folder}/{number % 7}", "host_cache_bytes": 1 << 20}
             engine = tiny_engine(model, **fields)
-            answers = [r.generated_tokens for r in engine.generate(PROMPTS, greedy(2))]
+            answers = [r.token_ids for r in engine.generate(PROMPTS, greedy(2))]
             assert answers == expected, answers
             assert not engine.offload.disk.store.problems, engine.offload.disk.store.problems
             took_effect += interrupted_life(engine, choose)

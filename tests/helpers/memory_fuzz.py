@@ -68,7 +68,7 @@ def fuzz(name: str, steps: int, seed: int, folder: Path) -> Counts:
     model = tiny_model(pattern)
     prompts = some_prompts(seed)
     plain = tiny_engine(model, prefix_caching="off", cache_bytes=8 << 20)
-    expected = [r.generated_tokens for r in plain.generate(prompts, greedy(MAX_ANSWER))]
+    expected = [r.token_ids for r in plain.generate(prompts, greedy(MAX_ANSWER))]
     is_exact = fields.get("state_encoding", "exact") == "exact"
     random, counts = np.random.default_rng(seed), Counts()
     failing = FailingAllocator()
@@ -142,7 +142,7 @@ def count_answer(sample, expected: list[int] | None, counts: Counts) -> None:
     if not sample.closed:
         counts.lost += 1
         return
-    tokens, reason = sample.generated_tokens, sample.finish_reason
+    tokens, reason = sample.token_ids, sample.finish_reason
     counts.lost += reason not in ("length", "cancelled")
     counts.wrong += expected is not None and tokens != expected[: len(tokens)]
 

@@ -46,7 +46,7 @@ def generate():
     """The text after a prompt, by a new engine."""
     engine = mh.DynamicInferenceEngine(model, tokenizer, mh.InferenceConfig(cache_bytes=32 << 20))
     sampling = mh.SamplingParams(num_tokens_to_generate=3)
-    return engine.generate(["Once"], sampling)[0].generated_text
+    return engine.generate(["Once"], sampling)[0].text
 
 
 def own_group():

@@ -42,7 +42,7 @@ def expected_texts(server: RunningServer) -> dict[str, str]:
         calls = [server.service.engine.generate(prompt, params) for prompt in prompts()]
         return await asyncio.gather(*calls)
 
-    return {prompt: result.generated_text for prompt, result in zip(prompts(), asyncio.run(ask()))}
+    return {prompt: result.text for prompt, result in zip(prompts(), asyncio.run(ask()))}
 
 
 class Client:

@@ -126,7 +126,7 @@ def answers(model: mh.HybridModel) -> list:
         for skipped in (False, True):
             (result,) = engine.generate([PROMPT], params)
             assert (result.prefix.skipped_tokens > 0) == skipped
-            found.append((result.generated_tokens, result.log_probs[-6:]))
+            found.append((result.token_ids, result.log_probs[-6:]))
         return found
 
 

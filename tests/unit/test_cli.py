@@ -130,8 +130,8 @@ def test_generate_and_python_agree_on_what_the_model_says(folder, capsys, tmp_pa
     assert cli.main(arguments) == 0
     model, tokenizer = load_pretrained(tmp_path / "model", dtype=torch.float32)
     (result,) = DynamicInferenceEngine(model, tokenizer).generate(["abc"])
-    assert len(result.generated_tokens) == 9
-    assert capsys.readouterr().out == f"abc{result.generated_text}\n"
+    assert len(result.token_ids) == 9
+    assert capsys.readouterr().out == f"abc{result.text}\n"
     assert cli.main(["convert", str(tmp_path / "model"), str(tmp_path / "copy")]) == 0
     assert json.loads((tmp_path / "copy" / "generation_config.json").read_text()) == values
     (tmp_path / "model" / "generation_config.json").write_text('{"temperature": "hot"}')
@@ -168,7 +168,7 @@ def test_a_chat_reuses_its_turns(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert re.match(r"demo: the cache has 32 MiB, room for [\d,]+ tokens\.\n", out)
     assert "There is no command /nothing." in out and out.count("/system TEXT") == 2
-    assert out.count("A new conversation begins.") == 2 and "\nhit rate: " in out
+    assert out.count("A new conversation begins.") == 2 and "\nhit_rate " in out
     found = re.findall(r"\[(\d+) prompt tokens, (\d+) skipped", out)
     (first, none), (second, skipped) = ([int(n) for n in turn] for turn in found)
     assert none == 0 < first < skipped < second

@@ -56,8 +56,8 @@ def make_engine(model: mh.HybridModel, tokenizer: Tokenizer) -> mh.DynamicInfere
 
 def read_result(result: mh.GenerationResult) -> None:
     print(result)
-    assert_type(result.generated_text, str | None)
-    assert_type(result.generated_tokens, list[int])
+    assert_type(result.text, str | None)
+    assert_type(result.token_ids, list[int])
     assert_type(result.log_probs, list[float] | None)
     assert_type(result.top_n_logprobs, list[dict[int, float]] | None)
     assert_type(result.samples, list[mh.GenerationResult])
@@ -98,8 +98,8 @@ def stream(engine: mh.DynamicInferenceEngine) -> None:
         print(output.text, end="", flush=True)
     with engine.stream("Once upon a time") as outputs:
         output = next(outputs)
-        assert_type(output.tokens, list[int])
-        assert_type(output.report, mh.PrefixReport)
+        assert_type(output.token_ids, list[int])
+        assert_type(output.prefix, mh.PrefixReport)
         assert_type(output.result, mh.GenerationResult | None)
         assert_type(output.finish_reason, str | None)
 

@@ -57,6 +57,7 @@ COUNTERS = {
 }
 """Keys of `engine.stats()` that only grow."""
 GAUGES = {
+    "hit_rate": "Part of all prompt tokens that was not computed.",
     "page_bytes": "Size of a page of the pool.",
     "pages": "Pages of the pool.",
     "pages_free": "Pages that hold nothing.",
@@ -154,23 +155,17 @@ _GROUPS = {
 """Groups of a printed `Stats`, by prefixes of keys; the first match counts."""
 
 
-class Stats(dict[str, int]):
-    """Result of `engine.stats()`. `print` shows the hit rate, then all values but 0, in groups, in
+class Stats(dict[str, float]):
+    """Result of `engine.stats()`. `print` shows keys and values, but for those of 0, in groups, in
     80 columns."""
 
     def __str__(self) -> str:
-        prompt = self["prompt_tokens"]
-        lines = ["no prompt yet"]
-        if prompt:
-            skipped, shared = (self[f"{name}_tokens"] / prompt for name in ("skipped", "shared"))
-            lines = [
-                f"hit rate: {skipped:.1%} of {prompt:,} prompt tokens skipped, {shared:.1%} shared"
-            ]
+        lines = [f"hit_rate {self['hit_rate']:.1%}" if self["prompt_tokens"] else "no prompt yet"]
         groups: dict[str, list[str]] = {name: [] for name in _GROUPS}
         for key, value in self.items():
             group = next(name for name, heads in _GROUPS.items() if key.startswith(heads))
-            if value:  # a no-break space keeps key and value in one line
-                groups[group].append(f"{key.removeprefix(_LOST)}\xa0{value:,}")
+            if value and key != "hit_rate":  # a no-break space keeps key and value in one line
+                groups[group].append(f"{key}\xa0{value:,}")
         for name, parts in groups.items():
             if parts:
                 text = f"{name:13}{', '.join(parts)}"
@@ -179,7 +174,7 @@ class Stats(dict[str, int]):
 
 
 def prometheus_text(
-    stats: Mapping[str, int], histograms: Mapping[str, Histogram] | None = None
+    stats: Mapping[str, float], histograms: Mapping[str, Histogram] | None = None
 ) -> str:
     """Format `engine.stats()` or `PrefixCache.stats()` as metrics, one for each key, with
     histograms, and the names of VLLM_NAMES for those that are there.
@@ -191,7 +186,7 @@ def prometheus_text(
     Raises:
         ValueError: a key is neither in COUNTERS nor in GAUGES nor in HISTOGRAMS.
     """
-    values: dict[str, int | Histogram] = {**stats, **(histograms or {})}
+    values: dict[str, float | Histogram] = {**stats, **(histograms or {})}
     lines: list[str] = []
     for key, value in values.items():
         if not key.startswith((_LOST, _ACCEPTED_AT)):

@@ -65,7 +65,7 @@ class OutputProcessor:
         if self.tokenizer is None or request.error is not None:
             return
         try:
-            request.generated_text = self._text(request)
+            request.text = self._text(request)
         except BaseException as error:
             _raise_interrupt(error)
             request.mark_failed(error)
@@ -81,7 +81,7 @@ class OutputProcessor:
         params, start = request.params, request.num_tokens_out
         tokens = request.generated_from(start)
         if request.done:
-            text = request.generated_text or ""
+            text = request.text or ""
         else:
             text = self._text_so_far(request, tokens)
         output = RequestOutput(
@@ -90,7 +90,7 @@ class OutputProcessor:
             tokens,
             text[request.num_chars_out :],
             request.finish_reason,
-            request.report,
+            request.prefix,
             self.epoch,
             request.result() if request.done else None,
             request.log_probs[start:] if params.return_log_probs else None,
@@ -138,12 +138,12 @@ class OutputProcessor:
         if not any(word in tail for word in words):
             return False
         # Bytes before the tail that are no character may spoil the word.
-        text = detokenize(request.generated_tokens)
+        text = detokenize(request.token_ids)
         return any(word in text for word in words)
 
     def _text(self, request: Request) -> str:
         """Decode the generated text, cut at its first stop string."""
-        text = self._detokenize_of(request)(request.generated_tokens)
+        text = self._detokenize_of(request)(request.token_ids)
         found = [(text.find(word), word) for word in request.params.stop_words if word in text]
         if not found:
             return text

@@ -38,7 +38,7 @@ class RequestStatus(StrEnum):
 class GenerationResult:
     """Result of a request, or of one sample of it.
 
-    `print` shows it in two lines. `generated_tokens` has the stop token only with
+    `print` shows it in two lines. `token_ids` has the stop token only with
     `detokenize_stop_sequence`. `log_probs` and `top_n_logprobs` have one entry for each generated
     token, `prompt_log_probs` and `prompt_top_n_logprobs` one for each prompt token but the first.
     Times are seconds since the request was added.
@@ -46,8 +46,8 @@ class GenerationResult:
 
     request_id: int
     prompt_tokens: list[int]
-    generated_tokens: list[int]
-    generated_text: str | None
+    token_ids: list[int]
+    text: str | None
     finish_reason: str  # "length" | "stop" | "cancelled" | "error"; before that a `RequestStatus`
     prefix: PrefixReport | None  # None: not admitted yet
     log_probs: list[float] | None = None
@@ -55,7 +55,7 @@ class GenerationResult:
     top_n_logprobs: list[dict[int, float]] | None = None
     prompt_top_n_logprobs: list[dict[int, float]] | None = None
     epochs: list[tuple[int, int]] = field(default_factory=list)
-    """Generation epochs: (epoch, index in `generated_tokens` of the first token drawn in it)."""
+    """Generation epochs: (epoch, index in `token_ids` of the first token drawn in it)."""
     time_to_first_token: float | None = None
     total_time: float | None = None
     stop_reason: int | str | None = None
@@ -72,7 +72,7 @@ class GenerationResult:
 
     def __str__(self) -> str:
         """Two lines of at most 80 columns: the answer, cut to fit, and its token counts."""
-        answer = self.generated_tokens if self.generated_text is None else self.generated_text
+        answer = self.token_ids if self.text is None else self.text
         head = f"request {self.request_id}: "
         if self.other_samples:
             head = f"request {self.request_id}, 1 of {len(self.samples)} samples: "
@@ -83,7 +83,7 @@ class GenerationResult:
         drafts = self.accepted_draft_tokens, self.draft_tokens
         return (
             f"{line}\ntokens: prompt {len(self.prompt_tokens)}, skipped {skipped}"
-            f"{f' ({reason.value})' if reason else ''}, new {len(self.generated_tokens)} "
+            f"{f' ({reason.value})' if reason else ''}, new {len(self.token_ids)} "
             f"({self.finish_reason})"
             f"{f', drafts {drafts[0]} of {drafts[1]}' if drafts[1] else ''}"
         )
@@ -101,15 +101,15 @@ class RequestOutput:
     request_id: int
     sample_index: int
     """Number of the sample of the prompt, in [0, n). Each sample has its own `request_id`."""
-    tokens: list[int]
+    token_ids: list[int]
     text: str
     """New text. A possible beginning of a stop string or of a character is held back for a later
     output. Text of an output is never changed later: with a tokenizer that falls back to single
-    bytes, `generated_text` may differ in the character before an incomplete one at its end. A
+    bytes, `text` may differ in the character before an incomplete one at its end. A
     request of `generate` has all its text in its last output."""
     finish_reason: str | None
     """Reason as in `GenerationResult`; None: the sample is not finished."""
-    report: PrefixReport
+    prefix: PrefixReport
     """Reused tokens of the prompt."""
     epoch: int
     """`engine.epoch` of the step, and so of its tokens."""
@@ -197,7 +197,7 @@ class Request:
     siblings: "list[Request]" = field(default_factory=list)  # samples to fork after the prefill
     other_samples: "list[Request]" = field(default_factory=list)  # on the first one only
 
-    report: PrefixReport | None = None
+    prefix: PrefixReport | None = None
     log_probs: list[float] = field(default_factory=list)
     prompt_log_probs: list[float] = field(default_factory=list)
     top_n_logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -206,7 +206,7 @@ class Request:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    generated_text: str | None = None
+    text: str | None = None
     num_tokens_out: int = 0  # generated tokens in its outputs so far
     num_chars_out: int = 0
     unread: "deque[RequestOutput] | None" = None  # outputs for its stream
@@ -274,7 +274,7 @@ class Request:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def generated_tokens(self) -> list[int]:
+    def token_ids(self) -> list[int]:
         return self.generated_from(0)
 
     def generated_from(self, start: int) -> list[int]:
@@ -383,10 +383,10 @@ class Request:
         return GenerationResult(
             request_id=self.request_id,
             prompt_tokens=self.tokens[: self.num_prompt_tokens].tolist(),
-            generated_tokens=self.generated_tokens,
-            generated_text=self.generated_text,
+            token_ids=self.token_ids,
+            text=self.text,
             finish_reason=self.finish_reason or self.status.value,
-            prefix=self.report,
+            prefix=self.prefix,
             log_probs=list(self.log_probs) if scored else None,
             prompt_log_probs=(
                 list(self.prompt_log_probs) if self.params.needs_prompt_logits else None

@@ -248,7 +248,7 @@ class Scheduler:
             declared=request.options.cache_breakpoints,
             messages=request.message_starts,
             recompute_reason=request.recompute_reason,
-            readmitted=request.report is not None,
+            readmitted=request.prefix is not None,
         )
         if lease is None:
             return False
@@ -279,10 +279,10 @@ class Scheduler:
         request.status = RequestStatus.PREFILL
         request.waits_for = None
         request.common_with.clear()
-        if request.report is None:
-            request.report = lease.report
+        if request.prefix is None:
+            request.prefix = lease.report
         else:
-            lease.report = request.report  # readmitted: the first report stays in use
+            lease.report = request.prefix  # readmitted: the first report stays in use
 
     # Fetching ----------------------------------------------------------------------------------
 

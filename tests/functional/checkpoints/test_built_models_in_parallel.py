@@ -60,7 +60,7 @@ def serve_stage(rank, folder):
 def answer(served):
     engine = mh.DynamicInferenceEngine(served, None, mh.InferenceConfig(cache_bytes=1 << 22))
     greedy = mh.SamplingParams(num_tokens_to_generate=5, temperature=0.0)
-    return [result.generated_tokens for result in engine.generate(TOKENS.tolist(), greedy)]
+    return [result.token_ids for result in engine.generate(TOKENS.tolist(), greedy)]
 
 
 def serve_experts(rank, dispatcher, folder):

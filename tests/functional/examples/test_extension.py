@@ -62,7 +62,7 @@ def test_a_layer_kind_shares_prefixes_is_saved_and_trained(installed, tmp_path):
         results = [engine.generate([prompt], greedy(6))[0] for prompt in prompts]
     assert [result.prefix.skipped_tokens for result in results] == [0, 32, 60]
     for prompt, result in zip(prompts, results):
-        assert is_greedy(model, prompt, result.generated_tokens)
+        assert is_greedy(model, prompt, result.token_ids)
     mh.save_checkpoint(model, tmp_path)
     again, _ = mh.load_pretrained(tmp_path)
     assert torch.equal(full_logits(again, base), full_logits(model, base))
@@ -109,5 +109,5 @@ def test_a_drafter_saves_steps_and_changes_no_token(installed):
     params = greedy(24, ignore_termination=True)
     with tiny_engine() as plain, tiny_engine(speculation="bigram") as drafted:
         expected, given = (each.generate([prompt], params)[0] for each in (plain, drafted))
-        assert given.generated_tokens == expected.generated_tokens
+        assert given.token_ids == expected.token_ids
         assert drafted.stats()["draft_tokens"] > 0

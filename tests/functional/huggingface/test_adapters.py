@@ -76,8 +76,8 @@ class Pair:
     def ask(self, engine, prompt: list[int], count: int = 16, **options):
         """Answers a prompt greedily, checks each token, returns the prefix report."""
         result = engine.generate([prompt], greedy(count), RequestOptions(**options))[0]
-        assert len(result.generated_tokens) == count
-        assert self.reference.is_greedy(prompt, result.generated_tokens)
+        assert len(result.token_ids) == count
+        assert self.reference.is_greedy(prompt, result.token_ids)
         engine.check_integrity()
         return result.prefix
 
@@ -120,9 +120,9 @@ def test_fork_and_next_turn(pair):
     pair.ask(engine, fork + pair.tokens(15))  # finds the junction and saves it
     assert pair.ask(engine, fork + pair.tokens(23)).skipped_tokens == 61
     samples = engine.generate([fork], greedy(8), mh.RequestOptions(n=3))[0].samples
-    assert all(pair.reference.is_greedy(fork, s.generated_tokens) for s in samples)
+    assert all(pair.reference.is_greedy(fork, s.token_ids) for s in samples)
     result = engine.generate([first], greedy(8))[0]
-    turn = first + result.generated_tokens
+    turn = first + result.token_ids
     assert pair.ask(engine, turn + pair.tokens(9)).skipped_tokens == len(turn)
 
 

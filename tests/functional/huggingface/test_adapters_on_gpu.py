@@ -73,13 +73,13 @@ def test_the_same_tokens_with_a_cache_without_and_on_the_cpu(folder):
                 [prompt], params, mh.RequestOptions(cache_breakpoints=[41])
             )
             engine.check_integrity()
-        turn = base + results["restore"][0].generated_tokens + tokens_of(model, 5, 3)
+        turn = base + results["restore"][0].token_ids + tokens_of(model, 5, 3)
         results[name] += engine.generate([turn], params)
         engine.close()
     skipped = [result.prefix.skipped_tokens for result in results["restore"]]
     assert skipped == [0, LONG, 41, skipped[3], LONG + 16]
     assert 41 <= skipped[3] <= 67  # or the nearest interval
-    tokens = {name: [each.generated_tokens for each in found] for name, found in results.items()}
+    tokens = {name: [each.token_ids for each in found] for name, found in results.items()}
     assert tokens["restore"] == tokens["memory_only"] == tokens["off"] == tokens["cpu"]
     for cached, plain in zip(results["restore"], results["off"]):
         np.testing.assert_allclose(cached.log_probs, plain.log_probs, atol=1e-3)
@@ -97,8 +97,8 @@ def test_bf16_answers_are_restored(folder, monkeypatch):
     for prompt, skipped in ((base, LONG), (base[:41] + tokens_of(model, 20, 1), 41)):
         (result,) = engine.generate([prompt], params)
         assert result.prefix.skipped_tokens == skipped
-        rows = full_logits(model, prompt + result.generated_tokens).float()[len(prompt) - 1 : -1]
-        chosen = torch.tensor(result.generated_tokens)[:, None]
+        rows = full_logits(model, prompt + result.token_ids).float()[len(prompt) - 1 : -1]
+        chosen = torch.tensor(result.token_ids)[:, None]
         expected = rows.log_softmax(-1).gather(1, chosen)[:, 0]
         errors.append((torch.tensor(result.log_probs) - expected).abs())
     assert torch.cat(errors).median() <= 0.02

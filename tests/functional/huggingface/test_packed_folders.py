@@ -273,7 +273,7 @@ def test_a_packed_model_serves_alike_alone_together_and_restored(qwen):
     params = SamplingParams(num_tokens_to_generate=8, top_k=1, return_log_probs=True)
 
     def said(engine, prompts):
-        return [(r.generated_tokens, r.log_probs) for r in engine.generate(prompts, params)]
+        return [(r.token_ids, r.log_probs) for r in engine.generate(prompts, params)]
 
     engine = tiny_engine(packed, cache_bytes=16 << 20, max_tokens=48)
     together = said(engine, prompts)
@@ -524,10 +524,9 @@ def test_an_engine_takes_a_folder_that_is_packed_as_its_model(qwen, tmp_path):
     expected, _ = mh.load_pretrained(new)
     assert weights_hash(engine.model) == weights_hash(expected)
     prompt = [list(range(3, 40))]
-    found = engine.generate(prompt, greedy(4))[0].generated_tokens
+    found = engine.generate(prompt, greedy(4))[0].token_ids
     assert (
-        found
-        == tiny_engine(mh.load_pretrained(plain)[0]).generate(prompt, greedy(4))[0].generated_tokens
+        found == tiny_engine(mh.load_pretrained(plain)[0]).generate(prompt, greedy(4))[0].token_ids
     )
     save_huggingface(engine.model, tmp_path / "back")
     assert stored_bytes(tmp_path / "back") == stored_bytes(new)

@@ -52,7 +52,7 @@ def answers(folder: Path, **sizes) -> list:
     engine = mh.DynamicInferenceEngine(model, None, config)
     params = mh.SamplingParams(num_tokens_to_generate=6, top_k=1, return_log_probs=True)
     prompts = [[5 + 3 * i + k for k in range(30)] for i in range(2)]
-    found = [(r.generated_tokens, r.log_probs[-6:]) for r in engine.generate(prompts, params)]
+    found = [(r.token_ids, r.log_probs[-6:]) for r in engine.generate(prompts, params)]
     save_huggingface(model, folder.parent / f"{folder.name}-back")
     return found
 

@@ -139,7 +139,7 @@ def test_a_folders_part_drafts_as_in_transformers_and_is_written_back(tmp_path, 
     assert model.config.layer_pattern.partition("/")[2] == released.pattern
 
     prompt = torch.randint(3, 100, (21,), generator=torch.Generator().manual_seed(1)).tolist()
-    expected = tiny_engine(model).generate([prompt], GREEDY)[0].generated_tokens
+    expected = tiny_engine(model).generate([prompt], GREEDY)[0].token_ids
     engine = tiny_engine(model, speculation="mtp", num_speculative_tokens=2)
     told, propose = [], engine.scheduler.draft_planner.drafts.propose
 
@@ -150,7 +150,7 @@ def test_a_folders_part_drafts_as_in_transformers_and_is_written_back(tmp_path, 
     engine.scheduler.draft_planner.drafts.propose = noted
     for each in (prompt, [*prompt, *expected, 5, 6]):
         engine.generate([each], GREEDY)
-    assert engine.generate([prompt], GREEDY)[0].generated_tokens == expected
+    assert engine.generate([prompt], GREEDY)[0].token_ids == expected
     for tokens, drafts in told:
         assert drafts and drafts == reference.drafts(tokens, len(drafts))
 
@@ -189,7 +189,7 @@ def test_a_part_is_loaded_only_where_it_is_asked_for_and_conversions_keep_it(
         engine = tiny_engine(model)
         engine.load_weights(sent)  # a trainer sends what it has
         answers = [one.generate([[5, 6, 7]], GREEDY)[0] for one in (engine, tiny_engine(whole))]
-        assert answers[0].generated_tokens == answers[1].generated_tokens
+        assert answers[0].token_ids == answers[1].token_ids
     save_huggingface(mh.load_pretrained(source)[0], tmp_path / "less")
     assert max(advanced) > 0
     assert "less has no MTP head, which" in caplog.text

@@ -18,7 +18,7 @@ print("hash", hash("a salt"))
 def decided():
     run = RandomRun(0, 5, longest_prompt=40, longest_answer=20, crowded=True)
     run.run()
-    return run.engine.cache.digest(), *(each.generated_tokens for each in run.requests)
+    return run.engine.cache.digest(), *(each.token_ids for each in run.requests)
 
 
 def test_invariant_7_processes_with_other_hash_seeds_decide_alike():

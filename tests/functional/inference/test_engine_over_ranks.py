@@ -56,7 +56,7 @@ CASES = [(mode, cut) for mode in PREFIX_CACHING_MODES for cut in CHUNKS]
 
 
 def rows(results):
-    return [(r.generated_tokens, r.log_probs, r.prefix.skipped_tokens) for r in results]
+    return [(r.token_ids, r.log_probs, r.prefix.skipped_tokens) for r in results]
 
 
 def answers(engine):
@@ -79,14 +79,14 @@ def sampled_in_a_crowd(engine):
     results = engine.generate(
         [BASE[start : start + 30] for start in (0, 40, 80)], params, RequestOptions(n=2)
     )
-    return [sample.generated_tokens for result in results for sample in result.samples]
+    return [sample.token_ids for result in results for sample in result.samples]
 
 
 def drafted(engine):
     """The same twice: the second time by drafts of the first; then answers with log-probs."""
     found = [sampled_in_a_crowd(engine) for _ in range(2)]
     logged = engine.generate([BASE[:70]] * 2, LOGGED)
-    return *found, [(result.generated_tokens, result.log_probs) for result in logged]
+    return *found, [(result.token_ids, result.log_probs) for result in logged]
 
 
 def guided(engine):
@@ -98,7 +98,7 @@ def guided(engine):
         params,
         [RequestOptions(guide=GUIDE, n=2), RequestOptions(n=2), RequestOptions(guide=GUIDE, n=2)],
     )
-    return [sample.generated_tokens for result in results for sample in result.samples]
+    return [sample.token_ids for result in results for sample in result.samples]
 
 
 def from_tiers(engine):
@@ -118,7 +118,7 @@ def under_pressure(engine):
     """Answers and fetches with a pool that is too small for two prompts."""
     results = [engine.generate([prompt], greedy(6))[0] for prompt in PROMPTS]
     results += engine.generate(PROMPTS, greedy(6))
-    return [result.generated_tokens for result in results]
+    return [result.token_ids for result in results]
 
 
 def cancelled(engine):
@@ -131,7 +131,7 @@ def cancelled(engine):
     del stream
     while not kept.closed:
         engine.step()
-    return kept.generated_tokens
+    return kept.token_ids
 
 
 def make_config(mode="restore", cut="whole", **fields):

@@ -27,7 +27,7 @@ except MemoryError as error:
 with DynamicInferenceEngine(model, tokenizer) as engine:
     assert 100 << 20 < engine.config.cache_bytes <= 256 << 20
     result, = engine.generate(["Once upon a time"])
-    print("tokens:", len(result.generated_tokens))
+    print("tokens:", len(result.token_ids))
 """
 
 

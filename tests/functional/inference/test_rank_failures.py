@@ -72,7 +72,7 @@ def failing(target, name, error, *, on=True, times=10**9):
 
 def ask(engine, *prompts):
     results = engine.generate(list(prompts), greedy(5))
-    return [(r.generated_tokens, r.prefix.skipped_tokens, r.prefix.fetched_tokens) for r in results]
+    return [(r.token_ids, r.prefix.skipped_tokens, r.prefix.fetched_tokens) for r in results]
 
 
 def refusal():
@@ -97,7 +97,7 @@ def no_room_to_park(model, rank, folder):
     with failing(engine.memory, "park", NO_MEMORY, on=rank == 1):
         results = engine.generate(prompts, greedy(40))
     assert engine.stats()["preemptions"] > 0
-    return engine, [(r.generated_tokens, 0, 0) for r in results]
+    return engine, [(r.token_ids, 0, 0) for r in results]
 
 
 def no_room_to_restore(model, rank, folder):
@@ -107,14 +107,14 @@ def no_room_to_restore(model, rank, folder):
         beside = engine.add_request(PROMPTS[1], greedy(5))
         engine.step()
         found += ask(engine, PROMPTS[0])
-    found.append((beside.generated_tokens, 0, 0))
+    found.append((beside.token_ids, 0, 0))
     with failing(engine.memory, "load_checkpoint", NO_MEMORY, on=rank == 1):
         alone = engine.add_request(PROMPTS[0], greedy(5))
         with pytest.raises(RestoreFailedError):
             engine.step()
     while not alone.closed:
         engine.step()
-    return engine, [*found, (alone.generated_tokens, 0, 0)]
+    return engine, [*found, (alone.token_ids, 0, 0)]
 
 
 def no_room_to_fetch(model, rank, folder):

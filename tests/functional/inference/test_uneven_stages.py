@@ -57,7 +57,7 @@ def answers(model, fields):
         results = [engine.generate([prompt], params)[0] for prompt in TURNS]
         results += engine.generate(TURNS, greedy(4), RequestOptions(salt="side by side"))
         engine.check_integrity()
-    return [(r.generated_tokens, r.log_probs, r.prefix.skipped_tokens) for r in results]
+    return [(r.token_ids, r.log_probs, r.prefix.skipped_tokens) for r in results]
 
 
 def refusals(model, rank):

@@ -610,7 +610,7 @@ def run_trainer(rows, new, folder, layout):
 
 def answer(engine):
     result = engine.generate([PROMPT], LOGGED)[0]
-    return result.generated_tokens, result.log_probs
+    return result.token_ids, result.log_probs
 
 
 def recover(job, row, number):

@@ -187,7 +187,7 @@ def answers(model):
     start = batch()[0].flatten().tolist()
     results = [engine.generate([[*start[:40], i, 7]], params)[0] for i in (1, 1, 2)]
     model.train()
-    return [(r.generated_tokens, r.log_probs, r.prefix.skipped_tokens) for r in results]
+    return [(r.token_ids, r.log_probs, r.prefix.skipped_tokens) for r in results]
 
 
 def run_model(folder, tp):

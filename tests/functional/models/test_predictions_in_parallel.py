@@ -90,7 +90,7 @@ def draft(folder, layout):
     engine.scheduler.draft_planner.drafts.propose = noted
     prompts = [list(range(20)), [*range(12), 3, 1]]
     results = [r for _ in range(2) for r in engine.generate(prompts, greedy(12))]
-    return [(r.generated_tokens, r.prefix.skipped_tokens) for r in results], told
+    return [(r.token_ids, r.prefix.skipped_tokens) for r in results], told
 
 
 def draft_all(folder, layouts):

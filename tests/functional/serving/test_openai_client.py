@@ -34,7 +34,7 @@ def greedy_text(server):
 
     params = SamplingParams(temperature=0, num_tokens_to_generate=16)
     tokens = server.service.tokenizer.tokenize(PROMPT)
-    return asyncio.run(server.service.engine.generate(tokens, params)).generated_text
+    return asyncio.run(server.service.engine.generate(tokens, params)).text
 
 
 def complete(client, **fields):

@@ -86,7 +86,7 @@ def expected_of(model):
         results = [
             engine.generate([prompt], params, RequestOptions(n=SAMPLES))[0] for prompt in PROMPTS
         ]
-    return [[(s.generated_tokens, s.log_probs) for s in result.samples] for result in results]
+    return [[(s.token_ids, s.log_probs) for s in result.samples] for result in results]
 
 
 def answers_of(url):

@@ -249,14 +249,14 @@ def test_every_rank_takes_the_weights_of_a_trainer(ranks):
     assert epochs[0] == 0 and epochs[-1] == 1 and epochs == sorted(epochs)
     for _ in range(2):
         (rollout,) = trainer.generate([prompt], 1, **drawn)
-        assert rollout.answer == expected.generated_tokens != before.answer
+        assert rollout.answer == expected.token_ids != before.answer
         assert rollout.log_probs == pytest.approx(expected.log_probs, abs=1e-4)
         trainer._all("/sleep?mode=keep")
         assert httpx.get(f"{ranks.url}/is_sleeping").json() == {"is_sleeping": True}
         trainer._all("/wake_up")
     with pytest.raises(RuntimeError, match=r"answers 400.*no tensor wrong"):
         trainer.send([("wrong", torch.zeros(2))])
-    assert trainer.generate([prompt], 1, **drawn)[0].answer == expected.generated_tokens
+    assert trainer.generate([prompt], 1, **drawn)[0].answer == expected.token_ids
     trainer.close()
 
 

@@ -60,11 +60,11 @@ def test_steps_of_the_optimizer_begin_epochs(dtype, is_distributed, is_told):
             first, again = (engine.generate([PROMPT], greedy(4))[0] for _ in range(2))
             assert first.epochs == [(epoch, 0)]
             assert [first.prefix.skipped_tokens, again.prefix.skipped_tokens] == [0, len(PROMPT)]
-            assert first.generated_tokens == again.generated_tokens
+            assert first.token_ids == again.token_ids
             expected = tiny_engine(copy_of(model)).generate([PROMPT], greedy(4))[0]
-            assert first.generated_tokens == expected.generated_tokens
+            assert first.token_ids == expected.token_ids
             if dtype == "fp32":
-                assert is_greedy(copy_of(model), PROMPT, first.generated_tokens)
+                assert is_greedy(copy_of(model), PROMPT, first.token_ids)
             wrapped.train()
             wrapped.zero_grad_buffer()
             optimizer.zero_grad()

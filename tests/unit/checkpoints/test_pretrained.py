@@ -107,4 +107,4 @@ def test_added_tokens_beyond_the_vocabulary(folder):
     with pytest.raises(ValueError, match="outside of the vocabulary"):
         engine.generate(["a<image>"])
     [result] = engine.generate(["a"], SamplingParams(num_tokens_to_generate=3))
-    assert result.generated_tokens
+    assert result.token_ids

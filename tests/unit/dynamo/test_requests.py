@@ -160,8 +160,8 @@ def result(**fields):
 
 
 def output(**fields):
-    given = {"request_id": 0, "sample_index": 0, "tokens": [20], "text": "", "epoch": 0}
-    given |= {"finish_reason": None, "result": None, "report": PrefixReport(4, 3, 2, None)}
+    given = {"request_id": 0, "sample_index": 0, "token_ids": [20], "text": "", "epoch": 0}
+    given |= {"finish_reason": None, "result": None, "prefix": PrefixReport(4, 3, 2, None)}
     return RequestOutput(**(given | fields))
 
 

@@ -49,7 +49,7 @@ def serve(body, **fields):
 
 
 def expected(prompts, params):
-    return [result.generated_tokens for result in tiny_engine(MODEL).generate(prompts, params)]
+    return [result.token_ids for result in tiny_engine(MODEL).generate(prompts, params)]
 
 
 async def is_idle(engine) -> bool:
@@ -102,8 +102,8 @@ def test_a_stream_has_one_output_for_each_token():
         return await asyncio.gather(*(read(engine.stream(p, greedy(24))) for p in PROMPTS))
 
     streams = serve(body, max_requests=16)
-    assert [[len(output.tokens) for output in outputs] for outputs in streams] == [[1] * 24] * 16
-    tokens = [[token for output in outputs for token in output.tokens] for outputs in streams]
+    assert [[len(output.token_ids) for output in outputs] for outputs in streams] == [[1] * 24] * 16
+    tokens = [[token for output in outputs for token in output.token_ids] for outputs in streams]
     assert tokens == expected(PROMPTS, greedy(24))
     for outputs in streams:
         assert [output.result is None for output in outputs] == [True] * 23 + [False]
@@ -114,7 +114,7 @@ def test_streams_run_from_when_they_are_made():
         streams = [engine.stream(prompt, greedy(30)) for prompt in PROMPTS[:4]]
         outputs = [await read(stream) for stream in streams]  # one after another
         assert (await engine.stats())["steps"] < 40
-        return [outputs[-1].result.generated_tokens for outputs in outputs]
+        return [outputs[-1].result.token_ids for outputs in outputs]
 
     assert serve(body) == expected(PROMPTS[:4], greedy(30))
 
@@ -129,13 +129,13 @@ def test_a_result_alone_is_detokenized_once(monkeypatch):
         async with AsyncEngine(MODEL, ByteTokenizer(), tiny_engine(MODEL).config) as engine:
             return await engine.generate(PROMPTS[0], greedy(50))
 
-    assert asyncio.run(run()).generated_text and len(counted) == 1
+    assert asyncio.run(run()).text and len(counted) == 1
 
 
 def by_sample(outputs) -> dict[int, list[int]]:
     tokens = {}
     for output in outputs:
-        tokens.setdefault(output.sample_index, []).extend(output.tokens)
+        tokens.setdefault(output.sample_index, []).extend(output.token_ids)
     return tokens
 
 
@@ -144,7 +144,7 @@ def test_a_stream_has_the_outputs_of_all_samples(max_requests):
     """Also where some of them wait for a slot, and one has a stop token before the others."""
     plain = SamplingParams(num_tokens_to_generate=9, seed=5)
     (expected,) = tiny_engine(MODEL).generate([PROMPTS[0]], plain, RequestOptions(n=3))
-    stop = expected.samples[1].generated_tokens[3]
+    stop = expected.samples[1].token_ids[3]
     params = replace(plain, stop_token_ids=(stop,))
     (expected,) = tiny_engine(MODEL).generate([PROMPTS[0]], params, RequestOptions(n=3))
 
@@ -154,25 +154,25 @@ def test_a_stream_has_the_outputs_of_all_samples(max_requests):
             return await read(engine.stream(PROMPTS[0], params, RequestOptions(n=3)))
 
     outputs = serve(body, max_requests=max_requests)
-    samples = [s.generated_tokens for s in expected.samples]
+    samples = [s.token_ids for s in expected.samples]
     assert by_sample(outputs) == dict(enumerate(samples))
     assert len({len(tokens) for tokens in samples}) > 1
     ends = [output for output in outputs if output.result is not None]
     assert sorted(end.sample_index for end in ends) == list(range(len(samples)))
     assert outputs[-1].result is not None
     for end in ends:
-        assert end.result.generated_tokens == samples[end.sample_index]
+        assert end.result.token_ids == samples[end.sample_index]
         own = [o.request_id for o in outputs if o.sample_index == end.sample_index]
         assert set(own) == {end.request_id}
 
 
 def test_the_state_behind_an_answer_is_there_when_it_comes():
     def turns(results):
-        return [(result.prefix.skipped_tokens, result.generated_tokens) for result in results]
+        return [(result.prefix.skipped_tokens, result.token_ids) for result in results]
 
     async def body(engine):
         first = await engine.generate(PROMPTS[0], greedy(10), RequestOptions(salt="a"))
-        prompt = PROMPTS[0] + first.generated_tokens + [1, 2, 3]
+        prompt = PROMPTS[0] + first.token_ids + [1, 2, 3]
         second = await engine.generate(
             prompt, greedy(10), RequestOptions(salt="a", cache_breakpoints=[5])
         )
@@ -185,7 +185,7 @@ def test_the_state_behind_an_answer_is_there_when_it_comes():
         return plain.explain(prompt, salt="a")
 
     (first,) = plain.generate([PROMPTS[0]], greedy(10), RequestOptions(salt="a"))
-    prompt = PROMPTS[0] + first.generated_tokens + [1, 2, 3]
+    prompt = PROMPTS[0] + first.token_ids + [1, 2, 3]
     (second,) = plain.generate(
         [prompt], greedy(10), RequestOptions(salt="a", cache_breakpoints=[5])
     )
@@ -214,7 +214,7 @@ def test_bad_input_is_refused_where_it_is_awaited_and_changes_nothing(
             await anext(engine.stream(prompt, **given))
         with pytest.raises(ValueError, match="n is 99"):
             await engine.generate(PROMPTS[0], options=RequestOptions(n=99))
-        assert (await beside).generated_tokens == expected([PROMPTS[0]], greedy(20))[0]
+        assert (await beside).token_ids == expected([PROMPTS[0]], greedy(20))[0]
         assert (await engine.stats())["requests"] == 1
 
     serve(body)
@@ -242,7 +242,7 @@ def test_a_cancelled_task_frees_its_pages_and_changes_no_other():
         stats = await engine.stats()
         assert stats["requests_running"] == stats["kv_blocks_in_use"] == 0
         assert stats["steps"] < 600
-        return [result.generated_tokens for result in results]
+        return [result.token_ids for result in results]
 
     assert serve(body) == expected(PROMPTS[:3], greedy(60))
 
@@ -260,7 +260,7 @@ def test_a_task_cancelled_before_its_request_is_added_adds_none(method, gate):
         with pytest.raises(asyncio.CancelledError):
             await task
         gate.is_open.set()
-        assert (await running).generated_tokens == expected([PROMPTS[0]], greedy(3))[0]
+        assert (await running).token_ids == expected([PROMPTS[0]], greedy(3))[0]
         assert await is_idle(engine)
         assert (await engine.stats())["requests"] == 1
 
@@ -303,7 +303,7 @@ def test_a_stream_that_is_left_cancels_its_request(way):
     async def body(engine):
         beside = asyncio.create_task(engine.generate(PROMPTS[1], greedy(30)))
         await asyncio.gather(asyncio.create_task(leaves(engine)), return_exceptions=True)
-        assert (await beside).generated_tokens == expected([PROMPTS[1]], greedy(30))[0]
+        assert (await beside).token_ids == expected([PROMPTS[1]], greedy(30))[0]
         assert await is_idle(engine)
         stats = await engine.stats()
         assert stats["leases"] == 0 and stats["steps"] < 600
@@ -331,7 +331,7 @@ def test_a_request_that_has_waited_too_long_to_begin_is_given_up(method, n, gate
         with pytest.raises(QueueTimeoutError, match="has not begun"):
             await late
         assert not first.done()
-        results = [(await task).generated_tokens for task in (first, patient)]
+        results = [(await task).token_ids for task in (first, patient)]
         assert results[0] == expected([PROMPTS[0]], greedy(30))[0]
         assert results[1] == expected([PROMPTS[2]], greedy(3))[0]
         stats = await engine.stats()
@@ -344,7 +344,7 @@ def test_a_request_that_has_begun_is_not_given_up():
     async def body(engine):
         calls = [engine.generate(PROMPTS[i], greedy(9), queue_seconds=0.0) for i in (0, 1)]
         results = await asyncio.gather(*calls)
-        return [result.generated_tokens for result in results]
+        return [result.token_ids for result in results]
 
     assert serve(body) == expected(PROMPTS[:2], greedy(9))
 
@@ -353,7 +353,7 @@ def test_a_stream_that_has_begun_has_its_first_output_still():
     async def body(engine):
         stream = engine.stream(PROMPTS[0], greedy(9))
         await stream.begun()
-        return [[token for output in await read(stream) for token in output.tokens]]
+        return [[token for output in await read(stream) for token in output.token_ids]]
 
     assert serve(body) == expected(PROMPTS[:1], greedy(9))
 
@@ -386,8 +386,8 @@ def test_a_slow_reader_holds_nobody_back():
             outputs += slow.waiting()
             assert len(outputs) == 24  # all had been there
             assert [output async for output in slow] == slow.waiting() == []
-        tokens = [token for output in outputs for token in output.tokens]
-        return [tokens], [result.generated_tokens for result in results]
+        tokens = [token for output in outputs for token in output.token_ids]
+        return [tokens], [result.token_ids for result in results]
 
     tokens, others = serve(body)
     assert tokens == expected(PROMPTS[:1], greedy(24))
@@ -415,7 +415,7 @@ def test_an_answer_survives_a_failing_step_behind_it(method, monkeypatch):
             return await engine.generate(PROMPTS[0], greedy(5))
         return (await read(engine.stream(PROMPTS[0], greedy(5))))[-1].result
 
-    assert serve(body).generated_tokens == answer
+    assert serve(body).token_ids == answer
 
 
 def test_finished_calls_are_freed_by_an_idle_engine():
@@ -456,7 +456,7 @@ def test_a_panic_of_the_tokenizer_stops_no_engine():
             task.cancel()
             result = (await read(stream))[-1].result
             assert (result.finish_reason, result.error) == ("error", "Panic: ")
-            assert len(result.generated_tokens) == 50
+            assert len(result.token_ids) == 50
             tokenizer.error = None
             async with asyncio.timeout(300):
                 result = await engine.generate(PROMPTS[2], greedy(5))
@@ -464,7 +464,7 @@ def test_a_panic_of_the_tokenizer_stops_no_engine():
             assert stats["step_failures"] == stats["request_restarts"] == 0
             return result
 
-    assert [asyncio.run(run()).generated_tokens] == expected(PROMPTS[2:3], greedy(5))
+    assert [asyncio.run(run()).token_ids] == expected(PROMPTS[2:3], greedy(5))
 
 
 def test_what_no_future_can_hold_is_raised():
@@ -494,7 +494,7 @@ def test_an_engine_that_cannot_get_rid_of_its_work_does_not_spin(monkeypatch):
             await asyncio.sleep(0.02)
             assert len(calls) == 1
         result = await engine.generate(PROMPTS[0], greedy(5))
-        assert result.generated_tokens == expected(PROMPTS[:1], greedy(5))[0]
+        assert result.token_ids == expected(PROMPTS[:1], greedy(5))[0]
 
     serve(body)
 
@@ -507,7 +507,7 @@ def test_a_model_in_training_mode_is_said_to_whoever_asks():
                 await engine.generate(PROMPTS[0], greedy(5))
         finally:
             MODEL.eval()
-        assert len((await engine.generate(PROMPTS[0], greedy(5))).generated_tokens) == 5
+        assert len((await engine.generate(PROMPTS[0], greedy(5))).token_ids) == 5
 
     serve(body)
 
@@ -533,7 +533,7 @@ def test_the_methods_of_the_engine_work_beside_requests(tmp_path):
         await engine.clear_cache()
         result = await engine.generate(PROMPTS[1], greedy(5))
         assert result.prefix.skipped_tokens == 0
-        return [result.generated_tokens]
+        return [result.token_ids]
 
     assert serve(body) == expected(PROMPTS[1:2], greedy(5))
     with tiny_engine(MODEL, cache_dir=tmp_path, disk_cache_bytes=1 << 20) as engine:
@@ -572,7 +572,7 @@ def test_loops_of_two_threads_share_one_engine():
 
     def run(name, prompts):
         results = asyncio.run(ask(prompts))
-        answers[name] = [result.generated_tokens for result in results]
+        answers[name] = [result.token_ids for result in results]
 
     workers = [
         threading.Thread(target=run, args=("a", PROMPTS[:4])),
@@ -607,7 +607,7 @@ def test_a_loop_that_is_closed_takes_its_requests_along():
         await engine.check_integrity()
         result = await engine.generate(PROMPTS[1], greedy(5))
         await engine.close()
-        return [result.generated_tokens]
+        return [result.token_ids]
 
     assert asyncio.run(after()) == expected(PROMPTS[1:2], greedy(5))
     del stream

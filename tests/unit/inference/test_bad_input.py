@@ -242,7 +242,7 @@ def test_one_value_for_each_prompt_must_be_given_for_all(engine):
 def test_any_flat_sequence_of_ints_is_a_prompt(prompt):
     result = tiny_engine(MODEL).generate([prompt], greedy(3))[0]
     assert result.prompt_tokens == PROMPT
-    assert is_greedy(MODEL, PROMPT, result.generated_tokens)
+    assert is_greedy(MODEL, PROMPT, result.token_ids)
 
 
 @pytest.mark.parametrize(
@@ -369,14 +369,14 @@ def test_numbers_of_numpy_are_numbers():
     result = tiny_engine(MODEL, random_seed=np.int64(1)).generate(
         [PROMPT], params, RequestOptions(cache_breakpoints=torch.tensor([5, 8]))
     )[0]
-    assert len(result.generated_tokens) <= 30
+    assert len(result.token_ids) <= 30
 
 
 def test_a_temperature_may_be_an_int_that_fits_in_no_tensor_of_ints():
     (result,) = tiny_engine(MODEL).generate(
         [PROMPT], SamplingParams(temperature=2**64, num_tokens_to_generate=3)
     )
-    assert len(result.generated_tokens) == 3
+    assert len(result.token_ids) == 3
 
 
 def test_half_of_a_character_is_no_text():

@@ -20,8 +20,8 @@ MODEL = tiny_model()
 def ask(engine, prompt, count=4, **options):
     """Answers one prompt, checks the answer against the reference, returns its prefix report."""
     result = engine.generate([prompt], greedy(count), RequestOptions(**options))[0]
-    assert len(result.generated_tokens) == count
-    assert is_greedy(MODEL, prompt, result.generated_tokens)
+    assert len(result.token_ids) == count
+    assert is_greedy(MODEL, prompt, result.token_ids)
     report = result.prefix
     assert report.skipped_tokens + report.computed_tokens == report.prompt_tokens == len(prompt)
     engine.check_integrity()
@@ -119,7 +119,7 @@ def test_a_stopped_answer_is_resumed_before_its_stop_token():
     stop = next(token for i, token in enumerate(expected) if i > 3 and token not in expected[:i])
     kept = expected.index(stop)
     result = engine.generate([prompt], greedy(12, termination_id=stop))[0]
-    assert (result.finish_reason, result.generated_tokens) == ("stop", expected[:kept])
+    assert (result.finish_reason, result.token_ids) == ("stop", expected[:kept])
     history = prompt + expected[: kept + 1]
     assert ask(engine, [*history, 7, 8]).skipped_tokens == 80 + kept
 
@@ -131,7 +131,7 @@ def test_behaviour_5_sixteen_samples_share_one_prefill(mode, monkeypatch):
     prompt = random_tokens(90)
     results = engine.generate([prompt], greedy(3), RequestOptions(n=16))[0].samples
     assert len(results) == 16
-    assert all(is_greedy(MODEL, prompt, r.generated_tokens) for r in results)
+    assert all(is_greedy(MODEL, prompt, r.token_ids) for r in results)
     decoded = 3 if mode == "restore" else 2  # the last token runs too where its state is kept
     assert counter.tokens == 90 + 16 * decoded
     engine.check_integrity()
@@ -142,7 +142,7 @@ def test_behaviour_5_equal_prompts_added_at_once_are_prefilled_once(monkeypatch)
     counter = ForwardCounter(engine, monkeypatch)
     prompt = random_tokens(90)
     results = engine.generate([prompt] * 16, greedy(3))
-    assert all(is_greedy(MODEL, prompt, r.generated_tokens) for r in results)
+    assert all(is_greedy(MODEL, prompt, r.token_ids) for r in results)
     assert [r.prefix.skipped_tokens for r in results] == [0] + [90] * 15
     assert counter.tokens == 90 + 16 * 3
 
@@ -155,7 +155,7 @@ def test_single_flight_saves_the_junction_before_the_running_prefill_reaches_it(
     prompts = [base, base[:200] + random_tokens(30, seed=1), base[:100] + random_tokens(9, seed=2)]
     results = engine.generate(prompts, greedy(4))
     for prompt, result in zip(prompts, results):
-        assert is_greedy(MODEL, prompt, result.generated_tokens)
+        assert is_greedy(MODEL, prompt, result.token_ids)
     assert [r.prefix.skipped_tokens for r in results] == [0, 200, 100]
 
 
@@ -196,7 +196,7 @@ def test_behaviour_9_a_pool_too_small_for_any_checkpoint_serves_every_request():
     prompt = random_tokens(40)
     for _ in range(3):
         result = engine.generate([prompt], greedy(4))[0]
-        assert is_greedy(model, prompt, result.generated_tokens)
+        assert is_greedy(model, prompt, result.token_ids)
         assert result.prefix.skipped_tokens == 0
         engine.check_integrity()
     assert result.prefix.miss_reason is MissReason.BUDGET
@@ -222,4 +222,4 @@ def test_behaviour_10_cancelling_leaves_reference_counts_as_before(steps):
     engine.check_integrity()
     while not running.closed:
         engine.step()
-    assert is_greedy(MODEL, random_tokens(100), running.generated_tokens)
+    assert is_greedy(MODEL, random_tokens(100), running.token_ids)

@@ -68,7 +68,7 @@ def test_a_rendered_chat_is_the_chat():
         while engine.has_work:
             engine.step()
     assert whole.result().prompt_tokens == parts.result().prompt_tokens
-    assert whole.result().generated_tokens == parts.result().generated_tokens
+    assert whole.result().token_ids == parts.result().token_ids
     assert str(engines[1].explain(rendered)) == str(engines[0].explain(chat))
 
 
@@ -82,7 +82,7 @@ def test_a_chat_is_the_prompt_that_its_template_writes():
     tokens = tokenizer.apply_chat_template(chat)
     for result in (one, *rows, event.result):
         assert result.prompt_tokens == tokens
-        assert result.generated_tokens == one.generated_tokens
+        assert result.token_ids == one.token_ids
     assert engine.explain(chat).match.skipped_tokens == len(tokens)
 
 
@@ -114,7 +114,7 @@ def test_the_next_turn_of_a_template_that_drops_thoughts_resumes_where_they_bega
 def test_a_turn_that_starts_right_behind_an_answer_saves_no_second_state_there():
     engine, tokenizer = tiny_engine(MODEL, letters()), letters()
     chat = [SYSTEM, message("How long is a year?")]
-    answer = ask(engine, chat).generated_text
+    answer = ask(engine, chat).text
     turn = [*chat, message(answer, "assistant"), message("Around what?")]
     answered = len(tokenizer.render_chat(chat)) + COUNT
     assert ask(engine, turn).prefix.skipped_tokens == answered

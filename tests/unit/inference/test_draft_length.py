@@ -106,7 +106,7 @@ def test_decodes_that_began_at_different_times_try_their_drafts_together(cost):
 def test_a_step_has_drafts_where_they_pay_for_the_rows_of_its_graph(works_ahead):
     """One decode of four that knows its answer does not, alone it does."""
     model, prompt = tiny_model("M*"), random_tokens(20)
-    expected = tiny_engine(model).generate([prompt], greedy(20))[0].generated_tokens
+    expected = tiny_engine(model).generate([prompt], greedy(20))[0].token_ids
     engine = tiny_engine(model, speculation="lookup", num_speculative_tokens=3)
     oracle, asked = Oracle({0: expected}), []
 
@@ -124,7 +124,7 @@ def test_a_step_has_drafts_where_they_pay_for_the_rows_of_its_graph(works_ahead)
         before = request.num_generated
         engine.step()
         counts.append(request.num_generated - before)
-    assert request.generated_tokens == expected
+    assert request.token_ids == expected
     assert counts[1:7] == [1] * 6 and counts[9:11] == [4, 4]
     assert bool(asked) == works_ahead and len(asked) < 8  # nothing is computed in vain
 
@@ -171,7 +171,7 @@ def test_a_load_that_comes_and_goes_costs_no_acceptance():
 def test_a_request_that_is_joined_by_others_drafts_less_until_they_end():
     """And its answer is the same, and acceptance, too."""
     model, prompt = tiny_model("M*"), random_tokens(20)
-    expected = tiny_engine(model).generate([prompt], greedy(60))[0].generated_tokens
+    expected = tiny_engine(model).generate([prompt], greedy(60))[0].token_ids
     engine = tiny_engine(model, speculation="lookup", num_speculative_tokens=3)
     draft_with(engine, Oracle({0: expected, **{i: [] for i in range(1, 6)}}))
     engine.scheduler.draft_planner.costs = DraftCosts(
@@ -186,7 +186,7 @@ def test_a_request_that_is_joined_by_others_drafts_less_until_they_end():
         before = request.num_generated
         engine.step()
         counts.append(request.num_generated - before)
-    assert request.generated_tokens == expected
+    assert request.token_ids == expected
     assert counts[:4] == [1, 4, 4, 4] and counts[5:15] == [1] * 10 and counts[16:18] == [4, 4]
     assert request.draft_length.num_accepted == request.draft_length.num_drafts > 0
 
@@ -200,7 +200,7 @@ def test_a_request_says_how_many_drafts_it_wants_and_its_result_how_many_it_had(
         params = SamplingParams(top_k=1, num_tokens_to_generate=25, num_speculative_tokens=most)
         steps = engine.num_steps
         result = engine.generate([prompt], params)[0]
-        assert result.generated_tokens == plain.generated_tokens
+        assert result.token_ids == plain.token_ids
         numbers.append((engine.num_steps - steps, result.accepted_draft_tokens))
         drafts = result.draft_tokens
         assert result.accepted_draft_tokens == drafts

@@ -77,12 +77,12 @@ CHANGED = dict(
 def test_equal_seeds_draw_equal_tokens_in_any_batch_cut_and_mode():
     prompt = random_tokens(60)
     params = sampled(12, seed=5, **CHANGED)
-    alone = tiny_engine().generate([prompt], params)[0].generated_tokens
+    alone = tiny_engine().generate([prompt], params)[0].token_ids
     others = [random_tokens(length, seed=length) for length in (5, 31)]
     for mode, max_tokens in (("off", 7), ("memory_only", 512), ("restore", 1), ("restore", 40)):
         engine = tiny_engine(prefix_caching=mode, max_tokens=max_tokens)
         results = engine.generate([*others, prompt, prompt], params)
-        assert [r.generated_tokens for r in results[2:]] == [alone, alone]
+        assert [r.token_ids for r in results[2:]] == [alone, alone]
 
 
 @pytest.mark.parametrize("pattern", ["M*", "G-", "KS"])
@@ -98,11 +98,11 @@ def test_equal_seeds_draw_equal_tokens_across_preemption():
     prompts = [random_tokens(20, seed=seed) for seed in range(4)]
     params = sampled(40, seed=5, **{**CHANGED, "min_tokens": 40})
     alone = tiny_engine(prefix_caching="off")
-    expected = [alone.generate([prompt], params)[0].generated_tokens for prompt in prompts]
+    expected = [alone.generate([prompt], params)[0].token_ids for prompt in prompts]
     engine = small_pool_engine("restore")
     results = engine.generate(prompts, params)
     assert engine.stats()["preemptions"] > 0
-    assert [r.generated_tokens for r in results] == expected
+    assert [r.token_ids for r in results] == expected
 
 
 def test_samples_of_one_prompt_differ_and_repeat():
@@ -110,7 +110,7 @@ def test_samples_of_one_prompt_differ_and_repeat():
     runs = []
     for engine in (tiny_engine(), tiny_engine(max_requests=4, max_tokens=9)):
         samples = engine.generate([prompt], sampled(10, seed=3), RequestOptions(n=4))[0].samples
-        runs.append([sample.generated_tokens for sample in samples])
+        runs.append([sample.token_ids for sample in samples])
     assert runs[0] == runs[1]
     assert len({tuple(tokens) for tokens in runs[0]}) == 4
 
@@ -120,7 +120,7 @@ def test_requests_without_seed_differ_and_repeat_with_the_engines():
 
     def run(**fields):
         results = tiny_engine(**fields).generate([prompt] * 3, sampled(10))
-        return [result.generated_tokens for result in results]
+        return [result.token_ids for result in results]
 
     first = run()
     assert len({tuple(tokens) for tokens in first}) == 3
@@ -145,7 +145,7 @@ def test_what_was_refused_changes_no_later_draw():
         for prompts in refused:
             with pytest.raises(ValueError, match=f"prompt {len(prompts) - 1}: .*empty"):
                 engine.generate(prompts, sampled(10))
-        return engine.generate([random_tokens(20)], sampled(10))[0].generated_tokens
+        return engine.generate([random_tokens(20)], sampled(10))[0].token_ids
 
     assert drawn([[random_tokens(20), random_tokens(9), []], [[]]]) == drawn([])
 
@@ -189,7 +189,7 @@ def test_top_n_log_probs_of_prompt_and_answer(max_tokens):
     prompt = random_tokens(30)
     params = greedy(5, return_log_probs=True, top_n_logprobs=3)
     result = tiny_engine(max_tokens=max_tokens).generate([prompt], params)[0]
-    logits = full_logits(MODEL, prompt + result.generated_tokens).log_softmax(-1)
+    logits = full_logits(MODEL, prompt + result.token_ids).log_softmax(-1)
     assert len(result.prompt_top_n_logprobs) == len(prompt) - 1
     tops = [*result.prompt_top_n_logprobs, *result.top_n_logprobs]
     for row, best in zip(logits[:-1], tops, strict=True):
@@ -206,7 +206,7 @@ def test_processed_log_probs_are_of_the_tempered_and_truncated_distribution():
     )
     engine = tiny_engine(logprobs_mode="processed_logprobs")
     result = engine.generate([prompt], params)[0]
-    tokens = prompt + result.generated_tokens
+    tokens = prompt + result.token_ids
     logits = (full_logits(MODEL, tokens).double() / 0.5)[:-1]
     best = logits.topk(5)
     kept = torch.full_like(logits, -torch.inf).scatter(1, best.indices, best.values)
@@ -257,12 +257,12 @@ def test_zero_tokens_run_the_prompt_alone(mode):
     engine = tiny_engine(prefix_caching=mode)
     prompt = random_tokens(50)
     result = engine.generate([prompt], greedy(0), RequestOptions(n=2))[0]
-    assert [sample.generated_tokens for sample in result.samples] == [[], []]
+    assert [sample.token_ids for sample in result.samples] == [[], []]
     assert result.finish_reason == "length"
     assert engine.stats()["forward_tokens"] == 50
     second = engine.generate([prompt], greedy(4))[0]
     assert second.prefix.skipped_tokens == (50 if mode == "restore" else 0)
-    assert is_greedy(MODEL, prompt, second.generated_tokens)
+    assert is_greedy(MODEL, prompt, second.token_ids)
     assert_idle(engine)
 
 
@@ -275,7 +275,7 @@ def test_requests_of_other_salts_do_not_wait_for_each_other():
     engine.step()
     assert [request.num_computed for request in requests] == [90, 90, 0]
     finish(engine, *requests)
-    assert [request.report.skipped_tokens for request in requests] == [0, 0, 90]
+    assert [request.prefix.skipped_tokens for request in requests] == [0, 0, 90]
 
 
 def test_positions_from_an_iterator_hold_for_every_prompt():
@@ -295,7 +295,7 @@ def test_arguments_for_each_prompt():
         [greedy(1), greedy(3)],
         [RequestOptions(salt="a"), RequestOptions(cache_breakpoints=[7], n=2, salt="b")],
     )
-    assert [len(result.generated_tokens) for result in results] == [1, 3]
+    assert [len(result.token_ids) for result in results] == [1, 3]
     assert [len(result.samples) for result in results] == [1, 2]
     follower = engine.generate([[*prompts[1][:7], 3]], greedy(1), RequestOptions(salt="b"))[0]
     assert follower.prefix.skipped_tokens == 7
@@ -314,8 +314,8 @@ def test_n_samples_share_pages_and_queue_for_slots():
     assert tables[0] == tables[1] == tables[2]
     finish(engine, long, *request.samples)
     expected = tiny_engine().generate([prompt], sampled(20, seed=1), RequestOptions(n=4))[0].samples
-    assert [s.generated_tokens for s in request.samples] == [s.generated_tokens for s in expected]
-    late = request.samples[3].report
+    assert [s.token_ids for s in request.samples] == [s.token_ids for s in expected]
+    late = request.samples[3].prefix
     assert (late.skipped_tokens, late.prompt_tokens) == (100, 100)
     assert_idle(engine)
 
@@ -330,19 +330,19 @@ def test_result_fields():
     assert result.samples[1].samples == [result.samples[1]]
     assert [sample.request_id for sample in result.samples] == [0, 1]
     for sample in result.samples:
-        assert sample.generated_text == ByteTokenizer().detokenize(sample.generated_tokens)
+        assert sample.text == ByteTokenizer().detokenize(sample.token_ids)
         assert sample.finish_reason == "length"
         assert 0 < sample.time_to_first_token <= sample.total_time
         assert sample.log_probs is sample.prompt_log_probs is sample.top_n_logprobs is None
         assert sample.prefix.prompt_tokens == len(result.prompt_tokens)
     assert result.samples[1].prefix.skipped_tokens == len(result.prompt_tokens)
-    assert tiny_engine().generate([[1, 2]], greedy(2))[0].generated_text is None
+    assert tiny_engine().generate([[1, 2]], greedy(2))[0].text is None
 
 
 def test_a_result_becomes_json():
     result = tiny_engine().generate([[1, 2]], greedy(2), RequestOptions(n=2))[0]
     values = json.loads(json.dumps(dataclasses.asdict(result)))
-    assert values["generated_tokens"] == result.generated_tokens
+    assert values["token_ids"] == result.token_ids
     (other,) = values["other_samples"]
     assert (other["request_id"], other["other_samples"]) == (1, [])
 
@@ -365,18 +365,18 @@ def test_a_tokenizer_that_fails_ends_only_the_answer_that_it_fails_at(stop_words
     results = engine.generate(prompts, params)
     assert results[1].finish_reason == "error"
     assert results[1].error == f"IndexError: piece id {bad} is out of range"
-    assert results[1].generated_text is None
+    assert results[1].text is None
     reached = answers[1].index(bad) + 1 if stop_words else 6
-    assert results[1].generated_tokens == answers[1][:reached]
+    assert results[1].token_ids == answers[1][:reached]
     for index in (0, 2):
-        assert results[index].generated_tokens == answers[index]
+        assert results[index].token_ids == answers[index]
         assert (results[index].finish_reason, results[index].error) == ("length", None)
     assert engine.generate(prompts[:1], params)[0].prefix.skipped_tokens >= 16
     *_, last = engine.stream(prompts[1], params)
     assert (last.result.error, last.result.finish_reason) == (results[1].error, "error")
-    assert last.result.generated_tokens == results[1].generated_tokens
+    assert last.result.token_ids == results[1].token_ids
     request = engine.add_request(prompts[1], greedy(40))
-    while bad not in request.generated_tokens:
+    while bad not in request.token_ids:
         engine.step()
     engine.cancel(request)
     assert (request.result().finish_reason, request.error) == ("cancelled", results[1].error)
@@ -386,12 +386,12 @@ def test_a_tokenizer_that_fails_ends_only_the_answer_that_it_fails_at(stop_words
 def test_a_handle_shows_the_answer_so_far():
     engine = tiny_engine()
     request = engine.add_request(random_tokens(20), greedy(6))
-    assert (request.result().generated_tokens, request.result().finish_reason) == ([], "waiting")
+    assert (request.result().token_ids, request.result().finish_reason) == ([], "waiting")
     for _ in range(3):
         engine.step()
     partial = request.result()
     assert partial.finish_reason == "decode"
-    assert partial.generated_tokens == greedy_tokens(MODEL, random_tokens(20), 3)
+    assert partial.token_ids == greedy_tokens(MODEL, random_tokens(20), 3)
     assert partial.total_time is None
 
 
@@ -411,7 +411,7 @@ def test_keys_and_values_in_fewer_bits(kv_cache_dtype):
     for skipped in (0, 60):
         result = engine.generate([prompt], params)[0]
         assert result.prefix.skipped_tokens == skipped
-        first = exact[result.generated_tokens[0]].item()
+        first = exact[result.token_ids[0]].item()
         assert result.log_probs[0] == pytest.approx(first, abs=0.1)
         assert first > exact.max() - 0.1
     wide = tiny_engine(cache_bytes=engine.config.cache_bytes)
@@ -433,7 +433,7 @@ def test_a_model_whose_parameters_were_cast_serves_repeated_prompts():
     engine, prompt = tiny_engine(model), random_tokens(50)
     first, again = (engine.generate([prompt], greedy(6))[0] for _ in range(2))
     assert again.prefix.skipped_tokens == 50
-    assert first.generated_tokens == again.generated_tokens == greedy_tokens(model, prompt, 6)
+    assert first.token_ids == again.token_ids == greedy_tokens(model, prompt, 6)
 
 
 @pytest.mark.parametrize("field", ["params_dtype", "recurrent_state_dtype"])
@@ -445,7 +445,7 @@ def test_a_model_or_its_states_in_bf16(field):
         result = engine.generate([prompt], greedy(1))[0]
         assert result.prefix.skipped_tokens == skipped
         logits = full_logits(model, prompt)[-1].float()
-        assert logits[result.generated_tokens[0]] > logits.max() - 0.1
+        assert logits[result.token_ids[0]] > logits.max() - 0.1
 
 
 # Cancel ------------------------------------------------------------------------------------------
@@ -477,13 +477,13 @@ def test_cancel_at_every_stage(mode, n, steps):
         assert sample.finish_reason == ("length" if done else "cancelled")
         result = sample.result()
         assert result.prefix.prompt_tokens == 60
-        assert is_greedy(MODEL, result.prompt_tokens, result.generated_tokens)
+        assert is_greedy(MODEL, result.prompt_tokens, result.token_ids)
     engine.cancel(request)  # once more changes nothing
     finish(engine, kept)
-    assert is_greedy(MODEL, random_tokens(30, seed=1), kept.generated_tokens)
+    assert is_greedy(MODEL, random_tokens(30, seed=1), kept.token_ids)
     assert_idle(engine)
     again = engine.generate([random_tokens(60)], greedy(4))[0]
-    assert is_greedy(MODEL, random_tokens(60), again.generated_tokens)
+    assert is_greedy(MODEL, random_tokens(60), again.token_ids)
 
 
 def test_the_steps_above_reach_every_stage():
@@ -528,9 +528,9 @@ def test_cancel_while_waiting_for_a_running_prefill():
     engine.cancel(second)
     engine.cancel(first)  # the third waits for nobody any more
     finish(engine, third)
-    assert is_greedy(MODEL, random_tokens(100), third.generated_tokens)
+    assert is_greedy(MODEL, random_tokens(100), third.token_ids)
     # What the first had computed is there, with the state that it stopped at.
-    assert (third.report.shared_tokens, third.report.skipped_tokens) == (32, 32)
+    assert (third.prefix.shared_tokens, third.prefix.skipped_tokens) == (32, 32)
     assert_idle(engine)
 
 
@@ -538,15 +538,15 @@ def test_cancel_while_waiting_for_a_running_prefill():
 def test_the_next_turn_resumes_where_an_answer_was_cancelled(answered):
     engine = tiny_engine()
     request = engine.add_request(random_tokens(40), greedy(30))
-    while len(request.generated_tokens) < answered:
+    while len(request.token_ids) < answered:
         engine.step()
     engine.cancel(request)
-    next_turn = random_tokens(40) + request.generated_tokens + [7, 8, 9]
+    next_turn = random_tokens(40) + request.token_ids + [7, 8, 9]
     later = engine.add_request(next_turn, greedy(4))
     finish(engine, later)
     # The last token was drawn and not computed: the state lies before it.
-    assert later.report.skipped_tokens == 40 + answered - 1
-    assert is_greedy(MODEL, next_turn, later.generated_tokens)
+    assert later.prefix.skipped_tokens == 40 + answered - 1
+    assert is_greedy(MODEL, next_turn, later.token_ids)
     assert_idle(engine)
 
 
@@ -570,7 +570,7 @@ def test_parked_bytes_of_a_failed_step_go_when_the_request_starts_again():
     finish(engine, *requests)
     assert engine.stats()["parked_bytes"] == 0
     for request, seed in zip(requests, range(4)):
-        assert is_greedy(MODEL, random_tokens(20, seed=seed), request.generated_tokens)
+        assert is_greedy(MODEL, random_tokens(20, seed=seed), request.token_ids)
     assert_idle(engine)
 
 
@@ -625,7 +625,7 @@ def test_a_preempted_request_goes_on_where_it_stopped(mode, pattern):
     assert stats["preemptions"] > 0
     for request in requests:
         check_answer(model, request)
-        assert request.report.prompt_tokens == 20
+        assert request.prefix.prompt_tokens == 20
     # Every prompt token once, every answer token but its last once; the last one where its state
     # is kept and there is room for that.
     exact = 4 * 20 + 4 * 39
@@ -654,7 +654,7 @@ def test_strangers_wait_rather_than_push_out_what_others_come_back_to(pattern, m
     assert engine.stats()["held_back"] > 0
     for request in (*strangers, *asked):
         check_answer(model, request)
-    assert sum(request.report.skipped_tokens >= 96 for request in asked) >= 2
+    assert sum(request.prefix.skipped_tokens >= 96 for request in asked) >= 2
     assert_idle(engine)
 
 
@@ -673,9 +673,9 @@ def test_a_request_preempted_in_its_prefill_forks_as_ever(pattern):
     finish(engine, first, *request.samples)
     for sample in request.samples:
         check_answer(model, sample)
-        assert (sample.report.prompt_tokens, sample.result().prefix.prompt_tokens) == (64, 64)
-    assert request.report.skipped_tokens == 0
-    assert request.samples[1].report.skipped_tokens in (0, 64)  # forked, or started again
+        assert (sample.prefix.prompt_tokens, sample.result().prefix.prompt_tokens) == (64, 64)
+    assert request.prefix.skipped_tokens == 0
+    assert request.samples[1].prefix.skipped_tokens in (0, 64)  # forked, or started again
     assert_idle(engine)
 
 
@@ -726,9 +726,9 @@ def test_a_request_that_comes_again_is_counted_once(steps):
     more = {name: count - before[name] for name, count in engine.stats().items()}
     assert more["requests"] == 1
     assert more["prompt_tokens"] == 60
-    assert more["skipped_tokens"] == request.report.skipped_tokens
+    assert more["skipped_tokens"] == request.prefix.skipped_tokens
     lost = sum(more[f"lost_tokens_{reason.value}"] for reason in MissReason)
-    assert lost <= 40 - request.report.skipped_tokens
+    assert lost <= 40 - request.prefix.skipped_tokens
 
 
 FAILING = {
@@ -882,7 +882,7 @@ def test_generate_takes_its_requests_back_when_the_forward_fails():
         engine.generate([random_tokens(40), random_tokens(50)], greedy(3), RequestOptions(n=2))
     assert engine.scheduler.waiting or engine.scheduler.running
     finish(engine, other)
-    assert is_greedy(MODEL, random_tokens(30), other.generated_tokens)
+    assert is_greedy(MODEL, random_tokens(30), other.token_ids)
     assert_idle(engine)
 
 
@@ -895,8 +895,8 @@ def test_requests_up_to_the_very_limits():
     counts = (63, 1, 0, 32)
     results = engine.generate(prompts, [greedy(count) for count in counts])
     for prompt, count, result in zip(prompts, counts, results):
-        assert len(result.generated_tokens) == count
-        assert is_greedy(MODEL, prompt, result.generated_tokens)
+        assert len(result.token_ids) == count
+        assert is_greedy(MODEL, prompt, result.token_ids)
     with pytest.raises(ValueError, match="65 tokens, max_sequence_length is 64"):
         engine.generate([random_tokens(65)], greedy(0))
 
@@ -915,7 +915,7 @@ def test_stats_add_up():
     assert stats["pages_in_use"] == 0 < stats["peak_pages_in_use"]
     assert stats["pool_bytes"] == (stats["pages"] + 1) * stats["page_bytes"]
     assert stats["leases"] == stats["requests_running"] == stats["requests_waiting"] == 0
-    assert all(isinstance(value, int) for value in stats.values())
+    assert stats["hit_rate"] == stats["skipped_tokens"] / 121
 
 
 def test_a_greedy_engine_ignores_the_seed():
@@ -925,7 +925,7 @@ def test_a_greedy_engine_ignores_the_seed():
         for seed in (1, 2)
         for params in (greedy(4), sampled(4, temperature=0.0))
     ]
-    assert {tuple(run.generated_tokens) for run in runs} == {tuple(greedy_tokens(MODEL, prompt, 4))}
+    assert {tuple(run.token_ids) for run in runs} == {tuple(greedy_tokens(MODEL, prompt, 4))}
 
 
 def test_a_model_in_training_mode_is_not_asked():
@@ -940,7 +940,7 @@ def test_a_model_in_training_mode_is_not_asked():
     model.eval()
     while not request.closed:
         engine.step()
-    assert request.generated_tokens == greedy_tokens(model, prompt, 4)
+    assert request.token_ids == greedy_tokens(model, prompt, 4)
 
 
 def test_explain_tells_what_is_known_and_changes_nothing():

@@ -53,7 +53,7 @@ def inside(monkeypatch):
         thread.join()
     while engine.has_work:
         engine.step()
-    assert request.generated_tokens == greedy_tokens(MODEL, PROMPT, 5)
+    assert request.token_ids == greedy_tokens(MODEL, PROMPT, 5)
     assert engine.stats()["requests"] == 1
     engine.check_integrity()
 
@@ -113,7 +113,7 @@ def test_a_stream_that_cannot_step_now_goes_on_later(monkeypatch):
     engine.step()
     monkeypatch.undo()
     assert len(errors) == 1
-    tokens = [token for output in stream for token in output.tokens]
+    tokens = [token for output in stream for token in output.token_ids]
     assert tokens == greedy_tokens(MODEL, PROMPT, 5)
 
 
@@ -130,7 +130,7 @@ def test_a_call_inside_a_step_is_refused(monkeypatch):
     monkeypatch.setattr(engine.runner, "forward", steps)
     while engine.has_work:
         engine.step()
-    assert request.generated_tokens == greedy_tokens(MODEL, PROMPT, 2) and engine.epoch == 0
+    assert request.token_ids == greedy_tokens(MODEL, PROMPT, 2) and engine.epoch == 0
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

@@ -44,12 +44,12 @@ def serve(body, **fields):
 
 
 async def read(stream) -> list[int]:
-    return [token async for output in stream for token in output.tokens]
+    return [token async for output in stream for token in output.token_ids]
 
 
 def expected(prompts=PROMPTS, params=PARAMS) -> list[list[int]]:
     results = tiny_engine(MODEL).generate(prompts, params)
-    return [result.generated_tokens for result in results]
+    return [result.token_ids for result in results]
 
 
 def streams(engine) -> list:
@@ -149,7 +149,7 @@ def test_a_request_that_always_fails_ends_after_three_tries_and_no_other(place, 
         later = asyncio.create_task(engine.generate(PROMPTS[0][:9], greedy(5)))
         with pytest.raises(InjectedError):
             await poisoned
-        assert (await later).generated_tokens == expected([PROMPTS[0][:9]], greedy(5))[0]
+        assert (await later).token_ids == expected([PROMPTS[0][:9]], greedy(5))[0]
         return await asyncio.gather(*tasks)
 
     tokens, stats = serve(body, max_requests=16, max_tokens=128)
@@ -190,7 +190,7 @@ def test_one_sample_that_always_fails_ends_its_request(monkeypatch):
         other = asyncio.create_task(engine.generate(PROMPTS[1], PARAMS[1]))
         with pytest.raises(InjectedError):
             await samples
-        return (await other).generated_tokens
+        return (await other).token_ids
 
     assert serve(body)[0] == expected(PROMPTS[1:2], PARAMS[1:2])[0]
 

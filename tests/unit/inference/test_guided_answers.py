@@ -74,8 +74,8 @@ def test_greedy_is_the_argmax_of_the_tokens_that_are_allowed():
             expected.append(max(allowed, key=lambda token: row[token].item()))
             answer += PIECES[expected[-1]]
         (result,) = engine_of().generate([prompt], sampled(top_k=1), RequestOptions(guide=guide))
-        assert result.generated_tokens == expected and result.finish_reason == "stop"
-        assert result.generated_text.encode() == answer
+        assert result.token_ids == expected and result.finish_reason == "stop"
+        assert result.text.encode() == answer
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_answers_match_a_regex(pattern):
     results = engine.generate(prompts, sampled(), RequestOptions(guide=Guide.regex(pattern)))
     for result in results:
         assert result.finish_reason == "stop"
-        assert re.fullmatch(pattern, result.generated_text, re.DOTALL | re.ASCII)
-    assert len({result.generated_text for result in results}) > 1
+        assert re.fullmatch(pattern, result.text, re.DOTALL | re.ASCII)
+    assert len({result.text for result in results}) > 1
 
 
 def test_without_a_stop_token_the_last_token_of_the_vocabulary_is_not_drawn():
@@ -98,7 +98,7 @@ def test_without_a_stop_token_the_last_token_of_the_vocabulary_is_not_drawn():
         [PROMPT] * 4, params, RequestOptions(guide=Guide.regex("e+"))
     )
     assert {result.finish_reason for result in results} == {"length"}
-    assert {token for result in results for token in result.generated_tokens} == {ord("e")}
+    assert {token for result in results for token in result.token_ids} == {ord("e")}
 
 
 # JSON --------------------------------------------------------------------------------------------
@@ -196,8 +196,8 @@ def test_answers_fit_their_json_schemas(schemas, seed):
     results = ENGINE.generate([PROMPT] * 4, params, options)
     for schema, result in zip(schemas, results):
         for sample in result.samples:
-            assert sample.finish_reason == "stop", sample.generated_text
-            assert fits(json.loads(sample.generated_text), schema)
+            assert sample.finish_reason == "stop", sample.text
+            assert fits(json.loads(sample.text), schema)
 
 
 def test_a_cut_answer_is_the_beginning_of_an_allowed_one():
@@ -206,14 +206,14 @@ def test_a_cut_answer_is_the_beginning_of_an_allowed_one():
     )
     assert result.finish_reason == "length"
     (whole,) = engine_of().generate([PROMPT], sampled(), RequestOptions(guide=WORD))
-    assert whole.generated_tokens[:3] == result.generated_tokens
+    assert whole.token_ids[:3] == result.token_ids
 
 
 # What must not change an answer ------------------------------------------------------------------
 
 
 def answers_of(result) -> list[list[int]]:
-    return [sample.generated_tokens for sample in result.samples]
+    return [sample.token_ids for sample in result.samples]
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +268,7 @@ def test_answers_are_the_same_after_failed_steps_and_new_weights(expected):
         if count == 4:
             engine.update_weights()
         engine.step()
-    assert [sample.generated_tokens for sample in request.samples] == expected
+    assert [sample.token_ids for sample in request.samples] == expected
 
 
 def test_another_process_makes_the_same_answers_of_the_spec(expected):
@@ -279,7 +279,7 @@ def test_another_process_makes_the_same_answers_of_the_spec(expected):
     other.scheduler.add(request)
     while other.has_work:
         other.step()
-    assert [sample.generated_tokens for sample in request.samples] == expected
+    assert [sample.token_ids for sample in request.samples] == expected
 
 
 # Ends --------------------------------------------------------------------------------------------
@@ -289,12 +289,12 @@ def test_a_stop_token_ends_an_answer_only_where_the_guide_may_end():
     engine = engine_of()
     likely = sampled(logit_bias={256: 100}, top_k=1)
     (result,) = engine.generate([PROMPT], likely, RequestOptions(guide=Guide.regex("a{3}b*")))
-    assert (result.generated_text, result.finish_reason) == ("aaa", "stop")
+    assert (result.text, result.finish_reason) == ("aaa", "stop")
     (result,) = engine.generate([PROMPT], likely, RequestOptions(guide=Guide.regex("(yes)?"), n=1))
-    assert (result.generated_text, result.finish_reason) == ("", "stop")
+    assert (result.text, result.finish_reason) == ("", "stop")
     params = sampled(logit_bias={256: 100}, top_k=1, ignore_termination=True)
     (result,) = engine.generate([PROMPT], params, RequestOptions(guide=Guide.regex("a{3}b?")))
-    assert (result.generated_text, result.finish_reason) == ("aaab", "stop")
+    assert (result.text, result.finish_reason) == ("aaab", "stop")
 
 
 @pytest.mark.parametrize("min_tokens", [0, 9])
@@ -302,7 +302,7 @@ def test_a_stop_token_that_the_guide_needs_is_text_until_the_answer_may_end(min_
     b, c = ord("b"), ord("c")
     params = sampled(stop_token_ids=[b, c], logit_bias={b: 100, c: 90}, min_tokens=min_tokens)
     results = engine_of().generate([PROMPT] * 3, params, of_regexes("[0-9]bc", "[bd]{2}x", "bcb*"))
-    digit, other, open_end = [result.generated_text for result in results]
+    digit, other, open_end = [result.text for result in results]
     assert re.fullmatch("[0-9]bc", digit) and other == "ddx"
     assert re.fullmatch("bcb*", open_end)
     assert {result.finish_reason for result in results} == {"stop"}
@@ -311,7 +311,7 @@ def test_a_stop_token_that_the_guide_needs_is_text_until_the_answer_may_end(min_
 def test_min_tokens_hold_until_the_guide_is_over():
     params = sampled(logit_bias={256: 100}, min_tokens=5)
     results = engine_of().generate([PROMPT] * 3, params, of_regexes("a{2}b*", "a{2}", ""))
-    assert [len(result.generated_tokens) for result in results] == [5, 2, 0]
+    assert [len(result.token_ids) for result in results] == [5, 2, 0]
     assert {result.finish_reason for result in results} == {"stop"}
 
 
@@ -321,7 +321,7 @@ def test_an_answer_that_the_tokenizer_cannot_go_on_with_ends_with_an_error():
     engine = tiny_engine(MODEL, tokenizer)
     stuck, other = engine.generate([PROMPT] * 2, sampled(), of_regexes("aé", "ab"))
     assert stuck.finish_reason == "error" and "relax it" in stuck.error
-    assert other.generated_tokens == [0, 1]
+    assert other.token_ids == [0, 1]
 
 
 # The door ----------------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def test_an_async_engine_compiles_off_its_thread(monkeypatch, expected):
             generate = partial(engine.generate, PROMPT, sampled())
             results = await asyncio.gather(generate(RequestOptions(guide=WORD, n=3)), generate())
             stream = engine.stream(PROMPT, sampled(), RequestOptions(guide=WORD))
-            streamed = [token async for output in stream for token in output.tokens]
+            streamed = [token async for output in stream for token in output.token_ids]
             with pytest.raises(ValueError, match="cannot be used"):
                 await generate(RequestOptions(guide=Guide.regex("(a")))
             with pytest.raises(ValueError, match="cannot be used"):

@@ -64,7 +64,7 @@ def test_a_step_waits_for_its_device_once_when_all_of_it_is_queued(monkeypatch, 
             engine.step()
         for prompt, request in zip(prompts, requests):
             if request.params.is_greedy and encoding == "exact":
-                assert is_greedy(model, prompt, request.result().generated_tokens)
+                assert is_greedy(model, prompt, request.result().token_ids)
     stats = engine.stats()
     assert stats["skipped_tokens"] > 0 and stats["checkpoints"] > 0
     assert max(waits) == 1 and sum(waits) >= 8

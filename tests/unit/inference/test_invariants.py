@@ -66,7 +66,7 @@ def test_invariant_1_holds_at_any_scale_of_the_logits(scale):
     engine = tiny_engine(model)
     recorder = LogitsRecorder(engine)
     for prompt, request in zip(FAMILY, run_family(engine), strict=True):
-        assert is_greedy(model, prompt, request.generated_tokens)
+        assert is_greedy(model, prompt, request.token_ids)
     recorder.check(model, scale)
 
 
@@ -201,7 +201,7 @@ def test_invariant_5_a_checkpoint_is_visible_after_its_forward_and_not_before(fa
     for prompt in FAMILY:
         result = engine.generate([prompt], greedy(5))[0]
         assert result.prefix.skipped_tokens == len(prompt)
-        assert is_greedy(MODEL, prompt, result.generated_tokens)
+        assert is_greedy(MODEL, prompt, result.token_ids)
 
 
 # 6. Slots and pages of others --------------------------------------------------------------------
@@ -279,7 +279,7 @@ def test_invariant_8_a_checkpoint_without_room_is_skipped_and_counted(pattern):
     skipped = 0
     for request in run_family(engine, after_step=engine.check_integrity):
         check_answer(model, request)
-        skipped += request.report.checkpoints_skipped
+        skipped += request.prefix.checkpoints_skipped
     assert engine.stats()["checkpoints_no_room"] == skipped > 0
 
 

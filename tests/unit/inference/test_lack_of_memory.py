@@ -30,7 +30,7 @@ def test_invariant_8_a_state_without_memory_to_encode_it_is_not_saved(monkeypatc
     prompt = random_tokens(100)
     monkeypatch.setattr(CachePool, "save_checkpoint", without_memory)
     result = engine.generate([prompt], greedy(5))[0]
-    assert is_greedy(MODEL, prompt, result.generated_tokens)
+    assert is_greedy(MODEL, prompt, result.token_ids)
     assert result.prefix.checkpoints_saved == 0 and result.prefix.checkpoints_skipped >= 2
     stats = engine.stats()
     assert stats["checkpoints"] == 0 and stats["checkpoints_no_room"] >= 2
@@ -43,7 +43,7 @@ def test_invariant_8_a_state_without_memory_to_enter_it_is_not_saved(monkeypatch
     prompt = random_tokens(100)
     monkeypatch.setattr(engine.cache._index, "store", no_memory)
     result = engine.generate([prompt], greedy(5))[0]
-    assert is_greedy(MODEL, prompt, result.generated_tokens)
+    assert is_greedy(MODEL, prompt, result.token_ids)
     assert result.prefix.checkpoints_saved == 0 and result.prefix.checkpoints_skipped >= 2
     engine.check_integrity()
 
@@ -75,7 +75,7 @@ def test_an_end_that_finds_no_memory_to_be_noted_is_an_end(monkeypatch):
     engine.cancel(long)
     assert long.closed and not engine.has_work
     for prompt, request in zip(prompts, (short, long)):
-        assert is_greedy(MODEL, prompt, request.result().generated_tokens)
+        assert is_greedy(MODEL, prompt, request.result().token_ids)
     assert engine.requests() == []
     engine.check_integrity()
 
@@ -101,7 +101,7 @@ def test_siblings_wait_in_line_where_starting_a_later_one_fails(monkeypatch):
                 engine.step()
     while engine.has_work:
         engine.step()
-    answers = [sample.generated_tokens for sample in request.result().samples]
+    answers = [sample.token_ids for sample in request.result().samples]
     assert len(answers) == 5
     assert all(is_greedy(MODEL, request.result().prompt_tokens, answer) for answer in answers)
     engine.check_integrity()
@@ -115,7 +115,7 @@ def test_without_memory_to_park_it_a_preempted_request_starts_from_what_is_cache
     results = engine.generate(prompts, greedy(60))
     assert engine.stats()["preemptions"] > 0
     for prompt, result in zip(prompts, results):
-        assert is_greedy(model, prompt, result.generated_tokens)
+        assert is_greedy(model, prompt, result.token_ids)
     engine.check_integrity()
 
 
@@ -125,7 +125,7 @@ def test_invariant_8_tokens_without_memory_to_publish_them_are_not_found_by_othe
     with monkeypatch.context() as patch:
         patch.setattr(engine.cache._index, "insert", no_memory)
         result = engine.generate([prompt], greedy(5))[0]
-    assert is_greedy(MODEL, prompt, result.generated_tokens)
+    assert is_greedy(MODEL, prompt, result.token_ids)
     assert engine.explain(prompt).match.shared_tokens == 0
     engine.check_integrity()
     engine.generate([prompt], greedy(1))
@@ -148,8 +148,8 @@ def test_invariant_8_a_state_without_memory_to_restore_it_is_computed(monkeypatc
         monkeypatch.undo()
     while engine.has_work:
         engine.step()
-    assert is_greedy(MODEL, request.result().prompt_tokens, request.generated_tokens)
-    assert is_greedy(MODEL, other.result().prompt_tokens, other.generated_tokens)
+    assert is_greedy(MODEL, request.result().prompt_tokens, request.token_ids)
+    assert is_greedy(MODEL, other.result().prompt_tokens, other.token_ids)
     engine.check_integrity()
 
 
@@ -173,7 +173,7 @@ def test_requests_are_neither_lost_nor_stuck_while_pages_cannot_be_counted(monke
     while engine.has_work:
         engine.step()
     for prompt, request in zip(prompts[:3], requests):
-        assert is_greedy(MODEL, prompt, request.generated_tokens)
+        assert is_greedy(MODEL, prompt, request.token_ids)
     engine.check_integrity()
     assert not engine.cache.allocator.ref_counts.any()
 

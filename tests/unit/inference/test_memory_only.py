@@ -16,7 +16,7 @@ def test_blocks_are_shared_and_every_token_is_computed():
     engine.step()
     second = engine.add_request(PROMPT, greedy(8))
     engine.step()
-    assert second.report.shared_tokens == len(PROMPT) and second.lease.skipped_tokens == 0
+    assert second.prefix.shared_tokens == len(PROMPT) and second.lease.skipped_tokens == 0
     # One decode token of the first request, then every prompt token of the second.
     layout = engine.context.ragged_layout()
     assert (layout.lengths, layout.start_positions[1]) == ((1, len(PROMPT)), 0)
@@ -28,5 +28,5 @@ def test_blocks_are_shared_and_every_token_is_computed():
     assert (engine.cache.allocator.ref_counts[shared] == 2).all()
     while not second.done:
         engine.step()
-    assert is_greedy(tiny_model(), PROMPT, second.generated_tokens)
+    assert is_greedy(tiny_model(), PROMPT, second.token_ids)
     engine.check_integrity()

@@ -49,8 +49,8 @@ def test_abort_ends_requests_with_what_they_have():
             result = await task
             for each in (last.result, *result.samples):
                 assert each.finish_reason == "cancelled"
-                assert len(each.generated_tokens) < LONG
-            assert last.result.generated_tokens[: len(first.tokens)] == first.tokens
+                assert len(each.token_ids) < LONG
+            assert last.result.token_ids[: len(first.token_ids)] == first.token_ids
             late = asyncio.create_task(engine.generate(PROMPT, greedy(4)))
             bad = asyncio.create_task(engine.generate([], greedy(4)))
             await engine.pause_generation()
@@ -72,7 +72,7 @@ def test_wait_lets_requests_end_and_others_wait():
                 await asyncio.sleep(0)
             late = asyncio.create_task(engine.generate(PROMPT, greedy(4)))
             assert (await rest_of(stream))[-1].finish_reason == "length"
-            assert len((await task).generated_tokens) == LONG
+            assert len((await task).token_ids) == LONG
             await pause
             assert not late.done() and not await cached_tokens(engine)
             await engine.resume_generation()
@@ -91,7 +91,7 @@ def test_a_wait_for_a_pause_that_was_ended_raises():
             with pytest.raises(RuntimeError, match="has ended this pause"):
                 await pause
             assert not await engine.is_paused()
-            assert len((await task).generated_tokens) == LONG
+            assert len((await task).token_ids) == LONG
             await rest_of(stream)
 
     asyncio.run(run())
@@ -109,7 +109,7 @@ def test_kept_requests_go_on_where_they_were():
             await left.aclose()  # a request that is held back
             await engine.resume_generation()
             assert (await rest_of(stream))[-1].finish_reason == "length"
-            assert len((await task).generated_tokens) == LONG
+            assert len((await task).token_ids) == LONG
             await engine.check_integrity()
             assert (await engine.stats())["request_restarts"] == 0
 
@@ -130,8 +130,8 @@ def test_an_update_holds_requests_back_and_they_go_on_with_it(tmp_path):
             result = (await rest_of(stream))[-1].result
             (_, _), (epoch, start) = result.epochs
             assert epoch == 1 == await engine.epoch()
-            before = PROMPT + result.generated_tokens[:start]
-            assert is_greedy(fresh_model(1), before, result.generated_tokens[start:])
+            before = PROMPT + result.token_ids[:start]
+            assert is_greedy(fresh_model(1), before, result.token_ids[start:])
             assert [epoch for epoch, _ in (await task).epochs] == [0, 1]
             assert (await late).epochs == [(1, 0)]
             # A mistake that changed nothing ends the update.

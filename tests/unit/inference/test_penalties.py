@@ -225,11 +225,11 @@ def test_greedy_answers_are_those_of_the_definitions():
     prompts = [random_tokens(length, seed=length) for length in (5, 20, 60)]
     results = tiny_engine(MODEL).generate(prompts, SamplingParams(top_k=1, **ALL))
     expected = [reference_answer(prompt, ALL) for prompt in prompts]
-    assert [result.generated_tokens for result in results] == expected
+    assert [result.token_ids for result in results] == expected
     assert any(len(tokens) < COUNT for tokens in expected)  # STOP ends some, not before 9
     assert all(len(tokens) >= 9 for tokens in expected)
     plain = tiny_engine(MODEL).generate(prompts, SamplingParams(top_k=1))
-    assert all(p.generated_tokens[:9] != e[:9] for p, e in zip(plain, expected))
+    assert all(p.token_ids[:9] != e[:9] for p, e in zip(plain, expected))
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
@@ -237,7 +237,7 @@ def test_processed_log_probs_reflect_the_changes_and_raw_ones_do_not(mode):
     fields = dict(logit_bias={3: 100.0}, num_tokens_to_generate=2, seed=1)
     params = SamplingParams(**fields, return_log_probs=True, skip_prompt_log_probs=True)
     (result,) = tiny_engine(MODEL, logprobs_mode=mode).generate([PROMPT], params)
-    assert result.generated_tokens == [3, 3]
+    assert result.token_ids == [3, 3]
     raw = full_logits(MODEL, [*PROMPT, 3, 3]).log_softmax(-1)[-3:-1, 3].tolist()
     expected = raw if mode == "raw_logprobs" else [0.0, 0.0]
     assert result.log_probs == pytest.approx(expected, abs=1e-4)
@@ -251,4 +251,4 @@ def test_no_stop_token_bans_no_token_of_another_request(is_first):
     order = slice(None, None, 1 if is_first else -1)
     prompts, params = [PROMPT, random_tokens(9, seed=1)][order], [biased, endless][order]
     results = tiny_engine(MODEL).generate(prompts, params)
-    assert results[0 if is_first else 1].generated_tokens == [last] * 6
+    assert results[0 if is_first else 1].token_ids == [last] * 6

@@ -55,9 +55,9 @@ def test_an_answer_that_is_cut_resumes_near_the_cut(pattern, monkeypatch):
     intervals = [p for p, kind in kinds(engine, history).items() if kind == Kind.INTERVAL]
     assert intervals == [interval, 2 * interval]
     cut = history[: 2 * interval - 5] + random_tokens(20, seed=1)
-    assert spy.serve(cut, 3).report.skipped_tokens == interval
+    assert spy.serve(cut, 3).prefix.skipped_tokens == interval
     cut = history[: 2 * interval + 3] + random_tokens(20, seed=2)
-    assert spy.serve(cut, 3).report.skipped_tokens == 2 * interval
+    assert spy.serve(cut, 3).prefix.skipped_tokens == 2 * interval
     assert spy.copies == engine.stats()["checkpoints_saved"]
 
 
@@ -88,7 +88,7 @@ def test_all_states_of_a_prefill_come_out_of_one_pass(pattern, monkeypatch):
     engine = tiny_engine(tiny_model(pattern))
     spy = Spy(engine, monkeypatch)
     prompt = random_tokens(400)
-    report = spy.serve(prompt, 1, cache_breakpoints=[33, 34, 128]).report
+    report = spy.serve(prompt, 1, cache_breakpoints=[33, 34, 128]).prefix
     assert spy.passes == 2  # the prompt, and the one token of the answer
     saved = kinds(engine, prompt)
     assert {33, 34, 128, 400} < set(saved)
@@ -96,7 +96,7 @@ def test_all_states_of_a_prefill_come_out_of_one_pass(pattern, monkeypatch):
     assert report.checkpoints_saved == len(saved) + 1
     for position in (33, 34, *(p for p, kind in saved.items() if kind == Kind.INTERVAL)):
         follower = prompt[:position] + random_tokens(9, seed=position)
-        assert spy.serve(follower, 2).report.skipped_tokens == position
+        assert spy.serve(follower, 2).prefix.skipped_tokens == position
 
 
 def test_nothing_is_saved_twice(monkeypatch):
@@ -134,7 +134,7 @@ def test_a_forward_saves_so_many_states_and_no_more(monkeypatch):
     saved = [checkpoint.position for checkpoint in engine.cache.contents.stored_checkpoints()]
     # the deepest ones, and the end of the prompt, whose state is not on its way
     assert {*range(300 - limit, 301)} <= set(saved)
-    assert request.report.checkpoints_skipped == 299 - limit
+    assert request.prefix.checkpoints_skipped == 299 - limit
     resumed = engine.generate([[*prompt[:299], 3, 4]], greedy(2))[0]
     assert resumed.prefix.skipped_tokens == 299
     again = engine.generate([[*prompt[:50], 3, 4]], greedy(2))[0]

@@ -49,7 +49,7 @@ class Chat:
         prompt = self.said + random_tokens(new_tokens, seed=1000 * self.number + before)
         result = self.engine.generate([prompt], greedy(count))[0]
         self.engine.check_integrity()
-        self.said = prompt + result.generated_tokens
+        self.said = prompt + result.token_ids
         assert len(self.said) == before + new_tokens + count
         return before, result.prefix
 
@@ -118,8 +118,8 @@ def test_a_report_tells_what_was_shared_and_what_was_not():
     engine.step()
     second = engine.add_request(prompt, greedy(9))
     engine.step()
-    assert (second.report.shared_tokens, second.report.skipped_tokens) == (200, 0)
-    assert second.report.miss_reason is MissReason.MODE
+    assert (second.prefix.shared_tokens, second.prefix.skipped_tokens) == (200, 0)
+    assert second.prefix.miss_reason is MissReason.MODE
     leases = first.lease, second.lease
     assert np.array_equal(*(lease.block_table[:12] for lease in leases))
     windows = [set(lease.local_tables[0].ravel()) - {0} for lease in leases]

@@ -27,13 +27,13 @@ def answer(monkeypatch, script, **fields):
 def test_any_end_token_of_the_tokenizer_ends_the_answer(monkeypatch, fields, kept):
     monkeypatch.setattr(ByteTokenizer, "end_tokens", (EOD, 30, 21), raising=False)
     result = answer(monkeypatch, [20, 21, 22, EOD], **fields)
-    assert result.generated_tokens == kept
+    assert result.token_ids == kept
     assert result.finish_reason == ("stop" if len(kept) < 4 else "length")
 
 
 def test_a_tokenizer_without_end_tokens(monkeypatch):
     monkeypatch.setattr(ByteTokenizer, "end_tokens", (), raising=False)
-    assert answer(monkeypatch, [20, EOD]).generated_tokens == [20, EOD]
+    assert answer(monkeypatch, [20, EOD]).token_ids == [20, EOD]
 
 
 @pytest.mark.parametrize("adds_bos_itself", [False, True])

@@ -49,10 +49,10 @@ def answers(engine, prompts, params, **options):
     """Answers of prompts in turn, then of their second turns: what is compared of each."""
     given = params, RequestOptions(**options)
     found = [engine.generate([prompt], *given)[0] for prompt in prompts]
-    turns = [[*r.prompt_tokens, *r.generated_tokens, *random_tokens(5)] for r in found]
+    turns = [[*r.prompt_tokens, *r.token_ids, *random_tokens(5)] for r in found]
     found += [engine.generate([turn], *given)[0] for turn in turns]
     engine.check_integrity()
-    return [(r.generated_tokens, r.generated_text, r.finish_reason, r.prefix) for r in found]
+    return [(r.token_ids, r.text, r.finish_reason, r.prefix) for r in found]
 
 
 def oracle_of(rows, wrong=0.0) -> Oracle:
@@ -98,12 +98,12 @@ def test_drawn_tokens_are_distributed_as_without_drafts():
         for seed in range(400)
     ]
     plain = tiny_engine(MODEL).generate([BASE[:8]] * 200, params[:200])
-    plain = [result.generated_tokens for result in plain]
+    plain = [result.token_ids for result in plain]
     engine = drafting(drafter=Frequent(plain), most=1)
     drafted = engine.generate([BASE[:8]] * 200, params[200:])
     assert 0 < engine.stats()["draft_tokens_accepted"] < engine.stats()["draft_tokens"]
     counts = torch.zeros(2, 2, 97, dtype=torch.float64)  # [place, run, token]
-    for run, answers_of_run in enumerate((plain, [r.generated_tokens for r in drafted])):
+    for run, answers_of_run in enumerate((plain, [r.token_ids for r in drafted])):
         for tokens in answers_of_run:
             counts[0, run, tokens[1]] += 1
             counts[1, run, tokens[2]] += 1
@@ -117,14 +117,14 @@ def test_drawn_tokens_are_distributed_as_without_drafts():
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0])
 def test_a_perfect_drafter_gives_all_tokens_of_a_step_and_a_wrong_one_its_own(wrong):
-    expected = tiny_engine(MODEL).generate([BASE], greedy(17))[0].generated_tokens
+    expected = tiny_engine(MODEL).generate([BASE], greedy(17))[0].token_ids
     engine = drafting(drafter=Oracle({0: expected}, wrong))
     engine.cache.policy.interval_tokens = 1 << 20  # drafts end before a state to save
     request = engine.add_request(BASE, greedy(17))
     numbers = []
     while not request.done:
-        numbers.append(sum(len(output.tokens) for output in engine.step()))
-    assert request.generated_tokens == expected
+        numbers.append(sum(len(output.token_ids) for output in engine.step()))
+    assert request.token_ids == expected
     assert numbers == ([1] * 17 if wrong else [1, 4, 4, 4, 4])
     stats = engine.stats()
     # With one token missing, two, three .. fewer are proposed.
@@ -163,9 +163,9 @@ def test_rows_of_drafts_have_the_bits_of_decodes_in_bf16_too():
     model = tiny_model.__wrapped__("MGK*-SCW").bfloat16()
     params = SamplingParams(seed=2, num_tokens_to_generate=24, return_log_probs=True)
     expected = tiny_engine(model).generate([BASE, BASE[:20]], params)
-    drafter = Oracle({i: result.generated_tokens for i, result in enumerate(expected)}, 0.3)
+    drafter = Oracle({i: result.token_ids for i, result in enumerate(expected)}, 0.3)
     for own, other in zip(drafting(model, drafter).generate([BASE, BASE[:20]], params), expected):
-        assert own.generated_tokens == other.generated_tokens
+        assert own.token_ids == other.token_ids
         assert own.log_probs == other.log_probs
 
 
@@ -256,7 +256,7 @@ def test_drafts_change_no_decision_of_the_cache(pattern, more_pages, drafter, se
         engine.check_integrity()
         stats, cache = engine.stats(), engine.cache
         kept = ("checkpoints_evicted", "kv_blocks_evicted", "checkpoints_no_room", "preemptions")
-        answers = [(r.generated_tokens, r.finish_reason, r.prefix) for r in results]
+        answers = [(r.token_ids, r.finish_reason, r.prefix) for r in results]
         return answers, cache.digest(), stored_states(engine), [stats[key] for key in kept]
 
     expected = run(tiny_engine(model, **fields))
@@ -278,20 +278,20 @@ def test_an_accepted_draft_that_ends_the_answer_is_counted(fields, num_accepted,
     engine = scripted_engine(monkeypatch, {5: [*script, 1]}, **options)
     draft_with(engine, Oracle({0: script}))
     result = engine.generate([[1, 2, 3, 4]], SamplingParams(seed=5, **fields))[0]
-    assert result.generated_tokens in (script[:5], script[:4])
+    assert result.token_ids in (script[:5], script[:4])
     assert result.accepted_draft_tokens == engine.stats()["draft_tokens_accepted"] == num_accepted
 
 
 def test_no_drafts_for_a_while_and_then_all_are_accepted_again():
-    expected = tiny_engine(MODEL).generate([BASE], greedy(33))[0].generated_tokens
+    expected = tiny_engine(MODEL).generate([BASE], greedy(33))[0].token_ids
     engine = drafting(drafter=Oracle({0: expected}))
     engine.cache.policy.interval_tokens = 1 << 20  # drafts end before a state to save
     drafts, request = engine.scheduler.draft_planner.drafts, engine.add_request(BASE, greedy(33))
     numbers = []
     while not request.done:
         engine.scheduler.draft_planner.drafts = None if 3 <= len(numbers) < 11 else drafts
-        numbers.append(sum(len(output.tokens) for output in engine.step()))
-    assert request.generated_tokens == expected
+        numbers.append(sum(len(output.token_ids) for output in engine.step()))
+    assert request.token_ids == expected
     assert numbers == [1, 4, 4, *[1] * 8, 4, 4, 4, 4]
 
 
@@ -299,7 +299,7 @@ def test_acceptance_that_rises_is_that_of_the_right_tokens():
     """Loops are easy to draft, also those that a wrong state makes."""
     engine = drafting(tiny_model("M-"))
     result = engine.generate([BASE], greedy(120))[0]
-    assert is_greedy(engine.model, BASE, result.generated_tokens)
+    assert is_greedy(engine.model, BASE, result.token_ids)
     assert engine.num_steps < 90 and engine.stats()["draft_tokens_accepted"] > 40
 
 
@@ -316,7 +316,7 @@ def test_a_drafter_that_raises_costs_only_its_drafts(caplog):
 def test_drafts_take_no_budget_of_other_decodes():
     """The first requests do not draft at the cost of the last ones' tokens."""
     prompts = [random_tokens(9, seed) for seed in range(6)]
-    expected = [r.generated_tokens for r in tiny_engine(MODEL).generate(prompts, greedy(12))]
+    expected = [r.token_ids for r in tiny_engine(MODEL).generate(prompts, greedy(12))]
     engine = drafting(drafter=Oracle(dict(enumerate(expected))), max_tokens=10)
     requests = [engine.add_request(prompt, greedy(12)) for prompt in prompts]
     while not all(request.num_generated for request in requests):
@@ -326,4 +326,4 @@ def test_drafts_take_no_budget_of_other_decodes():
     assert all(r.done or r.num_generated > n for r, n in zip(requests, before, strict=True))
     while engine.has_work:
         engine.step()
-    assert [request.generated_tokens for request in requests] == expected
+    assert [request.token_ids for request in requests] == expected

@@ -205,7 +205,7 @@ def test_greedy_answers_of_the_demo_model_are_those_of_exact_restores():
         # of the stored hidden state.
         again = engine.generate([prefix + question for question in questions], params)
         assert all(r.prefix.skipped_tokens == len(r.prompt_tokens) for r in again)
-        answers[encoding] = [r.generated_tokens for r in (*results, *again)]
+        answers[encoding] = [r.token_ids for r in (*results, *again)]
     assert answers["bf16"] == answers["exact"]
     assert answers["int8"] == answers["exact"]
 

@@ -107,7 +107,7 @@ def test_inputs_are_those_of_the_plan_at_the_same_addresses_in_every_step(has_ow
             engine.step()
         for prompt, request in zip(prompts, requests):
             if params.top_k == 1:
-                assert is_greedy(MODEL, prompt, request.result().generated_tokens)
+                assert is_greedy(MODEL, prompt, request.result().token_ids)
     assert num_checked > 20
     assert addresses.keys() >= {"capture_rows", "ready_slots", "block table 1"}
     assert all(len(pointers) == 1 for pointers in addresses.values()), addresses
@@ -117,4 +117,4 @@ def test_a_step_of_the_most_tokens_and_requests_fits():
     engine = tiny_engine(MODEL, max_tokens=37, max_requests=5, max_sequence_length=48)
     prompts = [random_tokens(40, seed=seed) for seed in range(9)]
     for prompt, result in zip(prompts, engine.generate(prompts, greedy(8))):
-        assert is_greedy(MODEL, prompt, result.generated_tokens)
+        assert is_greedy(MODEL, prompt, result.token_ids)

@@ -61,19 +61,19 @@ def test_pieces_make_up_the_text_and_show_nothing_of_a_stop_string(
     fields = {"stop_words": tuple(words), "detokenize_stop_sequence": keep}
     events = streamed(monkeypatch, script, **fields)
     result = events[-1].result
-    assert "".join(event.text for event in events) == result.generated_text
-    assert [token for event in events for token in event.tokens] == result.generated_tokens
+    assert "".join(event.text for event in events) == result.text
+    assert [token for event in events for token in event.token_ids] == result.token_ids
 
     expected = answer(monkeypatch, script, **fields)
-    assert result.generated_text == expected.generated_text
-    assert result.generated_tokens == expected.generated_tokens
+    assert result.text == expected.text
+    assert result.token_ids == expected.token_ids
     if keep:
-        assert all(result.generated_text.count(word) <= 1 for word in words)
+        assert all(result.text.count(word) <= 1 for word in words)
     else:
-        assert not any(word in result.generated_text for word in words)
+        assert not any(word in result.text for word in words)
     whole = ByteTokenizer().detokenize(script)
     if EOD not in script and not any(word in whole for word in words):
-        assert result.generated_text == whole
+        assert result.text == whole
         assert result.finish_reason == "length"
 
 
@@ -249,9 +249,9 @@ def test_a_stream_without_tokenizer_gives_tokens():
     prompt = random_tokens(20)
     events = list(engine.stream(prompt, greedy(5)))
     expected = greedy_tokens(tiny_model(), prompt, 5)
-    assert [event.tokens for event in events] == [[token] for token in expected]
+    assert [event.token_ids for event in events] == [[token] for token in expected]
     assert {event.text for event in events} == {""}
-    assert events[-1].result.generated_text is None
+    assert events[-1].result.text is None
 
 
 @pytest.mark.parametrize("count", [1, 16, 64])
@@ -263,7 +263,7 @@ def test_every_stream_gets_every_token_by_itself(count):
     before = engine.num_steps
     told = [[*first, *rest] for first, rest in zip(zip(*events), map(list, reversed(streams)))]
     assert [len(each) for each in told] == [64] * count
-    assert {len(event.tokens) for each in told for event in each} == {1}
+    assert {len(event.token_ids) for each in told for event in each} == {1}
     assert engine.num_steps - before == 64 - 3 + 1  # the last one keeps the states of the ends
 
 
@@ -275,7 +275,7 @@ def test_a_stream_is_fed_by_steps_that_others_run():
         outputs += engine.step()
     num_steps = engine.num_steps
     assert list(stream) == outputs and engine.num_steps == num_steps
-    assert [len(output.tokens) for output in outputs] == [1] * 6
+    assert [len(output.token_ids) for output in outputs] == [1] * 6
 
 
 def test_steps_tell_what_each_request_got():
@@ -291,17 +291,17 @@ def test_steps_tell_what_each_request_got():
         *first, last = outputs = told[request.request_id]
         assert all(output.result is None and output.finish_reason is None for output in first)
         assert last.result == request.result() and last.finish_reason == "length"
-        assert {id(output.report) for output in outputs} == {id(request.report)}
-        tokens = [token for output in outputs for token in output.tokens]
-        assert tokens == request.generated_tokens
-        assert "".join(output.text for output in outputs) == request.generated_text
+        assert {id(output.prefix) for output in outputs} == {id(request.prefix)}
+        tokens = [token for output in outputs for token in output.token_ids]
+        assert tokens == request.token_ids
+        assert "".join(output.text for output in outputs) == request.text
 
 
 def test_generate_reads_its_text_once():
     tokenizer = Counting()
     engine = tiny_engine(tokenizer=tokenizer)
     (result,) = engine.generate([random_tokens(10)], greedy(40, ignore_termination=True))
-    assert tokenizer.num_read == len(result.generated_tokens) == 40
+    assert tokenizer.num_read == len(result.token_ids) == 40
 
 
 def test_two_streams_side_by_side():
@@ -311,7 +311,7 @@ def test_two_streams_side_by_side():
     tokens = [[], []]
     for events in itertools.zip_longest(*streams):
         for index, event in enumerate(events):
-            tokens[index] += event.tokens if event else []
+            tokens[index] += event.token_ids if event else []
     assert tokens == [greedy_tokens(tiny_model(), prompt, 6) for prompt in prompts]
 
 
@@ -320,10 +320,10 @@ def test_a_stream_has_the_outputs_of_all_samples():
     given = random_tokens(20), sampling, RequestOptions(n=3)
     pieces, ended = [[], [], []], []
     for output in engine.stream(*given):
-        pieces[output.sample_index] += output.tokens
+        pieces[output.sample_index] += output.token_ids
         ended += [output.sample_index] * (output.result is not None)
     (result,) = tiny_engine().generate([given[0]], *given[1:])
-    assert pieces == [sample.generated_tokens for sample in result.samples]
+    assert pieces == [sample.token_ids for sample in result.samples]
     assert sorted(ended) == [0, 1, 2] and not engine.has_work
 
 
@@ -333,7 +333,7 @@ def test_the_end_of_a_stream_ends_all_samples_that_are_not_answered(drop):
     model, prompt = tiny_model("M-"), random_tokens(20)
     engine, sampling = tiny_engine(model), SamplingParams(num_tokens_to_generate=9, seed=1)
     samples = tiny_engine(model).generate([prompt], sampling, RequestOptions(n=3))[0].samples
-    first, *others = [sample.generated_tokens[0] for sample in samples]
+    first, *others = [sample.token_ids[0] for sample in samples]
     assert first not in others
     sampling.stop_token_ids = [first]
     stream = engine.stream(prompt, sampling, RequestOptions(n=3))
@@ -358,7 +358,7 @@ def test_a_stream_whose_request_is_cancelled_ends():
     engine.cancel(request)
     (last,) = stream
     assert last.result.finish_reason == "cancelled"
-    assert last.result.generated_tokens == first.tokens
+    assert last.result.token_ids == first.token_ids
 
 
 @pytest.mark.parametrize("num_events", [0, 1, 3, 6])
@@ -400,7 +400,7 @@ def test_streams_get_a_token_an_output_though_what_follows_a_step_fails():
         engine.step()
     for stream, own in zip(streams, outputs):
         own += stream
-        assert [len(output.tokens) for output in own] == [1] * 6
+        assert [len(output.token_ids) for output in own] == [1] * 6
     assert not engine.has_work
     engine.check_integrity()
 
@@ -450,11 +450,11 @@ def test_a_stream_closed_in_its_own_step_ends_after_it(monkeypatch):
     monkeypatch.setattr(engine.runner, "forward", close)
     first = next(stream)
     monkeypatch.undo()
-    assert len(first.tokens) == 1
+    assert len(first.token_ids) == 1
     (request,) = engine.scheduler.running
     assert not list(stream) and engine.step() == []
     assert request.result().finish_reason == "cancelled"
-    assert request.generated_tokens == first.tokens
+    assert request.token_ids == first.token_ids
     assert not engine.has_work
     engine.check_integrity()
 
@@ -492,7 +492,7 @@ def test_a_dropped_stream_is_cancelled_between_two_steps(thread, monkeypatch):
     assert not request.closed
     monkeypatch.setattr(engine.runner, "forward", collect)
     result = engine.generate([prompt], greedy(6))[0]
-    assert result.generated_tokens == greedy_tokens(model, prompt, 6)
+    assert result.token_ids == greedy_tokens(model, prompt, 6)
     assert request.closed and request.result().finish_reason == "cancelled"
     assert not engine.has_work
     engine.check_integrity()
@@ -536,7 +536,7 @@ def test_a_stream_that_is_never_read_is_cancelled_before_it_runs():
 def test_stop_tokens(monkeypatch, fields, kept):
     script = [20, 21, EOD, 22]
     result = answer(monkeypatch, script, return_log_probs=True, **fields)
-    assert result.generated_tokens == kept
+    assert result.token_ids == kept
     assert len(result.log_probs) == len(kept)
     stopped = len(kept) < 4
     assert result.finish_reason == ("stop" if stopped else "length")
@@ -561,19 +561,19 @@ def test_stop_strings(monkeypatch, script, words, keep, text, num_tokens):
     result = answer(
         monkeypatch, script, stop_words=words, detokenize_stop_sequence=keep, return_log_probs=True
     )
-    assert result.generated_text == text
-    assert result.generated_tokens == script[:num_tokens]
+    assert result.text == text
+    assert result.token_ids == script[:num_tokens]
     assert len(result.log_probs) == num_tokens
 
 
 def test_a_stop_string_across_tokens_without_text(monkeypatch):
     script = [4, EOD, EOD, EOD, EOD, EOD, EOD, 5, 0]
     result = answer(monkeypatch, script, stop_words=("STOP",), ignore_termination=True)
-    assert (result.finish_reason, result.generated_text) == ("stop", "")
-    assert len(result.generated_tokens) == 8
+    assert (result.finish_reason, result.text) == ("stop", "")
+    assert len(result.token_ids) == 8
 
 
 def test_a_stop_string_in_the_prompt_stops_nothing(monkeypatch):
     engine = scripted_engine(monkeypatch, {1: [0, 0]}, prompt_length=1)
     result = engine.generate("STOP", params([0, 0], stop_words=("STOP", "OPa")))[0]
-    assert result.generated_text == "aa"
+    assert result.text == "aa"

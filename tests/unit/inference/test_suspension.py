@@ -59,11 +59,11 @@ def test_a_running_request_goes_on_after_a_suspension(tmp_path, keep_cache, mode
     assert held_bytes(engine) == before
     while not (request.closed and waiting.closed):
         engine.step()
-    assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.generated_tokens)
-    assert is_greedy(tiny_model(), PROMPT, waiting.generated_tokens)
+    assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.token_ids)
+    assert is_greedy(tiny_model(), PROMPT, waiting.token_ids)
     skips = mode == "restore" and keep_cache != "drop"
-    assert (waiting.report.skipped_tokens == len(PROMPT)) is skips
-    assert (waiting.report.fetched_tokens > 0) is (keep_cache == "disk")
+    assert (waiting.prefix.skipped_tokens == len(PROMPT)) is skips
+    assert (waiting.prefix.fetched_tokens > 0) is (keep_cache == "disk")
     engine.check_integrity()
     engine.close()
 
@@ -104,11 +104,11 @@ def test_a_suspended_engine_refuses_what_needs_its_memory():
     other = engine.stream(PROMPT, greedy(3))
     other.close()  # cancels before the next step
     engine.resume()
-    assert [token for output in stream for token in output.tokens]  # the refusal ended nothing
+    assert [token for output in stream for token in output.token_ids]  # the refusal ended nothing
     assert next(other, None) is None
     while engine.has_work:
         engine.step()
-    assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.generated_tokens)
+    assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.token_ids)
     engine.check_integrity()
 
 
@@ -130,16 +130,16 @@ def test_what_went_to_the_disk_is_fetched(tmp_path, pattern):
     waiting = engine.add_request([*PROMPT, 3], greedy(4))
     engine.step()
     assert waiting.looked_up_at is not None  # its prefix is in the pool, where it looked then
-    before = [request.generated_tokens for request in others]
+    before = [request.token_ids for request in others]
     engine.suspend("disk")
     assert engine.memory.held_bytes == 0 and not engine.stats()["cached_tokens"]
-    assert engine.stats()["disk_bytes"] and [r.generated_tokens for r in others] == before
+    assert engine.stats()["disk_bytes"] and [r.token_ids for r in others] == before
     engine.resume()
     finish(engine)
-    assert waiting.report.skipped_tokens == waiting.report.fetched_tokens >= 96
+    assert waiting.prefix.skipped_tokens == waiting.prefix.fetched_tokens >= 96
     for request in (*others, waiting):
         prompt = request.result().prompt_tokens
-        assert is_greedy(model, prompt, request.generated_tokens)
+        assert is_greedy(model, prompt, request.token_ids)
     engine.close()
 
 
@@ -157,7 +157,7 @@ def test_preempted_and_forked_requests_go_on_from_the_disk(tmp_path):
     engine.resume()
     finish(engine)
     for request in requests:
-        assert is_greedy(model, request.result().prompt_tokens, request.generated_tokens)
+        assert is_greedy(model, request.result().prompt_tokens, request.token_ids)
     engine.close()
 
 
@@ -185,7 +185,7 @@ def test_a_full_disk_changes_nothing(tmp_path, monkeypatch):
     while not request.done:
         engine.step()
     assert engine.stats()["forward_tokens"] - computed == left
-    assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.generated_tokens)
+    assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.token_ids)
     engine.suspend("disk")  # once the disk has room again
     engine.resume()
     again = engine.generate([PROMPT], greedy(4))[0]
@@ -209,7 +209,7 @@ def test_no_host_memory_changes_nothing(monkeypatch):
     while not request.done:
         engine.step()
     assert engine.stats()["forward_tokens"] - computed == left
-    assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.generated_tokens)
+    assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.token_ids)
 
 
 def test_a_failed_resume_holds_nothing(monkeypatch):
@@ -231,7 +231,7 @@ def test_a_failed_resume_holds_nothing(monkeypatch):
     assert engine.is_suspended and held_bytes(engine) == 0 and engine.memory.held_bytes == kept
     engine.resume()
     finish(engine)
-    assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.generated_tokens)
+    assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.token_ids)
 
 
 # Closing -----------------------------------------------------------------------------------------

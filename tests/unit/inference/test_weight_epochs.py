@@ -70,7 +70,7 @@ def test_an_engine_serves_the_parameters_of_a_wrapped_model(name, core_groups):
     result = engine.generate([PROMPT], greedy(3))[0]
     assert result.prefix.skipped_tokens == 0 and result.epochs == [(1, 0)]
     expected = tiny_engine(copy_of(model)).generate([PROMPT], greedy(3))[0]
-    assert result.generated_tokens == expected.generated_tokens
+    assert result.token_ids == expected.token_ids
 
 
 @pytest.mark.parametrize("given", [[1], [1, 2], nn.Linear(2, 2), nn.Identity()])
@@ -90,7 +90,7 @@ def test_an_async_engine_takes_new_weights(default_group):
 
     model, result = asyncio.run(run())
     assert result.epochs == [(1, 0)] and result.prefix.skipped_tokens == 0
-    assert is_greedy(copy_of(model), PROMPT, result.generated_tokens)
+    assert is_greedy(copy_of(model), PROMPT, result.token_ids)
 
 
 # No stale hit ------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def finish(engine, requests, fresh):
     assert engine.stats()["forward_tokens"] - computed >= len(prefixes), "some was not computed"
     assert engine.stats()["fetched_tokens"] == fetched
     for request, start in zip(requests, before):
-        tokens, prompt = request.generated_tokens, request.tokens[: request.num_prompt_tokens]
+        tokens, prompt = request.token_ids, request.tokens[: request.num_prompt_tokens]
         assert is_greedy(fresh, [*prompt.tolist(), *tokens[:start]], tokens[start:])
         epochs = [(0, 0), (1, start)] if start else [(1, 0)]
         assert request.result().epochs == epochs
@@ -240,7 +240,7 @@ def test_a_fetch_under_way_brings_nothing_of_older_weights(tmp_path, host_bytes,
         if not future.done():
             future.set_result(old_bytes)
     finish(engine, [request], copy_of(model))
-    assert request.report.skipped_tokens == 0
+    assert request.prefix.skipped_tokens == 0
     engine.close()
 
 
@@ -289,7 +289,7 @@ def test_outputs_and_results_tell_their_epochs():
         if step in (2, 3, 5):
             engine.update_weights()
         for output in engine.step():
-            epochs[output.request_id] += [output.epoch] * len(output.tokens)
+            epochs[output.request_id] += [output.epoch] * len(output.token_ids)
     for result in request.result().samples:
         told = epochs[result.request_id]
         expected = [(e, i) for i, e in enumerate(told) if e not in told[:i]]
@@ -317,11 +317,11 @@ def test_no_call_hides_a_change_of_the_weights(tmp_path, call):
         assert engine.epoch == 1
         result = engine.generate([PROMPT], greedy(2))[0]
         assert result.epochs == [(1, 0)] and result.prefix.skipped_tokens == 0
-        assert is_greedy(copy_of(model), PROMPT, result.generated_tokens)
+        assert is_greedy(copy_of(model), PROMPT, result.token_ids)
 
 
 def test_a_dropped_stop_token_begins_no_epoch():
     engine = tiny_engine(fresh_model())
-    stop = engine.generate([PROMPT], greedy(1))[0].generated_tokens[0]
+    stop = engine.generate([PROMPT], greedy(1))[0].token_ids[0]
     result = engine.generate([PROMPT], greedy(3, stop_token_ids=(stop,)))[0]
-    assert result.generated_tokens == [] == result.epochs
+    assert result.token_ids == [] == result.epochs

@@ -216,7 +216,7 @@ def test_serving_and_evaluation_run_the_model_alone():
     alone.load_state_dict(state)
     assert len(own.cache_requirements()) == 3
     answers = [tiny_engine(one).generate([tokens], greedy(6))[0] for one in (own, alone)]
-    assert answers[0].generated_tokens == answers[1].generated_tokens
+    assert answers[0].token_ids == answers[1].token_ids
     own(torch.tensor([tokens]), labels=torch.tensor([tokens]))
     assert own.mtp.losses is None
 

@@ -83,7 +83,7 @@ def test_an_engine_serves_it():
     engine = tiny_engine(model)
     prompt = list(range(30))
     (result,) = engine.generate([prompt], greedy(8))
-    assert is_greedy(model, prompt, result.generated_tokens)
+    assert is_greedy(model, prompt, result.token_ids)
 
 
 @pytest.mark.parametrize("pattern", ["*", "W", "L", "+", "H", "Z"])

@@ -90,17 +90,17 @@ def test_what_was_evicted_comes_back(tmp_path, tier, pattern, length):
     first = answer(engine, prompt)
     empty_pool(engine)
     again = answer(engine, prompt)
-    assert again.generated_tokens == first.generated_tokens == greedy_tokens(model, prompt, 6)
+    assert again.token_ids == first.token_ids == greedy_tokens(model, prompt, 6)
     # KV that resumes by itself comes back in full blocks; the last token is computed for logits.
     expected = length if engine.cache.spec.needs_state else (length - 1) // 16 * 16
     assert again.prefix.skipped_tokens >= expected
     assert again.prefix.fetched_tokens == again.prefix.skipped_tokens
     empty_pool(engine)
-    longer = [*prompt, *first.generated_tokens, *random_tokens(9, seed=1)]
+    longer = [*prompt, *first.token_ids, *random_tokens(9, seed=1)]
     turn = answer(engine, longer)
     if engine.cache.spec.needs_state:
         assert turn.prefix.skipped_tokens == length + 6
-    assert turn.generated_tokens == greedy_tokens(model, longer, 6)
+    assert turn.token_ids == greedy_tokens(model, longer, 6)
     recorder.check(model)
     stats = engine.stats()
     assert stats["fetches"] == 2 and not stats["fetches_failed"]
@@ -141,7 +141,7 @@ def test_host_memory_hands_on_to_the_disk(tmp_path):
     room = 2 * (spec.checkpoint_pages + 8 * spec.kv_pages_per_block) * spec.page_bytes
     engine = tiny_engine(model, host_cache_bytes=room, cache_dir=tmp_path)
     prompts = [random_tokens(90, seed=seed) for seed in range(8)]
-    answers = [answer(engine, prompt).generated_tokens for prompt in prompts]
+    answers = [answer(engine, prompt).token_ids for prompt in prompts]
     empty_pool(engine)
     stats = engine.stats()
     assert stats["host_records_evicted"] and stats["disk_states"]
@@ -149,7 +149,7 @@ def test_host_memory_hands_on_to_the_disk(tmp_path):
     for prompt, expected in zip(prompts, answers):
         again = answer(engine, prompt)
         assert again.prefix.fetched_tokens == 90
-        assert again.generated_tokens == expected
+        assert again.token_ids == expected
     engine.close()
 
 
@@ -272,7 +272,7 @@ def test_what_is_fetched_for_a_request_that_comes_again_is_not_in_its_report():
     while not request.closed:
         engine.step()
     assert engine.stats()["fetches"] == 1
-    assert (request.report.skipped_tokens, request.report.fetched_tokens) == (0, 0)
+    assert (request.prefix.skipped_tokens, request.prefix.fetched_tokens) == (0, 0)
 
 
 def test_salts_stay_apart():
@@ -308,7 +308,7 @@ def test_a_host_allocation_that_fails_costs_no_request(monkeypatch):
         patch.setattr(engine.offload._mover, "to_host", no_memory)
         for seed in range(6):
             prompt = random_tokens(90, seed=seed)
-            assert answer(engine, prompt).generated_tokens == greedy_tokens(model, prompt, 6)
+            assert answer(engine, prompt).token_ids == greedy_tokens(model, prompt, 6)
     stats = engine.stats()
     assert stats["host_without_memory"] == len(failures) > 0
     assert not stats["leases"] and not stats["host_bytes"]
@@ -324,7 +324,7 @@ def slow():
     """An engine with a prompt in host memory that takes its time."""
     engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20, cache_bytes=256 << 10)
     prompt = random_tokens(60)
-    engine.expected = answer(engine, prompt).generated_tokens
+    engine.expected = answer(engine, prompt).token_ids
     empty_pool(engine)
     tier = engine.offload.tiers[0]
     tier.store = SlowStore(tier.store)
@@ -342,7 +342,7 @@ def test_others_run_while_a_prompt_is_fetched(slow):
     while not waiting.closed:
         engine.step()
     assert waiting.result().prefix.skipped_tokens == 60
-    assert waiting.generated_tokens == engine.expected
+    assert waiting.token_ids == engine.expected
     assert waiting.result().prefix.fetched_tokens == 60
 
 
@@ -420,7 +420,7 @@ def test_blocks_that_leave_the_pool_meanwhile_are_fetched_too(slow):
     while not request.closed:
         store.arrive()
         engine.step()
-    assert request.generated_tokens == engine.expected
+    assert request.token_ids == engine.expected
     assert request.result().prefix.skipped_tokens == 60
     while not other.closed:
         engine.step()
@@ -445,7 +445,7 @@ def test_a_request_whose_fetch_lacks_room_is_not_overtaken(slow):
     engine.cache.release(hog)
     while engine.has_work:
         engine.step()
-    assert waiting.generated_tokens == engine.expected
+    assert waiting.token_ids == engine.expected
     assert waiting.result().prefix.skipped_tokens == 60
     engine.check_integrity()
 
@@ -474,7 +474,7 @@ def test_a_fetch_that_ends_while_requests_are_looked_up(slow):
     requests.append(engine.add_request(random_tokens(20, seed=8), greedy(1)))
     while engine.has_work:
         engine.step()
-    assert requests[0].generated_tokens == engine.expected
+    assert requests[0].token_ids == engine.expected
 
 
 class LateArrival(Arrival):
@@ -511,7 +511,7 @@ def test_queued_prompts_do_not_evict_each_other(monkeypatch, slots, in_pool, is_
     room = in_pool * (8 * spec.kv_pages_per_block + 2 * spec.checkpoint_pages) * spec.page_bytes
     engine = tiny_engine(model, cache_bytes=room, host_cache_bytes=64 << 20, max_requests=slots)
     prompts = [random_tokens(100, seed=seed) for seed in range(8)]
-    expected = [answer(engine, prompt).generated_tokens for prompt in prompts]
+    expected = [answer(engine, prompt).token_ids for prompt in prompts]
     empty_pool(engine)
     to_pool = engine.offload._mover.to_pool
     if is_late:
@@ -519,7 +519,7 @@ def test_queued_prompts_do_not_evict_each_other(monkeypatch, slots, in_pool, is_
         monkeypatch.setattr(engine.offload._mover, "to_pool", late)
     results = engine.generate(prompts, greedy(6))
     assert [result.prefix.fetched_tokens for result in results] == [100] * 8
-    assert [result.generated_tokens for result in results] == expected
+    assert [result.token_ids for result in results] == expected
     assert engine.stats()["fetches"] == 8
     engine.check_integrity()
 
@@ -528,7 +528,7 @@ def with_a_prompt_in_host_memory():
     """An engine with an empty pool, a prompt that is fetched, and its answer."""
     engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
     prompt = random_tokens(100)
-    expected = answer(engine, prompt).generated_tokens
+    expected = answer(engine, prompt).token_ids
     empty_pool(engine)
     return engine, prompt, expected
 
@@ -562,10 +562,10 @@ def test_a_request_waits_for_the_pages_of_a_fetch_behind_it(pattern, lengths):
         engine = tiny_engine(model, cache_bytes=pages * spec.page_bytes, host_cache_bytes=64 << 20)
         if not engine.cache.fits(max(lengths) + 3):
             continue
-        expected = [answer(engine, prompt).generated_tokens for prompt in prompts]
+        expected = [answer(engine, prompt).token_ids for prompt in prompts]
         empty_pool(engine)
         results = engine.generate(prompts, greedy(6))
-        assert [result.generated_tokens for result in results] == expected
+        assert [result.token_ids for result in results] == expected
         engine.check_integrity()
 
 
@@ -586,7 +586,7 @@ def test_a_fetch_is_an_entry_of_the_plan():
     engine.scheduler.complete(plan, result)
     while not request.done:
         engine.step()
-    assert request.generated_tokens == expected
+    assert request.token_ids == expected
     assert request.result().prefix.fetched_tokens == 100
     engine.check_integrity()
 
@@ -601,21 +601,21 @@ def test_a_fetch_whose_step_fails_is_computed():
     engine.scheduler.abort()
     while not request.done:
         engine.step()
-    assert request.generated_tokens == expected and engine.stats()["fetches_failed"] == 1
+    assert request.token_ids == expected and engine.stats()["fetches_failed"] == 1
     engine.check_integrity()
 
 
 def test_what_leaves_the_pool_while_its_request_waits_is_fetched():
     engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20, max_requests=1)
     prompt = random_tokens(100)
-    expected = answer(engine, prompt).generated_tokens
+    expected = answer(engine, prompt).token_ids
     first = engine.add_request(random_tokens(30, seed=5), greedy(20))
     request = engine.add_request(prompt, greedy(6))
     engine.step()  # the pool has it
     engine.cache.evict(EVERYTHING)
     while engine.has_work:
         engine.step()
-    assert request.generated_tokens == expected and first.done
+    assert request.token_ids == expected and first.done
     assert request.result().prefix.fetched_tokens == 100
 
 
@@ -681,7 +681,7 @@ def test_what_fails_on_the_way_into_the_pool_is_computed(slow, monkeypatch, erro
     assert other.done
     result = request.result()
     assert result.prefix.skipped_tokens == result.prefix.fetched_tokens == 0
-    assert is_greedy(engine.model, prompt, result.generated_tokens)
+    assert is_greedy(engine.model, prompt, result.token_ids)
     assert engine.stats()["fetches_failed"] == 1
     engine.check_integrity()
 
@@ -804,7 +804,7 @@ def test_a_damaged_page_costs_a_look_at_what_lies_before_it(tmp_path):
     model, prompt = tiny_model("MG*-"), random_tokens(100)
     engine = tiny_engine(model, cache_dir=tmp_path)
     answer(engine, prompt[:50])
-    expected = answer(engine, prompt).generated_tokens
+    expected = answer(engine, prompt).token_ids
     engine.save_cache()
     deep = max(engine.offload.disk.records(), key=lambda record: record.position)
     slot = int(engine.offload.disk.store._placed[deep.key].slots[0])
@@ -817,7 +817,7 @@ def test_a_damaged_page_costs_a_look_at_what_lies_before_it(tmp_path):
     engine = tiny_engine(model, cache_dir=tmp_path)
     longer = [*prompt, *expected, 3]
     result = answer(engine, longer)
-    assert result.generated_tokens == greedy_tokens(model, longer, 6)
+    assert result.token_ids == greedy_tokens(model, longer, 6)
     assert result.prefix.skipped_tokens == 100  # not 106, whose state is damaged
     assert engine.stats()["fetches_failed"] == 1
     assert "pages.bin" in engine.offload.disk.store.problems[0]
@@ -839,7 +839,7 @@ def test_two_requests_meet_one_damage(tmp_path):
     os.pwrite(disk.store._pages._file, b"damaged", page * engine.cache.spec.page_bytes)
     results = engine.generate(prompts, greedy(6))
     for prompt, result in zip(prompts, results):
-        assert result.generated_tokens == greedy_tokens(model, prompt, 6)
+        assert result.token_ids == greedy_tokens(model, prompt, 6)
     engine.check_integrity()
     empty_pool(engine)
     again = engine.generate(prompts, greedy(6))
@@ -850,13 +850,13 @@ def test_two_requests_meet_one_damage(tmp_path):
 def test_a_disk_that_cannot_be_read_kills_no_request(tmp_path, monkeypatch):
     model, prompt = tiny_model("MG*-"), random_tokens(60)
     engine = tiny_engine(model, cache_dir=tmp_path)
-    expected = answer(engine, prompt).generated_tokens
+    expected = answer(engine, prompt).token_ids
     empty_pool(engine)
     engine.offload.disk.store.flush()
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", lambda *arguments: os.close(-1))
         result = answer(engine, prompt)
-    assert result.generated_tokens == expected and result.prefix.skipped_tokens == 0
+    assert result.token_ids == expected and result.prefix.skipped_tokens == 0
     assert "Bad file descriptor" in engine.offload.disk.store.problems[0]
     assert engine.stats()["fetches_failed"] == 1
     engine.close()
@@ -965,7 +965,7 @@ def test_save_cache_and_a_warm_start(tmp_path, pattern):
     model = tiny_model(pattern)
     engine = tiny_engine(model, host_cache_bytes=1 << 20)
     prompts = [random_tokens(50 + 7 * seed, seed=seed) for seed in range(4)]
-    answers = [answer(engine, prompt).generated_tokens for prompt in prompts]
+    answers = [answer(engine, prompt).token_ids for prompt in prompts]
     saved = engine.save_cache(tmp_path)
     assert saved.kv_blocks and (saved.states or not engine.cache.spec.needs_state)
     again = engine.save_cache(tmp_path)
@@ -976,7 +976,7 @@ def test_save_cache_and_a_warm_start(tmp_path, pattern):
         result = answer(engine, prompt)
         least = len(prompt) if engine.cache.spec.needs_state else (len(prompt) - 1) // 16 * 16
         assert result.prefix.skipped_tokens >= least
-        assert result.generated_tokens == expected
+        assert result.token_ids == expected
     engine.close()
 
 
@@ -1006,7 +1006,7 @@ def test_another_folder_gets_what_only_the_own_one_has(tmp_path, pattern):
     for prompt in prompts[:3]:
         result = answer(engine, prompt)
         assert result.prefix.skipped_tokens >= 80 and result.prefix.fetched_tokens
-        assert result.generated_tokens == greedy_tokens(model, prompt, 6)
+        assert result.token_ids == greedy_tokens(model, prompt, 6)
     assert not engine.stats()["fetches_failed"]
     engine.close()
 

@@ -188,7 +188,7 @@ def test_an_engine_tells_what_its_requests_can_resume_and_forgets_it_with_its_we
             for forget in (engine.clear_cache, engine.update_weights, engine.clear_cache):
                 prompt = random_tokens(100, seed=len(consumer.blocks))
                 result = await engine.generate(prompt, greedy(30), RequestOptions(salt="tenant"))
-                tokens = [*prompt, *result.generated_tokens]
+                tokens = [*prompt, *result.token_ids]
                 explained = await engine.explain(tokens, salt="tenant")
                 consumer.take(events.take(0))
                 end = explained.match.skipped_tokens // SIZE * SIZE

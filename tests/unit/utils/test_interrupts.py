@@ -85,7 +85,7 @@ def test_other_threads_run_as_they_are():
     results = []
 
     def serve():
-        results.append(tiny_engine(MODEL).generate([[1, 2, 3]], greedy(3))[0].generated_tokens)
+        results.append(tiny_engine(MODEL).generate([[1, 2, 3]], greedy(3))[0].token_ids)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -116,7 +116,7 @@ def test_a_step_that_is_interrupted_is_done_whole(monkeypatch, operation):
         assert not engine.has_work
         assert engine.stats()["leases"] == 0
     results = engine.generate(prompts, greedy(4))
-    assert [result.generated_tokens for result in results] == [
+    assert [result.token_ids for result in results] == [
         greedy_tokens(MODEL, prompt, 4) for prompt in prompts
     ]
 
@@ -241,7 +241,7 @@ def test_an_interrupt_while_results_are_made_loses_none(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         while engine.has_work:
             engine.step()
-    assert [len(output.result.generated_tokens) for output in engine.step()] == [1]
+    assert [len(output.result.token_ids) for output in engine.step()] == [1]
 
 
 def test_what_an_interrupted_generate_has_answered_comes_out_nowhere_else(monkeypatch):

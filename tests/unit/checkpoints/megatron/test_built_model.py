@@ -181,7 +181,7 @@ def ask(engine):
     params = mh.SamplingParams(num_tokens_to_generate=12, temperature=0.0)
     results = engine.generate(PROMPTS, params)
     skipped = [result.prefix.skipped_tokens for result in results]
-    return [result.generated_tokens for result in results], skipped
+    return [result.token_ids for result in results], skipped
 
 
 @pytest.mark.parametrize(

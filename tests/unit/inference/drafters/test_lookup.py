@@ -44,26 +44,24 @@ def test_what_followed_the_same_tokens_in_the_prompt():
 def test_an_answer_of_another_request_is_proposed_to_those_of_its_salt_alone():
     engine = tiny_engine(speculation="lookup", num_speculative_tokens=3)
     prompt, params = random_tokens(20), greedy(25)
-    first = engine.generate([prompt], params)[0].generated_tokens
+    first = engine.generate([prompt], params)[0].token_ids
     steps, drafted = engine.num_steps, engine.stats()["draft_tokens_accepted"]
-    assert engine.generate([prompt], params)[0].generated_tokens == first
+    assert engine.generate([prompt], params)[0].token_ids == first
     # The first token has no draft, then each step gives four; the last token runs for its state.
     assert engine.num_steps - steps == 1 + 24 // 4 + 1
     assert engine.stats()["draft_tokens_accepted"] - drafted == 18
     steps = engine.num_steps
-    assert (
-        engine.generate([prompt], params, RequestOptions(salt="other"))[0].generated_tokens == first
-    )
+    assert engine.generate([prompt], params, RequestOptions(salt="other"))[0].token_ids == first
     assert engine.num_steps - steps > 7
 
 
 def test_an_answer_is_proposed_also_where_its_kv_is_gone():
     engine = tiny_engine(tiny_model("G*-"), speculation="lookup")
     prompt = random_tokens(20)
-    first = engine.generate([prompt], greedy(25))[0].generated_tokens
+    first = engine.generate([prompt], greedy(25))[0].token_ids
     engine.cache.evict(10_000)
     steps = engine.num_steps
-    assert engine.generate([prompt], greedy(25))[0].generated_tokens == first
+    assert engine.generate([prompt], greedy(25))[0].token_ids == first
     assert engine.num_steps - steps == 1 + 24 // 4 + 1
 
 

@@ -210,7 +210,7 @@ def test_a_suspended_engine_keeps_its_size(monkeypatch):
     engine.suspend()
     engine.resume()
     assert engine.config.cache_bytes == engine.memory.pool.numel() == size
-    assert engine.generate([random_tokens(20)], greedy(3))[0].generated_tokens
+    assert engine.generate([random_tokens(20)], greedy(3))[0].token_ids
 
 
 @pytest.mark.parametrize("pattern", ["MG*-W-", "*-", "M-", "W-"])
@@ -290,7 +290,7 @@ def test_running_the_largest_step_changes_no_answer(monkeypatch):
     """It runs before the engine's own memory is made; the model is as before."""
     monkeypatch.setattr(memory_profile, "peak_bytes", lambda device, run: run() or 0)
     engine, prompt = tiny_engine(), random_tokens(40)
-    expected = tiny_engine().generate([prompt], greedy(5))[0].generated_tokens
+    expected = tiny_engine().generate([prompt], greedy(5))[0].token_ids
     captures = max_captures(engine.cache.spec, 8, 512)
     measured_step_bytes(engine.model, tiny_engine().context, captures, 512, engine.ranks)
-    assert engine.generate([prompt], greedy(5))[0].generated_tokens == expected
+    assert engine.generate([prompt], greedy(5))[0].token_ids == expected

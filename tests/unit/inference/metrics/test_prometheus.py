@@ -136,9 +136,9 @@ def test_printed_stats_have_a_hit_rate_and_groups_in_80_columns(engine):
     text = str(stats)
     assert max(map(len, text.splitlines())) <= 80
     rate = stats["skipped_tokens"] / stats["prompt_tokens"]
-    assert text.startswith(f"hit rate: {rate:.1%} of 170 prompt tokens skipped, ")
+    assert stats["hit_rate"] == rate and text.startswith(f"hit_rate {rate:.1%}\n")
     said = dict(re.findall(r"([a-z_]+) ([\d,]+)(?=,|\n|$)", text))
-    kept = {key.removeprefix("lost_tokens_"): value for key, value in stats.items() if value}
+    kept = {key: value for key, value in stats.items() if value and key != "hit_rate"}
     assert {key: int(value.replace(",", "")) for key, value in said.items()} == kept
     heads = re.findall(r"(?m)^([a-z]+(?:,? [a-z]+)?)  ", text)
     assert heads == ["requests", "tokens", "lost tokens", "cached", "pool"]
@@ -186,7 +186,7 @@ def test_histograms_count_requests_tokens_and_steps():
     engine = tiny_engine(tiny_model("M*"))
     prompt = random_tokens(60)
     results = engine.generate([prompt, prompt[:30]], options=[None, RequestOptions(n=3)])
-    drawn = sum(len(sample.generated_tokens) for r in results for sample in r.samples)
+    drawn = sum(len(sample.token_ids) for r in results for sample in r.samples)
     found = families(engine.metrics())
 
     def value(name, suffix):

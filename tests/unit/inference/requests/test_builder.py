@@ -22,7 +22,7 @@ def test_a_request_that_says_nothing_is_answered_as_the_model_says():
     engine = engine_of({"do_sample": False, "max_new_tokens": 7})
     expected = greedy_tokens(MODEL, PROMPT, 7)
     for params in (None, SamplingParams()):
-        assert engine.generate([PROMPT], params)[0].generated_tokens == expected
+        assert engine.generate([PROMPT], params)[0].token_ids == expected
     assert engine.generate([PROMPT])[0].finish_reason == "length"
     assert engine.add_request(PROMPT, SamplingParams(num_tokens_to_generate=3)).params.top_k == 1
 
@@ -30,7 +30,7 @@ def test_a_request_that_says_nothing_is_answered_as_the_model_says():
 def test_a_length_that_nobody_asked_for_ends_where_the_sequence_does():
     engine = engine_of({"max_new_tokens": 4096}, max_sequence_length=64)
     (result,) = engine.generate([PROMPT])
-    assert len(result.generated_tokens) == 64 - len(PROMPT)
+    assert len(result.token_ids) == 64 - len(PROMPT)
     with pytest.raises(ValueError, match="num_tokens_to_generate=45 exceed max_sequence_length=64"):
         engine.generate([PROMPT], SamplingParams(num_tokens_to_generate=45))
     with pytest.raises(ValueError, match="ask for at most 0"):

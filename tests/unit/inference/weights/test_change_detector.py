@@ -220,8 +220,8 @@ def test_changed_weights_are_noticed_before_the_next_request_starts(change, capl
         results = [engine.generate([PROMPT], greedy(4))[0] for _ in range(2)]
     assert [result.prefix.skipped_tokens for result in results] == [0, 130]
     engine.clear_cache()
-    expected = engine.generate([PROMPT], greedy(4))[0].generated_tokens
-    assert [result.generated_tokens for result in results] == [expected] * 2
+    expected = engine.generate([PROMPT], greedy(4))[0].token_ids
+    assert [result.token_ids for result in results] == [expected] * 2
     assert engine.stats()["weight_changes"] == 1
     assert [record.message for record in caplog.records if "weights" in record.message] == [
         "the weights have changed: what was cached belongs to the old ones and is dropped, and 0 "
@@ -311,7 +311,7 @@ def test_what_follows_from_weights_is_worked_out_once_until_they_change():
     (given,), (expected,) = (
         own.generate([PROMPT[:20]], params) for own in (engine, tiny_engine(copy_of(model)))
     )
-    assert given.generated_tokens == expected.generated_tokens
+    assert given.token_ids == expected.token_ids
     assert given.log_probs == expected.log_probs
 
 

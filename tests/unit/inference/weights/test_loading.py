@@ -37,7 +37,7 @@ def test_a_model_of_fsdp_is_refused_and_a_second_one_takes_its_weights(default_g
     """Whatever was served before, the wrapped one can be trained."""
     model, served = fresh_model(seed=1, pattern="M*-"), fresh_model(seed=2, pattern="M*-")
     with tiny_engine(fresh_model(seed=1, pattern="M*-")) as engine:
-        expected = engine.generate([PROMPT], greedy(5))[0].generated_tokens
+        expected = engine.generate([PROMPT], greedy(5))[0].token_ids
     fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     wrapped = fsdp.FullyShardedDataParallel(fresh_model(), device_id=torch.device("cpu"))
     for refused in (model, [model], wrapped):
@@ -46,7 +46,7 @@ def test_a_model_of_fsdp_is_refused_and_a_second_one_takes_its_weights(default_g
     with tiny_engine(served) as engine:
         engine.generate([PROMPT], greedy(5))
         engine.load_weights((name, p.full_tensor()) for name, p in model.named_parameters())
-        assert engine.generate([PROMPT], greedy(5))[0].generated_tokens == expected
+        assert engine.generate([PROMPT], greedy(5))[0].token_ids == expected
     model.train()
     model(torch.tensor([PROMPT])).square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -87,7 +87,7 @@ def separate_experts(model):
 
 
 def row(result):
-    return result.generated_tokens, result.log_probs, result.prefix.skipped_tokens
+    return result.token_ids, result.log_probs, result.prefix.skipped_tokens
 
 
 def answers(engine):
@@ -333,8 +333,8 @@ def test_no_other_update_begins_inside_the_iterator_of_one(call):
         engine.load_weights(pairs())
         assert not engine.awaits_weights and engine.epoch == 1
         result = engine.generate([PROMPT], LOGGED)[0]
-        assert (result.generated_tokens, result.log_probs) == (
-            expected.generated_tokens,
+        assert (result.token_ids, result.log_probs) == (
+            expected.token_ids,
             expected.log_probs,
         )
 

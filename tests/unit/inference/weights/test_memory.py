@@ -21,7 +21,7 @@ def held_bytes(model):
 
 
 def answer(engine):
-    return engine.generate([PROMPT], greedy(4))[0].generated_tokens
+    return engine.generate([PROMPT], greedy(4))[0].token_ids
 
 
 def test_weights_that_were_kept_come_back_as_the_same():
@@ -44,7 +44,7 @@ def test_weights_that_were_kept_come_back_as_the_same():
         engine.resume()
         assert engine.epoch == 0
         result = engine.generate([PROMPT], greedy(4))[0]
-        assert result.generated_tokens == expected
+        assert result.token_ids == expected
         assert result.prefix.skipped_tokens == len(PROMPT)
 
 
@@ -74,7 +74,7 @@ def test_what_changes_while_weights_have_no_memory_drops_the_cache(change):
         engine.resume()
         result = engine.generate([PROMPT], greedy(4))[0]
         assert (engine.epoch, result.prefix.skipped_tokens) == (1, 0)
-        assert is_greedy(model, PROMPT, result.generated_tokens)
+        assert is_greedy(model, PROMPT, result.token_ids)
 
 
 def test_weights_that_were_dropped_have_to_be_sent():

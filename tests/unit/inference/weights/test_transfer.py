@@ -37,7 +37,7 @@ def fresh_model(seed=0):
 
 
 def row(result):
-    return result.generated_tokens, result.log_probs, result.prefix.skipped_tokens
+    return result.token_ids, result.log_probs, result.prefix.skipped_tokens
 
 
 def answer(engine):
@@ -107,7 +107,7 @@ def test_an_update_of_parts_is_one_epoch_and_no_step_runs_inside(served):
     while not request.done:
         engine.step()
     assert request.result().epochs == [(0, 0), (1, 3)]
-    assert request.generated_tokens[:3] == first[0][:3]
+    assert request.token_ids[:3] == first[0][:3]
     while engine.has_work:
         engine.step()
     engine.clear_cache()

@@ -22,7 +22,7 @@ def test_layout_of_a_mixed_step(pattern):
     assert (layout.lengths, layout.start_positions, layout.num_tokens) == ((1, 39), (20, 0), 40)
     assert context.token_positions().tolist() == [20, *range(39)]
     assert context.input_ids[0].tolist() == [
-        first.generated_tokens[0],
+        first.token_ids[0],
         *second.tokens[:39].tolist(),
     ]
     for layer_number in range(1, len(pattern) + 1):

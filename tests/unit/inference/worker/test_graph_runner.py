@@ -46,8 +46,7 @@ def test_replayed_decodes_give_the_tokens_of_launched_ones(pattern):
     with grouped_experts() if {"E", "B"} & set(pattern) else nullcontext():
         engines = [tiny_engine(model, cuda_graphs=on) for on in (False, True)]
         launched, replayed = (
-            [result.generated_tokens for result in engine.generate(PROMPTS, params)]
-            for engine in engines
+            [result.token_ids for result in engine.generate(PROMPTS, params)] for engine in engines
         )
     assert replayed == launched
     stats = engines[1].stats()
@@ -65,12 +64,12 @@ def test_replayed_decodes_with_drafts_give_the_tokens_of_launched_ones(pattern):
     params = [greedy(26), SamplingParams(seed=1, num_tokens_to_generate=7), greedy(9)]
     with grouped_experts() if {"E", "B"} & set(pattern) else nullcontext():
         plain = tiny_engine(model).generate(PROMPTS, params)
-        expected = [result.generated_tokens for result in plain]
+        expected = [result.token_ids for result in plain]
         engine = tiny_engine(model, cuda_graphs=True, speculation="lookup")
         draft_with(engine, Oracle(dict(enumerate(expected)), 0.3))
         poison_rejected(engine)
         found = engine.generate(PROMPTS, params)
-    assert [result.generated_tokens for result in found] == expected
+    assert [result.token_ids for result in found] == expected
     stats, graphs = engine.stats(), engine.runner.graphs._graphs
     assert 0 < stats["draft_tokens_accepted"] < stats["draft_tokens"]
     assert stats["graph_steps"] >= 6 and {(4, 4), (1, 4)} <= graphs.keys()
@@ -80,11 +79,11 @@ def test_steps_with_drafts_beyond_the_budget_of_a_graph_are_launched():
     """A graph's rows are as many as a step's, at most; a step of few drafts may have more
     decodes."""
     prompts = [random_tokens(9, seed) for seed in range(5)]
-    expected = [r.generated_tokens for r in tiny_engine(MODEL).generate(prompts, greedy(8))]
+    expected = [r.token_ids for r in tiny_engine(MODEL).generate(prompts, greedy(8))]
     engine = tiny_engine(MODEL, cuda_graphs=True, speculation="lookup", max_tokens=14)
     draft_with(engine, Oracle(dict(enumerate(expected))))
     assert engine.runner.graphs.sizes == {1: [1, 2, 4, 8], 4: [1, 2, 3]}
-    assert [r.generated_tokens for r in engine.generate(prompts, greedy(8))] == expected
+    assert [r.token_ids for r in engine.generate(prompts, greedy(8))] == expected
     assert engine.stats()["draft_tokens_accepted"] > 5
     engine = tiny_engine(MODEL, cuda_graphs=True, speculation="lookup", max_tokens=3)
     assert engine.runner.graphs.sizes == {1: [1, 2, 3]}
@@ -125,10 +124,10 @@ def test_saved_states_resume_alike(encoding):
     turns = []
     for on in (False, True):
         engine = tiny_engine(MODEL, cuda_graphs=on, state_encoding=encoding)
-        first = engine.generate([PROMPTS[0]], greedy(9))[0].generated_tokens
+        first = engine.generate([PROMPTS[0]], greedy(9))[0].token_ids
         again = [*PROMPTS[0], *first, 5]
         second = engine.generate([again], greedy(6))[0]
-        turns.append((first, second.generated_tokens, second.prefix.skipped_tokens))
+        turns.append((first, second.token_ids, second.prefix.skipped_tokens))
     assert turns[0] == turns[1] and turns[0][2] >= 70
 
 
@@ -155,7 +154,7 @@ def test_graphs_go_where_weights_or_memory_do():
 
     def answer() -> None:
         (result,) = engine.generate([PROMPTS[1]], greedy(4))
-        assert result.generated_tokens == greedy_tokens(model, PROMPTS[1], 4)
+        assert result.token_ids == greedy_tokens(model, PROMPTS[1], 4)
         assert engine.stats()["graphs"] == 1
 
     answer()
@@ -179,7 +178,7 @@ def test_what_cannot_be_captured_runs_without_and_says_why_once(caplog):
     with caplog.at_level(logging.WARNING):
         engine = tiny_engine(model, cuda_graphs=True)
         for prompt, result in zip(PROMPTS, engine.generate(PROMPTS, greedy(4))):
-            assert is_greedy(model, prompt, result.generated_tokens)
+            assert is_greedy(model, prompt, result.token_ids)
         handle = model.decoder.layers[0].register_forward_hook(lambda *_: None)
         engine.generate(PROMPTS, greedy(4))
         handle.remove()

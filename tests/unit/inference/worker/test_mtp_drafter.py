@@ -60,10 +60,10 @@ def answers(model, params, **fields):
         poison_rejected(engine)
         told = noted(engine)
     found = [engine.generate([prompt], params)[0] for prompt in (*PROMPTS, PROMPTS[0])]
-    more = [[*r.prompt_tokens, *r.generated_tokens, *random_tokens(5)] for r in found[:2]]
+    more = [[*r.prompt_tokens, *r.token_ids, *random_tokens(5)] for r in found[:2]]
     found += engine.generate([more[0]], params) + engine.generate([more[1], *PROMPTS], params)
     engine.check_integrity()
-    rows = [(r.generated_tokens, r.log_probs, r.prefix.skipped_tokens) for r in found]
+    rows = [(r.token_ids, r.log_probs, r.prefix.skipped_tokens) for r in found]
     return rows, told, engine.stats()
 
 
@@ -102,7 +102,7 @@ def test_a_perfect_part_gives_all_tokens_of_a_step():
     request = engine.add_request(BASE, greedy(17))
     numbers = []
     while not request.done:
-        numbers.append(sum(len(output.tokens) for output in engine.step()))
+        numbers.append(sum(len(output.token_ids) for output in engine.step()))
     assert numbers == [1, 4, 4, 4, 4]
 
 
@@ -150,7 +150,7 @@ def test_drafts_push_out_no_running_request():
     stats = engine.stats()
     assert stats["preemptions"] == 0 and stats["draft_tokens"]
     expected = tiny_engine(model).generate(prompts, greedy(18))
-    assert [r.generated_tokens for r in given] == [r.generated_tokens for r in expected]
+    assert [r.token_ids for r in given] == [r.token_ids for r in expected]
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def test_a_step_draws_again_what_was_not_among_the_candidates(monkeypatch):
         monkeypatch.setattr(model_runner, "NUM_CANDIDATES", num_candidates)
         engine = tiny_engine(model, logprobs_mode="processed_logprobs")
         results = engine.generate(prompts, [params, SamplingParams(top_k=1), params])
-        return [(own.generated_tokens, own.log_probs, own.top_n_logprobs) for own in results]
+        return [(own.token_ids, own.log_probs, own.top_n_logprobs) for own in results]
 
     reads = []
     read = model_runner.to_host

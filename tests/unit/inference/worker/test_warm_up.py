@@ -72,7 +72,7 @@ def test_a_warm_up_leaves_no_trace(fields, warmed, tmp_path):
     answers = []
     for engine in engines:
         found = engine.generate(PROMPTS, params) + engine.generate(PROMPTS, params)
-        answers.append([(r.request_id, r.generated_tokens, r.prefix) for r in found])
+        answers.append([(r.request_id, r.token_ids, r.prefix) for r in found])
         engine.close()
     assert answers[0] == answers[1]
     assert warm.stats() | {"warm_up_ms": 0} == cold.stats()
@@ -125,7 +125,7 @@ def test_all_graphs_are_there_before_the_first_request(warmed, caplog):
         assert caplog.text.count("captured a graph") == captures == 3
         assert engine.stats()["graph_steps"] > 0
     launched = tiny_engine(MODEL, warm_up=False, **SMALL).generate(PROMPTS, greedy(4))
-    assert [r.generated_tokens for r in replayed] == [r.generated_tokens for r in launched]
+    assert [r.token_ids for r in replayed] == [r.token_ids for r in launched]
     told = [r.getMessage() for r in caplog.records if r.name.endswith("warm_up")]
     assert len(told) == 2 and "warming up: " in told[0] and "warmed up in " in told[1]
 
