@@ -26,6 +26,7 @@ from megatron_hybrid.serving.changes import HEADER, header_of
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import (
     AbortFields,
+    AnyGeneration,
     ChatFields,
     CompletionFields,
     DetokenizeFields,
@@ -60,6 +61,7 @@ from megatron_hybrid.serving.schemas import (
     Detokenized,
     Explanation,
     InputTokens,
+    Json,
     Load,
     Message,
     MessageError,
@@ -176,6 +178,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @routes.post("/v1/chat/completions", response_model=Chat, responses=answers)
     async def chat_completions(fields: ChatFields, request: Request):
+        return await _generate(service, request, fields)
+
+    @routes.post("/invocations", response_model=Chat | Completion, responses=answers)
+    async def invocations(fields: AnyGeneration, request: Request):
         return await _generate(service, request, fields)
 
     @routes.post("/v1/responses", response_model=Responded, responses=answers)
@@ -376,13 +382,13 @@ def _chat_prompt(service: Service, fields: TemplateFields) -> RenderedChat:
 def _params(
     service: Service, fields: GenerationFields, prompts: Sequence[Prompt]
 ) -> SamplingParams:
-    limit = fields.max_tokens
+    limit, context = fields.max_tokens, service.engine_config.max_sequence_length
+    length = max(len(getattr(prompt, "tokens", prompt)) for prompt in prompts)
     if isinstance(fields, ChatFields) and fields.max_completion_tokens is not None:
         limit = fields.max_completion_tokens
-    context = service.engine_config.max_sequence_length
-    length = len(getattr(prompts[0], "tokens", prompts[0]))
-    if limit is None:  # what there is room for
-        limit = max(1, context - length)
+    elif limit is None or "max_tokens" not in fields.model_fields_set:
+        left = max(1, context - length)  # what there is room for
+        limit = left if limit is None else min(left, limit)
     if isinstance(fields, ChatFields) and length + limit > context:
         if not service.config.lowers_max_tokens or length >= context:
             raise fields.too_long(length, limit, context)
@@ -401,8 +407,6 @@ async def _events(
     try:
         for number, stream in enumerate(streams):
             choices = answer.growing(number)
-            for chunk in (chunk for choice in choices for chunk in choice.begin()):
-                yield answer.encode(chunk)
             async for outputs in service.outputs(ticket, stream):
                 if events := b"".join([choices[o.sample_index].add(o) for o in outputs]):
                     yield events
@@ -465,6 +469,11 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def detokenize(fields: DetokenizeFields):
         service.check_model(fields.model)
         return await json_response(lambda: detokenized(fields))
+
+    @routes.get("/tokenizer_info", response_model=Json, responses=errors(403))
+    async def tokenizer_info(request: Request):
+        service.auth.check_admin(request.state.key)
+        return await json_response(service.tokenizer.info)
 
     @routes.post("/v1/completions/render", response_model=list[TokenIds])
     async def render_completion(fields: CompletionFields):
@@ -556,6 +565,8 @@ def _model(service: Service) -> Model:
         "object": "model",
         "created": service.created,
         "owned_by": "megatron_hybrid",
+        "root": service.config.model_name,
+        "parent": None,
         "max_model_len": service.engine_config.max_sequence_length,
         "description": service.config.description,
         "has_chat_template": service.tokenizer.chat_template is not None,

@@ -80,9 +80,10 @@ _API_NAMES = {
 def refusal_of_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Return what pydantic's `errors()` say of the first field, or of a part of it. Of a field of
     several types, it is what the type says that fits best."""
+    above = ("body", "query", "ChatFields", "CompletionFields")
 
     def place_of(error: Mapping[str, Any]) -> list[str]:
-        return [str(part) for part in error["loc"] if part not in ("body", "query")]
+        return [str(part) for part in error["loc"] if part not in above]
 
     own = [error for error in errors if place_of(error)[:1] == place_of(errors[0])[:1]]
     error = max(own, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))

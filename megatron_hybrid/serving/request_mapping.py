@@ -321,7 +321,8 @@ def sampling_params(
         ApiError: an illegal value, with its field.
     """
     # In the answer a word may stand at the beginning of a token, or after a space that is in it.
-    words = [spelt for word in fields.bad_words or () for spelt in (word, f" {word}")]
+    words = [word.lstrip() or word for word in fields.bad_words or ()]
+    words += [f" {word}" for word in words]
     try:
         return SamplingParams(
             temperature=fields.temperature,

@@ -117,6 +117,21 @@ class Tokenizer:
         files = TokenizerFiles(self._tokenizer, self.eod, self.end_tokens, *content)
         write_tokenizer_files(Path(folder), files)
 
+    def info(self) -> dict[str, Any]:
+        """Return tokenizer_config.json with the chat template and the added tokens that are used,
+        as vLLM's route /tokenizer_info has them."""
+        names = ("content", "special", "lstrip", "rstrip", "single_word", "normalized")
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **self._settings,
+            "chat_template": self.chat_template,
+            "added_tokens_decoder": {
+                str(id): {name: getattr(token, name) for name in names}
+                for id, token in sorted(added.items())
+            },
+        }
+
     @cached_property
     def vocab_size(self) -> int:
         """Highest token id + 1."""

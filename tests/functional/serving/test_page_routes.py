@@ -97,7 +97,7 @@ def test_the_model_tells_its_defaults_of_sampling_as_its_file_has_them(server, m
     assert (told["temperature"], told["top_k"]) == (0.3, 7)
     model = get(server, "/v1/models").json()["data"][0]
     assert model["sampling_defaults"]["temperature"] == 1.0
-    assert model["has_chat_template"] is True
+    assert model["has_chat_template"] is True and model["root"] == model["id"]
 
 
 @pytest.mark.parametrize("shows", [False, True])
