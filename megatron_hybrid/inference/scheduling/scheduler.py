@@ -1,7 +1,8 @@
 """Scheduler: the tokens and requests of each step.
 
 `Scheduler.schedule` reads top to bottom as the policy: decodes first, then running prefills, then
-waiting requests by priority and arrival, then drafts, all under one token budget.
+waiting requests by priority and arrival, then drafts, all under one token budget, of which long
+prompts leave a part to short ones.
 `Scheduler.complete` records
 the results of a step. It moves no bytes itself: all moves are in the plan. Decisions depend only on
 the order of requests and on numbers that are equal on all ranks.
@@ -9,7 +10,7 @@ the order of requests and on numbers that are equal on all ranks.
 
 import math
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -70,6 +71,7 @@ class Scheduler:
         fetches: from the tiers.
         max_requests: number of live slots.
         max_tokens: token budget of one forward pass.
+        short_prompt_share: part of it that long prompts leave to short ones.
         drafts: of the decodes; None: there are none.
         drafts_need_hidden: whether drafts follow from the hidden states of the tokens before.
     """
@@ -80,6 +82,7 @@ class Scheduler:
         fetches: "Fetches",
         max_requests: int,
         max_tokens: int,
+        short_prompt_share: float = 0.0,
         drafts: Drafts | None = None,
         drafts_need_hidden: bool = False,
     ):
@@ -90,6 +93,7 @@ class Scheduler:
         self.drafts_need_hidden = drafts_need_hidden
         self.fetches = fetches
         self.max_tokens = max_tokens
+        self._short_prompt_share = short_prompt_share
         self.max_waiting_looked_at = 2 * max_requests
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # in order of arrival
@@ -129,12 +133,16 @@ class Scheduler:
             if request.status in (RequestStatus.DECODE, RequestStatus.CLOSING):
                 self._plan_work(builder, request)
         num_decodes = len(builder.chunks)
-        for request in list(self.running):
-            if request.status is RequestStatus.PREFILL:
-                self._plan_work(builder, request)
+        prefills = [r for r in self.running if r.status is RequestStatus.PREFILL]
+        short = self._short_prompts(builder, prefills)
+        kept = {request: count for request, count in short.items() if request.lease is None}
+        builder.num_kept = sum(kept.values())
+        for request in sorted(prefills, key=lambda r: r not in short):
+            self._plan_work(builder, request)
         blocked, num_coming, last_priority = self._tests_a_suspect(), 0, math.inf
         for request in list(islice(self.waiting, self.max_waiting_looked_at)):
             self._admitting = request
+            builder.num_kept -= kept.get(request, 0)
             has_slot = len(self.free_slots) > num_coming
             can_start = has_slot and not blocked and self._budget(builder) > 0
             can_start = can_start and request.options.priority <= last_priority
@@ -149,13 +157,16 @@ class Scheduler:
             if self._waits_for_fetch(builder, request, can_start):
                 blocked = blocked or request.fetch.lacks_room
                 num_coming += request.fetch.is_coming  # its slot is taken: it starts on arrival
+            elif has_slot and not blocked and builder.num_kept and not self._budget(builder):
+                last_priority = min(last_priority, request.options.priority)  # short ones overtake
             else:
                 blocked = not can_start or not self._admit(builder, request)
                 blocked = blocked or request in self._suspects
             if request.lease is None and request.starts_from_cache:
                 tokens = request.tokens[: request.num_tokens]
                 self.cache.expected.add(request.request_id, tokens, request.options.salt)
-        self._admitting = None
+        self._admitting, builder.num_kept = None, 0
+        self._lengthen(builder)
         self.fetches.poll()
         self._states.reserve(builder)
         if lengths:
@@ -173,7 +184,43 @@ class Scheduler:
         return self._builder
 
     def _budget(self, builder: PlanBuilder) -> int:
-        return self.max_tokens - builder.num_tokens
+        return self.max_tokens - builder.num_tokens - builder.num_kept
+
+    def _short_prompts(
+        self, builder: PlanBuilder, prefills: Sequence[Request]
+    ) -> dict[Request, int]:
+        """Return the prompts that come before a long prefill, and how many tokens each of them
+        computes: running ones, then waiting ones that may start, as many as fit in the share."""
+        share = int(self._short_prompt_share * self._budget(builder))
+        if all(request.num_tokens - request.num_computed <= share for request in prefills):
+            return {}
+        found, num_slots = {}, len(self.free_slots)
+        for request in (*prefills, *islice(self.waiting, self.max_waiting_looked_at)):
+            start, is_waiting = request.num_computed, request.lease is None
+            if is_waiting and (not num_slots or request.waits_for is not None):
+                continue
+            if is_waiting and not (start := request.parked_tokens):
+                known = request.tokens[: request.num_tokens], request.options.salt
+                reason = request.recompute_reason
+                start = self.cache.match(*known, recompute_reason=reason).skipped_tokens
+            count = max(1, request.num_tokens - start)
+            if count <= min(share, request.longest_forward):
+                found[request] = count
+                share -= count
+                num_slots -= is_waiting
+        return found
+
+    def _lengthen(self, builder: PlanBuilder) -> None:
+        """Let long prefills take what short prompts that could not start have left, as far as they
+        have room without preempting others."""
+        for chunk in builder.chunks:
+            request = chunk.request
+            most = min(chunk.end - chunk.start + self._budget(builder), request.longest_forward)
+            end = min(chunk.start + most, request.num_tokens)
+            is_prefill = request.status is RequestStatus.PREFILL
+            if is_prefill and end > chunk.end and self.cache.extend(request.lease, end):
+                builder.num_tokens += end - chunk.end
+                chunk.end, chunk.draws = end, end == request.num_tokens and not request.done
 
     def _longest(self, builder: PlanBuilder, request: Request) -> int:
         """Most tokens of a request that the step has room for."""
