@@ -83,10 +83,10 @@ PROGRAM = ("-m", "megatron_hybrid.dynamo")
 _PLACE = "backend", "generate"
 """Component and endpoint."""
 _PARSER_NAMES = {"openai": "harmony", "deepseek_v31": "deepseek_v3_1"}
-"""Of Dynamo's parsers of calls, where they are others than ours."""
+"""Names of Dynamo's parsers of calls, where they differ from ours."""
 _WATCH_SECONDS = 0.2
 _LOAD_SECONDS = 0.5
-"""Between messages about the load, while requests run."""
+"""Seconds between messages about the load, while requests run."""
 _SCRAPE_SECONDS = 5.0
 
 
@@ -260,7 +260,7 @@ class HybridWorker:
     # What operators and the router are told ------------------------------------------------------
 
     def _metrics(self, loop: asyncio.AbstractEventLoop) -> str:
-        """In another thread."""
+        """Return the text of /metrics; it is made in another thread."""
         asked = asyncio.run_coroutine_threadsafe(self.service.engine.metrics(), loop)
         return asked.result(_SCRAPE_SECONDS)
 
@@ -278,7 +278,7 @@ class HybridWorker:
     # The end -------------------------------------------------------------------------------------
 
     def _end(self, endpoint: Endpoint, shut_down: Callable[[], None]) -> None:
-        """At the first signal, drain; at the second, end what runs."""
+        """Drain at the first signal; at the second, end what runs."""
         # A terminal's Ctrl-C may reach a rank twice: by itself, and from the ranks' launcher.
         now = time.monotonic()
         if self.service.engine.num_ranks > 1 and now - self._signaled_at < SAME_SECONDS:

@@ -26,7 +26,7 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 SALT_MARK = "dynamo-cache-salt:"
-"""Before the salts of KV events: Dynamo's reader looks for it, and takes what is after."""
+"""Mark that Dynamo's reader looks for in the salts of KV events; it takes what follows."""
 GROUPS = {
     "sampling_options": {
         **{name: name for name in ("n", "best_of", "temperature", "top_p", "top_k", "min_p")},
@@ -60,7 +60,7 @@ class Asked:
     fields: CompletionFields
     params: SamplingParams
     guide: tuple[Guide, str] | None
-    """With the field that asks for it."""
+    """The guide, and the field that asks for it."""
     salt: str
     shown_stops: frozenset[int]
     """Tokens that the caller has named as stops."""

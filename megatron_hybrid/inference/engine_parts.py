@@ -44,7 +44,7 @@ class EngineParts:
     ranks: Ranks
     control: RankControl
     config: InferenceConfig
-    """With the `cache_bytes` of the pool."""
+    """The config, with the `cache_bytes` of the pool."""
     model: HybridModel
     cache: PrefixCache
     offload: Offload

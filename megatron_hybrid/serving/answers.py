@@ -27,7 +27,7 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 LEAST_LOG_PROB = -9999.0
-"""In place of minus infinity, which JSON has not."""
+"""Value in place of minus infinity, which JSON has not."""
 
 
 def prefix_block(report: PrefixReport) -> Json:
@@ -87,15 +87,15 @@ class Answer:
     end_mark: ClassVar[bytes] = b"data: [DONE]\n\n"
     created: int = field(default_factory=lambda: int(time.time()))
     reports: dict[int, PrefixReport] = field(default_factory=dict)
-    """Of a stream: of each prompt that has begun, by its number."""
+    """Reports of a stream's prompts that have begun, by their number."""
     num_generated: int = 0
     """Tokens of a stream so far."""
     num_reasoning: int = 0
-    """Of the choices that have ended."""
+    """Reasoning tokens of the choices that have ended."""
 
     @property
     def is_chat(self) -> bool:
-        """Of a chat; else of a text completion."""
+        """True for a chat; False for a text completion."""
         return not isinstance(self.fields, CompletionFields)
 
     def head(self, of_chunk: bool = False) -> Json:
@@ -180,7 +180,7 @@ class Answer:
         return self.tokenizer.detokenize(tokens, self.fields.skip_special_tokens)
 
     def parser(self) -> AnswerParser:
-        """Of one answer to a chat."""
+        """Return the parser of one answer to a chat."""
         return self.style.parser(is_thinking=self.is_thinking, **self.fields.parsed_by)
 
     def chunk(self, index: int, said: Json, logprobs: Json | None, reason: str | None) -> Json:
@@ -268,8 +268,8 @@ class Answer:
         return {token: max(value, LEAST_LOG_PROB) for token, value in few}
 
     def prompt_logprobs(self, result: GenerationResult) -> list[Json | None]:
-        """Of each token of the prompt but the first, and of the most likely ones in its place, by
-        their ids, as vLLM has them. `rank` is that among the most likely ones."""
+        """Return, for each token of the prompt but the first and for the most likely ones in its
+        place, log-probabilities by id, as vLLM does. `rank` is that among the most likely ones."""
         tokens, values = result.prompt_tokens[1:], result.prompt_log_probs
         found: list[Json | None] = [None]
         tops = result.prompt_top_n_logprobs or [{}] * len(tokens)
@@ -394,7 +394,7 @@ def _id_name(token: int) -> str:
 
 
 _DELTA_CHARS = 4096
-"""Of a call's arguments in one event."""
+"""Most characters of a call's arguments in one event."""
 
 
 def _deltas(part: AnswerPart) -> Iterator[Json]:

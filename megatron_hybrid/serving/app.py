@@ -363,7 +363,7 @@ def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
 
 
 def _num_prompts(fields: GenerationFields) -> int:
-    """Before anything is tokenized."""
+    """Count the prompts, before anything is tokenized."""
     if not isinstance(fields, CompletionFields) or isinstance(fields.prompt, str):
         return 1
     return 1 if not fields.prompt or isinstance(fields.prompt[0], int) else len(fields.prompt)

@@ -18,7 +18,7 @@ _KINDS = {
     503: "service_unavailable_error",
 }
 RETRY_SECONDS = 1
-"""In the header Retry-After of 429 and 503."""
+"""Seconds in the header Retry-After of 429 and 503."""
 
 
 class ApiError(Exception):
@@ -55,7 +55,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer."""
+        """Return the headers of the answer."""
         if self.status in (429, 503):
             return {"Retry-After": str(RETRY_SECONDS)}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}

@@ -42,7 +42,7 @@ LABELS = frozenset(
 )
 """Fields that say something about a request, and nothing about its answer."""
 MAX_TOOLS_CHARS = 256 << 10
-"""Of the JSON of all tools: templates write it into the prompt."""
+"""Most characters of the JSON of all tools: templates write it into the prompt."""
 PART_TYPES = ("text", "input_text", "output_text", "refusal")
 """Parts of a message's content that are texts."""
 
@@ -165,7 +165,7 @@ def refuse_unsupported(
 
 
 def _is_in(value: Any, values: Iterable) -> bool:
-    """As `in`, but False is not 0."""
+    """Return whether a value is in some, as `in` says, but False is not 0."""
     is_bool = isinstance(value, bool)
     return any(value == each and isinstance(each, bool) == is_bool for each in values)
 
@@ -653,7 +653,7 @@ class TemplateFields(SharedTemplateFields):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Of the template."""
+        """Return the variables of the template."""
         effort = self.reasoning_effort
         given: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
         if effort is not None:  # templates have several names for whether there is any

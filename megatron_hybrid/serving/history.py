@@ -13,7 +13,7 @@ from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.metrics.meter import BOUNDS
 
 SECONDS = 5.0
-"""Between two samples."""
+"""Seconds between two samples."""
 SPANS = {300: 5, 3600: 30, 86400: 600}
 """Seconds of a plot -> seconds of each of its points. All are kept: 327 points in all."""
 PERCENTILES = (50, 90, 99)

@@ -63,9 +63,9 @@ class KvPublisher:
             self._socket = self._context.socket(zmq.PUB)
             self._socket.set_hwm(_MOST_UNSENT)
             self.endpoint = _bind(self._socket, endpoint, "--kv-events-endpoint")
-            """Where it listens."""
+            """Address where it listens."""
             self.replay_endpoint = ""
-            """Where it listens for replays; "": nowhere."""
+            """Address where it listens for replays; "": nowhere."""
             if replay_endpoint:
                 self._replay = self._context.socket(zmq.ROUTER)
                 # Beyond that, a router drops messages; up to half of it may be read, and not known

@@ -50,7 +50,7 @@ _LEFT_OUT_BLOCKS = (
 )
 """Blocks of an answer, or of a tool's result, that this server does not show to a model."""
 _SIGNATURE = "mh1"
-"""Of thinking: its text is no secret, and is taken as it comes."""
+"""Signature of thinking: its text is no secret, and is taken as it comes."""
 
 
 class MessageTool(Fields):

@@ -81,7 +81,7 @@ def is_thinking(
 def thinking_budget(
     tokenizer: Tokenizer, max_tokens: int, thoughts: ReasoningFormat | None, begins_inside: bool
 ) -> ThinkingBudget:
-    """Of the reasoning of a chat's answer.
+    """Return the budget of the reasoning of a chat's answer.
 
     Args:
         thoughts: how the model writes reasoning; None: it has none.

@@ -158,7 +158,7 @@ class ReasoningOptions(Fields):
 
 
 def _item(kind: str, required: Sequence[str], **properties: Any) -> Json:
-    """As JSON Schema."""
+    """Return an item as JSON Schema."""
     properties |= {"type": {"const": kind}}
     return {"type": "object", "properties": properties, "required": ["type", *required]}
 
@@ -289,7 +289,7 @@ class ResponseFields(SharedChatFields):
         }
 
     def _functions(self) -> Iterator[Json]:
-        """For the model."""
+        """Return the functions as the model sees them."""
         for namespace, tool in self._each_tool():
             if isinstance(tool, HostedTool):
                 continue

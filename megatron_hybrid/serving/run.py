@@ -46,13 +46,13 @@ if TYPE_CHECKING:  # what it imports need not be installed
 logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 _CONNECTION_SECONDS = 5
-"""For connections to end when nothing runs any more."""
+"""Seconds for connections to end when nothing runs any more."""
 SAME_SECONDS = 1.0
-"""Between the signals of one Ctrl-C, where there is a launcher."""
+"""Most seconds between the signals of one Ctrl-C, where there is a launcher."""
 
 
 class _PlainLines(logging.Formatter):
-    """For people: the time, and what happened. rank: that writes it; None: there is one."""
+    """Writes lines for people: the time, and what happened. rank: of the job; None: no ranks."""
 
     def __init__(self, rank: int | None = None):
         whose = "" if rank is None else f"rank {rank}: "
@@ -117,7 +117,7 @@ def _is_no_cancellation(record: logging.LogRecord) -> bool:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens, and by which certificate."""
+    """Address where a server listens, and its certificate."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -186,7 +186,7 @@ class Address:
         return Loading(bound, self.uds, self._context())
 
     def url(self, bound: socket.socket | None) -> str:
-        """For people."""
+        """Return the address as people write it."""
         if bound is None:
             return f"unix:{self.uds}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -307,7 +307,7 @@ def follow(
     config: ServingConfig,
     end: EndSignal,
 ) -> None:
-    """On every other rank than the first, in place of `serve`: run what that one does, until it
+    """Run, on every rank but the first and in place of `serve`, what that one does, until it
     ends. Signals are for the first rank.
 
     Raises:

@@ -99,7 +99,7 @@ class Service:
         defaults = SamplingParams().resolved(model_defaults(tokenizer.generation_config))
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         self.sampling_defaults = {name: getattr(defaults, name) for name in names}
-        """Of requests that say nothing else."""
+        """Sampling values of requests that give none."""
         tokenizer.shown_bytes(0)  # the first call takes long
         self.history = History(engine)
         self.auth = Auth(config)
@@ -108,7 +108,7 @@ class Service:
         """Prompts of one request in the engine. It gets no more than it looks at: each one takes
         its thread's time."""
         self.num_responses: Counter[tuple[str, int]] = Counter()
-        """By route and status."""
+        """Number of answers by route and status."""
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for another model than the one there is."""

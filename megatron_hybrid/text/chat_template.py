@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 INSTRUCTING = ("system", "developer")
 """Roles of messages shared at the start of many conversations."""
 MAX_ROLES = 32
-"""That a template remembers something of."""
+"""Most roles of which a template remembers something."""
 
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -232,7 +232,7 @@ class ChatTemplate:
         return list(zip(ends[:-1:2], ends[1::2]))
 
     def _answer_span(self, full: str, conversation: _Conversation, index: int) -> tuple[int, int]:
-        """Of the answer in message `index`."""
+        """Return the span of the answer in message `index`."""
         plain = conversation.messages
         start = self._prefix_length(full, conversation, plain[:index], True)
         end = self._prefix_length(full, conversation, plain[: index + 1])

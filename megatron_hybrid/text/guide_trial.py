@@ -17,9 +17,9 @@ import threading
 from typing import Any
 
 MAX_SECONDS = 3
-"""Of a CPU, for one guide."""
+"""Seconds of a CPU for one guide."""
 MAX_BYTES = 512 << 20
-"""Of memory, for one guide."""
+"""Bytes of memory for one guide."""
 _STACK = 1 << 20
 """Bytes of stack: fewer than any thread that compiles a guide later has."""
 _FATAL = {signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL}

@@ -207,7 +207,7 @@ class Tokenizer:
 
     @property
     def first_token_bytes(self) -> list[bytes]:
-        """As `token_bytes`, of the first token of a text.
+        """Bytes as `token_bytes`, of the first token of a text.
 
         Raises:
             ValueError: as `token_bytes`.
@@ -219,7 +219,7 @@ class Tokenizer:
         return self.text_bytes(token) or (self._tokenizer.id_to_token(token) or "").encode()
 
     def text_bytes(self, token: int) -> bytes:
-        """As `token_bytes`; with a decoder that is not known here, the token's text alone."""
+        """Return `token_bytes`, or the token's text alone where the decoder is not known here."""
         try:
             return self.token_bytes[token]
         except ValueError:

@@ -119,7 +119,7 @@ class EndSignal:
         signal.signal(signal.SIGTERM, self._before)
 
     def hold(self) -> None:
-        """From now on note the signal: others need this process."""
+        """Note the signal from now on: others need this process."""
         self._ends_at_once = False
 
     def _take(self, number: int, frame: object) -> None:

@@ -25,7 +25,7 @@ _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _AN_END = any_of(_ENDS)
 _BEGINS = ("<|channel|>", "<|start|>", " to=")
-"""Of headers."""
+"""Marks that begin headers."""
 _TO = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _CUT = re.compile(
@@ -65,9 +65,9 @@ class HarmonyParser(AnswerParser):
     """Channel `analysis` is reasoning, a message to a function a call, all else content."""
 
     _header: str | None = None
-    """Of the message that is being read; None: it has not begun."""
+    """Header of the message that is being read; None: it has not begun."""
     _brackets: Brackets | None = None
-    """In the call that is being read."""
+    """Brackets in the call that is being read."""
 
     def _parts(self, is_last: bool) -> Iterator[AnswerPart]:
         while self._held:
