@@ -10,7 +10,7 @@ the order of requests and on numbers that are equal on all ranks.
 
 import math
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from megatron_hybrid.inference.scheduling.plan_builder import (
     copies_of,
     tables_of,
 )
+from megatron_hybrid.inference.scheduling.short_prompts import ShortPrompts
 from megatron_hybrid.inference.scheduling.single_flight import SingleFlight
 from megatron_hybrid.inference.scheduling.state_saver import StateSaver
 from megatron_hybrid.inference.scheduling.step_plan import (
@@ -93,7 +94,7 @@ class Scheduler:
         self.drafts_need_hidden = drafts_need_hidden
         self.fetches = fetches
         self.max_tokens = max_tokens
-        self._short_prompt_share = short_prompt_share
+        self._short_prompts = ShortPrompts(cache, short_prompt_share)
         self.max_waiting_looked_at = 2 * max_requests
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # in order of arrival
@@ -134,15 +135,15 @@ class Scheduler:
                 self._plan_work(builder, request)
         num_decodes = len(builder.chunks)
         prefills = [r for r in self.running if r.status is RequestStatus.PREFILL]
-        short = self._short_prompts(builder, prefills)
-        kept = {request: count for request, count in short.items() if request.lease is None}
-        builder.num_kept = sum(kept.values())
+        waiting = islice(self.waiting, self.max_waiting_looked_at if self.free_slots else 0)
+        short = self._short_prompts.choose(self._budget(builder), prefills, waiting)
+        builder.kept = {r: count for r, count in short.items() if r.lease is None}
         for request in sorted(prefills, key=lambda r: r not in short):
             self._plan_work(builder, request)
         blocked, num_coming, last_priority = self._tests_a_suspect(), 0, math.inf
         for request in list(islice(self.waiting, self.max_waiting_looked_at)):
             self._admitting = request
-            builder.num_kept -= kept.get(request, 0)
+            builder.kept.pop(request, None)
             has_slot = len(self.free_slots) > num_coming
             can_start = has_slot and not blocked and self._budget(builder) > 0
             can_start = can_start and request.options.priority <= last_priority
@@ -157,7 +158,7 @@ class Scheduler:
             if self._waits_for_fetch(builder, request, can_start):
                 blocked = blocked or request.fetch.lacks_room
                 num_coming += request.fetch.is_coming  # its slot is taken: it starts on arrival
-            elif has_slot and not blocked and builder.num_kept and not self._budget(builder):
+            elif has_slot and not blocked and builder.kept and not self._budget(builder):
                 last_priority = min(last_priority, request.options.priority)  # short ones overtake
             else:
                 blocked = not can_start or not self._admit(builder, request)
@@ -165,8 +166,8 @@ class Scheduler:
             if request.lease is None and request.starts_from_cache:
                 tokens = request.tokens[: request.num_tokens]
                 self.cache.expected.add(request.request_id, tokens, request.options.salt)
-        self._admitting, builder.num_kept = None, 0
-        self._lengthen(builder)
+        self._admitting, builder.kept = None, {}
+        self._short_prompts.leave_rest(builder, self._budget(builder))
         self.fetches.poll()
         self._states.reserve(builder)
         if lengths:
@@ -184,43 +185,7 @@ class Scheduler:
         return self._builder
 
     def _budget(self, builder: PlanBuilder) -> int:
-        return self.max_tokens - builder.num_tokens - builder.num_kept
-
-    def _short_prompts(
-        self, builder: PlanBuilder, prefills: Sequence[Request]
-    ) -> dict[Request, int]:
-        """Return the prompts that come before a long prefill, and how many tokens each of them
-        computes: running ones, then waiting ones that may start, as many as fit in the share."""
-        share = int(self._short_prompt_share * self._budget(builder))
-        if all(request.num_tokens - request.num_computed <= share for request in prefills):
-            return {}
-        found, num_slots = {}, len(self.free_slots)
-        for request in (*prefills, *islice(self.waiting, self.max_waiting_looked_at)):
-            start, is_waiting = request.num_computed, request.lease is None
-            if is_waiting and (not num_slots or request.waits_for is not None):
-                continue
-            if is_waiting and not (start := request.parked_tokens):
-                known = request.tokens[: request.num_tokens], request.options.salt
-                reason = request.recompute_reason
-                start = self.cache.match(*known, recompute_reason=reason).skipped_tokens
-            count = max(1, request.num_tokens - start)
-            if count <= min(share, request.longest_forward):
-                found[request] = count
-                share -= count
-                num_slots -= is_waiting
-        return found
-
-    def _lengthen(self, builder: PlanBuilder) -> None:
-        """Let long prefills take what short prompts that could not start have left, as far as they
-        have room without preempting others."""
-        for chunk in builder.chunks:
-            request = chunk.request
-            most = min(chunk.end - chunk.start + self._budget(builder), request.longest_forward)
-            end = min(chunk.start + most, request.num_tokens)
-            is_prefill = request.status is RequestStatus.PREFILL
-            if is_prefill and end > chunk.end and self.cache.extend(request.lease, end):
-                builder.num_tokens += end - chunk.end
-                chunk.end, chunk.draws = end, end == request.num_tokens and not request.done
+        return self.max_tokens - builder.num_tokens - sum(builder.kept.values())
 
     def _longest(self, builder: PlanBuilder, request: Request) -> int:
         """Most tokens of a request that the step has room for."""
