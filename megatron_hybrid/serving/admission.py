@@ -78,7 +78,8 @@ class Admission:
 
     def __init__(self, engine: AsyncEngine, max_requests: int, config: ServingConfig):
         self._engine, self.config = engine, config
-        self._most = max_requests + config.max_waiting
+        self.most = max_requests + config.max_waiting
+        """That run or wait at a time."""
         self.is_draining = False
         self.num_admitted = 0
         """Requests so far."""
@@ -94,7 +95,7 @@ class Admission:
     def check_count(self, num_prompts: int, n: int) -> None:
         """Raise ApiError for more answers than the server ever takes of one key at a time."""
         per_key = self.config.max_requests_per_key
-        most = self._most if per_key is None else min(self._most, per_key)
+        most = self.most if per_key is None else min(self.most, per_key)
         if num_prompts * n > most:
             raise ApiError(
                 400,
@@ -116,10 +117,8 @@ class Admission:
             raise ApiError(503, f"{failure}: the server ends")
         if self.is_draining:
             raise ApiError(503, "the server is shutting down: retry on another replica")
-        if sum(ticket.num_samples for ticket in self._tickets) + num_samples > self._most:
-            raise ApiError(
-                503, f"the server is at capacity ({self._most} run or wait): retry later"
-            )
+        if sum(ticket.num_samples for ticket in self._tickets) + num_samples > self.most:
+            raise ApiError(503, f"the server is at capacity ({self.most} run or wait): retry later")
         per_key = self.config.max_requests_per_key
         if per_key is not None:
             own = sum(each.num_samples for each in self._tickets if each.key == key)

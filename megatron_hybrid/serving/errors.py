@@ -15,6 +15,7 @@ _KINDS = {
     408: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     503: "service_unavailable_error",
 }
 RETRY_SECONDS = 1

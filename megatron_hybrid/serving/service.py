@@ -31,10 +31,12 @@ from megatron_hybrid.inference.sampling_params import SamplingParams, model_defa
 from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
 from megatron_hybrid.serving.admission import Admission, Ticket
 from megatron_hybrid.serving.auth import Auth
+from megatron_hybrid.serving.budget import RequestBudget
 from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import TemplateFields
 from megatron_hybrid.serving.history import History
+from megatron_hybrid.serving.json_response import to_cpu_thread
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -91,7 +93,8 @@ class Service:
         config: ServingConfig,
     ):
         self.engine = engine
-        self.tokenizer = tokenizer
+        context = engine_config.max_sequence_length
+        self.tokenizer = tokenizer.limited_to(context)
         self.engine_config = engine_config
         self.saves_cache = engine_config.cache_dir is not None
         self.config = config
@@ -100,10 +103,11 @@ class Service:
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         self.sampling_defaults = {name: getattr(defaults, name) for name in names}
         """Of requests that say nothing else."""
-        tokenizer.shown_bytes(0)  # the first call takes long
+        _ = self.tokenizer.shown_bytes(0), self.tokenizer.max_bytes  # the first calls take long
         self.history = History(engine)
         self.auth = Auth(config)
         self.admission = Admission(engine, engine_config.max_requests, config)
+        self.budget = RequestBudget(context, self.admission.most, tokenizer.vocab_size)
         self._most_at_once = 2 * engine_config.max_requests
         """Prompts of one request in the engine. It gets no more than it looks at: each one takes
         its thread's time."""
@@ -140,6 +144,15 @@ class Service:
 
     # The way to the engine ---------------------------------------------------------------------
 
+    async def prepared(self, ticket: Ticket, job: Callable[[], T], num_bytes: int) -> T:
+        """Return the result of a job that reads a request, in its turn. num_bytes: of its body.
+
+        Raises:
+            ApiError: as the job, or as `generate_all`.
+        """
+        async with self._limited(ticket):
+            return await to_cpu_thread(job, ticket.key, num_bytes)
+
     async def compiled(self, ticket: Ticket, guide: Guide, param: str) -> Guide:
         """Compile a guide, and return it. What cancels this takes out a guide that waits.
 
@@ -148,7 +161,7 @@ class Service:
         """
         async with self._limited(ticket):
             try:
-                await self.engine.compile_guide(guide)
+                await self.engine.compile_guide(guide, self.auth.tenant_of(ticket.key))
                 return guide
             except (TypeError, ValueError) as error:
                 raise ApiError(400, f"{param}: {error}", param) from error

@@ -6,6 +6,7 @@ only. Its filters and functions are those of `transformers`.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import re
@@ -38,6 +39,20 @@ def common_length(first: Sequence, second: Sequence) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
+class TextTooLongError(ValueError):
+    """A text cannot fit its context, however it is tokenized.
+
+    Args:
+        message: names the size and the limit.
+        num_tokens: fewest that the text may have.
+        max_tokens: of the context.
+    """
+
+    def __init__(self, message: str, num_tokens: int, max_tokens: int):
+        super().__init__(message)
+        self.num_tokens, self.max_tokens = num_tokens, max_tokens
+
+
 class ChatTemplate:
     """One template; compiled at its first use.
 
@@ -50,6 +65,19 @@ class ChatTemplate:
         self.source = source
         self.origin = origin
         self._takes_parts: dict[str, bool] = {}  # by role
+        self._max_length = self._max_tokens = 0
+
+    def limited_to(self, max_length: int, max_tokens: int) -> ChatTemplate:
+        """Return the same template, which is cut when it writes more characters than so many tokens
+        have. What it remembers and has compiled is shared.
+
+        Raises:
+            ValueError: the template is broken.
+        """
+        _ = self._compiled
+        other = copy.copy(self)
+        other._max_length, other._max_tokens = max_length, max_tokens
+        return other
 
     def render(
         self,
@@ -317,14 +345,27 @@ class ChatTemplate:
         compiled: jinja2.Template | None = None,
     ) -> str:
         compiled = compiled or self._compiled
+        pieces, length = [], 0
         try:
-            return compiled.render(
+            for piece in compiled.generate(
                 **conversation.variables,
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
-            )
+            ):
+                pieces.append(piece)
+                length += len(piece)
+                if 0 < self._max_length < length:
+                    break
+            else:
+                return "".join(pieces)
         except Exception as error:  # a template can raise anything
             raise ValueError(f"{self.origin} cannot render these messages: {error}") from error
+        raise TextTooLongError(
+            f"the text of the chat has more than {self._max_length} characters, the most that the "
+            f"context of {self._max_tokens} tokens takes: shorten the messages",
+            self._max_tokens + 1,
+            self._max_tokens,
+        )
 
 
 class _Conversation:

@@ -18,7 +18,12 @@ from typing import Any
 
 import tokenizers
 
-from megatron_hybrid.text.chat_template import ChatTemplate, Message, common_length
+from megatron_hybrid.text.chat_template import (
+    ChatTemplate,
+    Message,
+    TextTooLongError,
+    common_length,
+)
 from megatron_hybrid.text.token_bytes import TokenBytes
 from megatron_hybrid.text.tokenizer_files import (
     CHAT_TEMPLATE_FILE,
@@ -36,6 +41,16 @@ _PROBE = " Don't the naïve  漢字\t🙂 cost\r\n\n    $1234567.89 (or more)?"
 # Characters or tokens from which on a call is made as a batch of one: in batches alone the library
 # lets other threads run. Small ones stay out of its thread pool, of which forks would warn.
 _LONG = 4096
+
+_PIECE = 64 << 10
+"""Characters that are counted at a time."""
+_USUAL_BYTES = 8
+"""Of a token. A text of more for each token of the context is counted before it is tokenized."""
+_LEFT_OUT = 4
+_SHORT_CHAT = 64 << 10
+"""Characters of JSON that any chat may have."""
+_CHANGED_BYTES = 128
+"""Of a token, at least, where texts lose characters on their way to tokens."""
 
 
 class Tokenizer:
@@ -70,6 +85,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._settings = dict(settings or {})
         self._templates = dict(chat_templates or {})
+        self._max_tokens: int | None = None
         self.generation_config = dict(generation_config or {})
         if eod is not None:
             self._settings["eos_token"] = tokenizer.id_to_token(eod)
@@ -149,9 +165,11 @@ class Tokenizer:
                 its start). False for text that continues other tokens.
 
         Raises:
-            ValueError: the text has half of a character.
+            ValueError: the text has half of a character, or, of a tokenizer that is
+                `limited_to` a number of tokens, too many bytes or tokens.
         """
         check_text("the text", text)
+        self._check_size(text)
         return self._encode(text, add_special_tokens).ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -163,6 +181,88 @@ class Tokenizer:
         for index, text in enumerate(texts):
             check_text(f"text {index}", text)
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+
+    def limited_to(self, max_tokens: int) -> Tokenizer:
+        """Return the same tokenizer for texts and chats of a context of so many tokens. What cannot
+        fit is refused before it is tokenized: a template is cut while it writes, bytes are at most
+        those of so many of the longest tokens, and a text whose tokens are unusually long is
+        counted piece by piece. What may fit is tokenized, and may be longer."""
+        other = copy.copy(self)
+        other._max_tokens = max_tokens
+        return other
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Bytes of UTF-8 of the longest text that may be tokenized; None: there is no limit."""
+        return None if self._max_tokens is None else self._max_tokens * self.longest_token
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of text that one token stands for at most. Where texts lose characters on their way
+        to tokens (a normalizer; a decoder that is not known here), nothing bounds it, and it is
+        four times the bytes of the longest token, and at least 128."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        lengths = [len(token.content.encode()) for token in added]
+        try:
+            lengths += map(len, self.token_bytes)
+            is_exact = self._tokenizer.normalizer is None and self._bytes.first is self._bytes.later
+        except ValueError:
+            lengths += (len(name.encode()) for name in self._tokenizer.get_vocab())
+            is_exact = False
+        longest = max(lengths, default=1)
+        return longest if is_exact else max(4 * longest, _CHANGED_BYTES)
+
+    def check_chat_size(self, messages: Sequence[Message]) -> None:
+        """Check the messages of a chat before anything is made of them. A template may leave out
+        some of a chat, such as earlier thoughts, so it may have several times what can be answered.
+
+        Raises:
+            TextTooLongError: there are more messages than tokens in the context, or their JSON has
+                more bytes than four such contexts.
+            TypeError, ValueError: they are no JSON values.
+        """
+        if self._max_tokens is None:
+            return
+        most = _LEFT_OUT * self.max_bytes + _SHORT_CHAT
+        size = len(json.dumps(messages, ensure_ascii=False))
+        for count, limit, what in (
+            (len(messages), self._max_tokens, "messages"),
+            (size, most, "characters of JSON"),
+        ):
+            if count > limit:
+                raise TextTooLongError(
+                    f"the chat has {count} {what}, and the context of {self._max_tokens} tokens "
+                    f"takes {limit} at most: send fewer",
+                    self._max_tokens + 1,
+                    self._max_tokens,
+                )
+
+    def _check_size(self, text: str) -> None:
+        """Raise TextTooLongError for a text that cannot fit. It costs at most twice the tokens that
+        can."""
+        if self._max_tokens is None:
+            return
+        size = len(text) if text.isascii() else len(text.encode())
+        most = f"the context of {self._max_tokens} tokens"
+        if size > self.max_bytes:
+            raise TextTooLongError(
+                f"the text has {size} bytes, and {most} takes {self.max_bytes} at most: shorten it",
+                -(-size // self.longest_token),
+                self._max_tokens,
+            )
+        if size <= _USUAL_BYTES * self._max_tokens:
+            return
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            piece = text[start : start + _PIECE]
+            count += len(self._encode(piece, add_special_tokens=False).ids)
+            if count > 2 * self._max_tokens:  # a piece has other tokens at its ends alone
+                raise TextTooLongError(
+                    f"the first {start + _PIECE} characters of the text have {count} tokens, more "
+                    f"than {most} takes: shorten it",
+                    count,
+                    self._max_tokens,
+                )
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids, without special tokens or with them."""
@@ -397,6 +497,7 @@ class Tokenizer:
         template, named = self._template(given[2]), {**self._named, **variables}
         text = template.render(*given, **named)
         check_text("the text of the chat", text)
+        self._check_size(text)
         encoding = self._encode(text, add_special_tokens=False)
         ids, spans = encoding.ids, encoding.offsets  # each access makes a new list
         added = self._tokenizer.get_added_tokens_decoder()
@@ -414,7 +515,7 @@ class Tokenizer:
             first = anchors[past - 1] if past else 0
             begin = spans[first][0] if past else 0
             texts = {text[begin:start], text[begin:start] + next_letter}
-            alone = [self.tokenize(each, add_special_tokens=False) for each in texts]
+            alone = [self._encode(each, add_special_tokens=False).ids for each in texts]
             positions.add(first + min(common_length(each, ids[first:]) for each in alone))
         return ids, sorted(positions - {0})
 
@@ -429,4 +530,6 @@ class Tokenizer:
                 f"this tokenizer has no chat template: its folder has neither {CHAT_TEMPLATE_FILE} "
                 f"nor a (default) chat_template in {TOKENIZER_CONFIG_FILE}. Send text or tokens."
             )
-        return template
+        if self._max_tokens is None:
+            return template
+        return template.limited_to(self.max_bytes, self._max_tokens)
