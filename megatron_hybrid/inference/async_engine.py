@@ -282,6 +282,17 @@ class AsyncEngine:
         """See `DynamicInferenceEngine.rank_failure`."""
         return self._engine.rank_failure
 
+    @property
+    def num_steps(self) -> int:
+        """Number of steps so far, for any thread."""
+        return self._engine.num_steps
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a pause, sleep or an update of the weights holds requests back, for any
+        thread."""
+        return self._calls.is_held
+
     def end_waits(self) -> None:
         """See `WeightCalls.end_waits`."""
         self._engine.weights.end_waits()

@@ -88,7 +88,8 @@ def create_app(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        jobs = service.history.run(), trim_when_idle(service.admission)
+        admission = service.admission
+        jobs = service.history.run(), admission.watch(), trim_when_idle(admission)
         tasks = [asyncio.create_task(job) for job in jobs]
         yield
         for task in tasks:
@@ -152,7 +153,10 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 _UNWELL: Answers = {
-    503: {"description": "the server ends, or a rank has failed", "content": {"text/plain": {}}}
+    503: {
+        "description": "the server ends, a rank has failed, or no request goes on",
+        "content": {"text/plain": {}},
+    }
 }
 
 
@@ -522,7 +526,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/ping", **state)
     @app.post("/ping", **state)
     async def health() -> PlainTextResponse:
-        failure = service.engine.rank_failure
+        failure = service.engine.rank_failure or service.admission.stall
         is_well = failure is None and not service.admission.is_draining
         told = (failure or "").partition(" with ")[0]  # an error's own words are for the log
         return PlainTextResponse(told, 200 if is_well else 503)

@@ -18,6 +18,8 @@ _KINDS = {
     431: "invalid_request_error",
     503: "service_unavailable_error",
 }
+_MAX_MESSAGE = 2000
+"""Characters."""
 RETRY_SECONDS = 1
 """In the header Retry-After of 429 and 503."""
 
@@ -35,6 +37,8 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ):
+        if len(message) > _MAX_MESSAGE:  # what was sent may be in it
+            message = f"{message[:_MAX_MESSAGE]}..."
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 

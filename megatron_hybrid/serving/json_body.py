@@ -17,7 +17,7 @@ from megatron_hybrid.serving.budget import RequestBudget
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.json_response import LARGE_BYTES, in_turn
 
-_MAY_BE_INFINITE = re.compile(rb"\d[eE]\+?\d{3}|\d{309}")
+_MAY_BE_INFINITE = re.compile(rb"\d(?:[eE]\+?\d{3}|\d{308})")
 """Numbers beyond float64, which become infinity, have three digits of exponent, or 309 digits."""
 
 

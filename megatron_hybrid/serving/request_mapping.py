@@ -307,15 +307,22 @@ def _wishes(
 def request_options(
     fields: GenerationFields, salt: str, tenant: str, guide: Guide | None
 ) -> RequestOptions:
-    """Return what the engine is asked besides prompt and sampling. salt, tenant: of the caller."""
-    return RequestOptions(
-        guide=guide,
-        salt=salt,
-        cache_breakpoints=fields.cache_breakpoints or (),
-        n=fields.n,
-        priority=fields.priority,
-        tenant=tenant,
-    )
+    """Return what the engine is asked besides prompt and sampling. salt, tenant: of the caller.
+
+    Raises:
+        ApiError: an illegal value, with its field.
+    """
+    try:
+        return RequestOptions(
+            guide=guide,
+            salt=salt,
+            cache_breakpoints=fields.cache_breakpoints or (),
+            n=fields.n,
+            priority=fields.priority,
+            tenant=tenant,
+        )
+    except (TypeError, ValueError) as error:
+        raise refusal_of(error, fields.caller_names) from error
 
 
 def sampling_params(

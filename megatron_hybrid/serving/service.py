@@ -151,7 +151,9 @@ class Service:
             ApiError: as the job, or as `generate_all`.
         """
         async with self._limited(ticket):
-            return await to_cpu_thread(job, ticket.key, num_bytes)
+            result = await to_cpu_thread(job, ticket.key, num_bytes)
+        ticket.go_on()
+        return result
 
     async def compiled(self, ticket: Ticket, guide: Guide, param: str) -> Guide:
         """Compile a guide, and return it. What cancels this takes out a guide that waits.
@@ -162,6 +164,7 @@ class Service:
         async with self._limited(ticket):
             try:
                 await self.engine.compile_guide(guide, self.auth.tenant_of(ticket.key))
+                ticket.go_on()
                 return guide
             except (TypeError, ValueError) as error:
                 raise ApiError(400, f"{param}: {error}", param) from error
@@ -263,6 +266,7 @@ class Service:
                 failed = [o for o in outputs if o.result is not None and o.result.error is not None]
                 if whole := [output for output in outputs if output not in failed]:
                     yield whole
+                    ticket.go_on()
                 if failed:
                     raise ApiError(500, failed[0].result.error)
 

@@ -27,7 +27,7 @@ from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving import slow_clients
-from megatron_hybrid.serving.admission import Ticket
+from megatron_hybrid.serving.admission import Admission, Ticket
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.service import PromptStreams
 from megatron_hybrid.text.guide import GuideCompiler
@@ -465,6 +465,12 @@ def test_health_and_refusals_name_a_rank_that_has_failed(server, monkeypatch):
     assert (health.status_code, health.text) == (503, failure)
     answer = call(server, "/v1/completions", LONG)
     assert answer.status_code == 503 and failure in answer.json()["error"]["message"]
+
+
+def test_health_tells_that_no_request_goes_on(server, monkeypatch):
+    monkeypatch.setattr(Admission, "stall", "no request has gone on for 130 s, and 3 wait")
+    health = call(server, "/health")
+    assert (health.status_code, health.text) == (503, Admission.stall)
 
 
 def test_sigterm_answers_who_is_there_saves_the_cache_and_exits(tmp_path):
