@@ -28,9 +28,12 @@ class BodyRequest(Request):
         body, budget = await self.body(), self.app.state.budget
         read = partial(_read, budget, body)
         try:
-            return read() if len(body) <= LARGE_BYTES else await in_turn(read, self)
+            value = read() if len(body) <= LARGE_BYTES else await in_turn(read, self)
         except ApiError as error:  # FastAPI's handler lets these pass
             raise HTTPException(error.status, str(error)) from error
+        if isinstance(value, dict) and value.get("chat_template") is not None:
+            self.state.num_bytes += LARGE_BYTES  # it is a program, which may take long
+        return value
 
 
 class BodyRoute(APIRoute):

@@ -103,7 +103,7 @@ class Service:
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         self.sampling_defaults = {name: getattr(defaults, name) for name in names}
         """Of requests that say nothing else."""
-        _ = self.tokenizer.shown_bytes(0), self.tokenizer.max_bytes  # the first calls take long
+        self.tokenizer.shown_bytes(0)  # the first call takes long
         self.history = History(engine)
         self.auth = Auth(config)
         self.admission = Admission(engine, engine_config.max_requests, config)
@@ -135,12 +135,12 @@ class Service:
         if not self.config.trusts_templates:
             raise ApiError(
                 400,
-                "chat_template of a request is a program that may take any time and memory: leave "
-                "it out, or start the server with --trust-request-chat-template",
+                "chat_template of a request is a program, and this server runs none: leave it out, "
+                "or start the server with --trust-request-chat-template",
                 "chat_template",
                 "unsupported_parameter",
             )
-        return self.tokenizer.with_chat_template(fields.chat_template, "chat_template")
+        return self.tokenizer.with_request_template(fields.chat_template, "chat_template")
 
     # The way to the engine ---------------------------------------------------------------------
 

@@ -6,14 +6,13 @@ only. Its filters and functions are those of `transformers`.
 
 from __future__ import annotations
 
-import copy
 import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import nodes
@@ -39,6 +38,15 @@ def common_length(first: Sequence, second: Sequence) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
+class TextLimit(NamedTuple):
+    """How long a text may be."""
+
+    max_tokens: int
+    """Of the context."""
+    max_bytes: int
+    """Of that many of the longest tokens."""
+
+
 class TextTooLongError(ValueError):
     """A text cannot fit its context, however it is tokenized.
 
@@ -59,25 +67,16 @@ class ChatTemplate:
     Args:
         source: the Jinja text.
         origin: its file or field, for errors.
+        limit: it is cut while it writes more; None: it never is.
     """
 
-    def __init__(self, source: str, origin: str = "the chat template"):
+    def __init__(
+        self, source: str, origin: str = "the chat template", limit: TextLimit | None = None
+    ):
         self.source = source
         self.origin = origin
+        self.limit = limit
         self._takes_parts: dict[str, bool] = {}  # by role
-        self._max_length = self._max_tokens = 0
-
-    def limited_to(self, max_length: int, max_tokens: int) -> ChatTemplate:
-        """Return the same template, which is cut when it writes more characters than so many tokens
-        have. What it remembers and has compiled is shared.
-
-        Raises:
-            ValueError: the template is broken.
-        """
-        _ = self._compiled
-        other = copy.copy(self)
-        other._max_length, other._max_tokens = max_length, max_tokens
-        return other
 
     def render(
         self,
@@ -344,27 +343,36 @@ class ChatTemplate:
         add_generation_prompt: bool,
         compiled: jinja2.Template | None = None,
     ) -> str:
-        compiled = compiled or self._compiled
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        return self.run_with({**conversation.variables, **given}, compiled)
+
+    def run_with(self, variables: dict[str, Any], compiled: jinja2.Template | None = None) -> str:
+        """Return what the template writes.
+
+        Args:
+            variables: all, as JSON values.
+            compiled: what to run in place of the source.
+
+        Raises:
+            ValueError: as `render`.
+        """
+        compiled, limit = compiled or self._compiled, self.limit
         pieces, length = [], 0
         try:
-            for piece in compiled.generate(
-                **conversation.variables,
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-            ):
+            for piece in compiled.generate(variables):
                 pieces.append(piece)
                 length += len(piece)
-                if 0 < self._max_length < length:
+                if limit is not None and length > limit.max_bytes:
                     break
             else:
                 return "".join(pieces)
         except Exception as error:  # a template can raise anything
             raise ValueError(f"{self.origin} cannot render these messages: {error}") from error
         raise TextTooLongError(
-            f"the text of the chat has more than {self._max_length} characters, the most that the "
-            f"context of {self._max_tokens} tokens takes: shorten the messages",
-            self._max_tokens + 1,
-            self._max_tokens,
+            f"the text of the chat has more than {limit.max_bytes} characters, the most that the "
+            f"context of {limit.max_tokens} tokens takes: shorten the messages",
+            limit.max_tokens + 1,
+            limit.max_tokens,
         )
 
 

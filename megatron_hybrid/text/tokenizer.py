@@ -21,9 +21,11 @@ import tokenizers
 from megatron_hybrid.text.chat_template import (
     ChatTemplate,
     Message,
+    TextLimit,
     TextTooLongError,
     common_length,
 )
+from megatron_hybrid.text.request_template import RequestTemplate
 from megatron_hybrid.text.token_bytes import TokenBytes
 from megatron_hybrid.text.tokenizer_files import (
     CHAT_TEMPLATE_FILE,
@@ -85,7 +87,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._settings = dict(settings or {})
         self._templates = dict(chat_templates or {})
-        self._max_tokens: int | None = None
+        self._limit: TextLimit | None = None
         self.generation_config = dict(generation_config or {})
         if eod is not None:
             self._settings["eos_token"] = tokenizer.id_to_token(eod)
@@ -188,13 +190,12 @@ class Tokenizer:
         those of so many of the longest tokens, and a text whose tokens are unusually long is
         counted piece by piece. What may fit is tokenized, and may be longer."""
         other = copy.copy(self)
-        other._max_tokens = max_tokens
+        other._limit = TextLimit(max_tokens, max_tokens * self.longest_token)
+        other._templates = {
+            name: ChatTemplate(template.source, template.origin, other._limit)
+            for name, template in self._templates.items()
+        }
         return other
-
-    @property
-    def max_bytes(self) -> int | None:
-        """Bytes of UTF-8 of the longest text that may be tokenized; None: there is no limit."""
-        return None if self._max_tokens is None else self._max_tokens * self.longest_token
 
     @cached_property
     def longest_token(self) -> int:
@@ -221,47 +222,49 @@ class Tokenizer:
                 more bytes than four such contexts.
             TypeError, ValueError: they are no JSON values.
         """
-        if self._max_tokens is None:
+        if self._limit is None:
             return
-        most = _LEFT_OUT * self.max_bytes + _SHORT_CHAT
+        most_tokens, most_bytes = self._limit
+        most = _LEFT_OUT * most_bytes + _SHORT_CHAT
         size = len(json.dumps(messages, ensure_ascii=False))
         for count, limit, what in (
-            (len(messages), self._max_tokens, "messages"),
+            (len(messages), most_tokens, "messages"),
             (size, most, "characters of JSON"),
         ):
             if count > limit:
                 raise TextTooLongError(
-                    f"the chat has {count} {what}, and the context of {self._max_tokens} tokens "
-                    f"takes {limit} at most: send fewer",
-                    self._max_tokens + 1,
-                    self._max_tokens,
+                    f"the chat has {count} {what}, and the context of {most_tokens} tokens takes "
+                    f"{limit} at most: send fewer",
+                    most_tokens + 1,
+                    most_tokens,
                 )
 
     def _check_size(self, text: str) -> None:
         """Raise TextTooLongError for a text that cannot fit. It costs at most twice the tokens that
         can."""
-        if self._max_tokens is None:
+        if self._limit is None:
             return
+        most_tokens, most_bytes = self._limit
         size = len(text) if text.isascii() else len(text.encode())
-        most = f"the context of {self._max_tokens} tokens"
-        if size > self.max_bytes:
+        context = f"the context of {most_tokens} tokens"
+        if size > most_bytes:
             raise TextTooLongError(
-                f"the text has {size} bytes, and {most} takes {self.max_bytes} at most: shorten it",
+                f"the text has {size} bytes, and {context} takes {most_bytes} at most: shorten it",
                 -(-size // self.longest_token),
-                self._max_tokens,
+                most_tokens,
             )
-        if size <= _USUAL_BYTES * self._max_tokens:
+        if size <= _USUAL_BYTES * most_tokens:
             return
         count = 0
         for start in range(0, len(text), _PIECE):
             piece = text[start : start + _PIECE]
             count += len(self._encode(piece, add_special_tokens=False).ids)
-            if count > 2 * self._max_tokens:  # a piece has other tokens at its ends alone
+            if count > 2 * most_tokens:  # a piece has other tokens at its ends alone
                 raise TextTooLongError(
                     f"the first {start + _PIECE} characters of the text have {count} tokens, more "
-                    f"than {most} takes: shorten it",
+                    f"than {context} takes: shorten it",
                     count,
-                    self._max_tokens,
+                    most_tokens,
                 )
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -323,13 +326,13 @@ class Tokenizer:
             source: Jinja.
             origin: of it, for errors.
         """
-        self._templates["default"] = ChatTemplate(source, origin)
+        self._templates["default"] = ChatTemplate(source, origin, self._limit)
 
-    def with_chat_template(self, source: str, origin: str = "the chat template") -> Tokenizer:
-        """The same tokenizer, with another chat template for all chats. Arguments as of
-        `set_chat_template`."""
+    def with_request_template(self, source: str, origin: str) -> Tokenizer:
+        """Return the same tokenizer, with a chat template of anyone's for all chats. Arguments as
+        for `set_chat_template`."""
         other = copy.copy(self)
-        other._templates = {"default": ChatTemplate(source, origin)}
+        other._templates = {"default": RequestTemplate(source, origin, self._limit)}
         return other
 
     def template_source(self, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
@@ -530,6 +533,4 @@ class Tokenizer:
                 f"this tokenizer has no chat template: its folder has neither {CHAT_TEMPLATE_FILE} "
                 f"nor a (default) chat_template in {TOKENIZER_CONFIG_FILE}. Send text or tokens."
             )
-        if self._max_tokens is None:
-            return template
-        return template.limited_to(self.max_bytes, self._max_tokens)
+        return template
