@@ -488,6 +488,7 @@ def test_an_empty_or_unknown_guide_is_refused(call, route, wanted):
         (COMPLETION, {"stop_token_ids": [10**6]}, "stop_token_ids", ""),
         (COMPLETION, {"logit_bias": {10**6: 1}}, "logit_bias", ""),
         (COMPLETION, {"prompt": [10**6]}, "prompt", ""),
+        (COMPLETION, {"cache_breakpoints": [1] * 9999}, "cache_breakpoints", "..."),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema is"),
     ],
 )
