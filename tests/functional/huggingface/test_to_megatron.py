@@ -10,10 +10,15 @@ from huggingface import Reference, build_of, in_float64, twin_in_float64
 from matrix import matrix_rows
 from megatron.core import parallel_state
 from megatron_folders import load_folder
+from models_table import TABLE, read_released, released_rows
+from packed_folders import write_folders
 from rank_processes import join_ranks, run_ranks
 from safetensors.torch import load_file
 from test_hub_configs import FOLDER
+from test_predictions import PROJECTIONS, RELEASED
+from test_predictions import Reference as ReferenceWithHead
 
+import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.megatron.torch_dist import DistributedTensors
 from megatron_hybrid.tools.convert import convert
 
@@ -150,13 +155,42 @@ def test_core_computes_the_same_over_two_ranks(tmp_path):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_there_and_back_are_the_same_bits(converted, tmp_path):
-    _, folder, megatron = converted
-    convert(megatron, tmp_path, "huggingface", None, folder)
-    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path))
+def check_same(folders):
+    """Two folders of Hugging Face have the same tensors."""
+    before, after = (load_file(path / "model.safetensors") for path in folders)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         if name.endswith("linear_attn.norm.weight"):  # stored less 1
             torch.testing.assert_close(after[name], tensor, atol=1e-7, rtol=0)
         else:
             assert torch.equal(after[name], tensor), name
+
+
+def test_there_and_back_are_the_same_bits(converted, tmp_path):
+    _, folder, megatron = converted
+    convert(megatron, tmp_path, "huggingface", None, folder)
+    check_same((folder, tmp_path))
+
+
+def test_an_mtp_head_comes_back(tmp_path):
+    source, megatron, back = (tmp_path / name for name in ("source", "megatron", "back"))
+    ReferenceWithHead("qwen3_5_moe").save(source, RELEASED["qwen3_5_moe"])
+    convert(source, megatron, "torch_dist")
+    convert(megatron, back, "huggingface", None, source)
+    check_same((source, back))
+
+
+def test_packed_weights_are_written_dequantized(tmp_path):
+    build_of(small("qwen3_next_80b_a3b")).bfloat16().save_pretrained(tmp_path / "source")
+    folders = write_folders(tmp_path / "source", tmp_path, {PROJECTIONS: "fp8-small-blocks"})
+    assert mh.load_pretrained(folders[0])[0].packed_source is not None
+    models = []
+    for folder in folders:
+        convert(folder, folder / "megatron", "torch_dist")
+        models.append(mh.load_megatron(folder / "megatron").state_dict())
+    assert all(t is None or torch.equal(t, models[1][name]) for name, t in models[0].items())
+
+
+def test_the_table_in_the_docs_is_of_the_released_models():
+    assert read_released(TABLE) == released_rows(FOLDER)
+    assert sum("both ways, " in row for row in read_released(TABLE)) == len(CHANGES)
