@@ -11,6 +11,7 @@ import math
 import re
 from argparse import Namespace
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -199,11 +200,13 @@ def is_written_as_gpt(config: HybridConfig) -> bool:
 
 def args_of_config(config: HybridConfig) -> Namespace:
     """Arguments with which Megatron builds a model, a GPTModel if `is_written_as_gpt`: the inverse
-    of `fields_of_args`.
+    of `fields_of_args`. Output norms of Gated DeltaNet are centered as all norms there, whatever
+    the config says: `torch_dist` shifts their weights.
 
     Raises:
         ValueError: Megatron has no argument for a field of the config; all such fields are named.
     """
+    config = replace(config, linear_norm_zero_centered_gamma=None)
     symbols = config.pattern.symbols
     is_gpt = is_written_as_gpt(config)
     kind = "GPT models" if is_gpt else "hybrid models"

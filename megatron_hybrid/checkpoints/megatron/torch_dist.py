@@ -40,7 +40,6 @@ from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout, joined
 from megatron_hybrid.checkpoints.megatron.args import args_of_config, fields_of_args, is_gpt
 from megatron_hybrid.checkpoints.megatron.checksums import Checksums, write_checksums
-from megatron_hybrid.checkpoints.megatron.gammas import shifted_gammas, with_gammas_of_core
 from megatron_hybrid.checkpoints.megatron.names import (
     gpt_to_hybrid_name,
     hybrid_to_gpt_name,
@@ -79,6 +78,9 @@ _NO_WEIGHTS = re.compile(r"(chained_\d+\.)?(optimizer|opt_param_scheduler|rng_st
 _PREDICTION = "mtp."
 _IN_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.*)")
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.*)")
+_SHIFTED_NORM = ".self_attention.out_norm.weight"
+"""Of Gated DeltaNet: megatron-core has 1 + weight as the factor of all norms, or of none.
+Qwen3-Next and Qwen3.5 have it of all but this one, so that Megatron's weight is less 1."""
 _PROJECTION_OF_LATENT = "_down_proj.weight"  # parallel linears in core's local layers, plain here
 _LATENT_NORM = re.compile(r"\.self_attention\.(q|kv)_layernorm\.")
 _FUSED_LATENT_NORM = r".self_attention.linear_\1_up_proj.layer_norm_"
@@ -137,10 +139,10 @@ def load_megatron(
                 logger.warning("%s: layers for multi-token prediction are left out", files.path)
             given = {name: key for name, key in given.items() if name not in of_parts}
         source = TensorSource(str(files.path), given, files.shape, files.dtype, files.read)
-        shifted = shifted_gammas(files.config(layer_pattern=config.layer_pattern), config)
+        shift = int(_centers(files.config())) - int(_centers(config))
         maps = [
-            replace(m, layout=shifted[m.ours[0]])
-            if m.ours[0] in shifted
+            replace(m, layout=_shifted(shift))
+            if shift and m.ours[0].endswith(_SHIFTED_NORM)
             else _as_stored(m, files, given, config.vocab_size)
             for m in _tensor_maps(sections)
         ]
@@ -158,16 +160,16 @@ def save_megatron(model: HybridModel, folder: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: megatron-core has no such model, or the folder cannot be written.
     """
-    form = with_gammas_of_core(model.config)
     try:
-        args = args_of_config(form)
+        args = args_of_config(model.config)
     except ValueError as error:
         raise CheckpointError(f"this model cannot be written for Megatron: {error}") from error
     keys = _keys_of_all_stages(model)
     state = full_state_dict(model, unpacked=True)
     if state is None or not writes(model):
         return
-    for name, layout in shifted_gammas(form, model.config).items():
+    layout = _shifted(int(args.apply_layernorm_1p) - int(_centers(model.config)))
+    for name in filter(lambda name: name.endswith(_SHIFTED_NORM), state):
         (shifted,) = layout.to_theirs([state[name]])
         if not torch.equal(layout.to_ours([shifted])[0], state[name]):
             logger.warning("%s: %s is rounded in %s", folder, name, shifted.dtype)
@@ -215,6 +217,21 @@ def save_megatron(model: HybridModel, folder: str | os.PathLike[str]) -> None:
         replace_file(Path(folder) / TRACKER_FILE, lambda file: file.write_text("release"))
     except OSError as error:
         raise CheckpointError(f"cannot write a checkpoint to {folder}: {error}") from error
+
+
+def _centers(config: HybridConfig) -> bool:
+    """Return whether the output norms of Gated DeltaNet have 1 + weight as their factor."""
+    own = config.linear_norm_zero_centered_gamma
+    return config.layernorm_zero_centered_gamma if own is None else own
+
+
+def _shifted(offset: int) -> Layout:
+    """Ours is theirs plus a number, as added in fp32."""
+
+    def add(weight: Tensor, number: int) -> list[Tensor]:
+        return [(weight.float() + number).to(weight.dtype)]
+
+    return Layout(lambda theirs: add(theirs[0], offset), lambda ours: add(ours[0], -offset))
 
 
 def _as_gpt(stored: Mapping[str, Any], args: Namespace) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 from megatron_hybrid.checkpoints.megatron.args import args_of_config
-from megatron_hybrid.checkpoints.megatron.gammas import with_gammas_of_core
 from megatron_hybrid.inference.memory.cache_pool import cache_spec_of
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.layer_pattern import KINDS
@@ -59,7 +58,7 @@ def released_rows(folder: Path) -> list[str]:
     """Each released model and what comes of it in each direction, as a row in Markdown."""
     rows = []
     for path in sorted(folder.glob("*.json")):
-        config = with_gammas_of_core(read_model_config(path, mtp=True))
+        config = read_model_config(path, mtp=True)
         try:
             args = args_of_config(config)
         except ValueError as error:
