@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -419,27 +419,6 @@ class Tokenizer:
         text = self.render_chat(messages, add_generation_prompt, tools, **variables)
         return self.tokenize(text, add_special_tokens=False)
 
-    def chat_message_starts(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> list[int]:
-        """Starts of messages, and of the answer, in the tokens of `apply_chat_template`.
-
-        For use as `cache_breakpoints`: the tokens before such a position depend only on the text
-        before the message. See `ChatTemplate.message_starts`.
-
-        Returns:
-            Ascending positions > 0, each once.
-
-        Raises:
-            ValueError, TypeError: as `render_chat`.
-        """
-        given = messages, add_generation_prompt, tools
-        return self._encode_with_positions(ChatTemplate.message_starts, given, variables)[1]
-
     def chat_prompt(
         self,
         messages: Sequence[Message],
@@ -456,9 +435,32 @@ class Tokenizer:
         Raises:
             ValueError, TypeError: as `render_chat`.
         """
+        template, named = self._template(tools), {**self._named, **variables}
         given = messages, add_generation_prompt, tools
-        ids, forks = self._encode_with_positions(ChatTemplate.fork_points, given, variables, "a")
-        return ids, [fork for fork in forks if fork < len(ids)]
+        text = template.render(*given, **named)
+        check_text("the text of the chat", text)
+        self._check_size(text)
+        encoding = self._encode(text, add_special_tokens=False)
+        ids, spans = encoding.ids, encoding.offsets  # each access makes a new list
+        added = self._tokenizer.get_added_tokens_decoder()
+        anchors = [  # written in the text; a byte's fallback token may be an added one, too
+            index
+            for index, (token, span) in enumerate(zip(ids, spans))
+            if token in added and added[token].content in text[slice(*span)]
+        ]
+        anchor_ends = [spans[index][1] for index in anchors]
+        positions = set()
+        for start in template.fork_points(*given, **named):
+            # Text is split at added tokens first: tokens before one do not depend on the text
+            # after it, so only the tokens from the last one on need comparing.
+            past = bisect_right(anchor_ends, start)
+            first = anchors[past - 1] if past else 0
+            begin = spans[first][0] if past else 0
+            # Before a letter, a space may be in the letter's token.
+            texts = {text[begin:start], text[begin:start] + "a"}
+            alone = [self._encode(each, add_special_tokens=False).ids for each in texts]
+            positions.add(first + min(common_length(each, ids[first:]) for each in alone))
+        return ids, sorted(position for position in positions if 0 < position < len(ids))
 
     def chat_with_answers(
         self,
@@ -497,45 +499,6 @@ class Tokenizer:
             if first < last:
                 spans.append((first, last))
         return ids, spans
-
-    def _encode_with_positions(
-        self,
-        find: Callable[..., list[int]],
-        given: tuple,
-        variables: Mapping[str, Any],
-        next_letter: str = "",
-    ) -> tuple[list[int], list[int]]:
-        """Tokens of a chat, and for each character position from `find` the number of tokens
-        independent of the text after it.
-
-        Args:
-            given: messages, add_generation_prompt, tools.
-            next_letter: a letter that may follow, in whose token a space before it may be.
-        """
-        template, named = self._template(given[2]), {**self._named, **variables}
-        text = template.render(*given, **named)
-        check_text("the text of the chat", text)
-        self._check_size(text)
-        encoding = self._encode(text, add_special_tokens=False)
-        ids, spans = encoding.ids, encoding.offsets  # each access makes a new list
-        added = self._tokenizer.get_added_tokens_decoder()
-        anchors = [  # written in the text; a byte's fallback token may be an added one, too
-            index
-            for index, (token, span) in enumerate(zip(ids, spans))
-            if token in added and added[token].content in text[slice(*span)]
-        ]
-        anchor_ends = [spans[index][1] for index in anchors]
-        positions = set()
-        for start in find(template, *given, **named):
-            # Text is split at added tokens first: tokens before one do not depend on the text
-            # after it, so only the tokens from the last one on need comparing.
-            past = bisect_right(anchor_ends, start)
-            first = anchors[past - 1] if past else 0
-            begin = spans[first][0] if past else 0
-            texts = {text[begin:start], text[begin:start] + next_letter}
-            alone = [self._encode(each, add_special_tokens=False).ids for each in texts]
-            positions.add(first + min(common_length(each, ids[first:]) for each in alone))
-        return ids, sorted(positions - {0})
 
     def _find_template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate | None:
         template = self._templates.get("default")
