@@ -32,6 +32,7 @@ from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
 from megatron_hybrid.serving.admission import Admission, Ticket
 from megatron_hybrid.serving.auth import Auth
 from megatron_hybrid.serving.config import ServingConfig
+from megatron_hybrid.serving.end_steps import SAVE_SECONDS, run_steps
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import TemplateFields
 from megatron_hybrid.serving.history import History
@@ -304,8 +305,5 @@ class Service:
     async def close(self) -> None:
         """Save the cache in its folder, if it has one, and end the engine."""
         if self.saves_cache and self.engine.rank_failure is None:
-            try:
-                await self.engine.save_cache()
-            except Exception:
-                logger.exception("the cache could not be saved")
-        await self.engine.close()
+            await run_steps(("saving the cache", self.engine.save_cache, SAVE_SECONDS))
+        await run_steps(("the engine's end", self.engine.close, SAVE_SECONDS))
