@@ -394,7 +394,8 @@ async def _work(options: argparse.Namespace, publisher: KvPublisher | None, end:
     given = DynamoRuntimeConfig.from_cli_args(options)
     given.validate()
     folder = model_folder(options.model).resolve()
-    folder = card_folder(folder, tokenizer, config.max_sequence_length)
+    dtype = str(model.config.params_dtype)
+    folder = card_folder(folder, tokenizer, config.max_sequence_length, dtype)
     end.hold()
     engine = AsyncEngine(model, tokenizer, config)
     end.serves = True

@@ -3,12 +3,14 @@
 import fcntl
 import json
 import os
+import shutil
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 import yaml
 from http_server import DEMO
+from safetensors.torch import load_file, save_file
 
 from megatron_hybrid import cli
 from megatron_hybrid.cache.report import PrefixReport
@@ -205,43 +207,61 @@ def test_chunks_have_tokens_logprobs_and_counts(tokenizer):
     json.dumps([first, last])
 
 
-def test_a_card_is_the_model_s_own_folder_or_has_what_the_frontend_reads(
-    tokenizer, tmp_path, monkeypatch
-):
+def card(folder, tokenizer, dtype="torch.float32"):
+    return card_folder(folder, tokenizer, ROOM, dtype)
+
+
+def test_a_card_has_what_the_frontend_reads_and_no_weights(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = card_folder(DEMO, tokenizer, ROOM)
+    made = card(DEMO, tokenizer)
     # Workers of one model have one path, and those of another template another one.
-    assert card_folder(DEMO, tokenizer, ROOM) == made == card_folder(made, tokenizer, ROOM)
+    assert card(DEMO, tokenizer) == made
     other = tokenizer.with_chat_template("{{ messages[0].content }}")
-    assert card_folder(DEMO, other, ROOM) != made
+    assert card(DEMO, other) != made
     assert len(list(made.parent.iterdir())) == 2
     config = json.loads((made / "config.json").read_text())
     assert config["eos_token_id"] == list(tokenizer.end_tokens)
     assert config["max_position_embeddings"] == ROOM
+    assert not list(made.glob("*.safetensors"))
     found = Tokenizer.from_folder(made)
     assert found.fingerprint == tokenizer.fingerprint
     assert found.chat_template == tokenizer.chat_template
 
 
+@pytest.mark.parametrize("is_large", [False, True])
+def test_other_weights_have_another_card(is_large, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if is_large:
+        monkeypatch.setattr(model_card, "_WHOLE_BYTES", 1 << 14)
+        monkeypatch.setattr(model_card, "_STEP_BYTES", 1 << 14)
+    own, same, trained = (tmp_path / name for name in ("own", "same", "trained"))
+    for folder in (own, same, trained):
+        shutil.copytree(DEMO, folder)
+    assert card(own, tokenizer) == card(same, tokenizer) != card(own, tokenizer, "torch.bfloat16")
+    weights = load_file(trained / "model.safetensors")
+    save_file({name: 1.01 * each for name, each in weights.items()}, trained / "model.safetensors")
+    assert card(trained, tokenizer) != card(own, tokenizer)
+
+
 def test_cards_that_nobody_uses_go_but_the_last_ones(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(model_card, "KEPT_CARDS", 3)
-    own = card_folder(DEMO, tokenizer, ROOM)
+    own = card(DEMO, tokenizer)
     others = [own.parent / name for name in ("oldest", "older", "of another", "old")]
-    for age, card in enumerate(others):
-        card.mkdir()
-        (card / "config.json").touch()
-        os.utime(card, (age + 1, age + 1))
+    for age, made in enumerate(others):
+        made.mkdir()
+        (made / "config.json").touch()
+        os.utime(made, (age + 1, age + 1))
     os.utime(own, (0, 0))
     other = os.open(others[2], os.O_RDONLY)  # as of another worker
     fcntl.flock(other, fcntl.LOCK_SH)
-    newest = card_folder(DEMO, tokenizer.with_chat_template("{{ messages }}"), ROOM)
+    newest = card(DEMO, tokenizer.with_chat_template("{{ messages }}"))
     assert {*own.parent.iterdir()} == {own, newest, *others[2:]}
     os.utime(others[2], (0, 0))
-    card_folder(DEMO, tokenizer.with_chat_template("{{ messages[0] }}"), ROOM)
+    card(DEMO, tokenizer.with_chat_template("{{ messages[0] }}"))
     assert len(left := {*own.parent.iterdir()}) == 5 and {own, newest, others[2]} < left
     os.close(other)  # it has ended
-    assert card_folder(DEMO, tokenizer, ROOM) == own
+    assert card(DEMO, tokenizer) == own
     assert others[2] not in own.parent.iterdir()
 
 
