@@ -14,7 +14,7 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -88,6 +88,10 @@ _WATCH_SECONDS = 0.2
 _LOAD_SECONDS = 0.5
 """Seconds between messages about the load, while requests run."""
 _SCRAPE_SECONDS = 5.0
+_DISCOVERY_SECONDS = 5.0
+"""Seconds between two looks whether discovery has this worker."""
+_RELAY_SECONDS = 1.0
+"""Seconds for a relay to connect to the publisher of KV events."""
 
 
 class HybridWorker:
@@ -167,15 +171,17 @@ class HybridWorker:
         config = service.engine_config
         stats = await service.engine.stats()
         async with AsyncExitStack() as closing:
+            relayed = None
             if publisher is not None:
-                relay = KvEventPublisher(
+                relayed = partial(
+                    KvEventPublisher,
                     endpoint,
                     kv_block_size=config.block_size_tokens,
                     zmq_endpoint=publisher.endpoint,
                     enable_local_indexer=options.enable_local_indexer,
                 )
-                end = ("the relay of KV events", relay.shutdown, STEP_SECONDS)
-                closing.push_async_callback(run_steps, end)
+                self._relay = relayed()
+                closing.push_async_callback(self._end_relay)
             loads = WorkerMetricsPublisher()
             await loads.create_endpoint(endpoint)
             endpoint.metrics.register_prometheus_expfmt_callback(partial(self._metrics, loop))
@@ -207,7 +213,8 @@ class HybridWorker:
                     ),
                 )
             )
-            await register_model(
+            register = partial(
+                register_model,
                 ModelInput.Tokens,
                 parse_endpoint_types(options.endpoint_types),
                 endpoint,
@@ -218,6 +225,19 @@ class HybridWorker:
                 runtime_config=model,
                 custom_template_path=options.custom_jinja_template,
             )
+            await register()
+
+            async def register_anew() -> None:
+                await endpoint.register_endpoint_instance()
+                await register()
+                if relayed is not None:  # the router has forgotten where events come from
+                    await self._end_relay()
+                    self._relay = relayed()
+                    await asyncio.sleep(_RELAY_SECONDS)
+                    publisher.repeat()
+
+            watching = asyncio.create_task(self._stay_in_discovery(endpoint, register_anew))
+            closing.callback(watching.cancel)
             logger.info("%s is served as %s", name, endpoint)
             await serving
 
@@ -305,6 +325,23 @@ class HybridWorker:
                 loads.publish(0, kv_used_blocks=stats["kv_blocks_in_use"])
                 was_busy = is_busy
             await asyncio.sleep(_LOAD_SECONDS)
+
+    async def _stay_in_discovery(
+        self, endpoint: Endpoint, register: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Register anew whenever discovery has lost this worker, as after a pause of the process
+        that was longer than its lease."""
+        client = await endpoint.client()
+        while True:
+            await asyncio.sleep(_DISCOVERY_SECONDS)
+            is_there = endpoint.connection_id() in client.instance_ids()
+            if is_there or self.service.admission.is_draining:
+                continue
+            logger.warning("discovery has lost this worker: it registers anew")
+            await run_steps(("registering anew", register, STEP_SECONDS))
+
+    async def _end_relay(self) -> None:
+        await run_steps(("the end of the relay of KV events", self._relay.shutdown, STEP_SECONDS))
 
     # The end -------------------------------------------------------------------------------------
 
