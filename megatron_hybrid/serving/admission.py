@@ -90,7 +90,7 @@ class Admission:
     def __init__(self, engine: AsyncEngine, max_requests: int, config: ServingConfig):
         self._engine, self.config = engine, config
         self.most = max_requests + config.max_waiting
-        """That run or wait at a time."""
+        """Most requests that run or wait at a time."""
         self.is_draining = False
         self.num_admitted = 0
         """Requests so far."""

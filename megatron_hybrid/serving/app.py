@@ -540,6 +540,11 @@ def _add_state(app: FastAPI, service: Service) -> None:
         told = (failure or "").partition(" with ")[0]  # an error's own words are for the log
         return PlainTextResponse(told, 200 if is_well else 503)
 
+    @app.get("/live", **state)
+    async def live() -> PlainTextResponse:
+        failed = service.engine.rank_failure is not None
+        return PlainTextResponse("", 503 if failed else 200)
+
     @app.get("/version", responses=errors())
     async def version() -> Version:
         return {"version": __version__}

@@ -20,7 +20,7 @@ R = TypeVar("R")
 FEW_TOKENS = 500
 """Prompt, answer and their most likely tokens together."""
 LARGE_BYTES = 64 << 10
-"""Of a body, from which on its jobs leave a thread to others."""
+"""Bytes of a body from which on its jobs leave a thread to others."""
 _BYTES_OF_TOKEN = 16
 """In an answer."""
 _texts = DaemonThreads("texts", 4)
@@ -40,8 +40,8 @@ async def to_cpu_thread(job: Callable[[], R], key: str = "", num_bytes: int = 0)
 
 
 async def in_turn(job: Callable[[], R], request: Request) -> R:
-    """As `to_cpu_thread`, for a request whose body has come: its job is dropped when its client
-    goes away.
+    """Run a job as `to_cpu_thread`, for a request whose body has come: the job is dropped when the
+    client goes away.
 
     Raises:
         ApiError: the client has gone.

@@ -33,6 +33,7 @@ from megatron_hybrid.serving.admission import Admission, Ticket
 from megatron_hybrid.serving.auth import Auth
 from megatron_hybrid.serving.budget import RequestBudget
 from megatron_hybrid.serving.config import ServingConfig
+from megatron_hybrid.serving.end_steps import SAVE_SECONDS, run_steps
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import TemplateFields
 from megatron_hybrid.serving.history import History
@@ -321,8 +322,5 @@ class Service:
     async def close(self) -> None:
         """Save the cache in its folder, if it has one, and end the engine."""
         if self.saves_cache and self.engine.rank_failure is None:
-            try:
-                await self.engine.save_cache()
-            except Exception:
-                logger.exception("the cache could not be saved")
-        await self.engine.close()
+            await run_steps(("saving the cache", self.engine.save_cache, SAVE_SECONDS))
+        await run_steps(("the engine's end", self.engine.close, SAVE_SECONDS))

@@ -42,9 +42,9 @@ class TextLimit(NamedTuple):
     """How long a text may be."""
 
     max_tokens: int
-    """Of the context."""
+    """Tokens of the context."""
     max_bytes: int
-    """Of that many of the longest tokens."""
+    """Bytes of that many of the longest tokens."""
 
 
 class TextTooLongError(ValueError):

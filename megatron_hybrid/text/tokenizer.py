@@ -47,12 +47,12 @@ _LONG = 4096
 _PIECE = 64 << 10
 """Characters that are counted at a time."""
 _USUAL_BYTES = 8
-"""Of a token. A text of more for each token of the context is counted before it is tokenized."""
+"""Usual bytes of a token. A text of more for each token of the context is counted before it is tokenized."""
 _LEFT_OUT = 4
 _SHORT_CHAT = 64 << 10
 """Characters of JSON that any chat may have."""
 _CHANGED_BYTES = 128
-"""Of a token, at least, where texts lose characters on their way to tokens."""
+"""Least bytes that a token may stand for, where texts lose characters on their way to tokens."""
 
 
 class Tokenizer:

@@ -79,7 +79,7 @@ _PREDICTION = "mtp."
 _IN_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.*)")
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.*)")
 _SHIFTED_NORM = ".self_attention.out_norm.weight"
-"""Of Gated DeltaNet: megatron-core has 1 + weight as the factor of all norms, or of none.
+"""Norm of Gated DeltaNet: megatron-core has 1 + weight as the factor of all norms, or of none.
 Qwen3-Next and Qwen3.5 have it of all but this one, so that Megatron's weight is less 1."""
 _PROJECTION_OF_LATENT = "_down_proj.weight"  # parallel linears in core's local layers, plain here
 _LATENT_NORM = re.compile(r"\.self_attention\.(q|kv)_layernorm\.")

@@ -553,7 +553,7 @@ def test_tokens_may_be_named_by_their_ids(call):
     assert names == [f"token_id:{token}" for token in found["token_ids"]]
 
 
-@pytest.mark.parametrize("route", ["/health", "/ping", "/version", "/v1/models", "/metrics", "/"])
+@pytest.mark.parametrize("route", ["/health", "/live", "/version", "/v1/models", "/metrics", "/"])
 def test_head_is_answered_as_get(call, route):
     head, get = call(route, method="HEAD"), call(route, method="GET")
     assert head.status_code == get.status_code == 200
