@@ -47,7 +47,8 @@ _LONG = 4096
 _PIECE = 64 << 10
 """Characters that are counted at a time."""
 _USUAL_BYTES = 8
-"""Usual bytes of a token. A text of more for each token of the context is counted before it is tokenized."""
+"""Usual bytes of a token. A text of more for each token of the context is counted before it is
+tokenized."""
 _LEFT_OUT = 4
 _SHORT_CHAT = 64 << 10
 """Characters of JSON that any chat may have."""
