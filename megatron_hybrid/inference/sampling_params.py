@@ -90,9 +90,9 @@ class SamplingParams:
     keeps all tokens."""
 
     repetition_penalty: RepetitionPenalty | None = None
-    """Of tokens in the prompt or the answer, positive logits are divided by this penalty, and
-    negative ones multiplied; 1 changes nothing. What float32 cannot hold
-    becomes its largest number. Keskar et al. (2019), "CTRL"."""
+    """Divides the positive logits of tokens in the prompt or the answer, and multiplies the
+    negative ones; 1 changes nothing. What float32 cannot hold becomes its largest number.
+    Keskar et al. (2019), "CTRL"."""
 
     presence_penalty: Penalty = 0.0
     """This penalty is subtracted from the logits of tokens that the answer has."""

@@ -151,8 +151,8 @@ class StepPlan:
     """Ids of requests that ended while they waited, perhaps parked."""
     parks: list[Park] = field(default_factory=list)
     loads: dict[bytes, list[np.ndarray]] = field(default_factory=dict)
-    """By the key of a fetch: target pages of each of its records, int32 [n]. They are published
-    after the arrival."""
+    """Target pages of each record of a fetch, int32 [n], by its key. They are published after the
+    arrival."""
     restores: list[Restore | Unpark] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     ready: list[Ready] = field(default_factory=list)

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megatron_hybrid.text.chat_template import ChatTemplate
+from megatron_hybrid.text.chat_template import ChatTemplate, TextTooLongError
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.tokenizer_files import find_tokenizer
 from megatron_hybrid.text.train_tokenizer import train_tokenizer
@@ -1066,3 +1066,80 @@ def test_marks_of_calls_become_text_and_ends_stay_special(write):
     (index,) = tokenizer.tokenize(mark, add_special_tokens=False)
     assert tokenizer.token_bytes[index] == mark.encode()
     assert all(not tokenizer.token_bytes[end] for end in tokenizer.end_tokens)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_tokens"),
+    [
+        ("how" * 25, 32),  # 3 bytes a token, and the longest token has 9
+        ("漢" * 40, 120),
+        ("a" * 300, 301),
+        ("how are you " * 2000, 40),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_it_is_tokenized(trained, monkeypatch, text, num_tokens):
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(trained))
+    ids = tokenizer.tokenize(text)
+    limited = tokenizer.limited_to(num_tokens)
+    assert limited.longest_token == max(
+        len(tokenizer.detokenize([i], False).encode()) for i in range(tokenizer.vocab_size)
+    )
+    fits = len(text.encode()) <= num_tokens * limited.longest_token
+    if fits:
+        assert limited.tokenize(text) == ids  # too long, perhaps, and that is for the engine to say
+        return
+    monkeypatch.setattr(Tokenizer, "_encode", None)
+    with pytest.raises(TextTooLongError, match="shorten it") as error:
+        limited.tokenize(text)
+    assert num_tokens < error.value.num_tokens <= len(ids) and error.value.max_tokens == num_tokens
+
+
+def test_a_text_of_short_tokens_is_counted_piece_by_piece(trained, monkeypatch):
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(trained))
+    monkeypatch.setattr("megatron_hybrid.text.tokenizer._PIECE", 100)
+    limited, sizes = tokenizer.limited_to(1000), []
+    encode = Tokenizer._encode
+
+    def counted(self, text, add_special_tokens):
+        sizes.append(len(text))
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "_encode", counted)
+    with pytest.raises(TextTooLongError, match="have 2100 tokens, more than the context of 1000"):
+        limited.tokenize("x" * 8500)
+    assert sizes == [100] * 21
+    sizes.clear()
+    text = " assistant system tool" * 400
+    assert limited.tokenize(text) == tokenizer.tokenize(text)
+    assert sizes == [100] * 88 + [len(text)] * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tokenizer: setattr(tokenizer, "normalizer", normalizers.NFKC()),
+        lambda tokenizer: setattr(tokenizer, "decoder", decoders.BPEDecoder()),
+    ],
+    ids=["normalizer", "decoder"],
+)
+def test_texts_that_lose_characters_may_be_longer(write, change):
+    tokenizer = Tokenizer.from_folder(write(change))
+    assert tokenizer.longest_token == 128
+
+
+def test_a_template_is_cut_while_it_writes(trained):
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(trained)).limited_to(100)
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
+    tokenizer.set_chat_template(endless)
+    for call in (tokenizer.render_chat, tokenizer.chat_prompt):
+        with pytest.raises(TextTooLongError, match="more than 1200 characters"):
+            call([{"role": "user", "content": "a"}])
+
+
+def test_a_chat_is_measured_before_anything_is_made_of_it(trained):
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(trained)).limited_to(100)
+    tokenizer.check_chat_size([{"role": "user", "content": "a"}] * 100)
+    with pytest.raises(TextTooLongError, match="101 messages, and the context of 100 tokens"):
+        tokenizer.check_chat_size([{"role": "user", "content": "a"}] * 101)
+    with pytest.raises(TextTooLongError, match=r"characters of JSON, .* takes 70336 at most"):
+        tokenizer.check_chat_size([{"role": "user", "content": "a" * 72_000}])
