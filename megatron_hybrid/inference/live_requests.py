@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.inference.engine_parts import EngineParts
 from megatron_hybrid.inference.exclusive import exclusive
 from megatron_hybrid.inference.metrics.meter import Meter
@@ -183,10 +182,7 @@ class LiveRequests:
         if not request.done:
             request.mark_answered("cancelled")
             self._output.finish(request)
-            if request.prefix is None:
-                request.prefix = PrefixReport(
-                    request.num_prompt_tokens, 0, 0, MissReason.NOT_ADMITTED
-                )
+            request.lease_report = request.prefix
             self._changed.pop(request, None)
             if request.unread is not None:
                 self._output.take(request)

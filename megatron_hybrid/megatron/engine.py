@@ -493,7 +493,7 @@ class DynamicInferenceEngine:
 
     def _note_moves(self) -> None:
         """Record admissions and preemptions."""
-        admitted = [e for e in self._waiting.values() if e.handle.prefix is not None]
+        admitted = [e for e in self._waiting.values() if e.handle.lease_report is not None]
         for entry in admitted:
             del self._waiting[entry.request.request_id]
             entry.request.status = Status.ACTIVE_AND_GENERATING_TOKENS

@@ -61,10 +61,8 @@ def read_result(result: mh.GenerationResult) -> None:
     assert_type(result.log_probs, list[float] | None)
     assert_type(result.top_n_logprobs, list[dict[int, float]] | None)
     assert_type(result.samples, list[mh.GenerationResult])
-    assert_type(result.prefix, mh.PrefixReport | None)
-    if result.prefix is not None:
-        assert_type(result.prefix.skipped_tokens, int)
-        assert_type(result.prefix.miss_reason, mh.MissReason | None)
+    assert_type(result.prefix.skipped_tokens, int)
+    assert_type(result.prefix.miss_reason, mh.MissReason | None)
 
 
 def generate(engine: mh.DynamicInferenceEngine) -> None:
@@ -122,7 +120,7 @@ def look_inside(engine: mh.DynamicInferenceEngine) -> None:
     assert_type(explanation.reason, mh.MissReason | None)
     assert_type(explanation.held_tokens, int)
     stats = assert_type(engine.stats(), Stats)
-    assert_type(stats["pool_tokens"], int)
+    assert_type(stats["hit_rate"], float)
     assert_type(engine.metrics(), str)
     assert_type(engine.requests(num_tokens=8), list[RequestView])
     assert_type(engine.cache_tree(max_edges=10), TreeView)

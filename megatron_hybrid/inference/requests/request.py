@@ -49,7 +49,7 @@ class GenerationResult:
     token_ids: list[int]
     text: str | None
     finish_reason: str  # "length" | "stop" | "cancelled" | "error"; before that a `RequestStatus`
-    prefix: PrefixReport | None  # None: not admitted yet
+    prefix: PrefixReport
     log_probs: list[float] | None = None
     prompt_log_probs: list[float] | None = None
     top_n_logprobs: list[dict[int, float]] | None = None
@@ -78,8 +78,7 @@ class GenerationResult:
             head = f"request {self.request_id}, 1 of {len(self.samples)} samples: "
         line = head + (repr(answer) if self.error is None else " ".join(self.error.split()))
         line = line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
-        reason = self.prefix and self.prefix.miss_reason
-        skipped = self.prefix.skipped_tokens if self.prefix else 0
+        reason, skipped = self.prefix.miss_reason, self.prefix.skipped_tokens
         drafts = self.accepted_draft_tokens, self.draft_tokens
         return (
             f"{line}\ntokens: prompt {len(self.prompt_tokens)}, skipped {skipped}"
@@ -197,7 +196,7 @@ class Request:
     siblings: "list[Request]" = field(default_factory=list)  # samples to fork after the prefill
     other_samples: "list[Request]" = field(default_factory=list)  # on the first one only
 
-    prefix: PrefixReport | None = None
+    lease_report: PrefixReport | None = None  # of its first lease, or once it is cancelled
     log_probs: list[float] = field(default_factory=list)
     prompt_log_probs: list[float] = field(default_factory=list)
     top_n_logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -272,6 +271,13 @@ class Request:
     @property
     def num_generated(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def prefix(self) -> PrefixReport:
+        """Reused tokens of the prompt; none before it is admitted."""
+        return self.lease_report or PrefixReport(
+            self.num_prompt_tokens, 0, 0, MissReason.NOT_ADMITTED
+        )
 
     @property
     def token_ids(self) -> list[int]:

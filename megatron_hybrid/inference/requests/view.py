@@ -52,7 +52,7 @@ class RequestView:
 
 def view_request(request: Request) -> RequestView:
     """The view of a request, without its edge and tokens."""
-    report, ended_at = request.prefix, request.finished_at
+    report, ended_at = request.lease_report, request.finished_at
     first = request.first_token_at
     return RequestView(
         request.request_id,

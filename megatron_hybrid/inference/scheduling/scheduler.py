@@ -260,7 +260,7 @@ class Scheduler:
             declared=request.options.cache_breakpoints,
             messages=request.message_starts,
             recompute_reason=request.recompute_reason,
-            readmitted=request.prefix is not None,
+            readmitted=request.lease_report is not None,
         )
         if lease is None:
             return False
@@ -291,10 +291,10 @@ class Scheduler:
         request.status = RequestStatus.PREFILL
         request.waits_for = None
         request.common_with.clear()
-        if request.prefix is None:
-            request.prefix = lease.report
+        if request.lease_report is None:
+            request.lease_report = lease.report
         else:
-            lease.report = request.prefix  # readmitted: the first report stays in use
+            lease.report = request.lease_report  # readmitted: the first report stays in use
 
     # Fetching ----------------------------------------------------------------------------------
 

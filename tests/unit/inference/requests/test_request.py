@@ -33,8 +33,9 @@ def test_a_printed_result_fits_80_columns(text):
 
 
 def test_a_request_that_was_not_looked_up_yet_can_be_printed():
-    waiting = GenerationResult(3, [1], [], None, "waiting", None)
-    assert str(waiting) == "request 3: []\ntokens: prompt 1, skipped 0, new 0 (waiting)"
+    request = Request(3, np.array([1, 0]), 1, SamplingParams().resolved(), seed=1, num_tokens=1)
+    shown = "request 3: []\ntokens: prompt 1, skipped 0 (not_admitted), new 0 (waiting)"
+    assert str(request.result()) == shown
 
 
 @pytest.mark.parametrize("begins_inside", [False, True])

@@ -142,7 +142,7 @@ def test_a_prompt_is_short_if_little_of_it_is_to_be_computed():
     again = request(2, 100, answer=1)
     again.tokens[:90] = request(0, 90).tokens[:90]
     each.add(again)
-    assert steps_until_drawn(each, 2) == 1 and again.report.skipped_tokens >= 84
+    assert steps_until_drawn(each, 2) == 1 and again.prefix.skipped_tokens >= 84
 
 
 def test_short_prompts_take_no_more_than_their_share():
