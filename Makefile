@@ -306,7 +306,7 @@ bench-replay: $(VENV)/.installed-bench
 	    --plots docs/plots --markdown docs/measured/replay.md
 
 bench-replay-models: $(VENV)/.installed-bench
-	$(BIN)/python -m benchmarks.replay --full --engines ours ours-int8 vllm mcore marconi \
+	$(BIN)/python -m benchmarks.replay --full --engines ours ours-int8 vllm sglang mcore marconi \
 	    lru-16 lru-528 \
 	    --json benchmarks/results/replay_models.json \
 	    --plots docs/plots --markdown docs/measured/replay.md

@@ -24,6 +24,7 @@ ROWS = (
 """What it is called, workload, size of the cache."""
 BARS = (
     ("vLLM 0.33", ("vllm", "vllm-fine"), "#afb8c1"),
+    ("SGLang's rule", ("sglang",), "#9aa2ab"),
     ("megatron-core 0.19", ("mcore",), "#8c959f"),
     ("Marconi", ("marconi",), "#6e7781"),
     ("megatron_hybrid", ("ours",), OURS),
@@ -75,7 +76,7 @@ def chart(cells: Sequence[dict], folder: Path = FOLDER) -> list[Path]:
 
     def draw(plt, faint: str):
         figure, axes = plt.subplots(
-            len(ROWS), 1, figsize=(8, 7.2), sharex=True, layout="constrained"
+            len(ROWS), 1, figsize=(8, 8.2), sharex=True, layout="constrained"
         )
         for axis, (title, workload, gigabytes) in zip(axes, ROWS, strict=True):
             percents = [skipped(cells, workload, gigabytes, engines) for _, engines, _ in BARS]

@@ -12,6 +12,7 @@ from benchmarks.replay.geometry import Geometry
 from megatron_hybrid.tools.replay.lru import Ceiling, LeastRecentlyUsed
 from megatron_hybrid.tools.replay.ours import Ours
 from megatron_hybrid.tools.replay.protocol import Engine
+from megatron_hybrid.tools.replay.rules import GRID, OneState
 
 Candidates = Mapping[float | None, Callable[[], Engine]]
 """Engines by the value of their parameter (None: they have none). The one that skips most is
@@ -63,6 +64,13 @@ def _lru_block_end(block: int) -> Entry:
     return Entry(f"plain LRU, blocks of {block} tokens, states at their ends", build)
 
 
+def _sglang(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
+    grid = GRID if geometry.state_bytes() else 1
+    sizes = geometry.kv_bytes_per_token, geometry.recurrent_bytes(), budget
+    windows = geometry.window, geometry.window_bytes_per_token
+    return {None: lambda: OneState(grid, *sizes, *windows)}
+
+
 def _lru_free(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
     kv_bytes = geometry.kv_bytes_per_token
     return {None: lambda: LeastRecentlyUsed(1, kv_bytes, 0, budget, whole_leaves=True)}
@@ -100,6 +108,10 @@ ENGINES = {
     "ours-int8": _ours("int8"),
     "vllm": _vllm(fine=False),
     "vllm-fine": _vllm(fine=True),
+    "sglang": Entry(
+        f"SGLang's rule: a radix tree, a state each {GRID} tokens at most, with its extra buffer",
+        _sglang,
+    ),
     "mcore": Entry(
         "megatron-core's context; the best of its splits of memory, with hindsight",
         _megatron_core,

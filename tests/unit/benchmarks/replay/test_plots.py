@@ -7,8 +7,8 @@ from benchmarks.replay.plots import BEST, STYLES, cliffs, hit_rates, models
 from benchmarks.replay.sweep import Cell
 
 
-def test_at_most_five_engines_are_drawn(tmp_path):
-    assert len(STYLES) <= 5 and set(STYLES) < set(ENGINES)
+def test_at_most_six_engines_are_drawn(tmp_path):
+    assert len(STYLES) <= 6 and set(STYLES) < set(ENGINES)
     cells = [
         Cell("chat", "nemotron-h-8b", 1, budget, engine, None, 10, 1000, 50.0, 10.0, 20.0)
         for engine in ENGINES

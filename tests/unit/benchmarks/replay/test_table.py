@@ -17,10 +17,11 @@ def test_cells_behind_set_ours_beside_the_best_that_one_could_have_instead():
         cell("ours", 0.5, 20.0), cell("ours-int8", 0.5, 30.0), cell("vllm", 0.5, 10.25),
         cell("ceiling", None, 95.0),
         cell("ours", 4.0, 40.0, "b", 8), cell("vllm", 4.0, 41.0, "b", 8),
+        cell("ours-int8", 4.0, 45.0, "b", 8),
     ]  # fmt: skip
     behind = cells_behind(cells)
     assert behind.startswith("**Another engine is ahead in 1 of 3 cells")
-    assert behind.strip().splitlines()[4:] == ["| chat | b | 8 | 4 | 40.0 | 41.0 | vllm |"]
+    assert behind.strip().splitlines()[4:] == ["| chat | b | 8 | 4 | 40.0 | 41.0 | vllm | 45.0 |"]
     assert "in 0 of 0 cells" in cells_behind([cell("ours", 4.0, 40.0), cell("ceiling", None, 95.0)])
 
 
