@@ -129,6 +129,7 @@ def make_parts(
         offload.fetches,
         config.max_requests,
         config.max_tokens,
+        config.short_prompt_share,
         _drafts(cache, runner, allocated),
         drafts_need_hidden=uses_mtp,
     )

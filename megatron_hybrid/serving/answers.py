@@ -6,7 +6,6 @@ import time
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -184,21 +183,18 @@ class Answer:
         """Return the parser of one answer to a chat."""
         return self.style.parser(is_thinking=self.is_thinking, **self.fields.parsed_by)
 
-    @cached_property
-    def _has_counts(self) -> bool:
-        """Whether each chunk of a stream has the usage so far."""
-        options = self.fields.stream_options
-        return options is not None and options.include_usage and options.continuous_usage_stats
-
     def chunk(self, index: int, said: Json, logprobs: Json | None, reason: str | None) -> Json:
         """The body of an event. said: a `delta`, or `text`."""
         choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": reason}
         return {**self.head(of_chunk=True), "choices": [choice], **self._counts()}
 
     def _counts(self) -> Json:
-        """The usage so far, if each chunk shall have it."""
-        if not (self._has_counts and self.reports):
+        """The usage so far, or null, if the stream shall have the usage."""
+        options = self.fields.stream_options
+        if options is None or not options.counts:
             return {}
+        if not options.continuous_usage_stats:
+            return {"usage": None}
         return {"usage": self._usage([*self.reports.values()], self.num_generated)}
 
     def growing(self, number: int) -> list[GrowingChoice]:
@@ -208,8 +204,7 @@ class Answer:
 
     def last(self, prefixes: Sequence[PrefixReport], num_generated: int) -> list[Json]:
         """The chunks at the end: the usage, if asked for."""
-        options = self.fields.stream_options
-        if options is None or not options.include_usage:
+        if not self._counts():
             return []
         counts = self._usage(prefixes, num_generated)
         return [{**self.head(of_chunk=True), "choices": [], "usage": counts}]
@@ -337,12 +332,14 @@ class GrowingChoice:
         self._number = number
         self._index = index
         self._parser = answer.parser() if answer.is_chat else None
+        self._has_begun = False
         self._num_chars = 0
         self._shows_prompt = answer.fields.return_token_ids
         self._reasoning: list[Reasoning] = []
 
-    def begin(self) -> list[Json]:
-        """The events before the first output: a chat's role."""
+    def _begin(self) -> list[Json]:
+        """The events before those of the first output: a chat's role."""
+        self._has_begun = True
         echoed = self._answer.echoed(self._number)
         self._num_chars = len(echoed)
         if self._parser is None:
@@ -352,6 +349,7 @@ class GrowingChoice:
     def add(self, output: RequestOutput) -> bytes:
         """The events of what a step added."""
         self._answer.reports[self._number] = output.report
+        chunks = [] if self._has_begun else self._begin()
         self._answer.num_generated += len(output.tokens)
         given = output.tokens, output.log_probs, output.top_n_logprobs
         logprobs = self._answer.logprobs(*given, self._num_chars)
@@ -373,9 +371,9 @@ class GrowingChoice:
         if self._answer.fields.return_token_ids:
             said[0] |= {"token_ids": output.tokens, "weight_epoch": output.epoch}
         elif not (output.text or reason or logprobs):
-            return b""
+            return b"".join(map(self._answer.encode, chunks))
         *others, last = said
-        chunks = [self._chunk(each) for each in others]
+        chunks += [self._chunk(each) for each in others]
         chunks.append(self._chunk(last, logprobs, reason))
         if reason is not None and output.result is not None:
             chunks[-1]["choices"][0]["stop_reason"] = output.result.stop_reason

@@ -15,8 +15,11 @@ _KINDS = {
     408: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     503: "service_unavailable_error",
 }
+_MAX_MESSAGE = 2000
+"""Characters."""
 RETRY_SECONDS = 1
 """Seconds in the header Retry-After of 429 and 503."""
 
@@ -34,6 +37,8 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ):
+        if len(message) > _MAX_MESSAGE:  # what was sent may be in it
+            message = f"{message[:_MAX_MESSAGE]}..."
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
@@ -80,9 +85,10 @@ _API_NAMES = {
 def refusal_of_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Return what pydantic's `errors()` say of the first field, or of a part of it. Of a field of
     several types, it is what the type says that fits best."""
+    above = ("body", "query", "ChatFields", "CompletionFields")
 
     def place_of(error: Mapping[str, Any]) -> list[str]:
-        return [str(part) for part in error["loc"] if part not in ("body", "query")]
+        return [str(part) for part in error["loc"] if part not in above]
 
     own = [error for error in errors if place_of(error)[:1] == place_of(errors[0])[:1]]
     error = max(own, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))

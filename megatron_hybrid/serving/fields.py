@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     PrivateAttr,
+    Tag,
     ValidationError,
     WithJsonSchema,
     model_validator,
@@ -29,6 +31,7 @@ from megatron_hybrid.inference.sampling_params import (
     Temperature,
 )
 from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.text.chat_template import TextTooLongError
 from megatron_hybrid.utils.field_help import fields_help
 from megatron_hybrid.utils.validation import Range
 
@@ -292,10 +295,16 @@ def _left_out_by_null(kind: type[Fields]) -> frozenset[str]:
 class StreamOptions(Fields):
     """Options of a stream."""
 
-    include_usage: bool = False
-    """The stream ends with one more chunk, which has the usage."""
+    include_usage: bool | None = None
+    """The stream ends with one more chunk, which has the usage; the others have `"usage": null`.
+    The default is `continuous_usage_stats`."""
     continuous_usage_stats: bool = False
-    """With `include_usage`, each chunk with tokens has the usage up to this chunk."""
+    """Each chunk has the usage up to this chunk, unless `include_usage` is false."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the stream has the usage."""
+        return self.continuous_usage_stats if self.include_usage is None else self.include_usage
 
 
 class JsonSchema(Fields):
@@ -459,7 +468,7 @@ class SharedFields(Body):
         "allowed_token_ids", "The field is refused with 400 next to a guide."
     )
     bad_words: Words | None = None
-    """Words that the answer must not have. Each word is tokenized with and without a space before
+    """Words that the answer must not have. Each word is tokenized with and without one space before
     it, and its last token is not drawn after the others. The same word can still appear as other
     tokens. The field is refused with 400 next to a guide."""
     num_speculative_tokens: Count | None = declared("num_speculative_tokens")
@@ -536,7 +545,7 @@ class CompletionFields(GenerationFields):
     """A text, a list of texts, a list of token ids, or a list of lists of token ids."""
     max_tokens: Count | None = 16
     """The most tokens of an answer. 0 computes the prompt alone; null allows as many as there is
-    room for."""
+    room for, and the default at most that many."""
     logprobs: NumTop | None = None
     """The answer has log-probabilities of its tokens, with this many most likely tokens at each
     position. `top_logprobs` includes the drawn token. A token that is a part of a character is
@@ -653,6 +662,10 @@ class TemplateFields(SharedTemplateFields):
             given |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
         return given | (self.chat_template_kwargs or {})
 
+    def too_large(self, error: TextTooLongError) -> ApiError:
+        """Return the refusal of a chat that cannot fit the context, however it is tokenized."""
+        return ApiError(400, str(error), "messages", "context_length_exceeded")
+
     @cached_property
     def shown_tools(self) -> list[dict[str, Any]] | None:
         """Functions for the template."""
@@ -746,6 +759,12 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return super().caller_names | {"prompt": "messages", "num_tokens_to_generate": limit}
 
+    def too_large(self, error: TextTooLongError) -> ApiError:
+        """See the base class; in the words of `too_long`, with the fewest tokens that there are."""
+        refusal = self.too_long(error.num_tokens, 0, error.max_tokens)
+        refusal.args = (f"{refusal} ({error})",)
+        return refusal
+
     def too_long(self, num_prompt: int, num_asked: int, limit: int) -> ApiError:
         """The refusal of a prompt and an answer of more tokens than the context has, in the words
         that clients of OpenAI read.
@@ -774,6 +793,19 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
             )
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+
+
+def _kind_of(given: Any) -> str:
+    """Return the class of a body that is of a chat or of a completion."""
+    is_chat = isinstance(given, dict) and "messages" in given
+    return (ChatFields if is_chat else CompletionFields).__name__
+
+
+AnyGeneration = Annotated[
+    Annotated[ChatFields, Tag("ChatFields")] | Annotated[CompletionFields, Tag("CompletionFields")],
+    Discriminator(_kind_of),
+]
+"""Body of /invocations: that of a chat if it has `messages`, or else that of a completion."""
 
 
 class TokenizeFields(TemplateFields):

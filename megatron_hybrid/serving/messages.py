@@ -357,10 +357,6 @@ class MessageAnswer:
         """Return what takes the outputs of a stream: see `Answer.growing`."""
         return [self]
 
-    def begin(self) -> list[Json]:
-        """The events before the first output: none, since the first one counts the prompt."""
-        return []
-
     def add(self, output: RequestOutput) -> bytes:
         """The events of what a step added."""
         events = [*self._grow(output.text, output.result)]

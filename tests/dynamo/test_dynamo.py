@@ -218,7 +218,7 @@ def test_a_client_that_goes_away_ends_its_request(frontend, workers):
         lines = answer.iter_lines()  # which would close the stream if nobody had it
         next(lines)
         wait_until(lambda: sum(running(workers)) == 2)
-    wait_until(lambda: sum(running(workers)) == 0, seconds=5)
+    wait_until(lambda: sum(running(workers)) == 0)
 
 
 def test_health_and_metrics_are_those_of_the_engine(frontend, workers):

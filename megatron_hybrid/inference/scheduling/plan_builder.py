@@ -108,6 +108,8 @@ class PlanBuilder:
     ending: dict[Request, Reservation] = field(default_factory=dict)
     """Requests that end with the step, with the reservation for their last state."""
     num_tokens: int = 0
+    kept: dict[Request, int] = field(default_factory=dict)
+    """Tokens of the budget that are kept for short prompts, while the step is planned."""
 
     def add(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)

@@ -55,6 +55,12 @@ def tokenizer():
     return Tokenizer.from_folder(DEMO)
 
 
+def with_template(source):
+    other = Tokenizer.from_folder(DEMO)
+    other.set_chat_template(source)
+    return other
+
+
 def asked(tokenizer, style=STYLE, **request):
     return read_request({"token_ids": PROMPT, **request}, tokenizer, style, ROOM)
 
@@ -218,8 +224,7 @@ def test_a_card_has_what_the_frontend_reads_and_no_weights(tokenizer, tmp_path, 
     made = card(DEMO, tokenizer)
     # Workers of one model have one path, and those of another template another one.
     assert card(DEMO, tokenizer) == made
-    other = tokenizer.with_chat_template("{{ messages[0].content }}")
-    assert card(DEMO, other) != made
+    assert card(DEMO, with_template("{{ messages[0].content }}")) != made
     assert len(list(made.parent.iterdir())) == 2
     config = json.loads((made / "config.json").read_text())
     assert config["eos_token_id"] == list(tokenizer.end_tokens)
@@ -257,10 +262,10 @@ def test_cards_that_nobody_uses_go_but_the_last_ones(tokenizer, tmp_path, monkey
     os.utime(own, (0, 0))
     other = os.open(others[2], os.O_RDONLY)  # as of another worker
     fcntl.flock(other, fcntl.LOCK_SH)
-    newest = card(DEMO, tokenizer.with_chat_template("{{ messages }}"))
+    newest = card(DEMO, with_template("{{ messages }}"))
     assert {*own.parent.iterdir()} == {own, newest, *others[2:]}
     os.utime(others[2], (0, 0))
-    card(DEMO, tokenizer.with_chat_template("{{ messages[0] }}"))
+    card(DEMO, with_template("{{ messages[0] }}"))
     assert len(left := {*own.parent.iterdir()}) == 5 and {own, newest, others[2]} < left
     os.close(other)  # it has ended
     assert card(DEMO, tokenizer) == own
