@@ -175,11 +175,17 @@ def test_chats_are_those_of_the_server(frontend, plain, name):
     assert shown(found) == shown(expected)
 
 
-def test_calls_of_tools_are_read_and_forced(frontend):
-    body = CHAT | TOOLS | {"tool_choice": "required", "max_tokens": 200}
-    (choice,) = ask(frontend, "chat/completions", body)["choices"]
-    (call,) = choice["message"]["tool_calls"]
-    assert call["function"]["name"] == "f"
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_calls_of_tools_are_read_and_forced(frontend, plain, choice):
+    """Without a word after them. `serve` is asked for one call."""
+    body = CHAT | TOOLS | {"tool_choice": choice, "max_tokens": 300}
+    (found,) = ask(frontend, "chat/completions", body)["choices"]
+    one = {"parallel_tool_calls": False}
+    (expected,) = ask(plain, "chat/completions", body | one)["choices"]
+    (call,), (right,) = (each["message"]["tool_calls"] for each in (found, expected))
+    assert call["function"] == right["function"]
+    assert found["finish_reason"] == expected["finish_reason"] == "tool_calls"
+    assert not found["message"].get("content")
     assert json.loads(call["function"]["arguments"])["age"] <= 99
 
 
