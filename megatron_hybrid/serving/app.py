@@ -206,13 +206,17 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def count_tokens(fields: PromptFields, request: Request):
         service.check_model(fields.model)
 
+        changes: list[str] = []
+
         def counted() -> InputTokens:
             chat = fields.to_chat()
             chat.check()
-            return {"input_tokens": len(_chat_prompt(service, chat).tokens)}
+            count = len(_chat_prompt(service, chat).tokens)
+            changes.extend(chat.changes)
+            return {"input_tokens": count}
 
         with rename_error_fields(fields):
-            return await json_response(counted, request)
+            return await json_response(counted, request, changes=changes)
 
     @routes.post("/abort", responses=errors(400, 401, 413))
     async def abort(fields: AbortFields, request: Request) -> Aborted:
@@ -474,7 +478,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @routes.post("/tokenize", response_model=Tokenized)
     async def tokenize(fields: TokenizeFields, request: Request):
         service.check_model(fields.model)
-        return await json_response(lambda: tokenized(fields), request)
+        return await json_response(lambda: tokenized(fields), request, changes=fields.changes)
 
     @routes.post("/detokenize", response_model=Detokenized)
     async def detokenize(fields: DetokenizeFields, request: Request):
@@ -494,7 +498,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @routes.post("/v1/chat/completions/render", response_model=TokenIds)
     async def render_chat(fields: ChatFields, request: Request):
         service.check_model(fields.model)
-        return await json_response(lambda: rendered(fields), request)
+        return await json_response(lambda: rendered(fields), request, changes=fields.changes)
 
     @routes.post("/cache/explain", responses=errors(403))
     async def explain(fields: ExplainFields, request: Request) -> Explanation:

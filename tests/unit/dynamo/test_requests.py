@@ -55,6 +55,19 @@ def tokenizer():
     return Tokenizer.from_folder(DEMO)
 
 
+@pytest.mark.parametrize(("style", "most_calls"), [({}, None), ({"style": "json"}, 1)])
+def test_calls_that_must_come_are_all_of_the_answer(tokenizer, style, most_calls):
+    """A caller's own tag, without a style, lets text follow."""
+    content = {"type": "json_schema", "json_schema": {"type": "object"}, **style}
+    tag = {"type": "tag", "begin": "<call>", "content": content, "end": "</call>"}
+    form = {"type": "triggered_tags", "triggers": ["<call>"], "tags": [tag], "at_least_one": True}
+    given = {"structural_tag": {"type": "structural_tag", "format": form}}
+    guide, _ = asked(tokenizer, sampling_options={"guided_decoding": given}).guide
+    found = json.loads(guide.source)["format"]
+    assert found.get("stop_after_first") is (True if most_calls else None)
+    assert (found == form) is not bool(most_calls)
+
+
 def with_template(source):
     other = Tokenizer.from_folder(DEMO)
     other.set_chat_template(source)
