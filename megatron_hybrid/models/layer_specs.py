@@ -47,7 +47,7 @@ def get_mixer(symbol: str) -> type[Mixer]:
         TypeError: it is no mixer, or does not take what a mixer is called with.
     """
     mixer, what = resolve_name(LAYER_KINDS[symbol].mixer), f"the mixer of the layer kind {symbol!r}"
-    check_class(what, mixer, Mixer, "config", "place", *LAYER_KINDS[symbol].params)
+    check_class(what, mixer, Mixer, "config", "place")
     if not issubclass(mixer, Mixer):
         raise TypeError(f"{what} is {mixer}; it must derive from {Mixer}")
     inputs = ("stack_inputs",) if mixer.takes_stack_inputs else ()

@@ -69,7 +69,7 @@ class Tokenizer:
         generation_config: content of generation_config.json.
 
     Attributes:
-        eod: see above.
+        eod, eos_token_id: see above.
         end_tokens: all ids that end an answer, `eod` first.
         bos: id of the token that begins a text; None: there is none.
         pad: id of the token that fills rows; -1, as in megatron-core: there is none of its own.
@@ -95,7 +95,7 @@ class Tokenizer:
             self._settings["eos_token"] = tokenizer.id_to_token(eod)
         self._named = named_tokens(self._settings)
         self.end_tokens = tuple(dict.fromkeys([*([] if eod is None else [eod]), *end_tokens]))
-        self.eod = self.end_tokens[0] if self.end_tokens else None
+        self.eod = self.eos_token_id = self.end_tokens[0] if self.end_tokens else None
         bos = self._named.get("bos_token")
         self.bos = None if bos is None else tokenizer.token_to_id(bos)
         pad = self._named.get("pad_token")
@@ -291,11 +291,6 @@ class Tokenizer:
         return self._tokenizer.decode_batch([list(ids)], skip_special_tokens)[0]
 
     tokenize, detokenize = encode, decode  # as megatron-core calls them
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The same as `eod`."""
-        return self.eod
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if len(text) < _LONG:

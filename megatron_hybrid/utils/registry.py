@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import entry_points
 from pkgutil import resolve_name
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
 
-class Registry(Mapping[str, T], Generic[T]):
+class Registry(Mapping[str, T]):
     """Things of one kind by name. Each is given itself or as a reference, "module:attribute", which
     is imported when its name is first asked for.
 

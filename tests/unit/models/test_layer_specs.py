@@ -14,8 +14,9 @@ from megatron_hybrid import compat
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.models.layer_pattern import LAYER_KINDS
-from megatron_hybrid.models.layer_specs import get_layer_spec, resolve_layer_spec
+from megatron_hybrid.models.layer_pattern import LAYER_KINDS, LayerKind
+from megatron_hybrid.models.layer_specs import get_layer_spec, get_mixer, resolve_layer_spec
+from megatron_hybrid.models.mixers.base import Mixer
 
 
 @pytest.fixture
@@ -151,3 +152,27 @@ def test_every_symbol_has_a_layer():
     for symbol, kind in LAYER_KINDS.items():
         spec = get_layer_spec(config, symbol)
         assert spec.params == {"norm_name": kind.norm_name, "mixer_name": kind.mixer_name}
+
+
+class NoMixer:
+    def __init__(self, config, place): ...
+
+    def cache_requirements(self): ...
+
+
+class OtherForward(Mixer):
+    def __init__(self, config, place): ...
+
+    def forward(self, hidden_Th): ...
+
+
+@pytest.mark.parametrize(
+    ("mixer", "message"),
+    [(NoMixer, "must derive from"), (OtherForward, r"OtherForward.forward\(self, hidden_Th\) is")],
+)
+def test_a_mixer_of_another_package_that_cannot_run_is_refused(monkeypatch, mixer, message):
+    kind = LayerKind("none", f"{__name__}:{mixer.__name__}", ())
+    monkeypatch.setattr(LAYER_KINDS, "_things", {"!": kind})
+    monkeypatch.setattr(LAYER_KINDS, "_checked", {})
+    with pytest.raises(TypeError, match=f"the mixer of the layer kind '!'.*{message}"):
+        get_mixer("!")
