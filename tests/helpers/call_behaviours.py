@@ -358,7 +358,9 @@ def code(text: str) -> str:
     text = (
         text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("|", "&#124;")
     )
-    text = text.replace("{", "&#123;").replace("}", "&#125;").replace("`", "&#96;")
+    # Brackets would be read as links, and braces as attributes.
+    for sign in "{}[]`":
+        text = text.replace(sign, f"&#{ord(sign)};")
     return f"<code>{text}</code>".replace("\n", "⏎") if text else ""
 
 
