@@ -53,6 +53,11 @@ class AsyncCalls:
         """Whether requests are held back."""
         return self._pause is not None
 
+    @property
+    def is_held(self) -> bool:
+        """Whether requests are held back, or no step may run."""
+        return self.is_paused or self._is_frozen
+
     def make(
         self,
         model: nn.Module | Sequence[nn.Module],

@@ -119,7 +119,7 @@ class AsyncEngine:
         try:
             self._thread.require_home()
             if (guide := _guide_of(options)) is not None:
-                await self.compile_guide(guide)
+                await self.compile_guide(guide, options.tenant)
             await self._run(self._calls.add, call, prompt, params, options)
             return await call.get()
         except BaseException:
@@ -147,7 +147,8 @@ class AsyncEngine:
         add = partial(self._calls.add, call, prompt, params, options)
         if (guide := _guide_of(options)) is None:
             return AsyncStream(call, self._submit(add))
-        return AsyncStream(call, asyncio.create_task(self._add_guided(guide, add)))
+        adding = self._add_guided(guide, options.tenant, add)
+        return AsyncStream(call, asyncio.create_task(adding))
 
     stats = _in_thread(DynamicInferenceEngine.stats)
     metrics = _in_thread(DynamicInferenceEngine.metrics)
@@ -281,6 +282,17 @@ class AsyncEngine:
         """See `DynamicInferenceEngine.rank_failure`."""
         return self._engine.rank_failure
 
+    @property
+    def num_steps(self) -> int:
+        """Number of steps so far, for any thread."""
+        return self._engine.num_steps
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a pause, sleep or an update of the weights holds requests back, for any
+        thread."""
+        return self._calls.is_held
+
     def end_waits(self) -> None:
         """See `WeightCalls.end_waits`."""
         self._engine.weights.end_waits()
@@ -293,9 +305,10 @@ class AsyncEngine:
         """
         self._engine.request_builder.check_prompt(prompt, params)
 
-    async def compile_guide(self, guide: Guide) -> None:
+    async def compile_guide(self, guide: Guide, tenant: str = "") -> None:
         """Compile a guide in a thread of a low priority, so that no step waits for it. `generate`
-        and `stream` do so, too. Cancelling the task takes out a guide that waits.
+        and `stream` do so, too. Tenants take turns. Cancelling the task takes out a guide that
+        waits.
 
         Raises:
             TypeError, ValueError: it cannot be kept to.
@@ -303,7 +316,7 @@ class AsyncEngine:
         """
         self._thread.require_home()
         check = partial(self._engine.request_builder.check_guide, guide)
-        await asyncio.wrap_future(self._guide_thread.submit(check))
+        await asyncio.wrap_future(self._guide_thread.submit(check, tenant))
 
     async def close(self) -> None:
         """End the thread after the running step, and complete the folder of `config.cache_dir`.
@@ -316,8 +329,8 @@ class AsyncEngine:
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    async def _add_guided(self, guide: Guide, add: Callable[[], None]) -> None:
-        await self.compile_guide(guide)
+    async def _add_guided(self, guide: Guide, tenant: str, add: Callable[[], None]) -> None:
+        await self.compile_guide(guide, tenant)
         await self._run(add)
 
     async def _run(self, job: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

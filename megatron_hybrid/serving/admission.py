@@ -14,6 +14,10 @@ from megatron_hybrid.inference.requests.request import GenerationResult, Request
 from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.errors import ApiError
 
+STALL_SECONDS = 120.0
+"""Without a step, and a request that goes on in another way, before `/health` says so."""
+_LOOK_SECONDS = 1.0
+
 
 @dataclass(eq=False)
 class Ticket:
@@ -35,11 +39,18 @@ class Ticket:
     """Tokens of whole answers: prompts, answers, and the most likely ones of log-probabilities."""
     first_token_seconds: float | None = None
     began: float = field(default_factory=time.perf_counter)
+    waits_since: float | None = None
+    """Since when it waits for this server; None: it waits for its client."""
+
+    def go_on(self) -> None:
+        """Take note that the request has come further."""
+        self.waits_since = time.perf_counter()
 
     def count(self, output: RequestOutput) -> None:
         """Take note of what a step added."""
         if self.first_token_seconds is None:
             self.first_token_seconds = time.perf_counter() - self.began
+        self.waits_since = None  # until its client has taken it
         if output.sample_index == 0:
             self.prefixes[output.request_id] = output.report
         self.num_generated += len(output.tokens)
@@ -78,23 +89,41 @@ class Admission:
 
     def __init__(self, engine: AsyncEngine, max_requests: int, config: ServingConfig):
         self._engine, self.config = engine, config
-        self._most = max_requests + config.max_waiting
+        self.most = max_requests + config.max_waiting
+        """Most requests that run or wait at a time."""
         self.is_draining = False
         self.num_admitted = 0
         """Requests so far."""
         self._tickets: set[Ticket] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._num_steps, self._stepped_at = 0, time.perf_counter()
 
     @property
     def load(self) -> int:
         """Requests that generate now."""
         return len(self._tickets)
 
+    async def watch(self) -> None:
+        """Take note of the engine's steps, until cancelled."""
+        while True:
+            if self._engine.num_steps != self._num_steps or self._engine.is_held:
+                self._num_steps, self._stepped_at = self._engine.num_steps, time.perf_counter()
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    @property
+    def stall(self) -> str | None:
+        """Why it seems that nothing goes on any more, though requests wait; None: all is well."""
+        waits = [each.waits_since for each in self._tickets if each.waits_since is not None]
+        seconds = time.perf_counter() - max(self._stepped_at, *waits, 0.0)
+        if not waits or seconds < STALL_SECONDS:
+            return None
+        return f"no request has gone on for {seconds:.0f} s, and {len(waits)} wait"
+
     def check_count(self, num_prompts: int, n: int) -> None:
         """Raise ApiError for more answers than the server ever takes of one key at a time."""
         per_key = self.config.max_requests_per_key
-        most = self._most if per_key is None else min(self._most, per_key)
+        most = self.most if per_key is None else min(self.most, per_key)
         if num_prompts * n > most:
             raise ApiError(
                 400,
@@ -116,10 +145,8 @@ class Admission:
             raise ApiError(503, f"{failure}: the server ends")
         if self.is_draining:
             raise ApiError(503, "the server is shutting down: retry on another replica")
-        if sum(ticket.num_samples for ticket in self._tickets) + num_samples > self._most:
-            raise ApiError(
-                503, f"the server is at capacity ({self._most} run or wait): retry later"
-            )
+        if sum(ticket.num_samples for ticket in self._tickets) + num_samples > self.most:
+            raise ApiError(503, f"the server is at capacity ({self.most} run or wait): retry later")
         per_key = self.config.max_requests_per_key
         if per_key is not None:
             own = sum(each.num_samples for each in self._tickets if each.key == key)
@@ -130,6 +157,7 @@ class Admission:
                     f"may have {per_key}: ask later",
                 )
         ticket = Ticket(request_id, key, num_samples)
+        ticket.go_on()
         self._tickets.add(ticket)
         self.num_admitted += 1
         self._idle.clear()

@@ -36,7 +36,7 @@ from megatron_hybrid.serving.fields import (
     TokenizeFields,
 )
 from megatron_hybrid.serving.idle_memory import trim_when_idle
-from megatron_hybrid.serving.json_response import encode_json, json_response, to_cpu_thread
+from megatron_hybrid.serving.json_response import encode_json, in_turn, json_response
 from megatron_hybrid.serving.messages import CHAT_NAMES as MESSAGE_NAMES
 from megatron_hybrid.serving.messages import MessageAnswer, MessageChat, MessageFields, PromptFields
 from megatron_hybrid.serving.page_routes import add_page
@@ -46,6 +46,7 @@ from megatron_hybrid.serving.request_mapping import (
     completion_prompts,
     guide_of,
     is_thinking,
+    refusal_of_text,
     request_options,
     sampling_params,
     thinking_budget,
@@ -89,7 +90,8 @@ def create_app(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        jobs = service.history.run(), trim_when_idle(service.admission)
+        admission = service.admission
+        jobs = service.history.run(), admission.watch(), trim_when_idle(admission)
         tasks = [asyncio.create_task(job) for job in jobs]
         yield
         for task in tasks:
@@ -103,6 +105,7 @@ def create_app(service: Service) -> FastAPI:
         docs_url=None,  # which loads scripts from elsewhere
         redoc_url=None,
     )
+    app.state.budget = service.budget
     app.add_middleware(RequestMiddleware, service=service)
     if config.cors_origins:  # outside of the door: what browsers ask before a request has no key
         app.add_middleware(
@@ -152,7 +155,10 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 _UNWELL: Answers = {
-    503: {"description": "the server ends, or a rank has failed", "content": {"text/plain": {}}}
+    503: {
+        "description": "the server ends, a rank has failed, or no request goes on",
+        "content": {"text/plain": {}},
+    }
 }
 
 
@@ -200,13 +206,17 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def count_tokens(fields: PromptFields, request: Request):
         service.check_model(fields.model)
 
+        changes: list[str] = []
+
         def counted() -> InputTokens:
             chat = fields.to_chat()
             chat.check()
-            return {"input_tokens": len(_chat_prompt(service, chat).tokens)}
+            count = len(_chat_prompt(service, chat).tokens)
+            changes.extend(chat.changes)
+            return {"input_tokens": count}
 
         with rename_error_fields(fields):
-            return await json_response(counted)
+            return await json_response(counted, request, changes=changes)
 
     @routes.post("/abort", responses=errors(400, 401, 413))
     async def abort(fields: AbortFields, request: Request) -> Aborted:
@@ -228,7 +238,7 @@ async def _generate(service: Service, request: Request, fields: GenerationFields
 async def _respond(service: Service, request: Request, fields: ResponseFields | MessageFields):
     """An answer to a chat, in the form of another route."""
     with rename_error_fields(fields):
-        chat = await to_cpu_thread(fields.to_chat)
+        chat = await in_turn(fields.to_chat, request)
 
         def make(id: str, style: Style, thinks: bool, prompts: Any) -> AnyAnswer:
             given = service.config.model_name, style, thinks
@@ -268,7 +278,8 @@ async def _answer(
         admitted = service.admission.admitted(request_id, state.key, num_samples)
         ticket = state.ticket = undo.enter_context(admitted)
         ticket.names = fields.caller_names
-        asked = await to_cpu_thread(partial(_prepared, service, fields))
+        reading = service.prepared(ticket, partial(_prepared, service, fields), state.num_bytes)
+        asked = await cancel_on_disconnect(request.receive, reading)
         prompts, params, guide = asked.prompts, asked.params, None
         if asked.guide is not None:
             guide = await cancel_on_disconnect(
@@ -283,7 +294,7 @@ async def _answer(
         if not fields.stream:
             work = service.generate_all(ticket, prompts, params, options)
             results = await cancel_on_disconnect(request.receive, work)
-            body = await json_response(lambda: answer.whole(results), ticket.num_tokens)
+            body = await json_response(lambda: answer.whole(results), request, ticket.num_tokens)
             body.headers.update(headers)
             return body
         streams = service.streams(prompts, params, options)
@@ -432,7 +443,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
             try:
                 return service.tokenizer.tokenize(fields.prompt, fields.add_special_tokens)
             except ValueError as error:
-                raise ApiError(400, str(error), "prompt") from error
+                raise refusal_of_text(error) from error
         return list(_chat_prompt(service, fields).tokens)
 
     def tokenized(fields: TokenizeFields) -> Tokenized:
@@ -448,27 +459,31 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     def detokenized(fields: DetokenizeFields) -> Detokenized:
         fields.check()
-        size = service.tokenizer.vocab_size
+        size, most = service.tokenizer.vocab_size, service.engine_config.max_sequence_length
+        if len(fields.tokens) > most:
+            text = f"there are {len(fields.tokens)} tokens, and the context has {most}: send fewer"
+            raise ApiError(400, text, "tokens", "context_length_exceeded")
         if outside := [token for token in fields.tokens if not 0 <= token < size]:
             raise ApiError(400, f"token {outside[0]} is outside of [0, {size})", "tokens")
         return {"prompt": service.tokenizer.detokenize(fields.tokens, fields.skip_special_tokens)}
 
     def rendered(fields: GenerationFields) -> TokenIds | list[TokenIds]:
         fields.check()
+        service.admission.check_count(_num_prompts(fields), fields.n)
         prompts = _prompts(service, fields)
         if isinstance(fields, ChatFields):
             return {"token_ids": list(prompts[0].tokens)}
         return [{"token_ids": list(prompt)} for prompt in prompts]
 
     @routes.post("/tokenize", response_model=Tokenized)
-    async def tokenize(fields: TokenizeFields):
+    async def tokenize(fields: TokenizeFields, request: Request):
         service.check_model(fields.model)
-        return await json_response(lambda: tokenized(fields))
+        return await json_response(lambda: tokenized(fields), request, changes=fields.changes)
 
     @routes.post("/detokenize", response_model=Detokenized)
-    async def detokenize(fields: DetokenizeFields):
+    async def detokenize(fields: DetokenizeFields, request: Request):
         service.check_model(fields.model)
-        return await json_response(lambda: detokenized(fields))
+        return await json_response(lambda: detokenized(fields), request)
 
     @routes.get("/tokenizer_info", response_model=Json, responses=errors(403))
     async def tokenizer_info(request: Request):
@@ -476,14 +491,14 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return await json_response(service.tokenizer.info)
 
     @routes.post("/v1/completions/render", response_model=list[TokenIds])
-    async def render_completion(fields: CompletionFields):
+    async def render_completion(fields: CompletionFields, request: Request):
         service.check_model(fields.model)
-        return await json_response(lambda: rendered(fields))
+        return await json_response(lambda: rendered(fields), request)
 
     @routes.post("/v1/chat/completions/render", response_model=TokenIds)
-    async def render_chat(fields: ChatFields):
+    async def render_chat(fields: ChatFields, request: Request):
         service.check_model(fields.model)
-        return await json_response(lambda: rendered(fields))
+        return await json_response(lambda: rendered(fields), request, changes=fields.changes)
 
     @routes.post("/cache/explain", responses=errors(403))
     async def explain(fields: ExplainFields, request: Request) -> Explanation:
@@ -493,7 +508,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         if fields.api_key is not None and (key := service.auth.known_key(fields.api_key)) is None:
             raise ApiError(400, "this is none of the server's keys: use one of them", "api_key")
         salt = service.auth.salt_of(key, fields.cache_salt)
-        tokens = await to_cpu_thread(partial(tokens_of, fields))
+        tokens = await in_turn(partial(tokens_of, fields), request)
         try:
             explanation = await service.engine.explain(tokens, salt=salt)
         except (TypeError, ValueError) as error:
@@ -524,10 +539,15 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/ping", **state)
     @app.post("/ping", **state)
     async def health() -> PlainTextResponse:
-        failure = service.engine.rank_failure
+        failure = service.engine.rank_failure or service.admission.stall
         is_well = failure is None and not service.admission.is_draining
         told = (failure or "").partition(" with ")[0]  # an error's own words are for the log
         return PlainTextResponse(told, 200 if is_well else 503)
+
+    @app.get("/live", **state)
+    async def live() -> PlainTextResponse:
+        failed = service.engine.rank_failure is not None
+        return PlainTextResponse("", 503 if failed else 200)
 
     @app.get("/version", responses=errors())
     async def version() -> Version:

@@ -38,7 +38,7 @@ class ServingConfig:
 
     trusts_templates: bool = False
     """Let requests bring a chat_template of their own. A template is a program: it runs in a
-    sandbox, but may take any time and memory. By default such requests are refused."""
+    sandbox, in a process with limits of time and memory. By default such requests are refused."""
 
     tool_call_parser: str = ""
     """Read calls of functions in answers by this parser. none leaves them in the text. By default

@@ -15,8 +15,11 @@ _KINDS = {
     408: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     503: "service_unavailable_error",
 }
+_MAX_MESSAGE = 2000
+"""Characters."""
 RETRY_SECONDS = 1
 """Seconds in the header Retry-After of 429 and 503."""
 
@@ -34,6 +37,8 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ):
+        if len(message) > _MAX_MESSAGE:  # what was sent may be in it
+            message = f"{message[:_MAX_MESSAGE]}..."
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 

@@ -31,6 +31,7 @@ from megatron_hybrid.inference.sampling_params import (
     Temperature,
 )
 from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.text.chat_template import TextTooLongError
 from megatron_hybrid.utils.field_help import fields_help
 from megatron_hybrid.utils.validation import Range
 
@@ -661,6 +662,10 @@ class TemplateFields(SharedTemplateFields):
             given |= {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
         return given | (self.chat_template_kwargs or {})
 
+    def too_large(self, error: TextTooLongError) -> ApiError:
+        """Return the refusal of a chat that cannot fit the context, however it is tokenized."""
+        return ApiError(400, str(error), "messages", "context_length_exceeded")
+
     @cached_property
     def shown_tools(self) -> list[dict[str, Any]] | None:
         """Functions for the template."""
@@ -753,6 +758,12 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
         """See the base class."""
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return super().caller_names | {"prompt": "messages", "num_tokens_to_generate": limit}
+
+    def too_large(self, error: TextTooLongError) -> ApiError:
+        """See the base class; in the words of `too_long`, with the fewest tokens that there are."""
+        refusal = self.too_long(error.num_tokens, 0, error.max_tokens)
+        refusal.args = (f"{refusal} ({error})",)
+        return refusal
 
     def too_long(self, num_prompt: int, num_asked: int, limit: int) -> ApiError:
         """The refusal of a prompt and an answer of more tokens than the context has, in the words

@@ -6,23 +6,34 @@ import codecs
 import json
 import math
 import re
+from functools import partial
 from typing import Any
 
-from fastapi import Request
+from fastapi import HTTPException, Request
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 
-_MAY_BE_INFINITE = re.compile(rb"\d[eE]\+?\d{3}|\d{309}")
+from megatron_hybrid.serving.budget import RequestBudget
+from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.json_response import LARGE_BYTES, in_turn
+
+_MAY_BE_INFINITE = re.compile(rb"\d(?:[eE]\+?\d{3}|\d{308})")
 """Numbers beyond float64, which become infinity, have three digits of exponent, or 309 digits."""
 
 
 class BodyRequest(Request):
-    """A request whose body is read once, by `read_json`."""
+    """A request whose body is measured, and read by `read_json`; a large one in its turn."""
 
     async def json(self) -> Any:
-        if not hasattr(self, "_value"):
-            self._value = read_json(await self.body())
-        return self._value
+        body, budget = await self.body(), self.app.state.budget
+        read = partial(_read, budget, body)
+        try:
+            value = read() if len(body) <= LARGE_BYTES else await in_turn(read, self)
+        except ApiError as error:  # FastAPI's handler lets these pass
+            raise HTTPException(error.status, str(error)) from error
+        if isinstance(value, dict) and value.get("chat_template") is not None:
+            self.state.num_bytes += LARGE_BYTES  # it is a program, which may take long
+        return value
 
 
 class BodyRoute(APIRoute):
@@ -35,6 +46,11 @@ class BodyRoute(APIRoute):
             return await handle(BodyRequest(request.scope, request.receive))
 
         return handle_body
+
+
+def _read(budget: RequestBudget, body: bytes) -> Any:
+    budget.check(body)
+    return read_json(body)
 
 
 def read_json(body: bytes) -> Any:

@@ -1,23 +1,29 @@
-"""json_response: bodies of any size, without a wait of the event loop."""
+"""json_response: bodies of any size, without a wait of the event loop; and the threads for jobs
+with long texts."""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
 import re
-from collections.abc import Callable
-from math import inf
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from fastapi import Response
+from fastapi import Request, Response
 from pydantic_core import to_json
 
+from megatron_hybrid.serving.changes import header_of
+from megatron_hybrid.serving.slow_clients import cancel_on_disconnect
 from megatron_hybrid.utils.daemon_threads import DaemonThreads
 
 R = TypeVar("R")
 
 FEW_TOKENS = 500
 """Prompt, answer and their most likely tokens together."""
+LARGE_BYTES = 64 << 10
+"""Bytes of a body from which on its jobs leave a thread to others."""
+_BYTES_OF_TOKEN = 16
+"""In an answer."""
 _texts = DaemonThreads("texts", 4)
 _LEAST_PACKED = 1024
 """Bytes that are worth it."""
@@ -25,19 +31,51 @@ _GZIP_LEVEL = 1
 _GZIP = re.compile(r"(?i)\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))")
 
 
-async def to_cpu_thread(job: Callable[[], R]) -> R:
-    """The result of a job with long texts, such as tokenizing, templates, JSON: in threads that
-    nothing else uses."""
-    return await asyncio.wrap_future(_texts.submit(job))
+async def to_cpu_thread(job: Callable[[], R], key: str = "", num_bytes: int = 0) -> R:
+    """Return the result of a job with long texts, such as tokenizing, templates, JSON: in threads
+    that nothing else uses. Cancelling it takes out a job that waits.
+
+    key: of the caller; keys take turns. num_bytes: of the text.
+    """
+    return await asyncio.wrap_future(_texts.submit(job, key, num_bytes > LARGE_BYTES))
 
 
-async def json_response(make: Callable[[], Any], num_tokens: float = inf) -> Response:
-    """An answer, made and encoded in a thread, so that the event loop waits for none of it; where
-    it is of few tokens the thread would cost more."""
-    if num_tokens < FEW_TOKENS:
-        return Response(encode_json(make()), media_type="application/json")
-    body = await to_cpu_thread(lambda: encode_json(make()))
-    return Response(body, media_type="application/json")
+async def in_turn(job: Callable[[], R], request: Request) -> R:
+    """Run a job as `to_cpu_thread`, for a request whose body has come: the job is dropped when the
+    client goes away.
+
+    Raises:
+        ApiError: the client has gone.
+    """
+    state = request.state
+    return await cancel_on_disconnect(
+        request.receive, to_cpu_thread(job, state.key, state.num_bytes)
+    )
+
+
+async def json_response(
+    make: Callable[[], Any],
+    request: Request,
+    num_tokens: int | None = None,
+    changes: Sequence[str] = (),
+) -> Response:
+    """Return an answer, made and encoded in a thread, so that the event loop waits for none of it;
+    where it is of few tokens the thread would cost more.
+
+    num_tokens: of an answer that the engine has made; None: its size is that of the request.
+    changes: of the request, for a header; `make` may add to them.
+
+    Raises:
+        ApiError: the client has gone.
+    """
+    if num_tokens is None:
+        body = await in_turn(lambda: encode_json(make()), request)
+    elif num_tokens < FEW_TOKENS:
+        body = encode_json(make())
+    else:
+        size = num_tokens * _BYTES_OF_TOKEN
+        body = await to_cpu_thread(lambda: encode_json(make()), request.state.key, size)
+    return Response(body, headers=header_of(changes), media_type="application/json")
 
 
 async def gzip_json_response(make: Callable[[], Any], accepts: str) -> Response:

@@ -57,6 +57,7 @@ class KvPublisher:
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=kept_batches)
         self._next = time.time_ns() // 1000
         self._events: BlockEvents | None = None
+        self._repeats = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._replay: zmq.Socket | None = None
         try:
@@ -83,6 +84,10 @@ class KvPublisher:
         self._events = events
         self._thread.start()
 
+    def repeat(self) -> None:
+        """Publish all blocks that there are, for readers that came late."""
+        self._repeats.set()
+
     def close(self) -> None:
         """Tell that all blocks are gone, and end."""
         if self._events is not None:
@@ -102,6 +107,9 @@ class KvPublisher:
         try:
             while not self._events.has_ended:
                 self._tell(_TICK_SECONDS)
+                if self._repeats.is_set():
+                    self._repeats.clear()
+                    self._publish(self._events.all())
                 while self._replay is not None and self._replay.poll(0):
                     frames = self._replay.recv_multipart()
                     self._tell(0)  # so that the answer has all that came before the question

@@ -77,7 +77,7 @@ def add_page(app: FastAPI, service: Service) -> None:
                 rows = [{**row, "text": text} for row, text in zip(rows, texts)]
             return {"requests": rows}
 
-        return await json_response(body)
+        return await json_response(body, request)
 
     @routes.get("/cache/tree", response_model=Json)
     async def tree(request: Request, since: _Since = None) -> Response:
@@ -92,6 +92,6 @@ def add_page(app: FastAPI, service: Service) -> None:
             spans = ", ".join(map(str, SPANS))
             raise ApiError(400, f"seconds is {seconds}: use one of {spans}", "seconds")
         columns = await service.history.columns(seconds)
-        return await json_response(lambda: columns)
+        return await json_response(lambda: columns, request)
 
     app.include_router(routes)

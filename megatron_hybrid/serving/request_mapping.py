@@ -20,6 +20,7 @@ from megatron_hybrid.serving.fields import (
     TemplateFields,
 )
 from megatron_hybrid.serving.parsers import ReasoningFormat, Style
+from megatron_hybrid.text.chat_template import TextTooLongError
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -37,12 +38,13 @@ def chat_prompt(
         keeps_lines: see `ServingConfig.keeps_changing_lines`.
 
     Raises:
-        ApiError: the template refuses it.
+        ApiError: the template refuses it, or it cannot fit the context.
     """
     tools, variables = fields.shown_tools, fields.variables
     try:
         check_messages(fields.messages or ())
         messages = _for_template(tokenizer, fields)
+        tokenizer.check_chat_size(messages)
         if not keeps_lines:
             messages, changes = with_steady_start(messages)
             fields.changes.extend(changes)
@@ -56,6 +58,8 @@ def chat_prompt(
         # Without what the template writes after the message, such as the end of its turn.
         end = text.rindex(said.strip()) + len(said.strip())
         return RenderedChat(tokenizer.tokenize(text[:end], add_special_tokens=False))
+    except TextTooLongError as error:
+        raise fields.too_large(error) from error
     except (TypeError, ValueError) as error:
         param = "messages" if fields.chat_template is None else "chat_template"
         raise ApiError(400, str(error), param) from error
@@ -190,7 +194,7 @@ def completion_prompts(tokenizer: Tokenizer, fields: CompletionFields) -> list[S
     """The tokens of each prompt.
 
     Raises:
-        ApiError: a prompt is empty, or has half of a character.
+        ApiError: a prompt is empty, cannot fit the context, or has half of a character.
     """
     prompts = fields.prompt
     if isinstance(prompts, str) or not prompts or isinstance(prompts[0], int):
@@ -203,10 +207,16 @@ def completion_prompts(tokenizer: Tokenizer, fields: CompletionFields) -> list[S
             for prompt in prompts
         ]
     except ValueError as error:
-        raise ApiError(400, str(error), "prompt") from error
+        raise refusal_of_text(error) from error
     if not all(map(len, found)):
         raise ApiError(400, "a prompt is empty: give at least one token", "prompt")
     return found
+
+
+def refusal_of_text(error: ValueError) -> ApiError:
+    """Return what the tokenizer says of a field `prompt`."""
+    is_long = isinstance(error, TextTooLongError)
+    return ApiError(400, str(error), "prompt", "context_length_exceeded" if is_long else None)
 
 
 def truncated(prompt: Prompt, num_tokens: int, side: str) -> Prompt:
@@ -297,15 +307,22 @@ def _wishes(
 def request_options(
     fields: GenerationFields, salt: str, tenant: str, guide: Guide | None
 ) -> RequestOptions:
-    """Return what the engine is asked besides prompt and sampling. salt, tenant: of the caller."""
-    return RequestOptions(
-        guide=guide,
-        salt=salt,
-        cache_breakpoints=fields.cache_breakpoints or (),
-        n=fields.n,
-        priority=fields.priority,
-        tenant=tenant,
-    )
+    """Return what the engine is asked besides prompt and sampling. salt, tenant: of the caller.
+
+    Raises:
+        ApiError: an illegal value, with its field.
+    """
+    try:
+        return RequestOptions(
+            guide=guide,
+            salt=salt,
+            cache_breakpoints=fields.cache_breakpoints or (),
+            n=fields.n,
+            priority=fields.priority,
+            tenant=tenant,
+        )
+    except (TypeError, ValueError) as error:
+        raise refusal_of(error, fields.caller_names) from error
 
 
 def sampling_params(

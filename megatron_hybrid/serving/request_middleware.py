@@ -22,7 +22,10 @@ from megatron_hybrid.serving.slow_clients import BodyClock
 
 access = logging.getLogger("megatron_hybrid.serving.access")
 
-OPEN_PATHS = ("/health", "/ready", "/ping", "/metrics", "/version", "/", "/docs", "/openapi.json")
+OPEN_PATHS = (
+    *("/health", "/ready", "/ping", "/live", "/metrics", "/version"),
+    *("/", "/docs", "/openapi.json"),
+)
 """Paths that need no key; nor do the files of the page."""
 POLLED_PATHS = ("/requests", "/cache/tree", "/cache/history")
 """What the page asks for every second: without a line in the log."""
@@ -56,6 +59,7 @@ class RequestMiddleware:
         path = scope["path"].removeprefix(scope["root_path"])
         headers, state = Headers(scope=scope), scope.setdefault("state", {})
         given = headers.get("x-request-id", "")
+        state["num_bytes"] = 0
         state["request_id"] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
         async def named(message) -> None:
@@ -72,7 +76,7 @@ class RequestMiddleware:
                     state["key"] = self._service.auth.key_of(_authorization(headers))
                     if self._origins is not None:
                         self._origins.check(headers.get("host"), headers.get("origin"))
-                limited = self._limited(headers.get("content-length", ""), receive)
+                limited = self._limited(headers.get("content-length", ""), receive, state)
             except ApiError as error:
                 await refuse(error, named, path)
             else:
@@ -82,18 +86,17 @@ class RequestMiddleware:
             if path not in POLLED_PATHS or status != 200:
                 self._log(scope, status, time.perf_counter() - began)
 
-    def _limited(self, length: str, receive):
-        """`receive` with the limit of the body."""
-        limit, num_bytes, clock = self._service.config.max_body_bytes, 0, BodyClock()
+    def _limited(self, length: str, receive, state: dict[str, Any]):
+        """`receive` with the limit of the body, whose bytes it counts in `state`."""
+        limit, clock = self._service.config.max_body_bytes, BodyClock()
         text = f"the body has more than {limit} bytes, the most it may: send less"
         if length.isdecimal() and int(length) > limit:
             raise ApiError(413, text)
 
         async def counted():
-            nonlocal num_bytes
-            message = await clock.receive(receive, num_bytes)
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > limit:
+            message = await clock.receive(receive, state["num_bytes"])
+            state["num_bytes"] += len(message.get("body", b""))
+            if state["num_bytes"] > limit:
                 raise HTTPException(413, text)
             return message
 

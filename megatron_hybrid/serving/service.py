@@ -31,10 +31,13 @@ from megatron_hybrid.inference.sampling_params import SamplingParams, model_defa
 from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
 from megatron_hybrid.serving.admission import Admission, Ticket
 from megatron_hybrid.serving.auth import Auth
+from megatron_hybrid.serving.budget import RequestBudget
 from megatron_hybrid.serving.config import ServingConfig
+from megatron_hybrid.serving.end_steps import SAVE_SECONDS, run_steps
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import TemplateFields
 from megatron_hybrid.serving.history import History
+from megatron_hybrid.serving.json_response import to_cpu_thread
 from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer
 
@@ -91,7 +94,8 @@ class Service:
         config: ServingConfig,
     ):
         self.engine = engine
-        self.tokenizer = tokenizer
+        context = engine_config.max_sequence_length
+        self.tokenizer = tokenizer.limited_to(context)
         self.engine_config = engine_config
         self.saves_cache = engine_config.cache_dir is not None
         self.config = config
@@ -100,10 +104,11 @@ class Service:
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         self.sampling_defaults = {name: getattr(defaults, name) for name in names}
         """Sampling values of requests that give none."""
-        tokenizer.shown_bytes(0)  # the first call takes long
+        self.tokenizer.shown_bytes(0)  # the first call takes long
         self.history = History(engine)
         self.auth = Auth(config)
         self.admission = Admission(engine, engine_config.max_requests, config)
+        self.budget = RequestBudget(context, self.admission.most, tokenizer.vocab_size)
         self._most_at_once = 2 * engine_config.max_requests
         """Prompts of one request in the engine. It gets no more than it looks at: each one takes
         its thread's time."""
@@ -131,14 +136,25 @@ class Service:
         if not self.config.trusts_templates:
             raise ApiError(
                 400,
-                "chat_template of a request is a program that may take any time and memory: leave "
-                "it out, or start the server with --trust-request-chat-template",
+                "chat_template of a request is a program, and this server runs none: leave it out, "
+                "or start the server with --trust-request-chat-template",
                 "chat_template",
                 "unsupported_parameter",
             )
-        return self.tokenizer.with_chat_template(fields.chat_template, "chat_template")
+        return self.tokenizer.with_request_template(fields.chat_template, "chat_template")
 
     # The way to the engine ---------------------------------------------------------------------
+
+    async def prepared(self, ticket: Ticket, job: Callable[[], T], num_bytes: int) -> T:
+        """Return the result of a job that reads a request, in its turn. num_bytes: of its body.
+
+        Raises:
+            ApiError: as the job, or as `generate_all`.
+        """
+        async with self._limited(ticket):
+            result = await to_cpu_thread(job, ticket.key, num_bytes)
+        ticket.go_on()
+        return result
 
     async def compiled(self, ticket: Ticket, guide: Guide, param: str) -> Guide:
         """Compile a guide, and return it. What cancels this takes out a guide that waits.
@@ -148,7 +164,8 @@ class Service:
         """
         async with self._limited(ticket):
             try:
-                await self.engine.compile_guide(guide)
+                await self.engine.compile_guide(guide, self.auth.tenant_of(ticket.key))
+                ticket.go_on()
                 return guide
             except (TypeError, ValueError) as error:
                 raise ApiError(400, f"{param}: {error}", param) from error
@@ -250,6 +267,7 @@ class Service:
                 failed = [o for o in outputs if o.result is not None and o.result.error is not None]
                 if whole := [output for output in outputs if output not in failed]:
                     yield whole
+                    ticket.go_on()
                 if failed:
                     raise ApiError(500, failed[0].result.error)
 
@@ -304,8 +322,5 @@ class Service:
     async def close(self) -> None:
         """Save the cache in its folder, if it has one, and end the engine."""
         if self.saves_cache and self.engine.rank_failure is None:
-            try:
-                await self.engine.save_cache()
-            except Exception:
-                logger.exception("the cache could not be saved")
-        await self.engine.close()
+            await run_steps(("saving the cache", self.engine.save_cache, SAVE_SECONDS))
+        await run_steps(("the engine's end", self.engine.close, SAVE_SECONDS))

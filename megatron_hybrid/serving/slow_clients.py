@@ -1,9 +1,10 @@
-"""Clients that are slow, or gone: connections whose headers or bodies do not arrive in time are
-dropped, and work for a client that has gone ends."""
+"""Clients that are slow, or gone: connections whose headers are too large, or whose headers or
+bodies do not arrive in time, are dropped, and work for a client that has gone ends."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -14,6 +15,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from megatron_hybrid.serving.errors import ApiError
 
 T = TypeVar("T")
+MAX_HEADERS = 128
+"""Most headers of a request."""
+MAX_HEADER_BYTES = 64 << 10
+"""Most bytes of all headers of a request, and of its path."""
 HEADER_SECONDS = 10.0
 """Most time from the beginning of a connection, or of a further request in it, to the end of the
 headers."""
@@ -24,9 +29,56 @@ BODY_RATE = 64 << 10
 
 
 class TimedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which waits for headers without a limit."""
+    """uvicorn's protocol, which waits for headers without a limit, and takes any number of them."""
 
     _timer: asyncio.TimerHandle | None = None
+    _num_headers = _num_header_bytes = 0
+    _num_open = 0
+    """Bytes since the last header, or piece of a body, was whole."""
+
+    def data_received(self, data: bytes) -> None:
+        self._num_open += len(data)
+        super().data_received(data)
+        if self._num_open > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self._num_header_bytes = self._num_open
+            self.send_400_response("")
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._num_headers += 1
+        self._count(len(name) + len(value))
+
+    def on_body(self, body: bytes) -> None:
+        self._num_open = 0
+        super().on_body(body)
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_header_bytes += num_bytes
+        if self._is_too_large:
+            raise ValueError  # of a callback of the parser: it answers by `send_400_response`
+
+    @property
+    def _is_too_large(self) -> bool:
+        return self._num_headers > MAX_HEADERS or self._num_header_bytes > MAX_HEADER_BYTES
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP with 400, and headers that are too large with 431."""
+        if not self._is_too_large:
+            super().send_400_response(msg)
+            return
+        text = (
+            f"a request may have {MAX_HEADERS} headers, and {MAX_HEADER_BYTES} bytes of them: send "
+            "fewer"
+        )
+        body = json.dumps(ApiError(431, text).body).encode()
+        head = f"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Length: {len(body)}\r\n"
+        head += "Content-Type: application/json\r\nConnection: close\r\n\r\n"
+        self.transport.write(head.encode() + body)
+        self.transport.close()
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
@@ -34,9 +86,11 @@ class TimedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._num_headers = self._num_header_bytes = 0
         self._begin()
 
     def on_headers_complete(self) -> None:
+        self._num_open = 0
         self._end()
         super().on_headers_complete()
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from jinja2 import nodes
@@ -38,17 +38,44 @@ def common_length(first: Sequence, second: Sequence) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
+class TextLimit(NamedTuple):
+    """How long a text may be."""
+
+    max_tokens: int
+    """Tokens of the context."""
+    max_bytes: int
+    """Bytes of that many of the longest tokens."""
+
+
+class TextTooLongError(ValueError):
+    """A text cannot fit its context, however it is tokenized.
+
+    Args:
+        message: names the size and the limit.
+        num_tokens: fewest that the text may have.
+        max_tokens: of the context.
+    """
+
+    def __init__(self, message: str, num_tokens: int, max_tokens: int):
+        super().__init__(message)
+        self.num_tokens, self.max_tokens = num_tokens, max_tokens
+
+
 class ChatTemplate:
     """One template; compiled at its first use.
 
     Args:
         source: the Jinja text.
         origin: its file or field, for errors.
+        limit: it is cut while it writes more; None: it never is.
     """
 
-    def __init__(self, source: str, origin: str = "the chat template"):
+    def __init__(
+        self, source: str, origin: str = "the chat template", limit: TextLimit | None = None
+    ):
         self.source = source
         self.origin = origin
+        self.limit = limit
         self._takes_parts: dict[str, bool] = {}  # by role
 
     def render(
@@ -73,36 +100,6 @@ class ChatTemplate:
         """
         conversation = _Conversation(messages, {"tools": tools, **variables})
         return self._run(conversation, conversation.messages, add_generation_prompt)
-
-    def message_starts(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping] | None = None,
-        **variables: Any,
-    ) -> list[int]:
-        """Find the start of each message, and of the model's answer, in the rendered text.
-
-        A message starts at the end of the rendered messages before it, if these are a prefix of the
-        whole text. If not (some templates refuse such a conversation, or render its last message
-        differently, say with its reasoning), it starts at its content: the text before that does
-        not depend on it.
-
-        Args, raises: as `render`.
-
-        Returns:
-            Ascending character positions, each once.
-        """
-        conversation = _Conversation(messages, {"tools": tools, **variables})
-        plain = conversation.messages
-        full = self._run(conversation, plain, add_generation_prompt)
-        starts = {
-            self._start(full, conversation, index, add_generation_prompt)
-            for index in range(len(plain))
-        }
-        if add_generation_prompt:
-            starts.add(self._prefix_length(full, conversation, plain))
-        return sorted(starts - {None})
 
     def fork_points(
         self,
@@ -261,14 +258,6 @@ class ChatTemplate:
         behind, turn_end = texts
         return len(full) - len(behind) + len(turn_end) if behind.startswith(turn_end) else None
 
-    def _start(
-        self, full: str, conversation: _Conversation, index: int, add_generation_prompt: bool
-    ) -> int | None:
-        start = self._prefix_length(full, conversation, conversation.messages[:index])
-        if start is None:
-            start = self._content_start(full, conversation, index, add_generation_prompt)
-        return start
-
     def _content_start(
         self, full: str, conversation: _Conversation, index: int, add_generation_prompt: bool
     ) -> int | None:
@@ -316,15 +305,37 @@ class ChatTemplate:
         add_generation_prompt: bool,
         compiled: jinja2.Template | None = None,
     ) -> str:
-        compiled = compiled or self._compiled
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        return self.run_with({**conversation.variables, **given}, compiled)
+
+    def run_with(self, variables: dict[str, Any], compiled: jinja2.Template | None = None) -> str:
+        """Return what the template writes.
+
+        Args:
+            variables: all, as JSON values.
+            compiled: what to run in place of the source.
+
+        Raises:
+            ValueError: as `render`.
+        """
+        compiled, limit = compiled or self._compiled, self.limit
+        pieces, length = [], 0
         try:
-            return compiled.render(
-                **conversation.variables,
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-            )
+            for piece in compiled.generate(variables):
+                pieces.append(piece)
+                length += len(piece)
+                if limit is not None and length > limit.max_bytes:
+                    break
+            else:
+                return "".join(pieces)
         except Exception as error:  # a template can raise anything
             raise ValueError(f"{self.origin} cannot render these messages: {error}") from error
+        raise TextTooLongError(
+            f"the text of the chat has more than {limit.max_bytes} characters, the most that the "
+            f"context of {limit.max_tokens} tokens takes: shorten the messages",
+            limit.max_tokens + 1,
+            limit.max_tokens,
+        )
 
 
 class _Conversation:

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_hybrid.text import guide_tag
 from megatron_hybrid.text.guide_grammar import lark
-from megatron_hybrid.text.guide_trial import GuideTrial, library, limits
+from megatron_hybrid.text.guide_trial import error_of, library, limits
 from megatron_hybrid.utils.validation import check_text
 
 _NAMES = {"json_schema": "JSON schema", "structural_tag": "structural tag"}
@@ -196,7 +196,6 @@ def _refusal(guide: Guide, reason: str) -> ValueError:
 # llguidance --------------------------------------------------------------------------------------
 
 
-_trial = GuideTrial()
 _PLACE = re.compile(r"\Aat \d+\(\d+\): (failed to compile JSON schema: )?")
 _ONE_OF = (
     "'oneOf' is supported only where it is plain that no value fits two of its schemas: use "
@@ -224,7 +223,7 @@ def _check(guide: Guide) -> str:
         ValueError: the guide cannot be kept to.
     """
     grammar = grammar_of(guide)
-    if error := _trial.error_of(grammar):
+    if error := error_of(grammar):
         raise _refusal(guide, _told(error))
     return grammar
 

@@ -2,28 +2,15 @@
 
 llguidance bounds most of what a guide may cost, but not all: some small schemas take it minutes,
 and deep ones end its process. Here that ends a process which has no other work, and the guide is
-refused. The process starts with the first guide, and ends with its owner, who closes the pipe.
+refused.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import resource
-import signal
-import subprocess
-import sys
-import threading
+from collections.abc import Callable
 from typing import Any
 
-MAX_SECONDS = 3
-"""Seconds of a CPU for one guide."""
-MAX_BYTES = 512 << 20
-"""Bytes of memory for one guide."""
-_STACK = 1 << 20
-"""Bytes of stack: fewer than any thread that compiles a guide later has."""
-_FATAL = {signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL}
-"""Signals by which a guide ends the process; others come from outside."""
+from megatron_hybrid.utils.limited_process import LimitedProcess, TooMuchWorkError, answer_all
 
 
 def library() -> Any:
@@ -50,50 +37,16 @@ def limits() -> Any:
     )
 
 
-class GuideTrial:
-    """Tries grammars in the other process, one at a time; any thread may call it."""
+_process = LimitedProcess(__name__)
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen | None = None
-        self._owner = 0
 
-    def error_of(self, grammar: str) -> str:
-        """Return why llguidance cannot use a grammar; an empty text if it can."""
-        library()
-        with self._lock:
-            for _ in range(3):  # a signal to the group of processes may have ended this one
-                process = self._running()
-                try:
-                    process.stdin.write(json.dumps(grammar) + "\n")
-                    process.stdin.flush()
-                    answer = process.stdout.readline()
-                except BrokenPipeError:
-                    answer = ""
-                if answer:
-                    return json.loads(answer)
-                self._process = None
-                if -process.wait() in _FATAL:
-                    break
-        return (
-            f"it takes more than {MAX_SECONDS} s of a CPU or {MAX_BYTES >> 20} MiB to compile, or "
-            "is too deep: use fewer patterns, properties and references"
-        )
-
-    def _running(self) -> subprocess.Popen:
-        """Return the process, which a fork has not: the pipe is that of its parent."""
-        if self._process is None or self._owner != os.getpid():
-            path = os.pathsep.join(filter(None, sys.path))
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
-                env={**os.environ, "PYTHONPATH": path},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            )
-            self._owner = os.getpid()
-        return self._process
+def error_of(grammar: str) -> str:
+    """Return why llguidance cannot use a grammar; an empty text if it can."""
+    library()
+    try:
+        return _process.ask(grammar)
+    except TooMuchWorkError as error:
+        return f"{error} to compile, or is too deep: use fewer patterns, properties and references"
 
 
 class _Bytes:
@@ -108,33 +61,22 @@ class _Bytes:
         return list(text.encode() if isinstance(text, str) else text)
 
 
-def _try_all() -> None:
+def _trial() -> Callable[[str], str]:
+    """What tries one grammar."""
     llguidance = library()
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), n_vocab=257)
-    if sys.platform == "linux":
-        with open("/proc/self/statm", encoding="ascii") as file:
-            pages = int(file.read().split()[0])
-        most = pages * resource.getpagesize() + MAX_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for line in sys.stdin:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        end = int(used.ru_utime + used.ru_stime) + MAX_SECONDS + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
-        grammar = json.loads(line)
+
+    def answer(grammar: str) -> str:
         _, said = llguidance.LLMatcher.validate_grammar_with_warnings(
             grammar, None, limits=limits()
         )
-        error = said[0] if said else ""
-        if not error:
-            matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
-            error = matcher.get_error() or ""
-        print(json.dumps(error), flush=True)
+        if said:
+            return said[0]
+        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+        return matcher.get_error() or ""
+
+    return answer
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the owner's
-    threading.stack_size(_STACK)
-    thread = threading.Thread(target=_try_all)
-    thread.start()
-    thread.join()
+    answer_all(_trial())

@@ -11,14 +11,21 @@ import hashlib
 import json
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from megatron_hybrid.text.chat_template import ChatTemplate, Message, common_length
+from megatron_hybrid.text.chat_template import (
+    ChatTemplate,
+    Message,
+    TextLimit,
+    TextTooLongError,
+    common_length,
+)
+from megatron_hybrid.text.request_template import RequestTemplate
 from megatron_hybrid.text.token_bytes import TokenBytes
 from megatron_hybrid.text.tokenizer_files import (
     CHAT_TEMPLATE_FILE,
@@ -36,6 +43,17 @@ _PROBE = " Don't the naïve  漢字\t🙂 cost\r\n\n    $1234567.89 (or more)?"
 # Characters or tokens from which on a call is made as a batch of one: in batches alone the library
 # lets other threads run. Small ones stay out of its thread pool, of which forks would warn.
 _LONG = 4096
+
+_PIECE = 64 << 10
+"""Characters that are counted at a time."""
+_USUAL_BYTES = 8
+"""Usual bytes of a token. A text of more for each token of the context is counted before it is
+tokenized."""
+_LEFT_OUT = 4
+_SHORT_CHAT = 64 << 10
+"""Characters of JSON that any chat may have."""
+_CHANGED_BYTES = 128
+"""Least bytes that a token may stand for, where texts lose characters on their way to tokens."""
 
 
 class Tokenizer:
@@ -70,6 +88,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._settings = dict(settings or {})
         self._templates = dict(chat_templates or {})
+        self._limit: TextLimit | None = None
         self.generation_config = dict(generation_config or {})
         if eod is not None:
             self._settings["eos_token"] = tokenizer.id_to_token(eod)
@@ -164,9 +183,11 @@ class Tokenizer:
                 its start). False for text that continues other tokens.
 
         Raises:
-            ValueError: the text has half of a character.
+            ValueError: the text has half of a character, or, of a tokenizer that is
+                `limited_to` a number of tokens, too many bytes or tokens.
         """
         check_text("the text", text)
+        self._check_size(text)
         return self._encode(text, add_special_tokens).ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -178,6 +199,89 @@ class Tokenizer:
         for index, text in enumerate(texts):
             check_text(f"text {index}", text)
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+
+    def limited_to(self, max_tokens: int) -> Tokenizer:
+        """Return the same tokenizer for texts and chats of a context of so many tokens. What cannot
+        fit is refused before it is tokenized: a template is cut while it writes, bytes are at most
+        those of so many of the longest tokens, and a text whose tokens are unusually long is
+        counted piece by piece. What may fit is tokenized, and may be longer."""
+        other = copy.copy(self)
+        other._limit = TextLimit(max_tokens, max_tokens * self.longest_token)
+        other._templates = {
+            name: ChatTemplate(template.source, template.origin, other._limit)
+            for name, template in self._templates.items()
+        }
+        return other
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of text that one token stands for at most. Where texts lose characters on their way
+        to tokens (a normalizer; a decoder that is not known here), nothing bounds it, and it is
+        four times the bytes of the longest token, and at least 128."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        lengths = [len(token.content.encode()) for token in added]
+        try:
+            lengths += map(len, self.token_bytes)
+            is_exact = self._tokenizer.normalizer is None and self._bytes.first is self._bytes.later
+        except ValueError:
+            lengths += (len(name.encode()) for name in self._tokenizer.get_vocab())
+            is_exact = False
+        longest = max(lengths, default=1)
+        return longest if is_exact else max(4 * longest, _CHANGED_BYTES)
+
+    def check_chat_size(self, messages: Sequence[Message]) -> None:
+        """Check the messages of a chat before anything is made of them. A template may leave out
+        some of a chat, such as earlier thoughts, so it may have several times what can be answered.
+
+        Raises:
+            TextTooLongError: there are more messages than tokens in the context, or their JSON has
+                more bytes than four such contexts.
+            TypeError, ValueError: they are no JSON values.
+        """
+        if self._limit is None:
+            return
+        most_tokens, most_bytes = self._limit
+        most = _LEFT_OUT * most_bytes + _SHORT_CHAT
+        size = len(json.dumps(messages, ensure_ascii=False))
+        for count, limit, what in (
+            (len(messages), most_tokens, "messages"),
+            (size, most, "characters of JSON"),
+        ):
+            if count > limit:
+                raise TextTooLongError(
+                    f"the chat has {count} {what}, and the context of {most_tokens} tokens takes "
+                    f"{limit} at most: send fewer",
+                    most_tokens + 1,
+                    most_tokens,
+                )
+
+    def _check_size(self, text: str) -> None:
+        """Raise TextTooLongError for a text that cannot fit. It costs at most twice the tokens that
+        can."""
+        if self._limit is None:
+            return
+        most_tokens, most_bytes = self._limit
+        size = len(text) if text.isascii() else len(text.encode())
+        context = f"the context of {most_tokens} tokens"
+        if size > most_bytes:
+            raise TextTooLongError(
+                f"the text has {size} bytes, and {context} takes {most_bytes} at most: shorten it",
+                -(-size // self.longest_token),
+                most_tokens,
+            )
+        if size <= _USUAL_BYTES * most_tokens:
+            return
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            piece = text[start : start + _PIECE]
+            count += len(self._encode(piece, add_special_tokens=False).ids)
+            if count > 2 * most_tokens:  # a piece has other tokens at its ends alone
+                raise TextTooLongError(
+                    f"the first {start + _PIECE} characters of the text have {count} tokens, more "
+                    f"than {context} takes: shorten it",
+                    count,
+                    most_tokens,
+                )
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids, without special tokens or with them."""
@@ -238,13 +342,13 @@ class Tokenizer:
             source: Jinja.
             origin: of it, for errors.
         """
-        self._templates["default"] = ChatTemplate(source, origin)
+        self._templates["default"] = ChatTemplate(source, origin, self._limit)
 
-    def with_chat_template(self, source: str, origin: str = "the chat template") -> Tokenizer:
-        """The same tokenizer, with another chat template for all chats. Arguments as of
-        `set_chat_template`."""
+    def with_request_template(self, source: str, origin: str) -> Tokenizer:
+        """Return the same tokenizer, with a chat template of anyone's for all chats. Arguments as
+        for `set_chat_template`."""
         other = copy.copy(self)
-        other._templates = {"default": ChatTemplate(source, origin)}
+        other._templates = {"default": RequestTemplate(source, origin, self._limit)}
         return other
 
     def template_source(self, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
@@ -316,27 +420,6 @@ class Tokenizer:
         text = self.render_chat(messages, add_generation_prompt, tools, **variables)
         return self.tokenize(text, add_special_tokens=False)
 
-    def chat_message_starts(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> list[int]:
-        """Starts of messages, and of the answer, in the tokens of `apply_chat_template`.
-
-        For use as `cache_breakpoints`: the tokens before such a position depend only on the text
-        before the message. See `ChatTemplate.message_starts`.
-
-        Returns:
-            Ascending positions > 0, each once.
-
-        Raises:
-            ValueError, TypeError: as `render_chat`.
-        """
-        given = messages, add_generation_prompt, tools
-        return self._encode_with_positions(ChatTemplate.message_starts, given, variables)[1]
-
     def chat_prompt(
         self,
         messages: Sequence[Message],
@@ -353,9 +436,32 @@ class Tokenizer:
         Raises:
             ValueError, TypeError: as `render_chat`.
         """
+        template, named = self._template(tools), {**self._named, **variables}
         given = messages, add_generation_prompt, tools
-        ids, forks = self._encode_with_positions(ChatTemplate.fork_points, given, variables, "a")
-        return ids, [fork for fork in forks if fork < len(ids)]
+        text = template.render(*given, **named)
+        check_text("the text of the chat", text)
+        self._check_size(text)
+        encoding = self._encode(text, add_special_tokens=False)
+        ids, spans = encoding.ids, encoding.offsets  # each access makes a new list
+        added = self._tokenizer.get_added_tokens_decoder()
+        anchors = [  # written in the text; a byte's fallback token may be an added one, too
+            index
+            for index, (token, span) in enumerate(zip(ids, spans))
+            if token in added and added[token].content in text[slice(*span)]
+        ]
+        anchor_ends = [spans[index][1] for index in anchors]
+        positions = set()
+        for start in template.fork_points(*given, **named):
+            # Text is split at added tokens first: tokens before one do not depend on the text
+            # after it, so only the tokens from the last one on need comparing.
+            past = bisect_right(anchor_ends, start)
+            first = anchors[past - 1] if past else 0
+            begin = spans[first][0] if past else 0
+            # Before a letter, a space may be in the letter's token.
+            texts = {text[begin:start], text[begin:start] + "a"}
+            alone = [self._encode(each, add_special_tokens=False).ids for each in texts]
+            positions.add(first + min(common_length(each, ids[first:]) for each in alone))
+        return ids, sorted(position for position in positions if 0 < position < len(ids))
 
     def chat_with_answers(
         self,
@@ -394,44 +500,6 @@ class Tokenizer:
             if first < last:
                 spans.append((first, last))
         return ids, spans
-
-    def _encode_with_positions(
-        self,
-        find: Callable[..., list[int]],
-        given: tuple,
-        variables: Mapping[str, Any],
-        next_letter: str = "",
-    ) -> tuple[list[int], list[int]]:
-        """Tokens of a chat, and for each character position from `find` the number of tokens
-        independent of the text after it.
-
-        Args:
-            given: messages, add_generation_prompt, tools.
-            next_letter: a letter that may follow, in whose token a space before it may be.
-        """
-        template, named = self._template(given[2]), {**self._named, **variables}
-        text = template.render(*given, **named)
-        check_text("the text of the chat", text)
-        encoding = self._encode(text, add_special_tokens=False)
-        ids, spans = encoding.ids, encoding.offsets  # each access makes a new list
-        added = self._tokenizer.get_added_tokens_decoder()
-        anchors = [  # written in the text; a byte's fallback token may be an added one, too
-            index
-            for index, (token, span) in enumerate(zip(ids, spans))
-            if token in added and added[token].content in text[slice(*span)]
-        ]
-        anchor_ends = [spans[index][1] for index in anchors]
-        positions = set()
-        for start in find(template, *given, **named):
-            # Text is split at added tokens first: tokens before one do not depend on the text
-            # after it, so only the tokens from the last one on need comparing.
-            past = bisect_right(anchor_ends, start)
-            first = anchors[past - 1] if past else 0
-            begin = spans[first][0] if past else 0
-            texts = {text[begin:start], text[begin:start] + next_letter}
-            alone = [self.tokenize(each, add_special_tokens=False) for each in texts]
-            positions.add(first + min(common_length(each, ids[first:]) for each in alone))
-        return ids, sorted(positions - {0})
 
     def _find_template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate | None:
         template = self._templates.get("default")

@@ -31,6 +31,7 @@ class RunningServer:
     Attributes:
         service: behind the routes.
         url: without a path.
+        address: host and port.
         thread: of the event loop.
     """
 
@@ -44,8 +45,8 @@ class RunningServer:
         self.thread.start()
         while not self._server.started:
             time.sleep(0.01)
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        self.address = self._server.servers[0].sockets[0].getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
 
     def stop(self) -> None:
         self._server.should_exit = True

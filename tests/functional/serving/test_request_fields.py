@@ -488,6 +488,7 @@ def test_an_empty_or_unknown_guide_is_refused(call, route, wanted):
         (COMPLETION, {"stop_token_ids": [10**6]}, "stop_token_ids", ""),
         (COMPLETION, {"logit_bias": {10**6: 1}}, "logit_bias", ""),
         (COMPLETION, {"prompt": [10**6]}, "prompt", ""),
+        (COMPLETION, {"cache_breakpoints": [1] * 9999}, "cache_breakpoints", "..."),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema is"),
     ],
 )
@@ -552,7 +553,7 @@ def test_tokens_may_be_named_by_their_ids(call):
     assert names == [f"token_id:{token}" for token in found["token_ids"]]
 
 
-@pytest.mark.parametrize("route", ["/health", "/ping", "/version", "/v1/models", "/metrics", "/"])
+@pytest.mark.parametrize("route", ["/health", "/live", "/version", "/v1/models", "/metrics", "/"])
 def test_head_is_answered_as_get(call, route):
     head, get = call(route, method="HEAD"), call(route, method="GET")
     assert head.status_code == get.status_code == 200

@@ -27,7 +27,7 @@ from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving import slow_clients
-from megatron_hybrid.serving.admission import Ticket
+from megatron_hybrid.serving.admission import Admission, Ticket
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.service import PromptStreams
 from megatron_hybrid.text.guide import GuideCompiler
@@ -313,8 +313,7 @@ def test_fields_that_cost_more_than_their_bytes_have_limits(server, monkeypatch,
 
 def received(server, *sent: bytes) -> bytes:
     """What comes until the server ends the connection, or nothing."""
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=LIMIT_S) as connection:
+    with socket.create_connection(server.address, timeout=LIMIT_S) as connection:
         for part in sent:
             connection.sendall(part)
         try:
@@ -331,6 +330,28 @@ def test_headers_and_bodies_that_do_not_arrive_in_time_are_dropped(server, monke
     headers = b"Host: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
     late = received(server, b"POST /v1/completions HTTP/1.1\r\n", headers, b"{")
     assert late.startswith(b"HTTP/1.1 408") and b"send it faster" in late
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"A: b\r\n" * 128,
+        b"A: " + b"b" * (64 << 10) + b"\r\n",
+        b"A: " + b"b" * (64 << 10),  # it never ends
+        b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"A: b\r\n" * 128,
+    ],
+    ids=["many", "long", "endless", "trailers"],
+)
+def test_headers_of_more_than_a_proxy_s_are_refused(server, sent):
+    start = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    with socket.create_connection(server.address, timeout=LIMIT_S) as connection:
+        connection.sendall(start + sent + b"\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 431")
+    path = b"GET /" + b"a" * (64 << 10) + b" HTTP/1.1\r\n\r\n"
+    with socket.create_connection(server.address, timeout=LIMIT_S) as connection:
+        connection.sendall(path)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 431")
+    assert received(server, start + b"Connection: close\r\n" + b"A: b\r\n" * 126 + b"\r\n") != b""
 
 
 def test_a_plain_chat_ends_while_guides_of_clients_that_have_left_wait(server, monkeypatch):
@@ -433,6 +454,7 @@ def test_a_server_that_drains_says_so_and_takes_nothing_new():
     with running_server() as server:
         server.service.admission.is_draining = True
         assert call(server, "/health").status_code == call(server, "/ready").status_code == 503
+        assert call(server, "/live").status_code == 200
         answer = call(server, "/v1/completions", LONG)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
 
@@ -444,6 +466,12 @@ def test_health_and_refusals_name_a_rank_that_has_failed(server, monkeypatch):
     assert (health.status_code, health.text) == (503, failure)
     answer = call(server, "/v1/completions", LONG)
     assert answer.status_code == 503 and failure in answer.json()["error"]["message"]
+
+
+def test_health_tells_that_no_request_goes_on(server, monkeypatch):
+    monkeypatch.setattr(Admission, "stall", "no request has gone on for 130 s, and 3 wait")
+    health = call(server, "/health")
+    assert (health.status_code, health.text) == (503, Admission.stall)
 
 
 def test_sigterm_answers_who_is_there_saves_the_cache_and_exits(tmp_path):

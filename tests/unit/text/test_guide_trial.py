@@ -1,14 +1,8 @@
 """The process that reads guides first: what llguidance cannot bound ends it, and no other."""
 
-import os
-import signal
-
 import pytest
 
 from megatron_hybrid.text.guide import Guide
-from megatron_hybrid.text.guide_trial import GuideTrial
-
-GRAMMAR = '{"grammars":[{"lark_grammar":"start: \\"a\\""}]}'
 
 
 def chain(length):
@@ -40,21 +34,3 @@ def test_a_guide_that_would_end_the_process_or_hold_a_cpu_is_refused(make):
     with pytest.raises(ValueError, match="3 s of a CPU or 512 MiB to compile, or is too deep"):
         make()
     Guide.json_schema(chain(64))  # the next guide has a process again
-
-
-def test_a_signal_from_outside_costs_no_guide():
-    trial = GuideTrial()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        assert trial.error_of(GRAMMAR) == ""
-        os.kill(trial._process.pid, number)
-    assert trial.error_of(GRAMMAR) == ""
-
-
-def test_a_fork_has_a_process_of_its_own():
-    trial = GuideTrial()
-    assert trial.error_of(GRAMMAR) == ""
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if trial.error_of(GRAMMAR) == "" else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert trial.error_of(GRAMMAR) == ""

@@ -1,0 +1,71 @@
+"""The server notices when no request goes on any more."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_hybrid.serving import admission
+from megatron_hybrid.serving.admission import Admission
+from megatron_hybrid.serving.config import ServingConfig
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(admission.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def engine(**fields):
+    return SimpleNamespace(**{"rank_failure": None, "num_steps": 7, "is_held": False, **fields})
+
+
+def look(admitting: Admission) -> None:
+    """Let `watch` look once."""
+
+    async def once() -> None:
+        task = asyncio.ensure_future(admitting.watch())
+        await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(once())
+
+
+def test_a_request_that_waits_while_no_step_ends_is_a_stall(clock):
+    admitting = Admission(engine(), 8, ServingConfig("m"))
+    look(admitting)
+    clock.now += 500
+    assert admitting.stall is None  # nobody waits
+    with admitting.admitted("a", ""):
+        clock.now += 119
+        assert admitting.stall is None
+        with admitting.admitted("b", ""):
+            clock.now += 2
+            assert admitting.stall is None  # it has just come
+            clock.now += 119
+            assert admitting.stall == "no request has gone on for 121 s, and 2 wait"
+    assert admitting.stall is None
+
+
+@pytest.mark.parametrize("sign", ["step", "pause", "output", "slow client", "prepared"])
+def test_what_goes_on_or_waits_for_others_is_none(clock, sign):
+    told = engine()
+    admitting = Admission(told, 8, ServingConfig("m"))
+    with admitting.admitted("a", "") as ticket:
+        look(admitting)
+        clock.now += 200
+        assert admitting.stall
+        if sign == "step":
+            told.num_steps += 1
+        told.is_held = sign == "pause"
+        look(admitting)
+        if sign in ("output", "slow client"):
+            ticket.count(SimpleNamespace(sample_index=1, tokens=[5]))
+            clock.now += 1000 * (sign == "slow client")
+        elif sign == "prepared":
+            ticket.go_on()
+        assert admitting.stall is None
+        ticket.go_on()
+        clock.now += 200
+        assert admitting.stall
