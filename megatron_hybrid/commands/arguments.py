@@ -181,15 +181,22 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_field(parser, "--cache-dir", ENGINE, "cache_dir", metavar="FOLDER")
 
 
+_SERVED: dict[str, dict[str, Any]] = {
+    "max_requests": {"type": int, "metavar": "N"},
+    "short_prompt_share": {"type": float, "metavar": "PART"},
+    "speculation": {"metavar": "HOW"},
+    "num_speculative_tokens": {"type": int, "metavar": "N"},
+    "cuda_graphs": {"action": "store_true"},
+    "warm_up": {"action": argparse.BooleanOptionalAction},
+    "logprobs_mode": {"metavar": "MODE"},
+}
+"""Fields of InferenceConfig that are options of the same names -> what `add_argument` gets."""
+
+
 def add_served_engine(parser: argparse.ArgumentParser) -> None:
     """Add what an engine for many requests is asked for besides `add_engine`."""
-    add_field(parser, "--max-requests", ENGINE, "max_requests", type=int, metavar="N")
-    add_field(parser, "--speculation", ENGINE, "speculation", metavar="HOW")
-    drafts = "num_speculative_tokens"
-    add_field(parser, "--num-speculative-tokens", ENGINE, drafts, type=int, metavar="N")
-    add_field(parser, "--cuda-graphs", ENGINE, "cuda_graphs", action="store_true")
-    add_field(parser, "--warm-up", ENGINE, "warm_up", action=argparse.BooleanOptionalAction)
-    add_field(parser, "--logprobs-mode", ENGINE, "logprobs_mode", metavar="MODE")
+    for field, given in _SERVED.items():
+        add_field(parser, f"--{field.replace('_', '-')}", ENGINE, field, **given)
 
 
 PYTHON_NAMES = "A name in brackets is the name of the setting in Python; errors use this name."
@@ -214,15 +221,7 @@ def inference_config(options: argparse.Namespace, **fields: Any):
 
 def served_config(options: argparse.Namespace):
     """An InferenceConfig from the options of `add_engine` and `add_served_engine`."""
-    return inference_config(
-        options,
-        max_requests=options.max_requests,
-        speculation=options.speculation,
-        num_speculative_tokens=options.num_speculative_tokens,
-        cuda_graphs=options.cuda_graphs,
-        warm_up=options.warm_up,
-        logprobs_mode=options.logprobs_mode,
-    )
+    return inference_config(options, **{field: getattr(options, field) for field in _SERVED})
 
 
 def make_engine(options: argparse.Namespace):
