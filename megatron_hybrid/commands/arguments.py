@@ -13,6 +13,8 @@ from megatron_hybrid.utils.other_names import advice
 
 ENGINE = "megatron_hybrid.inference.config.InferenceConfig"
 SERVER = "megatron_hybrid.serving.config.ServingConfig"
+SAMPLING = "megatron_hybrid.inference.sampling_params.SamplingParams"
+MODELS_OWN = "The default is the model's own (generation_config.json), else"
 GIVE_MODEL = "give a model, as MODEL or as --model MODEL"
 MODEL_HELP = (
     "Load this model: a checkpoint folder, of this package or from Hugging Face, or 'demo', the "
@@ -116,7 +118,7 @@ def add_field(
     Args:
         parser: of the command.
         option: its name.
-        of: the config's class, `ENGINE` or `SERVER`.
+        of: the class, `ENGINE`, `SERVER` or `SAMPLING`.
         field: its name, which stands in brackets after the help.
         more: a sentence after the help.
         given: to `add_argument`; they take precedence.
