@@ -13,6 +13,8 @@ from megatron_hybrid.utils.other_names import advice
 
 ENGINE = "megatron_hybrid.inference.config.InferenceConfig"
 SERVER = "megatron_hybrid.serving.config.ServingConfig"
+SAMPLING = "megatron_hybrid.inference.sampling_params.SamplingParams"
+MODELS_OWN = "The default is the model's own (generation_config.json), else"
 GIVE_MODEL = "give a model, as MODEL or as --model MODEL"
 MODEL_HELP = (
     "Load this model: a checkpoint folder, of this package or from Hugging Face, or 'demo', the "
@@ -116,7 +118,7 @@ def add_field(
     Args:
         parser: of the command.
         option: its name.
-        of: the config's class, `ENGINE` or `SERVER`.
+        of: the class, `ENGINE`, `SERVER` or `SAMPLING`.
         field: its name, which stands in brackets after the help.
         more: a sentence after the help.
         given: to `add_argument`; they take precedence.
@@ -181,16 +183,23 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_field(parser, "--cache-dir", ENGINE, "cache_dir", metavar="FOLDER")
 
 
+_SERVED: dict[str, dict[str, Any]] = {
+    "max_requests": {"type": int, "metavar": "N"},
+    "cache_policy": {"metavar": "POLICY"},
+    "short_prompt_share": {"type": float, "metavar": "PART"},
+    "speculation": {"metavar": "HOW"},
+    "num_speculative_tokens": {"type": int, "metavar": "N"},
+    "cuda_graphs": {"action": "store_true"},
+    "warm_up": {"action": argparse.BooleanOptionalAction},
+    "logprobs_mode": {"metavar": "MODE"},
+}
+"""Fields of InferenceConfig that are options of the same names -> what `add_argument` gets."""
+
+
 def add_served_engine(parser: argparse.ArgumentParser) -> None:
     """Add what an engine for many requests is asked for besides `add_engine`."""
-    add_field(parser, "--max-requests", ENGINE, "max_requests", type=int, metavar="N")
-    add_field(parser, "--cache-policy", ENGINE, "cache_policy", metavar="POLICY")
-    add_field(parser, "--speculation", ENGINE, "speculation", metavar="HOW")
-    drafts = "num_speculative_tokens"
-    add_field(parser, "--num-speculative-tokens", ENGINE, drafts, type=int, metavar="N")
-    add_field(parser, "--cuda-graphs", ENGINE, "cuda_graphs", action="store_true")
-    add_field(parser, "--warm-up", ENGINE, "warm_up", action=argparse.BooleanOptionalAction)
-    add_field(parser, "--logprobs-mode", ENGINE, "logprobs_mode", metavar="MODE")
+    for field, given in _SERVED.items():
+        add_field(parser, f"--{field.replace('_', '-')}", ENGINE, field, **given)
 
 
 PYTHON_NAMES = "A name in brackets is the name of the setting in Python; errors use this name."
@@ -215,16 +224,7 @@ def inference_config(options: argparse.Namespace, **fields: Any):
 
 def served_config(options: argparse.Namespace):
     """An InferenceConfig from the options of `add_engine` and `add_served_engine`."""
-    return inference_config(
-        options,
-        max_requests=options.max_requests,
-        cache_policy=options.cache_policy,
-        speculation=options.speculation,
-        num_speculative_tokens=options.num_speculative_tokens,
-        cuda_graphs=options.cuda_graphs,
-        warm_up=options.warm_up,
-        logprobs_mode=options.logprobs_mode,
-    )
+    return inference_config(options, **{field: getattr(options, field) for field in _SERVED})
 
 
 def make_engine(options: argparse.Namespace):

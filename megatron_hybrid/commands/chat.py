@@ -3,9 +3,12 @@
 import argparse
 
 from megatron_hybrid.commands.arguments import (
+    MODELS_OWN,
     PYTHON_NAMES,
+    SAMPLING,
     add_chat_template,
     add_engine,
+    add_field,
     inference_config,
     load_for_chats,
     whole_number,
@@ -24,12 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="Let each answer have at most N tokens.",
     )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        help="Divide the logits by this before a token is drawn; 0 always takes the most "
-        "likely token. The default is the model's own (generation_config.json), else 1.",
-    )
+    add_field(parser, "--temperature", SAMPLING, "temperature", f"{MODELS_OWN} 1.", type=float)
     add_chat_template(parser)
 
 

@@ -2,11 +2,27 @@
 
 import argparse
 import sys
+from typing import Any
 
-from megatron_hybrid.commands.arguments import PYTHON_NAMES, add_engine, add_prompts, make_engine
+from megatron_hybrid.commands.arguments import (
+    MODELS_OWN,
+    PYTHON_NAMES,
+    SAMPLING,
+    add_engine,
+    add_field,
+    add_prompts,
+    make_engine,
+)
 
 HELP = "Continue your own text, and show how much of it the cache reused."
-_DEFAULT = "The default is the model's own (generation_config.json), else"
+_SAMPLING: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "num_tokens_to_generate": ("--tokens", f"{MODELS_OWN} 30.", {"type": int, "metavar": "N"}),
+    "temperature": ("--temperature", f"{MODELS_OWN} 1.", {"type": float}),
+    "top_k": ("--top-k", f"{MODELS_OWN} 0.", {"type": int, "metavar": "K"}),
+    "top_p": ("--top-p", f"{MODELS_OWN} 0.", {"type": float, "metavar": "P"}),
+    "seed": ("--seed", "", {"type": int}),
+}
+"""Fields of SamplingParams -> the option of each, its default, and what `add_argument` gets."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,50 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Continue this text. Several prompts run one after the other, and each reuses what the "
         "cache has of those before it.",
     )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        metavar="N",
-        help=f"Generate at most N tokens (num_tokens_to_generate). {_DEFAULT} 30.",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        help="Divide the logits by this before a token is drawn; 0 always takes the most "
-        f"likely token. {_DEFAULT} 1.",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        metavar="K",
-        help=f"Draw from the K most likely tokens; 0 draws from all. {_DEFAULT} 0.",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="Draw from the most likely tokens whose probabilities add up to P; 0 draws from all. "
-        f"{_DEFAULT} 0.",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        help="Draw the tokens of every answer from this seed. By default each prompt has its own "
-        "seed, which is the same in every run.",
-    )
+    for field, (option, default, given) in _SAMPLING.items():
+        add_field(parser, option, SAMPLING, field, default, dest=field, **given)
     add_engine(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     from megatron_hybrid.inference.sampling_params import SamplingParams
 
-    params = SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        num_tokens_to_generate=options.tokens,
-    )
+    params = SamplingParams(**{field: getattr(options, field) for field in _SAMPLING})
     engine = make_engine(options)
     for prompt in options.prompt:
         events = engine.stream(prompt, params)  # an impossible request is refused here

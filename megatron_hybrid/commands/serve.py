@@ -2,10 +2,10 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid.commands.arguments import (
     PYTHON_NAMES,
@@ -39,6 +39,39 @@ def _key(text: str) -> str:
     return text.strip()
 
 
+def _parsers(parsers: Iterable[str]) -> dict[str, Any]:
+    names = sorted(parsers)
+    return {"more": f"Parsers are {', '.join(names)}.", "choices": names, "metavar": "NAME"}
+
+
+_FLAG: dict[str, Any] = {"action": "store_true"}
+_MANY: dict[str, Any] = {"action": "append", "default": []}
+_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "root_path": ("--root-path", {"metavar": "PATH"}),
+    "cors_origins": ("--cors-origin", {**_MANY, "metavar": "ORIGIN"}),
+    "allowed_hosts": ("--allowed-host", {**_MANY, "metavar": "NAME"}),
+    "max_waiting": ("--max-waiting", {"type": int, "metavar": "N"}),
+    "max_requests_per_key": ("--max-requests-per-key", {"type": int, "metavar": "N"}),
+    "model_name": ("--served-model-name", {"metavar": "NAME"}),
+    "tool_call_parser": ("--tool-call-parser", _parsers(TOOL_PARSERS)),
+    "reasoning_parser": ("--reasoning-parser", _parsers(REASONING_PARSERS)),
+    "trusts_templates": ("--trust-request-chat-template", _FLAG),
+    "keeps_changing_lines": ("--keep-changing-lines", _FLAG),
+    "lowers_max_tokens": ("--lower-max-tokens", _FLAG),
+    "logs_prompts": ("--log-prompts", _FLAG),
+    "api_keys": ("--api-key", {**_MANY, "type": _key, "metavar": "KEY"}),
+    "admin_keys": ("--admin-key", {**_MANY, "type": _key, "metavar": "KEY"}),
+    "takes_weights": ("--take-weights", _FLAG),
+    "shares_cache": ("--share-cache", _FLAG),
+    "shows_prompts": ("--show-prompts", _FLAG),
+    "max_body_bytes": ("--max-body-mib", {"type": int, "default": 16, "metavar": "MIB"}),
+    "queue_seconds": ("--queue-timeout", {"type": float, "metavar": "SECONDS"}),
+    "request_seconds": ("--request-timeout", {"type": float, "metavar": "SECONDS"}),
+    "drain_seconds": ("--shutdown-timeout", {"type": float, "metavar": "SECONDS"}),
+}
+"""Fields of ServingConfig -> the option of each, and what `add_argument` gets."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "With --tp, --pp or --ep the command starts a process for each rank on this machine. Under "
@@ -64,30 +97,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Read the key of the certificate from this file. By default the file of the "
         "certificate has the key, too.",
     )
-    add_field(parser, "--root-path", SERVER, "root_path", metavar="PATH")
-    add_field(
-        parser,
-        "--cors-origin",
-        SERVER,
-        "cors_origins",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
-    )
-    add_field(
-        parser,
-        "--allowed-host",
-        SERVER,
-        "allowed_hosts",
-        action="append",
-        default=[],
-        metavar="NAME",
-    )
     add_served_engine(parser)
-    add_field(parser, "--max-waiting", SERVER, "max_waiting", type=int, metavar="N")
-    add_field(
-        parser, "--max-requests-per-key", SERVER, "max_requests_per_key", type=int, metavar="N"
-    )
+    add_chat_template(parser)
+    for field, (option, given) in _SETTINGS.items():
+        add_field(parser, option, SERVER, field, dest=field, **given)
     parser.add_argument(
         "--kv-events-endpoint",
         metavar="ENDPOINT",
@@ -109,54 +122,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOPIC",
         help="Publish these messages under this topic. llm-d expects kv@POD@MODEL.",
     )
-    add_field(parser, "--served-model-name", SERVER, "model_name", metavar="NAME")
-    add_chat_template(parser)
-    for field, parsers in (
-        ("tool_call_parser", TOOL_PARSERS),
-        ("reasoning_parser", REASONING_PARSERS),
-    ):
-        option = f"--{field.replace('_', '-')}"
-        names = sorted(parsers)
-        more = f"Parsers are {', '.join(names)}."
-        add_field(parser, option, SERVER, field, more, choices=names, metavar="NAME")
-    add_field(
-        parser, "--trust-request-chat-template", SERVER, "trusts_templates", action="store_true"
-    )
-    for option, name in (
-        ("--keep-changing-lines", "keeps_changing_lines"),
-        ("--lower-max-tokens", "lowers_max_tokens"),
-        ("--log-prompts", "logs_prompts"),
-    ):
-        add_field(parser, option, SERVER, name, action="store_true")
-    add_field(
-        parser,
-        "--api-key",
-        SERVER,
-        "api_keys",
-        action="append",
-        default=[],
-        type=_key,
-        metavar="KEY",
-    )
-    add_field(
-        parser,
-        "--admin-key",
-        SERVER,
-        "admin_keys",
-        action="append",
-        default=[],
-        type=_key,
-        metavar="KEY",
-    )
-    add_field(parser, "--take-weights", SERVER, "takes_weights", action="store_true")
-    add_field(parser, "--share-cache", SERVER, "shares_cache", action="store_true")
-    add_field(parser, "--show-prompts", SERVER, "shows_prompts", action="store_true")
-    add_field(
-        parser, "--max-body-mib", SERVER, "max_body_bytes", type=int, default=16, metavar="MIB"
-    )
-    add_field(parser, "--queue-timeout", SERVER, "queue_seconds", type=float, metavar="SECONDS")
-    add_field(parser, "--request-timeout", SERVER, "request_seconds", type=float, metavar="SECONDS")
-    add_field(parser, "--shutdown-timeout", SERVER, "drain_seconds", type=float, metavar="SECONDS")
 
 
 def _kv_publisher(options: argparse.Namespace) -> "AbstractContextManager[KvPublisher | None]":
@@ -215,27 +180,17 @@ def _run(options: argparse.Namespace, end: EndSignal) -> int:
         options.host, options.port, options.uds, options.ssl_certfile, options.ssl_keyfile
     )
     config = served_config(options)
-    serving = ServingConfig(
-        options.served_model_name or Path(options.model).name,
-        api_keys=keys_of(options.api_key, API_KEYS),
-        description=_DEMO_NOTE if options.model == "demo" else "",
-        admin_keys=keys_of(options.admin_key, ADMIN_KEYS),
-        shows_prompts=options.show_prompts,
-        trusts_templates=options.trust_request_chat_template,
-        tool_call_parser=options.tool_call_parser,
-        reasoning_parser=options.reasoning_parser,
-        takes_weights=options.take_weights,
-        shares_cache=options.share_cache,
-        allowed_hosts=(*options.allowed_host, options.host),
-        cors_origins=tuple(options.cors_origin),
-        root_path=options.root_path,
-        max_body_bytes=options.max_body_mib << 20,
-        max_waiting=options.max_waiting,
-        max_requests_per_key=options.max_requests_per_key,
-        queue_seconds=options.queue_timeout,
-        request_seconds=options.request_timeout,
-        drain_seconds=options.shutdown_timeout,
-    )
+    given = {field: getattr(options, field) for field in _SETTINGS}
+    given |= {
+        "model_name": options.model_name or Path(options.model).name,
+        "description": _DEMO_NOTE if options.model == "demo" else "",
+        "api_keys": keys_of(options.api_keys, API_KEYS),
+        "admin_keys": keys_of(options.admin_keys, ADMIN_KEYS),
+        "allowed_hosts": (*options.allowed_hosts, options.host),
+        "cors_origins": tuple(options.cors_origins),
+        "max_body_bytes": options.max_body_bytes << 20,
+    }
+    serving = ServingConfig(**given)
 
     def run_rank(rank: int | None) -> None:
         log_lines(rank)

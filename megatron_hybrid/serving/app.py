@@ -241,10 +241,10 @@ async def _respond(service: Service, request: Request, fields: ResponseFields | 
         chat = await in_turn(fields.to_chat, request)
 
         def make(id: str, style: Style, thinks: bool, prompts: Any) -> AnyAnswer:
-            given = service.config.model_name, style, thinks
-            if isinstance(fields, MessageFields):
-                return MessageAnswer(service.tokenizer, chat, f"msg_{id}", *given)
-            return ResponseAnswer(service.tokenizer, fields, chat, f"resp_{id}", *given)
+            kind = "msg" if isinstance(fields, MessageFields) else "resp"
+            given = f"{kind}_{id}", service.config.model_name, style, thinks
+            answer = Answer(service.tokenizer, chat, *given)
+            return MessageAnswer(answer) if kind == "msg" else ResponseAnswer(answer, fields)
 
         return await _answer(service, request, chat, make)
 

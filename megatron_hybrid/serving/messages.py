@@ -15,6 +15,7 @@ from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.requests.options import Positive
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.answers import (
+    Answer,
     Json,
     argument_pieces,
     num_reasoning_tokens,
@@ -24,8 +25,7 @@ from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import ChatFields, Fields, refuse_unsupported
 from megatron_hybrid.serving.json_response import encode_json
-from megatron_hybrid.serving.parsers import AnswerPart, Reasoning, Style, ToolCall
-from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.serving.parsers import AnswerPart, Reasoning, ToolCall
 
 UNSUPPORTED = {
     "container": (),
@@ -317,30 +317,16 @@ def _asked(blocks: Sequence[Json], place: str) -> Iterator[Json]:
 
 
 class MessageAnswer:
-    """The answer to one request of this route, whole or as events. See `Answer`.
+    """The answer to one request of this route, whole or as events.
 
     Args:
-        tokenizer: counts tokens of reasoning.
-        chat: the request as a chat.
-        id: of the request.
-        model: the served name.
-        style: how the model answers.
-        is_thinking: see `AnswerParser`.
+        answer: the same to a chat.
     """
 
     end_mark = b""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        chat: ChatFields,
-        id: str,
-        model: str,
-        style: Style,
-        is_thinking: bool,
-    ):
-        self._tokenizer, self._id, self._model = tokenizer, id, model
-        self._parser = style.parser(is_thinking=is_thinking, **chat.parsed_by)
+    def __init__(self, answer: Answer):
+        self._answer, self._parser = answer, answer.parser()
         self._blocks: list[Json] = []
         self._open: type[AnswerPart] | None = None  # the kind of the last block, while it grows
         self._has_begun = False
@@ -437,10 +423,10 @@ class MessageAnswer:
 
     def _body(self, report: PrefixReport, num_generated: int) -> Json:
         return {
-            "id": self._id,
+            "id": self._answer.id,
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self._answer.model,
             "content": list(self._blocks),
             **self._stop,
             "usage": self._usage(report, num_generated),
@@ -450,7 +436,7 @@ class MessageAnswer:
         thoughts = [
             Reasoning(block["thinking"]) for block in self._blocks if block["type"] == "thinking"
         ]
-        num_thinking = num_reasoning_tokens(self._tokenizer, thoughts)
+        num_thinking = num_reasoning_tokens(self._answer.tokenizer, thoughts)
         return {
             "input_tokens": report.prompt_tokens - report.skipped_tokens,
             "cache_creation_input_tokens": 0,

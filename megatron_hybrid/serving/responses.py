@@ -6,7 +6,6 @@ An answer's output is a list of items: reasoning, a message, calls of functions,
 from __future__ import annotations
 
 import json
-import time
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -43,8 +42,7 @@ from megatron_hybrid.serving.fields import (
 )
 from megatron_hybrid.serving.fields import UNSUPPORTED as UNSUPPORTED_ANYWHERE
 from megatron_hybrid.serving.json_response import encode_json
-from megatron_hybrid.serving.parsers import AnswerPart, Reasoning, Style, ToolCall
-from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.serving.parsers import AnswerPart, Reasoning, ToolCall
 
 STATEFUL: dict[str, tuple] = {
     "access_programs": ([],),
@@ -506,35 +504,18 @@ class TextLogProbs:
 
 
 class ResponseAnswer:
-    """The answer to one request of this route, whole or as events. See `Answer`.
+    """The answer to one request of this route, whole or as events.
 
     Args:
-        tokenizer: counts tokens of reasoning.
+        answer: the same to a chat.
         fields: of the request.
-        chat: the same as a chat.
-        id: of the request.
-        model: the served name.
-        style: how the model answers.
-        is_thinking: see `AnswerParser`.
     """
 
     end_mark = b""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        fields: ResponseFields,
-        chat: ChatFields,
-        id: str,
-        model: str,
-        style: Style,
-        is_thinking: bool,
-    ):
-        self._fields, self._id, self._model = fields, id, model
-        self._tokenizer, self._chat = tokenizer, chat
-        self._parser = style.parser(is_thinking=is_thinking, **chat.parsed_by)
-        self._created = time.time()
-        self._log_probs = TextLogProbs(Answer(tokenizer, chat, id, model))
+    def __init__(self, answer: Answer, fields: ResponseFields):
+        self._answer, self._fields, self._parser = answer, fields, answer.parser()
+        self._log_probs = TextLogProbs(answer)
         self._items: list[Json] = []
         self._open: type[AnswerPart] | None = None  # the kind of the last item, while it grows
         self._num_events = 0
@@ -607,7 +588,7 @@ class ResponseAnswer:
     def _begin_item(self, kind: type[AnswerPart]) -> Iterator[Json]:
         self._open = kind
         number = len(self._items)
-        item: Json = {"id": f"{self._id}-{number}", "status": "in_progress", "content": []}
+        item: Json = {"id": f"{self._answer.id}-{number}", "status": "in_progress", "content": []}
         if kind is Reasoning:
             item |= {"type": "reasoning", "summary": []}
             part = {"type": "reasoning_text", "text": ""}
@@ -644,7 +625,7 @@ class ResponseAnswer:
             arguments, name = _input_of(call.arguments), "input"
             kind, events = "custom_tool_call", "response.custom_tool_call_input"
         item = {
-            "id": f"{self._id}-{number}",
+            "id": f"{self._answer.id}-{number}",
             "type": kind,
             "call_id": call.id,
             "name": origin.name,
@@ -690,7 +671,7 @@ class ResponseAnswer:
             (report,) = prefixes
             items = (item for item in self._items if item["type"] == "reasoning")
             reasoning = [Reasoning(item["content"][0]["text"]) for item in items]
-            num_reasoning = num_reasoning_tokens(self._tokenizer, reasoning)
+            num_reasoning = num_reasoning_tokens(self._answer.tokenizer, reasoning)
             usage = {
                 "input_tokens": report.prompt_tokens,
                 "input_tokens_details": {
@@ -706,18 +687,18 @@ class ResponseAnswer:
         if status == "incomplete":
             reason = {"reason": "max_output_tokens" if self._reason == "length" else "aborted"}
         return {
-            "id": self._id,
+            "id": self._answer.id,
             "object": "response",
-            "created_at": self._created,
+            "created_at": self._answer.created,
             "status": status,
             "error": None,
             "incomplete_details": reason,
             "instructions": fields.instructions,
             "max_output_tokens": fields.max_output_tokens,
             "metadata": fields.metadata or {},
-            "model": self._model,
+            "model": self._answer.model,
             "output": list(self._items),
-            "parallel_tool_calls": self._chat.parallel_tool_calls,
+            "parallel_tool_calls": self._answer.fields.parallel_tool_calls,
             "previous_response_id": None,
             "store": False,
             "temperature": fields.temperature,

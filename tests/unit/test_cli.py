@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from megatron_hybrid import cli
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
-from megatron_hybrid.commands import arguments
+from megatron_hybrid.commands import arguments, serve
 from megatron_hybrid.commands.arguments import load
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.serving import config
@@ -467,10 +468,33 @@ def test_a_part_for_multi_token_prediction_is_loaded_to_draft_with_it_alone(monk
     assert given == [False, True, False]
 
 
+def test_every_setting_of_the_server_has_an_option_that_reaches_it(monkeypatch):
+    found = {}
+    own = config.ServingConfig
+
+    def note(**fields):
+        found.update(asdict(own(**fields)))
+        sys.exit()
+
+    monkeypatch.setattr(config, "ServingConfig", note)
+    flags = [name for name, field in own.__dataclass_fields__.items() if field.type == "bool"]
+    options = [serve._SETTINGS[name][0] for name in flags]
+    numbers = ["--max-waiting", "3", "--queue-timeout", "4", "--max-body-mib", "5"]
+    with pytest.raises(SystemExit):
+        cli.main(["serve", *options, *numbers, "--served-model-name", "mine"])
+    assert len(flags) > 6 and all(found[name] is True for name in flags)
+    assert (found["max_waiting"], found["queue_seconds"], found["max_body_bytes"]) == (
+        3,
+        4,
+        5 << 20,
+    )
+    assert found["model_name"] == "mine" and found.keys() - serve._SETTINGS == {"description"}
+
+
 def test_keys_of_clients_and_of_the_operator_need_not_be_on_the_command_line(monkeypatch, capsys):
     given = []
 
-    def note(name, **fields):
+    def note(**fields):
         given.append((fields["api_keys"], fields["admin_keys"]))
         sys.exit()
 

@@ -10,6 +10,7 @@ import pytest
 from http_server import running_server
 from model_answers import result_of
 
+from megatron_hybrid.serving.answers import Answer
 from megatron_hybrid.serving.changes import HEADER, with_steady_start
 from megatron_hybrid.serving.fields import ChatFields
 from megatron_hybrid.serving.messages import MessageFields
@@ -334,7 +335,7 @@ def test_a_custom_tool_and_a_namespace_come_back_as_they_were_named():
     ):
         call = json.dumps({"name": name, "arguments": given})
         style = style_of("", "hermes", "none")
-        answer = ResponseAnswer(None, fields, fields.to_chat(), "resp", "demo", style, False)
+        answer = ResponseAnswer(Answer(None, fields.to_chat(), "resp", "demo", style), fields)
         body = answer.whole([result_of(f"<tool_call>{call}</tool_call>", "stop")])
         (found,) = body["output"]
         assert item.items() <= found.items()

@@ -7,6 +7,7 @@ import pytest
 from http_server import DEMO, running_server
 from model_answers import CALL, REPORT, output_of, result_of, said_in
 
+from megatron_hybrid.serving.answers import Answer
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.parsers import style_of
 from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
@@ -100,7 +101,8 @@ STYLE = style_of("<think>")
 
 
 def answer_to(fields):
-    return ResponseAnswer(TOKENIZER, fields, fields.to_chat(), "resp_1", "demo", STYLE, False)
+    chat = Answer(TOKENIZER, fields.to_chat(), "resp_1", "demo", STYLE)
+    return ResponseAnswer(chat, fields)
 
 
 def answer():

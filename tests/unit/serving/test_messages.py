@@ -7,6 +7,7 @@ import pytest
 from http_server import DEMO
 from model_answers import CALL, TOOLS, output_of, result_of
 
+from megatron_hybrid.serving.answers import Answer
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.messages import MessageAnswer, MessageFields
 from megatron_hybrid.serving.parsers import style_of
@@ -26,7 +27,7 @@ def fields_of(**more):
 
 def answer():
     chat = fields_of().to_chat()
-    return MessageAnswer(TOKENIZER, chat, "msg_1", "demo", style_of("<think>"), False)
+    return MessageAnswer(Answer(TOKENIZER, chat, "msg_1", "demo", style_of("<think>")))
 
 
 def events_of(text, reason, stop_reason=None):
