@@ -101,36 +101,6 @@ class ChatTemplate:
         conversation = _Conversation(messages, {"tools": tools, **variables})
         return self._run(conversation, conversation.messages, add_generation_prompt)
 
-    def message_starts(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping] | None = None,
-        **variables: Any,
-    ) -> list[int]:
-        """Find the start of each message, and of the model's answer, in the rendered text.
-
-        A message starts at the end of the rendered messages before it, if these are a prefix of the
-        whole text. If not (some templates refuse such a conversation, or render its last message
-        differently, say with its reasoning), it starts at its content: the text before that does
-        not depend on it.
-
-        Args, raises: as `render`.
-
-        Returns:
-            Ascending character positions, each once.
-        """
-        conversation = _Conversation(messages, {"tools": tools, **variables})
-        plain = conversation.messages
-        full = self._run(conversation, plain, add_generation_prompt)
-        starts = {
-            self._start(full, conversation, index, add_generation_prompt)
-            for index in range(len(plain))
-        }
-        if add_generation_prompt:
-            starts.add(self._prefix_length(full, conversation, plain))
-        return sorted(starts - {None})
-
     def fork_points(
         self,
         messages: Sequence[Message],
@@ -287,14 +257,6 @@ class ChatTemplate:
             texts.append(whole[len(whole) - after :])
         behind, turn_end = texts
         return len(full) - len(behind) + len(turn_end) if behind.startswith(turn_end) else None
-
-    def _start(
-        self, full: str, conversation: _Conversation, index: int, add_generation_prompt: bool
-    ) -> int | None:
-        start = self._prefix_length(full, conversation, conversation.messages[:index])
-        if start is None:
-            start = self._content_start(full, conversation, index, add_generation_prompt)
-        return start
 
     def _content_start(
         self, full: str, conversation: _Conversation, index: int, add_generation_prompt: bool

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,8 @@ _PIECE = 64 << 10
 _USUAL_BYTES = 8
 """Of a token. A text of more for each token of the context is counted before it is tokenized."""
 _LEFT_OUT = 4
-_SHORT_CHAT = 64 << 10
-"""Characters of JSON that any chat may have."""
+_SHORT_CHAT = 256 << 10
+"""Characters of JSON that any chat may have, such as its tools."""
 _CHANGED_BYTES = 128
 """Of a token, at least, where texts lose characters on their way to tokens."""
 
@@ -213,20 +213,22 @@ class Tokenizer:
         longest = max(lengths, default=1)
         return longest if is_exact else max(4 * longest, _CHANGED_BYTES)
 
-    def check_chat_size(self, messages: Sequence[Message]) -> None:
-        """Check the messages of a chat before anything is made of them. A template may leave out
-        some of a chat, such as earlier thoughts, so it may have several times what can be answered.
+    def check_chat_size(self, messages: Sequence[Message], *others: Any) -> None:
+        """Check a chat before anything is made of it. A template may leave out some of a chat, such
+        as earlier thoughts, so it may have several times what can be answered.
+
+        others: tools, and variables of the template.
 
         Raises:
-            TextTooLongError: there are more messages than tokens in the context, or their JSON has
-                more bytes than four such contexts.
-            TypeError, ValueError: they are no JSON values.
+            TextTooLongError: there are more messages than tokens in the context, or the JSON of all
+                has more bytes than four such contexts.
+            TypeError, ValueError: a value is none of JSON.
         """
         if self._limit is None:
             return
         most_tokens, most_bytes = self._limit
         most = _LEFT_OUT * most_bytes + _SHORT_CHAT
-        size = len(json.dumps(messages, ensure_ascii=False))
+        size = len(json.dumps([messages, *others], ensure_ascii=False))
         for count, limit, what in (
             (len(messages), most_tokens, "messages"),
             (size, most, "characters of JSON"),
@@ -404,27 +406,6 @@ class Tokenizer:
         text = self.render_chat(messages, add_generation_prompt, tools, **variables)
         return self.tokenize(text, add_special_tokens=False)
 
-    def chat_message_starts(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> list[int]:
-        """Starts of messages, and of the answer, in the tokens of `apply_chat_template`.
-
-        For use as `cache_breakpoints`: the tokens before such a position depend only on the text
-        before the message. See `ChatTemplate.message_starts`.
-
-        Returns:
-            Ascending positions > 0, each once.
-
-        Raises:
-            ValueError, TypeError: as `render_chat`.
-        """
-        given = messages, add_generation_prompt, tools
-        return self._encode_with_positions(ChatTemplate.message_starts, given, variables)[1]
-
     def chat_prompt(
         self,
         messages: Sequence[Message],
@@ -441,9 +422,31 @@ class Tokenizer:
         Raises:
             ValueError, TypeError: as `render_chat`.
         """
-        given = messages, add_generation_prompt, tools
-        ids, forks = self._encode_with_positions(ChatTemplate.fork_points, given, variables, "a")
-        return ids, [fork for fork in forks if fork < len(ids)]
+        template, named = self._template(tools), {**self._named, **variables}
+        text = template.render(messages, add_generation_prompt, tools, **named)
+        check_text("the text of the chat", text)
+        self._check_size(text)
+        encoding = self._encode(text, add_special_tokens=False)
+        ids, spans = encoding.ids, encoding.offsets  # each access makes a new list
+        added = self._tokenizer.get_added_tokens_decoder()
+        anchors = [  # written in the text; a byte's fallback token may be an added one, too
+            index
+            for index, (token, span) in enumerate(zip(ids, spans))
+            if token in added and added[token].content in text[slice(*span)]
+        ]
+        anchor_ends = [spans[index][1] for index in anchors]
+        forks = set()
+        for fork in template.fork_points(messages, add_generation_prompt, tools, **named):
+            # Text is split at added tokens first: tokens before one do not depend on the text
+            # after it, so only the tokens from the last one on need comparing.
+            past = bisect_right(anchor_ends, fork)
+            first = anchors[past - 1] if past else 0
+            begin = spans[first][0] if past else 0
+            # A letter may follow, in whose token a space before it may be.
+            texts = text[begin:fork], text[begin:fork] + "a"
+            alone = [self._encode(each, add_special_tokens=False).ids for each in texts]
+            forks.add(first + min(common_length(each, ids[first:]) for each in alone))
+        return ids, sorted(forks - {0, len(ids)})
 
     def chat_with_answers(
         self,
@@ -482,45 +485,6 @@ class Tokenizer:
             if first < last:
                 spans.append((first, last))
         return ids, spans
-
-    def _encode_with_positions(
-        self,
-        find: Callable[..., list[int]],
-        given: tuple,
-        variables: Mapping[str, Any],
-        next_letter: str = "",
-    ) -> tuple[list[int], list[int]]:
-        """Tokens of a chat, and for each character position from `find` the number of tokens
-        independent of the text after it.
-
-        Args:
-            given: messages, add_generation_prompt, tools.
-            next_letter: a letter that may follow, in whose token a space before it may be.
-        """
-        template, named = self._template(given[2]), {**self._named, **variables}
-        text = template.render(*given, **named)
-        check_text("the text of the chat", text)
-        self._check_size(text)
-        encoding = self._encode(text, add_special_tokens=False)
-        ids, spans = encoding.ids, encoding.offsets  # each access makes a new list
-        added = self._tokenizer.get_added_tokens_decoder()
-        anchors = [  # written in the text; a byte's fallback token may be an added one, too
-            index
-            for index, (token, span) in enumerate(zip(ids, spans))
-            if token in added and added[token].content in text[slice(*span)]
-        ]
-        anchor_ends = [spans[index][1] for index in anchors]
-        positions = set()
-        for start in find(template, *given, **named):
-            # Text is split at added tokens first: tokens before one do not depend on the text
-            # after it, so only the tokens from the last one on need comparing.
-            past = bisect_right(anchor_ends, start)
-            first = anchors[past - 1] if past else 0
-            begin = spans[first][0] if past else 0
-            texts = {text[begin:start], text[begin:start] + next_letter}
-            alone = [self._encode(each, add_special_tokens=False).ids for each in texts]
-            positions.add(first + min(common_length(each, ids[first:]) for each in alone))
-        return ids, sorted(positions - {0})
 
     def _find_template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate | None:
         template = self._templates.get("default")

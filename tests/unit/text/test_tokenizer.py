@@ -516,12 +516,7 @@ def test_where_templates_come_from(write, tmp_path, stated, files, usual, with_t
 def test_no_template(write, settings):
     tokenizer = Tokenizer.from_folder(write(tokenizer_config=settings))
     assert tokenizer.chat_template is None
-    for method in (
-        tokenizer.render_chat,
-        tokenizer.apply_chat_template,
-        tokenizer.chat_message_starts,
-        tokenizer.chat_prompt,
-    ):
+    for method in (tokenizer.render_chat, tokenizer.apply_chat_template, tokenizer.chat_prompt):
         with pytest.raises(
             ValueError, match=r"neither chat_template\.jinja nor .*tokenizer_config"
         ):
@@ -546,8 +541,7 @@ def test_no_template(write, settings):
 )
 def test_templates_that_fail(write, template, messages, error, message):
     tokenizer = Tokenizer.from_folder(folder_with(write, template))
-    methods = tokenizer.apply_chat_template, tokenizer.chat_message_starts, tokenizer.chat_prompt
-    for method in methods:
+    for method in (tokenizer.apply_chat_template, tokenizer.chat_prompt):
         with pytest.raises(error, match=message):
             method(messages)
 
@@ -560,7 +554,7 @@ def test_a_template_changes_nothing_of_the_caller():
     assert (messages, tools) == ([QUESTION], TOOLS)
 
 
-# Message starts ----------------------------------------------------------------------------------
+# Forks -------------------------------------------------------------------------------------------
 
 
 def shared(first, second):
@@ -568,45 +562,9 @@ def shared(first, second):
     return next(i for i, (a, b) in enumerate(pairs) if a != b)
 
 
-def test_message_starts_where_every_prefix_can_be_rendered(write):
-    tokenizer = Tokenizer.from_folder(folder_with(write, CHATML))
-    for messages in CHATS:
-        ids = tokenizer.apply_chat_template(messages)
-        begins = [i for i, token in enumerate(ids) if token == 2]
-        assert len(begins) == len(messages) + 1
-        assert tokenizer.chat_message_starts(messages) == begins[1:]  # the first is at 0
-        assert tokenizer.chat_message_starts(messages, False) == begins[1:-1]
-
-
-def test_tools_are_a_start_of_their_own(write):
-    tokenizer = Tokenizer.from_folder(folder_with(write, CHATML))
-    starts = tokenizer.chat_message_starts([QUESTION], tools=TOOLS)
-    ids = tokenizer.apply_chat_template([QUESTION], tools=TOOLS)
-    assert starts == [i for i, token in enumerate(ids) if token == 2][1:]
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_message_starts_are_prefixes_of_what_others_share(write, template):
-    """Exactly the tokens in common with the prompt of the messages before, if there is one."""
-    tokenizer = Tokenizer.from_folder(folder_with(write, TEMPLATES[template]))
-    for messages in CHATS:
-        full = tokenizer.apply_chat_template(messages)
-        starts = tokenizer.chat_message_starts(messages)
-        assert starts == sorted(set(starts))
-        assert all(0 < start <= len(full) for start in starts)
-        for index in range(1, len(messages) + 1):
-            try:
-                text = tokenizer.render_chat(messages[:index], False)
-            except ValueError:
-                continue
-            if tokenizer.render_chat(messages).startswith(text):
-                alone = tokenizer.tokenize(text, add_special_tokens=False)
-                assert shared(alone, full) in starts
-
-
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 @pytest.mark.parametrize("template", ["chatml", "alternating", "plain"])
-def test_message_starts_of_tokenizers_that_prepend_a_space(tmp_path, scheme, template):
+def test_forks_of_tokenizers_that_prepend_a_space(tmp_path, scheme, template):
     """As those from sentencepiece do: to the text, or to what follows each special token."""
     inner = tokenizers.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True))
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
@@ -618,62 +576,17 @@ def test_message_starts_of_tokenizers_that_prepend_a_space(tmp_path, scheme, tem
     Tokenizer(inner, 1, settings=ROLES).save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATES[template])
     tokenizer, other = Tokenizer.from_folder(tmp_path), theirs(tmp_path)
+    roles = {"bos_token": BOS, "eos_token": EOS}
     for messages in CHATS:
-        full = tokenizer.apply_chat_template(messages)
-        assert full == other.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        starts = tokenizer.chat_message_starts(messages)
+        ids, forks = tokenizer.chat_prompt(messages)
+        assert ids == other.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
         text = tokenizer.render_chat(messages)
-        chars = tokenizer._templates["default"].message_starts(
-            messages, bos_token=BOS, eos_token=EOS
-        )
-        expected = {shared(tokenizer.tokenize(text[:char], False), full) for char in chars}
-        assert starts == sorted(expected - {0})
-
-
-def test_starts_where_a_template_needs_the_later_messages(write):
-    """A system prompt alone is refused, yet it is what chats share."""
-    tokenizer = Tokenizer.from_folder(folder_with(write, REASONING))
-    first, second = (
-        [SYSTEM, {"role": "user", "content": content}] for content in ("Hello", "What?")
-    )
-    starts = tokenizer.chat_message_starts(first)
-    common = shared(tokenizer.apply_chat_template(first), tokenizer.apply_chat_template(second))
-    assert common in starts
-
-
-def test_starts_where_a_template_rewrites_history(write):
-    """The next turn drops the reasoning of this one: they share all up to the answer's start."""
-    tokenizer = Tokenizer.from_folder(folder_with(write, REASONING))
-    turn = [SYSTEM, QUESTION, ANSWER, {"role": "user", "content": "And?"}]
-    starts = tokenizer.chat_message_starts(turn)
-    ids = tokenizer.apply_chat_template(turn)
-    begins = [i for i, token in enumerate(ids) if token == 2]
-    assert begins[-1] in starts  # the answer
-    next_turn = [*turn, ANSWER, QUESTION]
-    common = shared(ids, tokenizer.apply_chat_template(next_turn))
-    assert max(start for start in starts if start <= common) == begins[-1]
-    # The last question: an answer right before the end would be written with its reasoning.
-    assert any(begins[-2] < start < begins[-1] for start in starts)
-
-
-def test_starts_inside_of_tokens(write):
-    """Where a message starts within a token of the whole, that token is not shared."""
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    tokenizer = Tokenizer.from_folder(folder_with(write, template))
-    messages = [{"role": "user", "content": text} for text in ("Hel", "lo wor", "ld")]
-    assert tokenizer.chat_message_starts(messages, False) == [
-        shared(tokenizer.tokenize(text, False), tokenizer.tokenize("Hello world", False))
-        for text in ("Hel", "Hello wor")
-        if shared(tokenizer.tokenize(text, False), tokenizer.tokenize("Hello world", False))
-    ]
-
-
-def test_messages_that_are_not_shown_have_no_start(write):
-    tokenizer = Tokenizer.from_folder(folder_with(write, "{{ 'a' * (messages | length) ** 2 }}b"))
-    assert tokenizer.chat_message_starts([QUESTION, ANSWER], False) == []
-
-
-# Forks -------------------------------------------------------------------------------------------
+        chars = tokenizer._templates["default"].fork_points(messages, **roles)
+        expected = {
+            min(shared(tokenizer.tokenize(text[:char] + end, False), ids) for end in ("", "a"))
+            for char in chars
+        }
+        assert forks == sorted(expected - {0, len(ids)})
 
 
 def test_forks_are_behind_the_system_prompt_and_where_the_last_message_says_something(write):
@@ -1214,7 +1127,7 @@ def test_a_template_is_cut_while_it_writes(trained):
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(trained)).limited_to(100)
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
     tokenizer.set_chat_template(endless)
-    for call in (tokenizer.render_chat, tokenizer.chat_prompt, tokenizer.chat_message_starts):
+    for call in (tokenizer.render_chat, tokenizer.chat_prompt):
         with pytest.raises(TextTooLongError, match="more than 1200 characters"):
             call([{"role": "user", "content": "a"}])
 
@@ -1224,5 +1137,5 @@ def test_a_chat_is_measured_before_anything_is_made_of_it(trained):
     tokenizer.check_chat_size([{"role": "user", "content": "a"}] * 100)
     with pytest.raises(TextTooLongError, match="101 messages, and the context of 100 tokens"):
         tokenizer.check_chat_size([{"role": "user", "content": "a"}] * 101)
-    with pytest.raises(TextTooLongError, match=r"characters of JSON, .* takes 70336 at most"):
-        tokenizer.check_chat_size([{"role": "user", "content": "a" * 72_000}])
+    with pytest.raises(TextTooLongError, match=r"characters of JSON, .* takes 266944 at most"):
+        tokenizer.check_chat_size([{"role": "user", "content": "a" * 267_000}])
