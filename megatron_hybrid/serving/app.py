@@ -340,8 +340,6 @@ class PreparedRequest:
 
 def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
     """Tokenize a request, and read its parameters; for a thread."""
-    if isinstance(fields, ChatFields):
-        fields.check_tools()
     prompts = _prompts(service, fields)
     if (most := fields.truncate_prompt_tokens) is not None:
         if most <= 0:  # -1: as many as there is room for

@@ -4,7 +4,6 @@ type of its field: a boolean is no number, and "1" neither; 1.0 is an integer, a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
 from typing import Annotated, Any, Literal, Self, get_args
@@ -42,8 +41,6 @@ LABELS = frozenset(
     )
 )
 """Fields that say something about a request, and nothing about its answer."""
-MAX_TOOLS_CHARS = 256 << 10
-"""Most characters of the JSON of all tools: templates write it into the prompt."""
 PART_TYPES = ("text", "input_text", "output_text", "refusal")
 """Parts of a message's content that are texts."""
 
@@ -650,7 +647,7 @@ class TemplateFields(SharedTemplateFields):
     """A variable of the template. It also sets the variables `enable_thinking` and `thinking`,
     which are false if it is none."""
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
-    """Functions that the answer may call, in at most 262,144 characters of JSON."""
+    """Functions that the answer may call."""
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -710,16 +707,6 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
     def num_top(self) -> int | None:
         """See the base class."""
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    def check_tools(self) -> None:
-        """Raise ApiError for tools of too many characters. It takes long for long ones."""
-        size = len(json.dumps(self.shown_tools)) if self.tools else 0
-        if size > MAX_TOOLS_CHARS:
-            raise ApiError(
-                400,
-                f"tools have {size} characters of JSON, and may have {MAX_TOOLS_CHARS}: send fewer",
-                "tools",
-            )
 
     @property
     def callable_tools(self) -> list[dict[str, Any]]:

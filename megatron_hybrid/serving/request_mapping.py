@@ -44,7 +44,7 @@ def chat_prompt(
     try:
         check_messages(fields.messages or ())
         messages = _for_template(tokenizer, fields)
-        tokenizer.check_chat_size(messages)
+        tokenizer.check_chat_size(messages, tools, variables)
         if not keeps_lines:
             messages, changes = with_steady_start(messages)
             fields.changes.extend(changes)
@@ -337,6 +337,10 @@ def sampling_params(
     Raises:
         ApiError: an illegal value, with its field.
     """
+    allowed, most = fields.allowed_token_ids or (), tokenizer.vocab_size
+    if len(allowed) > most:
+        text = f"allowed_token_ids has {len(allowed)} ids, and the vocabulary {most}: give each"
+        raise ApiError(400, f"{text} once", "allowed_token_ids")
     # In the answer a word may stand at the beginning of a token, or after a space that is in it.
     words = [word.lstrip() or word for word in fields.bad_words or ()]
     words += [f" {word}" for word in words]

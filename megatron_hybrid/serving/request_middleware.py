@@ -8,13 +8,14 @@ import logging
 import re
 import time
 import uuid
+from collections import Counter
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 
 from megatron_hybrid.serving.answers import prefix_block
-from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.errors import RETRY_SECONDS, ApiError
 from megatron_hybrid.serving.json_response import encode_json
 from megatron_hybrid.serving.origins import Origins
 from megatron_hybrid.serving.service import Service
@@ -29,6 +30,8 @@ OPEN_PATHS = (
 """Paths that need no key; nor do the files of the page."""
 POLLED_PATHS = ("/requests", "/cache/tree", "/cache/history")
 """What the page asks for every second: without a line in the log."""
+_UNREAD_BODIES = 16
+"""Largest bodies of one key that may come, or wait to be read, at a time."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -45,6 +48,7 @@ class RequestMiddleware:
         self._service = service
         config = service.config
         is_open = not (config.api_keys or config.admin_keys)
+        self._unread: Counter[str] = Counter()  # bytes of bodies, by key
         self._origins = Origins(config.allowed_hosts, config.cors_origins) if is_open else None
 
     async def __call__(self, scope, receive, send) -> None:
@@ -59,7 +63,7 @@ class RequestMiddleware:
         path = scope["path"].removeprefix(scope["root_path"])
         headers, state = Headers(scope=scope), scope.setdefault("state", {})
         given = headers.get("x-request-id", "")
-        state["num_bytes"] = 0
+        state["num_bytes"], state["body_is_read"] = 0, lambda: None
         state["request_id"] = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
         async def named(message) -> None:
@@ -82,22 +86,43 @@ class RequestMiddleware:
             else:
                 await self._app(scope, limited, named)
         finally:
+            state["body_is_read"]()
             self._service.num_responses[_route(scope), status] += 1
             if path not in POLLED_PATHS or status != 200:
                 self._log(scope, status, time.perf_counter() - began)
 
     def _limited(self, length: str, receive, state: dict[str, Any]):
-        """`receive` with the limit of the body, whose bytes it counts in `state`."""
-        limit, clock = self._service.config.max_body_bytes, BodyClock()
+        """`receive` with the limits of the body and of all bodies of a key. It counts the bytes in
+        `state`, whose `body_is_read` is called when they are read."""
+        limit, clock, key = self._service.config.max_body_bytes, BodyClock(), state["key"]
+        held = 0
         text = f"the body has more than {limit} bytes, the most it may: send less"
         if length.isdecimal() and int(length) > limit:
             raise ApiError(413, text)
 
+        def release() -> None:
+            nonlocal held
+            self._unread[key] -= held
+            held = 0
+
+        state["body_is_read"] = release
+
         async def counted():
+            nonlocal held
             message = await clock.receive(receive, state["num_bytes"])
-            state["num_bytes"] += len(message.get("body", b""))
+            num_bytes = len(message.get("body", b""))
+            held += num_bytes
+            self._unread[key] += num_bytes
+            state["num_bytes"] += num_bytes
             if state["num_bytes"] > limit:
                 raise HTTPException(413, text)
+            if (most := _UNREAD_BODIES * limit) < self._unread[key]:
+                raise HTTPException(
+                    429,
+                    f"this key sends {self._unread[key]} bytes at a time, and may send {most}: "
+                    "send fewer requests at a time",
+                    {"Retry-After": str(RETRY_SECONDS)},
+                )
             return message
 
         return counted

@@ -51,8 +51,8 @@ _USUAL_BYTES = 8
 """Usual bytes of a token. A text of more for each token of the context is counted before it is
 tokenized."""
 _LEFT_OUT = 4
-_SHORT_CHAT = 64 << 10
-"""Characters of JSON that any chat may have."""
+_SHORT_CHAT = 256 << 10
+"""Characters of JSON that any chat may have, such as its tools."""
 _CHANGED_BYTES = 128
 """Least bytes that a token may stand for, where texts lose characters on their way to tokens."""
 
@@ -230,20 +230,22 @@ class Tokenizer:
         longest = max(lengths, default=1)
         return longest if is_exact else max(4 * longest, _CHANGED_BYTES)
 
-    def check_chat_size(self, messages: Sequence[Message]) -> None:
-        """Check the messages of a chat before anything is made of them. A template may leave out
-        some of a chat, such as earlier thoughts, so it may have several times what can be answered.
+    def check_chat_size(self, messages: Sequence[Message], *others: Any) -> None:
+        """Check a chat before anything is made of it. A template may leave out some of a chat, such
+        as earlier thoughts, so it may have several times what can be answered.
+
+        others: tools, and variables of the template.
 
         Raises:
-            TextTooLongError: there are more messages than tokens in the context, or their JSON has
-                more bytes than four such contexts.
-            TypeError, ValueError: they are no JSON values.
+            TextTooLongError: there are more messages than tokens in the context, or the JSON of all
+                has more bytes than four such contexts.
+            TypeError, ValueError: a value is none of JSON.
         """
         if self._limit is None:
             return
         most_tokens, most_bytes = self._limit
         most = _LEFT_OUT * most_bytes + _SHORT_CHAT
-        size = len(json.dumps(messages, ensure_ascii=False))
+        size = len(json.dumps([messages, *others], ensure_ascii=False))
         for count, limit, what in (
             (len(messages), most_tokens, "messages"),
             (size, most, "characters of JSON"),
@@ -440,8 +442,7 @@ class Tokenizer:
             ValueError, TypeError: as `render_chat`.
         """
         template, named = self._template(tools), {**self._named, **variables}
-        given = messages, add_generation_prompt, tools
-        text = template.render(*given, **named)
+        text = template.render(messages, add_generation_prompt, tools, **named)
         check_text("the text of the chat", text)
         self._check_size(text)
         encoding = self._encode(text, add_special_tokens=False)
@@ -453,18 +454,18 @@ class Tokenizer:
             if token in added and added[token].content in text[slice(*span)]
         ]
         anchor_ends = [spans[index][1] for index in anchors]
-        positions = set()
-        for start in template.fork_points(*given, **named):
+        forks = set()
+        for fork in template.fork_points(messages, add_generation_prompt, tools, **named):
             # Text is split at added tokens first: tokens before one do not depend on the text
             # after it, so only the tokens from the last one on need comparing.
-            past = bisect_right(anchor_ends, start)
+            past = bisect_right(anchor_ends, fork)
             first = anchors[past - 1] if past else 0
             begin = spans[first][0] if past else 0
-            # Before a letter, a space may be in the letter's token.
-            texts = {text[begin:start], text[begin:start] + "a"}
+            # A letter may follow, in whose token a space before it may be.
+            texts = text[begin:fork], text[begin:fork] + "a"
             alone = [self._encode(each, add_special_tokens=False).ids for each in texts]
-            positions.add(first + min(common_length(each, ids[first:]) for each in alone))
-        return ids, sorted(position for position in positions if 0 < position < len(ids))
+            forks.add(first + min(common_length(each, ids[first:]) for each in alone))
+        return ids, sorted(forks - {0, len(ids)})
 
     def chat_with_answers(
         self,

@@ -4,11 +4,13 @@ import asyncio
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from unittest import mock
 
@@ -117,6 +119,25 @@ def test_a_body_over_the_limit_is_refused(server, chunked):
     headers = {"content-type": "application/json"}
     answer = httpx.post(server.url + "/v1/completions", content=content, headers=headers)
     assert answer.status_code == 413 and "100000 bytes" in answer.json()["error"]["message"]
+
+
+def test_bodies_of_one_key_that_come_at_a_time_are_bounded(keyed, monkeypatch):
+    config = replace(keyed.service.config, max_body_bytes=1000)
+    monkeypatch.setattr(keyed.service, "config", config)
+    head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer alice\r\n"
+    head += b"Content-Length: 900\r\n\r\n"
+    with ExitStack() as undo:
+        clients = [socket.create_connection(keyed.address) for _ in range(18)]
+        for client in clients:
+            undo.enter_context(client)
+            client.sendall(head + b"x" * 899)
+        (refused, *_), _, _ = select.select(clients, [], [], LIMIT_S)
+        answer = refused.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 429") and b"retry-after: 1" in answer
+        for _ in range(20):  # of those that are read none counts any more
+            headers = {"Authorization": "Bearer bob"}
+            answer = call(keyed, "/tokenize", {"prompt": "a" * 900}, headers=headers)
+            assert answer.status_code == 200
 
 
 def test_unknown_paths_have_openai_s_error(server):
