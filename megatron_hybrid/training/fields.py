@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Self, get_args, get_type_hints
 
+from megatron_hybrid.utils.other_names import advice
 from megatron_hybrid.utils.validation import check_fields
 
 
@@ -52,13 +52,12 @@ class Fields:
 
 
 def check_known(section: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise ValueError if a key is not known; the message has the nearest known ones."""
+    """Raise ValueError if a key is not known; the message says which one may be meant."""
     known = list(known)
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=3)
-            hint = f"Near it: {', '.join(near)}." if near else f"It has: {', '.join(known)}."
-            raise ValueError(f"{section} has no field {key!r}. {hint}")
+            remedy = advice(section, str(key), known) or f"its fields are {', '.join(known)}"
+            raise ValueError(f"{section} has no field {key!r}: {remedy}")
 
 
 def as_number(value: Any, hint: Any) -> Any:

@@ -42,7 +42,7 @@ MODEL = {
 EXPERTS = ["model.layer_pattern=ME", "model.num_moe_experts=3", "model.moe_ffn_hidden_size=16"]
 CASES = {
     # Of the recipe.
-    "a key that does not exist": (["run.stesp=3"], r"run has no field 'stesp'\. Near it: steps"),
+    "a key that does not exist": (["run.stesp=3"], r"run has no field 'stesp': did you mean steps"),
     "tensor parallelism over more ranks": (
         ["model.tensor_model_parallel_size=4", "model.num_attention_heads=4"],
         "tensor_model_parallel_size=4.* needs a multiple of 4 processes, but there are 2",
