@@ -486,7 +486,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @routes.get("/tokenizer_info", response_model=Json, responses=errors(403))
     async def tokenizer_info(request: Request):
         service.auth.check_admin(request.state.key)
-        return await json_response(service.tokenizer.info)
+        return await json_response(service.tokenizer.info, request)
 
     @routes.post("/v1/completions/render", response_model=list[TokenIds])
     async def render_completion(fields: CompletionFields, request: Request):

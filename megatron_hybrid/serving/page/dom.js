@@ -32,7 +32,7 @@ export function bytes(number) {
 // The power of lengths that are drawn in place of lengths of which few are far longer than the rest:
 // a fourth of them has less than a fifth of the width, at most.
 export function fairPower(lengths) {
-  const sorted = [...lengths].sort((a, b) => a - b);
+  const sorted = Float64Array.from(lengths).sort();
   const share = sorted[Math.floor((sorted.length - 1) / 4)] / sorted.at(-1);
   return share > 0 && share < 0.2 ? Math.log(0.2) / Math.log(share) : 1;
 }

@@ -73,7 +73,7 @@ function layOut(numEdges) {
       row += child.leaves;
     }
   }
-  return { edges, numEdges, shapes: [] };
+  return { edges, numEdges, leaves: ordered.filter((edge) => !edge.children.length), shapes: [] };
 }
 
 export function showTree(columns) {
@@ -123,9 +123,10 @@ export function drawTree() {
 
   const rowHeight = height / shown.leaves;
   const span = Math.max(1, shown.depth - shown.start);
-  const leaves = [...tree.edges.values()].filter((edge) => !edge.children.length && edge.end > shown.start);
+  const leaves = tree.leaves.filter(({ row }) => row >= shown.row && row < shown.row + shown.leaves);
   const power = fairPower(leaves.map((edge) => edge.end - shown.start));
-  const place = (position) => 4 + (width - 12) * Math.max(0, (position - shown.start) / span) ** power;
+  const share = (position) => Math.max(0, (position - shown.start) / span);
+  const place = (position) => 4 + (width - 12) * (power === 1 ? share(position) : share(position) ** power);
   const path = new Set();
   for (let edge = tree.edges.get(lit); edge; edge = edge.parent) path.add(edge);
 
