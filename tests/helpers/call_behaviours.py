@@ -184,15 +184,18 @@ def common_rows() -> Iterator[Row]:
         for behaviour, calls in (
             ("an unknown function after a right call", [NOW, NONE]),
             ("an unknown function before a right call", [NONE, NOW]),
+            ("an unknown function between right calls", [NOW, NONE, NOW]),
         ):
-            if name in ("llama3_json", "llama4_json") and calls[0] == NONE:
-                continue  # the answer begins with no call, so it is content
             written = way([NONE]) if way.each else way.write(*NONE)
-            yield Row(name, behaviour, way(calls), [NOW], written)
+            yield Row(name, behaviour, way(calls), [NOW] * calls.count(NOW), written)
         if not way.bare:
             yield Row(name, "text before", f"Well.\n{way([PUT])}", [PUT], "Well.")
             cut = way([PUT])[: len(way.begin) + 8]
             yield Row(name, "cut in the arguments", cut, [], cut)
+            text = f"Well. {way([PUT]).strip()} Then. {way([NOW]).strip()} End."
+            yield Row(name, "text around calls", text, [PUT, NOW], "Well. Then. End.")
+            text = way.begin + json_call(*PUT) + way.end
+            yield Row(name, "JSON between the marks", text, [PUT])
             alone = f"The mark is {way.begin.strip()} so far."
             yield Row(name, "the mark in a text", alone, [], alone)
             yield Row(
@@ -206,6 +209,8 @@ def common_rows() -> Iterator[Row]:
         if way.end.strip() and way.end != "]" and not way.bare:
             text = way([PUT]).removesuffix(way.end.lstrip("]\n"))
             yield Row(name, "the end mark is missing", text, [PUT])
+            text += way([NOW])
+            yield Row(name, "it is missing where the next call begins", text, [PUT, NOW])
             quoted = {"s": f"a {way.end.strip().lstrip(']')} b"}
             yield Row(name, "its end mark in a text", way([("put", quoted)]), [("put", quoted)])
 
@@ -278,16 +283,40 @@ def near_misses() -> Iterator[Row]:
         ("an id with a name alone", kimi.replace("functions.put:0", "put")),
         ("no section", kimi.replace("<|tool_calls_section_begin|>", "")),
         ("lines between marks", kimi.replace("|><|", "|>\n<|")),
+        ("an end is missing where a call begins", kimi * 2),
     ):
-        yield Row("kimi_k2", behaviour, text, [PUT])
+        text = text.replace("<|tool_call_end|><|tool_calls_section_end|><", "<")
+        yield Row("kimi_k2", behaviour, text, [PUT] * text.count("put"))
+    text = WAYS["kimi_k2"]([NOW]).replace("{}", "")
+    yield Row("kimi_k2", "nothing for arguments", text, [NOW])
+    for name in ("deepseek_v3", "deepseek_v31"):
+        text = WAYS[name]([PUT, NOW]).replace(ONE.format("end"), "", 1)
+        yield Row(name, "an end is missing where a call begins", text, [PUT, NOW])
     for behaviour, text in (
         ("no [ARGS]", '[TOOL_CALLS]put{"s": "x"}'),
         ("space around the name", '[TOOL_CALLS] put [ARGS] {"s": "x"}'),
         ("an id", '[TOOL_CALLS]put[CALL_ID]abc123def[ARGS]{"s": "x"}'),
         ("one object, no list", '[TOOL_CALLS]{"name": "put", "arguments": {"s": "x"}}'),
+        ("a list that is open", '[TOOL_CALLS] [{"name": "put", "arguments": {"s": "x"}}'),
     ):
         text = text.replace("put [ARGS]", "put[ARGS]")
         yield Row("mistral", behaviour, text, [PUT])
+    text = "[TOOL_CALLS]now[ARGS][TOOL_CALLS]now[ARGS]"
+    yield Row("mistral", "nothing for arguments", text, [NOW, NOW])
+    for behaviour, name, old, new in (
+        ("space around names", "qwen3_coder", "=put>", "= put >"),
+        ("quotes around names", "qwen3_coder", "=put>", '="put">'),
+        ("single quotes around names", "minimax_m2", '"', "'"),
+        ("no quotes around names", "minimax_m2", '"', ""),
+        ("space around names", "glm45", "<arg_key>s<", "<arg_key> s <"),
+        ("a colon before it", "gemma4", "call:put", ":call:put"),
+        ("all on one line", "glm45", "\n", ""),
+    ):
+        yield Row(name, behaviour, WAYS[name]([PUT]).replace(old, new), [PUT])
+    text = f"Well.<|python_start|>[{python_call(*PUT)}]<|python_end|>"
+    yield Row("llama4_pythonic", "marks", text, [PUT], "Well.")
+    text = ", ".join([json_call(*PUT)] * 2)
+    yield Row("llama3_json", "a comma between calls", text, [PUT, PUT])
     hermes = '{"name": "put", "arguments": {"s": "x"}}'
     for behaviour, text, calls, content in (
         (
@@ -300,6 +329,10 @@ def near_misses() -> Iterator[Row]:
         ("an id and a type", hermes.replace("{", '{"id": "1", "type": "function", ', 1), [PUT], ""),
         ("two calls between marks", f"{hermes}\n{hermes}", [PUT, PUT], ""),
         ("a list", f"[{hermes}]", [PUT], ""),
+        ("a fence", f"\n```json\n{hermes}\n```\n", [PUT], ""),
+        ("raw lines", hermes.replace("x", "a\n\tb"), [("put", {"s": "a\n\tb"})], ""),
+        ("null for arguments", '{"name": "now", "arguments": null}', [NOW], ""),
+        ("an empty text for arguments", '{"name": "now", "arguments": ""}', [NOW], ""),
     ):
         text = f"<tool_call>{text}</tool_call>"
         yield Row("hermes", behaviour, text, calls, content)
@@ -328,6 +361,10 @@ def near_misses() -> Iterator[Row]:
     yield Row("openai", "an unknown function", text, [], text)
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" + head.format("now") + "{}"
     yield Row("openai", "after a thought", text, [NOW], "", "Hm.")
+    for text in ("The marks are <|start|>, <|message|> and <|end|>.", "It is <|start|>, then"):
+        yield Row("openai", "its marks in a text", text, [], text)
+    text = "Use <think> for it."
+    yield Row("hermes", "the thought's mark in a text", text, [], text)
     repeated = f"<think>\nHm.</think>{WAYS['hermes']([PUT])}"
     yield Row("hermes", "the thought's mark again", repeated, [PUT], "", "Hm.", True)
 

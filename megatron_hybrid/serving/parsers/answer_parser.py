@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from megatron_hybrid.serving.parsers.block import Block
+from megatron_hybrid.serving.parsers.brackets import any_of
 from megatron_hybrid.serving.parsers.dialect import Call, Dialect, Pieces
 from megatron_hybrid.serving.parsers.parts import AnswerPart, Content, Reasoning, ToolCall, new_id
 from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
 
 _SPACE = re.compile(r"\s*")
+_BETWEEN = re.compile(r"[\s,;]*")
 _FEW, _MAX_FAILED = 256, 32
 """Limit: after so many texts of more than a few characters that look like calls and are none, the
 rest of an answer is content: so that it is read in time that grows with its length."""
@@ -52,11 +53,14 @@ class AnswerParser:
         self._is_blank = False  # all that is held is space
         self._failed = 0
         self._space = ""  # before what may be a call
+        self._gap = ""  # space that was left out around calls
+        self._has_content = False
         self._in_thought = is_thinking
         self._skips_space = is_thinking
         self._late: list[Call] = []  # that were written inside of reasoning
         self._late_texts: list[str] = []  # they, and more reasoning
         self._may_be_bare = bool(self._tools and dialect.bare)
+        self._ids: set[str] = set()  # that the model gave
         self.num_calls = 0
         """Number of calls so far."""
 
@@ -100,7 +104,7 @@ class AnswerParser:
                 if begins is None:
                     return
                 self._block = Block(self._dialect, self._held, self._at, self._tools)
-            elif self._may_repeat_thought(is_last):
+            elif self._may_begin_thought(is_last):
                 return
             elif (found := self._mark()) is not None:
                 yield from self._said(self._held[self._at : found.start()], before=True)
@@ -109,44 +113,38 @@ class AnswerParser:
                     self._block = Block(self._dialect, self._held, self._at, self._tools)
                 else:
                     self._at = found.end()
-                    self._in_thought, self._space = found[0] == self._thoughts.open, ""
-                    self._skips_space = True
+                    self._in_thought, self._space, self._skips_space = False, "", True
             else:
-                self._searched = max(
-                    self._at, len(self._held) - max(map(len, self._marks), default=0)
-                )
+                longest = max(map(len, self._marks), default=0)
+                self._searched = max(self._at, len(self._held) - longest)
                 text = self._held[self._at :]
                 end = len(text) if is_last else end_without(text, self._marks)
                 self._at += end
                 yield from self._said(text[:end])
                 return
 
-    def _may_repeat_thought(self, is_last: bool) -> bool:
-        """Leave out the mark that the prompt ended with, which some models repeat. Returns whether
-        it may follow."""
-        if not (self._in_thought and self._skips_space and self._thoughts):
+    def _may_begin_thought(self, is_last: bool) -> bool:
+        """Take the mark of reasoning where it may begin: before there is content, and again where
+        the prompt ended with it, as some models repeat it. Returns whether it may follow."""
+        may_begin = self._skips_space if self._in_thought else not self._has_content
+        if not (may_begin and self._thoughts):
             return False
         at, mark = _SPACE.match(self._held, self._at).end(), self._thoughts.open
         while self._held.startswith(mark, at):
             self._at = at + len(mark)
+            self._in_thought, self._space, self._skips_space = True, "", True
             at = _SPACE.match(self._held, self._at).end()
         rest = self._held[at : at + len(mark)]
         return mark.startswith(rest) and not is_last
 
     def _mark(self) -> re.Match | None:
         """The next that ends what is being said."""
-        marks = self._marks
-        if not marks:
-            return None
-        return any_of(marks).search(self._held, max(self._at, self._searched))
+        at, marks = max(self._at, self._searched), self._marks
+        return any_of(marks).search(self._held, at) if marks else None
 
     @property
     def _marks(self) -> tuple[str, ...]:
-        marks: tuple[str, ...] = ()
-        if self._thoughts is not None and not self._in_thought:
-            marks = (self._thoughts.open,)
-        elif self._thoughts is not None:
-            marks = (self._thoughts.close,)
+        marks = (self._thoughts.close,) if self._thoughts and self._in_thought else ()
         return (*marks, *self._dialect.begins) if self._reads_calls else marks
 
     @property
@@ -157,9 +155,7 @@ class AnswerParser:
         """Whether what is held begins a call without a mark; None: only space is there so far."""
         if not self._may_be_bare or self._in_thought or not self._reads_calls:
             return False
-        at = _SPACE.match(self._held, self._at).end()
-        if self.num_calls and self._held.startswith(self._dialect.separator, at):
-            at = _SPACE.match(self._held, at + len(self._dialect.separator)).end()
+        at = _BETWEEN.match(self._held, self._at).end()
         if not self._held.startswith(self._dialect.bare, at):
             return None if at == len(self._held) else False
         self._space += self._held[self._at : at]
@@ -171,25 +167,22 @@ class AnswerParser:
         written, self._at = self._held[self._at : stop], stop
         self._searched = stop
         calls = [each for each in pieces if isinstance(each, Call)]
+        may_be_bare = self._may_be_bare and bool(pieces)
         if calls and self._in_thought:
             self._late += calls
             self._late_texts.append(self._space + written)
             self._space = ""
         elif calls:
-            self._space, self._skips_space = "", True
+            self._gap, self._space, self._skips_space = self._gap + self._space, "", True
             yield from self._thought()
             for each in pieces:
-                if isinstance(each, Call):
-                    yield from self._called([each])
-                else:
-                    may_be_bare = self._may_be_bare
-                    yield from self._said(each)
-                    self._may_be_bare = may_be_bare
+                is_call = isinstance(each, Call)
+                yield from self._called([each]) if is_call else self._said(each)
             self._skips_space = True
         else:
             self._failed += cost > _FEW
-            self._may_be_bare = False
             yield from self._said(written)
+        self._may_be_bare = may_be_bare
 
     def _thought(self) -> list[AnswerPart]:
         """Calls inside of reasoning were none, as the answer says more."""
@@ -200,7 +193,8 @@ class AnswerParser:
         """More of what is being said. before: a mark follows, so space at the end may be left
         out."""
         if self._skips_space:
-            text = text.lstrip()
+            whole, text = text, text.lstrip()
+            self._gap += whole[: len(whole) - len(text)]
         else:
             text = self._space + text
         self._space = ""
@@ -216,22 +210,19 @@ class AnswerParser:
             return []
         if self._in_thought:
             return [Reasoning(text)]
-        self._may_be_bare = False
+        gap = "\n" if "\n" in self._gap else self._gap[:1]
+        text = gap + text if self._has_content else text
+        self._may_be_bare, self._has_content, self._gap = False, True, ""
         return self._thought() + ([] if self._must_call else [Content(text)])
 
     def _called(self, calls: Sequence[Call]) -> Iterator[ToolCall]:
         for name, arguments, id in calls:
             if self.num_calls == self._max_calls:
                 return
-            given = {"id": id or new_id(self._dialect.num_id_chars)}
-            yield ToolCall(self.num_calls, name, arguments, **given)
+            given = id if id and id not in self._ids else new_id(self._dialect.num_id_chars)
+            self._ids.add(given)
+            yield ToolCall(self.num_calls, name, arguments, given)
             self.num_calls += 1
-
-
-@cache
-def any_of(marks: Sequence[str]) -> re.Pattern:
-    """Finds the first of some marks."""
-    return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
 
 
 def end_without(text: str, marks: Sequence[str]) -> int:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
+from megatron_hybrid.serving.parsers.brackets import JSON_QUOTES, Brackets, any_of
+from megatron_hybrid.serving.parsers.dialect import Dialect, Pieces, Tools, json_calls
 
-from megatron_hybrid.serving.parsers.brackets import Brackets
-from megatron_hybrid.serving.parsers.dialect import Dialect, Pieces, Tools
-
-_SPACE = re.compile(r"\s*")
 _MAX_TRIES = 64
 """Ends that are tried one by one; of more, those that make the text longer by a quarter."""
 
@@ -26,6 +23,7 @@ class Block:
         self._dialect, self._tools = dialect, tools
         self._has_mark = bool(dialect.begin) and text.startswith(dialect.begin, at)
         self._end = dialect.end if self._has_mark or dialect.also else ""
+        self._ends = tuple(filter(None, (self._end, dialect.begin)))
         self._start = at + len(dialect.begin) if self._has_mark else at
         self.no_call = self._start if self._has_mark else at + 1
         """Place where the answer goes on if there is no call."""
@@ -44,46 +42,54 @@ class Block:
             start = self._dialect.first(text, self._start, is_last)
             if start is None or start < 0:
                 return None if start is None else (self.no_call, [])
-            ends = (self._end,) if self._end else ()
-            self._brackets = Brackets(self._dialect.quotes or ('"',), ends, start)
+            quotes = self._dialect.quotes or JSON_QUOTES
+            self._brackets = Brackets(quotes, self._ends, start, closes=not self._end)
         if not self._dialect.quotes:
             return self._tried_ends(text, is_last)
         stop = self._brackets.find(text, is_last)
         if stop is None and not is_last:
             return None
-        after = len(text) if stop is None else stop + len(self._end)
+        after = len(text) if stop is None else self._after(stop, self._brackets.found)
         self.cost = after - self._start
-        pieces = self._dialect.inside(text[self._start : stop], self._tools)
+        pieces = self._inside(text[self._start : stop])
         return (after, pieces) if pieces is not None else self._mended(text, after)
+
+    def _inside(self, text: str) -> Pieces | None:
+        pieces = self._dialect.inside(text, self._tools)
+        return json_calls(text, self._tools) if pieces is None else pieces
+
+    def _after(self, stop: int, mark: str) -> int:
+        """Return where the answer goes on after a mark: the next call's is not taken."""
+        return stop + len(mark) if mark == self._end else stop
 
     def _tried_ends(self, text: str, is_last: bool) -> tuple[int, Pieces] | None:
         """Try ends of a dialect whose values are bare texts, in which the end mark may stand."""
-        while (stop := text.find(self._end, self._looked)) >= 0:
+        while (found := any_of(self._ends).search(text, self._looked)) is not None:
+            stop = found.start()
             self._looked = stop + 1
             length = stop - self._start
             if self._tries >= _MAX_TRIES and length < 1.25 * self._tried:
                 continue
             self._tries, self._tried = self._tries + 1, length
-            pieces = self._dialect.inside(text[self._start : stop], self._tools)
+            pieces = self._inside(text[self._start : stop])
             if pieces is not None:
-                return stop + len(self._end), pieces
-        self._looked = max(self._looked, len(text) - len(self._end) + 1)
+                return self._after(stop, found[0]), pieces
+        self._looked = max(self._looked, len(text) - max(map(len, self._ends)) + 1)
         if not is_last:
             return None
         self.cost = len(text) - self._start
         last = text.rfind(self._end, self._start)
         for stop in (last, len(text)) if last >= 0 else (len(text),):
-            pieces = self._dialect.inside(text[self._start : stop], self._tools)
+            pieces = self._inside(text[self._start : stop])
             if pieces is not None:  # the end mark may have been a stop
                 return min(len(text), stop + len(self._end)), pieces
         return self._mended(text, len(text))
 
     def _mended(self, text: str, after: int) -> tuple[int, Pieces]:
         """Near misses: see `Dialect.mended`."""
-        stop = text.find(self._end, self._start, after) if self._end else after
-        has_end = stop >= 0
-        stop = stop if has_end else after
-        pieces = self._dialect.mended(text[self._start : stop], self._tools, has_end)
+        found = any_of(self._ends).search(text, self._start, after) if self._ends else None
+        stop = after if found is None else found.start()
+        pieces = self._dialect.mended(text[self._start : stop], self._tools, found is not None)
         if not pieces:
             return self.no_call, []
-        return min(len(text), stop + len(self._end)), pieces
+        return after if found is None else self._after(stop, found[0]), pieces

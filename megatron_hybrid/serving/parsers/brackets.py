@@ -15,19 +15,26 @@ class Brackets:
 
     Args:
         quotes: around texts; in those of JSON and Python a backslash escapes one character.
-        ends: marks to find; none: the outermost bracket's end is found.
+        ends: marks to find.
         at: begin here.
+        closes: the outermost bracket's end is found, too.
     """
 
-    def __init__(self, quotes: Sequence[str] = JSON_QUOTES, ends: Sequence[str] = (), at: int = 0):
-        self._quotes, self._ends = quotes, ends
-        self._tokens = _any_of(*quotes, *ends)
-        self._margin = max(map(len, (*quotes, *ends)))
-        self._wait = max(map(len, quotes))
+    def __init__(
+        self,
+        quotes: Sequence[str] = JSON_QUOTES,
+        ends: Sequence[str] = (),
+        at: int = 0,
+        closes: bool = True,
+    ):
+        self._quotes, self._ends, self._closes = quotes, ends, closes
+        self._marks = (*quotes, *ends)
+        self._tokens = any_of((*self._marks, *"{}()[]"))
+        self._margin = max(map(len, self._marks))
         self._at, self._depth = at, 0
         self._quote = ""
         self.found = ""
-        """The mark that was found."""
+        """The mark that was found; "": none, but the bracket's end."""
 
     @property
     def is_open(self) -> bool:
@@ -54,25 +61,26 @@ class Brackets:
             if found is None:
                 self._at = max(self._at, len(text) - self._margin + 1)
                 return None
+            rest = text[found.start() : found.start() + self._margin]
+            if not is_last and any(m.startswith(rest) and m != found[0] for m in self._marks):
+                self._at = found.start()  # may be the first of three quotes, or of a mark
+                return None
             if found[0] in self._quotes:
-                if not is_last and found.start() + self._wait > len(text):
-                    self._at = found.start()  # may be the first of three quotes
-                    return None
                 self._quote = found[0]
             elif found[0] in self._ends:
                 self.found, self._at = found[0], found.end()
                 return found.start()
             else:
                 self._depth += 1 if found[0] in "{[(" else -1
-                if self._depth <= 0 and not self._ends:
+                if self._depth <= 0 and self._closes:
                     return found.end()
             self._at = found.end()
 
 
 @cache
-def _any_of(*marks: str) -> re.Pattern:
-    marks = sorted(marks, key=len, reverse=True)
-    return re.compile("|".join([*map(re.escape, marks), r"[{}()\[\]]"]))
+def any_of(marks: Sequence[str]) -> re.Pattern:
+    """Finds the first of some marks."""
+    return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))))
 
 
 @cache

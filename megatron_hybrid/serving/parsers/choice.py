@@ -152,7 +152,6 @@ def style_of(template: str | None, tool_parser: str = "", reasoning_parser: str 
     dialect = TOOL_PARSERS[tool_parser or shown_tool_parser(template)]
     if reasoning_parser:
         return Style(dialect, REASONING_PARSERS[reasoning_parser])
-    is_harmony = dialect is OPENAI
-    return Style(
-        dialect, HARMONY_THOUGHTS if is_harmony else reasoning_format.thoughts_of(template)
-    )
+    if dialect is OPENAI:
+        return Style(dialect, HARMONY_THOUGHTS)
+    return Style(dialect, reasoning_format.thoughts_of(template))

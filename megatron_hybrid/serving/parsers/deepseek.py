@@ -5,27 +5,26 @@ encoding/README.md of deepseek-ai/DeepSeek-V3.2.
 """
 
 import re
+from dataclasses import replace
 
 from megatron_hybrid.serving.parsers.dialect import HeadedJson
-from megatron_hybrid.serving.parsers.tagged_parameters import TaggedParameters
+from megatron_hybrid.serving.parsers.tagged_parameters import TaggedParameters, named
 
 _SECTION = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
 _CALL, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
 
-DEEPSEEK_V3 = HeadedJson(
-    *_SECTION,
-    openers=(_CALL,),
-    inner=(_CALL, _SEP, _END),
-    head=re.compile(rf"{_CALL}function{_SEP}(?P<name>[^\s<]+)\n```json\n"),
-    write=lambda name: (f"{_CALL}function{_SEP}{name}\n```json\n", f"\n```{_END}"),
-    gap="\n",
-)
 DEEPSEEK_V31 = HeadedJson(
     *_SECTION,
     openers=(_CALL,),
     inner=(_CALL, _SEP, _END),
     head=re.compile(rf"{_CALL}(?P<name>[^\s<]+){_SEP}"),
     write=lambda name: (f"{_CALL}{name}{_SEP}", _END),
+)
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V31,
+    head=re.compile(rf"{_CALL}function{_SEP}(?P<name>[^\s<]+)"),
+    write=lambda name: (f"{_CALL}function{_SEP}{name}\n```json\n", f"\n```{_END}"),
+    gap="\n",
 )
 _DSML = "｜DSML｜"  # noqa: RUF001
 DEEPSEEK_V32 = TaggedParameters(
@@ -36,8 +35,8 @@ DEEPSEEK_V32 = TaggedParameters(
     is_section=True,
     parameter=(f'<{_DSML}parameter name="{{}}" string="{{}}">', f"</{_DSML}parameter>"),
     gap="\n",
-    head=re.compile(rf'<{_DSML}invoke name="(?P<name>[^">\n]+)">'),
-    opened=re.compile(rf'\s*<{_DSML}parameter name="(?P<name>[^">\n]+)"(?: string="\w+")?>'),
+    head=named(rf"<{_DSML}invoke name=", ">"),
+    opened=named(rf"\s*<{_DSML}parameter name=", r'(?:string="\w+")?>'),
     closed=re.compile(rf"\s*</{_DSML}invoke>"),
     parts=re.compile(rf"(?P<open><?{_DSML}parameter name)|</?{_DSML}parameter>"),
 )

@@ -13,6 +13,8 @@ from megatron_hybrid.serving.parsers.brackets import JSON_QUOTES
 from megatron_hybrid.serving.parsers.schemas import Schema
 
 _SPACE = re.compile(r"\s*")
+_FENCE = re.compile(r"\s*(?:```(?:json)?\s*)?")
+JSON_OPENERS = ("{", "[", "```")
 Json = dict[str, Any]
 Tools = Mapping[str, Json]
 """Functions that may be called, as in OpenAI's requests, by name."""
@@ -43,6 +45,11 @@ class Dialect:
       is not is content, as the model wrote it, and drops no other: if there is none, so are marks.
     - An end mark may be missing where the answer ends, or the next call begins. Arguments
       that were cut, or whose end cannot be told, are none.
+    - No arguments may be written as nothing, an empty text or null.
+    - JSON of calls is read between all marks. Around it may be a fence, at its end a list's bracket
+      be missing, and lines and tabs stand in its texts as they are.
+    - Space and quotes around a name in a tag are not part of it.
+    - Of two calls with one id the second gets another.
     - Inside of reasoning calls count if the answer says nothing after it.
     """
 
@@ -53,37 +60,29 @@ class Dialect:
     bare: str = ""
     """The answer may also be calls without a mark, which begin with this character."""
     separator: str = ""
-    """Character between such calls."""
+    """Character between such calls, in forms."""
     inner: tuple[str, ...] = ()
     """Further marks, which may be special tokens."""
     also: tuple[str, ...] = ()
     """Texts that begin a call where the mark is missing."""
-    openers: tuple[str, ...] = ("{", "[")
-    """Texts that a first call begins with."""
+    openers: tuple[str, ...] = ()
+    """Texts that a first call begins with, if it is no JSON."""
     num_id_chars: int = 0
     """Length of the ids of calls that its templates require; 0 accepts any."""
     content_begin: str = ""
     """Mark before what is said to the user."""
+    quotes: tuple[str, ...] = JSON_QUOTES
+    """Around texts in calls; none: they are bare, so that marks may stand in them."""
 
     @property
-    def written_begin(self) -> str:
-        """Mark that begins a call in forms; "" for calls without a mark."""
-        return "" if self.bare else self.begin
-
-    @property
-    def written_end(self) -> str:
-        """Mark that ends a call in forms; "" for calls without a mark."""
-        return "" if self.bare else self.end
+    def marks(self) -> tuple[str, str]:
+        """Marks around a call in forms."""
+        return ("", "") if self.bare else (self.begin, self.end)
 
     @property
     def begins(self) -> tuple[str, ...]:
         """Marks, or first texts, that calls begin with anywhere."""
         return tuple(filter(None, (self.begin, *self.also)))
-
-    @property
-    def quotes(self) -> tuple[str, ...]:
-        """Around texts in calls; none: they are bare, so that marks may stand in them."""
-        return JSON_QUOTES
 
     def first(self, text: str, at: int, is_last: bool) -> int | None:
         """Return where the first call's form begins in an answer; -1: there is none; None: more has
@@ -91,15 +90,16 @@ class Dialect:
         at = _SPACE.match(text, at).end()
         if at == len(text):
             return -1 if is_last else None
-        rest = text[at : at + max(map(len, self.openers), default=0)]
-        if any(map(rest.startswith, self.openers)):
+        openers = (*self.openers, *JSON_OPENERS)
+        rest = text[at : at + max(map(len, openers))]
+        if rest.startswith(openers):
             return at
-        is_cut = at + len(rest) == len(text) and any(o.startswith(rest) for o in self.openers)
+        is_cut = at + len(rest) == len(text) and any(o.startswith(rest) for o in openers)
         return None if is_cut and not is_last else -1
 
     def inside(self, text: str, tools: Tools) -> Pieces | None:
         """The calls between the marks; None: it has not the form."""
-        raise NotImplementedError
+        return None
 
     def mended(self, text: str, tools: Tools, has_end: bool) -> Pieces | None:
         """The same of a text that is a near miss of the form. has_end: the end mark follows."""
@@ -129,6 +129,7 @@ def checked(name: str, arguments: str, tools: Tools, id: str = "") -> Call:
     """
     if name not in tools:
         raise ValueError(f"there is no function {name}")
+    arguments = "{}" if arguments.strip() in ("", '""', "null") else arguments
     return Call(name, json_text.object_text(arguments), id)
 
 
@@ -149,7 +150,7 @@ def _json_call(text: str, tools: Tools) -> Call | str:
             return text
         (arguments,) = given or ["{}"]
         if arguments.startswith('"'):  # JSON in a text
-            arguments = json_text.decoded(arguments) or "{}"
+            arguments = json_text.decoded(arguments)
         return checked(name, arguments, tools)
     except ValueError:
         return text
@@ -166,11 +167,8 @@ class TaggedJson(Dialect):
     gap: str = ""
     """Around the JSON, in forms."""
 
-    def inside(self, text: str, tools: Tools) -> Pieces | None:
-        return json_calls(text, tools)
-
     def form(self, functions: Sequence[Json], several: bool) -> Json:
-        begin, end = self.written_begin + self.gap, self.gap + self.written_end if self.end else ""
+        begin, end = self.marks[0] + self.gap, self.gap + self.marks[1] if self.end else ""
 
         def parts(each: Json) -> tuple[str, Json, str]:
             name = json.dumps(each["name"], ensure_ascii=False)
@@ -187,7 +185,8 @@ class TaggedJson(Dialect):
 
 @dataclass(frozen=True)
 class HeadedJson(Dialect):
-    """The arguments as JSON, after a header with the name."""
+    """The arguments as JSON, after a header with the name. Around a call are the first and the last
+    of the inner marks."""
 
     head: Any = None
     """Pattern of a header, with the group `name`, and `id` if it is one."""
@@ -200,21 +199,21 @@ class HeadedJson(Dialect):
 
     def inside(self, text: str, tools: Tools) -> Pieces | None:
         pieces: Pieces = []
-        at, end = 0, self.write("")[1].strip()
+        begin, end = re.escape(self.inner[0]), re.escape(self.inner[-1])
+        over = rf"(?:{end}|(?={begin})|\Z)"
+        at, tail = 0, re.compile(rf"\s*(?:```\s*)?{over}")
         while (at := _SPACE.match(text, at).end()) < len(text):
             if (head := self.head.match(text, at)) is None:
                 return [*pieces, text[at:]] if pieces else None
-            stop = json_text.value_end(text, head.end())
-            after = stop and _SPACE.match(text, stop).end()
-            if stop is None or not (text.startswith(end, after) or after == len(text)):
-                cut = text.find(end, head.end())
-                after = len(text) if cut < 0 else cut
-                stop = head.end()
-            after = min(len(text), after + len(end))
-            id, arguments = head.groupdict().get("id", ""), text[head.end() : stop]
-            written = text[at:after]
+            start = _FENCE.match(text, head.end()).end()
+            stop = json_text.value_end(text, start) if text.startswith("{", start) else start
+            after = None if stop is None else tail.match(text, stop)
+            arguments = text[start:stop]
+            if after is None:
+                after, arguments = re.compile(over).search(text, start), "{"
+            written, id = text[at : after.end()], head.groupdict().get("id", "")
             pieces.append(call_or_text(head["name"], arguments, tools, written, id))
-            at = after
+            at = after.end()
         return pieces
 
     def form(self, functions: Sequence[Json], several: bool) -> Json:

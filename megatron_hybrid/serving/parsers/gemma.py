@@ -25,7 +25,7 @@ from megatron_hybrid.serving.parsers.dialect import (
 from megatron_hybrid.serving.parsers.json_text import value_end
 from megatron_hybrid.serving.parsers.schemas import Schema
 
-_HEAD = re.compile(r"\s*call:(?P<name>[\w.-]{1,256})\s*(?=\{)")
+_HEAD = re.compile(r"\s*:?call:(?P<name>[\w.-]{1,256})\s*(?=\{)")
 _WORD = r"([^\W\d][\w.-]*)(?=\s*:)"
 
 
@@ -33,20 +33,13 @@ _WORD = r"([^\W\d][\w.-]*)(?=\s*:)"
 class Gemma(Dialect):
     """Each call is between marks."""
 
-    quote: str = ""
-    """Around texts."""
-
-    openers: tuple[str, ...] = ("call:",)
-
-    @property
-    def quotes(self) -> tuple[str, ...]:
-        return (self.quote,)
+    openers: tuple[str, ...] = ("call:", ":call:")
 
     def inside(self, text: str, tools: Tools) -> Pieces | None:
         head = _HEAD.match(text)
         if head is None or value_end(text, head.end(), self.quotes) != len(text.rstrip()):
             return None
-        quote = re.escape(self.quote)
+        quote = re.escape(self.quotes[0])
         words = re.compile(rf"{quote}(.*?){quote}|{_WORD}", re.DOTALL)
         arguments = words.sub(_as_json, text[head.end() :])
         return [call_or_text(head["name"], arguments, tools, text)]
@@ -67,9 +60,8 @@ class Gemma(Dialect):
             return {"type": "json_schema", "json_schema": schema.alone(name)}
         texts: list[Any] = list(map(text_format, schema.choices(name)))
         one = {"type": "or", "elements": texts} if texts else None
-        return sequence(
-            self.quote, one or {"type": "any_text", "excludes": [self.quote]}, self.quote
-        )
+        (quote,) = self.quotes
+        return sequence(quote, one or {"type": "any_text", "excludes": [quote]}, quote)
 
 
 def _as_json(found: re.Match) -> str:
@@ -77,7 +69,7 @@ def _as_json(found: re.Match) -> str:
     return json.dumps(found[2] if found[1] is None else found[1], ensure_ascii=False)
 
 
-GEMMA4 = Gemma("<|tool_call>", "<tool_call|>", inner=('<|"|>',), quote='<|"|>')
+GEMMA4 = Gemma("<|tool_call>", "<tool_call|>", inner=('<|"|>',), quotes=('<|"|>',))
 FUNCTIONGEMMA = Gemma(
-    "<start_function_call>", "<end_function_call>", inner=("<escape>",), quote="<escape>"
+    "<start_function_call>", "<end_function_call>", inner=("<escape>",), quotes=("<escape>",)
 )

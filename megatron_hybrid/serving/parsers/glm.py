@@ -5,7 +5,7 @@ Chat templates of zai-org/GLM-4.5, zai-org/GLM-4.6 and zai-org/GLM-4.7.
 
 import re
 
-from megatron_hybrid.serving.parsers.tagged_parameters import TaggedParameters
+from megatron_hybrid.serving.parsers.tagged_parameters import TaggedParameters, named
 
 GLM45 = TaggedParameters(
     "<tool_call>",
@@ -14,8 +14,8 @@ GLM45 = TaggedParameters(
     function=("{}\n", ""),
     parameter=("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>"),
     gap="\n",
-    head=re.compile(r"(?P<name>[^\s<]+)(?=\s*(<arg_key>|\Z))"),
-    opened=re.compile(r"\s*<arg_key>(?P<name>[^<\n]+)</arg_key>\s*<arg_value>"),
+    head=re.compile(r"(?P<name>[^\s<{]+)(?=\s*(<arg_key>|\Z))"),
+    opened=named(r"\s*<arg_key>", r"</arg_key>\s*<arg_value>"),
     closed=re.compile(r"\s*\Z"),
     parts=re.compile(r"(?P<open><arg_value>|(?<!/)arg_value>)|</?arg_value>|/arg_value>"),
 )

@@ -9,35 +9,26 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_hybrid.serving.parsers.answer_parser import AnswerParser, any_of, end_without
+from megatron_hybrid.serving.parsers.answer_parser import AnswerParser, end_without
 from megatron_hybrid.serving.parsers.brackets import Brackets
-from megatron_hybrid.serving.parsers.dialect import (
-    Dialect,
-    Json,
-    checked,
-    json_schema,
-    repeated,
-)
+from megatron_hybrid.serving.parsers.dialect import Dialect, Json, checked, json_schema, repeated
 from megatron_hybrid.serving.parsers.parts import AnswerPart
 from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
 
 _MESSAGE = "<|message|>"
-_START = "<|start|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
-_AN_END = any_of(_ENDS)
-_BEGINS = ("<|channel|>", _START, " to=")
-"""Marks that begin headers."""
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_AN_END = re.compile(r"(?:<\|(?:end|call|return)\|>){1,8}|<\|start\|>")
 _TO = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_CUT = re.compile(
-    r"(<\|start\|>[\w. ]*)?( to=[\w.-]*)?"
-    r"(<\|channel\|>\w*( to=[\w.-]*)?( ?<\|constrain\|>)?[ \w]*)?"
-    r"(<[|\w]*)?"
+_HEADER = re.compile(
+    r"((?:<\|start\|>[\w.]{1,64})?(?: to=[^\s<]{1,256})?(?:<\|channel\|>\w{0,64}"
+    r"(?: to=[^\s<]{1,256})?(?: ?<\|constrain\|>)?(?: ?\w{1,64})?){0,2} ?)<\|message\|>"
 )
-"""A header without its end."""
-_HEADER = re.compile(r"<\|start\|>\w[^\n]{0,200}?<\|message\|>")
-_BEGUN = re.compile(r"<\|start\|>(?:\w[^\n]{0,210})?")
-"""What may become a header."""
+_CUT = re.compile(
+    r"(?:<\|start\|>[\w.]{0,64})?(?: to=[^\s<]{0,256})?(?:<\|channel\|>\w{0,64}"
+    r"(?: to=[^\s<]{0,256})?(?: ?<\|constrain\|>)?(?: ?\w{0,64})?){0,2}"
+    r"(?: ?(?:<(?:\|\w{0,9}\|?)?)?| t?o?)"
+)
+"""A header that may go on."""
 THOUGHTS = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 
 
@@ -77,75 +68,68 @@ class HarmonyParser(AnswerParser):
     def _parts(self, is_last: bool) -> Iterator[AnswerPart]:
         while self._held:
             if self._header is None:
-                if not (yield from self._begin(is_last)):
+                if (header := _HEADER.match(self._held)) is not None:
+                    self._begin(header)
+                elif self._may_be_header(0, is_last):
+                    self._held = "" if is_last else self._held
                     return
+                else:
+                    self._header = ""  # a text without a header
             elif _TO.search(self._header):
                 if not (yield from self._call(is_last)):
                     return
             else:
-                at, found = self._end(is_last)
-                said, self._held = self._held[:at], self._held[at + len(found) :]
-                channel = _CHANNEL.search(self._header)
-                self._in_thought = channel is not None and channel[1] == "analysis"
+                at, stop, header = self._next(is_last)
+                said, self._held = self._held[:at], self._held[stop:]
+                self._in_thought = "<|channel|>analysis" in self._header
                 yield from self._said(said)
-                if not found:
+                if header is None:
                     return
-                self._close(found)
+                self._begin(header)
 
-    def _begin(self, is_last: bool) -> Iterator[AnswerPart]:
-        """Read a header; whether there is one."""
-        yield from ()
-        for end in _ENDS:
-            if end != _START and self._held.startswith(end):
-                self._held = self._held[len(end) :]
-                return True
-        if not any(b.startswith(self._held) or self._held.startswith(b) for b in _BEGINS):
-            self._header = ""  # a text without a header
-            return True
-        header, found, rest = self._held.partition(_MESSAGE)
-        if found:
-            self._header, self._held = header, rest
-        elif is_last and _CUT.fullmatch(self._held):  # says nothing
-            self._held = ""
-        elif is_last:
-            self._header = ""
-        return bool(found) or self._header is not None
+    def _begin(self, header: re.Match) -> None:
+        """Begin a message after its header."""
+        self._header, self._held = header[1], header.string[header.end() :]
+        self._space, self._skips_space = "", False
+
+    def _may_be_header(self, at: int, is_last: bool) -> bool:
+        """Return whether what follows is the beginning of a header; at the answer's end one that
+        begins with a mark says nothing."""
+        is_begun = not is_last or self._held.startswith("<|", at) or at == len(self._held)
+        return is_begun and _CUT.fullmatch(self._held, at) is not None
+
+    def _next(self, is_last: bool) -> tuple[int, int, re.Match | None]:
+        """Return where a text ends, where the answer goes on, and the next header, if it is there.
+        Marks count before a header and at the answer's end; others are a part of the text."""
+        for found in _AN_END.finditer(self._held):
+            over = found.start() if found[0] == "<|start|>" else found.end()
+            if (header := _HEADER.match(self._held, over)) is not None:
+                return found.start(), len(self._held), header
+            if self._may_be_header(over, is_last):
+                at = found.start()
+                return at, len(self._held) if is_last else at, None
+        at = len(self._held) if is_last else end_without(self._held, _ENDS)
+        return at, at, None
 
     def _call(self, is_last: bool) -> Iterator[AnswerPart]:
         """Read a call; whether it is over."""
         if self._brackets is None:
-            self._brackets = Brackets(ends=_ENDS)
+            self._brackets = Brackets(ends=_ENDS, closes=False)
         at = self._brackets.find(self._held, is_last)
         if at is None and not is_last:
             return False
         found = self._brackets.found
         if at is None:  # the end may have been a stop
-            at, found = self._end(is_last) if self._brackets.is_open else (len(self._held), "")
+            cut = _AN_END.search(self._held) if self._brackets.is_open else None
+            at, found = (cut.start(), cut[0]) if cut else (len(self._held), "")
         self._brackets = None
-        body, self._held = self._held[:at], self._held[at + len(found) :]
+        stop = at if found == "<|start|>" else at + len(found)
+        body, self._held = self._held[:at], self._held[stop:]
         try:
-            call = checked(_TO.search(self._header)[1], body.strip() or "{}", self._tools)
+            call = checked(_TO.search(self._header)[1], body, self._tools)
             yield from self._called([call])
         except ValueError:
             self._in_thought = False
             yield from self._said(self._header + _MESSAGE + body)
-        self._close(found)
-        return True
-
-    def _end(self, is_last: bool) -> tuple[int, str]:
-        """Return where the message ends, and by which mark; "": it may end there. A `<|start|>`
-        that begins no header is text: an answer may speak of it."""
-        for found in _AN_END.finditer(self._held):
-            rest = self._held[found.start() :]
-            if found[0] != _START or _HEADER.match(rest):
-                return found.start(), found[0]
-            if is_last and _CUT.fullmatch(rest):
-                return found.start(), _START
-            if not is_last and _BEGUN.fullmatch(rest):
-                return found.start(), ""
-        return (len(self._held) if is_last else end_without(self._held, _ENDS)), ""
-
-    def _close(self, found: str) -> None:
         self._header, self._space, self._skips_space = None, "", False
-        if found == _START:
-            self._held = found + self._held
+        return True

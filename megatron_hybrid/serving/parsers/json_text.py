@@ -11,6 +11,8 @@ from megatron_hybrid.serving.parsers.brackets import Brackets
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _BETWEEN = re.compile(r"[\s,;]*")
+_TEXTS = re.compile(r'"(?:\\.|[^"\\])*"?', re.DOTALL)
+_RAW = re.compile(r"(?<!\\)[\x00-\x1f]")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -22,16 +24,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise ValueError(f"{text} is too large")
+        raise ValueError(f"{text} is not finite")
     return number
 
 
-def _refused(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
-
-
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_once, parse_float=_finite, parse_constant=_refused, strict=True
+    object_pairs_hook=_once, parse_float=_finite, parse_constant=_finite, strict=True
 )
 
 
@@ -52,12 +50,12 @@ def decoded(text: str) -> Any:
 
 
 def object_text(text: str) -> str:
-    """The text of a JSON object, without space around it.
+    """The text of a JSON object, without space around it, and with raw lines and tabs escaped.
 
     Raises:
         ValueError: it is none.
     """
-    text = text.strip()
+    text = _TEXTS.sub(_escaped, text.strip())
     if not isinstance(decoded(text), dict):
         raise ValueError("it is no object")
     return text
@@ -82,14 +80,13 @@ def members(text: str) -> dict[str, str]:
 
 
 def objects(text: str) -> list[str]:
-    """The texts of the objects in a list, or one after the other.
+    """The texts of the objects in a list, or one after the other, also in a fence.
 
     Raises:
         ValueError: something else is there, or an object is open.
     """
-    text, found, at = text.strip(), [], 0
-    if text.startswith("[") and text.endswith("]"):
-        text = text[1:-1]
+    text = text.strip().removeprefix("```json").removeprefix("```").removesuffix("```")
+    text, found, at = text.strip().removeprefix("[").removesuffix("]"), [], 0
     while (at := _BETWEEN.match(text, at).end()) < len(text):
         stop = value_end(text, at) if text[at] == "{" else None
         if stop is None:
@@ -103,6 +100,10 @@ def value_end(text: str, at: int = 0, quotes: tuple[str, ...] = ('"',)) -> int |
     """Return where the object or list that begins at a position ends, by its brackets; None: it is
     open."""
     return Brackets(quotes, at=at).find(text, is_last=True)
+
+
+def _escaped(found: re.Match) -> str:
+    return _RAW.sub(lambda raw: json.dumps(raw[0])[1:-1], found[0])
 
 
 def _next(text: str, at: int) -> int:

@@ -5,7 +5,7 @@ https://huggingface.co/MiniMaxAI/MiniMax-M2/blob/main/docs/tool_calling_guide.md
 
 import re
 
-from megatron_hybrid.serving.parsers.tagged_parameters import TaggedParameters
+from megatron_hybrid.serving.parsers.tagged_parameters import TaggedParameters, named
 
 MINIMAX_M2 = TaggedParameters(
     "<minimax:tool_call>",
@@ -15,8 +15,8 @@ MINIMAX_M2 = TaggedParameters(
     openers=("<invoke ",),
     parameter=('<parameter name="{}">', "</parameter>"),
     gap="\n",
-    head=re.compile(r'\s*<invoke name="(?P<name>[^">\n]+)">'),
-    opened=re.compile(r'\s*<parameter name="(?P<name>[^">\n]+)">'),
+    head=named("<invoke name=", ">"),
+    opened=named(r"\s*<parameter name=", ">"),
     closed=re.compile(r"\s*</invoke>"),
     parts=re.compile(r'(?P<open><?parameter name="|<parameter)|</?parameter>|/parameter>'),
 )

@@ -18,7 +18,7 @@ from megatron_hybrid.serving.parsers.dialect import (
 )
 
 _HEAD = re.compile(
-    r"\s*(?P<name>[^\s\[\]{}]{1,256})(?:\[CALL_ID\](?P<id>\w{1,64}))?(?:\[ARGS\])?\s*(?=\{)"
+    r"\s*(?P<name>[^\s\[\]{}]{1,256})(?:\[CALL_ID\](?P<id>\w{1,64}))?(?:\[ARGS\]|\s*(?=\{))"
 )
 _CUT = re.compile(r"\s*[^\s\[\]{}]{0,256}(?:\[(?:C[A-Z_]*|A[A-Z]*)?\]?\w{0,64})*\s*")
 """A header that may go on."""
@@ -40,9 +40,10 @@ class Mistral(TaggedJson):
         return found
 
     def inside(self, text: str, tools: Tools) -> Pieces | None:
-        if (head := _HEAD.match(text)) is None:
-            return super().inside(text, tools)
-        return [call_or_text(head["name"], text[head.end() :], tools, text, head["id"] or "")]
+        head = _HEAD.match(text)
+        return head and [
+            call_or_text(head["name"], text[head.end() :], tools, text, head["id"] or "")
+        ]
 
     def form(self, functions: Sequence[Json], several: bool) -> Json:
         if not self.writes_names:

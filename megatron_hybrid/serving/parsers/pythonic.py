@@ -33,10 +33,7 @@ class Pythonic(Dialect):
     """Whether calls in forms stand in a list."""
 
     openers: tuple[str, ...] = ("",)
-
-    @property
-    def quotes(self) -> tuple[str, ...]:
-        return PYTHON_QUOTES
+    quotes: tuple[str, ...] = PYTHON_QUOTES
 
     def inside(self, text: str, tools: Tools) -> Pieces | None:
         found = python_calls.calls(text)
@@ -61,7 +58,7 @@ class Pythonic(Dialect):
 
         calls = repeated(functions, parts, several, ", " if self.is_list else "\n")
         around = ("[", "]") if self.is_list else ("", "")
-        return sequence(self.written_begin + around[0], calls, around[1] + self.written_end)
+        return sequence(self.marks[0] + around[0], calls, around[1] + self.marks[1])
 
 
 def _call(name: str, arguments: str, written: str, tools: Tools) -> Call | str:

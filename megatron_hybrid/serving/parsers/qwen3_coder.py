@@ -7,7 +7,7 @@ ByteDance-Seed/Seed-OSS-36B-Instruct.
 import re
 from dataclasses import replace
 
-from megatron_hybrid.serving.parsers.tagged_parameters import TaggedParameters
+from megatron_hybrid.serving.parsers.tagged_parameters import TaggedParameters, named
 
 QWEN3_CODER = TaggedParameters(
     "<tool_call>",
@@ -18,8 +18,8 @@ QWEN3_CODER = TaggedParameters(
     parameter=("<parameter={}>", "</parameter>"),
     gap="\n",
     newline="\n",
-    head=re.compile(r"<function=(?P<name>[^>\s]+)>"),
-    opened=re.compile(r"\s*<parameter=(?P<name>[^>\n]+)>"),
+    head=named("<function=", ">"),
+    opened=named(r"\s*<parameter=", ">"),
     closed=re.compile(r"\s*</function>"),
     parts=re.compile(r"(?P<open><?parameter=|<parameter)|</?parameter>|/parameter>"),
 )

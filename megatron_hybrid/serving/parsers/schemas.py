@@ -13,6 +13,8 @@ from megatron_hybrid.serving.parsers.python_calls import value_json
 Json = dict[str, Any]
 ALL = frozenset(("string", "integer", "number", "boolean", "null", "object", "array"))
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
+_TEXTS = {"str", "text", "char", "varchar"}
+"""Names that others than JSON Schema have for `string`."""
 _MAX_DEPTH = 64
 
 
@@ -91,8 +93,9 @@ class Schema:
     def _types_of(self, schema: Json, depth: int) -> frozenset[str]:
         found = ALL
         if isinstance(kind := schema.get("type"), (str, list)):
-            names = [kind] if isinstance(kind, str) else kind
-            found = ALL.intersection(filter(ALL.__contains__, map(str, names))) or ALL
+            names = set(map(str, [kind] if isinstance(kind, str) else kind))
+            names |= {"string"} if names & _TEXTS else set()
+            found = ALL & names or ALL
             found |= {"integer"} if "number" in found else set()
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(values, list) and values:

@@ -24,6 +24,12 @@ from megatron_hybrid.serving.parsers.schemas import Schema
 _SPACE = re.compile(r"\s*")
 
 
+def named(before: str, after: str) -> re.Pattern:
+    """A pattern of a tag with the group `name`: space and quotes around a name are none of it."""
+    name = r"(?P<name>[^\s<>\"'](?:[^<>\n\"']*[^\s<>\"'])?)"
+    return re.compile(rf"{before}\s*[\"']?\s*{name}\s*[\"']?\s*{after}")
+
+
 @dataclass(frozen=True)
 class TaggedParameters(Dialect):
     """A value is all that stands between its tags, whatever it is: it ends where a tag that closes
@@ -49,9 +55,7 @@ class TaggedParameters(Dialect):
     parts: Any = None
     """Pattern of what begins (+) a parameter or ends (-) it, also when damaged: see `_is_whole`."""
 
-    @property
-    def quotes(self) -> tuple[str, ...]:
-        return ()
+    quotes: tuple[str, ...] = ()
 
     def inside(self, text: str, tools: Tools) -> Pieces | None:
         # What is no parameter of the function is rather a part of a text, if both would do.

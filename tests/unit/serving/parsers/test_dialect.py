@@ -16,6 +16,8 @@ def read(row, texts):
         kind: "".join(part.text for part in found if isinstance(part, kind)).strip()
         for kind in (Reasoning, Content)
     }
+    ids = [part.id for part in found if isinstance(part, ToolCall)]
+    assert len({*ids}) == len(ids)
     calls = [(p.name, json.loads(p.arguments)) for p in found if isinstance(p, ToolCall)]
     return calls, said[Content], said[Reasoning]
 
