@@ -31,7 +31,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmod
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer import multi_latent_attention, multi_token_prediction
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -249,6 +249,9 @@ def on_cpu(monkeypatch):
         # 0.16 asks whether a layer is one, of a mock.
         patch.setattr(multi_latent_attention, "TELinear", type("TELinear", (), {}))
         patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+        # From 0.20 on, too, of the heads' projection.
+        name = "is_inference_column_parallel_linear"
+        patch.setattr(multi_token_prediction, name, lambda layer: False, raising=False)
         patch.setattr(gdn_module, "HAVE_FLA", True)
         patch.setattr(gdn_module, "l2norm", l2norm, raising=False)
         yield

@@ -46,6 +46,9 @@ _TRANSLATED = {
 }
 """Fields that become symbols of the layer pattern or overrides of single layers."""
 
+_DELTA_NETS = ("gated_delta_net", "gdn")
+"""Core's name of Gated DeltaNet, and that of 0.20, which takes both and keeps the second."""
+
 _CORE_ACTIVATIONS = {
     activations.squared_relu: squared_relu,
     activations.quick_gelu: quick_gelu,
@@ -69,7 +72,7 @@ def hybrid_config_fields(
     """
     values = _with_defaults(core)
     values.update((name, value) for name, value in fields.items() if name in values)
-    if values["experimental_attention_variant"] not in (None, "gated_delta_net"):
+    if values["experimental_attention_variant"] not in (None, *_DELTA_NETS):
         raise ValueError(
             "experimental_attention_variant is "
             f"{values['experimental_attention_variant']!r}, which HybridModel does not support: it "
