@@ -20,10 +20,12 @@ PIP  := $(HELD) $(BIN)/python -m pip $(QUIET) --disable-pip-version-check
 # Hundreds of processes of the tests import the package: it is compiled once, whatever the caller's environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Every test runs on one core.
+# Every test runs on one core. Some wait for a process or for a time, so one more than there are cores runs.
+CORES   := $(shell $(PYTHON) -c "import os; print(len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())")
+WORKERS := $(shell echo $$(($(CORES) < 8 ? $(CORES) + 1 : 8)))
 TESTED := not gpu and not matrix
 ALL    := --ignore=tests/kernels --ignore=tests/page --ignore=tests/dynamo --ignore=tests/docs --ignore=tests/ray --ignore=tests/quantizers --ignore=tests/megatron_main tests
-PYTEST  = $(BIN)/python -m pytest -m "$(TESTED)" -n auto --maxprocesses 8 --dist worksteal
+PYTEST  = $(BIN)/python -m pytest -m "$(TESTED)" -n $(WORKERS) --dist worksteal
 
 # Of what has the same bits whatever the width of a vector.
 BITS := $(shell grep -rl --include="test_*.py" "mark.bits" tests)

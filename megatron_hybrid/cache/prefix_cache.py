@@ -492,7 +492,7 @@ class PrefixCache:
         return self._index.known_after(lease.salt, tokens, most, lease.path)
 
     def want(self, lease: Lease, position: int) -> None:
-        """Also save the state at a later position, where another request will leave this prompt."""
+        """Save the state at a later position, too, where another request will leave this prompt."""
         self._wanted.set(lease, {position: Kind.JUNCTION, **lease.wanted})
 
     @rolled_back

@@ -19,7 +19,7 @@ class StateView(NamedTuple):
     """Number of the edge that spans its position."""
     position: int
     tier: str
-    """Where it is: "pool", "host" or "disk"; "evicted": in none of them."""
+    """Place of the data: "pool", "host" or "disk"; "evicted": in none of them."""
     kind: str
     """Name of its `Kind`, in lower case."""
     uses: int
@@ -52,9 +52,9 @@ class TreeChanges:
     is_last: bool
     """Whether that is the present. Until then an edge may lack its parent."""
     num_edges: int
-    """As in `TreeView`."""
+    """Number of edges, as in `TreeView`."""
     tick: int
-    """As in `TreeView`."""
+    """Clock of the cache, as in `TreeView`."""
     removed: list[int]
     """Numbers of edges that are gone."""
     edges: list[EdgeView]

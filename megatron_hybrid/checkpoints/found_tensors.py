@@ -30,7 +30,7 @@ class FoundTensors:
 
     files: TensorFiles
     maps: list[TensorMap]
-    """Of weights, unpacked."""
+    """Maps of the unpacked weights."""
     given: dict[str, str]
     """Names in the maps -> names in the files."""
     packed: PackedSource

@@ -55,15 +55,20 @@ def writes(model: HybridModel) -> bool:
     return data_parallel is None or data_parallel.rank() == 0
 
 
-def full_state_dict(model: HybridModel) -> dict[str, Tensor] | None:
+def full_state_dict(model: HybridModel, unpacked: bool = False) -> dict[str, Tensor] | None:
     """Gather the unsharded tensors by canonical names, on the CPU of the first tensor- and
     pipeline-parallel rank; None on the others. Call it on every rank.
+
+    unpacked: dequantize packed weights; else their parts are tensors of their own.
 
     Tensors that the model keeps in fp32 but that were loaded in its lower-precision dtype are
     converted back to this dtype, unless that would round a changed value."""
     tp, pp = model.pg_collection.tp, model.pg_collection.pp
     state: dict[str, Tensor] = {}
-    for own_name, tensor in own_tensors(model).items():
+    tensors = own_weights(model) if unpacked else own_tensors(model)
+    for own_name, tensor in tensors.items():
+        if isinstance(tensor, PackedWeight):
+            tensor = tensor.as_parameter()
         parts = gather_whole(own_name, tensor, model.pg_collection)
         for name, part in parts.items() if tp.rank() == 0 else ():
             whole = part.cpu().contiguous()

@@ -39,7 +39,7 @@ class PackedTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """In memory."""
+    """Dtype in memory."""
     decode: Callable[[Tensor], Tensor] | None = None
     """The stored tensor -> as in memory, but for rows that share a scale."""
     encode: Callable[[Tensor], Tensor] | None = None
@@ -53,9 +53,9 @@ class StoredWeight:
     """A packed weight of a folder, as the weight that it stands for."""
 
     shape: tuple[int, ...]
-    """Of the weight, unpacked."""
+    """Shape of the unpacked weight."""
     parts: Mapping[str, PackedTensor]
-    """By the names of `ops.packed_linear`: "codes", "scale", and "outer" and "zero" if there."""
+    """Names of `ops.packed_linear`: "codes", "scale", and "outer" and "zero" if there."""
     block: tuple[int, int]
     """Rows and columns that share a scale; 0: all of them."""
 
@@ -466,7 +466,7 @@ _READERS = {
     "_proj_weight_scale": _stack_of_experts,
     ".qweight": _turned_words,
 }
-"""By the end of a name."""
+"""Readers by the end of a tensor's name."""
 
 
 def _turned(tensor: Tensor) -> Tensor:
@@ -510,5 +510,5 @@ def _words_of_int8(codes: Tensor) -> Tensor:
 
 
 def _filled(tensor: Tensor, count: int, value: int) -> Tensor:
-    """With columns of `value` up to a multiple of `count`."""
+    """Return a tensor filled up with columns of `value` to a multiple of `count`."""
     return torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % count), value=value)

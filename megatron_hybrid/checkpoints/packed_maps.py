@@ -41,15 +41,15 @@ class PackedSource:
     """The packed weights of a model: what the way back to their folder needs."""
 
     stored: dict[str, StoredWeight]
-    """By their names of weights."""
+    """Stored weights by name."""
     shapes: dict[str, tuple[int, ...]]
-    """Of all their weights, unpacked."""
+    """Shapes of all weights, unpacked, by name."""
     kept: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that are written as they were read, by their names in the files."""
     groups: dict[str, int] = field(default_factory=dict)
     """Columns with one scale in this rank's part of the model, by their names of weights."""
     weight_maps: dict[str, TensorMap] = field(default_factory=dict)
-    """Of packed weights, by our names of them."""
+    """Maps of packed weights, by our names of them."""
     is_ours: bool = False
     """Whether the folder is a checkpoint of ours."""
 

@@ -114,7 +114,7 @@ class _Rule:
 
 
 _Rules = Mapping[str, "_Rule | _Rules"]
-"""Of an object, by the names of its fields ("*": of any field)."""
+"""Rules of an object, by the names of its fields ("*": of any field)."""
 
 
 def _only(*values: Any) -> _Rule:
@@ -143,7 +143,7 @@ def _is_list_of(kind: Callable[[Any], bool], value: Any) -> bool:
 
 
 _UNUSED = _Rule("all values", lambda value: True)
-"""Of fields that change no stored weight: nothing here sees their values."""
+"""Rules of fields that change no stored weight: nothing here sees their values."""
 _FLAG = _only(False, True)
 _GROUP_SIZE = _Rule("whole numbers from -1 on", lambda value: _is_whole(value) and value >= -1)
 _BLOCK = _Rule(
@@ -212,7 +212,7 @@ _GROUP = {
         **_fields("strategy scale_dtype zp_dtype observer observer_kwargs"),
     },
 }
-"""Of `config_groups` of compressed-tensors."""
+"""Rules of an entry of `config_groups` of compressed-tensors."""
 _MODELOPT = {
     **_fields(
         "quant_algo",
@@ -248,10 +248,10 @@ _OF_TURNED = {
     **_fields("do_fuse is_marlin_format", _OFF),
     **_fields("pack_dtype", _only("int32")),
 }
-"""Of AWQ, GPTQ and AutoRound."""
+"""Rules that AWQ, GPTQ and AutoRound share."""
 _OF_MODULES = {**_OF_TURNED, **_fields("bits", _BITS)}
 _OF_MODULES |= _fields("data_type", _only("int", "float", "fp"))
-"""Of single modules of these: of 4 bits, or not packed."""
+"""Rules of single modules of these: 4 bits, or not packed."""
 _PACKINGS = {
     "auto": ("gptq", "gptq"),
     "auto_round:auto_gptq": ("gptq", "gptq"),
@@ -309,4 +309,4 @@ _METHODS: dict[str, _Rules] = {
         "extra_config": {"*": {**_OF_MODULES, **_fields("in_blocks")}},
     },
 }
-"""By `quant_method`: the fields of a quantization_config, and which of their values are read."""
+"""Fields of a quantization_config, and the values that are read, by `quant_method`."""

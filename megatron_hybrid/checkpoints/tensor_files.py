@@ -51,7 +51,7 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _NAN_CODES = {torch.float8_e4m3fn: (127, 127), torch.float8_e8m0fnu: (255, 255)}
-"""Of floats of 8 bits that have NaN: the bits that tell it, and their value."""
+"""Bits that mean NaN in floats of 8 bits, and the value of NaN."""
 
 _WRITE_BYTES = 64 << 20  # at a time, so that the progress bar moves within a large tensor
 

@@ -22,7 +22,7 @@ class CallLog:
 
     def __init__(self) -> None:
         self.digest = bytes(DIGEST_BYTES)
-        """Of all calls ever noted."""
+        """Digest of all calls ever noted."""
         self.recent: list[Call] = []
         """Those that other ranks may have made otherwise."""
 

@@ -1,4 +1,4 @@
-"""Where a rank is in a call, and which ranks keep the others waiting."""
+"""Reports where a rank is in a call, and which ranks keep the others waiting."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Position:
 
 
 def _look(frame: FrameType | None) -> tuple[str, tuple[int, int] | None, bool]:
-    """Where a thread is, a mark that changes when it moves, and whether it waits for others."""
+    """Return where a thread is, a mark that changes when it moves, and whether it waits."""
     waits = False
     while frame is not None and frame.f_code.co_filename.startswith(_WITHIN):
         waits = waits or frame.f_code.co_filename.startswith(_EXCHANGES)

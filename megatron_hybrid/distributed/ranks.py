@@ -95,7 +95,7 @@ class Ranks:
 
     @property
     def name(self) -> str:
-        """For names of files: "rank-0-of-1"."""
+        """Name for files: "rank-0-of-1"."""
         return f"rank-{self.rank}-of-{self.size}"
 
     def maximum(self, values: Sequence[int]) -> list[int]:

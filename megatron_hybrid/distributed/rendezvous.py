@@ -57,11 +57,11 @@ class Member:
     """A process of a job."""
 
     rank: int
-    """Of the whole job."""
+    """Rank in the whole job."""
     host: str
     pid: int
     namespace: str = ""
-    """Of the process id; processes with equal ones see each other."""
+    """Namespace of the process id; processes with equal ones see each other."""
 
     def is_beside(self, other: Member) -> bool:
         """Return whether each of both processes sees the other one by its id."""
@@ -79,7 +79,7 @@ def own_member() -> Member:
 
 @cache
 def _namespace() -> str:
-    """Of this process and its forks; empty where there is no /proc."""
+    """Return the namespace of this process and its forks; empty where there is no /proc."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
@@ -153,7 +153,7 @@ def _announce(store: dist.Store, own: Member) -> None:
 
 
 def _tell_end(pid: int) -> None:
-    """For ranks on other machines, which do not see the process."""
+    """Announce the end to ranks on other machines, which do not see the process."""
     if _is_job() and os.getpid() == pid:
         with suppress(RuntimeError):  # the store has ended before
             _store().set(_key("ended", own_member().rank), "")

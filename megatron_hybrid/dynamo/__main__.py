@@ -12,11 +12,9 @@ import asyncio
 import gc
 import json
 import logging
-import math
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -67,14 +65,16 @@ from megatron_hybrid.dynamo.requests import Chunks, Json, read_request
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.serving.config import ServingConfig
+from megatron_hybrid.serving.end_steps import STEP_SECONDS, run_steps
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.idle_memory import trim_when_idle
 from megatron_hybrid.serving.json_response import to_cpu_thread
 from megatron_hybrid.serving.kv_events import BlockEvents
 from megatron_hybrid.serving.parsers import shown_tool_parser
 from megatron_hybrid.serving.request_mapping import request_options
-from megatron_hybrid.serving.run import SAME_SECONDS, follow, log_lines, run
+from megatron_hybrid.serving.run import follow, log_lines, run
 from megatron_hybrid.serving.service import Service
+from megatron_hybrid.serving.shutdown import Shutdown
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.child_lifetime import EndSignal
 
@@ -83,11 +83,15 @@ PROGRAM = ("-m", "megatron_hybrid.dynamo")
 _PLACE = "backend", "generate"
 """Component and endpoint."""
 _PARSER_NAMES = {"openai": "harmony", "deepseek_v31": "deepseek_v3_1"}
-"""Of Dynamo's parsers of calls, where they are others than ours."""
+"""Names of Dynamo's parsers of calls, where they differ from ours."""
 _WATCH_SECONDS = 0.2
 _LOAD_SECONDS = 0.5
-"""Between messages about the load, while requests run."""
+"""Seconds between messages about the load, while requests run."""
 _SCRAPE_SECONDS = 5.0
+_DISCOVERY_SECONDS = 5.0
+"""Seconds between two looks whether discovery has this worker."""
+_RELAY_SECONDS = 1.0
+"""Seconds for a relay to connect to the publisher of KV events."""
 
 
 class HybridWorker:
@@ -108,11 +112,13 @@ class HybridWorker:
     ):
         self.service = Service(engine, tokenizer, engine_config, config)
         self._style = config.style_of(tokenizer.template_source(()))
-        self._ending: asyncio.Task[None] | None = None
-        self._signaled_at = -math.inf
 
     async def serve(
-        self, options: DynamoRuntimeConfig, folder: Path, publisher: KvPublisher | None
+        self,
+        options: DynamoRuntimeConfig,
+        folder: Path,
+        publisher: KvPublisher | None,
+        signals: EndSignal,
     ) -> None:
         """Serve until a signal. Then requests run to their end.
 
@@ -120,9 +126,8 @@ class HybridWorker:
             options: of Dynamo's workers.
             folder: with config.json and the tokenizer, for the frontend.
             publisher: of KV events, which Dynamo reads; None: no events are published.
+            signals: of this process.
         """
-        loop, service = asyncio.get_running_loop(), self.service
-        config = service.engine_config
         runtime, _ = create_runtime(
             options.discovery_backend,
             options.request_plane,
@@ -131,25 +136,57 @@ class HybridWorker:
         )
         place = options.endpoint and parse_endpoint(options.endpoint)
         endpoint = runtime.endpoint(".".join(place or (options.namespace, *_PLACE)))
-
-        end = partial(self._end, endpoint, runtime.shutdown)
+        ended = asyncio.Event()
+        shutdown = Shutdown(
+            self.service,
+            signals,
+            ended.set,
+            first=[
+                ("leaving discovery", endpoint.unregister_endpoint_instance, STEP_SECONDS),
+                ("the wait for frontends", self._until_all_know, get_grace_period_seconds() + 1),
+            ],
+            last=[("the end of Dynamo's runtime", runtime.shutdown, STEP_SECONDS)],
+        )
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, end)
+            asyncio.get_running_loop().add_signal_handler(number, shutdown.take_signal)
+        serving = asyncio.create_task(self._serve(endpoint, options, folder, publisher, shutdown))
+        ending = asyncio.create_task(ended.wait())
+        await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
+        ending.cancel()
+        if ended.is_set():  # whatever becomes of it
+            await run_steps(("the end of the endpoint", lambda: serving, STEP_SECONDS))
+        else:
+            await serving
+
+    async def _serve(
+        self,
+        endpoint: Endpoint,
+        options: DynamoRuntimeConfig,
+        folder: Path,
+        publisher: KvPublisher | None,
+        shutdown: Shutdown,
+    ) -> None:
+        """Offer the model at the endpoint, until the runtime ends."""
+        loop, service = asyncio.get_running_loop(), self.service
+        config = service.engine_config
         stats = await service.engine.stats()
         async with AsyncExitStack() as closing:
+            relayed = None
             if publisher is not None:
-                relay = KvEventPublisher(
+                relayed = partial(
+                    KvEventPublisher,
                     endpoint,
                     kv_block_size=config.block_size_tokens,
                     zmq_endpoint=publisher.endpoint,
                     enable_local_indexer=options.enable_local_indexer,
                 )
-                closing.callback(relay.shutdown)
+                self._relay = relayed()
+                closing.push_async_callback(self._end_relay)
             loads = WorkerMetricsPublisher()
             await loads.create_endpoint(endpoint)
             endpoint.metrics.register_prometheus_expfmt_callback(partial(self._metrics, loop))
             idle = trim_when_idle(service.admission)
-            for job in (idle, self._tell_load(loads), self._watch_ranks(end)):
+            for job in (idle, self._tell_load(loads), self._watch_ranks(shutdown)):
                 closing.callback(asyncio.create_task(job).cancel)
             model = ModelRuntimeConfig()
             model.context_length = config.max_sequence_length
@@ -176,7 +213,8 @@ class HybridWorker:
                     ),
                 )
             )
-            await register_model(
+            register = partial(
+                register_model,
                 ModelInput.Tokens,
                 parse_endpoint_types(options.endpoint_types),
                 endpoint,
@@ -187,6 +225,19 @@ class HybridWorker:
                 runtime_config=model,
                 custom_template_path=options.custom_jinja_template,
             )
+            await register()
+
+            async def register_anew() -> None:
+                await endpoint.register_endpoint_instance()
+                await register()
+                if relayed is not None:  # the router has forgotten where events come from
+                    await self._end_relay()
+                    self._relay = relayed()
+                    await asyncio.sleep(_RELAY_SECONDS)
+                    publisher.repeat()
+
+            watching = asyncio.create_task(self._stay_in_discovery(endpoint, register_anew))
+            closing.callback(watching.cancel)
             logger.info("%s is served as %s", name, endpoint)
             await serving
 
@@ -260,7 +311,7 @@ class HybridWorker:
     # What operators and the router are told ------------------------------------------------------
 
     def _metrics(self, loop: asyncio.AbstractEventLoop) -> str:
-        """In another thread."""
+        """Return the text of /metrics; it is made in another thread."""
         asked = asyncio.run_coroutine_threadsafe(self.service.engine.metrics(), loop)
         return asked.result(_SCRAPE_SECONDS)
 
@@ -275,34 +326,35 @@ class HybridWorker:
                 was_busy = is_busy
             await asyncio.sleep(_LOAD_SECONDS)
 
+    async def _stay_in_discovery(
+        self, endpoint: Endpoint, register: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Register anew whenever discovery has lost this worker, as after a pause of the process
+        that was longer than its lease."""
+        client = await endpoint.client()
+        while True:
+            await asyncio.sleep(_DISCOVERY_SECONDS)
+            is_there = endpoint.connection_id() in client.instance_ids()
+            if is_there or self.service.admission.is_draining:
+                continue
+            logger.warning("discovery has lost this worker: it registers anew")
+            await run_steps(("registering anew", register, STEP_SECONDS))
+
+    async def _end_relay(self) -> None:
+        await run_steps(("the end of the relay of KV events", self._relay.shutdown, STEP_SECONDS))
+
     # The end -------------------------------------------------------------------------------------
 
-    def _end(self, endpoint: Endpoint, shut_down: Callable[[], None]) -> None:
-        """At the first signal, drain; at the second, end what runs."""
-        # A terminal's Ctrl-C may reach a rank twice: by itself, and from the ranks' launcher.
-        now = time.monotonic()
-        if self.service.engine.num_ranks > 1 and now - self._signaled_at < SAME_SECONDS:
-            return
-        self._signaled_at = now
-        if self._ending is None:
-            logger.info("draining: no new requests")
-            self._ending = asyncio.create_task(self._drain(endpoint, shut_down))
-        else:
-            self.service.end_now()
-
-    async def _drain(self, endpoint: Endpoint, shut_down: Callable[[], None]) -> None:
-        await endpoint.unregister_endpoint_instance()
+    async def _until_all_know(self) -> None:
+        """Wait until all frontends know that no requests are taken any more."""
         if self.service.engine.rank_failure is None:
-            await asyncio.sleep(get_grace_period_seconds())  # until all frontends know
-        await self.service.drain()
-        shut_down()
+            await asyncio.sleep(get_grace_period_seconds())
 
-    async def _watch_ranks(self, end: Callable[[], None]) -> None:
+    async def _watch_ranks(self, shutdown: Shutdown) -> None:
         """End when another rank has failed: what runs has got the error."""
-        while (failure := self.service.engine.rank_failure) is None:
+        while True:
+            shutdown.begin_after_failure()
             await asyncio.sleep(_WATCH_SECONDS)
-        logger.error("the worker ends: %s", failure)
-        end()
 
 
 # The program ------------------------------------------------------------------------------------
@@ -379,7 +431,8 @@ async def _work(options: argparse.Namespace, publisher: KvPublisher | None, end:
     given = DynamoRuntimeConfig.from_cli_args(options)
     given.validate()
     folder = model_folder(options.model).resolve()
-    folder = card_folder(folder, tokenizer, config.max_sequence_length)
+    dtype = str(model.config.params_dtype)
+    folder = card_folder(folder, tokenizer, config.max_sequence_length, dtype)
     end.hold()
     engine = AsyncEngine(model, tokenizer, config)
     end.serves = True
@@ -392,7 +445,7 @@ async def _work(options: argparse.Namespace, publisher: KvPublisher | None, end:
         gc.collect()
         gc.freeze()
         if not end.was_sent:
-            await worker.serve(given, folder, publisher)
+            await worker.serve(given, folder, publisher, end)
         if engine.rank_failure is not None:
             raise RankFailedError(f"the worker has ended, as {engine.rank_failure}")
     finally:

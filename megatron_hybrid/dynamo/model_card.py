@@ -19,24 +19,30 @@ from megatron_hybrid.text.tokenizer_files import TOKENIZER_FILE
 
 KEPT_CARDS = 8
 """The ones used last stay; others stay while a worker holds them."""
+_READ = {".json", ".jinja", ".model", ".txt"}
+"""What the frontend may read of a folder of Hugging Face."""
+_WHOLE_BYTES = 1 << 30
+"""Files of up to so many bytes count whole; of others a piece in each step, and both ends."""
+_PIECE_BYTES, _STEP_BYTES = 4 << 10, 4 << 20
 _held: dict[Path, int] = {}
 """Cards of this process, locked until it ends."""
 
 
-def card_folder(folder: Path, tokenizer: Tokenizer, context: int) -> Path:
-    """The model's own folder, if the frontend can read it; else one without weights.
+def card_folder(folder: Path, tokenizer: Tokenizer, context: int, dtype: str) -> Path:
+    """Make a folder with all that the frontend reads, without weights.
 
-    The name of the latter is that of its content: Dynamo takes workers for those of one model only
-    if their folders have one path. It stays while this process lives, and beyond that until
+    Its name is that of its content, and a fingerprint of the weights is a part of that: Dynamo
+    takes workers for those of one model only if their folders have one path and the same content,
+    and refuses others under its name. It stays while this process lives, and beyond that until
     `KEPT_CARDS` others were used.
 
     Args:
         tokenizer: of the model, with its chat template.
         context: most tokens of prompt and answer.
+        dtype: in which the weights are used.
     """
     values = CheckpointFolder(folder).values
-    if "model_type" in values and (folder / TOKENIZER_FILE).is_file():
-        return folder
+    is_foreign = "model_type" in values and (folder / TOKENIZER_FILE).is_file()
     if "model_type" not in values:
         values = {
             "model_type": "megatron_hybrid",
@@ -45,14 +51,20 @@ def card_folder(folder: Path, tokenizer: Tokenizer, context: int) -> Path:
             "max_position_embeddings": context,
             "eos_token_id": list(tokenizer.end_tokens),
         }
+    values = {**values, "megatron_hybrid_weights": f"{weights_digest(folder)} {dtype}"}
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     parent = Path(cache) / "megatron_hybrid" / "cards"
     parent.mkdir(parents=True, exist_ok=True)
     with _alone(parent):
         made = Path(tempfile.mkdtemp(dir=parent))
         try:
+            if is_foreign:
+                for path in folder.iterdir():
+                    if path.suffix in _READ:
+                        shutil.copyfile(path, made / path.name)
+            else:
+                tokenizer.save(made)
             (made / CONFIG_FILE).write_text(json.dumps(values), encoding="utf-8")
-            tokenizer.save(made)
             digest = hashlib.blake2b(digest_size=16)
             for path in sorted(path for path in made.rglob("*") if path.is_file()):
                 digest.update(f"{path.relative_to(made)}\0".encode() + path.read_bytes())
@@ -65,6 +77,26 @@ def card_folder(folder: Path, tokenizer: Tokenizer, context: int) -> Path:
         _hold(found)
         _drop_old(parent)
     return found
+
+
+def weights_digest(folder: Path) -> str:
+    """Hash a folder's files but the texts that frontends read: weights that were trained further
+    have another hash, and so have those that lie in other files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if path.suffix in _READ:
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder)} {size}\0".encode())
+        with open(path, "rb") as file:
+            if size <= _WHOLE_BYTES:
+                while piece := file.read(_STEP_BYTES):
+                    digest.update(piece)
+                continue
+            for start in (*range(0, size, _STEP_BYTES), size - _PIECE_BYTES):
+                file.seek(start)
+                digest.update(file.read(_PIECE_BYTES))
+    return digest.hexdigest()
 
 
 @contextmanager

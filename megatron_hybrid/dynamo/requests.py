@@ -26,7 +26,7 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 SALT_MARK = "dynamo-cache-salt:"
-"""Before the salts of KV events: Dynamo's reader looks for it, and takes what is after."""
+"""Mark that Dynamo's reader looks for in the salts of KV events; it takes what follows."""
 GROUPS = {
     "sampling_options": {
         **{name: name for name in ("n", "best_of", "temperature", "top_p", "top_k", "min_p")},
@@ -60,7 +60,7 @@ class Asked:
     fields: CompletionFields
     params: SamplingParams
     guide: tuple[Guide, str] | None
-    """With the field that asks for it."""
+    """The guide, and the field that asks for it."""
     salt: str
     shown_stops: frozenset[int]
     """Tokens that the caller has named as stops."""
@@ -105,7 +105,9 @@ def read_request(
     if isinstance(guided := body["structured_outputs"], Mapping):
         # Dynamo names a library for guides; here there is one.
         body["structured_outputs"] = {
-            name: value for name, value in guided.items() if name != "backend" and value is not None
+            name: _calls_alone(value) if name == "structural_tag" else value
+            for name, value in guided.items()
+            if name != "backend" and value is not None
         }
     try:
         fields = CompletionFields.model_validate(
@@ -133,6 +135,28 @@ def read_request(
         f"{SALT_MARK}{salt}" if salt else "",
         shown,
     )
+
+
+def _calls_alone(tag: Any) -> Any:
+    """Return a structural tag in which calls that must come are all of the answer, as `serve` has
+    it; one alone if one tool may be called. Dynamo lets any text follow them. Its own tags have a
+    style, which callers leave out."""
+    form = _object(_object(tag).get("format"))
+    tags = form.get("tags")
+    if not (form.get("type") == "triggered_tags" and form.get("at_least_one")):
+        return tag
+    if not isinstance(tags, list) or not all(map(_has_style, tags)):
+        return tag
+    only = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}
+    return {**tag, "format": {**only, "stop_after_first": len(tags) == 1}}
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _has_style(tag: Any) -> bool:
+    return "style" in _object(_object(tag).get("content"))
 
 
 def _decimal(value: Any) -> Any:

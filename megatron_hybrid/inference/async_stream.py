@@ -169,7 +169,7 @@ class AsyncStream(AsyncIterator[RequestOutput]):
         self._call.put(None)
 
     def _end(self) -> None:
-        """Also from the garbage collector, when nobody reads."""
+        """End the stream, which the garbage collector does, too, when nobody reads."""
         if not self._is_over:
             self._is_over = True
             self._call.abandon()

@@ -56,6 +56,11 @@ class InferenceConfig:
     windows hold the KV of all these tokens during the pass, so a smaller budget leaves the cache
     more room."""
 
+    short_prompt_share: Annotated[float, Range(ge=0, lt=1)] = 0.25
+    """Part of the tokens of a step, after its decodes, that long prompts leave to short ones: to
+    prompts of which at most this many tokens are to be computed. So their first tokens do not wait
+    until a long prompt is computed. 0: prompts are computed one after the other."""
+
     max_sequence_length: Positive = 8192
     """Most tokens of one request, prompt and answer together."""
 

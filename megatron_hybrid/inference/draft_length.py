@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 FIRST_ACCEPTANCE = 0.7
-"""Of a request without drafts so far."""
+"""Acceptance assumed of a request without drafts so far."""
 ACCEPTANCE_WEIGHT = 1 / 8
-"""Of the newest draft in the mean of a request."""
+"""Weight of the newest draft in the mean of a request."""
 TRIAL_STEPS = 16
 """One step of so many is a trial of drafts that do not pay. It is the same one for all requests,
 which pay for the rows of a graph together."""
@@ -33,10 +33,10 @@ class DraftCost:
     draft: float = 0.0
     """One of each decode."""
     step: float = 0.0
-    """Beside that, as soon as there is one in the step."""
+    """What the first of a step adds to that."""
 
     def of(self, num_drafts: int, num_decodes: int) -> float:
-        """Of all drafts of a step."""
+        """Return what all drafts of a step add."""
         return self.step * (num_drafts > 0) + self.draft * num_drafts / num_decodes
 
 
@@ -51,7 +51,7 @@ class DraftCosts:
     num_decodes: tuple[int, ...] = (1,)
     """Ascending."""
     costs: tuple[DraftCost, ...] = (DraftCost(),)
-    """Of each; that of 0 drafts as much as possible."""
+    """Cost at each of these numbers."""
 
     def __post_init__(self) -> None:
         ascend = all(a < b for a, b in pairwise(self.num_decodes))
@@ -62,7 +62,7 @@ class DraftCosts:
             )
 
     def at(self, num_decodes: int) -> DraftCost:
-        """Between two numbers on the line; beyond the last one as at it."""
+        """Interpolate between two numbers on the line; beyond the last one, return its cost."""
         points = list(zip(self.num_decodes, self.costs))
         for (low, below), (high, above) in pairwise(points):
             if low <= num_decodes < high:

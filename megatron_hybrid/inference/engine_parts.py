@@ -44,7 +44,7 @@ class EngineParts:
     ranks: Ranks
     control: RankControl
     config: InferenceConfig
-    """With the `cache_bytes` of the pool."""
+    """The config, with the `cache_bytes` of the pool."""
     model: HybridModel
     cache: PrefixCache
     offload: Offload
@@ -129,6 +129,7 @@ def make_parts(
         offload.fetches,
         config.max_requests,
         config.max_tokens,
+        config.short_prompt_share,
         _drafts(cache, runner, allocated),
         drafts_need_hidden=uses_mtp,
     )

@@ -90,9 +90,9 @@ class SamplingParams:
     keeps all tokens."""
 
     repetition_penalty: RepetitionPenalty | None = None
-    """Of tokens in the prompt or the answer, positive logits are divided by this penalty, and
-    negative ones multiplied; 1 changes nothing. What float32 cannot hold
-    becomes its largest number. Keskar et al. (2019), "CTRL"."""
+    """Divides the positive logits of tokens in the prompt or the answer, and multiplies the
+    negative ones; 1 changes nothing. What float32 cannot hold becomes its largest number.
+    Keskar et al. (2019), "CTRL"."""
 
     presence_penalty: Penalty = 0.0
     """This penalty is subtracted from the logits of tokens that the answer has."""
@@ -267,7 +267,7 @@ class Draw:
     """Parameters of one row to sample, and its point in a random stream."""
 
     params: SamplingParams
-    """From `SamplingParams.resolved`."""
+    """Parameters from `SamplingParams.resolved`."""
     seed: int
     sample_index: int
     position: int  # absolute position of the token to be drawn
@@ -278,7 +278,7 @@ class Draw:
     banned: tuple[int, ...] = ()
     """Tokens that may not be drawn: stop tokens before `min_tokens`, ends of `bad_words_ids`."""
     allowed: np.ndarray | None = None
-    """As `GuideMatcher.allowed`; None: all."""
+    """Bits as in `GuideMatcher.allowed`; None: all tokens."""
 
     @property
     def changes_logits(self) -> bool:
@@ -287,7 +287,7 @@ class Draw:
 
 
 DRAW_AGAIN, NOT_FINITE, RULED_OUT, NOT_DRAWN = -1, -2, -3, -4
-"""In the place of a token: `top_p` keeps more than the candidates; the model's logits have a NaN
+"""Values in place of a token: `top_p` keeps more than the candidates; the model's logits have a NaN
 or an infinity, or are all -inf; guides, bans and allowed tokens leave none; no row was drawn."""
 FAILURES = {
     NOT_FINITE: "the model's logits have NaN or infinite values, so no token can be drawn: its "
@@ -307,4 +307,4 @@ class Sampled:
     """An id, or `NOT_FINITE` or `RULED_OUT`."""
     log_prob: float | None = None
     top_log_probs: dict[int, float] | None = None
-    """Of the `top_n_logprobs` most likely tokens, most likely first."""
+    """Log-probabilities of the `top_n_logprobs` most likely tokens, most likely first."""

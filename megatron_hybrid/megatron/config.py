@@ -26,9 +26,9 @@ from megatron_hybrid.utils.validation import Range, check_fields, type_hints
 
 GB = 1 << 30
 DEFAULT_MAX_TOKENS = 16384
-"""Of a forward pass, where `max_tokens` is None."""
+"""Most tokens of a forward pass, where `max_tokens` is None."""
 DEFAULT_SEED = 42
-"""Of draws, where the model's config has no `inference_sampling_seed`."""
+"""Seed of draws, where the model's config has no `inference_sampling_seed`."""
 SLOT_SHARE = 0.5
 """Most of the buffer for live slots where neither `max_requests` nor `mamba_memory_ratio` is given;
 the rest is KV and cache."""

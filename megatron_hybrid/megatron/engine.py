@@ -73,7 +73,7 @@ class RequestEntry:
     record: DynamicInferenceRequestRecord
     future: asyncio.Future
     handle: Request
-    """In our engine."""
+    """The request in our engine."""
     num_preemptions: int = 0
 
     @property

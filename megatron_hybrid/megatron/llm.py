@@ -568,7 +568,7 @@ class MegatronLLM(_LLM):
         result_of(self._set_state(EngineState.RUNNING))
 
     def suspend(self) -> None:
-        """As `DynamicInferenceEngine.suspend`; `pause` first."""
+        """Suspend the engine, as `DynamicInferenceEngine.suspend`; `pause` first."""
         result_of(self._set_state(EngineState.SUSPENDED))
 
     def resume(self) -> None:
@@ -657,7 +657,7 @@ class MegatronAsyncLLM(_LLM):
         await asyncio.wrap_future(self._set_state(EngineState.RUNNING))
 
     async def suspend(self) -> None:
-        """As `DynamicInferenceEngine.suspend`; `pause` first."""
+        """Suspend the engine, as `DynamicInferenceEngine.suspend`; `pause` first."""
         await asyncio.wrap_future(self._set_state(EngineState.SUSPENDED))
 
     async def resume(self) -> None:

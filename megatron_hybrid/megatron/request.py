@@ -115,7 +115,7 @@ class DynamicInferenceRequest:
     status: Status | None = None
     generated_text: str | None = None
     generated_tokens: list[int] = field(default_factory=list)
-    """With the token that ended the answer, without the tokens of a stop word."""
+    """Generated ids: with the token that ended the answer, without the tokens of a stop word."""
     generated_length: int | None = None
     prompt_log_probs: list[float] | None = None
     generated_log_probs: list[float] | None = None
@@ -135,8 +135,8 @@ class DynamicInferenceRequest:
     routing_indices: Any = None
     """Routing is not tracked: None."""
     policy_epoch: list[tuple[int, int]] | None = None
-    """Of an answered request: (index of a token, prompt included; epoch of the weights that drew
-    the tokens after it, until the next entry)."""
+    """Epochs of an answered request: (index of a token, prompt included; epoch of the weights that
+    drew the tokens after it, until the next entry)."""
     kv_cache_epoch: list[tuple[int, int]] | None = None
     """The same for the KV under the tokens. It is computed anew for new weights, so there is one
     entry."""

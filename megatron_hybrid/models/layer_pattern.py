@@ -30,7 +30,7 @@ from megatron_hybrid.models.config.short_conv import ShortConvFields
 
 STAGE_BOUNDARY = "|"
 PREDICTION_BOUNDARY = "/"
-"""Before each MTP head."""
+"""Mark in the pattern before each MTP head."""
 
 
 @dataclass(frozen=True)

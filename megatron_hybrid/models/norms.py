@@ -102,7 +102,7 @@ class SplitNorm(LocalNorm):
         return y.to(x.dtype)
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Over the parts of all ranks, [..., 1]."""
+        """Mean over the parts of all ranks, [..., 1]."""
         return sum_over_ranks(x.sum(-1, keepdim=True) / self.size_of_all, self.tp_group)
 
 

@@ -137,6 +137,12 @@ class PackedWeight(nn.Module):
             mark_experts(found, num_experts)
         return found
 
+    def as_parameter(self) -> nn.Parameter:
+        """A `parameter` with the values of the weight."""
+        found = self.parameter()
+        found.data.copy_(self.unpacked())
+        return found
+
     def unpacked(self) -> Tensor:
         """The weight, in the dtype that it was built in."""
         return unpack(self.codes, self.scale, self.outer, self.zero, self.rest, self.dtype)

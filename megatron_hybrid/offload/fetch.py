@@ -42,17 +42,17 @@ class FetchState(Enum):
     """Progress of a fetch."""
 
     FOUND = auto()
-    """In a tier; reading has not begun."""
+    """A tier has it; reading has not begun."""
     READING = auto()
     """Being read into host memory, or already there."""
     LACKS_ROOM = auto()
-    """In host memory; the pool is full of pinned pages."""
+    """Host memory has it; the pool is full of pinned pages."""
     PLANNED = auto()
     """Has pages of the pool; the step that loads it has not run."""
     LOADING = auto()
     """Being copied from host memory into the pages of its lease."""
     DONE = auto()
-    """In the pool, visible to all requests."""
+    """The pool has it, visible to all requests."""
     FAILED = auto()
     """Damaged, unreadable or cancelled: nothing of it is in the pool."""
 

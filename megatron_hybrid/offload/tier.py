@@ -85,7 +85,7 @@ class RecordStore(Protocol):
         """Keep a record's bytes."""
 
     def put_lost(self, record: Record) -> None:
-        """Like `put`, for a record whose bytes are lost."""
+        """Put a record whose bytes are lost; else as `put`."""
 
     def take_lost(self) -> list[Record]:
         """Return the records whose bytes were lost since the last call."""

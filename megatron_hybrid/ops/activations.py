@@ -119,7 +119,7 @@ ACTIVATIONS: dict[str, _Function] = {
     "squared_relu": squared_relu,
     "quick_gelu": quick_gelu,
 }
-"""By the names that config.json uses. Where torch or core have one, theirs stands for it."""
+"""Functions by the names of config.json. Where torch or core have one, theirs stands for it."""
 
 _OURS: dict[_Function, _Function] = {F.silu: silu, F.gelu: gelu, torch.sigmoid: sigmoid}
 

@@ -30,7 +30,7 @@ class Backend:
     """An implementation of one op."""
 
     name: str
-    """Of its library or language: "triton", "fla"."""
+    """Name of its library or language: "triton", "fla"."""
     run: Callable[..., Any]
     """Takes the op's inputs, returns its outputs."""
     verify: Callable[..., str | None]
@@ -89,10 +89,10 @@ class Op:
         self.name = name
         self.reference = reference
         self.contracts: dict[str, Contract] = {}
-        """Of each tensor, by its name."""
+        """Contract of each tensor, by its name."""
         self._check = self._check_of(contracts, conditions or {}, helpers)
         self.backends: list[Backend] = []
-        """Beside the reference, by priority."""
+        """Backends in addition to the reference, by priority."""
         self._usable: list[Backend] = []
         self._told: set[tuple[str, str]] = set()
         OPS[name] = self

@@ -23,10 +23,10 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 TILES = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32}
-"""Of a config for two warps that each kernel of megatron-core's Mamba-2 has."""
+"""Tiles of a config for two warps that each kernel of megatron-core's Mamba-2 has."""
 
 left_out: dict[Autotuner, list[triton.Config]] = {}
-"""By kernel, so that a run on a GPU can try them."""
+"""Configs left out, by kernel, so that a run on a GPU can try them."""
 
 
 @functools.cache

@@ -58,7 +58,7 @@ class RaggedLayout:
     replayed at other positions. `start_positions` are then the largest that they may be, each
     sequence has one token, and `depths` count up to one number again and again."""
     depths: tuple[int, ...] = ()
-    """Of each sequence, how many before it continue the same state, in this call and token by token
+    """How many sequences before each one continue the same state, in this call and token by token
     (drafts of a decode): it has one token, and starts where the one before it ends, whose depth is
     less by one. Empty: all are 0. An op on live slots takes a depth after the other."""
 

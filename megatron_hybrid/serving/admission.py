@@ -27,16 +27,16 @@ class Ticket:
     """The caller's label; others may have the same."""
     key: str
     num_samples: int = 1
-    """Of all prompts together: for so many requests it counts."""
+    """Samples of all prompts together: for so many requests it counts."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """For errors: `GenerationFields.caller_names`."""
+    """Names of fields in errors: `GenerationFields.caller_names`."""
     task: asyncio.Task | None = None
     is_aborted: bool = False
     prefixes: dict[int, PrefixReport] = field(default_factory=dict)
-    """Of each prompt, by the id of its first sample."""
+    """Prefix report of each prompt, by the id of its first sample."""
     num_generated: int = 0
     num_tokens: int = 0
-    """Of whole answers: prompts, answers, and the most likely tokens of log-probabilities."""
+    """Tokens of whole answers: prompts, answers, and the most likely ones of log-probabilities."""
     first_token_seconds: float | None = None
     began: float = field(default_factory=time.perf_counter)
     waits_since: float | None = None
@@ -90,7 +90,7 @@ class Admission:
     def __init__(self, engine: AsyncEngine, max_requests: int, config: ServingConfig):
         self._engine, self.config = engine, config
         self.most = max_requests + config.max_waiting
-        """That run or wait at a time."""
+        """Most requests that run or wait at a time."""
         self.is_draining = False
         self.num_admitted = 0
         """Requests so far."""

@@ -6,7 +6,6 @@ import time
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -28,7 +27,7 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 LEAST_LOG_PROB = -9999.0
-"""In place of minus infinity, which JSON has not."""
+"""Value in place of minus infinity, which JSON has not."""
 
 
 def prefix_block(report: PrefixReport) -> Json:
@@ -88,15 +87,15 @@ class Answer:
     end_mark: ClassVar[bytes] = b"data: [DONE]\n\n"
     created: int = field(default_factory=lambda: int(time.time()))
     reports: dict[int, PrefixReport] = field(default_factory=dict)
-    """Of a stream: of each prompt that has begun, by its number."""
+    """Reports of a stream's prompts that have begun, by their number."""
     num_generated: int = 0
     """Tokens of a stream so far."""
     num_reasoning: int = 0
-    """Of the choices that have ended."""
+    """Reasoning tokens of the choices that have ended."""
 
     @property
     def is_chat(self) -> bool:
-        """Of a chat; else of a text completion."""
+        """True for a chat; False for a text completion."""
         return not isinstance(self.fields, CompletionFields)
 
     def head(self, of_chunk: bool = False) -> Json:
@@ -181,14 +180,8 @@ class Answer:
         return self.tokenizer.detokenize(tokens, self.fields.skip_special_tokens)
 
     def parser(self) -> AnswerParser:
-        """Of one answer to a chat."""
+        """Return the parser of one answer to a chat."""
         return self.style.parser(is_thinking=self.is_thinking, **self.fields.parsed_by)
-
-    @cached_property
-    def _has_counts(self) -> bool:
-        """Whether each chunk of a stream has the usage so far."""
-        options = self.fields.stream_options
-        return options is not None and options.include_usage and options.continuous_usage_stats
 
     def chunk(self, index: int, said: Json, logprobs: Json | None, reason: str | None) -> Json:
         """The body of an event. said: a `delta`, or `text`."""
@@ -196,9 +189,12 @@ class Answer:
         return {**self.head(of_chunk=True), "choices": [choice], **self._counts()}
 
     def _counts(self) -> Json:
-        """The usage so far, if each chunk shall have it."""
-        if not (self._has_counts and self.reports):
+        """The usage so far, or null, if the stream shall have the usage."""
+        options = self.fields.stream_options
+        if options is None or not options.counts:
             return {}
+        if not options.continuous_usage_stats:
+            return {"usage": None}
         return {"usage": self._usage([*self.reports.values()], self.num_generated)}
 
     def growing(self, number: int) -> list[GrowingChoice]:
@@ -208,8 +204,7 @@ class Answer:
 
     def last(self, prefixes: Sequence[PrefixReport], num_generated: int) -> list[Json]:
         """The chunks at the end: the usage, if asked for."""
-        options = self.fields.stream_options
-        if options is None or not options.include_usage:
+        if not self._counts():
             return []
         counts = self._usage(prefixes, num_generated)
         return [{**self.head(of_chunk=True), "choices": [], "usage": counts}]
@@ -273,8 +268,8 @@ class Answer:
         return {token: max(value, LEAST_LOG_PROB) for token, value in few}
 
     def prompt_logprobs(self, result: GenerationResult) -> list[Json | None]:
-        """Of each token of the prompt but the first, and of the most likely ones in its place, by
-        their ids, as vLLM has them. `rank` is that among the most likely ones."""
+        """Return, for each token of the prompt but the first and for the most likely ones in its
+        place, log-probabilities by id, as vLLM does. `rank` is that among the most likely ones."""
         tokens, values = result.prompt_tokens[1:], result.prompt_log_probs
         found: list[Json | None] = [None]
         tops = result.prompt_top_n_logprobs or [{}] * len(tokens)
@@ -337,12 +332,14 @@ class GrowingChoice:
         self._number = number
         self._index = index
         self._parser = answer.parser() if answer.is_chat else None
+        self._has_begun = False
         self._num_chars = 0
         self._shows_prompt = answer.fields.return_token_ids
         self._reasoning: list[Reasoning] = []
 
-    def begin(self) -> list[Json]:
-        """The events before the first output: a chat's role."""
+    def _begin(self) -> list[Json]:
+        """The events before those of the first output: a chat's role."""
+        self._has_begun = True
         echoed = self._answer.echoed(self._number)
         self._num_chars = len(echoed)
         if self._parser is None:
@@ -352,6 +349,7 @@ class GrowingChoice:
     def add(self, output: RequestOutput) -> bytes:
         """The events of what a step added."""
         self._answer.reports[self._number] = output.report
+        chunks = [] if self._has_begun else self._begin()
         self._answer.num_generated += len(output.tokens)
         given = output.tokens, output.log_probs, output.top_n_logprobs
         logprobs = self._answer.logprobs(*given, self._num_chars)
@@ -373,9 +371,9 @@ class GrowingChoice:
         if self._answer.fields.return_token_ids:
             said[0] |= {"token_ids": output.tokens, "weight_epoch": output.epoch}
         elif not (output.text or reason or logprobs):
-            return b""
+            return b"".join(map(self._answer.encode, chunks))
         *others, last = said
-        chunks = [self._chunk(each) for each in others]
+        chunks += [self._chunk(each) for each in others]
         chunks.append(self._chunk(last, logprobs, reason))
         if reason is not None and output.result is not None:
             chunks[-1]["choices"][0]["stop_reason"] = output.result.stop_reason
@@ -396,7 +394,7 @@ def _id_name(token: int) -> str:
 
 
 _DELTA_CHARS = 4096
-"""Of a call's arguments in one event."""
+"""Most characters of a call's arguments in one event."""
 
 
 def _deltas(part: AnswerPart) -> Iterator[Json]:

@@ -26,6 +26,7 @@ from megatron_hybrid.serving.changes import HEADER, header_of
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import (
     AbortFields,
+    AnyGeneration,
     ChatFields,
     CompletionFields,
     DetokenizeFields,
@@ -61,6 +62,7 @@ from megatron_hybrid.serving.schemas import (
     Detokenized,
     Explanation,
     InputTokens,
+    Json,
     Load,
     Message,
     MessageError,
@@ -184,6 +186,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat_completions(fields: ChatFields, request: Request):
         return await _generate(service, request, fields)
 
+    @routes.post("/invocations", response_model=Chat | Completion, responses=answers)
+    async def invocations(fields: AnyGeneration, request: Request):
+        return await _generate(service, request, fields)
+
     @routes.post("/v1/responses", response_model=Responded, responses=answers)
     async def responses(fields: ResponseFields, request: Request):
         return await _respond(service, request, fields)
@@ -200,13 +206,17 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def count_tokens(fields: PromptFields, request: Request):
         service.check_model(fields.model)
 
+        changes: list[str] = []
+
         def counted() -> InputTokens:
             chat = fields.to_chat()
             chat.check()
-            return {"input_tokens": len(_chat_prompt(service, chat).tokens)}
+            count = len(_chat_prompt(service, chat).tokens)
+            changes.extend(chat.changes)
+            return {"input_tokens": count}
 
         with rename_error_fields(fields):
-            return await json_response(counted, request)
+            return await json_response(counted, request, changes=changes)
 
     @routes.post("/abort", responses=errors(400, 401, 413))
     async def abort(fields: AbortFields, request: Request) -> Aborted:
@@ -362,7 +372,7 @@ def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
 
 
 def _num_prompts(fields: GenerationFields) -> int:
-    """Before anything is tokenized."""
+    """Count the prompts, before anything is tokenized."""
     if not isinstance(fields, CompletionFields) or isinstance(fields.prompt, str):
         return 1
     return 1 if not fields.prompt or isinstance(fields.prompt[0], int) else len(fields.prompt)
@@ -381,13 +391,13 @@ def _chat_prompt(service: Service, fields: TemplateFields) -> RenderedChat:
 def _params(
     service: Service, fields: GenerationFields, prompts: Sequence[Prompt]
 ) -> SamplingParams:
-    limit = fields.max_tokens
+    limit, context = fields.max_tokens, service.engine_config.max_sequence_length
+    length = max(len(getattr(prompt, "tokens", prompt)) for prompt in prompts)
     if isinstance(fields, ChatFields) and fields.max_completion_tokens is not None:
         limit = fields.max_completion_tokens
-    context = service.engine_config.max_sequence_length
-    length = len(getattr(prompts[0], "tokens", prompts[0]))
-    if limit is None:  # what there is room for
-        limit = max(1, context - length)
+    elif limit is None or "max_tokens" not in fields.model_fields_set:
+        left = max(1, context - length)  # what there is room for
+        limit = left if limit is None else min(left, limit)
     if isinstance(fields, ChatFields) and length + limit > context:
         if not service.config.lowers_max_tokens or length >= context:
             raise fields.too_long(length, limit, context)
@@ -406,8 +416,6 @@ async def _events(
     try:
         for number, stream in enumerate(streams):
             choices = answer.growing(number)
-            for chunk in (chunk for choice in choices for chunk in choice.begin()):
-                yield answer.encode(chunk)
             async for outputs in service.outputs(ticket, stream):
                 if events := b"".join([choices[o.sample_index].add(o) for o in outputs]):
                     yield events
@@ -468,12 +476,17 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @routes.post("/tokenize", response_model=Tokenized)
     async def tokenize(fields: TokenizeFields, request: Request):
         service.check_model(fields.model)
-        return await json_response(lambda: tokenized(fields), request)
+        return await json_response(lambda: tokenized(fields), request, changes=fields.changes)
 
     @routes.post("/detokenize", response_model=Detokenized)
     async def detokenize(fields: DetokenizeFields, request: Request):
         service.check_model(fields.model)
         return await json_response(lambda: detokenized(fields), request)
+
+    @routes.get("/tokenizer_info", response_model=Json, responses=errors(403))
+    async def tokenizer_info(request: Request):
+        service.auth.check_admin(request.state.key)
+        return await json_response(service.tokenizer.info)
 
     @routes.post("/v1/completions/render", response_model=list[TokenIds])
     async def render_completion(fields: CompletionFields, request: Request):
@@ -483,7 +496,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @routes.post("/v1/chat/completions/render", response_model=TokenIds)
     async def render_chat(fields: ChatFields, request: Request):
         service.check_model(fields.model)
-        return await json_response(lambda: rendered(fields), request)
+        return await json_response(lambda: rendered(fields), request, changes=fields.changes)
 
     @routes.post("/cache/explain", responses=errors(403))
     async def explain(fields: ExplainFields, request: Request) -> Explanation:
@@ -529,6 +542,11 @@ def _add_state(app: FastAPI, service: Service) -> None:
         told = (failure or "").partition(" with ")[0]  # an error's own words are for the log
         return PlainTextResponse(told, 200 if is_well else 503)
 
+    @app.get("/live", **state)
+    async def live() -> PlainTextResponse:
+        failed = service.engine.rank_failure is not None
+        return PlainTextResponse("", 503 if failed else 200)
+
     @app.get("/version", responses=errors())
     async def version() -> Version:
         return {"version": __version__}
@@ -565,6 +583,8 @@ def _model(service: Service) -> Model:
         "object": "model",
         "created": service.created,
         "owned_by": "megatron_hybrid",
+        "root": service.config.model_name,
+        "parent": None,
         "max_model_len": service.engine_config.max_sequence_length,
         "description": service.config.description,
         "has_chat_template": service.tokenizer.chat_template is not None,

@@ -1,6 +1,6 @@
 """What is left out of requests, or moved in them, so that agents are served and reuse prefixes.
 
-Each change is said in the answer's header X-Request-Changes, in the log, and by /cache/explain.
+Each change is said in the answer's header X-Request-Changes and in the log, and by /cache/explain.
 """
 
 from __future__ import annotations
@@ -14,14 +14,28 @@ HEADER = "X-Request-Changes"
 _MAX_HEADER = 2048
 IMAGE_LEFT_OUT = "[An image was left out: this model reads texts alone.]"
 _MAX_LINE = 200
-_BILLING = re.compile(r"x-anthropic-billing-header:", re.IGNORECASE)
-_LABEL = re.compile(r"\W*[A-Za-z][A-Za-z'_/ -]{0,60}(?:[:=]|\bis\b)|\W*")
+_BILLING = re.compile(r"x-anthropic-billing-header:\s*cc_\w+=", re.IGNORECASE)
+_NOW = r"current|today'?s|today|local|present|utc|now|time is"
+_TIME = "date|time|datetime|timestamp"
+_LABEL = re.compile(
+    r"[\W_]*(?:"
+    rf"(?=.{{0,40}}?(?<![a-z])(?:{_NOW})(?![a-z]))"
+    rf"(?:(?:the|it|is|in|and|{_TIME}|{_NOW})(?![a-z])[\W_]*)+"
+    rf"|(?:{_TIME})\s*[:=](?=.*:\d\d:\d\d)"  # seconds: no time of a plan
+    r")?",
+    re.IGNORECASE,
+)
+"""What may stand before a time for it to be that of the request: words for the present."""
 _CLOCK = re.compile(r"\d{1,2}:\d{2}")
-_ID = re.compile(r"\W*(?:request|message|trace|turn|run)[ _-]?id\W+[\w.-]{6,}\W*", re.IGNORECASE)
-_NAMES_TIME = re.compile(r"time|date|now|clock|today|\d{4}-\d\d-\d\d|\d [AP]M\b", re.IGNORECASE)
+_ZONE = re.compile(r"\([\w/+: ,-]+\)")
+_ID = re.compile(
+    r"\W*(?:request|message|trace|turn|run)[ _-]?id\s*[:=]\W*(?=(?:[\w.-]*\d){4})[\w.-]{8,}\W*",
+    re.IGNORECASE,
+)
+_DATE = re.compile(r"\d{4}-\d\d-\d\dT?")
 _WORDS = re.compile(r"\w[\w/]*")
 _TIME_WORD = re.compile(
-    r"\d+(?:st|nd|rd|th|Z)?|\d+T\d+|[TZ]|[AaPp][Mm]|[A-Z]{2,5}|[A-Z][a-z]+/[A-Z][A-Za-z_/]+|at|on|of"
+    r"\d+(?:st|nd|rd|th|Z)?|\d+(?:/\d+)+|\d+T\d+|[TZ]|[AaPp][Mm]|[A-Z]{2,5}\d*|[A-Z][a-z]+/[A-Z][A-Za-z_/]+|at|on|of"
     r"|(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
     r"|(?:Jan|Feb|Mar|Apr|May|June?|July?|Aug|Sept?|Oct|Nov|Dec)[a-z]*"
 )
@@ -34,29 +48,36 @@ def header_of(changes: Sequence[str]) -> dict[str, str]:
 
 
 def with_steady_start(messages: Sequence[Json]) -> tuple[list[Json], list[str]]:
-    """Messages whose instructions begin alike in all requests of a conversation, and the changes.
+    """Return messages whose instructions begin alike in all requests of a conversation, and the
+    changes.
 
     Of the first messages, as long as they are the system's, lines that differ in each request are
-    taken out: a billing line of Claude Code is left out; a line that is nothing but a time of day,
-    or an id of the request, moves to the end of the last message, the newest.
+    taken out: a billing line of Claude Code is left out; a line that is nothing but the present
+    time of day, or an id of the request, moves to the end of the last message, the newest. Lines
+    in a block of code stay.
     """
     found, moved, changes = list(messages), [], []
     for index, message in enumerate(found):
         content = message.get("content")
         if message.get("role") != "system" or not isinstance(content, str):
             break
-        kept = []
+        kept, is_code = [], False
         for line in content.split("\n"):
+            is_code ^= line.lstrip().startswith("```")
             if _BILLING.match(line):
                 changes.append("left out a billing line of the system's message")
-            elif len(line) <= _MAX_LINE and _changes_each_time(line):
+            elif not is_code and len(line) <= _MAX_LINE and _changes_each_time(line):
                 moved.append(line)
             else:
                 kept.append(line)
         found[index] = {**message, "content": "\n".join(kept)}
-    last = found[-1]
-    if moved and last.get("role") in ("user", "tool") and isinstance(last.get("content"), str):
-        found[-1] = {**last, "content": "\n\n".join((last["content"], "\n".join(moved)))}
+    last, text = found[-1], "\n".join(moved)
+    content = last.get("content")
+    if moved and last.get("role") in ("user", "tool") and isinstance(content, str | list):
+        if isinstance(content, str):
+            found[-1] = {**last, "content": f"{content}\n\n{text}"}
+        else:
+            found[-1] = {**last, "content": [*content, {"type": "text", "text": f"\n\n{text}"}]}
         changes.append("moved a line that changes in each request to the last message")
     elif moved:
         return list(messages), []
@@ -64,10 +85,12 @@ def with_steady_start(messages: Sequence[Json]) -> tuple[list[Json], list[str]]:
 
 
 def _changes_each_time(line: str) -> bool:
-    """Return whether a line is nothing but a time of day with a label, or an id of a request."""
+    """Return whether a line is nothing but the present time of day, or an id of a request."""
     if _ID.fullmatch(line):
         return True
+    line = re.sub(r"</?\w+>", " ", _ZONE.sub("", line))
     label = _LABEL.match(line)
-    if not _CLOCK.search(line, label.end()) or not _NAMES_TIME.search(line):
+    value = line[label.end() :]
+    if not _CLOCK.search(value) or not (label[0].strip(" -*#") or _DATE.match(value.strip())):
         return False
-    return all(map(_TIME_WORD.fullmatch, _WORDS.findall(line, label.end())))
+    return all(map(_TIME_WORD.fullmatch, _WORDS.findall(value)))

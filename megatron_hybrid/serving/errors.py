@@ -21,7 +21,7 @@ _KINDS = {
 _MAX_MESSAGE = 2000
 """Characters."""
 RETRY_SECONDS = 1
-"""In the header Retry-After of 429 and 503."""
+"""Seconds in the header Retry-After of 429 and 503."""
 
 
 class ApiError(Exception):
@@ -60,7 +60,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer."""
+        """Return the headers of the answer."""
         if self.status in (429, 503):
             return {"Retry-After": str(RETRY_SECONDS)}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
@@ -85,9 +85,10 @@ _API_NAMES = {
 def refusal_of_field(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """Return what pydantic's `errors()` say of the first field, or of a part of it. Of a field of
     several types, it is what the type says that fits best."""
+    above = ("body", "query", "ChatFields", "CompletionFields")
 
     def place_of(error: Mapping[str, Any]) -> list[str]:
-        return [str(part) for part in error["loc"] if part not in ("body", "query")]
+        return [str(part) for part in error["loc"] if part not in above]
 
     own = [error for error in errors if place_of(error)[:1] == place_of(errors[0])[:1]]
     error = max(own, key=lambda error: (len(error["loc"]), not error["type"].endswith("_type")))

@@ -11,8 +11,10 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     PrivateAttr,
+    Tag,
     ValidationError,
     WithJsonSchema,
     model_validator,
@@ -161,7 +163,7 @@ def refuse_unsupported(
 
 
 def _is_in(value: Any, values: Iterable) -> bool:
-    """As `in`, but False is not 0."""
+    """Return whether a value is in some, as `in` says, but False is not 0."""
     is_bool = isinstance(value, bool)
     return any(value == each and isinstance(each, bool) == is_bool for each in values)
 
@@ -290,10 +292,16 @@ def _left_out_by_null(kind: type[Fields]) -> frozenset[str]:
 class StreamOptions(Fields):
     """Options of a stream."""
 
-    include_usage: bool = False
-    """The stream ends with one more chunk, which has the usage."""
+    include_usage: bool | None = None
+    """The stream ends with one more chunk, which has the usage; the others have `"usage": null`.
+    The default is `continuous_usage_stats`."""
     continuous_usage_stats: bool = False
-    """With `include_usage`, each chunk with tokens has the usage up to this chunk."""
+    """Each chunk has the usage up to this chunk, unless `include_usage` is false."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the stream has the usage."""
+        return self.continuous_usage_stats if self.include_usage is None else self.include_usage
 
 
 class JsonSchema(Fields):
@@ -457,7 +465,7 @@ class SharedFields(Body):
         "allowed_token_ids", "The field is refused with 400 next to a guide."
     )
     bad_words: Words | None = None
-    """Words that the answer must not have. Each word is tokenized with and without a space before
+    """Words that the answer must not have. Each word is tokenized with and without one space before
     it, and its last token is not drawn after the others. The same word can still appear as other
     tokens. The field is refused with 400 next to a guide."""
     num_speculative_tokens: Count | None = declared("num_speculative_tokens")
@@ -534,7 +542,7 @@ class CompletionFields(GenerationFields):
     """A text, a list of texts, a list of token ids, or a list of lists of token ids."""
     max_tokens: Count | None = 16
     """The most tokens of an answer. 0 computes the prompt alone; null allows as many as there is
-    room for."""
+    room for, and the default at most that many."""
     logprobs: NumTop | None = None
     """The answer has log-probabilities of its tokens, with this many most likely tokens at each
     position. `top_logprobs` includes the drawn token. A token that is a part of a character is
@@ -643,7 +651,7 @@ class TemplateFields(SharedTemplateFields):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Of the template."""
+        """Return the variables of the template."""
         effort = self.reasoning_effort
         given: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
         if effort is not None:  # templates have several names for whether there is any
@@ -772,6 +780,19 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
             )
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+
+
+def _kind_of(given: Any) -> str:
+    """Return the class of a body that is of a chat or of a completion."""
+    is_chat = isinstance(given, dict) and "messages" in given
+    return (ChatFields if is_chat else CompletionFields).__name__
+
+
+AnyGeneration = Annotated[
+    Annotated[ChatFields, Tag("ChatFields")] | Annotated[CompletionFields, Tag("CompletionFields")],
+    Discriminator(_kind_of),
+]
+"""Body of /invocations: that of a chat if it has `messages`, or else that of a completion."""
 
 
 class TokenizeFields(TemplateFields):

@@ -13,13 +13,14 @@ from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.metrics.meter import BOUNDS
 
 SECONDS = 5.0
-"""Between two samples."""
+"""Seconds between two samples."""
 SPANS = {300: 5, 3600: 30, 86400: 600}
 """Seconds of a plot -> seconds of each of its points. All are kept: 327 points in all."""
 PERCENTILES = (50, 90, 99)
 _PEAKS = ("requests_running", "requests_waiting")
 _KEYS = (
-    *("prompt_tokens", "skipped_tokens", "shared_tokens", "prefill_tokens", "generation_tokens"),
+    *("requests", "prompt_tokens", "skipped_tokens", "shared_tokens", "prefill_tokens"),
+    "generation_tokens",
     *("checkpoints_evicted", "kv_blocks_evicted", "host_records_evicted", "disk_records_evicted"),
     *("pages", "pages_in_use", "pages_cached", "checkpoints", "cached_tokens"),
     *("host_bytes", "host_states", "disk_bytes", "disk_states"),
@@ -71,8 +72,9 @@ class History:
         """A list for each value, the oldest point first, the last one of now.
 
         `time` is in seconds since 1970, at the end of a point. Counters are what the engine counted
-        until then, `lost_tokens_<reason>` those of prompt tokens that were computed again.
-        `requests_running` and `requests_waiting` are the most of all samples in the point.
+        until then, `lost_tokens_<reason>` those of prompt tokens that were computed again, and
+        `requests` those that have begun. `requests_running` and `requests_waiting` are the most of
+        all samples in the point, which see no request that ran between two of them.
         `<name>_p<percentile>` are seconds, of what the point has; None: it has nothing.
 
         Args:

@@ -10,7 +10,7 @@ from megatron_hybrid.serving.admission import Admission
 from megatron_hybrid.serving.json_response import to_cpu_thread
 
 _REST_SECONDS = 2.0
-"""Without a request, before freed memory goes back to the system."""
+"""Seconds without a request before freed memory goes back to the system."""
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: None)  # glibc has it
 
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 import asyncio
 import gzip
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from pydantic_core import to_json
 
+from megatron_hybrid.serving.changes import header_of
 from megatron_hybrid.serving.slow_clients import cancel_on_disconnect
 from megatron_hybrid.utils.daemon_threads import DaemonThreads
 
@@ -20,7 +21,7 @@ R = TypeVar("R")
 FEW_TOKENS = 500
 """Prompt, answer and their most likely tokens together."""
 LARGE_BYTES = 64 << 10
-"""Of a body, from which on its jobs leave a thread to others."""
+"""Bytes of a body from which on its jobs leave a thread to others."""
 _BYTES_OF_TOKEN = 16
 """In an answer."""
 _texts = DaemonThreads("texts", 4)
@@ -40,8 +41,8 @@ async def to_cpu_thread(job: Callable[[], R], key: str = "", num_bytes: int = 0)
 
 
 async def in_turn(job: Callable[[], R], request: Request) -> R:
-    """As `to_cpu_thread`, for a request whose body has come: its job is dropped when its client
-    goes away.
+    """Run a job as `to_cpu_thread`, for a request whose body has come: the job is dropped when the
+    client goes away.
 
     Raises:
         ApiError: the client has gone.
@@ -53,12 +54,16 @@ async def in_turn(job: Callable[[], R], request: Request) -> R:
 
 
 async def json_response(
-    make: Callable[[], Any], request: Request, num_tokens: int | None = None
+    make: Callable[[], Any],
+    request: Request,
+    num_tokens: int | None = None,
+    changes: Sequence[str] = (),
 ) -> Response:
     """Return an answer, made and encoded in a thread, so that the event loop waits for none of it;
     where it is of few tokens the thread would cost more.
 
     num_tokens: of an answer that the engine has made; None: its size is that of the request.
+    changes: of the request, for a header; `make` may add to them.
 
     Raises:
         ApiError: the client has gone.
@@ -70,7 +75,7 @@ async def json_response(
     else:
         size = num_tokens * _BYTES_OF_TOKEN
         body = await to_cpu_thread(lambda: encode_json(make()), request.state.key, size)
-    return Response(body, media_type="application/json")
+    return Response(body, headers=header_of(changes), media_type="application/json")
 
 
 async def gzip_json_response(make: Callable[[], Any], accepts: str) -> Response:

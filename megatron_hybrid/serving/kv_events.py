@@ -20,7 +20,7 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.offload.prefix_keys import RecentKeys
 
 Event = dict[str, Any]
-"""With the names and values of vLLM's classes, that of the class under "type"."""
+"""Names and values of vLLM's classes, that of the class under "type"."""
 _MEDIUM = "GPU"  # vLLM's name of the pool, on whatever device that is
 _MOST_EVENTS = 1024  # of one `take`, about
 
@@ -145,7 +145,7 @@ class BlockEvents(CacheListener):
         return [self._stored(new)] if new else []
 
     def _stored(self, blocks: list[_Block]) -> Event:
-        """Of blocks in a row."""
+        """Return the event of blocks in a row."""
         parent = blocks[0].parent
         return {
             "type": "BlockStored",

@@ -57,15 +57,16 @@ class KvPublisher:
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=kept_batches)
         self._next = time.time_ns() // 1000
         self._events: BlockEvents | None = None
+        self._repeats = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._replay: zmq.Socket | None = None
         try:
             self._socket = self._context.socket(zmq.PUB)
             self._socket.set_hwm(_MOST_UNSENT)
             self.endpoint = _bind(self._socket, endpoint, "--kv-events-endpoint")
-            """Where it listens."""
+            """Address where it listens."""
             self.replay_endpoint = ""
-            """Where it listens for replays; "": nowhere."""
+            """Address where it listens for replays; "": nowhere."""
             if replay_endpoint:
                 self._replay = self._context.socket(zmq.ROUTER)
                 # Beyond that, a router drops messages; up to half of it may be read, and not known
@@ -82,6 +83,10 @@ class KvPublisher:
         """Publish these events, until `close`."""
         self._events = events
         self._thread.start()
+
+    def repeat(self) -> None:
+        """Publish all blocks that there are, for readers that came late."""
+        self._repeats.set()
 
     def close(self) -> None:
         """Tell that all blocks are gone, and end."""
@@ -102,6 +107,9 @@ class KvPublisher:
         try:
             while not self._events.has_ended:
                 self._tell(_TICK_SECONDS)
+                if self._repeats.is_set():
+                    self._repeats.clear()
+                    self._publish(self._events.all())
                 while self._replay is not None and self._replay.poll(0):
                     frames = self._replay.recv_multipart()
                     self._tell(0)  # so that the answer has all that came before the question

@@ -13,7 +13,7 @@ from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.json_response import encode_json
 
 _SECONDS = 1.0
-"""For a request to come, and for its client to take the answer."""
+"""Seconds for a request to come, and for its client to take the answer."""
 _TICKS_SECONDS = 0.01
 _PIECE = 64 << 10
 

@@ -50,7 +50,7 @@ _LEFT_OUT_BLOCKS = (
 )
 """Blocks of an answer, or of a tool's result, that this server does not show to a model."""
 _SIGNATURE = "mh1"
-"""Of thinking: its text is no secret, and is taken as it comes."""
+"""Signature of thinking: its text is no secret, and is taken as it comes."""
 
 
 class MessageTool(Fields):
@@ -356,10 +356,6 @@ class MessageAnswer:
     def growing(self, number: int) -> list[MessageAnswer]:
         """Return what takes the outputs of a stream: see `Answer.growing`."""
         return [self]
-
-    def begin(self) -> list[Json]:
-        """The events before the first output: none, since the first one counts the prompt."""
-        return []
 
     def add(self, output: RequestOutput) -> bytes:
         """The events of what a step added."""

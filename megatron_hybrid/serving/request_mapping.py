@@ -85,7 +85,7 @@ def is_thinking(
 def thinking_budget(
     tokenizer: Tokenizer, max_tokens: int, thoughts: ReasoningFormat | None, begins_inside: bool
 ) -> ThinkingBudget:
-    """Of the reasoning of a chat's answer.
+    """Return the budget of the reasoning of a chat's answer.
 
     Args:
         thoughts: how the model writes reasoning; None: it has none.
@@ -342,7 +342,8 @@ def sampling_params(
         text = f"allowed_token_ids has {len(allowed)} ids, and the vocabulary {most}: give each"
         raise ApiError(400, f"{text} once", "allowed_token_ids")
     # In the answer a word may stand at the beginning of a token, or after a space that is in it.
-    words = [spelt for word in fields.bad_words or () for spelt in (word, f" {word}")]
+    words = [word.lstrip() or word for word in fields.bad_words or ()]
+    words += [f" {word}" for word in words]
     try:
         return SamplingParams(
             temperature=fields.temperature,

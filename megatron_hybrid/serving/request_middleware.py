@@ -23,8 +23,11 @@ from megatron_hybrid.serving.slow_clients import BodyClock
 
 access = logging.getLogger("megatron_hybrid.serving.access")
 
-OPEN_PATHS = ("/health", "/ready", "/ping", "/metrics", "/version", "/", "/docs", "/openapi.json")
-"""Without a key; so are the files of the page."""
+OPEN_PATHS = (
+    *("/health", "/ready", "/ping", "/live", "/metrics", "/version"),
+    *("/", "/docs", "/openapi.json"),
+)
+"""Paths that need no key; nor do the files of the page."""
 POLLED_PATHS = ("/requests", "/cache/tree", "/cache/history")
 """What the page asks for every second: without a line in the log."""
 _UNREAD_BODIES = 16

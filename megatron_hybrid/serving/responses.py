@@ -9,6 +9,7 @@ import json
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from functools import cache, cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -17,6 +18,7 @@ from pydantic import Field, ValidationError, WithJsonSchema
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.answers import (
+    Answer,
     Json,
     argument_pieces,
     num_reasoning_tokens,
@@ -32,6 +34,7 @@ from megatron_hybrid.serving.fields import (
     Count,
     Fields,
     Function,
+    NumTop,
     Object,
     SharedChatFields,
     Text,
@@ -59,7 +62,6 @@ UNSUPPORTED: dict[str, tuple] = {
     "multi_agent": (),
     "previous_input_messages": ([],),
     "prompt_logprobs": (),
-    "top_logprobs": (0,),
 }
 """Fields without an effect here -> values that ask for nothing, besides null."""
 LEFT_OUT = {"context_management": ([],), "truncation": ("disabled",)}
@@ -72,6 +74,7 @@ HOSTED = (
 )
 """Kinds of tools that OpenAI's servers or models know: they are left out."""
 _ENCRYPTED = "reasoning.encrypted_content"
+_LOGPROBS = "message.output_text.logprobs"
 DEFAULT_NAMESPACE = "functions"
 """Its functions have no prefix."""
 LIMITS = ("max_tokens", "max_completion_tokens")
@@ -155,7 +158,7 @@ class ReasoningOptions(Fields):
 
 
 def _item(kind: str, required: Sequence[str], **properties: Any) -> Json:
-    """As JSON Schema."""
+    """Return an item as JSON Schema."""
     properties |= {"type": {"const": kind}}
     return {"type": "object", "properties": properties, "required": ["type", *required]}
 
@@ -205,7 +208,11 @@ class ResponseFields(SharedChatFields):
     include: list[str] | None = None
     """With "reasoning.encrypted_content" the answer has its reasoning in a form that the next
     request may send back. The reasoning is encoded, not encrypted: `content` shows the same text.
-    Others have no effect."""
+    With "message.output_text.logprobs" the answer's texts have log-probabilities. Others have no
+    effect."""
+    top_logprobs: NumTop | None = None
+    """The number of most likely tokens that are shown at each position of a text. Above 0 the texts
+    have log-probabilities, also without `include`."""
     metadata: Object | None = None
     """Labels. They have no effect."""
     truncation: str | None = None
@@ -252,6 +259,8 @@ class ResponseFields(SharedChatFields):
                 tools=tools or None,
                 response_format=form,
                 reasoning_effort=self.reasoning and self.reasoning.effort,
+                logprobs=_LOGPROBS in (self.include or ()) or bool(self.top_logprobs),
+                top_logprobs=self.top_logprobs or None,
             )
             chat.changes.extend(changes)
             return chat
@@ -280,7 +289,7 @@ class ResponseFields(SharedChatFields):
         }
 
     def _functions(self) -> Iterator[Json]:
-        """For the model."""
+        """Return the functions as the model sees them."""
         for namespace, tool in self._each_tool():
             if isinstance(tool, HostedTool):
                 continue
@@ -462,6 +471,40 @@ def _input_of(arguments: str) -> str:
     return values[0] if len(values) == 1 and isinstance(values[0], str) else arguments
 
 
+class TextLogProbs:
+    """Log-probabilities of an answer's texts: each token's belong to the text in which it begins.
+
+    Args:
+        answer: writes them.
+    """
+
+    def __init__(self, answer: Answer):
+        self._answer = answer
+        self._waiting: list[tuple[int, Json]] = []  # where a token begins, and what is said of it
+        self._written, self._end = bytearray(), 0
+
+    def add(
+        self,
+        tokens: Sequence[int],
+        values: Sequence[float] | None,
+        tops: Sequence[dict[int, float]] | None,
+    ) -> None:
+        """Take note of tokens. values, tops: see `Answer.logprobs`."""
+        found = self._answer.logprobs(tokens, values, tops, 0)
+        for entry in [] if found is None else found["content"]:
+            self._waiting.append((len(self._written), entry))
+            self._written += bytes(entry["bytes"])
+
+    def take(self, text: str) -> list[Json]:
+        """Return those of the next text, which follows the last one, or marks after it."""
+        given = text.encode()
+        start = max(self._end, self._written.find(given, self._end))
+        self._end = start + len(given)
+        taken = [entry for at, entry in self._waiting if start <= at < self._end]
+        self._waiting = [(at, entry) for at, entry in self._waiting if at >= self._end]
+        return taken
+
+
 class ResponseAnswer:
     """The answer to one request of this route, whole or as events. See `Answer`.
 
@@ -491,6 +534,7 @@ class ResponseAnswer:
         self._tokenizer, self._chat = tokenizer, chat
         self._parser = style.parser(is_thinking=is_thinking, **chat.parsed_by)
         self._created = time.time()
+        self._log_probs = TextLogProbs(Answer(tokenizer, chat, id, model))
         self._items: list[Json] = []
         self._open: type[AnswerPart] | None = None  # the kind of the last item, while it grows
         self._num_events = 0
@@ -499,6 +543,7 @@ class ResponseAnswer:
     def whole(self, results: Sequence[GenerationResult]) -> Json:
         """The body. results: one."""
         (result,) = results
+        self._log_probs.add(result.generated_tokens, result.log_probs, result.top_n_logprobs)
         self._grow(result.generated_text or "", result.finish_reason)
         return self._body(self._status, [result.prefix], len(result.generated_tokens))
 
@@ -506,16 +551,16 @@ class ResponseAnswer:
         """Return what takes the outputs of a stream: see `Answer.growing`."""
         return [self]
 
-    def begin(self) -> list[Json]:
-        """The events before the first output."""
-        body = self._body("in_progress", [], 0)
-        return [
-            self._event(f"response.{kind}", response=body) for kind in ("created", "in_progress")
-        ]
-
     def add(self, output: RequestOutput) -> bytes:
         """The events of what a step added."""
-        return b"".join(map(self.encode, self._grow(output.text, output.finish_reason)))
+        events = []
+        if not self._num_events:
+            body = self._body("in_progress", [], 0)
+            kinds = ("created", "in_progress")
+            events = [self._event(f"response.{kind}", response=body) for kind in kinds]
+        self._log_probs.add(output.tokens, output.log_probs, output.top_n_logprobs)
+        events += self._grow(output.text, output.finish_reason)
+        return b"".join(map(self.encode, events))
 
     def last(self, prefixes: Sequence[PrefixReport], num_generated: int) -> list[Json]:
         """The events at the end."""
@@ -549,12 +594,14 @@ class ResponseAnswer:
             return
         if self._open is None:
             yield from self._begin_item(type(part))
-        item = self._items[-1]
-        item["content"][0]["text"] += part.text
+        content = self._items[-1]["content"][0]
+        content["text"] += part.text
+        log_probs = self._log_probs.take(part.text)
         if isinstance(part, Reasoning):
             yield self._event("response.reasoning_text.delta", **self._place, delta=part.text)
         else:
-            given = {"delta": part.text, "logprobs": []}
+            content["logprobs"] += log_probs
+            given = {"delta": part.text, "logprobs": log_probs}
             yield self._event("response.output_text.delta", **self._place, **given)
 
     def _begin_item(self, kind: type[AnswerPart]) -> Iterator[Json]:
@@ -569,7 +616,7 @@ class ResponseAnswer:
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         yield self._event("response.output_item.added", output_index=number, item=dict(item))
         self._items.append({**item, "content": [part]})
-        yield self._event("response.content_part.added", **self._place, part=dict(part))
+        yield self._event("response.content_part.added", **self._place, part=deepcopy(part))
 
     def _close(self) -> list[Json]:
         if self._open is None:
@@ -580,7 +627,7 @@ class ResponseAnswer:
         item["status"] = self._status
         (part,) = item["content"]
         name = "reasoning_text" if kind is Reasoning else "output_text"
-        extra = {} if kind is Reasoning else {"logprobs": []}
+        extra = {} if kind is Reasoning else {"logprobs": part["logprobs"]}
         self._open = None
         return [
             self._event(f"response.{name}.done", **self._place, text=part["text"], **extra),

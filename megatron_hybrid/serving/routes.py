@@ -17,7 +17,7 @@ Answers = dict[int | str, dict[str, Any]]
 EVENTS: Answers = {
     200: {"content": {"text/event-stream": {"schema": {"description": "server-sent events"}}}}
 }
-"""Of a route that streams on request."""
+"""Answers of a route that streams on request."""
 _MEANINGS = {
     400: "a field is wrong, or not supported: `param` names it",
     401: "the API key is missing or wrong",

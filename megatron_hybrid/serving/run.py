@@ -8,7 +8,6 @@ import errno
 import gc
 import json
 import logging
-import math
 import os
 import signal
 import socket
@@ -33,9 +32,11 @@ from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.config import ServingConfig
+from megatron_hybrid.serving.end_steps import STEP_SECONDS, run_steps
 from megatron_hybrid.serving.kv_events import BlockEvents
 from megatron_hybrid.serving.loading import Loading
 from megatron_hybrid.serving.service import Service
+from megatron_hybrid.serving.shutdown import Shutdown
 from megatron_hybrid.serving.slow_clients import TimedProtocol
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.child_lifetime import EndSignal
@@ -46,13 +47,11 @@ if TYPE_CHECKING:  # what it imports need not be installed
 logger = logging.getLogger(__name__)
 _BACKLOG = 2048
 _CONNECTION_SECONDS = 5
-"""For connections to end when nothing runs any more."""
-SAME_SECONDS = 1.0
-"""Between the signals of one Ctrl-C, where there is a launcher."""
+"""Seconds for connections to end when nothing runs any more."""
 
 
 class _PlainLines(logging.Formatter):
-    """For people: the time, and what happened. rank: that writes it; None: there is one."""
+    """Writes lines for people: the time, and what happened. rank: of the job; None: no ranks."""
 
     def __init__(self, rank: int | None = None):
         whose = "" if rank is None else f"rank {rank}: "
@@ -117,7 +116,7 @@ def _is_no_cancellation(record: logging.LogRecord) -> bool:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens, and by which certificate."""
+    """Address where a server listens, and its certificate."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -186,7 +185,7 @@ class Address:
         return Loading(bound, self.uds, self._context())
 
     def url(self, bound: socket.socket | None) -> str:
-        """For people."""
+        """Return the address as people write it."""
         if bound is None:
             return f"unix:{self.uds}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -194,46 +193,30 @@ class Address:
 
 
 class _Server(uvicorn.Server):
-    """Drains at the first signal, and ends at the second. Drains when a rank has failed: what runs
-    has got the error."""
+    """Ends by `Shutdown`: at a signal, or when a rank has failed."""
 
     def __init__(self, config: uvicorn.Config, service: Service, end: EndSignal):
         super().__init__(config)
-        self._service, self._end_signal = service, end
         self._loop = asyncio.get_running_loop()
-        self._draining: asyncio.Task | None = None
-        self._signaled_at = -math.inf
+        self._end_signal = end
+        self._shutdown = Shutdown(service, end, self._stop, self._hurry)
 
     def handle_exit(self, sig: int, frame) -> None:
-        # A terminal's Ctrl-C may reach a rank twice: by itself, and from the ranks' launcher.
-        now = time.monotonic()
-        if self._service.engine.num_ranks > 1 and now - self._signaled_at < SAME_SECONDS:
-            return
-        self._signaled_at = now
-        self._loop.call_soon_threadsafe(self._end)
+        self._loop.call_soon_threadsafe(self._shutdown.take_signal)
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn calls it ten times a second."""
-        failure = self._service.engine.rank_failure
-        if failure is not None and self._draining is None:
-            logger.error("the server ends: %s", failure)
-            self._draining = asyncio.ensure_future(self._drain())
-        if self._end_signal.was_sent and self._draining is None:
-            self._end()
+        self._shutdown.begin_after_failure()
+        if self._end_signal.was_sent:
+            self._shutdown.begin()
         return await super().on_tick(counter)
 
-    def _end(self) -> None:
-        if self._draining is not None:
-            if self.should_exit:
-                self.force_exit = True
-            self._service.end_now()
-            self.should_exit = True
-            return
-        logger.info("draining: no new requests")
-        self._draining = asyncio.ensure_future(self._drain())
+    def _stop(self) -> None:
+        self.should_exit = True
 
-    async def _drain(self) -> None:
-        await self._service.drain()
+    def _hurry(self) -> None:
+        if self.should_exit:  # what is left are connections
+            self.force_exit = True
         self.should_exit = True
 
 
@@ -296,7 +279,7 @@ async def serve(
         began = time.perf_counter()
         await service.close()
         if publisher is not None:
-            publisher.close()
+            await run_steps(("the end of KV events", publisher.close, STEP_SECONDS))
         logger.info("the engine ended in %.1f s", time.perf_counter() - began)
 
 
@@ -307,7 +290,7 @@ def follow(
     config: ServingConfig,
     end: EndSignal,
 ) -> None:
-    """On every other rank than the first, in place of `serve`: run what that one does, until it
+    """Run, on every rank but the first and in place of `serve`, what that one does, until it
     ends. Signals are for the first rank.
 
     Raises:

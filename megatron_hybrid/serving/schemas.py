@@ -164,6 +164,8 @@ class Model(TypedDict):
     object: Literal["model"]
     created: NonNegativeInt
     owned_by: str
+    root: str
+    parent: None
     max_model_len: NonNegativeInt
     description: str
     has_chat_template: bool

@@ -33,6 +33,7 @@ from megatron_hybrid.serving.admission import Admission, Ticket
 from megatron_hybrid.serving.auth import Auth
 from megatron_hybrid.serving.budget import RequestBudget
 from megatron_hybrid.serving.config import ServingConfig
+from megatron_hybrid.serving.end_steps import SAVE_SECONDS, run_steps
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import TemplateFields
 from megatron_hybrid.serving.history import History
@@ -102,7 +103,7 @@ class Service:
         defaults = SamplingParams().resolved(model_defaults(tokenizer.generation_config))
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         self.sampling_defaults = {name: getattr(defaults, name) for name in names}
-        """Of requests that say nothing else."""
+        """Sampling values of requests that give none."""
         self.tokenizer.shown_bytes(0)  # the first call takes long
         self.history = History(engine)
         self.auth = Auth(config)
@@ -112,7 +113,7 @@ class Service:
         """Prompts of one request in the engine. It gets no more than it looks at: each one takes
         its thread's time."""
         self.num_responses: Counter[tuple[str, int]] = Counter()
-        """By route and status."""
+        """Number of answers by route and status."""
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for another model than the one there is."""
@@ -321,8 +322,5 @@ class Service:
     async def close(self) -> None:
         """Save the cache in its folder, if it has one, and end the engine."""
         if self.saves_cache and self.engine.rank_failure is None:
-            try:
-                await self.engine.save_cache()
-            except Exception:
-                logger.exception("the cache could not be saved")
-        await self.engine.close()
+            await run_steps(("saving the cache", self.engine.save_cache, SAVE_SECONDS))
+        await run_steps(("the engine's end", self.engine.close, SAVE_SECONDS))

@@ -16,9 +16,9 @@ from megatron_hybrid.serving.errors import ApiError
 
 T = TypeVar("T")
 MAX_HEADERS = 128
-"""Of a request."""
+"""Most headers of a request."""
 MAX_HEADER_BYTES = 64 << 10
-"""Of all headers of a request, and of its path."""
+"""Most bytes of all headers of a request, and of its path."""
 HEADER_SECONDS = 10.0
 """Most time from the beginning of a connection, or of a further request in it, to the end of the
 headers."""

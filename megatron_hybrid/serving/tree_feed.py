@@ -14,7 +14,7 @@ from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.serving.json_response import to_cpu_thread
 
 MAX_EDGES = 10_000
-"""That are shown: those used last."""
+"""Most edges that are shown: those used last."""
 _SLICE = 256
 """Edges that the engine looks at between two steps; of many, a few more each time."""
 

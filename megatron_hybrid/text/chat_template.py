@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 INSTRUCTING = ("system", "developer")
 """Roles of messages shared at the start of many conversations."""
 MAX_ROLES = 32
-"""That a template remembers something of."""
+"""Most roles of which a template remembers something."""
 
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -42,9 +42,9 @@ class TextLimit(NamedTuple):
     """How long a text may be."""
 
     max_tokens: int
-    """Of the context."""
+    """Tokens of the context."""
     max_bytes: int
-    """Of that many of the longest tokens."""
+    """Bytes of that many of the longest tokens."""
 
 
 class TextTooLongError(ValueError):
@@ -229,7 +229,7 @@ class ChatTemplate:
         return list(zip(ends[:-1:2], ends[1::2]))
 
     def _answer_span(self, full: str, conversation: _Conversation, index: int) -> tuple[int, int]:
-        """Of the answer in message `index`."""
+        """Return the span of the answer in message `index`."""
         plain = conversation.messages
         start = self._prefix_length(full, conversation, plain[:index], True)
         end = self._prefix_length(full, conversation, plain[: index + 1])

@@ -20,7 +20,7 @@ from megatron_hybrid.utils.child_lifetime import end_with_parent
 
 
 def token_dtype(vocab_size: int) -> type[np.integer]:
-    """Of token ids in a dataset, as megatron-core chooses it."""
+    """Return the dtype of token ids in a dataset, as megatron-core chooses it."""
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
@@ -29,13 +29,13 @@ class EncodedChunk:
     """Documents of a chunk, in order; those without text are left out."""
 
     bytes_read: int
-    """As in `Chunk`."""
+    """Bytes read, as in `Chunk`."""
     tokens: np.ndarray
-    """Of all documents, one after the other."""
+    """Tokens of all documents, one after the other."""
     lengths: list[int]
     """Tokens of each document."""
     answers: list[list[int]] = field(default_factory=list)
-    """For each conversation [start, end, start, end, ...] of its answers."""
+    """Spans [start, end, start, end, ...] of the answers in each conversation."""
     empty: int = 0
     """Records that were left out since they have no text."""
     broken: list[str] = field(default_factory=list)

@@ -34,7 +34,7 @@ class Chunk:
     records: list[bytes] | list[dict[str, Any]]
     """Lines, the whole of a text file, or rows of parquet."""
     bytes_read: int
-    """Of the file, compressed as it is, since the chunk before."""
+    """Bytes of the file, compressed as it is, since the chunk before."""
 
     def place(self, index: int) -> str:
         """Name of a record, for errors."""
@@ -71,8 +71,8 @@ class Chunk:
         return fields
 
     def texts(self, key: str) -> Iterator[str | BrokenRecordError]:
-        """Of each record the text, or the error that names the record; "" where it is empty or
-        null. Empty lines are no records."""
+        """Return the text of each record, or the error that names the record; "" where it is empty
+        or null. Empty lines are no records."""
         for index in range(len(self.records)):
             try:
                 fields = self.parse(index, key)

@@ -25,11 +25,11 @@ from megatron_hybrid.utils.validation import check_text
 _NAMES = {"json_schema": "JSON schema", "structural_tag": "structural tag"}
 """Kinds of guides whose source is JSON."""
 MAX_CHARS = 256 << 10
-"""Of a guide's source: the JSON of a schema, a pattern, all choices together."""
+"""Most characters of a guide's source: the JSON of a schema, a pattern, all choices together."""
 MAX_KEPT = 64
 """Most compiled guides that a compiler keeps."""
 NICENESS = 10
-"""Of a thread that compiles guides while an engine steps."""
+"""Niceness of a thread that compiles guides while an engine steps."""
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,7 @@ class GuideMatcher:
         self._vocabulary = vocabulary
         self._first = first
         self.num_tokens = 0
-        """That it has seen of the answer."""
+        """Number of tokens that it has seen of the answer."""
         self._look()
 
     @property

@@ -246,7 +246,7 @@ def _times(low: int, high: int | None) -> str:
 MAX_EBNF = 1 << 16
 """Characters of a grammar."""
 MAX_REPEATS = 1000
-"""Of a part, by braces."""
+"""Most repetitions of a part, by braces."""
 _EBNF_TOKEN = re.compile(
     r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|#[^\n]*|\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}|[()]',
     re.DOTALL,

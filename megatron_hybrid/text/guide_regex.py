@@ -89,7 +89,7 @@ class _Reader:
         self._is_schema = is_schema
         self._most = _WIDEST if is_schema else _ASCII
         self.ways: list[tuple[bool, str, bool]] = []
-        """Of each branch: whether it begins with an anchor, what is between, and whether it ends
+        """For each branch, whether it begins with an anchor, what is between, and whether it ends
         with one."""
         depth, begins, ends, body = 0, False, False, ""
         for found in _PIECE.finditer(pattern):

@@ -106,7 +106,8 @@ FORMATS = (*_OWN_FORMATS, "duration", "uuid", "uri")
 _WHITESPACE = {"whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}"}
 _ESCAPES = {"json_allow_general_unicode_escapes": True}
 _NAMED_ONCE = {"json_allowed_escapes": 'nrbtf\\"'}
-"""Without \\u a name has one spelling: another one of a declared name passes for no new name."""
+"""Options of open objects. Without \\u a name has one spelling: another one of a declared name
+passes for no new name."""
 
 
 def prepared(schema: Any) -> dict[str, Any]:

@@ -47,7 +47,7 @@ _NEUTRAL = {"style": "json", "any_order": False}
 _TEXTS = ("value", "begin", "end", "separator", "grammar", "pattern")
 _LISTS = ("elements", "tags", "triggers", "excludes")
 _CAN_MISS = ("excludes",)
-"""Of the fields that are lists or texts."""
+"""Fields that may be missing, of those that are lists or texts."""
 _TIMES = {"optional": (0, 1), "plus": (1, None), "star": (0, None)}
 
 

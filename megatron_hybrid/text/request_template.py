@@ -12,7 +12,7 @@ _process = LimitedProcess(__name__)
 
 
 class RequestTemplate(ChatTemplate):
-    """As `ChatTemplate`; nothing of the template runs in this process."""
+    """Render as `ChatTemplate` does; nothing of the template runs in this process."""
 
     def run_with(self, variables: dict[str, Any], compiled: None = None) -> str:
         """See the base class."""

@@ -35,7 +35,7 @@ class TokenBytes:
 
     @cached_property
     def later(self) -> list[bytes]:
-        """Of each token after others.
+        """Bytes of each token after others.
 
         Raises:
             ValueError: the tokenizer has a decoder that is not known here.
@@ -59,8 +59,8 @@ class TokenBytes:
 
     @cached_property
     def first(self) -> list[bytes]:
-        """Of each token at the start of a text: WordPiece writes it without the space before a
-        word, and with the "##" of a word's part.
+        """Bytes of each token at the start of a text: WordPiece writes it without the space before
+        a word, and with the "##" of a word's part.
 
         Raises:
             ValueError: as `later`.
@@ -79,7 +79,7 @@ class TokenBytes:
         return [each for each in items if each[1] not in added or not added[each[1]].special]
 
     def _decoded_each(self, times: int) -> list[bytes]:
-        """For each id, the bytes of a text that has its token so many times."""
+        """Return, for each id, the bytes of a text that has its token so many times."""
         tokens = [token for _, token in self._text_tokens]
         texts = self._tokenizer.decode_batch([[token] * times for token in tokens])
         found = [b""] * self._vocab_size

@@ -47,12 +47,13 @@ _LONG = 4096
 _PIECE = 64 << 10
 """Characters that are counted at a time."""
 _USUAL_BYTES = 8
-"""Of a token. A text of more for each token of the context is counted before it is tokenized."""
+"""Usual bytes of a token. A text of more for each token of the context is counted before it is
+tokenized."""
 _LEFT_OUT = 4
 _SHORT_CHAT = 256 << 10
 """Characters of JSON that any chat may have, such as its tools."""
 _CHANGED_BYTES = 128
-"""Of a token, at least, where texts lose characters on their way to tokens."""
+"""Least bytes that a token may stand for, where texts lose characters on their way to tokens."""
 
 
 class Tokenizer:
@@ -134,6 +135,21 @@ class Tokenizer:
         content = self._settings, self._templates, self.generation_config
         files = TokenizerFiles(self._tokenizer, self.eod, self.end_tokens, *content)
         write_tokenizer_files(Path(folder), files)
+
+    def info(self) -> dict[str, Any]:
+        """Return tokenizer_config.json with the chat template and the added tokens that are used,
+        as vLLM's route /tokenizer_info has them."""
+        names = ("content", "special", "lstrip", "rstrip", "single_word", "normalized")
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **self._settings,
+            "chat_template": self.chat_template,
+            "added_tokens_decoder": {
+                str(id): {name: getattr(token, name) for name in names}
+                for id, token in sorted(added.items())
+            },
+        }
 
     @cached_property
     def vocab_size(self) -> int:
@@ -297,7 +313,7 @@ class Tokenizer:
 
     @property
     def first_token_bytes(self) -> list[bytes]:
-        """As `token_bytes`, of the first token of a text.
+        """Bytes as `token_bytes`, of the first token of a text.
 
         Raises:
             ValueError: as `token_bytes`.
@@ -309,7 +325,7 @@ class Tokenizer:
         return self.text_bytes(token) or (self._tokenizer.id_to_token(token) or "").encode()
 
     def text_bytes(self, token: int) -> bytes:
-        """As `token_bytes`; with a decoder that is not known here, the token's text alone."""
+        """Return `token_bytes`, or the token's text alone where the decoder is not known here."""
         try:
             return self.token_bytes[token]
         except ValueError:
@@ -423,7 +439,8 @@ class Tokenizer:
             ValueError, TypeError: as `render_chat`.
         """
         template, named = self._template(tools), {**self._named, **variables}
-        text = template.render(messages, add_generation_prompt, tools, **named)
+        given = messages, add_generation_prompt, tools
+        text = template.render(*given, **named)
         check_text("the text of the chat", text)
         self._check_size(text)
         encoding = self._encode(text, add_special_tokens=False)
@@ -435,18 +452,18 @@ class Tokenizer:
             if token in added and added[token].content in text[slice(*span)]
         ]
         anchor_ends = [spans[index][1] for index in anchors]
-        forks = set()
-        for fork in template.fork_points(messages, add_generation_prompt, tools, **named):
+        positions = set()
+        for start in template.fork_points(*given, **named):
             # Text is split at added tokens first: tokens before one do not depend on the text
             # after it, so only the tokens from the last one on need comparing.
-            past = bisect_right(anchor_ends, fork)
+            past = bisect_right(anchor_ends, start)
             first = anchors[past - 1] if past else 0
             begin = spans[first][0] if past else 0
-            # A letter may follow, in whose token a space before it may be.
-            texts = text[begin:fork], text[begin:fork] + "a"
+            # Before a letter, a space may be in the letter's token.
+            texts = {text[begin:start], text[begin:start] + "a"}
             alone = [self._encode(each, add_special_tokens=False).ids for each in texts]
-            forks.add(first + min(common_length(each, ids[first:]) for each in alone))
-        return ids, sorted(forks - {0, len(ids)})
+            positions.add(first + min(common_length(each, ids[first:]) for each in alone))
+        return ids, sorted(position for position in positions if 0 < position < len(ids))
 
     def chat_with_answers(
         self,

@@ -28,7 +28,7 @@ WIDTH = 80
 """Columns of the printed report."""
 PERCENTILES = (50, 90, 99)
 NO_MISS = "none"
-"""In the place of a miss reason, where all was skipped that was ever cached."""
+"""Stands for a miss reason where all was skipped that was ever cached."""
 _TOKEN_FIELDS = ("content", "reasoning", "reasoning_content", "tool_calls")
 """Fields of a chat's delta that show tokens."""
 _PART_BYTES = 1 << 16
@@ -251,21 +251,21 @@ class Outcome:
     """One request that has ended. Times in milliseconds, from before its connection."""
 
     index: int
-    """In the file."""
+    """Index in the file."""
     start_s: float
-    """Since the run began."""
+    """Seconds since the run began."""
     status: int | None = None
-    """Of HTTP; None: no answer."""
+    """HTTP status; None: no answer."""
     error: str | None = None
     ttft_ms: float | None = None
-    """To the first event that shows tokens."""
+    """Milliseconds to the first event that shows tokens."""
     itl_ms: list[float] = field(default_factory=list)
-    """Between these events."""
+    """Milliseconds between these events."""
     e2e_ms: float = 0.0
-    """To the end of the stream."""
+    """Milliseconds to the end of the stream."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt, that were not computed."""
+    """Tokens of the prompt that were not computed."""
     completion_tokens: int = 0
     miss_reason: str | None = None
 
@@ -290,10 +290,10 @@ class Run:
 
     num_calls: int
     outcomes: list[Outcome] = field(default_factory=list)
-    """In the order of their ends."""
+    """Outcomes in the order of their ends."""
     seconds: float = 0.0
     cpu_seconds: float = 0.0
-    """Of this process."""
+    """CPU seconds of this process."""
 
 
 def run(
@@ -400,7 +400,7 @@ async def _ask(server: Server, call: Call, index: int, run_began: float) -> Outc
 
 
 def _shows_tokens(choice: dict[str, Any]) -> bool:
-    """Also the end of an answer, where its last token has no text."""
+    """Return whether tokens show; the end of an answer counts, where its last token has no text."""
     if choice.get("text") or choice.get("finish_reason"):
         return True
     delta = choice.get("delta") or {}

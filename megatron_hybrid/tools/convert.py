@@ -100,7 +100,9 @@ def _load_as(
     if theirs.huggingface_config is None:
         raise CheckpointError(f"{folder / CONFIG_FILE} is not one of Hugging Face.")
     if load is _load_torch_dist:
-        options = {**options, "vocab_size": theirs.vocab_size}  # Megatron's is padded
+        # Megatron pads the one, and stores all norms alike.
+        names = ("vocab_size", "linear_norm_zero_centered_gamma")
+        options |= {name: getattr(theirs, name) for name in names}
     elif read_config(source).huggingface_config is not None:
         raise CheckpointError(
             f"{source} has a Hugging Face config of its own, which another one would contradict. "

@@ -100,7 +100,7 @@ PANELS: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
 }
-"""By title: the unit, and the expressions by legend."""
+"""Panels by title: the unit, and the expressions by legend."""
 
 
 def dashboard() -> dict[str, Any]:

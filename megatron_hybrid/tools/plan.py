@@ -80,16 +80,16 @@ class Plan:
     parameters: int
     weight_bytes: int
     dtype: str
-    """Of weights and KV."""
+    """Dtype of weights and KV."""
     quantization: str | None
-    """Of the weights: as published ("fp8"), or the format that was asked for; None: none."""
+    """Format of the weights: as published ("fp8"), or the one that was asked for; None: none."""
     counts_packed: bool
     """Whether `weight_bytes` is of packed weights, as the folder has them."""
     memory_bytes: int
     step_bytes: int
     """Memory of the largest step, in addition to weights, requests and cache."""
     graph_bytes: int
-    """Of CUDA graphs; 0: there are none."""
+    """Bytes of CUDA graphs; 0: there are none."""
     cache_bytes: int
     """Bytes for live requests and cached prefixes: the default part of what weights and step leave;
     0: they do not fit."""

@@ -73,7 +73,7 @@ class Format:
     weights: dict[str, Any]
     """`weights` in its config."""
     multiple: int = 1
-    """Of which the columns of a weight are a multiple."""
+    """Number of which the columns of a weight are a multiple."""
 
 
 FORMATS = {
@@ -127,11 +127,11 @@ class Report:
     bytes_before: int = 0
     bytes_after: int = 0
     quantized: dict[str, Kind] = field(default_factory=dict)
-    """By place in the layers."""
+    """Quantized kinds by place in the layers."""
     kept: dict[str, int] = field(default_factory=dict)
     """Numbers that stay as they are, by reason."""
     text: dict[str, float] = field(default_factory=dict)
-    """Of `compare`."""
+    """Figures of `compare`."""
 
 
 def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> Report:
@@ -295,14 +295,14 @@ class _Piece:
     """A projection of one expert in a tensor of all."""
 
     name: str
-    """Of that tensor, in the files."""
+    """Name of that tensor in the files."""
     expert: int
     index: int
-    """Among those of the expert that lie in the tensor."""
+    """Index among those of the expert that lie in the tensor."""
     found: Layout
-    """From the tensor to ours."""
+    """Layout from the tensor to ours."""
     separate: Layout
-    """From projections of experts, one after the other, to ours."""
+    """Layout from projections of experts, one after the other, to ours."""
 
     def of(self, stack: Tensor) -> Tensor:
         """Its values in the tensor."""
@@ -326,7 +326,7 @@ class _Source:
     ):
         self._files, self._pieces = files, dict[str, _Piece]()
         self.maps: list[TensorMap] = []
-        """Of weights."""
+        """Maps of weights."""
         self.given = dict(found.given)
         """Names in the maps -> names here."""
         written = {} if adapter is None else {m.ours: m for m in adapter.tensors(config)}

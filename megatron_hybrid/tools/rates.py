@@ -22,9 +22,9 @@ class PrefillRate:
 
     tokens: int
     tokens_per_second: float
-    """Of a prompt of which nothing is restored."""
+    """Speed of a prompt of which nothing is restored."""
     seconds_to_first_token: dict[int, float]
-    """By percent of the prompt that are restored."""
+    """Seconds by the percent of the prompt that is restored."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class DecodeRate:
     batch: int
     seconds: float
     tokens_per_second: float
-    """Of all requests together."""
+    """Speed of all requests together."""
     fits: bool
     """Whether the memory holds so many requests."""
 
@@ -46,9 +46,9 @@ class Rates:
 
     device: Device
     max_tokens: int
-    """Of a forward pass in a prefill."""
+    """Most tokens of a forward pass in a prefill."""
     restore_seconds: float
-    """Of one checkpoint."""
+    """Seconds to restore one checkpoint."""
     prefill: list[PrefillRate]
     decode: list[DecodeRate]
 

@@ -37,10 +37,10 @@ class Device:
     flops: float
     """bf16, dense, per second."""
     bandwidth: float
-    """Of its memory, bytes per second."""
+    """Bandwidth of its memory, bytes per second."""
     memory_bytes: int
     source: str
-    """Of these numbers."""
+    """Source of these numbers."""
 
     def seconds(self, work: Work) -> float:
         """The least time of some work, moving and computing at once."""
@@ -121,7 +121,7 @@ class Attention:
     bytes_per_token: int
     """K and V of all of these layers."""
     flops_per_pair: float
-    """Of a token and one that it sees, in all of these layers."""
+    """Operations of a token and one that it sees, in all of these layers."""
 
     def pairs(self, start: int, end: int) -> int:
         """Pairs of a token at the positions [start, end) and one that it sees, itself included."""
@@ -155,9 +155,9 @@ class ModelWork:
     """One for each layer that has them."""
     attention: tuple[Attention, ...]
     layer_flops: float
-    """Of a token, without what it attends to."""
+    """Operations of a token, without what it attends to."""
     output_flops: float
-    """Of the logits of a token."""
+    """Operations of the logits of a token."""
     state_bytes: int
     """Recurrent states and convolution tails of a sequence."""
     checkpoint_bytes: int

@@ -71,7 +71,7 @@ class Progress:
     skipped_steps: int = 0
     """Steps without an update, because a gradient was not finite."""
     skipped_in_row: int = 0
-    """Of these, the last ones in a row."""
+    """Number of the last of these, in a row."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ the orderly end of a server by SIGTERM, from its first line on."""
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -117,10 +118,16 @@ class EndSignal:
 
     def __exit__(self, *error: object) -> None:
         signal.signal(signal.SIGTERM, self._before)
+        faulthandler.cancel_dump_traceback_later()
 
     def hold(self) -> None:
-        """From now on note the signal: others need this process."""
+        """Note the signal from now on: others need this process."""
         self._ends_at_once = False
+
+    def end_within(self, seconds: float) -> None:
+        """Unless this context ends before, end the process with status 1 then, whatever holds it,
+        and write where its threads are to stderr."""
+        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
     def _take(self, number: int, frame: object) -> None:
         if os.getpid() != self._pid:  # a fork, which serves nobody

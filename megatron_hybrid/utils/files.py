@@ -23,5 +23,5 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 def temporary_path(path: Path) -> Path:
-    """Where a process writes what is to become the file `path`: next to it, on the same disk."""
+    """Return where a process writes what will become the file `path`: next to it."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")

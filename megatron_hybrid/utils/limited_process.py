@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_SECONDS = 3
-"""Of a CPU, for one question."""
+"""Seconds of a CPU for one question."""
 MAX_BYTES = 512 << 20
-"""Of memory, for one question."""
+"""Bytes of memory for one question."""
 _STACK = 1 << 20
 """Bytes of stack: fewer than any thread that does the same work later has."""
 _FATAL = {signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL}

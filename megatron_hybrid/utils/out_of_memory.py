@@ -35,7 +35,7 @@ and cannot know it."""
 
 @contextmanager
 def optional_decision(failed: Callable[[Exception], object]) -> Iterator[None]:
-    """As `optional_work`, for decisions that all ranks make, each for itself."""
+    """Guard decisions that all ranks make, each for itself; else as `optional_work`."""
     with optional_work(lambda error: (note_decided_by_memory(), failed(error))):
         yield
 

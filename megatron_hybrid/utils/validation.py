@@ -10,9 +10,9 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 LARGEST_INT = (1 << 32) - 1
-"""Of a field: no size, count or seed needs more."""
+"""Largest integer of a field: no size, count or seed needs more."""
 LARGEST_FLOAT = 1e18
-"""Of a field without an upper limit: float32 holds its square."""
+"""Largest number of a field without an upper limit: float32 holds its square."""
 _MOST_SHOWN = 200
 """Characters of a value in an error."""
 

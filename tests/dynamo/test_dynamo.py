@@ -8,6 +8,8 @@ import argparse
 import asyncio
 import json
 import random
+import re
+import shutil
 import signal
 import statistics
 import time
@@ -21,7 +23,8 @@ import psutil
 import pytest
 import yaml
 from dynamo.common.configuration.groups.kv_router_args import KvRouterArgGroup
-from http_server import demo_service, run_apart, running_server
+from http_server import DEMO, demo_service, run_apart, running_server
+from safetensors.torch import load_file, save_file
 from waiting import wait_until
 
 from benchmarks.dynamo_cluster import (
@@ -35,6 +38,9 @@ from benchmarks.dynamo_cluster import (
     free_port,
     run_chats,
     said,
+)
+from benchmarks.dynamo_cluster import (
+    SIZES as WORKER_SIZES,
 )
 from megatron_hybrid.dynamo.__main__ import read_options
 from megatron_hybrid.serving.kv_events import BlockEvents
@@ -169,11 +175,17 @@ def test_chats_are_those_of_the_server(frontend, plain, name):
     assert shown(found) == shown(expected)
 
 
-def test_calls_of_tools_are_read_and_forced(frontend):
-    body = CHAT | TOOLS | {"tool_choice": "required", "max_tokens": 200}
-    (choice,) = ask(frontend, "chat/completions", body)["choices"]
-    (call,) = choice["message"]["tool_calls"]
-    assert call["function"]["name"] == "f"
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_calls_of_tools_are_read_and_forced(frontend, plain, choice):
+    """Without a word after them. `serve` is asked for one call."""
+    body = CHAT | TOOLS | {"tool_choice": choice, "max_tokens": 300}
+    (found,) = ask(frontend, "chat/completions", body)["choices"]
+    one = {"parallel_tool_calls": False}
+    (expected,) = ask(plain, "chat/completions", body | one)["choices"]
+    (call,), (right,) = (each["message"]["tool_calls"] for each in (found, expected))
+    assert call["function"] == right["function"]
+    assert found["finish_reason"] == expected["finish_reason"] == "tool_calls"
+    assert not found["message"].get("content")
     assert json.loads(call["function"]["arguments"])["age"] <= 99
 
 
@@ -212,7 +224,7 @@ def test_a_client_that_goes_away_ends_its_request(frontend, workers):
         lines = answer.iter_lines()  # which would close the stream if nobody had it
         next(lines)
         wait_until(lambda: sum(running(workers)) == 2)
-    wait_until(lambda: sum(running(workers)) == 0, seconds=5)
+    wait_until(lambda: sum(running(workers)) == 0)
 
 
 def test_health_and_metrics_are_those_of_the_engine(frontend, workers):
@@ -388,3 +400,54 @@ def test_streams_go_on_where_a_worker_is_killed(made, frontend, workers, texts):
     next(each for each in children if each.environ().get("RANK") == "1").kill()
     assert ranks.process.wait(30) != 0
     assert "rank 1" in ranks.log.read_text()
+
+
+def test_a_paused_worker_comes_back_with_what_its_cache_has(tmp_path):
+    """After more seconds than its lease in discovery has."""
+    with cluster(tmp_path) as made:
+        worker, frontend = made.worker("--cache-mib", str(CACHE_MIB)), made.frontend(*HYBRID_FLAGS)
+        made.wait_until_ready(frontend, 1)
+        body = {"prompt": 6 * PROMPT, "max_tokens": 4, **GREEDY}
+        for _ in range(2):
+            ask(frontend, "completions", body)
+        worker.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: made.workers_of(frontend) == 0)
+        worker.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: made.workers_of(frontend) == 1)
+        time.sleep(3)  # for the blocks that are published anew
+        ask(frontend, "completions", body)
+        costs = re.findall(r"logit\W*=\W*([0-9.]+)", plain_log(frontend))
+        assert float(costs[0]) > float(costs[1]) == float(costs[2])
+        assert worker.end() == 0
+
+
+def test_other_weights_wait_until_those_before_have_gone(tmp_path):
+    trained = tmp_path / "trained"
+    shutil.copytree(DEMO, trained)
+    weights = load_file(trained / "model.safetensors")
+    save_file({name: 1.05 * each for name, each in weights.items()}, trained / "model.safetensors")
+    with cluster(tmp_path) as made:
+        old, frontend = made.worker("--cache-mib", str(CACHE_MIB)), made.frontend(*HYBRID_FLAGS)
+        made.wait_until_ready(frontend, 1)
+        port = free_port()
+        command = ["-m", "megatron_hybrid.dynamo.__main__", str(trained)]
+        command += ["--served-model-name", MODEL, *WORKER_SIZES, "--cache-mib", str(CACHE_MIB)]
+        made.start(command, port, DYN_SYSTEM_PORT=str(port))
+        wait_until(lambda: "Rejected incompatible workers" in plain_log(frontend))
+        text = ask(frontend, "completions", ANSWER)["choices"][0]["text"]
+        stream = Stream(frontend, LONG | GREEDY)
+        wait_until(lambda: len(stream.times) > 20)
+        assert old.end() == 0
+        assert stream.result.result(60).startswith(text)
+        wait_until(lambda: is_served(frontend))
+        assert ask(frontend, "completions", ANSWER)["choices"][0]["text"] != text
+
+
+def is_served(frontend: Program) -> bool:
+    body = {"model": MODEL, **ANSWER}
+    return httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60).is_success
+
+
+def plain_log(program: Program) -> str:
+    """Its log without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", program.log.read_text())

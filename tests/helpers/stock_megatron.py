@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
@@ -21,6 +22,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.mamba import MambaModel
@@ -51,7 +53,7 @@ from megatron.core.transformer.utils import (
 from torch import nn
 
 from megatron_hybrid import HybridConfig, compat
-from megatron_hybrid.compat import MLATransformerConfig, TransformerConfig
+from megatron_hybrid.compat import MLATransformerConfig, TransformerConfig, activations
 from megatron_hybrid.models.sharding.one_rank_group import (
     ONE_RANK_BACKEND,
     register_one_rank_backend,
@@ -86,6 +88,19 @@ else:
     from megatron.core.ssm.gated_delta_net import common as gdn_module
 
 
+def sharded_by_rows(module, prefix, sharded_offsets, metadata):
+    """A module's parameters, split over the tensor-parallel ranks, as in core."""
+    state = module.state_dict(keep_vars=True)
+    return make_sharded_tensors_for_checkpoint(
+        state,
+        prefix,
+        dict.fromkeys(state, 0),
+        sharded_offsets,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        dp_cp_group=metadata["dp_cp_group"],
+    )
+
+
 class GroupedRMSNorm(nn.Module):
     """mamba_ssm's RMSNormGated without a gate: the kernel below has gated already."""
 
@@ -101,15 +116,7 @@ class GroupedRMSNorm(nn.Module):
         return (groups.flatten(-2) * self.weight).to(x.dtype)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """Split over the tensor-parallel ranks, as in core."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        return sharded_by_rows(self, prefix, sharded_offsets, metadata)
 
 
 def split_conv1d_scan(
@@ -145,6 +152,24 @@ def split_conv1d_scan(
     return y.to(dtype)
 
 
+class CenteredRMSNorm(nn.Module):
+    """A norm whose factor is 1 + weight, which among core's only Transformer Engine has."""
+
+    def __init__(self, size, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(size)), eps
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, 1.0 + self.weight, self.eps)
+
+
+def norm_of_core(new, kind, config, hidden_size, eps=1e-5, **others):
+    """core's own norm, by its `new`, or one that it does not have."""
+    if config.layernorm_zero_centered_gamma:
+        return CenteredRMSNorm(hidden_size, eps)
+    return new(kind, config, hidden_size, eps, **others)
+
+
 class PlainCoreAttention(nn.Module):
     """Causal softmax attention in float64, in place of core's and Transformer Engine's."""
 
@@ -157,7 +182,11 @@ class PlainCoreAttention(nn.Module):
         ):
             self.window = config.window_size[0] + 1
         if config.softmax_type == "learnable":
-            self.softmax_offset = nn.Parameter(torch.randn(config.num_attention_heads))
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = nn.Parameter(torch.randn(heads))
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        return sharded_by_rows(self, prefix, sharded_offsets, metadata)
 
     def forward(self, query, key, value, attention_mask=None, **_):
         q, k, v = (t.permute(1, 2, 0, 3).double() for t in (query, key, value))  # b h s d
@@ -215,6 +244,8 @@ def on_cpu(monkeypatch):
             mamba_mixer, "mamba_split_conv1d_scan_combined", split_conv1d_scan, raising=False
         )
         patch.setattr(stack_module, "TENorm", WrappedTorchNorm)
+        new = WrappedTorchNorm.__new__
+        patch.setattr(WrappedTorchNorm, "__new__", lambda *a, **k: norm_of_core(new, *a, **k))
         # 0.16 asks whether a layer is one, of a mock.
         patch.setattr(multi_latent_attention, "TELinear", type("TELinear", (), {}))
         patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
@@ -414,7 +445,10 @@ def hybrid_model(config, pattern, *, mixer=None, max_sequence_length=512, **argu
 
 
 def gpt_model(config, *, vocab_size, max_sequence_length=512, **arguments):
-    """GPTModel of a TransformerConfig, local layers; use in `on_cpu`.
+    """GPTModel of a TransformerConfig, local layers, with MTP heads where it has them; use in
+    `on_cpu`.
+
+    Distributed checkpoints carry the names of the transformer_engine spec.
 
     Args:
         arguments: of the model.
@@ -432,11 +466,21 @@ def gpt_model(config, *, vocab_size, max_sequence_length=512, **arguments):
     for number, layer in enumerate(layers, 1):
         attention = layer.submodules.self_attention
         attention.submodules.core_attention = PlainCoreAttention
-        if variant is not None and number % config.linear_attention_freq:
+        attention_input = None if config.multi_latent_attention else "linear_qkv"
+        freq = config.linear_attention_freq
+        is_linear = freq[number - 1] if isinstance(freq, list) else freq and number % freq
+        if variant is not None and is_linear:
+            attention_input = "in_proj"
             layer.submodules.self_attention = ModuleSpec(
                 module=GatedDeltaNet, submodules=GDN_SUBMODULES
             )
+        freq = config.moe_layer_freq
+        is_moe = freq[number - 1] if isinstance(freq, list) else (number - 1) % freq == 0
+        has_experts = config.num_moe_experts is not None and is_moe
+        layer.submodules.sharded_state_dict_keys_map = _fused_keys(attention_input, has_experts)
     spec.layer_specs = layers
+    if config.mtp_num_layers:
+        arguments["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, False)
     return GPTModel(
         config,
         spec,
@@ -445,6 +489,60 @@ def gpt_model(config, *, vocab_size, max_sequence_length=512, **arguments):
         pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         **arguments,
     )
+
+
+def _fused_keys(attention_input, has_experts):
+    """Local names of a GPT layer's norms -> those that Transformer Engine's layers have."""
+    latents = {f"self_attention.{x}_layernorm.": x for x in ("q", "kv")}
+    keys = {
+        name: f"self_attention.linear_{x}_up_proj.layer_norm_"
+        for name, x in latents.items()
+        if attention_input is None
+    }
+    if attention_input is not None:
+        keys["input_layernorm."] = f"self_attention.{attention_input}.layer_norm_"
+    if not has_experts:
+        keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return keys
+
+
+def model_of_args(args, **sizes):
+    """The model that Megatron-LM builds of the arguments in a checkpoint, small and of local
+    layers; use in `on_cpu`. sizes: of its parallel groups, such as tensor_model_parallel_size."""
+    latent = getattr(args, "multi_latent_attention", False)
+    kind = MLATransformerConfig if latent else TransformerConfig
+    names = {field.name for field in dataclasses.fields(kind)} & vars(args).keys()
+    values = {name: getattr(args, name) for name in names}
+    values["layernorm_epsilon"] = args.norm_epsilon
+    values["layernorm_zero_centered_gamma"] = args.apply_layernorm_1p
+    values["num_moe_experts"] = args.num_experts
+    values["bias_activation_fusion"] = args.bias_gelu_fusion
+    if args.swiglu or args.quick_geglu:
+        values["gated_linear_unit"] = True
+        values["activation_func"] = F.silu if args.swiglu else activations.quick_gelu
+    elif args.squared_relu:
+        values["activation_func"] = activations.squared_relu
+    config = core_config(**values, **sizes)
+    arguments = {
+        "vocab_size": args.padded_vocab_size,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_base": args.rotary_base,
+        "rotary_percent": args.rotary_percent,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "seq_len_interpolation_factor": getattr(args, "rotary_seq_len_interpolation_factor", None),
+    }
+    if not args.is_hybrid_model:
+        arguments["rope_scaling"] = getattr(args, "use_rope_scaling", False)
+        arguments["rope_scaling_factor"] = getattr(args, "rope_scaling_factor", 8.0)
+    if args.position_embedding_type == "yarn":
+        for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim"):
+            setattr(config, f"yarn_{name}", getattr(args, name))
+        for name in filter(lambda name: name.startswith("yarn_"), vars(args)):
+            setattr(config, name, getattr(args, name))
+    if not args.is_hybrid_model:
+        return gpt_model(config, **arguments)
+    mixer = {"expand": args.mamba_expand} if hasattr(args, "mamba_expand") else None
+    return hybrid_model(config, args.hybrid_layer_pattern, mixer=mixer, **arguments)
 
 
 def moe_spec(config):

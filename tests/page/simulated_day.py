@@ -46,6 +46,7 @@ def simulated_day(until: float) -> History:
         waiting -= served
         prompt, share = served * 1800, 0.72 + 0.1 * math.sin(now / 9000)
         grown = {
+            "requests": served,
             "prompt_tokens": prompt,
             "skipped_tokens": prompt * share,
             "prefill_tokens": prompt * (1 - share),

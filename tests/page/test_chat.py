@@ -4,11 +4,14 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
 from http_server import run_apart, running_server
 from playwright.sync_api import Page, Route, expect
 from simulated_day import simulated_day
+
+from megatron_hybrid.inference.requests.view import RequestView
 
 SLOW = 60_000
 NASTY = """**bold** and `code`, <b onclick="alert(1)">html</b>
@@ -265,5 +268,68 @@ def test_charts_say_what_the_history_says(server, page):
         expect(page.locator("#between-now")).to_contain_text(told)
         assert page.locator("#tokens path").count() == 2
         assert page.locator("#first path").count() == 3
+        skipped, prompt = (
+            columns[f"{n}_tokens"][-1] - columns[f"{n}_tokens"][0] for n in ("skipped", "prompt")
+        )
+        told = f"{100 * skipped / prompt:.1f} %"  # one figure, in two places
+        expect(page.locator("#rate-now")).to_have_text(told)
+        expect(page.locator("#skipped")).to_have_text(re.compile(f"^{told} of .* in {name}$"))
+        expect(page.locator("#queue-now")).to_contain_text("started")
     page.hover("#queue", position={"x": 60, "y": 40})
     expect(page.locator("#queue-now span").first).to_have_text(re.compile(r"\d\d:\d\d"))
+
+
+def test_charts_count_requests_that_no_sample_saw_and_show_lone_values(server, page):
+    """One request of ten milliseconds, in an hour of points."""
+    sampled = run_apart(simulated_day(time.time()).columns(3600))
+    columns = {key: [0] * 120 for key in sampled} | {"time": sampled["time"][-120:]}
+    for key in columns:
+        if "latency" in key or "first_token" in key:
+            columns[key] = [None] * 120
+            columns[key][80] = 0.01
+    columns["requests"] = [0] * 80 + [1] * 40
+    columns["prompt_tokens"] = [0] * 80 + [9] * 40  # none of which was skipped
+    page.route("**/cache/history*", lambda route: route.fulfill(json=columns))
+    page.goto(server.url)
+    expect(page.locator("#queue-now")).to_contain_text("started")
+    assert page.locator("#rate-now").text_content() == "0.0 %"
+    assert page.locator("#tokens").text_content().endswith("No token was computed in this time.")
+    empty = page.locator("#queue .empty, #rate .empty, #first .empty, #between .empty")
+    assert empty.count() == 0
+    for chart in ("first", "between"):
+        dots = page.locator(f"#{chart} circle").all()
+        assert len(dots) == 3 and min(d.bounding_box()["width"] for d in dots) >= 5
+    at = page.locator("#first circle").last.bounding_box()
+    page.mouse.move(at["x"] + 40, at["y"])  # the nearest point that has a value
+    expect(page.locator("#first-now")).to_contain_text("p50 10 ms")
+
+
+def test_one_long_prompt_leaves_room_for_the_others(server, page):
+    def row(number: int, prompt: int) -> dict:
+        view = RequestView(
+            number, 0, "length", True, 0, 1.0, 0.1, prompt, 0, 8, 0, prompt, 4, 0, 0, None
+        )
+        return asdict(view)
+
+    lengths = [100_000, *range(40, 120, 10)]
+    rows = [row(number, length) for number, length in enumerate(lengths)]
+    page.route("**/requests", lambda route: route.fulfill(json={"requests": rows}))
+    numbers = [*range(1, len(lengths) + 1)]
+    columns = {"numbers": numbers, "parents": [0] * len(lengths), "starts": [0] * len(lengths)}
+    columns |= {"ends": lengths, "held_ends": lengths, "states": [], "num_edges": len(lengths)}
+    columns |= {"version": "a-1-0", "since": None, "removed": []}
+    page.route("**/cache/tree*", lambda route: route.fulfill(json=columns))
+    page.goto(server.url)
+    bars = page.locator("#request-rows .bar")
+    expect(bars).to_have_count(len(lengths))
+    width = "(e) => e.getBoundingClientRect().width"
+    whole, *widths = bars.evaluate_all(f"(all) => all.map({width})")
+    assert widths == sorted(widths) and widths[-1] > widths[0] > whole / 10
+    pieces = bars.evaluate_all(f"(all) => all.map((bar) => [...bar.children].map({width}))")
+    assert all(len(each) == 3 and min(each) >= 2 for each in pieces)  # also of the long one
+    page.get_by_role("treeitem").focus()
+    page.keyboard.press("End")
+    width = "parseFloat(document.activeElement.style.width)"
+    short = page.evaluate(width)
+    page.keyboard.press("Home")
+    assert page.evaluate(width) > short > page.evaluate(width) / 10

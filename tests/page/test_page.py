@@ -188,6 +188,12 @@ def test_with_keys_the_page_asks_for_one(browser):
         expect(page.locator("#problem")).to_be_hidden()
         expect(page.locator("#key-form")).to_be_hidden()
         expect(page.locator("#request-rows .row")).to_have_count(1)
+        page.check("#explain-chat")  # of the client's chat: its prefixes are not the operator's
+        for key, share in (("", "0 of"), ("a", "[1-9]\\d* of")):
+            page.fill("#explain-key", key)
+            page.fill("#explain-text", "And then?")
+            page.click("#explain-form button")
+            expect(page.locator("#explain-answer")).to_have_text(re.compile(f"^{share}"))
     page.close()
 
 
@@ -240,7 +246,9 @@ def test_nothing_is_cut_off(server, page):
         page.screenshot(path=SHOTS / f"{width}_{scheme}.png", full_page=True)
         assert page.evaluate("document.documentElement.scrollWidth") == width
         cut = page.evaluate(
-            """() => [...document.querySelectorAll('h2, label, dt, dd, button:not(.row), svg')]
+            """() => [...document.querySelectorAll(
+                'h2, p, label, dt, dd, button, output, summary, svg, '
+                + (innerWidth < 760 ? '.text' : 'h2'))]
               .filter((e) => e.getClientRects().length && !e.classList.contains('unseen'))
               .filter((e) => e.getBoundingClientRect().right > innerWidth
                              || e.clientWidth && e.scrollWidth > e.clientWidth + 1)

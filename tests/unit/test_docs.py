@@ -17,6 +17,7 @@ OTHERS = [
 ]
 PAGES = [*SITE, *OTHERS]
 MOST_WORDS, MOST_WORDS_OF_A_PAGE = 15_000, 1_200
+FRAGMENT = re.compile(r'^ *r?"""(As|At|Behind|Beside|Between|By|Of|That|To)\b.*', re.MULTILINE)
 
 
 def without_code(text: str) -> str:
@@ -142,3 +143,9 @@ def test_pages_that_the_code_names_exist():
     text = "".join(path.read_text() for path in (*files, ROOT / "Makefile", ROOT / "setup.py"))
     named = set(re.findall(r"(?<![\w/])docs/[\w/]+\.md\b", text))
     assert named and [page for page in sorted(named) if not (ROOT / page).exists()] == []
+
+
+def test_no_docstring_begins_in_the_middle_of_a_sentence():
+    for path in (ROOT / "megatron_hybrid").rglob("*.py"):
+        found = FRAGMENT.search(path.read_text(encoding="utf-8"))
+        assert not found, f"{path}: say what it is that is meant: {found[0].strip()}"

@@ -28,7 +28,7 @@ class Journal(Generic[T]):
 
     @property
     def version(self) -> Version:
-        """Of the present."""
+        """Number of the latest event."""
         return Version(self._num_changes, self._num_removed)
 
     def __len__(self) -> int:

@@ -33,8 +33,8 @@ from megatron_hybrid.cache.pages.allocator import PageAllocator, with_room
 from megatron_hybrid.cache.pages.spec import CacheSpec
 
 TOKENS_PER_PAGE = 1024
-"""Without full attention, cached tokens cost no pages: the tree then knows at most this many tokens
-per page of the pool (4 KiB of host memory), or `MIN_KNOWN_TOKENS`."""
+"""Most known tokens per page of the pool (4 KiB of host memory), or `MIN_KNOWN_TOKENS`, without
+full attention: there cached tokens cost no pages."""
 KNOWN_TOKENS = 1.4
 """Most tokens that the tree knows, per token whose KV fits in the pool (4 bytes each, about 2 in
 long runs without KV): evicted prefixes still show where prompts part. Each sequence counts as

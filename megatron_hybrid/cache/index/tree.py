@@ -52,7 +52,7 @@ class Origin(NamedTuple):
     resumed_from: Kind | None = None
     """The kind of end that it continues: `PROMPT_END` or `ANSWER_END`; None: neither."""
     mostly_known: bool = False
-    """For a request that continues neither: whether it had more known tokens than new ones."""
+    """True if a request that continues neither had more known tokens than new ones."""
 
 
 NO_ORIGIN = Origin()

@@ -50,10 +50,10 @@ class Lease:
     """int32 [M, kv_pages_per_block]: page ids by block index; columns as `CacheSpec.columns`.
     Tables are never changed in place: a change assigns a new array."""
     local_tables: list[np.ndarray] = field(default_factory=list)
-    """Per local group (order of `CacheSpec.local_groups`) int32 [M, pages_per_block]; page 0 (the
-    null page) where no later token sees the block. Local KV is written from position p on."""
+    """Tables in the order of `CacheSpec.local_groups`, int32 [M, pages_per_block]; page 0 (the null
+    page) where no later token sees the block. Local KV is written from position p on."""
     local_first: list[int] = field(default_factory=list)
-    """Per local group: index of the first held block."""
+    """Index, by local group, of the first held block."""
     capacity_tokens: int = 0
     """Tokens for which the block table has room (whole blocks)."""
     local_end: int = NO_LOCAL_END
@@ -136,7 +136,7 @@ class Reservation:
     pages: np.ndarray
     """int32 [checkpoint_pages]: targets of the state and the last hidden state."""
     local_pages: list[np.ndarray]
-    """Per local group, int32 [blocks, pages_per_block]: the lease's own pages."""
+    """The lease's own pages by local group, int32 [blocks, pages_per_block]."""
 
     def check_pending(self) -> None:
         """Raise ValueError for a published or abandoned reservation."""

@@ -82,7 +82,7 @@ class CacheSpec:
     attention_parity: float = math.inf
     """Tokens of context at which full attention is half of a token's work."""
     model_bytes: tuple[int, int] | None = None
-    """On several ranks: bytes of a checkpoint of the whole model, without local blocks, and of its
+    """Bytes of a checkpoint of the whole model over all ranks, without local blocks, and of its
     full-attention KV per token. So interval states have the same positions as on one rank."""
 
     def __post_init__(self):
@@ -123,7 +123,7 @@ class CacheSpec:
 
     @cached_property
     def pages_per_block(self) -> tuple[int, ...]:
-        """Per group: number of pages of one block, all layers."""
+        """Return the pages of one block in all layers, by group."""
         return tuple(
             -(-group.num_layers // self.pairs_per_page(i)) for i, group in enumerate(self.groups)
         )
@@ -135,7 +135,7 @@ class CacheSpec:
 
     @cached_property
     def columns(self) -> dict[int, slice]:
-        """Per full-attention group: its columns of a block table [M, kv_pages_per_block]."""
+        """Columns of each full-attention group in a block table: [M, kv_pages_per_block]."""
         columns, start = {}, 0
         for i in self.full_groups:
             columns[i] = slice(start, start + self.pages_per_block[i])

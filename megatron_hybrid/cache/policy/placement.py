@@ -68,8 +68,9 @@ def prefill_positions(
 
 
 def most_wanted(positions: Iterable[int], wanted: Mapping[int, Kind], limit: int) -> list[int]:
-    """At most `limit` of these positions, ascending: ends and junctions before other kinds, deep
-    ones before shallow ones. wanted: kinds by position; a missing one is that of an interval."""
+    """Return at most `limit` of these positions, ascending: ends and junctions before other kinds,
+    deep ones before shallow ones. wanted: kinds by position; a missing one is that of an
+    interval."""
     kept = sorted(positions, key=lambda p: (wanted.get(p, Kind.INTERVAL) > Kind.JUNCTION, -p))
     return sorted(kept[:limit])
 

@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
     messages: Sequence[int]
     """Positions where messages of a chat start."""
     lost_fork: int
-    """As returned by `Policy.on_request`."""
+    """Position of the lost fork, as `Policy.on_request` returned it."""
     has_room: bool
     """Whether pages for a state are free."""
 
@@ -43,7 +43,7 @@ class NewState(NamedTuple):
     position: int
     kind: Kind
     origin: Origin
-    """Of its request."""
+    """Origin of the request that saves it."""
     pages: int
     """Pages of the state, local blocks included."""
     shared_tokens: int
@@ -71,7 +71,7 @@ class Evictable(Protocol):
 
 
 class Policy(Protocol):
-    """Where states are saved, what is evicted first, and which requests may start.
+    """Decides where states are saved, what is evicted first, and which requests may start.
 
     A policy keeps the records of use: `on_request` sets `last_use` and `uses` of the checkpoints
     that served. Ranks must decide alike: no clock, no random number, no hash of a string.
@@ -113,7 +113,7 @@ class Policy(Protocol):
         """A position is watched from now on."""
 
     def on_wait(self, checkpoint: Checkpoint, more: int) -> None:
-        """So many more requests wait for their starts, and are to resume from this checkpoint."""
+        """Note that `more` requests more wait to start from this checkpoint."""
 
     def on_finish(self, answer_tokens: int) -> None:
         """A request ended; its answer had so many tokens."""

@@ -107,7 +107,7 @@ class ReuseModel:
         self._counts: defaultdict[tuple[Kind, Origin, bool], FateCounts] = defaultdict(
             partial(FateCounts, self._all)
         )
-        """By fate: kind, origin of the request that saved the state, and whether it was used."""
+        """Counts by kind, origin of the request that saved the state, and whether it was used."""
 
     def _counts_of(self, checkpoint: Checkpoint) -> FateCounts:
         return self._counts[checkpoint.kind, checkpoint.origin, checkpoint.uses > 0]

@@ -27,7 +27,7 @@ from megatron_hybrid.checkpoints.huggingface.tensors import (
     prediction_tensors,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.rotary import yarn_scale
+from megatron_hybrid.models.config.position import yarn_scale
 
 _FURTHER = re.compile(r"(model\.layers\.(\d+)\.)(eh_proj|enorm|hnorm|shared_head)\..*")
 

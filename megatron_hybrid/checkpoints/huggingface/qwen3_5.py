@@ -19,7 +19,7 @@ class Qwen35(Qwen3Next):
     composite_types = ("qwen3_5",)
     ignored = (r"model\.visual\..*",)
     key_value_heads = 4
-    """Where config.json leaves them out."""
+    """Defaults of fields that config.json leaves out."""
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         only(hf, attn_output_gate=True)

@@ -18,7 +18,7 @@ class Qwen35Moe(Qwen35):
     model_types = ("qwen3_5_moe_text",)
     composite_types = ("qwen3_5_moe",)
     key_value_heads = 2
-    """Where config.json leaves them out."""
+    """Defaults of fields that config.json leaves out."""
 
     def as_found(
         self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]

@@ -38,7 +38,7 @@ class Qwen3Next(Adapter):
     model_types = ("qwen3_next",)
     prediction_names = (r"mtp\..*",)
     key_value_heads = 2
-    """Where config.json leaves them out."""
+    """Defaults of fields that config.json leaves out."""
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         # The convolution and the gates are SiLU here, whatever the MLP's activation.

@@ -7,9 +7,11 @@ TransformerConfig, with the exceptions here; fields of core's config become ours
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from argparse import Namespace
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -21,6 +23,7 @@ from megatron_hybrid.models.config.architecture import ArchitectureFields
 from megatron_hybrid.models.config.common import CommonFields
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.mlp import MLPFields
+from megatron_hybrid.models.config.position import yarn_amplitude, yarn_scale
 from megatron_hybrid.models.layer_pattern import (
     KINDS,
     STAGE_BOUNDARY,
@@ -41,6 +44,9 @@ _RENAMED = {
     "num_experts": "num_moe_experts",
 }
 """Argument -> field of core's config."""
+
+_YARN_WITHOUT_PREFIX = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
+"""Arguments that YaRN has in common with latent attention."""
 
 _CORE_FIELDS = {field.name for field in dataclasses.fields(MLATransformerConfig)}
 
@@ -86,8 +92,11 @@ def fields_of_args(args: Namespace, names: Collection[str], num_stages: int = 1)
     # Core's hybrid layer specs leave out the norms of queries and keys, whatever the arguments say.
     marks = (".self_attention.q_layernorm.weight", ".self_attention.kv_layernorm.weight")
     has_head_norms = any(canonical_name(name).endswith(marks) for name in names)
+    core = _core_fields(values)
+    if FIRST_OF_PART not in names or num_stages > 1:
+        core["mtp_num_layers"] = None
     fields = hybrid_config_fields(
-        _core_fields(values),
+        core,
         layer_pattern=pattern,
         vocab_size=_vocab_size(values),
         share_embeddings_and_output_weights=not values["untie_embeddings_and_output_weights"],
@@ -156,8 +165,8 @@ def _position_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         ),
         yarn={
             name.removeprefix("yarn_"): value
-            for name, value in values.items()
-            if name.startswith("yarn_")
+            for name, value in sorted(values.items())  # those with the prefix last
+            if name in _YARN_WITHOUT_PREFIX or (name.startswith("yarn_") and value is not None)
         },
     )
 
@@ -174,75 +183,132 @@ def _vocab_size(values: Mapping[str, Any]) -> int:
 _WRITTEN = "MG*W-E"
 """Layer symbols that Megatron's hybrid models can hold, W as attention with a window."""
 
-_WRITTEN_OF_GPT = ("G*W", "-E")
+_WRITTEN_OF_GPT = ("G*W+", "-E")
 """Those that a layer of a GPTModel can hold, attention and MLP."""
 
 
+def is_written_as_gpt(config: HybridConfig) -> bool:
+    """Return whether a checkpoint for Megatron holds a GPTModel: the model comes from one, or from
+    Hugging Face and has attention and MLP in turn."""
+    symbols = config.pattern.symbols
+    return config.is_gpt_model or (
+        config.huggingface_config is not None
+        and len(symbols) % 2 == 0
+        and all(symbol in _WRITTEN_OF_GPT[i % 2] for i, symbol in enumerate(symbols))
+    )
+
+
 def args_of_config(config: HybridConfig) -> Namespace:
-    """Arguments with which Megatron builds a model, a GPTModel if `is_gpt_model`: the inverse of
-    `fields_of_args`.
+    """Arguments with which Megatron builds a model, a GPTModel if `is_written_as_gpt`: the inverse
+    of `fields_of_args`. Output norms of Gated DeltaNet are centered as all norms there, whatever
+    the config says: `torch_dist` shifts their weights.
 
     Raises:
-        ValueError: Megatron has no argument for a field of the config.
+        ValueError: Megatron has no argument for a field of the config; all such fields are named.
     """
+    config = replace(config, linear_norm_zero_centered_gamma=None)
     symbols = config.pattern.symbols
-    is_gpt = config.is_gpt_model
+    is_gpt = is_written_as_gpt(config)
     kind = "GPT models" if is_gpt else "hybrid models"
-    for number, symbol in enumerate(symbols):
+    for number, symbol in enumerate(symbols + "".join(config.pattern.predictions)):
         if symbol not in (_WRITTEN_OF_GPT[number % 2] if is_gpt else _WRITTEN):
             raise ValueError(
                 f"layer_pattern has layers {symbol!r} ({KINDS[symbol].meaning}), which "
                 f"megatron-core's {kind} do not have, or not with the same parts."
             )
-    groups = {group for symbol in symbols for group in KINDS[symbol].fields}
-    groups |= {ArchitectureFields, CommonFields, MLPFields}
-    names = {field.name for group in groups for field in dataclasses.fields(group)} & _CORE_FIELDS
-    names |= {"num_layers", "num_attention_heads"}
-    own = {name: getattr(config, name) for name in sorted(names)}
-    values = {
-        **{name: value for name, value in own.items() if not callable(value)},
-        **{theirs: getattr(config, ours) for theirs, ours in _RENAMED.items()},
-        "mtp_use_repeated_layer": config.mtp_use_repeated_layer,
-        "params_dtype": config.params_dtype,
-        "bf16": config.bf16,
-        "fp16": config.fp16,
-        "padded_vocab_size": config.vocab_size,
-        "untie_embeddings_and_output_weights": not config.share_embeddings_and_output_weights,
-        "group_query_attention": config.num_query_groups is not None,
-        **_activation_arguments(config),
-        **_layer_arguments(config, symbols),
-    }
-    # A hybrid model's norms of queries and keys are no argument's matter: see `fields_of_args`.
-    names = ["decoder.layers.0.self_attention.q_layernorm.weight"]
-    names = names if is_gpt and config.qk_layernorm else []
-    args = Namespace(**values)
-    lost = config.differences(HybridConfig(**fields_of_args(args, names)))
-    if lost:
-        raise ValueError(
-            f"{lost[0]} is {getattr(config, lost[0])!r}, which megatron-core's {kind} cannot be "
-            "set to."
-        )
+    args = Namespace(
+        **{
+            **_values_of_fields(config),
+            **{theirs: getattr(config, ours) for theirs, ours in _RENAMED.items()},
+            "mtp_num_layers": config.mtp_num_layers,
+            "mtp_use_repeated_layer": config.mtp_use_repeated_layer,
+            "params_dtype": config.params_dtype,
+            "bf16": config.bf16,
+            "fp16": config.fp16,
+            "padded_vocab_size": config.vocab_size,
+            "untie_embeddings_and_output_weights": not config.share_embeddings_and_output_weights,
+            "group_query_attention": config.num_query_groups is not None,
+            **_activation_arguments(config),
+            **_layer_arguments(config, symbols, is_gpt),
+        }
+    )
+    again = HybridConfig(**fields_of_args(args, _marks_of(config, is_gpt)))
+    if lost := _lost(config, again):
+        raise ValueError(f"megatron-core's {kind} cannot be set to {'; '.join(lost)}.")
     return args
 
 
-def _layer_arguments(config: HybridConfig, symbols: str) -> dict[str, Any]:
+def _values_of_fields(config: HybridConfig) -> dict[str, Any]:
+    """Return the fields that core's config has, too, as the layers have them that read them."""
+    read: dict[str, list[Any]] = {}
+    symbols = config.pattern.symbols
+    for number, symbol in enumerate(symbols, start=1):
+        layer = config.for_layer(number)
+        for group in {CommonFields, *KINDS[symbol].fields}:
+            for field in dataclasses.fields(group):
+                read.setdefault(field.name, []).append(getattr(layer, field.name))
+    groups = {group for symbol in config.symbols for group in KINDS[symbol].fields}
+    groups |= {ArchitectureFields, CommonFields, MLPFields}
+    names = {field.name for group in groups for field in dataclasses.fields(group)} & _CORE_FIELDS
+    values = {}
+    for name in sorted(names | {"num_layers", "num_attention_heads"}):
+        first, *others = read.get(name) or [getattr(config, name)]
+        # Where layers differ, the comparison with the config finds it.
+        values[name] = first if all(other == first for other in others) else getattr(config, name)
+    return {name: value for name, value in values.items() if not callable(value)}
+
+
+def _marks_of(config: HybridConfig, is_gpt: bool) -> list[str]:
+    """Return names of tensors that say of a checkpoint what its arguments do not: whether there are
+    MTP heads, and norms of queries and keys, which core's hybrid models do not have."""
+    marks = [FIRST_OF_PART] if config.pattern.predictions else []
+    if is_gpt and config.qk_layernorm and not set("*W").isdisjoint(config.symbols):
+        marks.append("decoder.layers.0.self_attention.q_layernorm.weight")
+    if is_gpt and config.latent_norm and "+" in config.symbols:
+        marks.append("decoder.layers.0.self_attention.kv_layernorm.weight")
+    return marks
+
+
+def _lost(config: HybridConfig, again: HybridConfig) -> list[str]:
+    """Return each field in which a config differs from the one that Megatron's arguments give."""
+    lost = {}
+    for name in config.differences(again):
+        if name != "layer_overrides":
+            lost[name] = f"{name}={config.to_dict()[name]!r}"
+    numbers = range(1, config.num_layers + 1) if config.layer_overrides else ()
+    for number in numbers:
+        symbol = config.pattern.symbols[number - 1]
+        one, other = config.for_layer(number), again.for_layer(number)
+        for name in config.overrides_of(number, symbol):
+            value = one.to_dict()[name]
+            if value != other.to_dict()[name]:
+                lost.setdefault(name, f"{name}={value!r} in layer {number}")
+    if config.pattern.predictions != again.pattern.predictions:
+        lost["mtp"] = f"MTP heads of the layers {config.pattern.predictions[0]!r} for this pattern"
+    return list(lost.values())
+
+
+def _layer_arguments(config: HybridConfig, symbols: str, is_gpt: bool) -> dict[str, Any]:
     """Return what layers there are, and what differs between them."""
-    if config.is_gpt_model:
+    values: dict[str, Any] = {"is_hybrid_model": not is_gpt}
+    if is_gpt:
         mixers, mlps = symbols[::2], symbols[1::2]
-        values: dict[str, Any] = {"num_layers": len(mixers), "is_hybrid_model": False}
+        values["num_layers"] = len(mixers)
         if "E" in mlps:
             values["moe_layer_freq"] = 1 if "-" not in mlps else [int(m == "E") for m in mlps]
         if "G" in mixers:
             values["experimental_attention_variant"] = "gated_delta_net"
             values["linear_attention_freq"] = [int(mixer == "G") for mixer in mixers]
+        if "+" in mixers:
+            values |= _latent_arguments(config)
     else:
         mixers = symbols
         pattern = config.layer_pattern.replace("W", "*")
-        values = {**dict.fromkeys(_PATTERN_ARGUMENTS, pattern), "is_hybrid_model": True}
+        values |= dict.fromkeys(_PATTERN_ARGUMENTS, pattern)
     if "W" in mixers:
         values["window_size"] = (config.sliding_window - 1, 0)  # core does not count the token
         values["window_attn_skip_freq"] = [int(symbol == "W") for symbol in mixers]
-    return values | _position_arguments(config, mixers)
+    return values | _position_arguments(config, mixers, 2 if is_gpt else 1)
 
 
 def _activation_arguments(config: HybridConfig) -> dict[str, Any]:
@@ -256,11 +322,11 @@ def _activation_arguments(config: HybridConfig) -> dict[str, Any]:
     }
 
 
-def _position_arguments(config: HybridConfig, symbols: str) -> dict[str, Any]:
-    step = 2 if config.is_gpt_model else 1
+def _position_arguments(config: HybridConfig, symbols: str, step: int) -> dict[str, Any]:
+    """Return the position embedding. step: layers of ours for each one that core numbers."""
     numbers = range(1, step * len(symbols) + 1, step)
     kinds = [config.for_layer(number).position_embedding_type for number in numbers]
-    attends = [kind for kind, symbol in zip(kinds, symbols) if symbol in "*W"]
+    attends = [kind for kind, symbol in zip(kinds, symbols) if symbol in "*W+"]
     values = {
         "position_embedding_type": "rope" if "rope" in attends else "none",
         "rotary_base": config.rotary_base,
@@ -273,4 +339,41 @@ def _position_arguments(config: HybridConfig, symbols: str) -> dict[str, Any]:
         values["rotary_seq_len_interpolation_factor"] = scaling["factor"]
     elif scaling.get("rope_type") == "llama3":
         values |= {"use_rope_scaling": True, "rope_scaling_factor": scaling["factor"]}
+    elif scaling.get("rope_type") == "yarn" and "+" not in symbols:
+        values["position_embedding_type"] = "yarn"
+        values |= _yarn_arguments(scaling, "yarn_")
     return values
+
+
+def _latent_arguments(config: HybridConfig) -> dict[str, Any]:
+    """Return the arguments of multi-head latent attention, which has a position embedding of its
+    own."""
+    if config.latent_norm and config.q_lora_rank is None:
+        raise ValueError(
+            "q_lora_rank is None, and megatron-core norms the input of such queries where "
+            "latent_norm is True."
+        )
+    scaling = config.rotary_scaling or {}
+    values = {"multi_latent_attention": True, "qk_layernorm": config.latent_norm}
+    values["rotary_interleaved"] = False  # which core refuses next to it, and does all the same
+    if scaling.get("rope_type") == "yarn":
+        return values | {"rope_type": "yarn", **_yarn_arguments(scaling, "")}
+    # A factor of 1 is none: core scales the scores by it, whatever the type.
+    return values | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+
+
+def _yarn_arguments(scaling: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the arguments of YaRN. prefix: of those that only latent attention has without."""
+    factor, amplitude = scaling["factor"], yarn_amplitude(scaling)
+    mscale, all_dims = scaling.get("mscale") or 1.0, scaling.get("mscale_all_dim") or 0.0
+    if not math.isclose(amplitude, yarn_scale(factor, mscale) / yarn_scale(factor, all_dims)):
+        mscale, all_dims = (amplitude - 1.0) / (yarn_scale(factor, 1.0) - 1.0), 0.0
+    return {
+        "rotary_scaling_factor": factor,
+        f"{prefix}original_max_position_embeddings": scaling["original_max_position_embeddings"],
+        f"{prefix}beta_fast": scaling.get("beta_fast") or 32.0,
+        f"{prefix}beta_slow": scaling.get("beta_slow") or 1.0,
+        "mscale": mscale,
+        "mscale_all_dim": all_dims,
+        f"{prefix}correction_range_round_to_int": scaling.get("truncate", True),
+    }

@@ -103,6 +103,7 @@ def _config_fields(stock: nn.Module, is_gpt: bool) -> dict[str, Any]:
         expert_model_parallel_size=experts.num_parts,
         expert_tensor_parallel_size=experts.tp.size(),
         layer_spec="local",
+        mtp_num_layers=None if is_gpt else core.mtp_num_layers,
         **_head_norm_fields(stock.decoder),
         **_mamba_fields(stock.decoder),
         **_position_fields(stock),

@@ -20,6 +20,7 @@ from megatron_hybrid.models.config.common import CommonFields
 from megatron_hybrid.models.config.field_group import ModelFields
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.mlp import MLPFields
+from megatron_hybrid.models.config.position import yarn_scale
 from megatron_hybrid.models.config.unsupported import RESULT_FIELDS
 from megatron_hybrid.models.layer_pattern import (
     KINDS,
@@ -27,7 +28,6 @@ from megatron_hybrid.models.layer_pattern import (
     STAGE_BOUNDARY,
     split_predictions,
 )
-from megatron_hybrid.models.mixers.rotary import yarn_scale
 from megatron_hybrid.ops.activations import ACTIVATIONS, gelu_tanh, quick_gelu, squared_relu
 
 logger = logging.getLogger(__name__)
@@ -81,9 +81,9 @@ def hybrid_config_fields(
         layer_pattern, parts = split_predictions(layer_pattern)
         pattern, layers_per_number = _known_symbols(layer_pattern), 1
     pattern, overrides = _place_attention(pattern, values, layers_per_number)
-    if layer_pattern is None:
-        parts = []
-    elif parts and (reason := _refusal_of_parts(pattern, parts, values, fields)) is not None:
+    if layer_pattern is None:  # with the layers of its last one
+        parts = [pattern[-2:]] * (values["mtp_num_layers"] or 0)
+    if parts and (reason := _refusal_of_parts(pattern, parts, values, fields)) is not None:
         logger.warning("the layers for multi-token prediction are left out: %s", reason)
         parts = []
     result = {

@@ -24,6 +24,7 @@ import re
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from megatron_hybrid.checkpoints.folder import FLOATS, config_of
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout, joined
 from megatron_hybrid.checkpoints.megatron.args import args_of_config, fields_of_args, is_gpt
+from megatron_hybrid.checkpoints.megatron.checksums import Checksums, write_checksums
 from megatron_hybrid.checkpoints.megatron.names import (
     gpt_to_hybrid_name,
     hybrid_to_gpt_name,
@@ -56,6 +58,7 @@ from megatron_hybrid.distributed.ranks import fail_together
 from megatron_hybrid.distributed.rendezvous import own_member
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+from megatron_hybrid.models.packed_weight import named_weights
 from megatron_hybrid.models.parameter_names import canonical_name, is_parameter
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.models.sharding.sharded_state import EXPERTS, distributed_keys
@@ -75,6 +78,12 @@ _NO_WEIGHTS = re.compile(r"(chained_\d+\.)?(optimizer|opt_param_scheduler|rng_st
 _PREDICTION = "mtp."
 _IN_LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.*)")
 _STACKED = re.compile(r"(decoder\.layers\.)(?!\d+\.)(.*)")
+_SHIFTED_NORM = ".self_attention.out_norm.weight"
+"""Norm of Gated DeltaNet: megatron-core has 1 + weight as the factor of all norms, or of none.
+Qwen3-Next and Qwen3.5 have it of all but this one, so that Megatron's weight is less 1."""
+_PROJECTION_OF_LATENT = "_down_proj.weight"  # parallel linears in core's local layers, plain here
+_LATENT_NORM = re.compile(r"\.self_attention\.(q|kv)_layernorm\.")
+_FUSED_LATENT_NORM = r".self_attention.linear_\1_up_proj.layer_norm_"
 _VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 
 
@@ -93,8 +102,8 @@ def load_megatron(
     """Load a `torch_dist` checkpoint of Megatron-LM, or of our own training, in eval mode, whatever
     layout saved it.
 
-    Hybrid models and GPT models are read; optimizer and random states are left, and so are layers
-    for multi-token prediction of GPT models, and over several pipeline stages. Such folders hold no
+    Hybrid models and GPT models are read; optimizer and random states are left, and over several
+    pipeline stages MTP heads. Such folders hold no
     tokenizer: give the engine the one that the model was trained with.
 
     Args:
@@ -130,14 +139,20 @@ def load_megatron(
                 logger.warning("%s: layers for multi-token prediction are left out", files.path)
             given = {name: key for name, key in given.items() if name not in of_parts}
         source = TensorSource(str(files.path), given, files.shape, files.dtype, files.read)
-        maps = [_as_stored(m, files, given, config.vocab_size) for m in _tensor_maps(sections)]
+        shift = int(_centers(files.config())) - int(_centers(config))
+        maps = [
+            replace(m, layout=_shifted(shift))
+            if shift and m.ours[0].endswith(_SHIFTED_NORM)
+            else _as_stored(m, files, given, config.vocab_size)
+            for m in _tensor_maps(sections)
+        ]
         load_tensors(model, maps, source, FLOATS if dtype is not None else ())
     return model.eval()
 
 
 def save_megatron(model: HybridModel, folder: str | os.PathLike[str]) -> None:
     """Write a `torch_dist` checkpoint, `release`, that Megatron-LM and megatron-core load in any
-    layout. Call it on every rank of the model; one writes.
+    layout. Call it on every rank of the model; one writes. Packed weights are written dequantized.
 
     Layers built of Transformer Engine also ask for its private states, which a model of plain torch
     does not have: load there with `--dist-ckpt-strictness log_all`.
@@ -150,9 +165,15 @@ def save_megatron(model: HybridModel, folder: str | os.PathLike[str]) -> None:
     except ValueError as error:
         raise CheckpointError(f"this model cannot be written for Megatron: {error}") from error
     keys = _keys_of_all_stages(model)
-    state = full_state_dict(model)
+    state = full_state_dict(model, unpacked=True)
     if state is None or not writes(model):
         return
+    layout = _shifted(int(args.apply_layernorm_1p) - int(_centers(model.config)))
+    for name in filter(lambda name: name.endswith(_SHIFTED_NORM), state):
+        (shifted,) = layout.to_theirs([state[name]])
+        if not torch.equal(layout.to_ours([shifted])[0], state[name]):
+            logger.warning("%s: %s is rounded in %s", folder, name, shifted.dtype)
+        state[name] = shifted
     stored: dict[str, Any] = {}
     extra: list[str] = []  # what core's plain layers have as extra states: one of each layer
     for key, (name, sections, dim) in keys.items():
@@ -164,11 +185,13 @@ def save_megatron(model: HybridModel, folder: str | os.PathLike[str]) -> None:
         else:
             blocks = state[name].split(list(sections.values()), dim)
             stored |= {f"{key}.{section}": block for section, block in zip(sections, blocks)}
+        if key.endswith(_PROJECTION_OF_LATENT):
+            extra.append(f"{key.removesuffix('weight')}_extra_state/shard_0_1")
         if EXPERTS in key and key.endswith(".weight"):
             path, num_experts = key.removesuffix("weight"), len(state[name])
             extra += [f"{path}_extra_state/shard_{i}_{num_experts}" for i in range(num_experts)]
     stored |= {key: [None] for key in extra}
-    if model.config.is_gpt_model:
+    if not args.is_hybrid_model:
         stored = _as_gpt(stored, args)
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 0}
     path = Path(folder) / "release"
@@ -187,18 +210,39 @@ def save_megatron(model: HybridModel, folder: str | os.PathLike[str]) -> None:
         text = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         text |= {"common_backend": "torch", "common_backend_version": 1}
         (path / FORMAT_FILE).write_text(json.dumps(text))
+        with (path / METADATA_FILE).open("rb") as file:
+            places = load_pickle(file).storage_data
+        pieces = {index.fqn: place for index, place in places.items()}
+        write_checksums(path, (METADATA_FILE, COMMON_FILE), pieces)
         replace_file(Path(folder) / TRACKER_FILE, lambda file: file.write_text("release"))
     except OSError as error:
         raise CheckpointError(f"cannot write a checkpoint to {folder}: {error}") from error
 
 
+def _centers(config: HybridConfig) -> bool:
+    """Return whether the output norms of Gated DeltaNet have 1 + weight as their factor."""
+    own = config.linear_norm_zero_centered_gamma
+    return config.layernorm_zero_centered_gamma if own is None else own
+
+
+def _shifted(offset: int) -> Layout:
+    """Ours is theirs plus a number, as added in fp32."""
+
+    def add(weight: Tensor, number: int) -> list[Tensor]:
+        return [(weight.float() + number).to(weight.dtype)]
+
+    return Layout(lambda theirs: add(theirs[0], offset), lambda ours: add(ours[0], -offset))
+
+
 def _as_gpt(stored: Mapping[str, Any], args: Namespace) -> dict[str, Any]:
-    """The keys of a GPTModel, which stacks its layers unless `moe_layer_freq` or
-    `linear_attention_freq` makes them differ."""
+    """The keys of a GPTModel of Transformer Engine's layers, which stacks them unless
+    `moe_layer_freq` or `linear_attention_freq` makes them differ."""
     extra = f"{OUTPUT_LAYER.removesuffix('weight')}_extra_state/"  # which core's GPTModel drops
     named = {
         hybrid_to_gpt_name(key): value for key, value in stored.items() if not key.startswith(extra)
     }
+    if vars(args).get("multi_latent_attention"):
+        named = {_LATENT_NORM.sub(_FUSED_LATENT_NORM, key): value for key, value in named.items()}
     if isinstance(vars(args).get("moe_layer_freq"), list) or hasattr(args, "linear_attention_freq"):
         return named
     result: dict[str, Any] = {}
@@ -230,6 +274,7 @@ class DistributedTensors:
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.path = _iteration(Path(folder))
+        self._checksums = Checksums(self.path)
         metadata = self._metadata()
         self._tensors: dict[str, TensorStorageMetadata] = {}
         self._where: dict[tuple, Any] = {}
@@ -310,8 +355,9 @@ class DistributedTensors:
         """All that is saved in addition to the tensors."""
         path = self.path / COMMON_FILE
         if path.is_file():
-            with path.open("rb") as file:
-                common = load_saved(file, str(path))
+            content = path.read_bytes()
+            self._checksums.check(COMMON_FILE, content)
+            common = load_saved(io.BytesIO(content), str(path))
         elif (_COMMON_KEY, None) in self._where:
             (common,) = load_saved(self._open((_COMMON_KEY, None)), f"{_COMMON_KEY} in {self.path}")
         else:
@@ -365,8 +411,10 @@ class DistributedTensors:
                 f"{self.path} is saved as {backend!r}; only torch_dist is read. Save it again by "
                 "Megatron with --ckpt-format torch_dist."
             )
-        with readable(str(path)), path.open("rb") as file:
-            metadata = load_pickle(file)
+        with readable(str(path)):
+            content = path.read_bytes()
+            self._checksums.check(METADATA_FILE, content)
+            metadata = load_pickle(io.BytesIO(content))
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path} holds no metadata of torch.distributed.checkpoint.")
         return metadata
@@ -403,12 +451,14 @@ class DistributedTensors:
         try:
             with (self.path / name).open("rb") as file:
                 file.seek(where.offset)
-                return io.BytesIO(file.read(where.length))
+                content = file.read(where.length)
         except (OSError, TypeError) as error:
             raise CheckpointError(
                 f"{self.path / name} cannot be read ({error}), but {index[0]} lies there. Copy or "
                 "save the folder again."
             ) from error
+        self._checksums.check(index[0], content)
+        return io.BytesIO(content)
 
 
 def _iteration(folder: Path) -> Path:
@@ -472,7 +522,7 @@ def _as_stored(
 def _keys_of_all_stages(model: HybridModel) -> dict[str, tuple]:
     """Core's key -> (our name, blocks, dimension of these), of all pipeline stages; the name is
     None for extra states."""
-    tensors, own = model.state_dict(keep_vars=True), {}
+    tensors, own = {**model.state_dict(keep_vars=True), **dict(named_weights(model))}, {}
     for spelling, key in distributed_keys(model).items():
         name = model.canonical_name(spelling) if is_parameter(spelling) else None
         own[key] = (name, *_sections(tensors[spelling]))

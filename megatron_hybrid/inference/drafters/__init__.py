@@ -64,7 +64,7 @@ class Drafts:
         return [one for one in self.drafters if isinstance(one, BatchDrafter)]
 
     def prepare(self, most: Mapping[Request, int]) -> None:
-        """As `BatchDrafter.prepare`."""
+        """Prepare requests, as `BatchDrafter.prepare`."""
         for drafter in self.batch_drafters:
             try:
                 drafter.prepare(most)
@@ -74,7 +74,7 @@ class Drafts:
                 self._note_failure(drafter, error)
 
     def propose(self, request: Request, most: int) -> list[int]:
-        """As `Drafter.propose`; all of them are tokens of the model."""
+        """Propose drafts, as `Drafter.propose`; all of them are tokens of the model."""
         for drafter in self.drafters:
             try:
                 tokens = [int(token) for token in drafter.propose(request, most)[:most]]

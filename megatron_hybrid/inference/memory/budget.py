@@ -108,7 +108,7 @@ class _Memory:
     """A memory as a process sees it, and what it asks of it besides the pool."""
 
     name: str
-    """For messages: "cpu", "cuda:0"."""
+    """Name in messages: "cpu", "cuda:0"."""
     identity: str
     """Processes with the same identity share it."""
     available: int

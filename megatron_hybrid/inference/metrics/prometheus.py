@@ -12,7 +12,7 @@ from textwrap import wrap
 from megatron_hybrid.inference.metrics.meter import BOUNDS, Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Of an HTTP response with these metrics."""
+"""Content type of an HTTP response with these metrics."""
 PREFIX = "megatron_hybrid_"
 _LOST = "lost_tokens_"
 _ACCEPTED_AT = "draft_tokens_accepted_at_"

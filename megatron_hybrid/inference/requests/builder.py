@@ -53,7 +53,7 @@ class RequestSpec:
     tokens: np.ndarray
     """int [prompt]."""
     max_tokens: int
-    """Of prompt and answer together."""
+    """Most tokens of prompt and answer together."""
     params: SamplingParams
     options: RequestOptions
     seed: int
@@ -62,7 +62,7 @@ class RequestSpec:
 
     @classmethod
     def of(cls, samples: Sequence[Request]) -> "RequestSpec":
-        """Of new requests."""
+        """Build new requests."""
         first = samples[0]
         return cls(
             first.request_id,

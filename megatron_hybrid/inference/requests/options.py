@@ -41,8 +41,8 @@ class RequestOptions:
     """Number of samples of the prompt, in `samples` of the result; they share one prefill."""
 
     priority: Priority = 0
-    """Of requests that wait, those of lower numbers start first, and equal ones in order of
-    arrival. It takes nothing from a request that runs, or has run."""
+    """Waiting requests of lower numbers start first, and equal ones in order of arrival. It takes
+    nothing from a request that runs, or has run."""
 
     tenant: str = ""
     """Whose request it is. Those that wait with equal priority start by turns, one sample of each

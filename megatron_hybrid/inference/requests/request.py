@@ -68,7 +68,7 @@ class GenerationResult:
     accepted_draft_tokens: int = field(default=0, compare=False)
     """Computed drafts that were accepted, and are in the answer."""
     other_samples: list["GenerationResult"] = field(default_factory=list, repr=False, compare=False)
-    """In the result of the first sample: the results of the n - 1 other samples."""
+    """Results of the n - 1 other samples, in the result of the first."""
 
     def __str__(self) -> str:
         """Two lines of at most 80 columns: the answer, cut to fit, and its token counts."""
@@ -90,8 +90,7 @@ class GenerationResult:
 
     @property
     def samples(self) -> list["GenerationResult"]:
-        """In the result of the first sample: the results of all n samples; in another result: this
-        result alone."""
+        """Results of all n samples, in the result of the first; this result alone in others."""
         return [self, *self.other_samples]
 
 
@@ -109,7 +108,7 @@ class RequestOutput:
     bytes, `generated_text` may differ in the character before an incomplete one at its end. A
     request of `generate` has all its text in its last output."""
     finish_reason: str | None
-    """As in `GenerationResult`; None: the sample is not finished."""
+    """Reason as in `GenerationResult`; None: the sample is not finished."""
     report: PrefixReport
     """Reused tokens of the prompt."""
     epoch: int
@@ -222,8 +221,7 @@ class Request:
 
     @property
     def samples(self) -> "list[Request]":
-        """Of the first sample: all n samples of the prompt; of another sample: this sample
-        alone."""
+        """All n samples of the prompt, of the first sample; of another one, this sample alone."""
         return [self, *self.other_samples]
 
     @property

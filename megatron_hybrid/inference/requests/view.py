@@ -29,7 +29,7 @@ class RequestView:
     is_ended: bool
     priority: int
     seconds: float
-    """From its arrival to its end, or until now."""
+    """Seconds from its arrival to its end, or until now."""
     seconds_to_first_token: float | None
     prompt_tokens: int
     shared_tokens: int
@@ -42,12 +42,12 @@ class RequestView:
     draft_tokens: int
     """Drafts of its answer that were computed."""
     accepted_draft_tokens: int
-    """Of these, those that were drawn and kept."""
+    """How many of these were drawn and kept."""
     miss_reason: MissReason | None
     edge: int = 0
     """Number of the edge that spans its last known token, see `TreeView`; 0: none is known."""
     last_tokens: list[int] = field(default_factory=list)
-    """Of the prompt, as many as were asked for."""
+    """Last tokens of the prompt, as many as were asked for."""
 
 
 def view_request(request: Request) -> RequestView:

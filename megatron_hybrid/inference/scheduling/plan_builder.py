@@ -31,7 +31,7 @@ class Chunk:
     draws: bool
     """The known tokens end with its last row, so the next token is drawn."""
     draft_draws: list[Draw] = field(default_factory=list)
-    """As `Work.draft_draws`; the drafts lie after the request's known tokens."""
+    """Draws of drafts, as `Work.draft_draws`; the drafts lie after the request's known tokens."""
     num_accepted: int = 0
     """Drafts that are in the answer, after the forward."""
     has_ended: bool = False
@@ -78,7 +78,7 @@ class Chunk:
 
 
 def tables_of(lease: Lease) -> list[np.ndarray]:
-    """As `Work.tables`."""
+    """Return block tables, as `Work.tables`."""
     return [lease.block_table, *lease.local_tables]
 
 
@@ -108,6 +108,8 @@ class PlanBuilder:
     ending: dict[Request, Reservation] = field(default_factory=dict)
     """Requests that end with the step, with the reservation for their last state."""
     num_tokens: int = 0
+    kept: dict[Request, int] = field(default_factory=dict)
+    """Tokens of the budget that are kept for short prompts, while the step is planned."""
 
     def add(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)

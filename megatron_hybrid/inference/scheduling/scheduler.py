@@ -1,7 +1,8 @@
 """Scheduler: the tokens and requests of each step.
 
 `Scheduler.schedule` reads top to bottom as the policy: decodes first, then running prefills, then
-waiting requests by priority and arrival, then drafts, all under one token budget.
+waiting requests by priority and arrival, then drafts, all under one token budget, of which long
+prompts leave a part to short ones.
 `Scheduler.complete` records
 the results of a step. It moves no bytes itself: all moves are in the plan. Decisions depend only on
 the order of requests and on numbers that are equal on all ranks.
@@ -28,6 +29,7 @@ from megatron_hybrid.inference.scheduling.plan_builder import (
     copies_of,
     tables_of,
 )
+from megatron_hybrid.inference.scheduling.short_prompts import ShortPrompts
 from megatron_hybrid.inference.scheduling.single_flight import SingleFlight
 from megatron_hybrid.inference.scheduling.state_saver import StateSaver
 from megatron_hybrid.inference.scheduling.step_plan import (
@@ -70,6 +72,7 @@ class Scheduler:
         fetches: from the tiers.
         max_requests: number of live slots.
         max_tokens: token budget of one forward pass.
+        short_prompt_share: part of it that long prompts leave to short ones.
         drafts: of the decodes; None: there are none.
         drafts_need_hidden: whether drafts follow from the hidden states of the tokens before.
     """
@@ -80,6 +83,7 @@ class Scheduler:
         fetches: "Fetches",
         max_requests: int,
         max_tokens: int,
+        short_prompt_share: float = 0.0,
         drafts: Drafts | None = None,
         drafts_need_hidden: bool = False,
     ):
@@ -90,6 +94,7 @@ class Scheduler:
         self.drafts_need_hidden = drafts_need_hidden
         self.fetches = fetches
         self.max_tokens = max_tokens
+        self._short_prompts = ShortPrompts(cache, short_prompt_share)
         self.max_waiting_looked_at = 2 * max_requests
         self.waiting = WaitingQueue()
         self.running: list[Request] = []  # in order of arrival
@@ -129,12 +134,16 @@ class Scheduler:
             if request.status in (RequestStatus.DECODE, RequestStatus.CLOSING):
                 self._plan_work(builder, request)
         num_decodes = len(builder.chunks)
-        for request in list(self.running):
-            if request.status is RequestStatus.PREFILL:
-                self._plan_work(builder, request)
+        prefills = [r for r in self.running if r.status is RequestStatus.PREFILL]
+        waiting = islice(self.waiting, self.max_waiting_looked_at if self.free_slots else 0)
+        short = self._short_prompts.choose(self._budget(builder), prefills, waiting)
+        builder.kept = {r: count for r, count in short.items() if r.lease is None}
+        for request in sorted(prefills, key=lambda r: r not in short):
+            self._plan_work(builder, request)
         blocked, num_coming, last_priority = self._tests_a_suspect(), 0, math.inf
         for request in list(islice(self.waiting, self.max_waiting_looked_at)):
             self._admitting = request
+            builder.kept.pop(request, None)
             has_slot = len(self.free_slots) > num_coming
             can_start = has_slot and not blocked and self._budget(builder) > 0
             can_start = can_start and request.options.priority <= last_priority
@@ -149,13 +158,16 @@ class Scheduler:
             if self._waits_for_fetch(builder, request, can_start):
                 blocked = blocked or request.fetch.lacks_room
                 num_coming += request.fetch.is_coming  # its slot is taken: it starts on arrival
+            elif has_slot and not blocked and builder.kept and not self._budget(builder):
+                last_priority = min(last_priority, request.options.priority)  # short ones overtake
             else:
                 blocked = not can_start or not self._admit(builder, request)
                 blocked = blocked or request in self._suspects
             if request.lease is None and request.starts_from_cache:
                 tokens = request.tokens[: request.num_tokens]
                 self.cache.expected.add(request.request_id, tokens, request.options.salt)
-        self._admitting = None
+        self._admitting, builder.kept = None, {}
+        self._short_prompts.leave_rest(builder, self._budget(builder))
         self.fetches.poll()
         self._states.reserve(builder)
         if lengths:
@@ -173,7 +185,7 @@ class Scheduler:
         return self._builder
 
     def _budget(self, builder: PlanBuilder) -> int:
-        return self.max_tokens - builder.num_tokens
+        return self.max_tokens - builder.num_tokens - sum(builder.kept.values())
 
     def _longest(self, builder: PlanBuilder, request: Request) -> int:
         """Most tokens of a request that the step has room for."""

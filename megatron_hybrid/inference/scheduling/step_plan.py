@@ -29,7 +29,7 @@ class Park:
     num_tokens: int
     """Tokens whose KV is copied."""
     tables: list[np.ndarray]
-    """As `Work.tables`."""
+    """Block tables, as `Work.tables`."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Unpark:
     first_block: int
     """KV of full attention is copied from this block on; the blocks before it are shared."""
     tables: list[np.ndarray]
-    """As `Work.tables`."""
+    """Block tables, as `Work.tables`."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class PromptScores:
 
     log_probs: list[float]
     top_n_logprobs: list[dict[int, float]]
-    """Of the most likely tokens at the same positions; empty if none were asked for."""
+    """Those of the most likely tokens at these positions; empty if none were asked for."""
 
 
 @dataclass
@@ -96,15 +96,15 @@ class Work:
     num_logits: int = 0
     """Number of last rows that need logits: 0, 1, or all to score the prompt."""
     draws: dict[int, Draw] = field(default_factory=dict)
-    """From the row of the last known token, by request id: for the request, and for the samples to
-    fork from it."""
+    """Draws from the row of the last known token, by request id: for the request, and for the
+    samples to fork from it."""
     draft_draws: list[Draw] = field(default_factory=list)
     """The last tokens are so many drafts. One draw from the row of each, which counts if this draft
     and those before it are what the rows before them draw."""
     scored: Scored | None = None
     """Prompt tokens that need a log-probability."""
     saves: list[Save] = field(default_factory=list)
-    """In (start, end], ascending."""
+    """States to save at positions in (start, end], ascending."""
 
     @property
     def end(self) -> int:
@@ -151,8 +151,8 @@ class StepPlan:
     """Ids of requests that ended while they waited, perhaps parked."""
     parks: list[Park] = field(default_factory=list)
     loads: dict[bytes, list[np.ndarray]] = field(default_factory=dict)
-    """By the key of a fetch: target pages of each of its records, int32 [n]. They are published
-    after the arrival."""
+    """Target pages of each record of a fetch, int32 [n], by its key. They are published after the
+    arrival."""
     restores: list[Restore | Unpark] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     ready: list[Ready] = field(default_factory=list)
@@ -181,7 +181,7 @@ class StepResult:
     """The result of a plan. Parts that lacked memory are left out, with the error's text."""
 
     sampled: dict[int, Sampled] = field(default_factory=dict)
-    """By request id: the last draw of each that counts."""
+    """Last draw that counts, by request id."""
     accepted: dict[int, list[Sampled]] = field(default_factory=dict)
     """The draws before it, equal to the first drafts, by the ids of requests that have any."""
     not_parked: dict[int, str] = field(default_factory=dict)
@@ -191,6 +191,6 @@ class StepResult:
     unrestored: dict[int, str] = field(default_factory=dict)
     """Restores that lacked memory, by request id; what these requests drew and saved is void."""
     prompt_scores: dict[int, PromptScores] = field(default_factory=dict)
-    """Of `Work.scored`, by request id."""
+    """Scores of `Work.scored`, by request id."""
     unsaved: dict[tuple[int, int], str] = field(default_factory=dict)
     """Saves that lacked memory, by request id and position."""

@@ -56,7 +56,7 @@ def _computation(model: nn.Module) -> list[list]:
 
 
 def _name(value: object) -> str:
-    """Of a class or function; of another object, that of its class."""
+    """Return the name of a class or function; of another object, that of its class."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 

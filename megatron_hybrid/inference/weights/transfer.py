@@ -41,9 +41,9 @@ from megatron_hybrid.utils.validation import Range, check_fields, is_int
 
 Processes = Annotated[int, Range(ge=1, le=2**31 - 1)]
 JOIN_SECONDS = 300.0
-"""For a trainer and its workers to meet, and for each broadcast."""
+"""Seconds for a trainer and its workers to meet, and for each broadcast."""
 LOOK_SECONDS = 0.2
-"""Between two looks whether a wait for a trainer is still wanted."""
+"""Seconds between two looks whether a wait for a trainer is still wanted."""
 GROUP_NAME = "weights"
 _SENDS_HEADS = "megatron_hybrid/sends_heads"
 """Key of the store by which a trainer says that a head comes before each tensor."""
@@ -66,7 +66,7 @@ class Part(Protocol):
     """Tensors of one call."""
 
     kind: str
-    """Where they are, for messages."""
+    """Place of the weights, for messages."""
     heads: Sequence[tuple[str, Tensor]] | None
     """All names, in order, and tensors of their shapes and dtypes, which may be without bytes;
     None: unknown until they come."""
@@ -632,9 +632,9 @@ def _check_handle(name: str, head: Tensor, arguments: tuple) -> None:
 
 
 _DEVICE_PLACE = 6
-"""Of the device's number among the arguments of `rebuild_cuda_tensor`."""
+"""Index of the device's number among the arguments of `rebuild_cuda_tensor`."""
 _STORAGE_SIZE_PLACE = 8
-"""Of the bytes of its memory."""
+"""Index of the bytes of its memory among them."""
 _HARMLESS = {
     ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): rebuild_cuda_tensor,
     ("torch", "Size"): torch.Size,

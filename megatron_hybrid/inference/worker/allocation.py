@@ -39,12 +39,12 @@ class Allocated:
     """The memory of an engine, and the sizes that it was made for."""
 
     context: DynamicInferenceContext
-    """Of its `memory`, which has the pool and the live slots."""
+    """Context, whose `memory` has the pool and the live slots."""
     config: InferenceConfig
-    """With the `cache_bytes` of the pool."""
+    """The config, with the `cache_bytes` of the pool."""
     kv_dtype: torch.dtype
     max_drafts: int
-    """Of a request in a step."""
+    """Most drafts of a request in a step."""
     graph_sizes: dict[int, list[int]] | None
     """Numbers of decodes that have a CUDA graph; None: there are no graphs."""
 

@@ -84,7 +84,7 @@ class _Rows:
     starts: np.ndarray
     """Position of the first token of each sequence."""
     slots: Sequence[int]
-    """Of each sequence."""
+    """Slot of each sequence."""
     first_captures: list[int]
     live_slots: Sequence[int]
     """Slots that keep the hidden states of `last_rows`."""
@@ -181,8 +181,7 @@ class DynamicInferenceContext:
         self._fixed_staging: Tensor | None = None
         self._max_recorded = min(max_requests, max_tokens // (1 + max_drafts))
         self.first_captures: list[int] = []
-        """Of each `StepPlan.work` of the last step, where its states begin in
-        `captured_states`."""
+        """Place in `captured_states` of the first state of each `Work` of the last step."""
 
     # Laying out a step -------------------------------------------------------------------------
 
@@ -499,8 +498,8 @@ class DynamicInferenceContext:
         return torch.cat([hidden_TH[inputs["logit_rows"]], self.ready_hidden().to(hidden_TH.dtype)])
 
     def previous_hidden(self, hidden_Th: Tensor) -> Tensor:
-        """For each row, the hidden state of the token before, [T padded, H]: of the row before or,
-        for the first one of a request, `live_hidden`. Call it before `last_token_logits`."""
+        """Return the hidden state of the token before each row, [T padded, H]: of the row before
+        or, for the first one of a request, `live_hidden`. Call it before `last_token_logits`."""
         previous_Th = torch.cat((hidden_Th[:1], hidden_Th))  # the last one is of no row
         live_nH = self.live_hidden().to(hidden_Th.dtype)
         return previous_Th.index_copy_(0, self._inputs["first_rows"], live_nH)[:-1]

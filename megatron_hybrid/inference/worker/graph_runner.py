@@ -32,9 +32,9 @@ _FEWEST_ROWS = 8
 """Up to it, sizes are powers of two; beyond it, multiples of it. Steps of up to 64 decodes then
 have as many rows as without a graph (`ROW_ALIGNMENT`), and matrix products the same kernels."""
 _GRAPH_BYTES = 8 << 20
-"""Of one graph, besides its tensors: nodes and arguments of its kernels, in the driver."""
+"""Bytes of one graph, besides its tensors: nodes and arguments of its kernels, in the driver."""
 _WORKSPACE_BYTES = 64 << 20
-"""Of the libraries that multiply matrices, once for all graphs."""
+"""Bytes for the libraries that multiply matrices, once for all graphs."""
 
 
 class Graph(Protocol):

@@ -40,7 +40,7 @@ def measured_step_bytes(
 
 
 def _load_nothing(key: bytes, pages: list[np.ndarray]) -> None:
-    """In place of a fetch, of which the plan has none."""
+    """Stand in for a fetch, of which the plan has none."""
 
 
 def null_tables(spec: CacheSpec, num_tokens: int) -> list[np.ndarray]:

@@ -91,7 +91,7 @@ def gumbel_noise(hash_mC: Tensor) -> Tensor:
 
 
 def _noise_bound(hash_mV: Tensor) -> Tensor:
-    """At least the Gumbel noise of each token, and at most 0.06 more where it is large; fp32.
+    """Return a bound of each token's Gumbel noise, at most 0.06 above it where it is large; fp32.
 
     w <= -log(1 - w) bounds the noise by -log(w); the bits of a float, as an integer, are a
     piecewise linear bound of its logarithm.
@@ -397,9 +397,9 @@ class Scores(NamedTuple):
     """Log-probabilities of some rows, fp32."""
 
     of_tokens_n: Tensor
-    """Of one token in each."""
+    """Log-probability of one token in each row."""
     of_top_nc: Tensor
-    """Of the most likely ones, most likely first."""
+    """Log-probabilities of the most likely tokens, most likely first."""
     top_ids_nc: Tensor
     """Their ids, int64."""
 

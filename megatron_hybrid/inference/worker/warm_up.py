@@ -47,8 +47,8 @@ _TIMED_DECODES = {"cpu": (1, 8), "cuda": (1, 8, 64)}
 one."""
 _TIMED_STEPS = 3, 12
 _TIMED_MICROSECONDS = 300_000
-"""Of each number of decodes, about, between the least and the most steps: others may run on the
-machine, and then the shortest of many steps tells more."""
+"""Time spent on each number of decodes, about, between the least and the most steps: others may run
+on the machine, and then the shortest of many steps tells more."""
 _TIMED_POSITION = 512
 """Tokens before them, at most."""
 
@@ -164,7 +164,7 @@ def _seconds(runner: ModelRunner, plan: StepPlan) -> float:
 def _decodes(
     size: int, num_drafts: int, start: int, tables: list[np.ndarray], kinds: Any = None
 ) -> list[Work]:
-    """So many decodes with drafts at a position. kinds: an iterator over ways to draw."""
+    """Plan so many decodes with drafts at a position. kinds: an iterator over ways to draw."""
     made, count = [], 1 + num_drafts
     for slot in range(size):
         params = next(kinds or iter(_DRAWN))

@@ -27,7 +27,7 @@ from megatron_hybrid.models.config.mlp import MLPFields
 from megatron_hybrid.models.config.moe import MoEFields, MoERunFields
 from megatron_hybrid.models.config.parallel_heads import ParallelHeadsFields
 from megatron_hybrid.models.config.per_layer_input import PerLayerInputFields
-from megatron_hybrid.models.config.position import PositionFields
+from megatron_hybrid.models.config.position import PositionFields, comparable_scaling
 from megatron_hybrid.models.config.precision import DTYPES, PrecisionFields
 from megatron_hybrid.models.config.run import RunFields
 from megatron_hybrid.models.config.shared_block import SharedBlockFields
@@ -324,9 +324,21 @@ _NOT_COMPARED = {
 """Fields that do not change what a model computes, rounding aside."""
 
 
+_DEFAULTS_OF_NORMS = {
+    "latent_norm_epsilon": "layernorm_epsilon",
+    "linear_norm_epsilon": "layernorm_epsilon",
+    "linear_norm_zero_centered_gamma": "layernorm_zero_centered_gamma",
+}
+"""Fields of single norms -> those of all norms, which hold where they are None."""
+
+
 def _value(layer: HybridConfig, name: str, is_latent: bool) -> Any:
     """A layer field for comparison, with its default in place."""
     value = getattr(layer, name)
+    if name == "rotary_scaling":
+        return comparable_scaling(value)
+    if value is None and name in _DEFAULTS_OF_NORMS:
+        return getattr(layer, _DEFAULTS_OF_NORMS[name])
     if name != "softmax_scale":
         return value
     width = layer.qk_head_dim + layer.qk_pos_emb_head_dim if is_latent else layer.kv_channels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -64,3 +65,31 @@ def check_rotary_scaling(scaling: Mapping[str, Any]) -> None:
         )
     for name in _SCALING_NUMBERS[kind]:
         check_field(f"rotary_scaling[{name!r}]", scaling.get(name), Annotated[float, Range(gt=0)])
+
+
+def yarn_scale(factor: float, mscale: float) -> float:
+    """YaRN's temperature: the factor of cos and sin for longer contexts."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def yarn_amplitude(scaling: Mapping[str, Any]) -> float:
+    """The factor of cos and sin of a `rotary_scaling` of YaRN."""
+    if (amplitude := scaling.get("attention_factor")) is not None:
+        return float(amplitude)
+    mscale, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and all_dims:
+        return yarn_scale(scaling["factor"], mscale) / yarn_scale(scaling["factor"], all_dims)
+    return yarn_scale(scaling["factor"], 1.0)
+
+
+def comparable_scaling(scaling: Mapping[str, Any] | None) -> Any:
+    """A `rotary_scaling` for comparison: of YaRN its numbers, however they were given."""
+    if not scaling or scaling.get("rope_type") != "yarn":
+        return scaling
+    return (
+        *(float(scaling[name]) for name in _SCALING_NUMBERS["yarn"]),
+        float(scaling.get("beta_fast") or 32.0),
+        float(scaling.get("beta_slow") or 1.0),
+        scaling.get("truncate", True),
+        round(yarn_amplitude(scaling), 9),
+    )

@@ -96,7 +96,7 @@ class MixerPlace:
 
     submodules: MixerSubmodules
     layer_number: int
-    """From 1, within the pipeline stage."""
+    """Number from 1, within the pipeline stage."""
     pg_collection: ProcessGroupCollection
     """Process groups, whose tensor-parallel ranks share out heads and channels; experts and shared
     blocks use those of expert- and pipeline-parallel ranks too."""

@@ -103,7 +103,7 @@ class GatedGroupNorm(nn.Module):
         return normed.flatten(-2)
 
     def _mean_square(self, y_TGC: Tensor) -> Tensor:
-        """Over the channels of all ranks, [T, 1, channels of this rank] -> [T, 1, 1]."""
+        """Mean over the channels of all ranks, [T, 1, channels of this rank] -> [T, 1, 1]."""
         # Each group has a place of its own, so one sum serves all ranks.
         place = self.tp_group.rank() * self.spread_groups // self.tp_group.size()
         own = y_TGC.square().sum(-1) / self.group_size

@@ -57,7 +57,7 @@ class AuxiliaryLosses:
         self._config = config
         stages = config.pattern.stages(pg_collection.pp.size())
         self.layer_number = layer_number + sum(map(len, stages[: pg_collection.pp.rank()]))
-        """From 1, within the model."""
+        """Number from 1, within the model."""
         self._dp_group = getattr(pg_collection, "dp", None)
         kinds, factors = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
         if isinstance(kinds, str):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.config.position import yarn_amplitude
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.rotary.reference import rotate
 
@@ -60,19 +61,7 @@ def frequencies(dim: int, base: float, scaling: Mapping[str, Any]) -> tuple[Tens
     if first == last:
         last += 0.001  # a ramp of no width divides by zero
     stretched = ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
-    amplitude = scaling.get("attention_factor")
-    if amplitude is None:
-        mscale, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        if mscale and all_dims:
-            amplitude = yarn_scale(factor, mscale) / yarn_scale(factor, all_dims)
-        else:
-            amplitude = yarn_scale(factor, 1.0)
-    return stretched * plain / factor + (1.0 - stretched) * plain, float(amplitude)
-
-
-def yarn_scale(factor: float, mscale: float) -> float:
-    """YaRN's temperature: the factor of cos and sin for longer contexts."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+    return stretched * plain / factor + (1.0 - stretched) * plain, yarn_amplitude(scaling)
 
 
 def build_rotary(config: HybridConfig, dim: int) -> RotaryEmbedding | None:

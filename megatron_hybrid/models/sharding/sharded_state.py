@@ -23,6 +23,7 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
+from megatron_hybrid.models.packed_weight import PackedWeight
 from megatron_hybrid.models.parameter_names import canonical_name, is_parameter, separate_expert
 from megatron_hybrid.models.sharding.gathering import num_experts_of
 from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
@@ -72,7 +73,10 @@ def distributed_keys(model: Any) -> dict[str, str]:
         ValueError: the model has a parameter for each expert.
     """
     fused_norms, keys = _fused_norms(model), {}
+    packed = {name for name, each in model.named_modules() if isinstance(each, PackedWeight)}
     for name in model.state_dict(keep_vars=True):
+        if name.rpartition(".")[0] in packed:
+            name = name.rpartition(".")[0]
         key = model.canonical_name(name)
         owner, _, which = key.rpartition(".")
         if owner in fused_norms:

@@ -45,7 +45,7 @@ class StageCopies:
         self._owners: dict[str, str] = {}  # names of copies start with the key, of their owner with
         self._numbers: dict[str, int] = {}
         self._blocks: list[tuple[list[nn.Parameter], int]] = []
-        """Of each block that several stages have: this stage's parameters, if it is one of them,
+        """For each block that several stages have, this stage's parameters, if it is one of them,
         and the number of their elements."""
         if self._pp.size() == 1:
             return

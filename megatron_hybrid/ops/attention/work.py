@@ -41,7 +41,7 @@ class Tiles(NamedTuple):
     row_starts: Tensor
     """First row: token of the sequence in this call * query heads of a key/value head + head."""
     row_ends: Tensor
-    """Behind the last row."""
+    """End of the rows."""
     key_starts: Tensor | None = None
     """First key of the part, a multiple of its size; None: all keys."""
     sizes: Tensor | None = None
@@ -49,7 +49,7 @@ class Tiles(NamedTuple):
     tokens: Tensor | None = None
     """Number of the first row's token in `Parts`."""
     places: Tensor | None = None
-    """Where the results of each token's parts begin, and their number: `[n + 1]`."""
+    """Places where the results of each token's parts begin, and their number: `[n + 1]`."""
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ STEP_ELEMENTS = 4096
 """Elements of a state in one program of a step: 32 values a thread."""
 
 STATE_BYTES = 8192
-"""Of a state in one program of the recurrence, in the dtype of the keys."""
+"""Bytes of a state in one program of the recurrence, in the dtype of the keys."""
 
 MAX_KEY_BYTES = 512
-"""Of a head's keys, for which the recurrence has registers."""
+"""Most bytes of a head's keys, for which the recurrence has registers."""
 
 CAPTURE_ELEMENTS = 8192
 """Elements of a state in one program of a capture: 32 values a thread."""

@@ -14,7 +14,7 @@ from megatron_hybrid.ops.launch import kernel
 ELEMENTS = 2048
 """Numbers of a program, if a group has no more."""
 MAX_CHANNELS = 16384
-"""Of a group, which a program holds in registers."""
+"""Most channels of a group, which a program holds in registers."""
 
 
 @kernel(

@@ -18,7 +18,7 @@ class Format:
 
     name: str
     bits: int
-    """Of a code, 8 or 4. Two codes of 4 bits lie in a byte, the first one in its lower half."""
+    """Bits of a code: 8 or 4. A byte holds two codes of 4 bits, the first in its lower half."""
     values: Callable[[Tensor], Tensor]
     """Codes -> what they stand for before scaling, fp32, one number a code."""
 

@@ -88,7 +88,7 @@ def _chunked(
     S_RHPN: torch.Tensor,
     grid: ChunkGrid,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Within a chunk as attention, between chunks by states: all matmuls over chunks x heads.
+    """Compute a chunk as attention, and go on by states: all matmuls over chunks x heads.
 
     With c the running sum of the log decay g = dt A in a chunk and S0 the state it starts from,
     y_i = sum_{j <= i} (C_i . B_j) exp(c_i - c_j) dt_j x_j  +  exp(c_i) S0 C_i.

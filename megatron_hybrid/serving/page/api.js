@@ -13,6 +13,8 @@ export function setKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
+export const hasKey = () => Boolean(sessionStorage.getItem(KEY));
+
 function headers() {
   const key = sessionStorage.getItem(KEY);
   return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };

@@ -3,10 +3,12 @@
 
 import { bytes, count, counted, fillBar, find, make, makeSvg, percent, words } from "./dom.js";
 
-const TICKS = { 300: 60, 3600: 900, 86400: 21600 }; // seconds between labels of the time axis
+const TICKS = [60, 300, 900, 3600, 21600]; // seconds between labels of the time axis
+const LEAST = 120; // seconds that a chart shows, of a server that has just begun
 const MARGIN = 54;
 const TOP = 6;
 const HEIGHT = 94;
+const FEW = 12; // points of a line that are all marked
 const EVICTED = {
   checkpoints_evicted: "states",
   kv_blocks_evicted: "KV blocks",
@@ -16,7 +18,7 @@ const EVICTED = {
 const percentiles = (name) => [50, 90, 99].map((part) => [`p${part}`, `p${part}`, (h) => h.columns[`${name}_p${part}`]]);
 
 // Each chart: how its values are written, its lines or bars as [class, name, values of a history],
-// what stands for it where nothing has happened.
+// what they come to in the whole time, what stands for it where nothing has happened.
 const CHARTS = {
   tokens: {
     write: (value) => `${short(value)}/s`,
@@ -30,6 +32,7 @@ const CHARTS = {
     write: (value) => `${(100 * value).toFixed(1)} %`,
     most: 1,
     series: [["skipped", "", (h) => h.share("skipped_tokens", "prompt_tokens")]],
+    total: (h) => h.sum("skipped_tokens") / h.sum("prompt_tokens"),
     bars: true,
     empty: "No prompt came in this time.",
   },
@@ -46,7 +49,8 @@ const CHARTS = {
   queue: {
     write: (value) => count(value),
     series: [
-      ["running", "running", (h) => h.columns.requests_running],
+      ["started", "started", (h) => h.growth("requests")],
+      ["running", "running", (h) => h.running()],
       ["waiting", "waiting", (h) => h.columns.requests_waiting],
     ],
     empty: "No request ran or waited in this time.",
@@ -54,6 +58,7 @@ const CHARTS = {
   evictions: {
     write: (value) => count(value),
     series: [["evicted", "", (h) => h.growth(...Object.keys(EVICTED))]],
+    total: (h) => h.sum(...Object.keys(EVICTED)),
     bars: true,
     empty: "Nothing was evicted in this time.",
   },
@@ -91,11 +96,14 @@ function read(columns, span) {
   const grown = (key, i) => columns[key][i] - columns[key][i - 1];
   return {
     columns,
-    span,
+    span: Math.min(span, Math.max(LEAST, time.at(-1) - time[0])), // of a young server its life
     end: time.at(-1),
     rate: (key) => growths((i) => grown(key, i) / Math.max(0.001, time[i] - time[i - 1])),
     share: (part, whole) => growths((i) => (grown(whole, i) ? grown(part, i) / grown(whole, i) : null)),
     growth: (...keys) => growths((i) => keys.reduce((sum, key) => sum + grown(key, i), 0)),
+    sum: (...keys) => keys.reduce((sum, key) => sum + columns[key].at(-1) - columns[key][0], 0),
+    // A request that no sample saw ran, too.
+    running: () => columns.requests_running.map((seen, i) => Math.max(seen, i && grown("requests", i) ? 1 : 0)),
   };
 }
 
@@ -103,17 +111,26 @@ function drawAll() {
   if (history) for (const [id, chart] of Object.entries(CHARTS)) drawChart(find(id), chart);
 }
 
-function drawChart(svg, { write, series, most, bars, empty }) {
+// What was skipped of all prompts in the time that is shown.
+export function skipped() {
+  const prompts = history.sum("prompt_tokens");
+  const span = document.querySelector("#span label:has(:checked)").textContent;
+  if (!prompts) return `no prompt in ${span}`;
+  return `${CHARTS.rate.write(CHARTS.rate.total(history))} of ${counted(prompts, "prompt token")} skipped in ${span}`;
+}
+
+function drawChart(svg, { write, series, total, most, bars, empty }) {
   const { time } = history.columns;
   const width = Math.max(60, svg.clientWidth - MARGIN);
   const begin = history.end - history.span;
   const place = (at) => (width * Math.max(0, at - begin)) / history.span;
   const lines = series.map(([className, name, values]) => ({ className, name, values: values(history) }));
   const peak = Math.max(0, ...lines.flatMap(({ values }) => values));
+  const isEmpty = most ? lines.every(({ values }) => values.every((value) => value === null)) : !peak;
   const top = most ?? roundUp(peak);
   const level = (value) => HEIGHT - ((HEIGHT - TOP) * value) / top;
   const shown = [makeSvg("line", { x1: 0, x2: width, y1: HEIGHT, y2: HEIGHT, class: "axis" }), ...drawTicks(place, begin, width)];
-  if (peak) {
+  if (!isEmpty) {
     shown.push(makeSvg("line", { x1: 0, x2: width, y1: TOP, y2: TOP, class: "axis faint" }));
     shown.push(makeSvg("text", { x: width + 4, y: TOP + 4 }, write(top)));
     for (const line of lines) shown.push(...(bars ? drawBars(line, place, level) : drawLine(line, place, level)));
@@ -124,14 +141,15 @@ function drawChart(svg, { write, series, most, bars, empty }) {
   } else shown.push(makeSvg("text", { x: 0, y: HEIGHT / 2, class: "empty" }, empty));
   svg.replaceChildren(...shown);
   const parts = lines.map(({ className, name, values }) => {
-    const value = hovered === null ? values.findLast((each) => each !== null) : values[hovered];
+    const now = () => (total ? total(history) : values.findLast((each) => each !== null));
+    const value = hovered === null ? now() : values[hovered];
     const text = value === undefined || value === null ? "–" : write(value);
     const sign = name ? [make("i", { className: `sign ${className}` }), `${name} `] : [];
     return make("span", {}, ...sign, make("b", { textContent: text }));
   });
   const when = hovered === null ? [] : [make("span", { textContent: clock(time[hovered]) })];
   const told = find(`${svg.id}-now`);
-  told.replaceChildren(...(peak ? [...when, ...parts] : []));
+  told.replaceChildren(...(isEmpty ? [] : [...when, ...parts]));
   svg.setAttribute("aria-label", `${svg.previousElementSibling.firstChild.textContent}: ${told.textContent || empty}`);
 }
 
@@ -147,31 +165,31 @@ function drawBars({ className, values }, place, level) {
     const [left, right] = [i ? place(time[i - 1]) : 0, place(time[i])];
     if (!value || right <= 0) return [];
     const height = Math.max(1, HEIGHT - level(value));
-    return [makeSvg("rect", { x: left, y: HEIGHT - height, width: Math.max(1, right - left - 0.6), height, class: className })];
+    const width = Math.max(3, right - left - 0.6);
+    return [makeSvg("rect", { x: right - width, y: HEIGHT - height, width, height, class: className })];
   });
 }
 
-// A line, with gaps where there is no value; a lone value is a dot.
+// A line, with gaps where there is no value. A value without a neighbour, and each of few, is a dot.
 function drawLine({ className, values }, place, level) {
   const { time } = history.columns;
   const begin = history.end - history.span;
-  let path = "";
-  let isOpen = false;
-  values.forEach((value, i) => {
-    if (value === null || time[i] < begin) isOpen = false;
-    else {
-      path += `${isOpen ? "L" : "M"}${place(time[i]).toFixed(1)} ${level(value).toFixed(1)}${isOpen ? "" : "h0"}`;
-      isOpen = true;
-    }
-  });
-  return path ? [makeSvg("path", { d: path, class: className })] : [];
+  const is = (i) => i >= 0 && i < time.length && values[i] !== null && time[i] >= begin;
+  const points = [...time.keys()].filter(is).map((i) => [i, place(time[i]).toFixed(1), level(values[i]).toFixed(1)]);
+  if (!points.length) return [];
+  const path = points.map(([i, x, y]) => `${is(i - 1) ? "L" : "M"}${x} ${y}`).join("");
+  const dots = points.filter(([i]) => points.length <= FEW || !(is(i - 1) || is(i + 1)));
+  return [
+    makeSvg("path", { d: path, class: className }),
+    ...dots.map(([, cx, cy]) => makeSvg("circle", { cx, cy, r: 3, class: className })),
+  ];
 }
 
 const clock = (at) => new Date(1000 * at).toLocaleTimeString("en-GB", history.span > 300 ? { hour: "2-digit", minute: "2-digit" } : {});
 
 // At whole minutes or hours of the clock on the wall.
 function drawTicks(place, begin, width) {
-  const step = TICKS[history.span];
+  const step = TICKS.find((each) => history.span <= 5 * each);
   const offset = 60 * new Date(1000 * history.end).getTimezoneOffset();
   const ticks = [];
   for (let at = Math.ceil((begin - offset) / step) * step + offset; at <= history.end; at += step) {
@@ -225,7 +243,7 @@ function hover(index) {
   drawAll();
 }
 
-for (const id of Object.keys(CHARTS)) {
+for (const [id, { series }] of Object.entries(CHARTS)) {
   const svg = find(id);
   svg.addEventListener("pointermove", (event) => {
     if (!history) return;
@@ -233,7 +251,9 @@ for (const id of Object.keys(CHARTS)) {
     const share = Math.min(1, Math.max(0, (event.clientX - svg.getBoundingClientRect().left) / width));
     const at = history.end - history.span * (1 - share);
     const { time } = history.columns;
-    hover(time.reduce((best, each, i) => (Math.abs(each - at) < Math.abs(time[best] - at) ? i : best), 0));
+    const values = series.map(([, , call]) => call(history));
+    const told = [...time.keys()].filter((i) => values.some((each) => each[i] !== null));
+    hover(told.reduce((best, i) => (Math.abs(time[i] - at) < Math.abs(time[best] - at) ? i : best), told[0] ?? null));
   });
   svg.addEventListener("pointerleave", () => hover(null));
 }

@@ -29,6 +29,14 @@ export function bytes(number) {
   return `${(number / 1024 ** power).toFixed(power ? 1 : 0)} ${units[power]}`;
 }
 
+// The power of lengths that are drawn in place of lengths of which few are far longer than the rest:
+// a fourth of them has less than a fifth of the width, at most.
+export function fairPower(lengths) {
+  const sorted = [...lengths].sort((a, b) => a - b);
+  const share = sorted[Math.floor((sorted.length - 1) / 4)] / sorted.at(-1);
+  return share > 0 && share < 0.2 ? Math.log(0.2) / Math.log(share) : 1;
+}
+
 // Pieces of a bar: [class, amount, title], drawn as parts of a whole.
 export function fillBar(bar, pieces, whole) {
   bar.replaceChildren(

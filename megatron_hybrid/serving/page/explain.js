@@ -15,6 +15,8 @@ find("explain-form").addEventListener("submit", async (event) => {
   const text = find("explain-text").value;
   if (!text.trim()) return;
   const body = find("explain-chat").checked ? promptWith(text) : { prompt: text };
+  const client = find("explain-key").value.trim();
+  if (client) body.api_key = client; // each key has prefixes of its own
   const answer = find("explain-answer");
   const bar = find("explain-bar");
   answer.hidden = false;

@@ -1,9 +1,9 @@
 // Asks the server again and again, and hands what it says to the parts of the page.
 
-import { get, setKey } from "./api.js";
+import { get, hasKey, setKey } from "./api.js";
 import { setTemplate, whenAnswered } from "./chat.js";
-import { seconds, showHistory, whenSpanChanges } from "./charts.js";
-import { count, find, percent } from "./dom.js";
+import { seconds, showHistory, skipped, whenSpanChanges } from "./charts.js";
+import { count, find } from "./dom.js";
 import { whenExplained } from "./explain.js";
 import { selectedEdge, selectNewest, showRequests, whenSelected } from "./requests.js";
 import { setDefaults } from "./settings.js";
@@ -26,13 +26,13 @@ const readTree = async () => showTree(await get(`cache/tree${treeQuery()}`));
 async function readHistory() {
   const span = seconds();
   const columns = await get(`cache/history?seconds=${span}`);
-  if (span === seconds()) showHistory(columns, span); // else another one was chosen meanwhile
-  const last = (key) => columns[key].at(-1);
-  const [skipped, prompt] = [last("skipped_tokens"), last("prompt_tokens")];
-  find("skipped").textContent = `${percent(skipped, prompt)} of ${count(prompt)} prompt tokens skipped`;
+  if (span !== seconds()) return; // another one was chosen meanwhile
+  showHistory(columns, span);
+  find("skipped").textContent = skipped();
 }
 
 async function readModel() {
+  find("explain-client").hidden = !hasKey();
   const [model] = (await get("v1/models")).data;
   find("model").textContent = document.title = model.id;
   find("note").textContent = model.description ?? "";

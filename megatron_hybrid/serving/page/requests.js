@@ -1,6 +1,6 @@
 // The requests as bars: what was skipped of each prompt, what is computed, and why not less.
 
-import { count, fillBar, find, make, words } from "./dom.js";
+import { count, fairPower, fillBar, find, make, words } from "./dom.js";
 
 const rows = new Map(); // by request id
 let selected = null;
@@ -28,7 +28,8 @@ function select(id, requests) {
 
 export function showRequests(requests) {
   find("no-requests").hidden = requests.length > 0;
-  const longest = Math.max(1, ...requests.map((r) => r.prompt_tokens + r.generated_tokens));
+  const lengths = requests.map(lengthOf);
+  const [longest, power] = [Math.max(1, ...lengths), fairPower(lengths)];
   const seen = new Set(requests.map((request) => request.request_id));
   for (const [id, row] of rows) {
     if (!seen.has(id)) {
@@ -40,7 +41,8 @@ export function showRequests(requests) {
     const row = rows.get(request.request_id) ?? newRow(request.request_id);
     row.button.onclick = () =>
       select(selected === request.request_id ? null : request.request_id, requests);
-    fillRow(row, request, longest);
+    row.bar.style.width = `max(12px, ${100 * (lengthOf(request) / longest) ** power}%)`;
+    fillRow(row, request);
     return row.item;
   });
   const list = find("request-rows");
@@ -58,7 +60,9 @@ function newRow(id) {
   return row;
 }
 
-function fillRow(row, request, longest) {
+const lengthOf = (request) => request.prompt_tokens + request.generated_tokens;
+
+function fillRow(row, request) {
   const { prompt_tokens: prompt, skipped_tokens: skipped, shared_tokens: shared } = request;
   const done = Math.max(Math.min(request.computed_tokens, prompt), skipped);
   const recomputed = Math.max(0, Math.min(shared, done) - skipped);
@@ -72,7 +76,7 @@ function fillRow(row, request, longest) {
       ["pending", prompt - done, `${count(prompt - done)} to compute`],
       ["answer", request.generated_tokens, `${count(request.generated_tokens)} of the answer`],
     ],
-    longest,
+    lengthOf(request),
   );
   const reason = request.miss_reason ? `: ${words(request.miss_reason)}` : "";
   const first = request.seconds_to_first_token;

@@ -1,7 +1,7 @@
 // The tree of cached prefixes as an icicle: left to right the tokens of prompts, top to bottom the
 // prompts. A dot is a saved state.
 
-import { bytes, count, counted, find, make, words } from "./dom.js";
+import { bytes, count, counted, fairPower, find, make, words } from "./dom.js";
 
 const AXIS = 18;
 const ROW = 16;
@@ -123,7 +123,9 @@ export function drawTree() {
 
   const rowHeight = height / shown.leaves;
   const span = Math.max(1, shown.depth - shown.start);
-  const place = (position) => 4 + ((width - 12) * (position - shown.start)) / span;
+  const leaves = [...tree.edges.values()].filter((edge) => !edge.children.length && edge.end > shown.start);
+  const power = fairPower(leaves.map((edge) => edge.end - shown.start));
+  const place = (position) => 4 + (width - 12) * Math.max(0, (position - shown.start) / span) ** power;
   const path = new Set();
   for (let edge = tree.edges.get(lit); edge; edge = edge.parent) path.add(edge);
 
@@ -169,18 +171,31 @@ export function drawTree() {
       draw.fill();
     }
   }
-  drawAxis(draw, shown, span, place, height, width, colors);
+  drawAxis(draw, ticksOf(shown, span, power, width / 110), place, height, width, colors);
   find("tree-whole").hidden = !root;
   showCursor();
 }
 
-function drawAxis(draw, shown, span, place, height, width, colors) {
-  const rough = span / Math.max(2, width / 110);
-  const power = 10 ** Math.floor(Math.log10(Math.max(1, rough)));
-  const step = [1, 2, 5, 10].map((digit) => digit * power).find((each) => each >= rough);
+// Round numbers of tokens, about as many as asked for: at even distances of tokens, or of the picture
+// where a power is drawn.
+function ticksOf(shown, span, power, most) {
+  const round = (value) => {
+    const unit = 10 ** Math.floor(Math.log10(Math.max(1, value)));
+    return [1, 2, 5, 10].map((digit) => digit * unit).find((each) => each >= value);
+  };
+  if (power < 1) {
+    const parts = [...Array(Math.floor(most)).keys()].map((i) => span * (i / most) ** (1 / power));
+    return [shown.start, ...new Set(parts.slice(1).map((each) => shown.start + round(each)))].filter((at) => at <= shown.depth);
+  }
+  const step = round(span / Math.max(2, most));
+  const first = Math.ceil(shown.start / step);
+  return [...Array(Math.floor(shown.depth / step) - first + 1).keys()].map((i) => (first + i) * step);
+}
+
+function drawAxis(draw, ticks, place, height, width, colors) {
   draw.fillStyle = colors.faint;
   draw.font = "10px system-ui, sans-serif";
-  for (let at = Math.ceil(shown.start / step) * step; at <= shown.depth; at += step) {
+  for (const at of ticks) {
     draw.fillRect(place(at), height, 1, 4);
     const text = count(at);
     const left = place(at) - draw.measureText(text).width / 2;

@@ -14,8 +14,8 @@ from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
 
 _SPACE = re.compile(r"\s*")
 _FEW, _MAX_FAILED = 256, 32
-"""After so many texts of more than a few characters that look like calls and are none, the rest of
-an answer is content: so that it is read in time that grows with its length."""
+"""Limit: after so many texts of more than a few characters that look like calls and are none, the
+rest of an answer is content: so that it is read in time that grows with its length."""
 
 
 class AnswerParser:
@@ -58,10 +58,10 @@ class AnswerParser:
         self._late_texts: list[str] = []  # they, and more reasoning
         self._may_be_bare = bool(self._tools and dialect.bare)
         self.num_calls = 0
-        """So far."""
+        """Number of calls so far."""
 
     def finish_reason(self, reason: str) -> str:
-        """As OpenAI has it, of an answer that ended with the engine's reason."""
+        """Return OpenAI's finish reason of an answer that ended with the engine's reason."""
         return "tool_calls" if self.num_calls and reason == "stop" else reason
 
     def add(self, text: str) -> list[AnswerPart]:

@@ -28,7 +28,7 @@ class Block:
         self._end = dialect.end if self._has_mark or dialect.also else ""
         self._start = at + len(dialect.begin) if self._has_mark else at
         self.no_call = self._start if self._has_mark else at + 1
-        """Where the answer goes on if there is no call."""
+        """Place where the answer goes on if there is no call."""
         self.cost = 0
         """Characters that were looked at, once it is read."""
         self._brackets: Brackets | None = None
@@ -57,7 +57,7 @@ class Block:
         return (after, pieces) if pieces is not None else self._mended(text, after)
 
     def _tried_ends(self, text: str, is_last: bool) -> tuple[int, Pieces] | None:
-        """Of a dialect whose values are bare texts, in which the end mark may stand."""
+        """Try ends of a dialect whose values are bare texts, in which the end mark may stand."""
         while (stop := text.find(self._end, self._looked)) >= 0:
             self._looked = stop + 1
             length = stop - self._start

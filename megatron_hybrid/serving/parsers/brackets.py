@@ -31,11 +31,12 @@ class Brackets:
 
     @property
     def is_open(self) -> bool:
-        """Whether a bracket or a text is, so far."""
+        """Whether a bracket or a quoted text is open."""
         return bool(self._quote) or self._depth > 0
 
     def find(self, text: str, is_last: bool = False) -> int | None:
-        """Where a mark stands, or the place after the bracket that closes all; None: not yet.
+        """Return where a mark stands, or the place after the bracket that closes all; None: not
+        yet.
 
         is_last: nothing follows the text.
         """

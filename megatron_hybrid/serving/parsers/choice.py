@@ -1,4 +1,4 @@
-"""Which dialect a model writes: by name, or by its chat template."""
+"""Chooses the dialect that a model writes: by name, or by its chat template."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ TOOL_PARSERS: dict[str, Dialect] = {
     "seed_oss": SEED_OSS,
     "xlam": XLAM,
 }
-"""By the names of `--tool-call-parser`."""
+"""Dialects by their names for `--tool-call-parser`."""
 REASONING_PARSERS: dict[str, ReasoningFormat | None] = {
     **reasoning_format.STYLES,
     "none": None,
     "openai_gptoss": HARMONY_THOUGHTS,
 }
-"""By the names of `--reasoning-parser`."""
+"""Formats by their names for `--reasoning-parser`."""
 _JSON_SIGN = '"parameters": dictionary of argument'
 _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>",)),
@@ -118,13 +118,13 @@ class Style:
         max_calls: int | None = None,
         must_call: bool = False,
     ) -> AnswerParser:
-        """Of one answer. See `AnswerParser`."""
+        """Return the parser of one answer. See `AnswerParser`."""
         kind = HarmonyParser if self.dialect is OPENAI else AnswerParser
         return kind(self.dialect, self.thoughts, tools, is_thinking, max_calls, must_call)
 
     @property
     def marks(self) -> list[str]:
-        """That may be special tokens, and have to be seen."""
+        """Return marks that may be special tokens, and have to be seen."""
         given = [self.dialect.begin, self.dialect.end, *self.dialect.inner]
         return [*given, self.thoughts.open, self.thoughts.close] if self.thoughts else given
 
@@ -135,8 +135,8 @@ def shown_tool_parser(template: str) -> str:
 
 
 def style_of(template: str | None, tool_parser: str = "", reasoning_parser: str = "") -> Style:
-    """By names, or, where one is empty, by a chat template. One that shows no calls is taken for
-    Hermes's.
+    """Return the style by names or, where one is empty, by a chat template. One that shows no calls
+    is taken for Hermes's.
 
     Raises:
         ValueError: an unknown name.

@@ -19,13 +19,13 @@ Tools = Mapping[str, Json]
 
 
 class Call(NamedTuple):
-    """Of a function."""
+    """A call of a function."""
 
     name: str
     arguments: str
     """The JSON of an object."""
     id: str = ""
-    """That the model gave it; "": none."""
+    """Id that the model gave it; "": none."""
 
 
 Pieces = list[Call | str]
@@ -61,18 +61,18 @@ class Dialect:
     openers: tuple[str, ...] = ("{", "[")
     """Texts that a first call begins with."""
     num_id_chars: int = 0
-    """That its templates want in the id of a call; 0: any number."""
+    """Length of the ids of calls that its templates require; 0 accepts any."""
     content_begin: str = ""
     """Mark before what is said to the user."""
 
     @property
     def written_begin(self) -> str:
-        """In forms: calls without a mark have none."""
+        """Mark that begins a call in forms; "" for calls without a mark."""
         return "" if self.bare else self.begin
 
     @property
     def written_end(self) -> str:
-        """Likewise."""
+        """Mark that ends a call in forms; "" for calls without a mark."""
         return "" if self.bare else self.end
 
     @property
@@ -194,9 +194,9 @@ class HeadedJson(Dialect):
     write: Callable[[str], tuple[str, str]] | None = None
     """What stands around the arguments of a call in forms, by its name."""
     numbered: str = ""
-    """Before the arguments in forms, after a number; "": there is none."""
+    """Text before the arguments in forms, after a number; "" for none."""
     gap: str = ""
-    """Between calls, in forms."""
+    """Text between calls, in forms."""
 
     def inside(self, text: str, tools: Tools) -> Pieces | None:
         pieces: Pieces = []
@@ -232,7 +232,7 @@ class HeadedJson(Dialect):
 
 
 def json_schema(function: Json) -> Json:
-    """Of a function's arguments."""
+    """Return the JSON schema of a function's arguments."""
     schema = {k: v for k, v in (function.get("parameters") or {}).items() if k != "$id"}
     return {"type": "json_schema", "json_schema": {"type": "object", **schema}}
 

@@ -22,17 +22,22 @@ from megatron_hybrid.serving.parsers.parts import AnswerPart
 from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
 
 _MESSAGE = "<|message|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_START = "<|start|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
 _AN_END = any_of(_ENDS)
-_BEGINS = ("<|channel|>", "<|start|>", " to=")
-"""Of headers."""
+_BEGINS = ("<|channel|>", _START, " to=")
+"""Marks that begin headers."""
 _TO = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _CUT = re.compile(
-    r"(<\|start\|>[\w. ]*)?( to=[\w.]*)?(<\|channel\|>\w*( to=[\w.]*)?( ?<\|constrain\|>)?[ \w]*)?"
+    r"(<\|start\|>[\w. ]*)?( to=[\w.-]*)?"
+    r"(<\|channel\|>\w*( to=[\w.-]*)?( ?<\|constrain\|>)?[ \w]*)?"
     r"(<[|\w]*)?"
 )
 """A header without its end."""
+_HEADER = re.compile(r"<\|start\|>\w[^\n]{0,200}?<\|message\|>")
+_BEGUN = re.compile(r"<\|start\|>(?:\w[^\n]{0,210})?")
+"""What may become a header."""
 THOUGHTS = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 
 
@@ -65,9 +70,9 @@ class HarmonyParser(AnswerParser):
     """Channel `analysis` is reasoning, a message to a function a call, all else content."""
 
     _header: str | None = None
-    """Of the message that is being read; None: it has not begun."""
+    """Header of the message that is being read; None: it has not begun."""
     _brackets: Brackets | None = None
-    """In the call that is being read."""
+    """Brackets in the call that is being read."""
 
     def _parts(self, is_last: bool) -> Iterator[AnswerPart]:
         while self._held:
@@ -78,9 +83,7 @@ class HarmonyParser(AnswerParser):
                 if not (yield from self._call(is_last)):
                     return
             else:
-                at, found = self._end()
-                if not found and not is_last:
-                    at = end_without(self._held, _ENDS)
+                at, found = self._end(is_last)
                 said, self._held = self._held[:at], self._held[at + len(found) :]
                 channel = _CHANNEL.search(self._header)
                 self._in_thought = channel is not None and channel[1] == "analysis"
@@ -93,7 +96,7 @@ class HarmonyParser(AnswerParser):
         """Read a header; whether there is one."""
         yield from ()
         for end in _ENDS:
-            if end != "<|start|>" and self._held.startswith(end):
+            if end != _START and self._held.startswith(end):
                 self._held = self._held[len(end) :]
                 return True
         if not any(b.startswith(self._held) or self._held.startswith(b) for b in _BEGINS):
@@ -117,7 +120,7 @@ class HarmonyParser(AnswerParser):
             return False
         found = self._brackets.found
         if at is None:  # the end may have been a stop
-            at, found = self._end() if self._brackets.is_open else (len(self._held), "")
+            at, found = self._end(is_last) if self._brackets.is_open else (len(self._held), "")
         self._brackets = None
         body, self._held = self._held[:at], self._held[at + len(found) :]
         try:
@@ -129,12 +132,20 @@ class HarmonyParser(AnswerParser):
         self._close(found)
         return True
 
-    def _end(self) -> tuple[int, str]:
-        """The first end in what is held; its length if there is none."""
-        found = _AN_END.search(self._held)
-        return (len(self._held), "") if found is None else (found.start(), found[0])
+    def _end(self, is_last: bool) -> tuple[int, str]:
+        """Return where the message ends, and by which mark; "": it may end there. A `<|start|>`
+        that begins no header is text: an answer may speak of it."""
+        for found in _AN_END.finditer(self._held):
+            rest = self._held[found.start() :]
+            if found[0] != _START or _HEADER.match(rest):
+                return found.start(), found[0]
+            if is_last and _CUT.fullmatch(rest):
+                return found.start(), _START
+            if not is_last and _BEGUN.fullmatch(rest):
+                return found.start(), ""
+        return (len(self._held) if is_last else end_without(self._held, _ENDS)), ""
 
     def _close(self, found: str) -> None:
         self._header, self._space, self._skips_space = None, "", False
-        if found == "<|start|>":
+        if found == _START:
             self._held = found + self._held

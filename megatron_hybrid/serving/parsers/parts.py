@@ -32,7 +32,7 @@ class ToolCall:
     id: str = field(default_factory=lambda: new_id(), compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """As in OpenAI's messages."""
+        """Return the call as OpenAI's messages have it."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
 

@@ -30,7 +30,7 @@ class Pythonic(Dialect):
     """Calls with named arguments, which are literals; a list of them, or one a line."""
 
     is_list: bool = True
-    """In forms."""
+    """Whether calls in forms stand in a list."""
 
     openers: tuple[str, ...] = ("",)
 

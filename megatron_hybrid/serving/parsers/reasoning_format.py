@@ -29,9 +29,9 @@ STYLES = {
     "qwen3": TAGS,
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
 }
-"""By the names of `--reasoning-parser`."""
+"""Formats by their names for `--reasoning-parser`."""
 
 
 def thoughts_of(template: str) -> ReasoningFormat | None:
-    """As a chat template shows; None: its model has none."""
+    """Return the format that a chat template shows; None: its model has no reasoning."""
     return next((each for each in (TAGS, *STYLES.values()) if each.open.strip() in template), None)

@@ -34,7 +34,7 @@ class Schema:
         self.required = set(map(str, required)) if isinstance(required, list) else set()
 
     def types(self, name: str) -> frozenset[str]:
-        """That a parameter may have."""
+        """Return the types that a parameter may have."""
         return self._types(self.properties.get(name, True))
 
     def value(self, name: str, text: str) -> str | None:
@@ -80,7 +80,7 @@ class Schema:
         return {**own, "$defs": {"0": with_refs_to("#/$defs/0", self._root)}}
 
     def _types(self, schema: Any, depth: int = 0) -> frozenset[str]:
-        """Of a part of the schema, each of which is looked at once."""
+        """Return the types of a part of the schema, each of which is looked at once."""
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return ALL
         if id(schema) not in self._known:

@@ -37,7 +37,7 @@ class TaggedParameters(Dialect):
     is_section: bool = False
     """Several calls are between one pair of marks."""
     gap: str = ""
-    """Behind a function's beginning and each parameter, in forms."""
+    """Text after a function's beginning and each parameter, in forms."""
     newline: str = ""
     """Is left out at both ends of a value."""
     head: Any = None

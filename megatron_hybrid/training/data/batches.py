@@ -27,7 +27,7 @@ class Batch:
     loss_mask: Tensor
     """fp32 [1, T]: 1 where the label counts, else 0. It may be 0 throughout."""
     lengths: list[int]
-    """Of the sequences in the row; their sum is T."""
+    """Lengths of the sequences in the row; their sum is T."""
     padding_mask: Tensor | None = None
     """bool [1, T]: True for tokens that only fill the row; None: there are none."""
 

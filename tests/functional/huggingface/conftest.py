@@ -1,8 +1,9 @@
-"""`pytest tests/functional/huggingface --models-table` writes docs/reference/models.md's table."""
+"""`pytest tests/functional/huggingface --models-table` writes docs/reference/models.md's tables."""
 
 import pytest
 from huggingface import config_names
-from models_table import TABLE, merge_rows
+from models_table import TABLE, merge_rows, write_released
+from test_hub_configs import FOLDER
 
 _ROWS = pytest.StashKey[list]()
 
@@ -26,3 +27,4 @@ def record_row(request):
 def pytest_sessionfinish(session, exitstatus):
     if session.config.getoption("--models-table") and exitstatus == 0:
         merge_rows(TABLE, session.config.stash.get(_ROWS, []), config_names())
+        write_released(TABLE, FOLDER)

@@ -47,13 +47,18 @@ def read_values(name: str) -> dict[str, Any]:
 
 
 def build(name: str, *, seed: int = 0, noise: float = NOISE, **changes: Any) -> PreTrainedModel:
+    """`build_of` the tiny model's config. changes: of it."""
+    return build_of({**read_values(name), **changes}, seed=seed, noise=noise)
+
+
+def build_of(values: dict[str, Any], *, seed: int = 0, noise: float = NOISE) -> PreTrainedModel:
     """The model, each number of it drawn: no two tensors could be taken for one another.
 
     Args:
+        values: its config.
         noise: standard deviation of what is added to the numbers that transformers draws.
-        changes: of its config.
     """
-    values = {**read_values(name), **changes}
+    values = dict(values)
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

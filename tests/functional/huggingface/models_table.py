@@ -1,15 +1,19 @@
-"""The table in docs/reference/models.md: one row for each tiny model, made by the test run."""
+"""The tables in docs/reference/models.md: of each tiny model, made by the test run, and of each
+released one, with what a checkpoint for Megatron holds of it."""
 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
+from megatron_hybrid.checkpoints.megatron.args import args_of_config
 from megatron_hybrid.inference.memory.cache_pool import cache_spec_of
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.layer_pattern import KINDS
+from megatron_hybrid.tools.plan import read_model_config
 
 TABLE = Path(__file__).parents[3] / "docs" / "reference" / "models.md"
+_MEGATRON = "<!-- table of Megatron: made by `make models-table` -->", "<!-- end of Megatron -->"
 _START, _END = "<!-- table: made by `make models-table` -->", "<!-- end of table -->"
 
 
@@ -50,15 +54,50 @@ def merge_rows(path: Path, rows: list[Row], names: list[str]) -> None:
     write_rows(path, [known[name] for name in names if name in known])
 
 
+def released_rows(folder: Path) -> list[str]:
+    """Each released model and what comes of it in each direction, as a row in Markdown."""
+    rows = []
+    for path in sorted(folder.glob("*.json")):
+        config = read_model_config(path, mtp=True)
+        try:
+            args = args_of_config(config)
+        except ValueError as error:
+            cells = "no", str(error)
+        else:
+            kind = "HybridModel" if args.is_hybrid_model else "GPTModel"
+            has_head = config.pattern.predictions
+            cells = f"both ways, {kind}", "with its MTP head" if has_head else ""
+        model_type = config.huggingface_config["model_type"]
+        rows.append(f"| {path.stem} | {model_type} | both ways | {' | '.join(cells)} |")
+    return rows
+
+
+def write_released(page: Path, folder: Path) -> None:
+    """Puts the rows of all released models in place of the table's."""
+    names = "released model | model_type | Hugging Face | Megatron | why not, or what is kept"
+    lines = [f"| {names} |", "| --- | --- | --- | --- | --- |", *released_rows(folder)]
+    _write(page, *_MEGATRON, lines)
+
+
+def read_released(page: Path) -> list[str]:
+    """The rows of that table."""
+    start, end = _MEGATRON
+    table = page.read_text(encoding="utf-8").split(start)[1].split(end)[0]
+    return table.strip().splitlines()[2:]
+
+
+def _write(path: Path, start: str, end: str, lines: list[str]) -> None:
+    before, rest = path.read_text(encoding="utf-8").split(start)
+    _, after = rest.split(end)
+    path.write_text(before + "\n".join([start, *lines, end]) + after, encoding="utf-8")
+
+
 def write_rows(path: Path, rows: list[Row]) -> None:
     """Puts rows in place of the table's."""
     names = [field.name.replace("_", " ") for field in fields(Row)]
     lines = ["| " + " | ".join(names) + " |", "| " + " | ".join("---" for _ in names) + " |"]
     lines += ["| " + " | ".join(map(str, astuple(row))) + " |" for row in rows]
-    text = path.read_text(encoding="utf-8")
-    before, rest = text.split(_START)
-    _, after = rest.split(_END)
-    path.write_text(before + "\n".join([_START, *lines, _END]) + after, encoding="utf-8")
+    _write(path, _START, _END, lines)
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -253,6 +253,10 @@ def test_what_is_left_out_is_said(server):
     messages = {"messages": body["messages"]}
     _, told, _ = post(server.url, "/cache/explain", messages)
     assert "moved a line" in told["changes"][0] and told["changes"][0] in told["text"]
+    for path in ("/tokenize", "/v1/chat/completions/render"):
+        assert "moved a line" in post(server.url, path, messages)[2][HEADER]
+    path, body = claude_code(0)
+    assert "left out" in post(server.url, f"{path}/count_tokens", body)[2][HEADER]
 
 
 def test_a_limit_above_what_is_left_is_refused_in_the_client_s_words(server):
@@ -293,7 +297,22 @@ def test_a_limit_is_lowered_and_lines_stay_by_options():
         ("2026-11-29T02:10:11Z", True),
         ("The time is 02:11 (Europe/Berlin)", True),
         ("Request-Id: 00000001-aaaa", True),
+        ("CURRENT_DATETIME: 11/29/2026, 4:05:06 PM", True),
+        ("<current_time>2026-11-29 04:05</current_time>", True),
+        ("Current Time: Sun Nov 29 2026 04:05:06 GMT+0000 (Coordinated Universal Time)", True),
+        ("Time: 4:05:06 PM (Europe/Berlin)", True),
         ("Today's date: 2026-11-29", False),
+        ("Deadline: 2026-12-01 17:00", False),
+        ("Office start time: 09:00", False),
+        ("Assume today is 2020-03-01 12:00", False),
+        ("The current time is always 12:00.", False),
+        ("Validate: 10:20", False),
+        ("Time zone: UTC+02:00", False),
+        ("Request ID: required", False),
+        ("Example request id: abc12345", False),
+        ("Message-ID: {{ message_id }}", False),
+        ("x-anthropic-billing-header: is a header that Claude Code sends", False),
+        ("```\nCurrent time: 12:34:56\n```", False),
         ("It is 19:20. You answer questions.", False),
         ("We meet at 10:30 in room 5", False),
         ("Ratio: 16:10", False),

@@ -60,6 +60,7 @@ def test_the_routes_tell_what_the_engine_tells(server):
         history = get(server, f"/cache/history?seconds={span}").json()
         assert len({len(column) for column in history.values()}) == 1
         assert history["time"] == sorted(history["time"])
+        assert history["requests"][-1] - history["requests"][0] > 0  # whatever the samples saw
         for key in history.keys() & stats.keys() - {"requests_running"}:  # that is a peak
             assert history[key][-1] == stats[key]
 
@@ -97,7 +98,7 @@ def test_the_model_tells_its_defaults_of_sampling_as_its_file_has_them(server, m
     assert (told["temperature"], told["top_k"]) == (0.3, 7)
     model = get(server, "/v1/models").json()["data"][0]
     assert model["sampling_defaults"]["temperature"] == 1.0
-    assert model["has_chat_template"] is True
+    assert model["has_chat_template"] is True and model["root"] == model["id"]
 
 
 @pytest.mark.parametrize("shows", [False, True])

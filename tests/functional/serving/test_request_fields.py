@@ -553,7 +553,7 @@ def test_tokens_may_be_named_by_their_ids(call):
     assert names == [f"token_id:{token}" for token in found["token_ids"]]
 
 
-@pytest.mark.parametrize("route", ["/health", "/ping", "/version", "/v1/models", "/metrics", "/"])
+@pytest.mark.parametrize("route", ["/health", "/live", "/version", "/v1/models", "/metrics", "/"])
 def test_head_is_answered_as_get(call, route):
     head, get = call(route, method="HEAD"), call(route, method="GET")
     assert head.status_code == get.status_code == 200
@@ -562,6 +562,40 @@ def test_head_is_answered_as_get(call, route):
 
 def test_ping_is_health(call):
     assert call("/ping", {}).status_code == 200
+
+
+def test_an_invocation_is_a_chat_or_a_completion(call):
+    for route in (CHAT, COMPLETION):
+        given = BODIES[route] | {"temperature": 0}
+        own, other = call(route, given).json(), call("/invocations", given).json()
+        assert own["choices"] == other["choices"] and own["object"] == other["object"]
+        refused = call("/invocations", {**given, "temperature": "x"}).json()["error"]
+        assert refused["param"] == "temperature"
+    for nothing in ({}, []):
+        assert call("/invocations", nothing).status_code == 400
+
+
+def test_the_tokenizer_is_described_as_in_its_file(call):
+    found = call("/tokenizer_info", method="GET").json()
+    assert found["chat_template"] == call.service.tokenizer.chat_template
+    assert found["tokenizer_class"] == "PreTrainedTokenizerFast"
+    (end,) = (
+        token
+        for token, about in found["added_tokens_decoder"].items()
+        if about["content"] == found["eos_token"] and about["special"] is True
+    )
+    text = {"prompt": found["eos_token"], "add_special_tokens": False}
+    assert call("/tokenize", text).json()["tokens"] == [int(end)]
+
+
+def test_a_completion_without_a_limit_takes_what_the_context_has_left(call):
+    context = call.service.engine_config.max_sequence_length
+    for left, limit in ((30, 16), (5, 5), (1, 1)):
+        body = {"prompt": [[5], [5] * (context - left)], "ignore_eos": True}
+        for given, found in ((body, limit), ({**body, "max_tokens": None}, left)):
+            assert call(COMPLETION, given).json()["usage"]["completion_tokens"] == 2 * found
+    for wrong in ({"prompt": [5] * context}, {**body, "max_tokens": 2}):
+        assert call(COMPLETION, wrong).json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_request_id_is_a_label_and_no_lock(call):
@@ -622,6 +656,7 @@ def test_the_description_of_the_api_is_true(call):
         **{f"{CHAT}/render": BODIES[CHAT], f"{COMPLETION}/render": prompt},
         **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), BODIES[CHAT]),
         "/abort": {"request_id": "x"},
+        "/invocations": prompt,
     }
     bad = [{}, {"prompt": 5, "tokens": "x", "messages": 5, "input": 5, "model": "other"}]
     for path, operations in described["paths"].items():
@@ -675,13 +710,18 @@ def test_the_stop_reason_is_the_string_or_token_that_ended_an_answer(call):
 
 
 def test_each_chunk_may_have_the_usage_so_far(call):
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, last = streamed(call, COMPLETION, stream_options=options, **GREEDY)
-    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-    assert counts == sorted(counts) and counts[-1] == 8
-    assert chunks[-1]["usage"] == last["usage"]
-    options["include_usage"] = False
-    assert not any("usage" in c for c in streamed(call, COMPLETION, stream_options=options))
+    options = {"continuous_usage_stats": True}
+    for route in (COMPLETION, CHAT):
+        *chunks, last = streamed(call, route, stream_options=options, **GREEDY)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts) and counts[-1] == 8
+        assert chunks[0]["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"] > 0
+        assert chunks[-1]["usage"] == last["usage"]
+        *chunks, last = streamed(call, route, stream_options={"include_usage": True}, **GREEDY)
+        assert {chunk["usage"] for chunk in chunks} == {None} and last["usage"]
+        for none in ({}, {**options, "include_usage": False}):
+            chunks = streamed(call, route, stream_options=none, **GREEDY)
+            assert not any("usage" in chunk for chunk in chunks)
 
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETION])
@@ -772,6 +812,7 @@ def test_bad_words_are_not_written(call, route):
     words = re.findall(r"(?<= )\w+", text())
     others = text(bad_words=words[:2])
     assert not {*words[:2]} & {*re.findall(r"\w+", others)}
+    assert text(bad_words=[f"  {word}" for word in words[:2]]) == others
     for wrong in ({"bad_words": [""]}, {"bad_words": ["a"] * 65}):
         assert call.refused(route, **wrong)["param"] == "bad_words"
     assert call.refused(route, bad_words=["a"], structured_outputs={"regex": "a"})["param"] == (

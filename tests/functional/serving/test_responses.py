@@ -1,5 +1,7 @@
 """/v1/responses as the `openai` package sees it."""
 
+from dataclasses import replace
+
 import openai
 import pytest
 from http_server import DEMO, running_server
@@ -50,6 +52,17 @@ def test_a_stream_builds_the_same_response(client):
     stop = {"extra_body": {"stop": " "}}
     with client.responses.stream(model="demo", input="Once upon a time", **stop) as stream:
         assert stream.get_final_response().status == "completed"
+
+
+def test_texts_have_the_log_probs_of_a_chat(client):
+    messages = [{"role": "user", "content": "Once upon a time there was"}]
+    given = {"model": "demo", "messages": messages, "max_tokens": 12, "temperature": 0}
+    expected = client.chat.completions.create(logprobs=True, top_logprobs=2, **given)
+    for asked in ({"include": ["message.output_text.logprobs"]}, {}):
+        (item,) = respond(client, top_logprobs=2, **asked).output
+        entries = [entry.model_dump() for entry in item.content[0].logprobs]
+        assert entries == [entry.model_dump() for entry in expected.choices[0].logprobs.content]
+    assert respond(client).output[0].content[0].logprobs == []
 
 
 def test_turns_are_items(client):
@@ -107,7 +120,7 @@ def test_calls_and_reasoning_are_items_of_their_own():
         "completed",
     )
     growing = answer()
-    events = growing.begin()
+    events = []
     for letter in text:
         events += said_in(growing.add(output_of(letter)))
     events += said_in(growing.add(output_of("", "stop"))) + growing.last([REPORT], 2)
@@ -120,6 +133,33 @@ def test_calls_and_reasoning_are_items_of_their_own():
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert kinds.count("output_item.added") == kinds.count("output_item.done") == 3
     assert kinds.count("function_call_arguments.done") == 1
+
+
+def test_log_probs_belong_to_the_text_in_which_their_token_begins():
+    """Not to reasoning, marks or calls; in whole and token by token."""
+    fields = ResponseFields(input="?", tools=[TOOL], include=["message.output_text.logprobs"])
+    text = f"<think>Łódź is wet</think>Łódź is wet, żółw.\n{CALL}"
+    result, growing = result_of(text, "stop"), answer_to(fields)
+    result.generated_tokens = TOKENIZER.tokenize(text, add_special_tokens=False)
+    result.log_probs = [-float(place) for place in range(len(result.generated_tokens))]
+    _, message, _ = answer_to(fields).whole([result])["output"]
+    entries = message["content"][0]["logprobs"]
+    said = bytes(byte for entry in entries for byte in entry["bytes"])
+    assert said.startswith("Łódź is wet, żółw.".encode()) and b"tool" not in said
+    first = round(-entries[0]["logprob"])
+    before = TOKENIZER.detokenize(result.generated_tokens[:first], skip_special_tokens=False)
+    assert before == "<think>Łódź is wet</think>"
+    events, shown = [], ""
+    for number, token in enumerate(result.generated_tokens, 1):
+        now = TOKENIZER.detokenize(result.generated_tokens[:number], skip_special_tokens=False)
+        now = now.rstrip("\ufffd")
+        output = output_of(now[len(shown) :], "stop" if now == text else None)
+        events += said_in(growing.add(replace(output, tokens=[token], log_probs=[1.0 - number])))
+        shown = now
+    given = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [entry for event in given for entry in event["logprobs"]] == entries
+    (done,) = (event for event in events if event["type"] == "response.output_text.done")
+    assert done["logprobs"] == entries
 
 
 def test_reasoning_comes_back_by_its_encrypted_content():

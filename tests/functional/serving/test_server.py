@@ -475,6 +475,7 @@ def test_a_server_that_drains_says_so_and_takes_nothing_new():
     with running_server() as server:
         server.service.admission.is_draining = True
         assert call(server, "/health").status_code == call(server, "/ready").status_code == 503
+        assert call(server, "/live").status_code == 200
         answer = call(server, "/v1/completions", LONG)
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
 

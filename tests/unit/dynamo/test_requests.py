@@ -3,18 +3,22 @@
 import fcntl
 import json
 import os
+import shutil
+from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 import yaml
 from http_server import DEMO
+from safetensors.torch import load_file, save_file
 
 from megatron_hybrid import cli
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.dynamo import model_card
 from megatron_hybrid.dynamo.model_card import card_folder
 from megatron_hybrid.dynamo.requests import GROUPS, Chunks, read_request
+from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
 from megatron_hybrid.inference.sampling_params import ThinkingBudget
 from megatron_hybrid.serving.errors import ApiError
@@ -49,6 +53,25 @@ VALUES = {
 @pytest.fixture(scope="module")
 def tokenizer():
     return Tokenizer.from_folder(DEMO)
+
+
+@pytest.mark.parametrize(("style", "most_calls"), [({}, None), ({"style": "json"}, 1)])
+def test_calls_that_must_come_are_all_of_the_answer(tokenizer, style, most_calls):
+    """A caller's own tag, without a style, lets text follow."""
+    content = {"type": "json_schema", "json_schema": {"type": "object"}, **style}
+    tag = {"type": "tag", "begin": "<call>", "content": content, "end": "</call>"}
+    form = {"type": "triggered_tags", "triggers": ["<call>"], "tags": [tag], "at_least_one": True}
+    given = {"structural_tag": {"type": "structural_tag", "format": form}}
+    guide, _ = asked(tokenizer, sampling_options={"guided_decoding": given}).guide
+    found = json.loads(guide.source)["format"]
+    assert found.get("stop_after_first") is (True if most_calls else None)
+    assert (found == form) is not bool(most_calls)
+
+
+def with_template(source):
+    other = Tokenizer.from_folder(DEMO)
+    other.set_chat_template(source)
+    return other
 
 
 def asked(tokenizer, style=STYLE, **request):
@@ -205,43 +228,60 @@ def test_chunks_have_tokens_logprobs_and_counts(tokenizer):
     json.dumps([first, last])
 
 
-def test_a_card_is_the_model_s_own_folder_or_has_what_the_frontend_reads(
-    tokenizer, tmp_path, monkeypatch
-):
+def card(folder, tokenizer, dtype="torch.float32"):
+    return card_folder(folder, tokenizer, ROOM, dtype)
+
+
+def test_a_card_has_what_the_frontend_reads_and_no_weights(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made = card_folder(DEMO, tokenizer, ROOM)
+    made = card(DEMO, tokenizer)
     # Workers of one model have one path, and those of another template another one.
-    assert card_folder(DEMO, tokenizer, ROOM) == made == card_folder(made, tokenizer, ROOM)
-    other = tokenizer.with_chat_template("{{ messages[0].content }}")
-    assert card_folder(DEMO, other, ROOM) != made
+    assert card(DEMO, tokenizer) == made
+    assert card(DEMO, with_template("{{ messages[0].content }}")) != made
     assert len(list(made.parent.iterdir())) == 2
     config = json.loads((made / "config.json").read_text())
     assert config["eos_token_id"] == list(tokenizer.end_tokens)
     assert config["max_position_embeddings"] == ROOM
+    assert not list(made.glob("*.safetensors"))
     found = Tokenizer.from_folder(made)
     assert found.fingerprint == tokenizer.fingerprint
     assert found.chat_template == tokenizer.chat_template
 
 
+@pytest.mark.parametrize("is_large", [False, True])
+def test_other_weights_have_another_card(is_large, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if is_large:
+        monkeypatch.setattr(model_card, "_WHOLE_BYTES", 1 << 14)
+        monkeypatch.setattr(model_card, "_STEP_BYTES", 1 << 14)
+    own, same, trained = (tmp_path / name for name in ("own", "same", "trained"))
+    for folder in (own, same, trained):
+        shutil.copytree(DEMO, folder)
+    assert card(own, tokenizer) == card(same, tokenizer) != card(own, tokenizer, "torch.bfloat16")
+    weights = load_file(trained / "model.safetensors")
+    save_file({name: 1.01 * each for name, each in weights.items()}, trained / "model.safetensors")
+    assert card(trained, tokenizer) != card(own, tokenizer)
+
+
 def test_cards_that_nobody_uses_go_but_the_last_ones(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(model_card, "KEPT_CARDS", 3)
-    own = card_folder(DEMO, tokenizer, ROOM)
+    own = card(DEMO, tokenizer)
     others = [own.parent / name for name in ("oldest", "older", "of another", "old")]
-    for age, card in enumerate(others):
-        card.mkdir()
-        (card / "config.json").touch()
-        os.utime(card, (age + 1, age + 1))
+    for age, made in enumerate(others):
+        made.mkdir()
+        (made / "config.json").touch()
+        os.utime(made, (age + 1, age + 1))
     os.utime(own, (0, 0))
     other = os.open(others[2], os.O_RDONLY)  # as of another worker
     fcntl.flock(other, fcntl.LOCK_SH)
-    newest = card_folder(DEMO, tokenizer.with_chat_template("{{ messages }}"), ROOM)
+    newest = card(DEMO, with_template("{{ messages }}"))
     assert {*own.parent.iterdir()} == {own, newest, *others[2:]}
     os.utime(others[2], (0, 0))
-    card_folder(DEMO, tokenizer.with_chat_template("{{ messages[0] }}"), ROOM)
+    card(DEMO, with_template("{{ messages[0] }}"))
     assert len(left := {*own.parent.iterdir()}) == 5 and {own, newest, others[2]} < left
     os.close(other)  # it has ended
-    assert card_folder(DEMO, tokenizer, ROOM) == own
+    assert card(DEMO, tokenizer) == own
     assert others[2] not in own.parent.iterdir()
 
 
@@ -257,19 +297,70 @@ def test_manifests_leave_time_to_drain_and_name_the_flags_that_there_are():
     assert container["command"][-1] == "megatron_hybrid.dynamo"
     (services,) = (each["services"] for each in documents["etcd.yaml"])
     assert services["frontend"]["command"][3:] == frontend["containers"][0]["args"]
-    server, picker = documents["llm_d.yaml"]
+    server, *_ = documents["llm_d.yaml"]
     pod = server["spec"]["template"]["spec"]
-    arguments = pod["containers"][0]["args"]
-    options = cli.command_parser("serve").read(arguments[1:])
-    assert options.shutdown_timeout == SHUTDOWN_SECONDS
     assert min(worker["terminationGracePeriodSeconds"], pod["terminationGracePeriodSeconds"]) > 30
     assert all(each["stop_grace_period"] == "60s" for name, each in services.items() if "w" in name)
-    plugins = yaml.safe_load(picker["data"]["picker.yaml"])["plugins"]
-    events = next(p["parameters"]["kvEventsConfig"] for p in plugins if "precise" in p["type"])
+
+
+PICKER_FIELDS = {
+    "apiVersion", "kind", "featureGates", "plugins", "schedulingProfiles", "dataLayer",
+    "flowControl", "requestHandler",
+}  # fmt: skip
+"""Of a configuration of llm-d-router's picker, whose loader refuses others."""
+PLUGINS = {
+    "token-producer": {"modelName", "vllm", "udsTokenizerConfig", "estimate"},
+    "precise-prefix-cache-producer": {
+        "tokenProcessorConfig", "indexerConfig", "kvEventsConfig", "speculativeIndexing",
+        "speculativeTTL",
+    },
+    "prefix-cache-scorer": {"prefixMatchInfoProducerName"},
+    **{name: set() for name in ("metrics-data-source", "endpoint-notification-source")},
+    **{name: set() for name in ("core-metrics-extractor", "queue-scorer", "max-score-picker")},
+}  # fmt: skip
+"""Types of plugins that llm-d-router registers, and the parameters that they take."""
+
+
+def test_llm_d_s_manifest_loads_and_its_names_agree():
+    server, service, picker = yaml.safe_load_all((EXAMPLES / "llm_d.yaml").read_text())
+    template = server["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    options = cli.command_parser("serve").read(container["args"][1:])
+    assert options.shutdown_timeout == SHUTDOWN_SECONDS
+    labels, selector = template["metadata"]["labels"], service["spec"]["selector"]
+    assert selector.items() <= labels.items() == server["spec"]["selector"]["matchLabels"].items()
+    assert service["spec"]["ports"] == [{"port": options.port}]
+    assert container["ports"] == [{"containerPort": options.port}]
+    for kind, path in (("startup", "/health"), ("readiness", "/health"), ("liveness", "/live")):
+        assert container[f"{kind}Probe"]["httpGet"] == {"path": path, "port": options.port}
+
+    config = yaml.safe_load(picker["data"]["picker.yaml"])
+    assert config.keys() <= PICKER_FIELDS
+    plugins = {each.get("name", each["type"]): each for each in config["plugins"]}
+    assert len(plugins) == len(config["plugins"])
+    for plugin in plugins.values():
+        assert plugin.keys() <= {"name", "type", "parameters"}
+        assert plugin.get("parameters", {}).keys() <= PLUGINS[plugin["type"]]
+    sources = config["dataLayer"]["sources"]
+    wired = {each["pluginRef"]: [e["pluginRef"] for e in each["extractors"]] for each in sources}
+    assert wired["endpoint-notification-source"] == ["precise-prefix-cache-producer"]
+    assert wired["metrics-data-source"] == ["core-metrics-extractor"]
+    (profile,) = config["schedulingProfiles"]
+    chosen = {each["pluginRef"] for each in profile["plugins"]}
+    assert {*wired, *chain.from_iterable(wired.values()), *chosen} <= plugins.keys()
+    scorer = plugins["prefix-cache-scorer"]["parameters"]
+    precise = plugins[scorer["prefixMatchInfoProducerName"]]["parameters"]
+
+    events = precise["kvEventsConfig"]
     ports = events["podDiscoveryConfig"]
     assert options.kv_events_endpoint == f"tcp://*:{ports['socketPort']}"
     assert options.kv_events_replay_endpoint == f"tcp://*:{ports['replaySocketPort']}"
     assert options.kv_events_topic.startswith(events["topicFilter"])
-    producer = next(p["parameters"] for p in plugins if p["type"] == "token-producer")
-    host = urlsplit(producer["vllm"]["url"]).netloc
-    Origins((*options.allowed_host, options.host)).check(host, None)
+    assert precise["tokenProcessorConfig"] == {
+        "blockSizeTokens": InferenceConfig().block_size_tokens
+    }
+    producer = plugins["token-producer"]["parameters"]
+    assert producer["modelName"] == options.served_model_name
+    address = urlsplit(producer["vllm"]["url"])
+    assert (address.hostname, address.port) == (service["metadata"]["name"], options.port)
+    Origins((*options.allowed_host, options.host)).check(address.netloc, None)

@@ -67,7 +67,7 @@ def test_without_a_choice_of_tools_calls_are_content(tokenizer):
 def test_a_stream_has_the_same_parts(tokenizer):
     text = f"<think>well</think>Let me see.\n{CALL}"
     choice = GrowingChoice(answer_of(tokenizer), 0, 0)
-    chunks = choice.begin()
+    chunks = []
     for letter in text:
         chunks += said_in(choice.add(output_of(letter)))
     chunks += said_in(choice.add(output_of("", "stop")))

@@ -22,8 +22,10 @@ SO, WHY = {"role": "assistant", "content": "So"}, {"role": "user", "content": "W
 
 @pytest.fixture(scope="module")
 def tokenizers():
-    base = Tokenizer.from_folder(DEMO)
-    return {name: base.with_chat_template(template(name)) for name in NAMES}
+    found = {name: Tokenizer.from_folder(DEMO) for name in NAMES}
+    for name, tokenizer in found.items():
+        tokenizer.set_chat_template(template(name))
+    return found
 
 
 @pytest.fixture(scope="module")

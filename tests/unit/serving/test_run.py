@@ -5,21 +5,15 @@ import io
 import json
 import logging
 import re
-import signal
 import socket
 import threading
-from functools import partial
-from types import SimpleNamespace
 
 import httpx
 import pytest
-import uvicorn
 from waiting import LIMIT_S
 
 from megatron_hybrid.serving.request_middleware import access
-from megatron_hybrid.serving.run import Address, _PlainLines, _Server, log_lines
-from megatron_hybrid.serving.service import Service
-from megatron_hybrid.utils.child_lifetime import EndSignal
+from megatron_hybrid.serving.run import Address, _PlainLines, log_lines
 
 
 class SlowStream(io.StringIO):
@@ -152,79 +146,3 @@ def test_who_asks_while_the_model_loads_gets_503_at_once(tmp_path, uds):
 def test_addresses_that_cannot_be_used(address, message):
     with pytest.raises((OSError, ValueError), match=message):
         address.bind()
-
-
-def test_a_second_signal_ends_the_requests_that_run():
-    async def end():
-        async def drain():
-            await asyncio.Event().wait()
-
-        aborted = []
-        running = SimpleNamespace(drain=drain, end_now=lambda: aborted.append(True))
-        server = _Server(uvicorn.Config(None), running, EndSignal())
-        server._end()
-        assert not server.should_exit and not aborted
-        server._end()
-        assert server.should_exit and aborted and not server.force_exit
-        server._end()
-        assert server.force_exit
-
-    asyncio.run(end())
-
-
-@pytest.mark.parametrize(("hurried", "saved"), [(False, 1), (True, 0)])
-def test_a_server_that_ends_at_once_saves_no_cache(hurried, saved):
-    calls = []
-
-    async def call(name):
-        calls.append(name)
-
-    service = Service.__new__(Service)
-    service.saves_cache = True
-    service.admission = SimpleNamespace(abort_all=lambda: None)
-    service.engine = SimpleNamespace(
-        rank_failure=None,
-        end_waits=lambda: None,
-        save_cache=partial(call, "save"),
-        close=partial(call, "close"),
-    )
-    if hurried:
-        service.end_now()
-    asyncio.run(service.close())
-    assert calls == ["save"] * saved + ["close"]
-
-
-def test_a_server_ends_when_a_rank_has_failed(stream):
-    async def end():
-        async def drain():
-            pass
-
-        engine = SimpleNamespace(rank_failure=None)
-        running = SimpleNamespace(drain=drain, engine=engine)
-        server = _Server(uvicorn.Config(None), running, EndSignal())
-        await server.on_tick(1)
-        await asyncio.sleep(0)
-        assert not server.should_exit
-        engine.rank_failure = "rank 1 on host has ended"
-        await server.on_tick(2)
-        await asyncio.sleep(0)
-        assert server.should_exit
-
-    asyncio.run(end())
-    stream.reads.set()
-    assert stream.num_lines.acquire(timeout=LIMIT_S)
-    assert "the server ends: rank 1 on host has ended" in stream.getvalue()
-
-
-@pytest.mark.parametrize(("num_ranks", "ends"), [(1, True), (2, False)])
-def test_a_ctrl_c_that_comes_from_terminal_and_launcher_is_one(num_ranks, ends):
-    async def end():
-        engine = SimpleNamespace(num_ranks=num_ranks)
-        running = SimpleNamespace(drain=asyncio.Event().wait, end_now=list, engine=engine)
-        server = _Server(uvicorn.Config(None), running, EndSignal())
-        for number in (signal.SIGINT, signal.SIGTERM):
-            server.handle_exit(number, None)
-            await asyncio.sleep(0)
-        assert server.should_exit == ends
-
-    asyncio.run(end())

@@ -33,9 +33,9 @@ class NoTiers:
         return {}
 
 
-def scheduler(num_pages=200, max_requests=4, max_tokens=64) -> Scheduler:
+def scheduler(num_pages=200, max_requests=4, max_tokens=64, share=0.0) -> Scheduler:
     cache = PrefixCache(SPEC, num_pages)
-    return Scheduler(cache, NoTiers(), max_requests, max_tokens)
+    return Scheduler(cache, NoTiers(), max_requests, max_tokens, share)
 
 
 def request(
@@ -105,6 +105,66 @@ def test_plans(lengths, sizes, plans):
     for request_id, length in enumerate(lengths):
         each.add(request(request_id, length))
     assert [run(each) for _ in plans] == plans
+
+
+def steps_until_drawn(each: Scheduler, request_id: int) -> int:
+    """Steps until a request has its first token; those before have all tokens that they may."""
+    for number in range(1, 100):
+        plan = run(each)
+        if (request_id, True) in [(work[0], work[3]) for work in plan]:
+            return number
+        assert sum(end - start for _, start, end, _ in plan) == each.max_tokens
+    raise AssertionError("no first token")
+
+
+@pytest.mark.parametrize(
+    ("share", "longs", "steps"),
+    [(0.0, 1, 10), (0.1, 1, 10), (0.25, 1, 1), (0.0, 2, 21), (0.25, 2, 1)],
+)
+def test_a_long_prompt_leaves_a_share_of_its_steps_to_short_ones(share, longs, steps):
+    """Of 64 tokens a quarter is 16, and a tenth too few for the short prompt; a second long prompt
+    waits before it."""
+    each = scheduler(share=share)
+    for request_id in range(longs):
+        each.add(request(request_id, 690))
+    run(each)
+    each.add(request(2, 10, answer=1))
+    assert steps_until_drawn(each, 2) == steps
+
+
+def test_a_prompt_is_short_if_little_of_it_is_to_be_computed():
+    each = scheduler(share=0.25)
+    each.add(request(0, 90, answer=1))
+    while each.has_work:
+        run(each)
+    each.add(request(1, 700))
+    run(each)
+    again = request(2, 100, answer=1)
+    again.tokens[:90] = request(0, 90).tokens[:90]
+    each.add(again)
+    assert steps_until_drawn(each, 2) == 1 and again.report.skipped_tokens >= 84
+
+
+def test_short_prompts_take_no_more_than_their_share():
+    each, number = scheduler(share=0.25, max_requests=8), 0
+    long = request(0, 700)
+    each.add(long)
+    while long.num_computed < 640:
+        for _ in range(3):
+            number += 1
+            each.add(request(number, 10, answer=1))
+        before = long.num_computed
+        run(each)
+        assert long.num_computed - before >= 48 or not before
+    assert len(each.waiting) < 3 * number / 2 + 3
+
+
+def test_a_short_prompt_without_room_costs_a_long_one_nothing():
+    each = scheduler(num_pages=45, share=0.25)  # 44 for the long one
+    each.add(request(0, 700))
+    run(each)
+    each.add(request(1, 16))
+    assert steps_until_drawn(each, 0) == 10 and len(each.waiting) == 1
 
 
 @pytest.mark.parametrize(

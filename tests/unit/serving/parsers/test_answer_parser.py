@@ -70,6 +70,9 @@ XML = (
         ("No header.<|end|>", ("", "No header.", [])),
         ("<|channel|>fin", ("", "", [])),
         ("<|channel|>final<|mess|>{}", ("", "<|channel|>final<|mess|>{}", [])),
+        ("A turn begins with <|start|>, then", ("", "A turn begins with <|start|>, then", [])),
+        ("Hi<|start|>assistant!", ("", "Hi<|start|>assistant!", [])),
+        ("Hi<|end|><|start|>assistant", ("", "Hi", [])),
     ],
 )
 def test_harmony_is_messages_in_channels(text, expected):
@@ -314,6 +317,19 @@ def test_calls_that_a_template_writes_are_read_back(name, data):
     text = turn(name, message_of(name, given, content))
     found = parts(name, cut(text, data), FUZZED_TOOLS)
     assert found == ("", content.strip(), [tuple(call) for call in given]), text
+
+
+HARMONY_PIECES = (
+    *("<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|message|>", "<|channel|>", "<|", "|>"),
+    *("assistant", "analysis", "final", " to=functions.time", "<|constrain|>json", "{}", '{"a": "'),
+    *(" ", "\n", "x, y", "!"),
+)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.lists(st.sampled_from(HARMONY_PIECES), max_size=12).map("".join), st.data())
+def test_any_marks_of_harmony_are_read_to_the_end_alike_in_pieces(text, data):
+    assert parts("openai", cut(text, data)) == parts("openai", [text])
 
 
 @settings(max_examples=EXAMPLES, deadline=None)

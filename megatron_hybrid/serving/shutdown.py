@@ -1,0 +1,79 @@
+"""The end of a server, by signals or because a rank has failed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from megatron_hybrid.serving.end_steps import SAVE_SECONDS, STEP_SECONDS, Step, run_steps
+from megatron_hybrid.serving.service import Service
+from megatron_hybrid.utils.child_lifetime import EndSignal
+
+logger = logging.getLogger(__name__)
+SAME_SECONDS = 1.0
+"""Most seconds between the signals of one Ctrl-C, where there is a launcher."""
+
+
+class Shutdown:
+    """Drains a server at the first signal, and ends what runs at the second.
+
+    Args:
+        service: of the server.
+        signals: of the process, which has a last deadline once the end has begun.
+        stop: called when nothing runs any more.
+        hurry: called at each later signal; None: nothing but the requests can be hurried.
+        first: steps before requests are awaited, such as leaving a registry.
+        last: steps between the last request and `stop`.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        signals: EndSignal,
+        stop: Callable[[], None],
+        hurry: Callable[[], None] | None = None,
+        first: Sequence[Step] = (),
+        last: Sequence[Step] = (),
+    ):
+        self._service, self._signals, self._stop, self._hurry = service, signals, stop, hurry
+        drained = service.config.drain_seconds + STEP_SECONDS
+        self._steps = [*first, ("the drain", service.drain, drained), *last]
+        self._task: asyncio.Task[None] | None = None
+        self._signaled_at = -math.inf
+
+    def take_signal(self) -> None:
+        """Begin the end, or hurry it. For the event loop's thread."""
+        # A terminal's Ctrl-C may reach a rank twice: by itself, and from the ranks' launcher.
+        now = time.monotonic()
+        if self._service.engine.num_ranks > 1 and now - self._signaled_at < SAME_SECONDS:
+            return
+        self._signaled_at = now
+        if self._task is None:
+            self.begin()
+            return
+        self._service.end_now()
+        if self._hurry is not None:
+            self._hurry()
+
+    def begin(self) -> None:
+        """Take no new requests, let those that run end, and stop the server."""
+        if self._task is None:
+            logger.info("draining: no new requests")
+            steps = sum(seconds for *_, seconds in self._steps)
+            self._signals.end_within(steps + 2 * SAVE_SECONDS + STEP_SECONDS)
+            self._task = asyncio.ensure_future(self._run())
+
+    def begin_after_failure(self) -> None:
+        """Begin the end if another rank has failed: what runs has got the error."""
+        if self._task is None and (failure := self._service.engine.rank_failure) is not None:
+            logger.error("the server ends: %s", failure)
+            self.begin()
+
+    async def _run(self) -> None:
+        try:
+            await run_steps(*self._steps)
+        finally:
+            self._stop()

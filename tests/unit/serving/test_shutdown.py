@@ -1,0 +1,193 @@
+"""The end of a server: by one signal or two, after a failed rank, and where its steps fail."""
+
+import asyncio
+import logging
+import signal
+import subprocess
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import uvicorn
+from waiting import LIMIT_S
+
+from megatron_hybrid.serving import end_steps, service, shutdown
+from megatron_hybrid.serving.config import ServingConfig
+from megatron_hybrid.serving.run import _Server
+from megatron_hybrid.serving.service import Service
+from megatron_hybrid.serving.shutdown import Shutdown
+from megatron_hybrid.utils.child_lifetime import EndSignal
+
+
+class Signals(EndSignal):
+    """Notes the last deadline in place of setting it."""
+
+    seconds = None
+
+    def end_within(self, seconds):
+        self.seconds = seconds
+
+
+def fake_service(drain=asyncio.sleep, num_ranks=1, **others):
+    """A service without an engine. drain: gets 0."""
+    engine = SimpleNamespace(rank_failure=None, num_ranks=num_ranks)
+    return SimpleNamespace(
+        drain=partial(drain, 0),
+        end_now=lambda: None,
+        engine=engine,
+        config=ServingConfig("m", drain_seconds=0),
+        **others,
+    )
+
+
+async def never(*_):
+    await asyncio.Event().wait()
+
+
+async def fail(*_):
+    raise RuntimeError("this step is broken")
+
+
+def fail_at_once(*_):
+    raise RuntimeError("this step is broken")
+
+
+BROKEN = {"hangs": never, "raises": fail, "raises when it is called": fail_at_once}
+
+
+def server_of(service):
+    return _Server(uvicorn.Config(None), service, Signals())
+
+
+@pytest.fixture(autouse=True)
+def caught_logs(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megatron_hybrid"), "propagate", True)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    for module in (end_steps, shutdown, service):
+        for name in ("STEP_SECONDS", "SAVE_SECONDS"):
+            monkeypatch.setattr(module, name, 0.01, raising=False)
+
+
+@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("broken", ["first", "drain", "last"])
+def test_a_step_that_fails_stops_no_other(broken, how, impatient, caplog):
+    done = []
+
+    async def note(name, *_):
+        done.append(name)
+
+    async def end():
+        steps = {name: partial(note, name) for name in ("first", "drain", "last")}
+        steps[broken] = BROKEN[how]
+        stopped = asyncio.Event()
+        first, last = (("a step", steps[name], 0.01) for name in ("first", "last"))
+        signals = Signals()
+        ending = Shutdown(
+            fake_service(steps["drain"]), signals, stopped.set, first=[first], last=[last]
+        )
+        ending.take_signal()
+        await asyncio.wait_for(stopped.wait(), LIMIT_S)
+        assert signals.seconds > 0.03
+
+    asyncio.run(end())
+    assert done == [name for name in ("first", "drain", "last") if name != broken]
+    assert ("was given up after" if how == "hangs" else "this step is broken") in caplog.text
+
+
+@pytest.mark.parametrize("how", BROKEN)
+@pytest.mark.parametrize("broken", ["save_cache", "close"])
+def test_a_service_closes_though_a_step_fails(broken, how, impatient):
+    calls = []
+
+    async def note(name):
+        calls.append(name)
+
+    closing = Service.__new__(Service)
+    closing.saves_cache = True
+    steps = {name: partial(note, name) for name in ("save_cache", "close")}
+    closing.engine = SimpleNamespace(rank_failure=None, **{**steps, broken: BROKEN[how]})
+    asyncio.run(asyncio.wait_for(closing.close(), LIMIT_S))
+    assert calls == [name for name in steps if name != broken]
+
+
+def test_a_process_that_holds_on_ends_at_its_last_deadline():
+    script = """
+from megatron_hybrid.utils.child_lifetime import EndSignal
+with EndSignal() as end:
+    end.end_within(0.3)
+    while True: pass
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert result.returncode == 1 and "line 5" in result.stderr
+
+
+def test_a_second_signal_ends_the_requests_that_run():
+    async def end():
+        aborted = []
+        running = fake_service(never)
+        running.end_now = lambda: aborted.append(True)
+        server = server_of(running)
+        server._shutdown.take_signal()
+        assert not server.should_exit and not aborted
+        server._shutdown.take_signal()
+        assert server.should_exit and aborted and not server.force_exit
+        server._shutdown.take_signal()
+        assert server.force_exit
+
+    asyncio.run(end())
+
+
+@pytest.mark.parametrize(("hurried", "saved"), [(False, 1), (True, 0)])
+def test_a_server_that_ends_at_once_saves_no_cache(hurried, saved):
+    calls = []
+
+    async def call(name):
+        calls.append(name)
+
+    service = Service.__new__(Service)
+    service.saves_cache = True
+    service.admission = SimpleNamespace(abort_all=lambda: None)
+    service.engine = SimpleNamespace(
+        rank_failure=None,
+        end_waits=lambda: None,
+        save_cache=partial(call, "save"),
+        close=partial(call, "close"),
+    )
+    if hurried:
+        service.end_now()
+    asyncio.run(service.close())
+    assert calls == ["save"] * saved + ["close"]
+
+
+def test_a_server_ends_when_a_rank_has_failed(caplog):
+    async def end():
+        running = fake_service()
+        server = server_of(running)
+        await server.on_tick(1)
+        await asyncio.sleep(0.01)
+        assert not server.should_exit
+        running.engine.rank_failure = "rank 1 on host has ended"
+        await server.on_tick(2)
+        while not server.should_exit:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(end(), LIMIT_S))
+    assert "the server ends: rank 1 on host has ended" in caplog.text
+
+
+@pytest.mark.parametrize(("num_ranks", "ends"), [(1, True), (2, False)])
+def test_a_ctrl_c_that_comes_from_terminal_and_launcher_is_one(num_ranks, ends):
+    async def end():
+        server = server_of(fake_service(never, num_ranks))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            server.handle_exit(number, None)
+            await asyncio.sleep(0)
+        assert server.should_exit == ends
+
+    asyncio.run(end())
