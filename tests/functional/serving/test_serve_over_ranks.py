@@ -62,6 +62,7 @@ BODIES = {
     "/abort": {"request_id": "nobody"},
     "/cache/explain": {"prompt": PROMPT},
     "/ping": {},
+    "/invocations": {"prompt": PROMPT, "max_tokens": 4, "temperature": 0},
     "/cache/save": {},
     "/cache/reset": {},
 }

@@ -326,7 +326,7 @@ def test_llm_d_s_manifest_loads_and_its_names_agree():
     template = server["spec"]["template"]
     (container,) = template["spec"]["containers"]
     options = cli.command_parser("serve").read(container["args"][1:])
-    assert options.shutdown_timeout == SHUTDOWN_SECONDS
+    assert options.drain_seconds == SHUTDOWN_SECONDS
     labels, selector = template["metadata"]["labels"], service["spec"]["selector"]
     assert selector.items() <= labels.items() == server["spec"]["selector"]["matchLabels"].items()
     assert service["spec"]["ports"] == [{"port": options.port}]
@@ -360,7 +360,7 @@ def test_llm_d_s_manifest_loads_and_its_names_agree():
         "blockSizeTokens": InferenceConfig().block_size_tokens
     }
     producer = plugins["token-producer"]["parameters"]
-    assert producer["modelName"] == options.served_model_name
+    assert producer["modelName"] == options.model_name
     address = urlsplit(producer["vllm"]["url"])
     assert (address.hostname, address.port) == (service["metadata"]["name"], options.port)
-    Origins((*options.allowed_host, options.host)).check(address.netloc, None)
+    Origins((*options.allowed_hosts, options.host)).check(address.netloc, None)
