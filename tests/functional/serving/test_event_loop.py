@@ -81,7 +81,7 @@ def test_what_takes_long_runs_beside_the_event_loop(threads, monkeypatch):
         for path, body in requests():
             answer = httpx.post(server.url + path, json=body, timeout=LIMIT_S)
             assert answer.status_code == 200 and '"error":{' not in answer.text, answer.text
-        assert httpx.get(server.url + "/metrics").status_code == 200
+        assert httpx.get(server.url + "/metrics", timeout=LIMIT_S).status_code == 200
         seen = {name: idents for name, idents in threads.items() if loop in idents}
     assert not seen
     assert set(threads) == {name for _, name in TAKE_LONG}

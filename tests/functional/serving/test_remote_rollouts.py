@@ -119,7 +119,9 @@ def test_a_trainer_in_another_process_sends_weights_to_two_workers(
     trainer = remote_rollouts.Workers(workers)
     monkeypatch.setattr(remote_rollouts, "PART_BYTES", 100_000)  # several parts
     trainer.connect("127.0.0.1", free_port())
-    streams = [httpx.stream("POST", f"{url}/v1/completions", json=LONG) for url in workers]
+    streams = [
+        httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=LIMIT_S) for url in workers
+    ]
     events = [events_of(stream.__enter__().iter_lines()) for stream in streams]
     begun = [next(each) for each in events]
     trainer.send(((name, t.detach()) for name, t in own_tensors(new).items()), "first")
@@ -137,7 +139,7 @@ def test_a_trainer_in_another_process_sends_weights_to_two_workers(
         rows, skipped, epochs = answers_of(url)
         assert rows == expected[1] and epochs == [[[1, 0]]] * 4
         assert skipped[1] == 0  # the first prompt was computed for the stream
-        info = httpx.get(f"{url}/weight_info").json()
+        info = httpx.get(f"{url}/weight_info", timeout=LIMIT_S).json()
         assert info == {"weight_version": "first", "weight_epoch": 1, "unfinished": None}
     rollouts = trainer.generate(PROMPTS, SAMPLES, **DRAWN)
     assert [(r.answer, r.log_probs) for r in rollouts] == [*expected[1][0], *expected[1][1]]

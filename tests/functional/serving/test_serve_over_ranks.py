@@ -115,7 +115,7 @@ class Ranks:
 def health(url):
     """Status and text of /health; 0: nobody answers."""
     try:
-        found = httpx.get(f"{url}/health")
+        found = httpx.get(f"{url}/health", timeout=LIMIT_S)
     except httpx.TransportError:
         return 0, ""
     return found.status_code, found.text
@@ -174,7 +174,7 @@ def events(url, path, body):
 
 
 def test_every_route_answers_as_over_one_rank(ranks, one):
-    described = httpx.get(f"{one}/openapi.json").json()["paths"]
+    described = httpx.get(f"{one}/openapi.json", timeout=LIMIT_S).json()["paths"]
     assert {path for path, methods in described.items() if "post" in methods} == set(BODIES)
     for path, body in BODIES.items():
         own, other = of_both(ranks, one, path, body)
@@ -194,7 +194,7 @@ def test_every_route_answers_as_over_one_rank(ranks, one):
         assert own == other, path
     history, _ = of_both(ranks, one, "/cache/history")
     assert len(history["time"]) > 0
-    assert "megatron_hybrid_rank_bytes" in httpx.get(f"{ranks.url}/metrics").text
+    assert "megatron_hybrid_rank_bytes" in httpx.get(f"{ranks.url}/metrics", timeout=LIMIT_S).text
 
 
 def test_streams_are_those_of_one_rank_also_where_clients_leave(ranks, one):
@@ -206,7 +206,7 @@ def test_streams_are_those_of_one_rank_also_where_clients_leave(ranks, one):
         [_plain(each) for each in events(url, "/v1/completions", body)] for url in (ranks.url, one)
     )
     assert sorted(own, key=str) == sorted(other, key=str)
-    wait_until(lambda: httpx.get(f"{ranks.url}/load").json() == {"server_load": 0})
+    wait_until(lambda: httpx.get(f"{ranks.url}/load", timeout=LIMIT_S).json() == {"server_load": 0})
 
 
 @pytest.mark.parametrize("name", matrix_rows(GUIDED, "a tool"))
@@ -253,7 +253,9 @@ def test_every_rank_takes_the_weights_of_a_trainer(ranks):
         assert rollout.answer == expected.token_ids != before.answer
         assert rollout.log_probs == pytest.approx(expected.log_probs, abs=1e-4)
         trainer._all("/sleep?mode=keep")
-        assert httpx.get(f"{ranks.url}/is_sleeping").json() == {"is_sleeping": True}
+        assert httpx.get(f"{ranks.url}/is_sleeping", timeout=LIMIT_S).json() == {
+            "is_sleeping": True
+        }
         trainer._all("/wake_up")
     with pytest.raises(RuntimeError, match=r"answers 400.*no tensor wrong"):
         trainer.send([("wrong", torch.zeros(2))])

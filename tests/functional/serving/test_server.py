@@ -88,11 +88,13 @@ def test_a_foreign_page_cannot_reset_the_cache(server):
         ({"Host": "evil.example", "Origin": "http://evil.example"}, "--allowed-host"),
         ({"Origin": "http://evil.example"}, "--cors-origin http://evil.example"),
     ):
-        answer = httpx.post(server.url + "/cache/reset", headers=headers)
+        answer = httpx.post(server.url + "/cache/reset", headers=headers, timeout=LIMIT_S)
         assert answer.status_code == 403 and remedy in answer.json()["error"]["message"]
         assert "access-control-allow-origin" not in answer.headers
     for headers in ({}, {"Origin": server.url, "Host": own}, {"Origin": "https://chat.example"}):
-        assert httpx.post(server.url + "/cache/reset", headers=headers).json() == {"reset": True}
+        assert httpx.post(server.url + "/cache/reset", headers=headers, timeout=LIMIT_S).json() == {
+            "reset": True
+        }
     asked = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
     answer = httpx.options(server.url + "/v1/chat/completions", headers=asked)
     assert answer.status_code == 200
@@ -108,7 +110,9 @@ def test_a_proxy_s_path_and_the_load(server):
 def test_a_body_that_is_no_json_is_refused(server):
     for kind, text in (("application/json", "no JSON"), ("text/plain", "send Content-Type")):
         headers = {"content-type": kind}
-        answer = httpx.post(server.url + "/v1/completions", content=b'{"prompt": ', headers=headers)
+        answer = httpx.post(
+            server.url + "/v1/completions", content=b'{"prompt": ', headers=headers, timeout=LIMIT_S
+        )
         assert answer.status_code == 400 and text in answer.json()["error"]["message"]
 
 
@@ -117,7 +121,9 @@ def test_a_body_over_the_limit_is_refused(server, chunked):
     body = json.dumps({"prompt": "x" * 200_000}).encode()
     content = iter([body[:50_000], body[50_000:]]) if chunked else body
     headers = {"content-type": "application/json"}
-    answer = httpx.post(server.url + "/v1/completions", content=content, headers=headers)
+    answer = httpx.post(
+        server.url + "/v1/completions", content=content, headers=headers, timeout=LIMIT_S
+    )
     assert answer.status_code == 413 and "100000 bytes" in answer.json()["error"]["message"]
 
 

@@ -299,7 +299,9 @@ def test_serve_is_our_server(tmp_path):
             bound = socket.create_server(("127.0.0.1", 0))
             llm.serve(ServeConfig(host="127.0.0.1", sock=bound), blocking=False)
             url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-            answer = httpx.post(f"{url}/v1/completions", json=body | {"return_token_ids": True})
+            answer = httpx.post(
+                f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=LIMIT_S
+            )
             (choice,) = answer.json()["choices"]
             assert (choice["token_ids"], choice["text"]) == (expected, text)
         assert not llm._serving.is_alive()
