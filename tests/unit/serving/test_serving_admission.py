@@ -61,7 +61,7 @@ def test_what_goes_on_or_waits_for_others_is_none(clock, sign):
         told.is_held = sign == "pause"
         look(admitting)
         if sign in ("output", "slow client"):
-            ticket.count(SimpleNamespace(sample_index=1, tokens=[5]))
+            ticket.count(SimpleNamespace(sample_index=1, token_ids=[5]))
             clock.now += 1000 * (sign == "slow client")
         elif sign == "prepared":
             ticket.go_on()
