@@ -50,7 +50,7 @@ def test_long_prompts(seeds):
     assert totals["skipped_tokens"] > 500 * len(seeds)
 
 
-@each_of(range(4013, 4016), range(4000, 4020))
+@each_of(range(4006, 4009), range(4000, 4020))
 def test_runs_with_tiers(seeds):
     totals = run_all(seeds, tiers=True)
     assert totals["fetched_tokens"] > 30 * len(seeds)
