@@ -41,10 +41,11 @@ class Ticket:
     began: float = field(default_factory=time.perf_counter)
     waits_since: float | None = None
     """Since when it waits for this server; None: it waits for its client."""
+    went_on_at: float = 0.0
 
     def go_on(self) -> None:
         """Take note that the request has come further."""
-        self.waits_since = time.perf_counter()
+        self.waits_since = self.went_on_at = time.perf_counter()
 
     def count(self, output: RequestOutput) -> None:
         """Take note of what a step added."""
@@ -115,8 +116,11 @@ class Admission:
     def stall(self) -> str | None:
         """Why it seems that nothing goes on any more, though requests wait; None: all is well."""
         waits = [each.waits_since for each in self._tickets if each.waits_since is not None]
-        seconds = time.perf_counter() - max(self._stepped_at, *waits, 0.0)
-        if not waits or seconds < STALL_SECONDS:
+        if not waits:
+            return None
+        went_on_at = max(each.went_on_at for each in self._tickets)
+        seconds = time.perf_counter() - max(self._stepped_at, went_on_at, min(waits))
+        if seconds < STALL_SECONDS:
             return None
         return f"no request has gone on for {seconds:.0f} s, and {len(waits)} wait"
 
@@ -157,7 +161,7 @@ class Admission:
                     f"may have {per_key}: ask later",
                 )
         ticket = Ticket(request_id, key, num_samples)
-        ticket.go_on()
+        ticket.waits_since = time.perf_counter()
         self._tickets.add(ticket)
         self.num_admitted += 1
         self._idle.clear()

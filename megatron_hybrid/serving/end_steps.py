@@ -27,4 +27,4 @@ async def run_steps(*steps: Step) -> None:
         except TimeoutError:
             logger.error("%s was given up after %g s", name, seconds)
         except Exception:
-            logger.exception("%s failed; the end goes on", name)
+            logger.exception("%s failed", name)

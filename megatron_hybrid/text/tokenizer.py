@@ -50,7 +50,7 @@ _PIECE = 64 << 10
 _USUAL_BYTES = 8
 """Usual bytes of a token. A text of more for each token of the context is counted before it is
 tokenized."""
-_LEFT_OUT = 4
+_LEFT_OUT = 4  # contexts that a chat may have, of which its template leaves some out
 _SHORT_CHAT = 256 << 10
 """Characters of JSON that any chat may have, such as its tools."""
 _CHANGED_BYTES = 128
@@ -238,7 +238,7 @@ class Tokenizer:
 
         Raises:
             TextTooLongError: there are more messages than tokens in the context, or the JSON of all
-                has more bytes than four such contexts.
+                has more characters than `_LEFT_OUT` such contexts have bytes.
             TypeError, ValueError: a value is none of JSON.
         """
         if self._limit is None:
