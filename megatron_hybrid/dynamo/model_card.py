@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def card_folder(folder: Path, tokenizer: Tokenizer, context: int, dtype: str) ->
             "max_position_embeddings": context,
             "eos_token_id": list(tokenizer.end_tokens),
         }
-    values = {**values, "megatron_hybrid_weights": f"{weights_digest(folder)} {dtype}"}
+    values = {**values, "megatron_hybrid_weights": f"{_digest(folder, _READ)} {dtype}"}
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     parent = Path(cache) / "megatron_hybrid" / "cards"
     parent.mkdir(parents=True, exist_ok=True)
@@ -65,10 +65,7 @@ def card_folder(folder: Path, tokenizer: Tokenizer, context: int, dtype: str) ->
             else:
                 tokenizer.save(made)
             (made / CONFIG_FILE).write_text(json.dumps(values), encoding="utf-8")
-            digest = hashlib.blake2b(digest_size=16)
-            for path in sorted(path for path in made.rglob("*") if path.is_file()):
-                digest.update(f"{path.relative_to(made)}\0".encode() + path.read_bytes())
-            found = parent / digest.hexdigest()
+            found = parent / _digest(made)
             if not found.is_dir():
                 made.rename(found)
         finally:
@@ -79,12 +76,12 @@ def card_folder(folder: Path, tokenizer: Tokenizer, context: int, dtype: str) ->
     return found
 
 
-def weights_digest(folder: Path) -> str:
-    """Hash a folder's files but the texts that frontends read: weights that were trained further
-    have another hash, and so have those that lie in other files."""
+def _digest(folder: Path, left_out: Collection[str] = ()) -> str:
+    """Hash the names and contents of a folder's files. left_out: endings of those that count not.
+    Weights that were trained further have another hash, and so have those in other files."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        if path.suffix in _READ:
+        if path.suffix in left_out:
             continue
         size = path.stat().st_size
         digest.update(f"{path.relative_to(folder)} {size}\0".encode())

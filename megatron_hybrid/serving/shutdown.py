@@ -24,7 +24,7 @@ class Shutdown:
         service: of the server.
         signals: of the process, which has a last deadline once the end has begun.
         stop: called when nothing runs any more.
-        hurry: called at each later signal; None: nothing but the requests can be hurried.
+        hurry: called at each later signal, after what runs was ended.
         first: steps before requests are awaited, such as leaving a registry.
         last: steps between the last request and `stop`.
     """
@@ -34,7 +34,7 @@ class Shutdown:
         service: Service,
         signals: EndSignal,
         stop: Callable[[], None],
-        hurry: Callable[[], None] | None = None,
+        hurry: Callable[[], None] = lambda: None,
         first: Sequence[Step] = (),
         last: Sequence[Step] = (),
     ):
@@ -55,8 +55,7 @@ class Shutdown:
             self.begin()
             return
         self._service.end_now()
-        if self._hurry is not None:
-            self._hurry()
+        self._hurry()
 
     def begin(self) -> None:
         """Take no new requests, let those that run end, and stop the server."""
