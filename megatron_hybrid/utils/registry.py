@@ -69,7 +69,7 @@ class Registry(Mapping[str, T]):
         return self._checked[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._things or name in self._given()
+        return name in self._things or name in self._checked or name in self._given()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._given())
