@@ -87,8 +87,7 @@ def _digest(folder: Path, left_out: Collection[str] = ()) -> str:
         digest.update(f"{path.relative_to(folder)} {size}\0".encode())
         with open(path, "rb") as file:
             if size <= _WHOLE_BYTES:
-                while piece := file.read(_STEP_BYTES):
-                    digest.update(piece)
+                hashlib.file_digest(file, lambda: digest)
                 continue
             for start in (*range(0, size, _STEP_BYTES), size - _PIECE_BYTES):
                 file.seek(start)

@@ -205,7 +205,6 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     )
     async def count_tokens(fields: PromptFields, request: Request):
         service.check_model(fields.model)
-
         changes: list[str] = []
 
         def counted() -> InputTokens:

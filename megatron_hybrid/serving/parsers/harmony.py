@@ -19,15 +19,17 @@ _MESSAGE = "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
 _AN_END = re.compile(r"(?:<\|(?:end|call|return)\|>){1,8}|<\|start\|>")
 _TO = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
-_HEADER = re.compile(
-    r"((?:<\|start\|>[\w.]{1,64})?(?: to=[^\s<]{1,256})?(?:<\|channel\|>\w{0,64}"
-    r"(?: to=[^\s<]{1,256})?(?: ?<\|constrain\|>)?(?: ?\w{1,64})?){0,2} ?)<\|message\|>"
-)
-_CUT = re.compile(
-    r"(?:<\|start\|>[\w.]{0,64})?(?: to=[^\s<]{0,256})?(?:<\|channel\|>\w{0,64}"
-    r"(?: to=[^\s<]{0,256})?(?: ?<\|constrain\|>)?(?: ?\w{0,64})?){0,2}"
-    r"(?: ?(?:<(?:\|\w{0,9}\|?)?)?| t?o?)"
-)
+
+
+def _header(least: int) -> str:
+    """Return the expression of a header, whose names have so many characters at least."""
+    to = rf"(?: to=[^\s<]{{{least},256}})?"
+    part = rf"(?:<\|channel\|>\w{{0,64}}{to}(?: ?<\|constrain\|>)?(?: ?\w{{{least},64}})?){{0,2}}"
+    return rf"(?:<\|start\|>[\w.]{{{least},64}})?{to}{part}"
+
+
+_HEADER = re.compile(rf"({_header(1)} ?)<\|message\|>")
+_CUT = re.compile(rf"{_header(0)}(?: ?(?:<(?:\|\w{{0,9}}\|?)?)?| t?o?)")
 """A header that may go on."""
 THOUGHTS = ReasoningFormat("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 
