@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
-from waiting import LIMIT_S
+from waiting import LIMIT_S, wait_until
 
 from megatron_hybrid.distributed import rendezvous
 from megatron_hybrid.distributed.rendezvous import (
@@ -122,11 +122,12 @@ def test_a_rank_whose_process_is_stopped_is_not_waited_for(beside, monkeypatch):
 
 def test_a_rank_that_has_ended_on_another_machine_has_told_it(job):
     def work(rank):
-        return (
-            rendezvous._tell_end(os.getpid())
-            if rank == 2
-            else exchange("a call", rank, RANKS, 60.0)
-        )
+        if rank < 2:
+            return exchange("a call", rank, RANKS, 60.0)
+        # One that comes when the others have given up waits for their next call.
+        here = [f"{rendezvous._PREFIX}/0.1.2/1/{other}" for other in (0, 1)]
+        wait_until(lambda: rendezvous._store().check(here))
+        return rendezvous._tell_end(os.getpid())
 
     given = on_ranks(job, work)
     assert {str(error) for error in given[:2]} == {
