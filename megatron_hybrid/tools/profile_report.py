@@ -74,19 +74,13 @@ def _rules(result: Profile) -> list[CacheResult]:
 
 
 def _histogram(result: Profile) -> list[str]:
-    bins = result.histogram
-    most = max(each.requests for each in bins)
+    bins = [each.values() for each in result.histogram]
+    most = max(number for *_, number in bins)
     rows = []
-    for each in bins:
-        here = [row.name for row in _rules(result) if each.start <= row.block_tokens < each.end]
-        rows.append(
-            (
-                f"{each.start:,} - {each.end - 1:,}",
-                f"{each.requests:,}",
-                "#" * -(-each.requests * _BAR // most),
-                [f"< {name}" for name in here] or [""],
-            )
-        )
+    for start, end, number in bins:
+        here = [f"< {row.name}" for row in _rules(result) if start <= row.block_tokens < end]
+        bar = "#" * -(-number * _BAR // most)
+        rows.append((f"{start:,} - {end - 1:,}", f"{number:,}", bar, here or [""]))
     bar = max(len(row[2]) for row in rows)
     head, *table = _table(
         ("prompt tokens", "prompts"), [(length, number) for length, number, *_ in rows]

@@ -126,10 +126,10 @@ def test_the_table_is_80_columns_wide(lengths):
 def test_the_histogram_counts_every_prompt_once(lengths):
     bins = profile(requests(*map(tokens, lengths)), ATTENTION, 1e8).histogram
     for each in bins:
-        assert each.requests == sum(each.start <= length < each.end for length in lengths)
-    assert sum(each.requests for each in bins) == len(lengths)
-    assert bins[0].requests and bins[-1].requests
-    assert all(a.end == b.start for a, b in pairwise(bins))
+        assert each["requests"] == sum(each["start"] <= n < each["end"] for n in lengths)
+    assert sum(each["requests"] for each in bins) == len(lengths)
+    assert bins[0]["requests"] and bins[-1]["requests"]
+    assert all(a["end"] == b["start"] for a, b in pairwise(bins))
 
 
 def test_the_table():
