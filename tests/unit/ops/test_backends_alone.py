@@ -18,7 +18,7 @@ def toy_op(monkeypatch):
 
     def make(reason=None, missing=None):
         op = Op("toy", lambda x: 2 * x, {})
-        op.register(Backend("kernels", lambda x: 2 * x, lambda x: reason, 1, missing))
+        op.register(Backend("kernels", lambda x: 2 * x, lambda x: reason, missing))
         return op, let_backends_serve_alone(monkeypatch)["toy"]
 
     return make
