@@ -363,18 +363,6 @@ def test_a_request_that_was_parked_by_a_failed_step_starts_from_the_cache():
     assert [restore.request_id for restore in plan.restores] == [1, 2]
 
 
-def test_a_failed_step_leaves_all_requests_in_line():
-    each = scheduler()
-    requests = [request(i, 30) for i in range(2)]
-    for one in requests:
-        each.add(one)
-    each.schedule()
-    each.abort()
-    assert list(each.waiting) == requests and not each.running
-    assert len(each.free_slots) == 4 and not each.cache.allocator.ref_counts.any()
-    assert run(each) == [(0, 0, 30, True), (1, 0, 30, True)]
-
-
 def test_after_two_failed_steps_requests_start_one_at_a_time_until_they_get_on():
     each = scheduler()
     requests = [request(i, 10) for i in range(3)]
