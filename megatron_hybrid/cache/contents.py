@@ -10,7 +10,7 @@ from megatron_hybrid.cache.index.journal import Version
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
 from megatron_hybrid.cache.pages.spec import CacheSpec
-from megatron_hybrid.cache.tree_view import TreeChanges, TreeView, tier_in_pool, view_edge
+from megatron_hybrid.cache.tree_view import TreeChanges, tier_in_pool, view_edge
 
 
 class CacheContents:
@@ -42,34 +42,6 @@ class CacheContents:
         """Return the edges where held KV ends, the most recently used first."""
         found = [edge for edge in self._index.edges() if edge.is_held_leaf()]
         return sorted(found, key=lambda edge: -edge.last_access)
-
-    def view(
-        self,
-        tier_of: Callable[[Checkpoint], str] = tier_in_pool,
-        max_edges: int = 10_000,
-        num_tokens: int = 0,
-    ) -> TreeView:
-        """Return a snapshot of the tree, with at most max_edges edges. tier_of, num_tokens: as for
-        `view_edge`."""
-        found = list(self._index.edges())
-        num_edges = len(found)
-        if num_edges > max_edges:
-            # Parents are used whenever their children are, and the sort is stable: none lacks its
-            # own.
-            found = sorted(found, key=lambda edge: -edge.last_access)[:max_edges]
-        views = [view_edge(edge, self._spec.page_bytes, tier_of, num_tokens) for edge in found]
-        return TreeView(
-            num_edges,
-            self._index.tick,
-            numbers=[view.number for view in views],
-            parents=[view.parent for view in views],
-            starts=[view.start for view in views],
-            ends=[view.end for view in views],
-            held_ends=[view.held_end for view in views],
-            last_uses=[view.last_use for view in views],
-            first_tokens=[view.first_tokens for view in views] if num_tokens else [],
-            states=[state for view in views for state in view.states],
-        )
 
     def changes(
         self,

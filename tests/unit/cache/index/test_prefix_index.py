@@ -7,7 +7,6 @@ import pytest
 from matrix import matrix_rows
 
 from megatron_hybrid.cache.index import prefix_index
-from megatron_hybrid.cache.index.packed_tokens import PackedTokens
 from megatron_hybrid.cache.index.prefix_index import (
     MAX_WATCHED,
     MIN_KNOWN_TOKENS,
@@ -595,10 +594,9 @@ def test_depth_of_the_tree_costs_no_recursion():
 @pytest.mark.parametrize(
     ("columns", "seed"), matrix_rows(product(range(3), range(3)), (0, 2), (1, 0), (2, 1))
 )
-def test_random_operations_against_sets_of_prefixes(columns, seed, monkeypatch):
+def test_random_operations_against_sets_of_prefixes(columns, seed):
     """What is held, known and stored, each as a plain set of prefixes; and what every row of every
     page stands for."""
-    monkeypatch.setattr("megatron_hybrid.cache.index.tree.MIN_PACKED", 5)
     random = np.random.default_rng([columns, seed])
     tree = Tree(num_pages=3000, pages_per_block=columns)
     index, rows = tree.index, {}  # rows: (page, row) -> the prefix that ends there
@@ -699,25 +697,6 @@ def test_a_path_found_before_tokens_were_forgotten_is_not_trusted(end):
     assert tree.index.held_edge(before, 40) is None
     path = tree.index.walk("", np.arange(40, dtype=np.int32), before)
     assert (path.known, path.depth) == (end - 8, end - 8)
-
-
-def test_only_known_tokens_are_packed(monkeypatch):
-    monkeypatch.setattr("megatron_hybrid.cache.index.tree.MIN_PACKED", 10)
-    tree = Tree()
-    tree.add(LEFT)
-    tree.add(RIGHT)
-    leaf = tree.leaf(RIGHT)
-    tree.drop(RIGHT, 30)
-    assert not isinstance(leaf._tokens, PackedTokens)
-    tree.drop(RIGHT, 0)
-    assert isinstance(leaf._tokens, PackedTokens)
-    assert leaf.tokens.tolist() == RIGHT[20:]
-    tree.touch(RIGHT[:35])  # cut in two: both are read, the lower one is packed again
-    assert isinstance(tree.leaf(RIGHT)._tokens, PackedTokens)
-    assert tree.walk([*RIGHT[:45], 7]).known == 45
-    tree.add(RIGHT)
-    assert tree.held() == [(0, 20, 20), (20, 40, 40), (20, 50, 50)]
-    assert isinstance(tree.leaf(RIGHT)._tokens, np.ndarray)
 
 
 def edge_with(tree, end):
