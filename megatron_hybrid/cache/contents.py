@@ -6,25 +6,17 @@ from collections.abc import Callable
 
 import numpy as np
 
+from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.index.journal import Version
-from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
-from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.tree_view import TreeChanges, tier_in_pool, view_edge
 
 
 class CacheContents:
-    """Reads a cache without side effects.
+    """Reads a cache without side effects."""
 
-    Args:
-        spec, index: of the cache.
-        value: of a stored state, per page.
-    """
-
-    def __init__(self, spec: CacheSpec, index: PrefixIndex, value: Callable[[Checkpoint], float]):
-        self._spec = spec
-        self._index = index
-        self._value = value
+    def __init__(self, evictor: Evictor):
+        self._evictor, self._spec, self._index = evictor, evictor.spec, evictor.index
 
     def prefix(self, edge: Edge, position: int) -> tuple[str, np.ndarray, np.ndarray]:
         """Return salt, tokens (int32 [position]) and rows of pages (int32 [ceil(position / B),
@@ -36,7 +28,8 @@ class CacheContents:
         """Return the stored states that are not opportunistic, the most valuable first."""
         stored = (c for c in self._index.checkpoints() if c.pages is not None)
         found = [c for c in stored if c.kind is not Kind.OPPORTUNISTIC]
-        return sorted(found, key=lambda checkpoint: -self._value(checkpoint))
+        value, refs = self._evictor.policy.state_value, self._evictor.allocator.ref_counts
+        return sorted(found, key=lambda checkpoint: -value(checkpoint, refs))
 
     def held_leaves(self) -> list[Edge]:
         """Return the edges where held KV ends, the most recently used first."""

@@ -101,33 +101,17 @@ class PrefixCache:
         self._evictor = Evictor(
             spec, self._index, self.allocator, self._stats, self.policy, self._record
         )
-        self._pages = LeasePages(spec, self.allocator, self._evictor)
-        self._wanted = WantedStates(self._index, self._evictor, self.policy)
-        refs = self.allocator.ref_counts
-        self.contents = CacheContents(
-            spec, self._index, lambda state: self.policy.state_value(state, refs)
-        )
+        self._pages = LeasePages(self._evictor)
+        self._wanted = WantedStates(self._evictor)
+        self.contents = CacheContents(self._evictor)
         self._leases: dict[Lease, None] = {}
         self._is_miscounted = False  # an operation failed; pages are not recounted yet
         self._digest = 0
         self._lost_tokens: Counter[MissReason] = Counter()
         self._salts = SaltIndex(spec.block_size_tokens)
-        self._lookup = PrefixLookup(self._index, self._wanted.saving, spec, mode, self._salts)
-        self._admitter = Admitter(
-            spec,
-            mode,
-            self.policy,
-            self._index,
-            self.allocator,
-            self._evictor,
-            self._pages,
-            self._leases,
-            self._stats,
-            self._record,
-        )
-        self.expected = ExpectedRequests(
-            spec, self.policy, self._index, self._evictor, mode == "restore"
-        )
+        self._lookup = PrefixLookup(mode, self._evictor, self._wanted.saving, self._salts)
+        self._admitter = Admitter(mode, self._evictor, self._pages, self._leases)
+        self.expected = ExpectedRequests(self._evictor, restores=mode == "restore")
         """Requests that wait for their start."""
         self._known_limit = known_limit(spec, num_pages)
 
