@@ -27,7 +27,6 @@ from megatron_hybrid.megatron import (
     DynamicInferenceRequestRecord,
     EngineState,
     EngineSuspendedError,
-    FinishedRequestRecord,
     GPTInferenceWrapper,
     InferenceClient,
     InferenceConfig,
@@ -370,22 +369,6 @@ def test_records_merge_and_survive_serialization():
     merged.sampling_params.return_prompt_tokens = False
     data = merged.serialize()
     assert data["prompt_tokens"] is None and data["prompt_length"] == len(PROMPT)
-
-
-def test_segments_of_a_record_merge():
-    """As those of Megatron's own engine, which begins a preempted request anew."""
-    parts = []
-    for tokens, text, status in (([10, 11], "ab", Status.FAILED), ([12], "c", Status.COMPLETED)):
-        part = DynamicInferenceRequest(request_id=4, status=status, generated_text=text)
-        part.generated_tokens, part.tpot = tokens, [0.5] * len(tokens)
-        part.add_event_evict()
-        parts.append(part)
-    record = DynamicInferenceRequestRecord(requests=parts, latency=2.0)
-    merged = record.merge()
-    assert (merged.generated_tokens, merged.generated_text) == ([10, 11, 12], "abc")
-    assert (merged.generated_length, merged.latency, merged.tpot) == (3, 2.0, [0.5] * 3)
-    assert merged.succeeded() and merged.uid == parts[0].uid and merged.generated_log_probs is None
-    assert FinishedRequestRecord.from_request(merged) == FinishedRequestRecord(None, None, 2)
 
 
 EVENT = DynamicInferenceEventType
