@@ -1,7 +1,5 @@
 """Eviction: its order, and that room is made or nothing happens."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from simulator import Simulator
@@ -46,12 +44,6 @@ def test_tail_start(start, held_end, checkpoints, expected, known):
     upper = edge(0, start) if start else None
     tail = edge(start, held_end + known + 1, checkpoints, upper, held_end=held_end)
     assert tail_start(tail, HYBRID) == expected
-
-
-def test_a_position_whose_state_is_gone_does_not_hold_kv():
-    tail = edge(0, 100, (20, 40))
-    tail.stored.remove(40)
-    assert tail_start(tail, HYBRID) == 32
 
 
 def test_an_edge_with_held_children_has_no_tail():
@@ -381,46 +373,6 @@ class TestEvictor:
         assert len(room.stored()) == 1  # at one position each
         assert room.stats.checkpoints_evicted == 0
 
-    def test_a_dropped_state_leaves_the_heap(self):
-        room = Room()
-        room.add(part(32, 0))
-        for _ in range(5):
-            assert room.evictor.drop_checkpoint(room.save(part(32, 0)))
-        assert (len(room.evictor.checkpoints), room.evictor.checkpoints.least()) == (0, None)
-
-    @pytest.mark.parametrize("at_once", [1, 2, 3, 7])
-    def test_in_pure_attention_refresh_alternates_states_and_tails(self, at_once):
-        room = Room(PURE, num_pages=1000)
-        for start in range(0, 8000, 1000):
-            room.add(part(32, start))
-            if start < 6000:
-                room.save(part(32, start))
-            room.add(part(64, start))
-        states, tails = room.evictor.checkpoints, room.evictor.tails
-        assert (len(states), len(tails)) == (6, 8)
-        for queue in (states, tails):
-            seen = Counter()
-            queue.key = lambda item, key=queue.key, seen=seen: seen.update([item]) or key(item)
-            for _ in range(24):
-                room.evictor.refresh(at_once)
-            turns = 24 * min(at_once, len(queue)) // len(queue)
-            assert set(seen.values()) <= {turns, turns + 1}
-            assert len(seen) == len(queue)
-
-    def test_refresh_finds_a_tail_whose_rate_fell(self):
-        """The old one was worth 16, the new one 8; then it is the other way."""
-        room = Room(PURE)
-        room.add(part(32, 0))
-        old = room.watch(part(32, 0), 1.0)
-        room.add(part(32, 1000))
-        room.watch(part(32, 1000), 0.5)
-        assert room.evictor.tails.least() == (1, 8.0, 2)
-        room.rates.rates[old] = 0.25
-        room.refresh()
-        assert room.evictor.tails.least() == (1, 4.0, 1)
-        room.make_room(1)
-        assert room.walk(part(32, 0)).depth == 16
-
     def test_in_pure_attention_a_tail_is_cut_down_to_its_least_valuable_blocks(self):
         room = Room(PURE)
         room.add(part(160, 0))
@@ -451,14 +403,6 @@ class TestEvictor:
         room.refresh()
         assert room.make_room(1)
         assert (room.stored(), room.walk(part(32, 0)).depth) == ({2}, 16)
-
-    def test_a_cleared_index_leaves_nothing_to_evict(self):
-        room = Room()
-        room.add(part(32, 0))
-        room.save(part(32, 0))
-        room.index.clear()
-        room.evictor.clear()
-        assert not room.make_room(1)
 
 
 def simulator(spec=HYBRID, num_pages=100, mode="restore"):

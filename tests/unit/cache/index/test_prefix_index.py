@@ -9,13 +9,10 @@ from matrix import matrix_rows
 from megatron_hybrid.cache.index import prefix_index
 from megatron_hybrid.cache.index.prefix_index import (
     MAX_WATCHED,
-    MIN_KNOWN_TOKENS,
     PrefixIndex,
-    known_limit,
 )
 from megatron_hybrid.cache.index.tree import Edge, Kind, common_prefix
 from megatron_hybrid.cache.pages.allocator import PageAllocator
-from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 
 B = 16
 
@@ -159,26 +156,6 @@ def test_a_split_inside_a_block_leaves_its_page_with_both_edges():
     assert tree.walk(counting(20)).pages(2).ravel().tolist() == first[:2].ravel().tolist()
 
 
-def test_a_leaf_grows_and_a_partial_block_takes_the_longer_page():
-    tree = Tree()
-    first = tree.add(counting(20))
-    second = tree.add(counting(50))
-    assert tree.spans() == [(0, 50)]
-    assert tree.walk(counting(50)).pages(4).ravel().tolist() == [first[0, 0], *second[1:, 0]]
-    assert tree.pool.cached_counts[first.ravel()].tolist() == [1, 0]
-    assert tree.pool.ref_counts.sum() == 0
-
-
-def test_the_owner_grows_its_leaf_in_place():
-    tree = Tree()
-    pages = tree.pool.allocate(4).reshape(4, 1)
-    for n in range(1, 60):
-        tree.index.insert("", np.arange(n, dtype=np.int32), pages[: -(-n // B)])
-        tree.check()
-    assert tree.spans() == [(0, 59)]
-    assert tree.pool.cached_counts[pages.ravel()].tolist() == [1, 1, 1, 1]
-
-
 def test_edges_used_apart_stay_apart_and_used_together_are_joined():
     """An edge is one unit of recency: a hot head does not keep a cold tail alive."""
     tree = Tree()
@@ -262,50 +239,6 @@ def test_a_leaf_without_kv_leaves_its_parent_a_held_leaf():
     tree.drop(counting(20), 0)
     assert not upper.is_held_leaf()
     assert tree.pool.num_free == 999
-
-
-@pytest.mark.parametrize("kept", [0, 10, 18, 20, 25, 32, 40])
-@pytest.mark.parametrize("at", [18, 20, 30, 32, 45])
-@pytest.mark.parametrize("more", [0, 1, 20])
-def test_insert_over_a_partly_held_edge_with_a_split(kept, at, more):
-    """The new prompt leaves the known one at `at` (inside a block or not) or ends there; behind
-    `at` nothing is held again, up to there all is."""
-    if kept >= at and not more:
-        more = 5  # ends where KV is held: that is no insert
-    tree = Tree()
-    first = tree.add(counting(50))
-    tree.drop(counting(50), kept)
-    tokens = [*counting(at), *counting(more, 900)]
-    second = tree.add(tokens)
-    path = tree.walk(tokens)
-    assert (path.depth, path.known) == (len(tokens), len(tokens))
-    if kept < at:
-        whole = kept // B
-        expected = [*first[:whole, 0], *second[whole:, 0]]
-    else:
-        whole = at // B
-        own = second[whole:, 0] if more else first[whole : -(-at // B), 0]
-        expected = [*first[:whole, 0], *own]
-    assert path.pages(len(second)).ravel().tolist() == expected
-    path = tree.walk(counting(50))
-    assert (path.depth, path.known) == (max(at, kept), 50)
-    lower = path.edges[-1]
-    assert (lower.start, lower.held_end, lower.end) == (at, max(at, kept), 50)
-    if kept > at:
-        assert path.pages(-(-kept // B))[-1, 0] == first[(kept - 1) // B, 0]
-    assert tree.index.num_held_tokens == max(at, kept) + more
-
-
-def test_the_owner_of_a_dropped_page_publishes_it_again():
-    """A running request's own blocks were dropped from the tree; its next commit brings them."""
-    tree = Tree()
-    pages = tree.pool.allocate(3).reshape(3, 1)
-    tokens = np.arange(40, dtype=np.int32)
-    tree.index.insert("", tokens, pages)
-    tree.drop(counting(40), 20)
-    tree.index.insert("", tokens, pages)
-    tree.check()
-    assert tree.pool.cached_counts[pages.ravel()].tolist() == [1, 1, 1]
 
 
 # ---- states ----
@@ -770,14 +703,6 @@ def test_check_integrity_finds(break_it, message):
     break_it(tree)
     with pytest.raises(RuntimeError, match=message):
         tree.index.check_integrity()
-
-
-def test_how_many_tokens_a_tree_knows_beside_a_pool():
-    with_kv = CacheSpec(16, (KVGroup(2, 64),), state_bytes=40_000, hidden_bytes=64)
-    states_only = CacheSpec(16, (), state_bytes=40_000, hidden_bytes=64)
-    assert known_limit(with_kv, 1000) == known_limit(states_only, 1000) == MIN_KNOWN_TOKENS
-    assert known_limit(with_kv, 1 << 20) == int(1.4 * 16 * (1 << 20))
-    assert known_limit(states_only, 1 << 20) == 1024 << 20
 
 
 def test_tokens_known_behind_others_are_those_of_the_edge_used_last():
