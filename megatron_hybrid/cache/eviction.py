@@ -43,7 +43,6 @@ def tail_key(edge: Edge, spec: CacheSpec, policy: Policy) -> Key | None:
 
 
 def opportunistic_key(checkpoint: Checkpoint) -> Key | None:
-    """Return the key of an opportunistic state."""
     return None if checkpoint.pages is None else (-1, 0.0, checkpoint.last_use)
 
 

@@ -45,6 +45,5 @@ class ExpectedRequests:
                     self._evictor.update(found)
 
     def clear(self) -> None:
-        """No request is expected any more."""
         for request_id in list(self._resumed):
             self.discard(request_id)

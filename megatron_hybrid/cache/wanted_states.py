@@ -50,7 +50,6 @@ class WantedStates:
         )
 
     def note_saving(self, lease: Lease) -> None:
-        """Update `saving`."""
         if lease.saves_more:
             self.saving[lease] = None
         else:

@@ -309,7 +309,6 @@ class _Replicas:
         self._home.require("this engine")
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Run a job in the thread."""
         self.require_home()
 
         async def run() -> T:

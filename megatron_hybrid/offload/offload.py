@@ -96,7 +96,6 @@ class Offload(CacheListener):
 
     @property
     def disk(self) -> Tier | None:
-        """The disk tier."""
         return self.tiers[-1] if self.tiers and self.tiers[-1].name == "disk" else None
 
     def tier_of(self, checkpoint: Checkpoint) -> str:

@@ -334,7 +334,6 @@ class Tier:
             self.remove(record)
 
     def clear(self) -> None:
-        """Remove every record."""
         for record in reversed(self.records()):
             self._forget(record)
         self._queue.clear()

@@ -74,7 +74,6 @@ class LeasePages:
         self._allocator.retain(np.concatenate(list(held_pages(lease))))
 
     def would_have_room(self, lease: Lease, capacity_tokens: int, end: int) -> bool:
-        """Return what `has_room` would say after `hold`."""
         pages = np.concatenate(list(held_pages(lease)))
         num_unheld = np.count_nonzero(self._allocator.ref_counts[pages] == 0)
         needed = self.num_needed(lease, capacity_tokens, end)
