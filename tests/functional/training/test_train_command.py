@@ -54,19 +54,18 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(folder):
-    """start(name, *overrides, num_ranks=2, kind="ranks"): a command that trains in the folder
+    """start(name, *overrides, num_ranks=2, by_torchrun=False): a command that trains in the folder
     `name`."""
     numbers = count()
 
-    def start(name, *overrides, num_ranks=RANKS, kind="ranks"):
+    def start(name, *overrides, num_ranks=RANKS, by_torchrun=False):
         arguments = ["train", str(folder / "recipe.yaml"), "--folder", str(folder / name)]
         arguments += overrides
         prints = folder / f"printed {next(numbers)}"
-        if kind == "ranks":
+        if not by_torchrun:
             return Command(arguments, prints, num_ranks)
-        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
-        modules = ["megatron_hybrid"] if kind == "python" else [*launcher, "megatron_hybrid"]
-        return Launched(["-m", *modules, *arguments], prints)
+        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        return Launched(["-m", *launcher, "-m", "megatron_hybrid", *arguments], prints)
 
     return start
 
@@ -89,8 +88,8 @@ def has(path, step):
 
 @pytest.fixture(scope="module")
 def alone(start, folder):
-    """A whole run of one process, from a shell."""
-    command = start("alone", *FEW_STEPS, num_ranks=1, kind="python")
+    """A whole run of one process."""
+    command = start("alone", *FEW_STEPS, num_ranks=1)
     assert command.wait() == [0], command.printed()
     return command
 
@@ -128,7 +127,7 @@ def whole(start, folder):
 def stopped(start, folder):
     """A run under torchrun that got SIGTERM, and the step that it has come to."""
     path = folder / "stopped"
-    command = start("stopped", kind="torchrun")
+    command = start("stopped", by_torchrun=True)
     command.wait_until(has(path, SAVED_EVERY + 3))  # the second save is that of the end
     command.send(signal.SIGTERM)
     statuses = command.wait()

@@ -141,17 +141,6 @@ def test_the_error_factory_knows_megatrons_errors_only():
         ContextErrorFactory.deserialize({"type": "KeyError"})
 
 
-def test_a_uid_belongs_to_one_request_of_all_engines():
-    first, second, uids = door_engine(), door_engine(), set()
-    for engine in (first, second, first):
-        engine.add_request(1, PROMPT, greedy_params(1))
-        finished = finish(engine)[1]
-        again = DynamicInferenceRequest.deserialize(finished.serialize())
-        assert again.uid == finished.uid and finished.uid.startswith("chatcmpl-")
-        uids.add(finished.uid)
-    assert len(uids) == 3
-
-
 @pytest.mark.parametrize(
     ("given", "kind"),
     [
@@ -750,11 +739,3 @@ def test_a_future_of_a_closed_loop_disturbs_no_step():
         asyncio.run(add(request_id))
     engine.abort_request(1)
     assert list(finish(engine)) == [2]
-
-
-def test_event_types_are_megatrons():
-    names = "ADD_ENGINE ADD_CONTEXT GENERATED_TOKEN PAUSE EVICT FINISH FAIL ERROR_TRANSIENT"
-    assert [kind.name for kind in DynamicInferenceEventType] == [
-        *names.split(),
-        "ERROR_NONTRANSIENT",
-    ]
