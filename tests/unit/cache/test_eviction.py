@@ -135,15 +135,6 @@ class TestEvictor:
         assert room.make_room(1)
         assert room.stored() == {96}
 
-    def test_of_equal_values_the_least_recently_used_is_evicted_first(self):
-        room = Room()
-        for start, used in ((0, 5), (1000, 3), (2000, 4)):
-            room.add(part(32, start))
-            room.save(part(32, start)).last_use = used
-        room.refresh()
-        room.make_room(1)
-        assert {c.last_use for c in room.index.checkpoints() if c.pages is not None} == {5, 4}
-
     def test_no_more_of_a_tail_goes_than_is_needed(self):
         room = Room()
         room.add(part(100, 0))
@@ -166,24 +157,6 @@ class TestEvictor:
         assert room.walk([*part(20, 0), *part(30, 500)]).depth == 48
         assert room.pool.num_free == free + 2
         room.index.check_integrity()
-
-    def test_the_least_state_is_searched_again_after_values_changed(self):
-        room = Room()
-        for n, rate in ((32, 1.0), (48, 2.0)):
-            room.add(part(n, 1000 * n))
-            room.save(part(n, 1000 * n), rate)
-        nothing = (1, 0.0, 0)
-        assert not room.make_room(1, below=nothing)
-        room.add(part(64, 64_000))
-        room.save(part(64, 64_000), rate=0.1)  # stored since the last look
-        assert room.make_room(1, below=(1, 5.0, 0))  # 0.1 * 64 / (2 + 4); the others 8 and 19
-        assert room.stored() == {32, 48}
-        assert room.make_room(4)  # the blocks that nothing else needs
-        assert not room.make_room(1, below=nothing)
-        room.rates.now += 1
-        room.rates.rates[room.walk(part(32, 32_000)).deepest_checkpoint()] = 9.0
-        assert room.make_room(1)
-        assert room.stored() == {32}
 
     def test_pinned_items_are_skipped_and_return_when_unpinned(self):
         room = Room()
@@ -251,16 +224,6 @@ class TestEvictor:
         assert room.walk(part(96, 0)).depth == 0
         assert room.pool.ref_counts[pages[3]] == 1
         room.index.check_integrity()
-
-    def test_the_first_eviction_does_not_scan_all_saved_states(self):
-        """A prompt's KV is a tail until its state is published."""
-        room = Room(num_pages=4 * 300 + 1)
-        for start in range(0, 300_000, 1000):
-            room.add(part(32, start))
-            room.save(part(32, start))
-        keys = room.evictor.tails.key = Counted(room.evictor.tails.key)
-        assert room.make_room(1)
-        assert keys.calls < 10
 
     @pytest.mark.parametrize("force", [False, True])
     def test_an_item_whose_eviction_fails_stays_in_its_heap(self, force):
@@ -450,17 +413,6 @@ def test_what_is_never_used_again_sinks():
     assert kept[:3] == [320] * 3
     assert kept[-1] == 0
     assert skipped(sim, prompt(160, 39)) == 160
-
-
-def test_old_valuable_states_are_evicted_for_a_flow_of_small_ones():
-    """Whether its state was stored or not, each return of a prompt speaks for it."""
-    sim = simulator(num_pages=1 + 2 * (20 + 2) + 3)
-    for seed in (1, 2):
-        serve(sim, prompt(320, seed))
-    small = prompt(48, 3)
-    got = [serve(sim, small).lease.report.skipped_tokens for _ in range(30)]
-    assert got[0] == 0
-    assert got[-1] == 48
 
 
 def test_what_is_held_and_gone_is_not_remembered_for_ever():

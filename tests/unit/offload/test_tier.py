@@ -293,18 +293,6 @@ def test_in_pure_attention_kv_is_evicted_from_its_ends():
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_clear(name):
-    spec, store = SPECS[name], Bytes()
-    tier = Tier("host", spec, 1 << 30, store)
-    keep(tier, [1] * 40, spec)
-    keep(tier, [2] * 70, spec)
-    tier.clear()
-    assert not store.data and not tier.num_records and tier.used_bytes == tier.num_states == 0
-    assert keep(tier, [1] * 40, spec)
-    assert find(tier, [1] * 40) == (40 if spec.needs_state else 32)
-
-
-@pytest.mark.parametrize("name", SPECS)
 def test_a_store_that_takes_no_more_changes_nothing(name):
     spec, store = SPECS[name], Bytes()
     tier = Tier("disk", spec, 1 << 30, store)

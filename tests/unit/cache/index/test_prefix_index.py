@@ -207,19 +207,6 @@ def test_a_fork_is_where_prompts_part():
 # ---- KV that was dropped ----
 
 
-def test_drop_kv_takes_states_behind_it_along_and_remembers_them():
-    tree = Tree()
-    tree.add(counting(70))
-    points = {n: tree.save(counting(n)) for n in (40, 41, 70)}
-    tree.drop(counting(70), 40)
-    assert [points[n].pages is not None for n in (40, 41, 70)] == [True, False, False]
-    assert [points[n].was_stored for n in (40, 41, 70)] == [False, True, True]
-    (edge,) = tree.index.edges()
-    assert edge.checkpoints == points
-    assert tree.walk(counting(70)).deepest_checkpoint() is points[40]
-    assert (tree.index.num_checkpoints, edge.num_stored) == (1, 1)
-
-
 def test_a_leaf_without_kv_leaves_its_parent_a_held_leaf():
     tree = Tree()
     tree.add(LEFT)
@@ -320,31 +307,6 @@ def test_on_an_edge_of_many_states_positions_without_one_are_forgotten_many_at_o
     assert looks < 70 * num_states  # one by one it is half of num_states squared
     assert most <= MAX_WATCHED + num_states // 64
     tree.check()
-
-
-def test_states_are_counted_on_every_edge_above_them():
-    tree = Tree()
-    tree.add(LEFT)
-    tree.add(RIGHT)
-    points = [tree.save(tokens) for tokens in (counting(10), counting(20), LEFT, RIGHT)]
-
-    def counts():
-        tree.check()
-        root = tree.walk(counting(20)).root
-        return {edge.end: edge.num_stored for edge in tree.index.edges()} | {0: root.num_stored}
-
-    assert counts() == {0: 4, 20: 4, 40: 1, 50: 1}
-    assert [point.is_shadowed() for point in points] == [True, True, False, False]
-    tree.touch(counting(15))
-    assert counts() == {0: 4, 15: 4, 20: 3, 40: 1, 50: 1}
-    tree.index.drop_checkpoint(points[2])
-    assert counts() == {0: 3, 15: 3, 20: 2, 40: 0, 50: 1}
-    tree.touch(RIGHT)
-    assert counts() == {0: 3, 20: 3, 40: 0, 50: 1}
-    tree.drop(RIGHT, 49)
-    assert counts() == {0: 2, 20: 2, 40: 0, 50: 0}
-    assert [point.is_shadowed() for point in points] == [True, False, False, False]
-    assert tree.index.num_checkpoints == 2
 
 
 # ---- forgetting ----
