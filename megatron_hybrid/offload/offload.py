@@ -72,7 +72,7 @@ class Offload(CacheListener):
         self._mover = mover
         self._keys = RecentKeys(self.spec.block_size_tokens)
         self._ranks = ranks
-        self.fetches = Fetches(cache, self.tiers, self._keys, mover, is_shared=ranks.size > 1)
+        self.fetches = Fetches(cache, self.tiers, self._keys, mover)
         self._closed_counts = dict.fromkeys(_TIER_COUNTS, 0)
         self._disk_bytes = disk_bytes
         self._disk_accepts = True  # on all ranks, before this step

@@ -439,27 +439,6 @@ def step_with_arrival(engine, store):
     assert store.arrive()
 
 
-def test_a_fetch_that_ends_while_requests_are_looked_up(slow):
-    """It was in the way of a request that needs the whole pool; nothing runs in that step."""
-    engine, prompt, store = slow
-    whole_pool = (engine.cache.allocator.num_pages - 1) // engine.cache.spec.kv_pages_per_block
-    requests = [engine.add_request(prompt, greedy(6))]
-    to_pool = engine.offload._mover.to_pool
-
-    def slow_to_pool(targets, sources):
-        to_pool(targets, sources)
-        return SlowArrival(lambda: requests[-1].looked_up_at is not None)
-
-    engine.offload._mover.to_pool = slow_to_pool
-    step_with_arrival(engine, store)
-    large = random_tokens(whole_pool * 16 - 20, seed=7)
-    requests.append(engine.add_request(large, greedy(1)))
-    requests.append(engine.add_request(random_tokens(20, seed=8), greedy(1)))
-    while engine.has_work:
-        engine.step()
-    assert requests[0].token_ids == engine.expected
-
-
 class LateArrival(Arrival):
     """Pages that have arrived in the pool when they are asked for the third time."""
 
@@ -514,16 +493,6 @@ def with_a_prompt_in_host_memory():
     expected = answer(engine, prompt).token_ids
     empty_pool(engine)
     return engine, prompt, expected
-
-
-def test_a_fetch_that_arrives_while_its_step_is_planned_fails_no_step(monkeypatch):
-    engine, prompt, _ = with_a_prompt_in_host_memory()
-    asked = []
-    monkeypatch.setattr(Arrival, "is_done", lambda self: asked.append(self) or len(asked) > 1)
-    request = engine.add_request(prompt, greedy(6))
-    while not request.closed:
-        engine.step()
-    assert request.result().prefix.fetched_tokens == 100 and len(asked) > 1
 
 
 @pytest.mark.parametrize(
