@@ -19,7 +19,7 @@ from functools import wraps
 import numpy as np
 
 from megatron_hybrid.cache.admitter import Admitter
-from megatron_hybrid.cache.arguments import as_tokens, check_whole
+from megatron_hybrid.cache.arguments import as_tokens
 from megatron_hybrid.cache.contents import CacheContents
 from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.expected_requests import ExpectedRequests
@@ -204,12 +204,9 @@ class PrefixCache:
             that it would resume from.
         Raises:
             ValueError: tokens are empty, or not one-dimensional integers.
-            TypeError: a number of tokens or a position is not an integer.
         """
         tokens = as_tokens(tokens)
-        check_whole(capacity_tokens, chunk_tokens)
         declared, messages = list(declared), list(messages)
-        check_whole(*declared, *messages)
         hit = self._lookup.look_up(tokens, salt, recompute_reason)
         known = hit.path.known
         lease = self._admitter.admit(tokens, salt, hit, capacity_tokens, chunk_tokens)
@@ -257,7 +254,6 @@ class PrefixCache:
         fits.
         """
         tokens, size = as_tokens(tokens), self.spec.block_size_tokens
-        check_whole(capacity_tokens, chunk_tokens)
         path = self._index.walk(salt, tokens)
         path = self._index.walk(salt, tokens[: path.depth // size * size], path)
         hit = Hit(path, path.depth, len(tokens), None, None)
@@ -312,7 +308,6 @@ class PrefixCache:
         None: it does not fit now, and nothing changed.
         """
         lease.check_live()
-        check_whole(num_tokens, capacity_tokens)
         if num_tokens != lease.done:
             raise ValueError(f"fork at token {num_tokens} of a lease that is at {lease.done}")
         prompt = min(num_tokens, lease.prompt_tokens)
@@ -366,7 +361,6 @@ class PrefixCache:
         end = forward_end(lease, capacity_tokens, chunk_tokens)
         if capacity_tokens <= lease.capacity_tokens and end <= lease.local_end:
             return True
-        check_whole(capacity_tokens, chunk_tokens)
         return self._extend(lease, capacity_tokens, end)
 
     @rolled_back
@@ -388,7 +382,6 @@ class PrefixCache:
             before is known.
         """
         lease.check_live()
-        check_whole(start, end)
         to_save = (position for position in self.positions_to_save(lease, end) if position > start)
         return self._pages.lend(lease, start, min(end, min(to_save, default=end + 1) - 1))
 
@@ -492,7 +485,6 @@ class PrefixCache:
         position is before lease.done or beyond the room.
         """
         lease.check_live()
-        check_whole(position)
         limit = min(lease.capacity_tokens, lease.local_end)
         if not max(1, lease.done) <= position <= limit:
             raise ValueError(

@@ -429,33 +429,6 @@ def test_no_request_waits_for_a_pass_over_all_that_is_known(spec, monkeypatch):
     cache.check_integrity()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"capacity_tokens": 60.0},
-        {"capacity_tokens": "60"},
-        {"capacity_tokens": 60, "chunk_tokens": "16"},
-        {"capacity_tokens": 60, "declared": [10.5]},
-        {"capacity_tokens": 60, "declared": ["10"]},
-        {"capacity_tokens": 60, "messages": 10},
-    ],
-)
-def test_what_is_no_number_of_tokens_changes_nothing(arguments):
-    cache = PrefixCache(HYBRID, 100)
-    before = cache.stats()
-    with pytest.raises(TypeError):
-        cache.acquire(tokens(40), **arguments)
-    assert cache.stats() == before
-    lease = cache.acquire(tokens(40), capacity_tokens=60)
-    with pytest.raises(TypeError):
-        cache.extend(lease, 100.5)
-    with pytest.raises(TypeError):
-        cache.reserve_checkpoint(lease, 40.0)
-    cache.check_integrity()
-    cache.release(lease)
-    assert cache.allocator.num_free == 99
-
-
 def test_a_preempted_request_ends_no_answer():
     sim = simulator()
     running = sim.start(tokens(20), room=30)
