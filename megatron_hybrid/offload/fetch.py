@@ -200,7 +200,9 @@ class Fetches:
 
     def _progress(self, fetch: Fetch) -> Progress:
         if fetch.tier.name == "host" and fetch.state is not FetchState.LOADING:
-            return Progress.READY  # if the bytes are lost on a rank, the load fails there
+            # At once, and alike on all ranks: if bytes are lost on one, the load fails there.
+            is_read = all(read.done() for read in fetch.reads)
+            return Progress.READY if is_read else Progress.PENDING
         return Progress(self._agreed.get(fetch.record.key, Progress.PENDING))
 
     # ---- decisions ----
