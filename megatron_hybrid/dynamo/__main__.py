@@ -282,7 +282,6 @@ class HybridWorker:
     async def _answer(
         self, request: Mapping[str, Any], id: str, put: Callable[[Json], None]
     ) -> None:
-        """Put the chunks of an answer."""
         service = self.service
         room = service.engine_config.max_sequence_length
         given = request, service.tokenizer, self._style, room
