@@ -28,10 +28,7 @@ from megatron_hybrid.distributed import watchdog
 from megatron_hybrid.distributed.ranks import RankError
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.memory.cache_pool import (
-    CachePool,
-)
-from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.inference.memory.cache_pool import CachePool
 from megatron_hybrid.inference.scheduling.scheduler import RestoreFailedError
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
@@ -302,19 +299,6 @@ def another_prompt(make, rank):
     make().generate([PROMPTS[rank]], greedy(5))
 
 
-def another_seed(make, rank):
-    params = SamplingParams(temperature=0.8, seed=rank, num_tokens_to_generate=5)
-    make().generate([PROMPTS[0]], params)
-
-
-def another_seed_of_the_engine(make, rank):
-    make(random_seed=rank)
-
-
-def a_prompt_left_out(make, rank):
-    make().generate(PROMPTS[: 2 - rank], greedy(5))
-
-
 def other_tokens_after_equal_calls(make, rank):
     engine = make(verify_ranks=True)
     engine.add_request(PROMPTS[0], greedy(5)).tokens[7] = rank
@@ -357,10 +341,6 @@ def training_mode_on_one_rank(make, rank):
         engine.model.eval()
 
 
-def no_config_on_one_rank(make, rank):
-    make(**{"config": {}} if rank == 1 else {})
-
-
 def another_config(make, rank):
     make(max_tokens=64 * (1 + rank))
 
@@ -385,9 +365,6 @@ def no_room_on_one_rank(make, rank):
 DIFFERENCES = {
     # What both ranks are told, with {} for "rank 0 on the host" and "rank 1 on the host".
     another_prompt: r"{} has called add_request\(\) with \d+ at position 0 of tokens, {} has",
-    another_seed: r"{} has called add_request\(\) with seed 0, {} .* with seed 1",
-    another_seed_of_the_engine: r"InferenceConfig.random_seed .*: {} has '0', {} has '1'",
-    a_prompt_left_out: r"{} has called add_request\(\) of 90 tokens, {} has called step\(\)",
     other_tokens_after_equal_calls: "decided differently or compute different tokens",
     an_update_on_one_rank: r"{} has called add_request\(\) .*, {} has called update_weights\(\)",
     another_suspension: r"{} .* suspend\(\) with keep_cache 'drop', {} .* keep_cache 'host'",
@@ -400,7 +377,6 @@ ON_ONE = {
     # The type of rank 1's own error, and what rank 0 is told, with {} for "rank 1 on the host".
     an_error_on_one_rank: (MemoryError, "generate() failed on {}: MemoryError: there is no"),
     training_mode_on_one_rank: (RuntimeError, "step() failed on {}: RuntimeError: the model is in"),
-    no_config_on_one_rank: (TypeError, "making an engine failed on {}: TypeError: config must be"),
     no_room_on_one_rank: (MemoryError, "making an engine failed on {}: MemoryError: there is no"),
 }
 
@@ -409,15 +385,13 @@ def told_of(case, model, rank):
     """Type and text of the error that a rank gets."""
     made = []
 
-    def make(config=None, weights=None, drawn_with=None, **fields):
+    def make(weights=None, drawn_with=None, **fields):
         served = model
         if drawn_with is not None:
             torch.manual_seed(drawn_with)
             served = build_hybrid_model(model.config).eval()
         if weights is not None:
             served.decoder.final_norm.weight.data.copy_(weights)
-        if config is not None:
-            return DynamicInferenceEngine(served, None, config)
         made.append(make_engine(served, **{"verify_ranks": False, **fields}))
         return made[0]
 
