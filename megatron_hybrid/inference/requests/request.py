@@ -257,7 +257,6 @@ class Request:
         return self.num_failures >= MAX_FAILURES - 1 and not (self.done or self.got_on)
 
     def note_failure(self) -> None:
-        """Blame it for a failed step."""
         if self.got_on:
             self.num_failures, self.failed_at = 0, (self.num_tokens, self.num_computed)
         self.num_failures += 1
@@ -308,7 +307,6 @@ class Request:
         return np.unique(self.tokens[: self.num_prompt_tokens])
 
     def draw(self) -> Draw:
-        """The draw of the next token."""
         params, matcher = self.params, self.matcher
         must_end_thought = self.thought is not None and self.thought.is_over(self)
         # Where a guide is over, nothing but a stop token could be drawn.

@@ -551,7 +551,6 @@ class Scheduler:
         return len(np.unique(np.concatenate([table[:, 0] for table in tables])))
 
     def retire_closing(self) -> None:
-        """End them without their last states."""
         for request in self.closing:
             self._retire(request)
 
