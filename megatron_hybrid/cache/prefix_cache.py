@@ -247,7 +247,7 @@ class PrefixCache:
         caller supplies their bytes.
 
         Whole blocks of KV are shared as far as they are cached. Before the first forward or commit
-        the caller writes the live slot, the full-attention KV from `lease.writable_from` on, and
+        the caller writes the live slot, the full-attention KV from `lease.shared_tokens` on, and
         the local KV from `CacheSpec.first_local_block` on. Arguments as in `acquire`. None: it does
         not fit now, and nothing changed. When no other lease is live and `fits` is true, it always
         fits.
