@@ -535,7 +535,7 @@ def test_a_fetch_is_an_entry_of_the_plan():
     result = engine.runner.run(plan)
     assert not torch.equal(engine.memory.pool, before)
     assert (engine.cache.allocator.ref_counts[pages[pages != NULL_PAGE]] == 1).all()
-    engine.scheduler.complete(plan, result)
+    engine.scheduler.complete(result)
     while not request.done:
         engine.step()
     assert request.token_ids == expected
