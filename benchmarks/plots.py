@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_hybrid.tools.plots import pyplot
-
 ROOT = Path(__file__).parents[1]
 RESULTS, FOLDER = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
 THEMES = {"": ("#ffffff", "#1f2328", "#656d76"), "-dark": ("#1e2129", "#e6edf3", "#9198a1")}
@@ -32,6 +30,18 @@ BARS = (
     ("an infinite cache", ("ceiling",), "#b9a4e0"),
 )
 """What it is called, engines of which the better one counts, colour."""
+
+
+def pyplot(option: str):
+    """Import matplotlib.pyplot, without a display; `option` is named where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError(f"{option} needs matplotlib: `pip install matplotlib`") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
 
 
 def drawn(name: str, draw: Callable, folder: Path = FOLDER, option: str = "--plots") -> list[Path]:

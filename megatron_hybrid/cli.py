@@ -13,7 +13,6 @@ from megatron_hybrid.commands import (
     demo,
     explain,
     generate,
-    grafana,
     info,
     plan,
     preprocess,
@@ -38,7 +37,6 @@ COMMANDS = {
     "quantize": quantize,
     "preprocess": preprocess,
     "train": train,
-    "grafana": grafana,
     "info": info,
 }
 

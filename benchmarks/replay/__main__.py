@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from benchmarks.plots import pyplot
 from benchmarks.replay import cliff, plots, table, traces
 from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.footprint import footprint
@@ -22,7 +23,6 @@ from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.sweep import GB, Cell, run_cells
 from benchmarks.replay.workloads import WORKLOADS
 from megatron_hybrid.commands.arguments import gigabytes, whole_number
-from megatron_hybrid.tools.plots import pyplot
 from megatron_hybrid.tools.replay.request import Request
 
 TRACE_BUDGETS_GB = (16, 64, 256)

@@ -1,8 +1,6 @@
-"""Checks of what callers pass in: tokens and whole numbers."""
+"""as_tokens: checks the prompts that callers pass in."""
 
 from __future__ import annotations
-
-import operator
 
 import numpy as np
 
@@ -23,11 +21,3 @@ def as_tokens(tokens: np.ndarray) -> np.ndarray:
             f"tokens reach from {array.min()} to {array.max()}; they must fit in int32"
         )
     return narrow
-
-
-def check_whole(*numbers: int | None) -> None:
-    """Raise TypeError if a number is neither an integer nor None: page counts would take its
-    type."""
-    for number in numbers:
-        if number is not None:
-            operator.index(number)

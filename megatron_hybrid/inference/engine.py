@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_hybrid.cache.explain import Explanation
 from megatron_hybrid.cache.index.journal import Version
-from megatron_hybrid.cache.tree_view import TreeChanges, TreeView
+from megatron_hybrid.cache.tree_view import EdgeView, TreeChanges
 from megatron_hybrid.distributed.rank_control import RankControl
 from megatron_hybrid.distributed.ranks import MAKING, ranks_of, replica_of
 from megatron_hybrid.distributed.rendezvous import BEGIN_SECONDS, announce_failure
@@ -567,9 +567,9 @@ class DynamicInferenceEngine:
         order, with the last `num_tokens` tokens of each prompt. For operators, as `explain`."""
         return self.inspection.requests(num_tokens)
 
-    def cache_tree(self, max_edges: int = 10_000, num_tokens: int = 0) -> TreeView:
-        """The tree of cached prefixes: its edges, those used last if there are more than
-        `max_edges`, with the first `num_tokens` tokens of each, and where each state is. For
+    def cache_tree(self, max_edges: int = 10_000, num_tokens: int = 0) -> list[EdgeView]:
+        """The tree of cached prefixes: its edges, parents first, those used last if there are more
+        than `max_edges`, with the first `num_tokens` tokens of each, and where each state is. For
         operators, as `explain`."""
         return self.inspection.cache_tree(max_edges, num_tokens)
 
@@ -578,7 +578,7 @@ class DynamicInferenceEngine:
     ) -> TreeChanges:
         """Return what has changed in the tree of cached prefixes since an earlier answer's
         `version` (None: all of it), with at most `limit` edges and the first `num_tokens` tokens of
-        each. Unlike `cache_tree` it looks at nothing else."""
+        each."""
         return self.inspection.cache_changes(since, limit, num_tokens)
 
     def metrics(self) -> str:

@@ -116,7 +116,6 @@ def make_parts(
     graphs = allocated.graph_sizes
     runner = ModelRunner(
         model,
-        memory,
         allocated.context,
         offload.fetches.load,
         config.logprobs_mode,

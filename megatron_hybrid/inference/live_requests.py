@@ -192,7 +192,7 @@ class LiveRequests:
     def run_moves(self) -> None:
         """Execute the moves that are due before the next step."""
         if plan := self._scheduler.schedule_moves():
-            self._scheduler.complete(plan, self._runner.run(plan))
+            self._scheduler.complete(self._runner.run(plan))
 
     def _move_between_steps(self) -> None:
         try:

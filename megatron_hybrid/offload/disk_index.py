@@ -8,6 +8,7 @@ dropped record could come back after its pages were overwritten.
 from __future__ import annotations
 
 import errno
+import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +18,6 @@ import numpy as np
 
 from megatron_hybrid.offload.tier import Record
 from megatron_hybrid.utils.child_lifetime import never_free
-
-try:
-    import sqlite3
-except ImportError:  # some builds of Python lack it, and most engines have no folder
-    sqlite3 = None
 
 FORMAT = 4
 """Version of the folder and of a page's content; increased when either changes."""
@@ -65,18 +61,12 @@ class DiskIndex:
         head: what the records depend on, by name.
 
     Raises:
-        CacheFolderError: the index is of another version or head, and has not changed; or this
-            Python has no usable sqlite3.
+        CacheFolderError: the index is of another version or head, and has not changed.
         DamagedIndexError: see there.
         OSError: it cannot be used. All methods but `close` may raise it.
     """
 
     def __init__(self, path: Path, head: dict[str, str | int]):
-        if sqlite3 is None or not sqlite3.threadsafety:
-            raise CacheFolderError(
-                "a cache folder needs Python's module sqlite3, with threads: use a Python that has "
-                "it, or leave out cache_dir"
-            )
         self._path = path
         with self._os_errors():
             self._connection = sqlite3.connect(path, timeout=0, check_same_thread=False)

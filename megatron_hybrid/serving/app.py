@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.inference.async_stream import AsyncStream
 from megatron_hybrid.inference.metrics.prometheus import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.requests.builder import Prompt, RenderedChat
 from megatron_hybrid.inference.sampling_params import SamplingParams
@@ -75,7 +76,7 @@ from megatron_hybrid.serving.schemas import (
     Tokenized,
     Version,
 )
-from megatron_hybrid.serving.service import PromptStreams, Service
+from megatron_hybrid.serving.service import Service
 from megatron_hybrid.serving.slow_clients import cancel_on_disconnect
 from megatron_hybrid.serving.trainer_routes import add_trainer
 from megatron_hybrid.text.guide import Guide
@@ -297,7 +298,8 @@ async def _answer(
             body.headers.update(headers)
             return body
         streams = service.streams(prompts, params, options)
-        undo.push_async_callback(streams.aclose)
+        for stream in streams:
+            await undo.enter_async_context(stream)
         # What fails before the first token has a status of HTTP.
         await cancel_on_disconnect(request.receive, service.wait_for_first_output(ticket, streams))
         return _EventStream(_events(service, ticket, answer, streams), undo.pop_all(), headers)
@@ -365,8 +367,6 @@ def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
             fields.changes.append("left out thinking.budget_tokens: this model has none to end")
     if isinstance(fields, ChatFields) and service.config.logs_prompts:
         logger.info("prompt: %s", service.tokenizer.detokenize(prompts[0].tokens, False))
-    if fields.stream:
-        service.check_late(prompts, params, fields.caller_names)
     return PreparedRequest(prompts, params, guide, style, bool(thinks))
 
 
@@ -409,7 +409,7 @@ async def _events(
     service: Service,
     ticket: Ticket,
     answer: AnyAnswer,
-    streams: PromptStreams,
+    streams: Sequence[AsyncStream],
 ) -> AsyncIterator[bytes]:
     """The server-sent events of a stream. An error after the first is an event, too."""
     try:

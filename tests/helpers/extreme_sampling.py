@@ -111,12 +111,17 @@ def naive_draw(logits_V: np.ndarray, draw: Draw) -> int:
     return int(kept[np.argmax(tempered[kept] + _noise(kept, draw))])
 
 
-def _noise(ids: np.ndarray, draw: Draw) -> np.ndarray:
-    first, second = (key % 2**32 for key in noise_keys(draw.seed, draw.sample_index, draw.position))
+def naive_hash(ids: np.ndarray, keys: tuple[int, int]) -> np.ndarray:
+    """`token_hash` of a row's tokens, in whole numbers."""
+    first, second = (key % 2**32 for key in keys)
     h = ids.astype(np.uint64) * 0x9E3779B9 % 2**32 ^ first
     h = (h ^ h >> 16) * 0x7FEB352D % 2**32 ^ second
     h = (h ^ h >> 15) * 0x846CA68B % 2**32
-    w = ((h ^ h >> 16) % 2**31 + 0.5) / 2**31
+    return (h ^ h >> 16) % 2**31
+
+
+def _noise(ids: np.ndarray, draw: Draw) -> np.ndarray:
+    w = (naive_hash(ids, noise_keys(draw.seed, draw.sample_index, draw.position)) + 0.5) / 2**31
     return -np.log(-np.log1p(-w))
 
 

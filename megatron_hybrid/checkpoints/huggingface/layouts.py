@@ -27,6 +27,23 @@ SAME = Layout(lambda theirs: theirs, lambda ours: ours)
 """One tensor, the same in both."""
 
 
+@dataclass(frozen=True)
+class TensorMap:
+    """Some of our tensors hold the same numbers as some of theirs."""
+
+    ours: tuple[str, ...]
+    """Canonical parameter names (`models/parameter_names.py`)."""
+    theirs: tuple[str, ...]
+    """Names in the safetensors files."""
+    layout: Layout = SAME
+    """How the numbers lie in each."""
+
+
+def same(ours: str, theirs: str, layout: Layout = SAME) -> TensorMap:
+    """One tensor of ours, one of theirs."""
+    return TensorMap((ours,), (theirs,), layout)
+
+
 def joined(sizes: Sequence[int], dim: int = 0) -> Layout:
     """Our one tensor is theirs, of these sizes along `dim`, one after another."""
     sizes = list(sizes)

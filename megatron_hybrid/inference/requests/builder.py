@@ -243,15 +243,6 @@ class RequestBuilder:
         # A checked copy: the caller may have changed fields, and may change them later.
         return params.resolved(self._model_defaults)
 
-    def check_prompt(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Check a prompt's tokens and their number.
-
-        Raises:
-            TypeError, ValueError: as `build`.
-        """
-        params = self.check_params(params)
-        self._check_length(len(self.tokens_of(prompt, params)), params)
-
     def check_guide(self, guide: Guide) -> None:
         """Compile a guide, which makes its first request fast. Any thread may do so.
 

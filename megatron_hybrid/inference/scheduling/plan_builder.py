@@ -128,9 +128,8 @@ class PlanBuilder:
         self.restores.pop(request, None)
         self.ending.pop(request, None)
 
-    def plan(self, number: int, loads: dict[bytes, list[np.ndarray]]) -> StepPlan:
+    def plan(self, loads: dict[bytes, list[np.ndarray]]) -> StepPlan:
         return StepPlan(
-            number,
             drops=self.drops,
             parks=list(self.parks.values()),
             loads=loads,

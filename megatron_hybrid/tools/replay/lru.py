@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,25 +20,17 @@ class LeastRecentlyUsed(Baseline):
     blocks on its path, and the restored state.
 
     Args:
+        sizes, windows: of `Baseline`.
         whole_leaves: evict whole leaves of the tree, not only as many blocks as needed.
     """
 
-    def __init__(
-        self,
-        block: int,
-        kv_bytes_per_token: int,
-        state_bytes: int,
-        budget_bytes: float,
-        window: int = 0,
-        window_bytes: int = 0,
-        whole_leaves: bool = False,
-    ):
-        super().__init__(block, kv_bytes_per_token, state_bytes, budget_bytes, window, window_bytes)
+    def __init__(self, *sizes: Any, whole_leaves: bool = False, **windows: int):
+        super().__init__(*sizes, **windows)
         self._whole_leaves = whole_leaves
         self._heap: list[tuple] = []
         self._pushed = 0
 
-    def begin(self, prompt: np.ndarray) -> Running | None:
+    def begin(self, prompt: np.ndarray, message_starts: Sequence[int] = ()) -> Running | None:
         self.tick += 1
         path, depth = self.tree.walk(prompt)
         if not self.needs_state:
@@ -113,7 +107,7 @@ class Ceiling:
     def prepare(self, tokens: np.ndarray) -> np.ndarray:
         return tokens
 
-    def begin(self, prompt: np.ndarray) -> Running:
+    def begin(self, prompt: np.ndarray, message_starts: Sequence[int] = ()) -> Running:
         return self._cache.begin(prompt)
 
     def finish(self, handle: Running, tokens: np.ndarray) -> None:

@@ -357,13 +357,6 @@ def an_update_on_one_rank(make, rank):
     engine.generate([PROMPTS[0]], greedy(5))
 
 
-def a_suspension_on_one_rank(make, rank):
-    engine = make()
-    if rank == 1:
-        engine.suspend()
-    engine.generate([PROMPTS[0]], greedy(5))
-
-
 def another_suspension(make, rank):
     make().suspend(("drop", "host")[rank])
 
@@ -426,7 +419,6 @@ DIFFERENCES = {
     a_prompt_left_out: r"{} has called add_request\(\) of 90 tokens, {} has called step\(\)",
     other_tokens_after_equal_calls: "decided differently or compute different tokens",
     an_update_on_one_rank: r"{} has called add_request\(\) .*, {} has called update_weights\(\)",
-    a_suspension_on_one_rank: r"{} has called add_request\(\) .*, {} has called suspend\(\)",
     another_suspension: r"{} .* suspend\(\) with keep_cache 'drop', {} .* keep_cache 'host'",
     one_rank_follows: r"{} has called add_request\(\) .*, {} has called follow\(\)",
     another_config: r"InferenceConfig.max_tokens differs .*: {} has '64', {} has '128'",
@@ -528,10 +520,10 @@ ENDS = {
     "a following rank is stuck": (1, is_stuck, False, False),
     "the leading rank is frozen": (0, is_frozen, False, False),
     "the leading rank is stuck": (0, is_stuck, False, False),
+    "a rank dies where all make the calls": (1, dies, False, False),
 }
 ROWS = matrix_rows(
     ENDS,
-    "a following rank raises and stays",
     "a following rank decides otherwise",
     "a following rank is frozen",
     "the leading rank is stuck",
@@ -547,6 +539,10 @@ def run_to_the_end(rank, folder, name):
         steps = iter(range(100))
         model.register_forward_pre_hook(lambda *_: fail() if next(steps) == 7 else None)
     engine = make_engine(model, rank_timeout=timeout)
+    if name.endswith("make the calls"):
+        for prompt in PROMPTS:
+            ask(engine, prompt)
+        return
     if rank == 0:
         with engine.lead():
             ask(engine, PROMPTS[0])

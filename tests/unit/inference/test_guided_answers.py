@@ -186,7 +186,7 @@ def fits(value, schema: dict) -> bool:
 ENGINE = engine_of(max_requests=16)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(st.lists(SCHEMAS, min_size=4, max_size=4), st.integers(0, 1000))
 def test_answers_fit_their_json_schemas(schemas, seed):
     options = [RequestOptions(guide=Guide.json_schema(schema), n=2) for schema in schemas]

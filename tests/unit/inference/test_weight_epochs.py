@@ -1,7 +1,5 @@
 """New weights in a training loop: nothing of older ones is used, and results tell their epochs."""
 
-import asyncio
-
 import pytest
 import torch
 from differential import LogitsRecorder
@@ -13,7 +11,6 @@ from slow_tiers import SlowArrival, SlowStore
 from torch import nn
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
-from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.offload.fetch import FetchState
 from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
@@ -77,20 +74,6 @@ def test_an_engine_serves_the_parameters_of_a_wrapped_model(name, core_groups):
 def test_what_holds_no_hybrid_model_is_refused(given):
     with pytest.raises(TypeError, match=f"bare or wrapped, got {type(given).__name__}"):
         tiny_engine(given)
-
-
-def test_an_async_engine_takes_new_weights(default_group):
-    async def run():
-        model = fresh_model()
-        async with AsyncEngine(nn.parallel.DistributedDataParallel(model)) as engine:
-            await engine.generate(PROMPT, greedy(2))
-            model.output_layer.weight.data.mul_(-1.0)
-            await engine.update_weights()
-            return model, await engine.generate(PROMPT, greedy(4))
-
-    model, result = asyncio.run(run())
-    assert result.epochs == [(1, 0)] and result.prefix.skipped_tokens == 0
-    assert is_greedy(copy_of(model), PROMPT, result.token_ids)
 
 
 # No stale hit ------------------------------------------------------------------------------------
@@ -181,7 +164,7 @@ def test_nothing_of_older_weights_is_used(tmp_path, change, mode, pattern):
     engine.close()
 
 
-@pytest.mark.parametrize("mode", PREFIX_CACHING_MODES)
+@pytest.mark.parametrize("mode", matrix_rows(PREFIX_CACHING_MODES, "restore"))
 @pytest.mark.parametrize("change", NOTICED)
 def test_what_the_engine_notices_begins_an_epoch_too(tmp_path, change, mode):
     model = fresh_model()
