@@ -13,7 +13,8 @@ EXTRA = "megatron-hybrid[tracing]"
 class RequestTracer:
     """Sends the spans of each request after its end: `llm_request`, and inside of it `queue`,
     `restore` (from host memory or disk), `prefill` and `decode`. A thread of OpenTelemetry's sends
-    them in batches; a collector that does not answer costs spans, and no request.
+    them in batches; a collector that does not answer for 2 s costs spans, and no
+    request.
 
     Args:
         endpoint: URL of a collector that takes OTLP over HTTP, such as
@@ -39,7 +40,7 @@ class RequestTracer:
         # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come before this name.
         resource = Resource({"service.name": "megatron_hybrid"}).merge(Resource.create())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=2)))
         self._tracer = self._provider.get_tracer("megatron_hybrid", __version__)
         self._extract, self._inside = (
             TraceContextTextMapPropagator().extract,
