@@ -284,7 +284,6 @@ class HybridWorker:
     async def _answer(
         self, request: Mapping[str, Any], id: str, traceparent: str, put: Callable[[Json], None]
     ) -> None:
-        """Put the chunks of an answer. traceparent: the caller's span."""
         service = self.service
         room = service.engine_config.max_sequence_length
         given = request, service.tokenizer, self._style, room

@@ -353,16 +353,16 @@ def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
         prompts = [truncated(prompt, most, fields.truncation_side) for prompt in prompts]
     style, thinks = None, None
     if isinstance(fields, ChatFields):
-        tokenizer = service.tokenizer_of(fields)
-        style = service.config.style_of(tokenizer.template_source(fields.shown_tools))
+        template = service.tokenizer.template_source(fields.shown_tools)
+        style = service.config.style_of(template)
         if style.thoughts is not None:
-            thinks = is_thinking(tokenizer, fields, style.thoughts)
+            thinks = is_thinking(service.tokenizer, fields, style.thoughts)
     guide = guide_of(fields, style, thinks)
     params = _params(service, fields, prompts)
     if isinstance(fields, ChatFields) and fields.thinking_token_budget not in (None, -1):
         given = fields.thinking_token_budget, style.thoughts, bool(thinks)
         try:
-            params.thinking_budget = thinking_budget(tokenizer, *given)
+            params.thinking_budget = thinking_budget(service.tokenizer, *given)
         except ApiError:
             if not isinstance(fields, MessageChat):  # its clients give one to all models
                 raise
@@ -386,7 +386,7 @@ def _prompts(service: Service, fields: GenerationFields) -> list[Prompt]:
 
 
 def _chat_prompt(service: Service, fields: TemplateFields) -> RenderedChat:
-    return chat_prompt(service.tokenizer_of(fields), fields, service.config.keeps_changing_lines)
+    return chat_prompt(service.tokenizer, fields, service.config.keeps_changing_lines)
 
 
 def _params(

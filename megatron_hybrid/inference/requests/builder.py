@@ -258,7 +258,7 @@ class RequestBuilder:
         return GuideCompiler(*self.guide_vocabulary)
 
     @property
-    def guide_vocabulary(self) -> tuple[Sequence[bytes], int, Sequence[bytes] | None]:
+    def guide_vocabulary(self) -> tuple[Sequence[bytes], int]:
         """Arguments of a `GuideCompiler`.
 
         Raises:
@@ -269,8 +269,7 @@ class RequestBuilder:
                 f"a guide needs a tokenizer with token_bytes, and {type(self.tokenizer).__name__} "
                 "has none: use the one of load_pretrained"
             )
-        first = getattr(self.tokenizer, "first_token_bytes", None)
-        return self.tokenizer.token_bytes, self.vocab_size, first
+        return self.tokenizer.token_bytes, self.vocab_size
 
     def tokens_of(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:
         """Token ids of a prompt, int [L]."""
