@@ -438,7 +438,7 @@ def test_every_setting_of_the_server_has_an_option_that_reaches_it(monkeypatch):
     numbers = ["--max-waiting", "3", "--queue-timeout", "4", "--max-body-mib", "5"]
     with pytest.raises(SystemExit):
         cli.main(["serve", *options, *numbers, "--served-model-name", "mine"])
-    assert len(flags) > 6 and all(found[name] is True for name in flags)
+    assert len(flags) > 5 and all(found[name] is True for name in flags)
     assert (found["max_waiting"], found["queue_seconds"], found["max_body_bytes"]) == (
         3,
         4,

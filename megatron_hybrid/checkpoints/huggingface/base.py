@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface.layouts import TensorMap
-from megatron_hybrid.checkpoints.huggingface.tensors import TensorNames
+from megatron_hybrid.checkpoints.huggingface.tensors import TensorNames, experts_one_by_one
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -27,6 +27,9 @@ class Adapter(ABC):
 
     composite_tied: bool = False
     """`tie_word_embeddings` of such a model whose config.json does not say it."""
+
+    stacks_experts: bool = False
+    """Whether the experts of a layer lie in one tensor, and one by one in quantized folders."""
 
     prediction_names: tuple[str, ...] = ()
     """Regular expressions of the tensor names of MTP heads."""
@@ -115,13 +118,13 @@ class Adapter(ABC):
         return {}
 
     def as_found(self, tensor_map: TensorMap, config: HybridConfig, shapes: Shapes) -> TensorMap:
-        """One of `tensors` for reading a folder that holds tensors of these shapes.
-
-        For architectures whose folders are of several kinds; `tensors` is what gets written.
+        """One of `tensors` for reading a folder that holds tensors of these shapes; `tensors` is
+        what gets written. Architectures whose folders differ in more than `one_by_one` override it.
         """
-        return tensor_map
+        separate = self.one_by_one(tensor_map, config)
+        return separate if separate.theirs[0] in shapes else tensor_map
 
     def one_by_one(self, tensor_map: TensorMap, config: HybridConfig) -> TensorMap:
         """One of `tensors` as quantized folders have it: experts that lie in one tensor have names
         of their own there. Others, and where no such folders are known, as it is."""
-        return tensor_map
+        return experts_one_by_one(tensor_map, config) if self.stacks_experts else tensor_map

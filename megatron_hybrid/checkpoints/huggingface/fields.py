@@ -212,6 +212,13 @@ WINDOW_SYMBOLS = {"sliding_attention": "W", "full_attention": "*"}
 """The layer types of a model whose layers all attend, some of them within a window."""
 
 
+def layer_types(hf: Mapping[str, Any], other: str, period: int) -> list[str]:
+    """`layer_types`; where that is left out, full attention in each `period`-th layer, and `other`
+    in the rest."""
+    numbers = range(1, required(hf, "num_hidden_layers") + 1)
+    return hf.get("layer_types") or [other if i % period else "full_attention" for i in numbers]
+
+
 def symbols_of(
     layer_types: Sequence[str | None], symbols: Mapping[str, str], num_layers: int
 ) -> list[str]:

@@ -114,9 +114,8 @@ class Gemma3(Adapter):
         is_gemma3 = hf["model_type"] == "gemma3_text"
         if is_gemma3:
             fields.only(hf, attn_logit_softcapping=None)  # transformers' Gemma 3 does not apply it
-        pattern = fields.symbols_of(
-            _layer_types(hf), fields.WINDOW_SYMBOLS, hf["num_hidden_layers"]
-        )
+        types = fields.layer_types(hf, "sliding_attention", hf["sliding_window_pattern"])
+        pattern = fields.symbols_of(types, fields.WINDOW_SYMBOLS, hf["num_hidden_layers"])
         rotary = {
             symbol: _rotary(hf, kind)
             for kind, symbol in fields.WINDOW_SYMBOLS.items()
@@ -143,16 +142,6 @@ class Gemma3(Adapter):
 
 def _with_defaults(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {**_SHARED_DEFAULTS, **_DEFAULTS[hf["model_type"]], **hf}
-
-
-def _layer_types(hf: Mapping[str, Any]) -> list[str]:
-    if hf.get("layer_types"):
-        return hf["layer_types"]
-    period = hf["sliding_window_pattern"]
-    return [
-        "sliding_attention" if i % period else "full_attention"
-        for i in range(1, hf["num_hidden_layers"] + 1)
-    ]
 
 
 def _rotary(hf: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
@@ -183,7 +172,8 @@ class Gemma4(Adapter):
         if hf["hidden_size_per_layer_input"]:
             fields.only(hf, vocab_size_per_layer_input=hf["vocab_size"])
         # Transformers makes the last one such a layer, whatever is given.
-        kinds = [*_layer_types(hf)[:-1], "full_attention"]
+        kinds = fields.layer_types(hf, "sliding_attention", hf["sliding_window_pattern"])
+        kinds = [*kinds[:-1], "full_attention"]
         rope = hf.get("rope_parameters") or _ROPE
         symbols = fields.symbols_of(kinds, fields.WINDOW_SYMBOLS, hf["num_hidden_layers"])
         overrides = {

@@ -48,6 +48,7 @@ class GptOss(Adapter):
     """`GptOssForCausalLM`, with the experts in floating point or, as published, in MXFP4."""
 
     model_types = ("gpt_oss",)
+    stacks_experts = True
     names = TensorNames(
         {**dict.fromkeys("*W", ("self_attn", _attention_tensors)), "E": ("mlp", _moe_tensors)}
     )
@@ -55,9 +56,7 @@ class GptOss(Adapter):
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         fields.only(hf, attention_bias=True, hidden_act="silu", swiglu_alpha=1.702)
         layers = fields.required(hf, "num_hidden_layers")
-        types = hf.get("layer_types") or [
-            "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
-        ]
+        types = fields.layer_types(hf, "sliding_attention", 2)
         symbols = fields.symbols_of(types, fields.WINDOW_SYMBOLS, layers)
         has_rope = hf.get("rope_parameters") is not None or hf.get("rope_scaling")
         return {
@@ -79,10 +78,6 @@ class GptOss(Adapter):
     def as_found(self, tensor_map: TensorMap, config: HybridConfig, shapes: Shapes) -> TensorMap:
         """See `Adapter.as_found`. Of packed experts the rows are outputs, of others inputs."""
         if (blocks := f"{tensor_map.theirs[0]}_blocks") not in shapes:
-            separate = self.one_by_one(tensor_map, config)
-            return separate if separate.theirs[0] in shapes else tensor_map
+            return super().as_found(tensor_map, config, shapes)
         layout = alternating(1) if blocks.endswith("gate_up_proj_blocks") else SAME
         return same(tensor_map.ours[0], blocks, layout)
-
-    def one_by_one(self, tensor_map: TensorMap, config: HybridConfig) -> TensorMap:
-        return tensors.experts_one_by_one(tensor_map, config)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, Shapes, TensorMap, TensorNames
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
 from megatron_hybrid.checkpoints.huggingface.layouts import same, transposed
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
@@ -31,6 +31,7 @@ class Llama4(Adapter):
         }
     )
     composite_types = ("llama4",)
+    stacks_experts = True
     ignored = (r".*\.rotary_emb\.inv_freq", r"(vision_model|multi_modal_projector)\..*")
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,14 +60,6 @@ class Llama4(Adapter):
             "moe_ffn_hidden_size": width,
             "moe_shared_expert_intermediate_size": width,
         }
-
-    def as_found(self, tensor_map: TensorMap, config: HybridConfig, shapes: Shapes) -> TensorMap:
-        """See `Adapter.as_found`: quantized folders have the experts one by one."""
-        separate = self.one_by_one(tensor_map, config)
-        return separate if separate.theirs[0] in shapes else tensor_map
-
-    def one_by_one(self, tensor_map: TensorMap, config: HybridConfig) -> TensorMap:
-        return tensors.experts_one_by_one(tensor_map, config)
 
 
 def _pattern(hf: Mapping[str, Any]) -> str:

@@ -107,13 +107,10 @@ _SYMBOLS = {"linear_attention": "G", "full_attention": "*"}
 
 def _mixers(hf: Mapping[str, Any]) -> list[str]:
     """G or * for each of their layers."""
-    num_layers = fields.required(hf, "num_hidden_layers")
-    types = hf.get("layer_types")
-    if types is None:
-        types = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(num_layers)]
-        if "full_attention" not in types:
-            types[-1] = "full_attention"
-    return fields.symbols_of(types, _SYMBOLS, num_layers)
+    types = fields.layer_types(hf, "linear_attention", 4)
+    if hf.get("layer_types") is None and "full_attention" not in types:
+        types[-1] = "full_attention"
+    return fields.symbols_of(types, _SYMBOLS, hf["num_hidden_layers"])
 
 
 def _rotary_fields(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -118,15 +118,8 @@ class Qwen3Next(Adapter):
 
 def _mixers(hf: Mapping[str, Any]) -> list[str]:
     """G or * for each of their layers."""
-    num_layers = fields.required(hf, "num_hidden_layers")
-    types = hf.get("layer_types")
-    if types is None:
-        interval = hf.get("full_attention_interval", 4)
-        types = [
-            "linear_attention" if (i + 1) % interval else "full_attention"
-            for i in range(num_layers)
-        ]
-    return fields.symbols_of(types, _SYMBOLS, num_layers)
+    types = fields.layer_types(hf, "linear_attention", hf.get("full_attention_interval", 4))
+    return fields.symbols_of(types, _SYMBOLS, hf["num_hidden_layers"])
 
 
 class Qwen35(Qwen3Next):
