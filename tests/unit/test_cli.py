@@ -482,7 +482,7 @@ def test_every_setting_of_the_server_has_an_option_that_reaches_it(monkeypatch):
     numbers = ["--max-waiting", "3", "--queue-timeout", "4", "--max-body-mib", "5"]
     with pytest.raises(SystemExit):
         cli.main(["serve", *options, *numbers, "--served-model-name", "mine"])
-    assert len(flags) > 6 and all(found[name] is True for name in flags)
+    assert len(flags) > 5 and all(found[name] is True for name in flags)
     assert (found["max_waiting"], found["queue_seconds"], found["max_body_bytes"]) == (
         3,
         4,
@@ -553,7 +553,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     assert (result.returncode, result.stderr) == (141, "")
 
 
-SET_FIELDS = {"generate": 7, "chat": 7, "explain": 7, "serve": 36, "profile": 1, "plan": 1}
+SET_FIELDS = {"generate": 7, "chat": 7, "explain": 7, "serve": 35, "profile": 1, "plan": 1}
 COUNT_WITH = {("plan", "num_speculative_tokens"), ("plan", "cuda_graphs")}
 """Options with the name of a field that they do not set."""
 
