@@ -37,7 +37,7 @@ from megatron_hybrid.serving.fields import (
     TokenizeFields,
 )
 from megatron_hybrid.serving.idle_memory import trim_when_idle
-from megatron_hybrid.serving.json_response import encode_json, in_turn, json_response
+from megatron_hybrid.serving.json_response import in_turn, json_response
 from megatron_hybrid.serving.messages import CHAT_NAMES as MESSAGE_NAMES
 from megatron_hybrid.serving.messages import MessageAnswer, MessageChat, MessageFields, PromptFields
 from megatron_hybrid.serving.page_routes import add_page
@@ -53,7 +53,7 @@ from megatron_hybrid.serving.request_mapping import (
     thinking_budget,
     truncated,
 )
-from megatron_hybrid.serving.request_middleware import RequestMiddleware
+from megatron_hybrid.serving.request_middleware import RequestMiddleware, refusal
 from megatron_hybrid.serving.responses import CHAT_NAMES, ResponseAnswer, ResponseFields
 from megatron_hybrid.serving.routes import EVENTS, Answers, errors, keyed_routes
 from megatron_hybrid.serving.schemas import (
@@ -130,29 +130,29 @@ def create_app(service: Service) -> FastAPI:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return _refusal(error, request)
+        return refusal(error, request.scope)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             error = ApiError(400, f"the body is no JSON: {first['ctx']['error']}")
-            return _refusal(error, request)
+            return refusal(error, request.scope)
         is_read = request.method == "POST" and first["loc"][0] == "body"
         if is_read and "json" not in request.headers.get("content-type", ""):
             error = ApiError(400, "the body is JSON: send Content-Type: application/json")
-            return _refusal(error, request)
-        return _refusal(refusal_of_field(error.errors()), request)
+            return refusal(error, request.scope)
+        return refusal(refusal_of_field(error.errors()), request.scope)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        answer = _refusal(ApiError(error.status_code, str(error.detail)), request)
+        answer = refusal(ApiError(error.status_code, str(error.detail)), request.scope)
         answer.headers.update(error.headers or {})  # such as Allow
         return answer
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return _refusal(ApiError(500, f"{type(error).__name__}: {error}"), request)
+        return refusal(ApiError(500, f"{type(error).__name__}: {error}"), request.scope)
 
 
 _UNWELL: Answers = {
@@ -161,13 +161,6 @@ _UNWELL: Answers = {
         "content": {"text/plain": {}},
     }
 }
-
-
-def _refusal(error: ApiError, request: Request) -> Response:
-    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-    return Response(
-        encode_json(error.body_of(path)), error.status, error.headers, "application/json"
-    )
 
 
 # Completions and chats --------------------------------------------------------------------------

@@ -34,13 +34,6 @@ from megatron_hybrid.text.chat_template import TextTooLongError
 from megatron_hybrid.utils.field_help import fields_help
 from megatron_hybrid.utils.validation import Range
 
-LABELS = frozenset(
-    (
-        *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
-        *("service_tier", "store", "user"),
-    )
-)
-"""Fields that say something about a request, and nothing about its answer."""
 PART_TYPES = ("text", "input_text", "output_text", "refusal")
 """Parts of a message's content that are texts."""
 
