@@ -27,7 +27,7 @@ from megatron_hybrid.models.batch_checks import (
 from megatron_hybrid.models.batch_layout import batch_layout, row_padding
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
-from megatron_hybrid.models.layer_specs import get_layer_spec, get_mixer, get_norm
+from megatron_hybrid.models.layer_specs import get_mixer, get_norm
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext, UncachedContext
 from megatron_hybrid.models.mixers.projections import LocalColumnLinear
@@ -128,10 +128,7 @@ class HybridModel(_LanguageModule):
         configs = [config.for_layer(self.layer_offset + i) for i in range(1, len(symbols) + 1)]
         self._shared_kv_layers = {own.kv_source_layer for own in configs} - {None}
         check_recompute_modules(config, {symbol: get_mixer(symbol) for symbol in config.symbols})
-        specs = [get_layer_spec(own, symbol) for own, symbol in zip(configs, symbols)]
-        self.decoder = HybridStack(
-            config, symbols, configs, specs, get_norm(config), pg_collection, post_process
-        )
+        self.decoder = HybridStack(config, symbols, configs, pg_collection, post_process)
         if config.pattern.predictions:
             # Core asks whether a model has the attribute.
             self.mtp = MultiTokenPrediction(config, pg_collection)
@@ -255,6 +252,11 @@ class HybridModel(_LanguageModule):
         """The name in the whole model of a parameter of this stage; a copy of another stage's
         parameter has that one's."""
         return self.stage_copies.name(canonical_name(name, self.layer_offset))
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the parameters have their memory, which an engine can give back for a while."""
+        return next(self.parameters()).untyped_storage().nbytes() > 0
 
     def cache_requirements(self) -> list[LayerCache]:
         """State that each layer of this stage keeps between calls; index is layer_number - 1."""

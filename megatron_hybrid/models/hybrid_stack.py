@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.layer_pattern import LAYER_KINDS
+from megatron_hybrid.models.layer_specs import get_layer_spec, get_norm
 from megatron_hybrid.models.mixers.base import LayerCache, MixerPlace, StackInputs, rank_generator
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.norms import is_plain
-from megatron_hybrid.models.recompute import (
-    is_selected,
-    recompute,
-    recompute_if,
-    recompute_output,
-)
+from megatron_hybrid.models.recompute import is_selected, recompute, recompute_if, recompute_output
 from megatron_hybrid.models.sharding.collectives import gather_rows, split_rows
 
 layer_watcher: ContextVar[Callable[[str, nn.Module], None] | None]
@@ -57,67 +52,49 @@ class ResidualSums:
         return self._normed_Th if hidden_Th is self._sum_Th else norm(hidden_Th)
 
 
-@dataclass
-class HybridLayerSubmodules:
-    """The mixer, and the norms before and after it.
-
-    A norm is an identity if `norm_placement` has none there; the first one also if the mixer's
-    input projection normalises.
-    """
-
-    norm: ModuleSpec | type
-    mixer: ModuleSpec
-    post_norm: ModuleSpec | type
-
-
 class HybridLayer(MegatronModule):
     """x + dropout(residual_multiplier * post_norm(mixer(norm(x)))), times the layer scalar.
 
     Args:
         config: configuration of the layer.
-        submodules: classes of the mixer and the norms.
+        symbol: of the layer pattern.
         layer_number: from 1, within the pipeline stage.
         pg_collection: process groups.
-        norm_name: name of the norm in a checkpoint.
-        mixer_name: name of the mixer in a checkpoint.
     """
 
     def __init__(
         self,
         config: HybridConfig,
-        submodules: HybridLayerSubmodules,
+        symbol: str,
         layer_number: int,
         pg_collection: ProcessGroupCollection,
-        norm_name: str,
-        mixer_name: str,
     ):
         super().__init__(config)
-        self.norm_name = norm_name
-        self.mixer_name = mixer_name
+        kind, spec = LAYER_KINDS[symbol], get_layer_spec(config, symbol)
+        self.norm_name, self.mixer_name = kind.norm_name, kind.mixer_name
+        """Their names in a checkpoint."""
         norm, post_norm = (
-            build_module(
-                spec, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
-            )
-            for spec in (submodules.norm, submodules.post_norm)
+            each(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+            for each in (spec.norm, spec.post_norm)
         )
         self.tp_group = pg_collection.tp
-        splits_rows = submodules.mixer.module.splits_rows
+        splits_rows = spec.mixer.splits_rows
         self.gathers_rows = config.sequence_parallel and not splits_rows
         """Whether the mixer gets the rows of all ranks, of which the layer has its own."""
-        mixer = submodules.mixer.module(
+        mixer = spec.mixer(
             config if splits_rows else config.with_all_rows(),
-            MixerPlace(submodules.mixer.submodules, layer_number, pg_collection),
-            **submodules.mixer.params,
+            MixerPlace(spec.submodules, layer_number, pg_collection),
+            **kind.params,
         )
-        self.recomputes_mixer = is_selected(config, submodules.mixer.module.recompute_name)
+        self.recomputes_mixer = is_selected(config, spec.mixer.recompute_name)
         # With the mixer it is recomputed anyway, and its hooks would keep what the mixer saves.
         self.recomputes_norm = (
             is_selected(config, "layernorm")
             and not self.recomputes_mixer
             and not isinstance(norm, IdentityOp)
         )
-        self.add_module(norm_name, norm)
-        self.add_module(mixer_name, mixer)
+        self.add_module(self.norm_name, norm)
+        self.add_module(self.mixer_name, mixer)
         self.post_layernorm = post_norm
         scalar = torch.ones(1, dtype=config.params_dtype) if config.layer_scalar else None
         self.register_buffer("layer_scalar", scalar)
@@ -179,8 +156,6 @@ class HybridStack(MegatronModule):
         config: configuration of the model.
         layer_type_list: symbols of the layers of this stage; an attribute, as in core.
         layer_configs: of each layer of this stage.
-        layer_specs: of the same layers; see `get_layer_spec`.
-        norm: class of the final norm.
         pg_collection: process groups.
         post_process: whether this stage is the last one.
     """
@@ -190,23 +165,23 @@ class HybridStack(MegatronModule):
         config: HybridConfig,
         layer_type_list: Sequence[str],
         layer_configs: Sequence[HybridConfig],
-        layer_specs: Sequence[ModuleSpec],
-        norm: type,
         pg_collection: ProcessGroupCollection,
         post_process: bool,
     ):
         super().__init__(config)
         self.layer_type_list = list(layer_type_list)
         self.layers = nn.ModuleList()
-        for i, (own, spec) in enumerate(zip(layer_configs, layer_specs)):
-            layer = build_module(spec, config=own, layer_number=i + 1, pg_collection=pg_collection)
+        for i, (symbol, own) in enumerate(zip(self.layer_type_list, layer_configs)):
+            layer = HybridLayer(own, symbol, i + 1, pg_collection)
             self.layers.append(layer)
             if watch := layer_watcher.get():
                 watch(f"decoder.layers.{i}.", layer)
         self.recomputed_layers = self._recomputed_layers()
         """Numbers of layers, from the first one on, that are recomputed together."""
         self.final_norm = (
-            norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+            get_norm(config)(
+                config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
+            )
             if post_process
             else None
         )

@@ -11,23 +11,26 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from megatron_hybrid.models.config.attention import AttentionFields, ChunkFields, WindowFields
-from megatron_hybrid.models.config.delta_rule import (
+from megatron_hybrid.models.config.architecture import PerLayerInputFields
+from megatron_hybrid.models.config.attention import (
+    AttentionFields,
+    ChunkFields,
+    LatentAttentionFields,
+    WindowFields,
+)
+from megatron_hybrid.models.config.combined import ParallelHeadsFields, SharedBlockFields
+from megatron_hybrid.models.config.field_group import FieldGroup
+from megatron_hybrid.models.config.mlp import MLPFields
+from megatron_hybrid.models.config.moe import DenseAndExpertsFields, MoEFields
+from megatron_hybrid.models.config.position import PositionFields
+from megatron_hybrid.models.config.recurrent import (
     DeltaRuleFields,
     GatedDeltaNetFields,
     KimiDeltaAttentionFields,
+    Mamba1Fields,
+    Mamba2Fields,
+    ShortConvFields,
 )
-from megatron_hybrid.models.config.field_group import FieldGroup
-from megatron_hybrid.models.config.latent_attention import LatentAttentionFields
-from megatron_hybrid.models.config.mamba1 import Mamba1Fields
-from megatron_hybrid.models.config.mamba2 import Mamba2Fields
-from megatron_hybrid.models.config.mlp import MLPFields
-from megatron_hybrid.models.config.moe import DenseAndExpertsFields, MoEFields
-from megatron_hybrid.models.config.parallel_heads import ParallelHeadsFields
-from megatron_hybrid.models.config.per_layer_input import PerLayerInputFields
-from megatron_hybrid.models.config.position import PositionFields
-from megatron_hybrid.models.config.shared_block import SharedBlockFields
-from megatron_hybrid.models.config.short_conv import ShortConvFields
 from megatron_hybrid.utils.registry import Registry
 
 STAGE_BOUNDARY = "|"

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pkgutil import resolve_name
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_hybrid import compat
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.hybrid_stack import HybridLayer, HybridLayerSubmodules
 from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 from megatron_hybrid.models.mixers.base import Mixer, MixerSubmodules
 from megatron_hybrid.models.mixers.projections import LocalColumnLinear, LocalRowLinear
 from megatron_hybrid.models.norms import LocalNorm
 from megatron_hybrid.utils.registry import check_call, check_class
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Classes of a layer's parts. A norm is an identity if `norm_placement` has none there; the
+    first one also if the mixer's input projection normalises."""
+
+    norm: type
+    mixer: type[Mixer]
+    submodules: MixerSubmodules
+    post_norm: type
 
 
 def resolve_layer_spec(config: HybridConfig) -> str:
@@ -55,8 +65,8 @@ def get_mixer(symbol: str) -> type[Mixer]:
     return mixer
 
 
-def get_layer_spec(config: HybridConfig, symbol: str) -> ModuleSpec:
-    """The spec of the layer of a pattern symbol.
+def get_layer_spec(config: HybridConfig, symbol: str) -> LayerSpec:
+    """The classes of the layer of a pattern symbol.
 
     Args:
         config: that of the layer, `HybridConfig.for_layer`.
@@ -65,8 +75,7 @@ def get_layer_spec(config: HybridConfig, symbol: str) -> ModuleSpec:
     Raises:
         ImportError: `transformer_engine` is required and not installed.
     """
-    kind, mixer = LAYER_KINDS[symbol], get_mixer(symbol)
-    norm = get_norm(config)
+    mixer, norm = get_mixer(symbol), get_norm(config)
     pre_norm = IdentityOp if config.norm_placement == "post" or mixer.norms_input else norm
     if resolve_layer_spec(config) == "transformer_engine":
         te = compat.transformer_engine_modules()
@@ -88,12 +97,5 @@ def get_layer_spec(config: HybridConfig, symbol: str) -> ModuleSpec:
             row=LocalRowLinear,
             norm=norm,
         )
-    return ModuleSpec(
-        module=HybridLayer,
-        params={"norm_name": kind.norm_name, "mixer_name": kind.mixer_name},
-        submodules=HybridLayerSubmodules(
-            norm=pre_norm,
-            mixer=ModuleSpec(module=mixer, params=kind.params, submodules=modules),
-            post_norm=IdentityOp if config.norm_placement == "pre" else norm,
-        ),
-    )
+    post_norm = IdentityOp if config.norm_placement == "pre" else norm
+    return LayerSpec(pre_norm, mixer, modules, post_norm)

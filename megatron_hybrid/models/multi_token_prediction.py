@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
-from megatron_hybrid.models.layer_specs import get_layer_spec, get_norm
+from megatron_hybrid.models.layer_specs import get_norm
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import LocalColumnLinear, build_input_projection
@@ -54,9 +54,8 @@ class PredictionLayers(MegatronModule):
             input_size=2 * hidden,
         )
         configs = [config.for_prediction(symbol) for symbol in symbols]
-        specs = [get_layer_spec(own, symbol) for own, symbol in zip(configs, symbols)]
         self.mtp_model_layer = HybridStack(
-            config, symbols, configs, specs, norm, pg_collection, post_process=False
+            config, symbols, configs, pg_collection, post_process=False
         )
 
     @property

@@ -1,7 +1,8 @@
-"""Dispatch: the first backend by priority that can serve an op; the reference always can."""
+"""Dispatch: the first backend that can serve an op; the reference always can."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -19,7 +20,7 @@ VARIABLE = "MEGATRON_HYBRID_BACKEND"
 REFERENCE = "reference"
 
 forced: str | None = os.environ.get(VARIABLE) or None
-"""The one backend to use, read from the environment at import; None: by priority."""
+"""The one backend to use, read from the environment at import; None: the first that can serve."""
 
 OPS: dict[str, Op] = {}
 """All ops by name."""
@@ -32,12 +33,10 @@ class Backend:
     name: str
     """Name of its library or language: "triton", "fla"."""
     run: Callable[..., Any]
-    """Takes the op's inputs, returns its outputs."""
+    """Takes all of the op's inputs, by place; returns its outputs."""
     verify: Callable[..., str | None]
     """Takes the op's inputs and returns why it cannot serve them, or None. It runs on every call:
     shapes, dtypes and devices only, no value of a tensor."""
-    priority: int
-    """The backend of the highest priority is asked first."""
     missing: str | None = None
     """Why it is unusable in this process, such as a library that is not installed."""
     device_type: str | None = None
@@ -66,8 +65,10 @@ class Backend:
 class Op:
     """A function of tensors with a reference and any number of faster backends.
 
+    It is called as its reference is, by place or by name.
+
     Args:
-        name: of the public function.
+        name: its own.
         reference: serves all inputs; the other backends are tested against it.
         contracts: of each of its tensors, by parameter: see `contracts.py`. T, R and n are those of
             its `layout`.
@@ -92,23 +93,22 @@ class Op:
         """Contract of each tensor, by its name."""
         self._check = self._check_of(contracts, conditions or {}, helpers)
         self.backends: list[Backend] = []
-        """Backends in addition to the reference, by priority."""
-        self._usable: list[Backend] = []
+        """Backends in addition to the reference, in the order that they are asked in."""
         self._told: set[tuple[str, str]] = set()
+        functools.update_wrapper(self, reference)
         OPS[name] = self
 
     def register(self, backend: Backend) -> None:
-        """Add a backend.
+        """Add a backend, which is asked after those that there are.
 
         Raises:
             ValueError: the op has one of this name.
         """
         if backend.name in (REFERENCE, *(own.name for own in self.backends)):
             raise ValueError(f"{self.name} has a backend {backend.name!r} already; rename this one")
-        self.backends = sorted([*self.backends, backend], key=lambda own: -own.priority)
-        self._usable = [own for own in self.backends if own.missing is None]
+        self.backends = [*self.backends, backend]
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Run the op; the first input is a tensor.
 
         Raises:
@@ -117,16 +117,17 @@ class Op:
                 that no op has.
             RuntimeError: the forced backend of this op cannot serve the inputs.
         """
-        self._check(*inputs)
-        return self._serve(*inputs)
+        return self._serve(*self._check(*inputs, **named))
 
     def _serve(self, *inputs: Any) -> Any:
         """Run the op on inputs that fit its contracts."""
         if forced is not None:
             return self._forced_backend(inputs)(*inputs)
-        for backend in self._usable:
+        for backend in self.backends:
             # Asked first, as all else takes longer than a small op on a CPU.
             if (kind := backend.device_type) is not None and kind != inputs[0].device.type:
+                continue
+            if backend.missing is not None:
                 continue
             if (reason := backend.refusal(*inputs)) is None:
                 return backend.run(*inputs)
@@ -135,8 +136,8 @@ class Op:
 
     def _check_of(
         self, contracts: Mapping[str, str], conditions: Mapping[str, str], names: dict[str, Any]
-    ) -> Callable[..., None]:
-        """Return a function of the inputs that checks them."""
+    ) -> Callable[..., tuple]:
+        """Return a function of the inputs that checks them, and gives them back with defaults."""
         parameters = inspect.signature(self.reference, eval_str=True).parameters
         tensors = {
             name
@@ -172,11 +173,13 @@ class Op:
             head=head,
             conditions=conditions,
             names=names,
+            result=f"({''.join(f'{name}, ' for name in parameters)})",
         )
 
     def refusals(self, *inputs: Any) -> dict[str, str | None]:
-        """Each backend by priority, and why it cannot serve these inputs (any inputs, if none are
+        """Each backend in order, and why it cannot serve these inputs (any inputs, if none are
         given); None where it can."""
+        inputs = self._check(*inputs) if inputs else ()
         reasons = {
             backend.name: backend.refusal(*inputs) if inputs else backend.absence()
             for backend in self.backends

@@ -26,19 +26,14 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton runs its kernels on the CPU, as tests do; read at import, as Triton does."""
 
 
-TRITON = {"triton": "triton"}
-"""What every one of these backends needs: see `kernel_backend`."""
-
-
-def kernel_backend(name: str, module: str, libraries: Mapping[str, str], priority: int) -> Backend:
+def kernel_backend(name: str, module: str, libraries: Mapping[str, str] | None = None) -> Backend:
     """Make the backend of a module with `run` and, where it has more to say than what no kernel
     takes, `verify` and `REMARKS`. It is imported at the first call.
 
     Args:
         name: of the backend.
         module: its full name.
-        libraries: modules without which the backend is missing, and what has them.
-        priority: see `Backend`.
+        libraries: modules without which the backend is missing, and what has them; Triton is one.
     """
     load = functools.cache(lambda: importlib.import_module(module))
 
@@ -55,10 +50,11 @@ def kernel_backend(name: str, module: str, libraries: Mapping[str, str], priorit
     def remarks() -> Sequence[str]:
         return getattr(load(), "REMARKS", ())
 
+    libraries = {"triton": "triton", **(libraries or {})}
     absent = [what for library, what in libraries.items() if not _is_there(library)]
     missing = f"{absent[0]} is not installed" if absent else None
     device_type = None if INTERPRETED else "cuda"
-    return Backend(name, run, verify, priority, missing, device_type, remarks)
+    return Backend(name, run, verify, missing, device_type, remarks)
 
 
 def _on_device_of(inputs: tuple) -> AbstractContextManager:

@@ -1,73 +1,40 @@
 """Launches of kernels. Each tensor is checked first: a kernel gets its address and no more.
 
-The contracts are those of `contracts.py`. `programs` is the first size of the grid.
+By its arguments a kernel says how a tensor may lie: `stride_x_row, stride_x_head` are the strides
+of x in its first two dimensions, which may be any. Its numbers in all others are neighbours.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from megatron_hybrid.ops.contracts import Contract, check_of
+from megatron_hybrid.ops.contracts import FLOATS, INTEGERS
 
-
-def _is_constant(parameter: inspect.Parameter) -> bool:
-    return str(parameter.annotation).endswith("constexpr")
+_DTYPES = FLOATS | INTEGERS
 
 
 class Kernel:
-    """A compiled Triton function, which is launched by a call.
+    """A compiled Triton function, which is launched by a call; a decorator above `triton.jit`.
 
-    Its arguments are a pointer `<name>_ptr` for each contract, then numbers, then a stride
-    `stride_<name>_<dimension>` for each dimension that may have any, then constants.
-
-    Args:
-        function: the function.
-        conditions: expressions of its sizes, numbers and constants that must hold.
-        contracts: a contract for each of its pointers, by name.
-
-    Raises:
-        TypeError: it has other arguments, or a size that is tied to nothing.
+    Its arguments are a pointer `<name>_ptr` for each tensor, then numbers, then the strides
+    `stride_<name>_<dimension>`, tensor by tensor, then constants.
     """
 
-    def __init__(self, function: Any, conditions: Sequence[str], contracts: dict[str, str]) -> None:
+    def __init__(self, function: Any) -> None:
         self.function = function
-        parameters = inspect.signature(function.fn).parameters
-        own = [Contract(name, text) for name, text in contracts.items()]
-        pointers = [f"{name}_ptr" for name in contracts]
-        constants = [name for name, own in parameters.items() if _is_constant(own)]
-        rest = list(parameters)[len(pointers) : len(parameters) - len(constants)]
-        numbers = [name for name in rest if not name.startswith("stride_")]
-        strides = rest[len(numbers) :]
-        owners = [each.name for each in own for _ in range(each.num_strided)]
-        if (
-            list(parameters) != [*pointers, *numbers, *strides, *constants]
-            or len(strides) != len(owners)
-            or any(not name.startswith(f"stride_{own}_") for name, own in zip(strides, owners))
-        ):
-            raise TypeError(
-                f"{function.fn.__name__} has the arguments {list(parameters)}, and its contracts "
-                f"ask for {pointers}, numbers, strides of {owners}, constants: adapt one of them"
-            )
-        words = set(re.findall(r"\w+", " ".join(conditions))).union(*(each.names for each in own))
-        self._check = check_of(
-            function.fn.__name__,
-            "tensors, programs, numbers, constants",
-            {f"x{number}": each for number, each in enumerate(own)},
-            given=(*numbers, *constants),
-            head=[
-                *_head(len(own)),
-                *(f"{x} = numbers[{at}]" for at, x in enumerate(numbers) if x in words),
-                *(f"{x} = constants[{x!r}]" for x in constants if x in words),
-            ],
-            conditions=dict.fromkeys(conditions, ""),
-            is_launch=True,
-        )
+        names = list(inspect.signature(function.fn).parameters)
+        strides = [name for name in names if name.startswith("stride_")]
+        pointers = [name.removesuffix("_ptr") for name in names if name.endswith("_ptr")]
+        self._strided = {
+            name: sum(stride.startswith(f"stride_{name}_") for stride in strides)
+            for name in pointers
+        }
+        """Tensor -> its leading dimensions of any stride."""
 
     def __call__(
         self,
@@ -80,54 +47,80 @@ class Kernel:
 
         Args:
             grid: programs in up to three dimensions.
-            tensors: one for each contract, in their order.
+            tensors: one for each pointer, in their order.
             numbers: its other arguments, in their order.
             constants: its `constexpr` arguments, and Triton's options.
 
         Raises:
-            ValueError: a tensor is not what the kernel takes; nothing is launched.
+            ValueError: a tensor lies otherwise than the kernel takes it; nothing is launched.
         """
-        strides = self._check(tensors, grid[0], numbers, constants)
+        strides = _strides(self.function.fn, self._strided, tensors)
         self.function[grid](*tensors, *numbers, *strides, **constants)
 
 
-def _head(num_tensors: int) -> list[str]:
-    variables = ", ".join(f"x{number}" for number in range(num_tensors))
-    return [f"{variables}, = tensors", "device, strides = x0.get_device(), []"]
-
-
-def kernel(*conditions: str, **contracts: str) -> Callable[[Any], Kernel]:
-    """Make a `Kernel` of a function that `triton.jit` compiles: a decorator above it."""
-    return lambda function: Kernel(function, conditions, contracts)
-
-
-def checked(function: Callable[..., Any], **contracts: str) -> Callable[..., Any]:
-    """Return a function of a library that launches kernels, with a contract for each tensor.
+def checked(function: Callable[..., Any], **strided: int) -> Callable[..., Any]:
+    """Return a function of a library that launches kernels, whose tensors are checked.
 
     Args:
-        function: its arguments without a contract are no tensors.
-        contracts: by the names of its arguments, the first tensor first; those of the others are
-            left out or None where they may be.
+        strided: its arguments with leading dimensions of any stride, and their number.
     """
     parameters = list(inspect.signature(function).parameters)
-    own = [Contract(*each) for each in contracts.items()]
-    sizes = [name for name in parameters if any(name in each.names for each in own)]
-    check = check_of(
-        function.__name__,
-        "tensors, given",
-        {f"x{number}": each for number, each in enumerate(own)},
-        perhaps=sizes,
-        head=[*_head(len(own)), *(f"{name} = given.get({name!r})" for name in sizes)],
-        is_launch=True,
-    )
 
     @functools.wraps(function)
     def call(*inputs: Any, **named: Any) -> Any:
         given = dict(zip(parameters, inputs)) | named
-        for name, value in given.items():
-            if isinstance(value, Tensor) and name not in contracts:
-                raise TypeError(f"{name} of {function.__name__} has no contract: declare one")
-        check([given.get(name) for name in contracts], given)
+        tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
+        counts = {name: strided.get(name, 0) for name in tensors}
+        _strides(function, counts, list(tensors.values()))
         return function(*inputs, **named)
 
     return call
+
+
+def _strides(
+    function: Callable[..., Any], strided: Mapping[str, int], tensors: Sequence[Tensor | None]
+) -> list[int]:
+    """Check the tensors of a launch; return their strides that may be any."""
+    strides: list[int] = []
+    device = tensors[0].get_device()
+    for (name, count), x in zip(strided.items(), tensors, strict=True):
+        if x is None:
+            strides += [0] * count
+            continue
+        own = x.stride()[:count]
+        if (
+            x.dtype not in _DTYPES
+            or x.get_device() != device
+            or x.is_neg()
+            or not (x.is_contiguous() or (count and _are_neighbours(x, count)))
+            or len(own) < count
+            # Offsets in the first dimension are computed in int64.
+            or (count > 1 and max(own[1:]) > 32767 and _is_far(x, own))
+        ):
+            negated = ", negated when it is read" if x.is_neg() else ""
+            raise ValueError(
+                f"{name} of {function.__name__} is {x.dtype} {list(x.shape)}, strides {x.stride()} "
+                f"on {x.device}{negated}; it takes numbers of 16 or 32 bits, or int64, on the "
+                f"device of the other tensors, neighbours but in the first {count} dimensions, in "
+                "less than 2^31 numbers beyond the first one: give that, by contiguous() where "
+                "numbers are no neighbours"
+            )
+        strides += own
+    return strides
+
+
+def _is_far(tensor: Tensor, strides: Sequence[int]) -> bool:
+    """Return whether the numbers of one part in the first dimension have offsets beyond int32."""
+    sizes = tensor.shape[1 : len(strides)]
+    return sum((size - 1) * stride for size, stride in zip(sizes, strides[1:])) >= 1 << 31
+
+
+def _are_neighbours(tensor: Tensor, first: int) -> bool:
+    """Return whether the numbers in the dimensions from `first` on lie one after the other."""
+    next_stride = 1
+    rest = list(zip(tensor.shape, tensor.stride()))[first:]
+    for size, stride in reversed(rest):
+        if size > 1 and stride != next_stride:
+            return False
+        next_stride *= size
+    return True

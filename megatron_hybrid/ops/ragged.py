@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -109,18 +109,6 @@ class RaggedLayout:
     def uniform(num_sequences: int, length: int) -> RaggedLayout:
         """`num_sequences` sequences of `length` tokens from position 0 (a training batch)."""
         return RaggedLayout((length,) * num_sequences, (0,) * num_sequences)
-
-    @staticmethod
-    def packed(cu_seqlens: Sequence[int]) -> RaggedLayout:
-        """Sequences from position 0 with the boundaries `cu_seqlens` = (0, end of the first, ..).
-
-        Empty sequences (equal boundaries, as padded `PackedSeqParams` have them) are left out.
-        """
-        bounds = [int(bound) for bound in cu_seqlens]
-        if bounds[:1] != [0]:
-            raise ValueError(f"cu_seqlens starts with {bounds[:1]}; the first boundary must be 0")
-        lengths = tuple(b - a for a, b in pairwise(bounds) if a != b)
-        return RaggedLayout(lengths, (0,) * len(lengths))
 
     @functools.cached_property
     def cu_seqlens(self) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ class SlotOp(Op):
     `SlotStates` or None, and the next one, which is the layout.
 
     Args:
-        name: of the public function.
+        name: its own.
         scan: the reference as a function of initial states, see `in_slots`.
         contracts, conditions: as of `Op`; the tensors whose first size is T are flat.
         state: contract of one state.

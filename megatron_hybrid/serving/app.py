@@ -279,7 +279,9 @@ async def _answer(
                 request.receive, service.compiled(ticket, *asked.guide)
             )
         salt = service.auth.salt_of(state.key, fields.cache_salt)
-        options = request_options(fields, salt, service.auth.tenant_of(state.key), guide)
+        tenant = service.auth.tenant_of(state.key)
+        caller = request.headers.get("traceparent", "")
+        options = request_options(fields, salt, tenant, guide, caller)
         answer = make(ticket.request_id, asked.style, asked.begins_in_reasoning, prompts)
         headers = header_of(fields.changes)
         for change in headers.values():

@@ -303,9 +303,10 @@ def _wishes(
 
 
 def request_options(
-    fields: GenerationFields, salt: str, tenant: str, guide: Guide | None
+    fields: GenerationFields, salt: str, tenant: str, guide: Guide | None, traceparent: str
 ) -> RequestOptions:
-    """Return what the engine is asked besides prompt and sampling. salt, tenant: of the caller.
+    """Return what the engine is asked besides prompt and sampling. salt, tenant, traceparent: of
+    the caller.
 
     Raises:
         ApiError: an illegal value, with its field.
@@ -318,6 +319,7 @@ def request_options(
             n=fields.n,
             priority=fields.priority,
             tenant=tenant,
+            traceparent=traceparent,
         )
     except (TypeError, ValueError) as error:
         raise refusal_of(error, fields.caller_names) from error

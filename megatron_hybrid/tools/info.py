@@ -27,7 +27,7 @@ def environment() -> dict[str, str]:
 
 
 def backends() -> dict[str, str]:
-    """Describe for each op its usable backends, by priority, and the reasons against the others.
+    """Describe for each op its usable backends, in order, and the reasons against the others.
 
     Raises:
         ValueError: the environment forces a backend that no op has.

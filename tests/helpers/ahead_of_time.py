@@ -1,7 +1,6 @@
 """Compiles what published models launch on GPUs that are not there, and tells what it needs.
 
-python tests/helpers/ahead_of_time.py              # a line for each kernel and GPU, and a table
-python tests/helpers/ahead_of_time.py --libraries  # with all configs of megatron-core and fla-core
+python tests/helpers/ahead_of_time.py  # a line for each kernel of ours and GPU, and a table
 
 A model is cut to a layer of each kind, and to narrow projections between them. What a kernel
 depends on stays: heads and their widths, states, windows, chunks, convolutions. An engine on the
@@ -136,7 +135,6 @@ class Compiled:
     spilled_bytes: int
     shared_bytes: int
     num_wgmma: int
-    num_mma: int
     races: list[str]
     """See `wgmma.races`."""
     options: dict[str, int]
@@ -148,13 +146,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("models", nargs="*", help="such as nemotron_h_8b:bfloat16; all by default")
     parser.add_argument("--gpu", type=int, choices=gpu_stub.DEVICES, help="one of them alone")
-    parser.add_argument("--libraries", action="store_true", help="their kernels, too")
     arguments = parser.parse_args()
     if arguments.gpu is not None:
         warnings.simplefilter("ignore")  # of libraries that are not there
         models = arguments.models or all_models()
         record = gpu_stub.install(arguments.gpu)
-        for compiled in compile_all(record, models, arguments.libraries):
+        for compiled in compile_all(record, models):
             print(json.dumps(asdict(compiled), default=str), flush=True)
         return
     rows = []
@@ -187,15 +184,12 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def compile_all(
-    record: gpu_stub.Record, models: Iterable[str], libraries: bool
-) -> Iterator[Compiled]:
-    """Each kernel that the models launch, once.
+def compile_all(record: gpu_stub.Record, models: Iterable[str]) -> Iterator[Compiled]:
+    """Each kernel of ours that the models launch, once.
 
     Args:
         record: of `gpu_stub.install`.
         models: some of `all_models()`, or names of `FORMS`.
-        libraries: whether to compile megatron-core's and fla-core's kernels, too.
     """
     import torch
     import triton
@@ -204,7 +198,7 @@ def compile_all(
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high")  # or libraries would refuse float32
     known = 0
-    with _launches(libraries) as failures:
+    with _launches():
         for model, dtype in (name.split(":") for name in models):
             form, _, widths = model.partition("_")
             if form in FORMS:
@@ -224,15 +218,12 @@ def compile_all(
                     kernel.spilled_bytes,
                     kernel.shared_bytes,
                     kernel.num_wgmma,
-                    kernel.num_mma,
                     wgmma.races(kernel.text("ttgir")) if kernel.num_wgmma else [],
                     kernel.options,
                     kernel.constants,
                     sorted(kernel.divisible),
                 )
             known = len(record.kernels)
-    for name, options, error in failures:
-        print(f"{name} {options} does not compile: {error}", file=sys.stderr)
 
 
 def all_models() -> list[str]:
@@ -323,28 +314,22 @@ def _prefill(block_size: int, form: dict[str, float], D: int, P: int, dtype: str
 
 
 @contextmanager
-def _launches(libraries: bool) -> Iterator[list[tuple[str, dict[str, int], str]]]:
+def _launches() -> Iterator[None]:
     """Launches that go on where a kernel of ours needs too much, so that one run tells of all.
-    Those of libraries are left out, or their kernels that do not compile are listed."""
+    Those of libraries are left out."""
     from triton.runtime.errors import OutOfResources
     from triton.runtime.jit import JITFunction
 
-    run, failures = JITFunction.run, []
+    run = JITFunction.run
 
     def launch(self: JITFunction, *inputs: Any, **named: Any) -> Any:
         if self.module.startswith(OWN):
             with suppress(OutOfResources):
                 return run(self, *inputs, **named)
-        elif libraries:
-            try:
-                return run(self, *inputs, **named)
-            except Exception as error:
-                options = {name: named.get(name) for name in ("num_warps", "num_stages")}
-                failures.append((f"{self.module}.{self.__name__}", options, str(error)[:200]))
 
     JITFunction.run = launch
     try:
-        yield failures
+        yield
     finally:
         JITFunction.run = run
 

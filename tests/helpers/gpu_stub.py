@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import re
 import subprocess
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -71,7 +70,6 @@ class Kernel:
     """Of a block."""
     files: dict[str, Path]
     """What each stage of the compiler left, by extension: ttgir, ptx, cubin, ..."""
-    launches: int = 0
 
     def text(self, stage: str) -> str:
         """What a stage of the compiler left, such as "ttgir" or "ptx"."""
@@ -93,11 +91,6 @@ class Kernel:
         return len(re.findall(r"\bwgmma\.mma_async\b", self.text("ptx")))
 
     @cached_property
-    def num_mma(self) -> int:
-        """Products of matrices by a warp."""
-        return len(re.findall(r"\bmma\.sync\b", self.text("ptx")))
-
-    @cached_property
     def _usage(self) -> dict[str, int]:
         """As the file of the machine's code has it, by the tool that Triton brings."""
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(self.files["cubin"])]
@@ -107,19 +100,11 @@ class Kernel:
 
 @dataclass
 class Record:
-    """What was compiled and launched since `install`."""
+    """What was compiled since `install`."""
 
     device: Device
     kernels: dict[str, Kernel] = field(default_factory=dict)
     """By Triton's hash of all that the machine's code depends on, in the order of compilation."""
-
-    @property
-    def launches(self) -> Counter[str]:
-        """Number of launches by the kernel's name."""
-        counts: Counter[str] = Counter()
-        for kernel in self.kernels.values():
-            counts[kernel.name] += kernel.launches
-        return counts
 
 
 def install(capability: int = 90) -> Record:
@@ -190,7 +175,6 @@ def let_backends_serve_the_cpu() -> None:
     kernels._on_device_of = lambda inputs: contextlib.nullcontext()
     for op in dispatch.OPS.values():
         op.backends = [dataclasses.replace(own, device_type=None) for own in op.backends]
-        op._usable = [own for own in op.backends if own.missing is None]
 
 
 class _Driver:
@@ -263,7 +247,7 @@ class _Utils:
 
 
 class _Launcher:
-    """Launches of a kernel: checked and counted."""
+    """Launches of a kernel, which are checked."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -274,7 +258,6 @@ class _Launcher:
                 f"{self._kernel.name} is launched in a grid of {(x, y, z)} blocks; it takes from "
                 f"1 to {MAX_GRID}. Put more work into a block, or leave an empty launch out"
             )
-        self._kernel.launches += 1
 
 
 class _Listener:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import validation
 from megatron.core.distributed.finalize_model_grads import _allreduce_layernorm_grads
 from megatron.core.packed_seq_params import PackedSeqParams
 from reference import tiny_model
@@ -13,6 +14,7 @@ from sharded_tensors import pieces, whole
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.models.hybrid_model import NO_LABEL, build_hybrid_model
+from megatron_hybrid.models.sharding.gathering import gather_whole
 from megatron_hybrid.models.sharding.tensor_sharding import shard, unshard
 
 
@@ -52,6 +54,26 @@ def logits_loss_gradients(model):
         own = shard(gradients[name], parameter, tp.rank())
         torch.testing.assert_close(parameter.grad, own, atol=1e-6, rtol=1e-5)
     return {"logits": logits, "packed": packed, "loss": loss.detach(), "gradients": gradients}
+
+
+def main_gradients(model):
+    """Whole gradients by name, of a stage under core's data parallelism."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.main_grad.clone()
+        for mark in ("cut", "num_experts"):
+            if hasattr(parameter, mark):
+                setattr(gradient, mark, getattr(parameter, mark))
+        found |= gather_whole(model.canonical_name(name), gradient, model.pg_collection)
+    return found
+
+
+def sharded_pieces(model):
+    """This rank's pieces of a model; core has checked that each place has one main copy."""
+    sharded = model.sharded_state_dict()
+    built = [getattr(value, "build", lambda own=value: own)() for value in sharded.values()]
+    validation.validate_sharding_integrity(validation.determine_global_metadata({0: built})[1])
+    return pieces(sharded)
 
 
 def load(folder, **sizes):

@@ -73,3 +73,22 @@ class ArchitectureFields(ModelFields):
                 f"expert_tensor_parallel_size is {expert_tp}, which does not divide "
                 f"tensor_model_parallel_size={tp}. Use a divisor, or leave it at None for the same."
             )
+
+
+@dataclass
+class PerLayerInputFields(ModelFields):
+    """Fields of the per-layer inputs."""
+
+    per_layer_input_size: int | None = None
+    """Width of the token embedding of each `P` layer; see `models/per_layer_embedding.py`."""
+
+    def check(self) -> None:
+        """See `FieldGroup.check`."""
+        self._require_for_layers(
+            "per_layer_input_size", "per-layer input (P)", "the width of such an input"
+        )
+        if self.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                "per-layer inputs (P) are made of the tokens, which the first pipeline stage alone "
+                f"sees, but there are {self.pipeline_model_parallel_size} stages. Use 1."
+            )

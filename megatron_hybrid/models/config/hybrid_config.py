@@ -9,10 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_hybrid.compat import TransformerConfig, replace_deprecated_defaults
-from megatron_hybrid.models.config.architecture import ArchitectureFields
-from megatron_hybrid.models.config.attention import AttentionFields, ChunkFields, WindowFields
+from megatron_hybrid.models.config.architecture import ArchitectureFields, PerLayerInputFields
+from megatron_hybrid.models.config.attention import (
+    AttentionFields,
+    ChunkFields,
+    LatentAttentionFields,
+    WindowFields,
+)
+from megatron_hybrid.models.config.combined import ParallelHeadsFields, SharedBlockFields
 from megatron_hybrid.models.config.common import CommonFields
-from megatron_hybrid.models.config.delta_rule import DeltaRuleFields, GatedDeltaNetFields
 from megatron_hybrid.models.config.field_group import (
     FieldGroup,
     LayerFields,
@@ -20,22 +25,19 @@ from megatron_hybrid.models.config.field_group import (
     check_types,
     set_fields,
 )
-from megatron_hybrid.models.config.latent_attention import LatentAttentionFields
-from megatron_hybrid.models.config.mamba1 import Mamba1Fields
-from megatron_hybrid.models.config.mamba2 import Mamba2Fields
 from megatron_hybrid.models.config.mlp import MLPFields
 from megatron_hybrid.models.config.moe import MoEFields, MoERunFields
-from megatron_hybrid.models.config.parallel_heads import ParallelHeadsFields
-from megatron_hybrid.models.config.per_layer_input import PerLayerInputFields
 from megatron_hybrid.models.config.position import PositionFields, comparable_scaling
 from megatron_hybrid.models.config.precision import DTYPES, PrecisionFields
-from megatron_hybrid.models.config.run import RunFields
-from megatron_hybrid.models.config.shared_block import SharedBlockFields
-from megatron_hybrid.models.config.short_conv import ShortConvFields
-from megatron_hybrid.models.config.unsupported import (
-    check_unsupported,
-    warn_fields_without_effect,
+from megatron_hybrid.models.config.recurrent import (
+    DeltaRuleFields,
+    GatedDeltaNetFields,
+    Mamba1Fields,
+    Mamba2Fields,
+    ShortConvFields,
 )
+from megatron_hybrid.models.config.run import RunFields
+from megatron_hybrid.models.config.unsupported import check_unsupported, warn_fields_without_effect
 from megatron_hybrid.models.layer_pattern import LAYER_KINDS, LayerPattern
 from megatron_hybrid.ops.activations import ACTIVATIONS
 from megatron_hybrid.utils.core_errors import core_refusals

@@ -11,6 +11,13 @@ from megatron_hybrid.utils.validation import Range
 AUXILIARY_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 """Losses in `moe_router_load_balancing_type`, each with its `moe_aux_loss_coeff`."""
 
+_UNSUPPORTED_BALANCING = {
+    "quantile_balancing": "which moves a bias that checkpoints and serving do not have here. "
+    "Balance the experts by moe_router_enable_expert_bias, whose bias they have.",
+    "sinkhorn": "which chooses other experts in training than in serving. Balance them by "
+    "'aux_loss', or by moe_router_enable_expert_bias.",
+}
+
 
 @dataclass
 class MoEFields(LayerFields):
@@ -158,14 +165,10 @@ class MoEFields(LayerFields):
         if not lists[0]:
             kinds, factors = [kinds], [factors]
         names = (*AUXILIARY_LOSSES, "none")
-        if kinds == ["sinkhorn"]:
-            return self._check_sinkhorn()
         for kind in kinds:
-            if kind == "quantile_balancing":
+            if kind in _UNSUPPORTED_BALANCING:
                 raise ValueError(
-                    "moe_router_load_balancing_type is 'quantile_balancing', which moves a bias "
-                    "that checkpoints and serving do not have here. Balance the experts by "
-                    "moe_router_enable_expert_bias, whose bias they have."
+                    f"moe_router_load_balancing_type is {kind!r}, {_UNSUPPORTED_BALANCING[kind]}"
                 )
             if kind not in names:
                 raise ValueError(
@@ -181,27 +184,6 @@ class MoEFields(LayerFields):
             raise ValueError(
                 f"moe_aux_loss_coeff is {self.moe_aux_loss_coeff!r}; it must be 0 or more."
             )
-
-    def _check_sinkhorn(self) -> None:
-        """Raises ValueError unless the weights are those that core gives to experts chosen by
-        sinkhorn, which is done in training alone."""
-        own = {
-            "moe_aux_loss_coeff": 0.0,
-            "moe_router_score_function": "sigmoid" if self.moe_router_topk == 1 else "softmax",
-            "moe_router_enable_expert_bias": False,
-            "moe_router_num_groups": None,
-            "moe_router_topk_scaling_factor": None,
-            "moe_expert_capacity_factor": None,
-        }
-        if self.moe_router_topk > 1:
-            own["moe_router_pre_softmax"] = True
-        for name, value in own.items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}, which moe_router_load_balancing_type="
-                    f"'sinkhorn' does not have: with moe_router_topk={self.moe_router_topk} set it "
-                    f"to {value!r}."
-                )
 
 
 @dataclass

@@ -175,8 +175,6 @@ def warn_fields_without_effect(config: TransformerConfig) -> None:
     ]
     if config.tensor_model_parallel_size > 1 and "cross_entropy_loss_fusion" in idle:
         idle.remove("cross_entropy_loss_fusion")  # core's loss over a split vocabulary has it
-    if config.moe_token_dispatcher_type == "alltoall" and config.expert_model_parallel_size > 1:
-        idle.remove("moe_token_dispatcher_type")  # on CUDA
     if idle:
         _warn_once(", ".join(idle))
 

@@ -33,8 +33,6 @@ class AttentionMixer(Mixer):
     """Causal grouped-query attention.
 
     Args:
-        config: sizes are the heads, `num_query_groups` and `kv_channels`.
-        place: see `MixerPlace`.
         locality: None: a token sees all positions; "window": the last `config.sliding_window`;
             "chunk": those of its own chunk of `config.attention_chunk_size`.
         input_size: width of the input; None: hidden_size.
@@ -150,8 +148,8 @@ class AttentionMixer(Mixer):
                 q = self.rotary.rotate(q, cos_sin)
             else:
                 q_TKGD = q.unflatten(1, (self.num_groups, -1)) if weights is None else q
-                form = self.rotary.interleaved, weights, self.config.layernorm_epsilon
-                q, k = rotate_heads(q_TKGD, k, *cos_sin, *form)
+                form = *(weights or (None, None)), self.config.layernorm_epsilon
+                q, k = rotate_heads(q_TKGD, k, *cos_sin, self.rotary.interleaved, *form)
         if self.config.qk_l2_norm:
             q, k = (None if x is None else self._l2_norm(x) for x in (q, k))
         if self.config.attention_temperature_scale is not None:

@@ -128,7 +128,10 @@ def rank_generator(is_own: bool) -> AbstractContextManager:
 
 
 class Mixer(MegatronModule):
-    """Base of all mixers: `forward(hidden_Th, context) -> (output_Th, bias or None)`."""
+    """Base of all mixers: `forward(hidden_Th, context) -> (output_Th, bias or None)`.
+
+    Each is built with the config of its layer and a `MixerPlace`.
+    """
 
     input_projection: str | None = None
     """Name of the one projection of all of the layer's input, if there is one."""

@@ -16,12 +16,7 @@ from megatron_hybrid.ops.checks import compute_dtype
 
 
 class DenseAndExpertsMixer(Mixer):
-    """norm(MLP(norm(x))) + norm(experts(norm(x))); the router has a norm of x, too.
-
-    Args:
-        config: the fields of the symbols `-` and `E` are used.
-        place: see `MixerPlace`.
-    """
+    """norm(MLP(norm(x))) + norm(experts(norm(x))); the router has a norm of x, too."""
 
     recompute_name = "moe"
 

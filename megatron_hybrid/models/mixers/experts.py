@@ -106,7 +106,6 @@ class Experts(nn.Module):
     def __init__(self, config: HybridConfig, pg_collection: ProcessGroupCollection):
         super().__init__()
         self.config = config
-        self.pg_collection = pg_collection
         self.tp_group = pg_collection.tp
         self.groups = ExpertGroups.of(pg_collection)
         num_experts, width = config.num_moe_experts, config.moe_ffn_hidden_size
@@ -139,9 +138,7 @@ class Experts(nn.Module):
             same_tokens_on_expert_ranks: see `MixerContext`.
         """
         num_tokens, num_rows = len(weights_nE), len(hidden_Th)
-        dispatcher = build_dispatcher(
-            self.config, self.pg_collection, hidden_Th, same_tokens_on_expert_ranks
-        )
+        dispatcher = build_dispatcher(self.config, self.groups, same_tokens_on_expert_ranks)
         if same_tokens_on_expert_ranks:
             group, start, end = self.groups.tp_ep, 0, num_tokens
         else:

@@ -7,10 +7,7 @@ from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.derived_weights import from_weights
-from megatron_hybrid.models.mixers.base import (
-    MixerPlace,
-    StateTensor,
-)
+from megatron_hybrid.models.mixers.base import MixerPlace, StateTensor
 from megatron_hybrid.models.mixers.gated_norm import GatedHeadNorm
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
@@ -22,12 +19,7 @@ _A_RANGE = (1.0, 16.0)
 
 
 class GatedDeltaNetMixer(RecurrentMixer):
-    """With P = exp(g) S_{t-1}:  S_t = P + beta k_t (x) (v_t - k_t P),  o_t = q_t S_t.
-
-    Args:
-        config: sizes are its `linear_*` fields.
-        place: see `MixerPlace`.
-    """
+    """With P = exp(g) S_{t-1}:  S_t = P + beta k_t (x) (v_t - k_t P),  o_t = q_t S_t."""
 
     recompute_name = "gated_delta_net"
     input_projection = "in_proj"

@@ -15,7 +15,6 @@ from megatron_hybrid.models.sharding.collectives import sum_gradient_over_ranks,
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops import activate, gated_rms_norm
 from megatron_hybrid.ops.checks import compute_dtype
-from megatron_hybrid.ops.norm import reference
 from megatron_hybrid.ops.norm.reference import GATES
 
 
@@ -96,11 +95,8 @@ class GatedGroupNorm(nn.Module):
         size = min(self.group_size, y_TC.shape[-1])
         y_TGC, z_TGC = y_TC.unflatten(-1, (-1, size)), z_TC.unflatten(-1, (-1, size))
         inputs = y_TGC, z_TGC, self.weight.view(-1, size), self.eps, "silu", self.norm_before_gate
-        if self.spread_groups:
-            normed = reference.gated_rms_norm(*inputs, mean_square=self._mean_square)
-        else:
-            normed = gated_rms_norm(*inputs)
-        return normed.flatten(-2)
+        mean_square = self._mean_square if self.spread_groups else None
+        return gated_rms_norm(*inputs, mean_square=mean_square).flatten(-2)
 
     def _mean_square(self, y_TGC: Tensor) -> Tensor:
         """Mean over the channels of all ranks, [T, 1, channels of this rank] -> [T, 1, 1]."""

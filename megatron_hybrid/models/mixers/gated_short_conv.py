@@ -11,12 +11,7 @@ from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
 
 
 class GatedShortConvMixer(RecurrentMixer):
-    """y = C * conv(B * x), where B, C and x are projections of the layer's input.
-
-    Args:
-        config: its `short_conv_*` fields are used; there are `hidden_size` channels.
-        place: see `MixerPlace`.
-    """
+    """y = C * conv(B * x), where B, C and x are projections of the layer's input."""
 
     recompute_name = "short_conv"
     input_projection = "in_proj"

@@ -7,16 +7,10 @@ from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.derived_weights import from_weights
-from megatron_hybrid.models.mixers.base import (
-    MixerPlace,
-    StateTensor,
-)
+from megatron_hybrid.models.mixers.base import MixerPlace, StateTensor
 from megatron_hybrid.models.mixers.gated_norm import GatedHeadNorm
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
-from megatron_hybrid.models.mixers.projections import (
-    ReplicatedLinear,
-    build_input_projection,
-)
+from megatron_hybrid.models.mixers.projections import ReplicatedLinear, build_input_projection
 from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
 from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_parameter
@@ -30,10 +24,6 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
 
     g = -exp(A) softplus(f(x) + dt_bias) has a value for each channel of the keys. f and the output
     gate are projections whose rank is the width of a value head.
-
-    Args:
-        config: sizes are its `linear_*` fields; there are `linear_num_key_heads` heads.
-        place: see `MixerPlace`.
     """
 
     recompute_name = "kimi_delta_attention"

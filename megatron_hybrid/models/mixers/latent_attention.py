@@ -37,13 +37,8 @@ class LatentAttentionMixer(Mixer):
     With a latent c_t (`kv_lora_rank` wide), a head's key is [W_uk c_t, r_t] and its value W_uv c_t;
     r_t, which RoPE rotates, is the same for all heads. Only [c_t, r_t] is cached: as a head's
     q . (W_uk c) is (q W_uk) . c, cached attention runs on the latents, with one key/value head, and
-    applies W_uv afterwards (the "absorbed" form of the same function).
-
-    Args:
-        config: sizes are the heads, `kv_lora_rank`, `q_lora_rank`, `qk_head_dim`,
-            `qk_pos_emb_head_dim` and `v_head_dim`.
-        place: see `MixerPlace`. Heads are split over the tensor-parallel ranks, the latent is
-            replicated.
+    applies W_uv afterwards (the "absorbed" form of the same function). Heads are split over the
+    tensor-parallel ranks, the latent is replicated.
     """
 
     recompute_name = "attention"

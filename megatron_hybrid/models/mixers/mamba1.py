@@ -8,10 +8,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.derived_weights import from_weights
-from megatron_hybrid.models.mixers.base import (
-    MixerPlace,
-    StateTensor,
-)
+from megatron_hybrid.models.mixers.base import MixerPlace, StateTensor
 from megatron_hybrid.models.mixers.gated_norm import gated
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
@@ -28,10 +25,6 @@ class Mamba1Mixer(RecurrentMixer):
     """h_t = exp(dt_t A) h_{t-1} + dt_t x_t (x) B_t,  y_t = h_t C_t + D x_t, gated.
 
     Channels are split over the ranks; dt, B and C are sums over the channels of all ranks.
-
-    Args:
-        config: sizes are its `mamba1_*` fields.
-        place: see `MixerPlace`.
     """
 
     recompute_name = "mamba"

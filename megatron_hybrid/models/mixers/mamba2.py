@@ -7,10 +7,7 @@ from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.derived_weights import from_weights
-from megatron_hybrid.models.mixers.base import (
-    MixerPlace,
-    StateTensor,
-)
+from megatron_hybrid.models.mixers.base import MixerPlace, StateTensor
 from megatron_hybrid.models.mixers.gated_norm import GatedGroupNorm, gated
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
@@ -22,12 +19,7 @@ _A_RANGE = (1.0, 16.0)
 
 
 class Mamba2Mixer(RecurrentMixer):
-    """S_t = exp(dt A) S_{t-1} + dt x_t (x) B_t,  y_t = S_t C_t + D x_t, gated and normed.
-
-    Args:
-        config: sizes and options are its `mamba_*` fields.
-        place: see `MixerPlace`.
-    """
+    """S_t = exp(dt A) S_{t-1} + dt x_t (x) B_t,  y_t = S_t C_t + D x_t, gated and normed."""
 
     recompute_name = "mamba"
     input_projection = "in_proj"

@@ -28,12 +28,7 @@ def activated(config: HybridConfig, x_Tg: Tensor) -> Tensor:
 
 
 class MLPMixer(MLP, Mixer):
-    """Two projections with an activation in between, gated or not.
-
-    Args:
-        config: sizes are `hidden_size` and `ffn_hidden_size`.
-        place: see `MixerPlace`.
-    """
+    """Two projections with an activation in between, gated or not."""
 
     recompute_name = "mlp"
 

@@ -24,10 +24,6 @@ class MoEMixer(Mixer):
     Parameter names are megatron-core's, but where that has one parameter per expert
     (`experts.local_experts.0.linear_fc1.weight`), here they are stacked
     (`experts.linear_fc1.weight`, [E, out, in]).
-
-    Args:
-        config: `num_moe_experts` and the `moe_*` fields are used.
-        place: see `MixerPlace`.
     """
 
     recompute_name = "moe"
@@ -59,10 +55,7 @@ class MoEMixer(Mixer):
 
 
 class SharedExperts(MLPMixer):
-    """The expert of every token, with or without a gate.
-
-    Args: see `MoEMixer`.
-    """
+    """The expert of every token, with or without a gate."""
 
     def __init__(self, config: HybridConfig, place: MixerPlace):
         config = copy(config)

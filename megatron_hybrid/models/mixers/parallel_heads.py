@@ -12,12 +12,7 @@ from megatron_hybrid.models.mixers.mixer_context import MixerContext
 
 
 class ParallelHeadsMixer(Mixer):
-    """a_out attention(a_in x) + m_out mamba(m_in x); the factors are fields of the config.
-
-    Args:
-        config: sizes are those of both mixers.
-        place: see `MixerPlace`.
-    """
+    """a_out attention(a_in x) + m_out mamba(m_in x); the factors are fields of the config."""
 
     recompute_name = "parallel_heads"
     recompute_parts = ("core_attn",)

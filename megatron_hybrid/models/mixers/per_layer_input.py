@@ -14,10 +14,6 @@ from megatron_hybrid.ops import activate
 class PerLayerInputMixer(Mixer):
     """projection(activation(gate(x)) * input), with this layer's input of `PerLayerEmbedding`.
     Replicated on all ranks.
-
-    Args:
-        config: `per_layer_input_size` and `activation_func` are used.
-        place: see `MixerPlace`.
     """
 
     splits_rows = True

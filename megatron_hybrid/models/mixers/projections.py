@@ -11,7 +11,6 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     reduce_from_tensor_model_parallel_region,
 )
-from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -108,8 +107,7 @@ def build_input_projection(
             f"several of tensor_model_parallel_size={tp.size()} ranks hold. Use False, or no more "
             "ranks than there are of them."
         )
-    projection = build_module(
-        spec,
+    projection = spec(
         input_size,
         sum(cut.local_sections) * tp.size(),
         config=config,
@@ -144,8 +142,7 @@ def build_output_projection(
 ) -> nn.Module:
     """width -> hidden_size (or output_size), split over the ranks by input column and summed over
     them; drawn by `init_method`, or as the config draws output layers."""
-    projection = build_module(
-        spec,
+    projection = spec(
         width,
         output_size or config.hidden_size,
         config=config,

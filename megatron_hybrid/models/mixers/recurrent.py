@@ -19,8 +19,6 @@ class RecurrentMixer(Mixer):
     """Builds `in_proj` and `conv1d`, split over the tensor-parallel ranks by channels or heads.
 
     Args:
-        config: of the model.
-        place: see `MixerPlace`.
         sections: widths of the parts of `in_proj`'s output, by their names in core's distributed
             checkpoints.
         convolved: names of those that `conv1d` takes, as one.

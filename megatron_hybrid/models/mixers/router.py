@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_utils import (
     apply_router_token_dropping,
-    sinkhorn,
     topk_routing_with_score_function,
 )
 from torch import Tensor, nn
@@ -117,8 +116,6 @@ class Router(nn.Module):
     def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """The weight of each expert, and the chosen ones, bool, both [T, E]."""
         config = self.config
-        if self.training and config.moe_router_load_balancing_type == "sinkhorn":
-            return self._choose_by_sinkhorn(logits_TE)
         by_sigmoid = config.moe_router_score_function == "sigmoid"
         if by_sigmoid:
             # core's own sigmoid gives a score other bits next to other rows. Its choice by the
@@ -144,19 +141,6 @@ class Router(nn.Module):
                 weights_TE = weights_TE * factor
             weights_TE = weights_TE.type_as(given)
         return weights_TE, chosen_TE
-
-    def _choose_by_sinkhorn(self, logits_nE: Tensor) -> tuple[Tensor, Tensor]:
-        """Choose as `_choose` does: weights as without it, for experts that the tokens of the
-        batch share evenly."""
-        topk = self.config.moe_router_topk
-        with torch.no_grad():
-            indices_nk = sinkhorn(logits_nE.float()).topk(topk, dim=1).indices
-        chosen_nE = torch.zeros_like(logits_nE, dtype=torch.bool).scatter(1, indices_nk, True)
-        if topk == 1:
-            scores_nE = sigmoid(logits_nE)
-        else:
-            scores_nE = logits_nE.softmax(-1, dtype=torch.float32).type_as(logits_nE)
-        return scores_nE * chosen_nE, chosen_nE
 
     def _forced(self, logits_nE: Tensor) -> Tensor:
         """Random logits where the config forces them, with the gradients of the given ones. They

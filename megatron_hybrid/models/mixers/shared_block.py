@@ -8,13 +8,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.attention import AttentionMixer
-from megatron_hybrid.models.mixers.base import (
-    KVShape,
-    LayerCache,
-    Mixer,
-    MixerPlace,
-    StackInputs,
-)
+from megatron_hybrid.models.mixers.base import KVShape, LayerCache, Mixer, MixerPlace, StackInputs
 from megatron_hybrid.models.mixers.mamba2 import Mamba2Mixer
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
@@ -31,10 +25,6 @@ class SharedBlockMixer(Mixer):
     The k-th layer of this kind uses block k mod `num_shared_blocks`. The first layer of a pipeline
     stage that uses a block owns its parameters there; in a forward pass it passes the block to the
     later ones.
-
-    Args:
-        config: sizes are those of attention, MLP and Mamba-2, and `shared_block_adapter_rank`.
-        place: see `MixerPlace`.
     """
 
     recompute_name = "shared_block"
@@ -94,10 +84,7 @@ class SharedBlockMixer(Mixer):
 
 
 class SharedBlock(nn.Module):
-    """mlp(norm(attention(norm(x)))), from twice the hidden size and without residuals.
-
-    Args: see `SharedBlockMixer`.
-    """
+    """mlp(norm(attention(norm(x)))), from twice the hidden size and without residuals."""
 
     def __init__(self, config: HybridConfig, place: MixerPlace):
         super().__init__()

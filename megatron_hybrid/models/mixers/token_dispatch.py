@@ -6,14 +6,9 @@ from all ranks, packed.
 
 from __future__ import annotations
 
-from copy import copy
-from typing import Protocol
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -22,24 +17,6 @@ from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
 from megatron_hybrid.ops import ExpertPairs
 from megatron_hybrid.ops.checks import rows_between
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
-
-
-class TokenDispatcher(Protocol):
-    """The way of one forward's tokens to their experts and back."""
-
-    def dispatch(
-        self, hidden_nh: Tensor, weights_nE: Tensor, chosen_nE: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Rows [m, h] for this rank's experts, and where those of each end: see `expert_mlps`.
-
-        Args:
-            hidden_nh: this rank's tokens.
-            weights_nE: weight of each of all experts, fp32 or fp64.
-            chosen_nE: the chosen experts, bool, at most `moe_router_topk` for each token.
-        """
-
-    def combine(self, y_mh: Tensor) -> Tensor:
-        """Each token's weighted sum [n, h] of the outputs of its experts, in their dtype."""
 
 
 class LocalDispatcher:
@@ -59,7 +36,13 @@ class LocalDispatcher:
     def dispatch(
         self, hidden_nh: Tensor, weights_nE: Tensor, chosen_nE: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `TokenDispatcher`."""
+        """Rows [m, h] for this rank's experts, and where those of each end: see `expert_mlps`.
+
+        Args:
+            hidden_nh: this rank's tokens.
+            weights_nE: weight of each of all experts, fp32 or fp64.
+            chosen_nE: the chosen experts, bool, at most `moe_router_topk` for each token.
+        """
         config = self._config
         self._pairs = ExpertPairs(
             chosen_nE,
@@ -75,7 +58,7 @@ class LocalDispatcher:
         return x_mh, self._pairs.ends_E
 
     def combine(self, y_mh: Tensor) -> Tensor:
-        """See `TokenDispatcher`."""
+        """Each token's weighted sum [n, h] of the outputs of its experts, in their dtype."""
         return self._pairs.sum(y_mh, self._weights_nE)
 
 
@@ -95,7 +78,7 @@ class AllToAllDispatcher:
     def dispatch(
         self, hidden_nh: Tensor, weights_nE: Tensor, chosen_nE: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `TokenDispatcher`."""
+        """See `LocalDispatcher`."""
         x_mh, ends_E = self._local.dispatch(hidden_nh, weights_nE, chosen_nE)
         # [ranks, experts of each]: the rows for other ranks, and from them.
         for_ranks = ends_E.diff(prepend=ends_E.new_zeros(1)).view(self._group.size(), -1)
@@ -109,51 +92,11 @@ class AllToAllDispatcher:
         return self._pairs.tokens(x_ph), self._pairs.ends_E
 
     def combine(self, y_mh: Tensor) -> Tensor:
-        """See `TokenDispatcher`."""
+        """See `LocalDispatcher`."""
         y_mh = all_to_all(self._pairs.sum(y_mh), self._received, self._sent, self._group)
         if self._num_unsent:
             y_mh = F.pad(y_mh, (0, 0, 0, self._num_unsent))
         return self._local.combine(y_mh)
-
-
-class CoreDispatcher:
-    """core's all-to-all, which runs on CUDA alone, for experts that are not cut (of others it
-    would gather and sum the pieces, as Experts does). It weighs outputs where the experts are, and
-    waits for the device as `AllToAllDispatcher` does.
-
-    Args:
-        config: that of the model.
-        pg_collection: `ep`, `expt_tp` and `tp_ep` are used.
-    """
-
-    def __init__(self, config: HybridConfig, pg_collection: ProcessGroupCollection):
-        self._config = config
-        own = ExpertGroups.of(pg_collection).own(config.num_moe_experts)
-        ragged = copy(config)
-        ragged.moe_pad_expert_input_to_capacity = False
-        self._core = MoEAlltoAllTokenDispatcher(
-            len(own), list(own), config=ragged, pg_collection=pg_collection
-        )
-
-    def dispatch(
-        self, hidden_nh: Tensor, weights_nE: Tensor, chosen_nE: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """See `TokenDispatcher`."""
-        rows = self._core.dispatch_preprocess(hidden_nh, chosen_nE, weights_nE)
-        x_ph, counts, weights_p = self._core.dispatch_postprocess(*self._core.token_dispatch(*rows))
-        self._weights_p1 = weights_p.unsqueeze(-1)
-        if self._config.moe_apply_probs_on_input:
-            x_ph = (x_ph * self._weights_p1).to(x_ph.dtype)
-        self._pairs = _pairs_of(counts.to(x_ph.device).unsqueeze(0))
-        return self._pairs.tokens(x_ph), self._pairs.ends_E
-
-    def combine(self, y_mh: Tensor) -> Tensor:
-        """See `TokenDispatcher`."""
-        y_ph = self._pairs.sum(y_mh)
-        if not self._config.moe_apply_probs_on_input:
-            y_ph = (y_ph * self._weights_p1).to(y_ph.dtype)
-        y_ph = self._core.token_combine(self._core.combine_preprocess(y_ph))
-        return self._core.combine_postprocess(y_ph)
 
 
 def _pairs_of(counts: Tensor) -> ExpertPairs:
@@ -168,21 +111,9 @@ def _pairs_of(counts: Tensor) -> ExpertPairs:
 
 
 def build_dispatcher(
-    config: HybridConfig,
-    pg_collection: ProcessGroupCollection,
-    hidden_nh: Tensor,
-    same_tokens_on_expert_ranks: bool,
-) -> TokenDispatcher:
-    """The dispatcher of one forward. core's serves whole experts on CUDA where
-    `config.moe_token_dispatcher_type` is "alltoall"."""
-    groups = ExpertGroups.of(pg_collection)
-    if same_tokens_on_expert_ranks or groups.ep is None or groups.num_parts == 1:
+    config: HybridConfig, groups: ExpertGroups, same_tokens_on_expert_ranks: bool
+) -> LocalDispatcher | AllToAllDispatcher:
+    """The dispatcher of one forward."""
+    if same_tokens_on_expert_ranks or groups.num_parts == 1:
         return LocalDispatcher(config, groups.own(config.num_moe_experts))
-    asked = config.moe_token_dispatcher_type == "alltoall" and groups.tp.size() == 1
-    if asked and _runs_core(hidden_nh):
-        return CoreDispatcher(config, pg_collection)
     return AllToAllDispatcher(config, groups.ep)
-
-
-def _runs_core(hidden_nh: Tensor) -> bool:
-    return hidden_nh.is_cuda

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import compress
 
 import torch
@@ -15,6 +16,24 @@ from torch import Tensor, nn
 
 from megatron_hybrid.models.sharding.tensor_sharding import cut_of
 
+_Exchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
+"""A collective of this rank's tensor over a group."""
+
+
+class _Differentiable(torch.autograd.Function):
+    """A collective whose gradient comes by another one."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, group: dist.ProcessGroup, there: _Exchange, back: _Exchange
+    ) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(gradient, ctx.group), None, None, None
+
 
 def gather_last_dim(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenate every rank's `x` along the last dimension; same result on all ranks.
@@ -22,21 +41,18 @@ def gather_last_dim(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     Differentiable: each rank's gradient is its own part, as all ranks compute the same with the
     result. (core's function of this kind puts its result on a CUDA device.)
     """
-    return x if group.size() == 1 else _GatherLastDim.apply(x, group)
+
+    def own_part(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return gradient.chunk(group.size(), -1)[group.rank()]
+
+    return x if group.size() == 1 else _Differentiable.apply(x, group, _all_columns, own_part)
 
 
-class _GatherLastDim(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        x = x.contiguous()
-        pieces = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(pieces, x, group=group)
-        return torch.cat(pieces, -1)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.chunk(ctx.group.size(), -1)[ctx.group.rank()], None
+def _all_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous()
+    pieces = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(pieces, x, group=group)
+    return torch.cat(pieces, -1)
 
 
 # torch renamed both in 2.13, and warns of the old names.
@@ -51,69 +67,37 @@ def gather_rows(x_Th: Tensor, group: dist.ProcessGroup, *, whole_gradient: bool 
         whole_gradient: whether all ranks compute the same with all rows, so that each has the whole
             gradient of its own; else the gradients of all ranks are summed.
     """
-    return _GatherRows.apply(x_Th, group, whole_gradient)
+    back = _own_rows if whole_gradient else _own_rows_of_sum
+    return _Differentiable.apply(x_Th, group, _all_rows, back)
 
 
 def split_rows(x_Th: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's rows of an `x_Th` that all ranks have, [T, ...] -> [T / ranks, ...]; gradients
     are gathered."""
-    return _SplitRows.apply(x_Th, group)
+    return _Differentiable.apply(x_Th, group, _own_rows, _all_rows)
 
 
 def sum_and_split_rows(x_Th: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's rows of the sum of every rank's `x_Th`, [T, ...] -> [T / ranks, ...]; gradients
     are gathered."""
-    return _SumAndSplitRows.apply(x_Th, group)
+    return _Differentiable.apply(x_Th, group, _own_rows_of_sum, _all_rows)
 
 
-def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     output = x.new_empty((group.size() * len(x), *x.shape[1:]))
     _all_gather(output, x.contiguous(), group=group)
     return output
 
 
 def _own_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x.chunk(group.size())[group.rank()]
+    # A view would keep all rows in memory.
+    return x.chunk(group.size())[group.rank()].clone()
 
 
 def _own_rows_of_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     output = x.new_empty((len(x) // group.size(), *x.shape[1:]))
     _reduce_scatter(output, x.contiguous(), group=group)
     return output
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup, whole_gradient: bool) -> Tensor:
-        ctx.group, ctx.whole_gradient = group, whole_gradient
-        return _gathered(x, group)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        own = _own_rows if ctx.whole_gradient else _own_rows_of_sum
-        return own(gradient, ctx.group), None, None
-
-
-class _SplitRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own_rows(x, group).clone()  # a view would keep all rows in memory
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gathered(gradient, ctx.group), None
-
-
-class _SumAndSplitRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own_rows_of_sum(x, group)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gathered(gradient, ctx.group), None
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -166,23 +150,15 @@ def all_to_all(
         sent: rows for each rank of the group.
         received: rows from each rank.
     """
-    return _AllToAll.apply(x, list(sent), list(received), group)
+    sent, received = list(sent), list(received)
+    there, back = partial(_exchange, sent, received), partial(_exchange, received, sent)
+    return _Differentiable.apply(x, group, there, back)
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.sizes, ctx.group = (sent, received), group
-        y = x.new_empty(sum(received), *x.shape[1:])
-        dist.all_to_all_single(y, x.contiguous(), received, sent, group=group)
-        return y
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received = ctx.sizes
-        return all_to_all(gradient, received, sent, ctx.group), None, None, None
+def _exchange(sent: list[int], received: list[int], x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    y = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(y, x.contiguous(), received, sent, group=group)
+    return y
 
 
 def sum_gradient_over_ranks(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.ops.activations import gelu_tanh, squared_relu
-from megatron_hybrid.ops.launch import kernel
+from megatron_hybrid.ops.launch import Kernel
 
 ELEMENTS = 1024
 """Elements of a program: 8 a thread, in loads of 16 bytes."""
@@ -21,7 +21,7 @@ KINDS = {F.silu: "silu", squared_relu: "squared_relu", gelu_tanh: "gelu_tanh"}
 KINDS[torch.sigmoid] = "sigmoid"
 
 
-@kernel(x="T G | C", factor="T G | C or None", y="T G C")
+@Kernel
 @triton.jit
 def activate_kernel(
     x_ptr,

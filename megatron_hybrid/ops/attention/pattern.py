@@ -9,11 +9,8 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """The positions that a token sees, and the score as a function of q . k.
-
-    Raises:
-        ValueError: a value is out of its range, or both window and chunk are given.
-    """
+    """The positions that a token sees, and the score as a function of q . k. The fields of a
+    config, from which it is made, have been checked."""
 
     scale: float
     """Factor of q . k."""
@@ -21,7 +18,7 @@ class AttentionPattern:
     """The token at position t sees the positions (t - window, t]; None: not windowed."""
     chunk: int | None = None
     """The token at position t sees [t // chunk * chunk, t] (chunked attention of Llama 4);
-    None: not chunked."""
+    None: not chunked. At most one of window and chunk is given."""
     softcap: float | None = None
     """A score s becomes softcap * tanh(s / softcap) (Gemma 2); None: no cap."""
     skips_first: bool = False
@@ -30,22 +27,6 @@ class AttentionPattern:
     dropout: float = 0.0
     """Probability with which each weight of the softmax becomes 0; the others grow by
     1 / (1 - dropout). In training alone."""
-
-    def __post_init__(self) -> None:
-        for name in ("window", "chunk"):
-            if (size := getattr(self, name)) is not None and size < 1:
-                raise ValueError(
-                    f"{name} is {size}; a token sees at least itself, so it is at least 1"
-                )
-        if self.window is not None and self.chunk is not None:
-            raise ValueError(
-                f"window is {self.window} and chunk is {self.chunk}; a layer has one of them, "
-                "leave the other None"
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout is {self.dropout}; it is a probability below 1")
-        if self.softcap is not None and self.softcap <= 0:
-            raise ValueError(f"softcap is {self.softcap}; it is above 0, or None for no cap")
 
     @property
     def is_local(self) -> bool:

@@ -7,13 +7,7 @@ import torch.nn.functional as F
 
 from megatron_hybrid.ops.activations import sigmoid
 from megatron_hybrid.ops.attention.pattern import AttentionPattern
-from megatron_hybrid.ops.checks import (
-    compute_dtype,
-    join,
-    pad_rows,
-    rows_between,
-    without_autocast,
-)
+from megatron_hybrid.ops.checks import compute_dtype, join, pad_rows, rows_between, without_autocast
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 QUERY_TILE = 128
@@ -37,7 +31,33 @@ def paged_attention(
     pattern: AttentionPattern,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `ops.paged_attention`."""
+    """Attention of each sequence's new tokens over its pages, into which their K and V were
+    written.
+
+    Blocks before the first visible position are not read; their entries in the block table may be
+    anything.
+
+    Args:
+        q_THD: queries `[T, H, D]`; H is a multiple of the key/value heads K.
+        k_pages_nBKD, v_pages_nBKP: `[pages, B, K, D]` and `[pages, B, K, P]`; may be views with any
+            strides (values may be a part of the keys), and of another dtype than q, to which they
+            are converted.
+        block_table_RM: int32 or int64 `[R, M]`: position p of sequence r lies in page
+            `block_table[r, p // B]`, row `p % B`.
+        layout: lengths and start positions; sequence r has start + length keys.
+        pattern: visible positions, which are absolute, and the form of scores.
+        sinks_H: one logit per query head that joins the softmax and carries no value, `[H]`, any
+            floating dtype (attention sinks of GPT-OSS); None for none.
+
+    Returns:
+        `[T, H, P]` in the dtype of q, zeros in padding rows. Differentiable. With a softcap or
+        sinks the arithmetic is fp32 for all inputs (float64 for float64 ones); else that of torch's
+        scaled_dot_product_attention.
+
+    Raises:
+        TypeError: q or the sinks are not floating-point.
+        ValueError: shapes that do not fit, or a block table too short for a sequence.
+    """
     B, kv_lengths = k_pages_nBKD.shape[1], layout.end_positions
     outs = []
     if layout.num_steps:
@@ -66,7 +86,24 @@ def varlen_attention(
     pattern: AttentionPattern,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `ops.varlen_attention`."""
+    """Attention of each sequence over itself: the forward of training and of uncached runs.
+
+    Args:
+        q_THD: queries `[T, H, D]`; H is a multiple of the key/value heads K.
+        k_TKD, v_TKP: `[T, K, D]` and `[T, K, P]`.
+        layout: lengths of the sequences, each a whole one; start positions are ignored.
+        pattern: visible positions, counted from each sequence's first token; form of scores.
+        sinks_H: one logit per query head that joins the softmax and carries no value, `[H]`, any
+            floating dtype (attention sinks of GPT-OSS); None for none.
+
+    Returns:
+        `[T, H, P]` in the dtype of q, zeros in padding rows. Differentiable. Arithmetic as in
+        `paged_attention`.
+
+    Raises:
+        TypeError: q, k, v or the sinks are not floating-point.
+        ValueError: shapes that do not fit.
+    """
     qkv = [rows_between(t, 0, layout.num_tokens) for t in (q_THD, k_TKD, v_TKP)]
     if len(set(layout.lengths)) == 1:
         q, k, v = (t.unflatten(0, (layout.num_sequences, layout.lengths[0])) for t in qkv)

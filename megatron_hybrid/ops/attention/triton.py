@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_hybrid.ops.attention.pattern import AttentionPattern
 from megatron_hybrid.ops.attention.work import PARTIAL_BYTES, Tiles, split_keys, whole_keys
 from megatron_hybrid.ops.kernels import SequenceTable
-from megatron_hybrid.ops.launch import kernel
+from megatron_hybrid.ops.launch import Kernel
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -33,27 +33,7 @@ def _load(ptrs, inside, ALL: tl.constexpr):
     return block
 
 
-@kernel(
-    "H == K * GROUP",
-    q="T H D |",
-    k="pages B K D |",
-    v="pages B K P |",
-    table="int R any |",
-    sinks="H or None",
-    out="T H P |",
-    partial="fp32 room H P or None",
-    maxima="fp32 room H or None",
-    sums="fp32 room H or None",
-    sequences="int programs",
-    row_starts="int programs",
-    row_ends="int programs",
-    key_starts="int programs or None",
-    sizes="int programs or None",
-    tokens="int programs or None",
-    places="int any or None",
-    boundaries="int R+1",
-    starts="int R",
-)
+@Kernel
 @triton.jit
 def attention_kernel(
     q_ptr,
@@ -245,15 +225,7 @@ def attention_kernel(
         )
 
 
-@kernel(
-    partial="fp32 room H P",
-    maxima="fp32 room H",
-    sums="fp32 room H",
-    sinks="H or None",
-    out="any H P |",
-    rows="int programs",
-    places="int programs+1",
-)
+@Kernel
 @triton.jit
 def join_kernel(
     partial_ptr,

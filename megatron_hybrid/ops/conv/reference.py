@@ -6,12 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_hybrid.ops.activations import silu
-from megatron_hybrid.ops.checks import (
-    compute_dtype,
-    join,
-    pad_rows,
-    without_autocast,
-)
+from megatron_hybrid.ops.checks import compute_dtype, join, pad_rows, without_autocast
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.scan import ragged_scan
 
@@ -25,10 +20,27 @@ def causal_conv1d(
     layout: RaggedLayout,
     activation: str | None = "silu",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`ops.causal_conv1d` as a function of initial tails `[R, C, K - 1]`, None for zeros.
+    """y[t, c] = activation(bias[c] + sum_j weight[c, j] x[t - (K - 1) + j, c]), for each sequence.
+
+    This function also takes states `[R, C, K - 1]`, and returns final and captured ones after y:
+    see `in_slots`.
+
+    Args:
+        x_TC: inputs `[T, C]`.
+        weight_CK: `[C, K]`, the last column meets the newest input; K at least 2.
+        bias_C: `[C]` or None.
+        initial_states_RCk: the K - 1 inputs before a sequence's next one, oldest first, as
+            `SlotStates` `[C, K - 1]`; None: start from zeros and keep nothing.
+        layout: lengths and captures of the sequences (positions do not matter here).
+        activation: "silu" or None.
 
     Returns:
-        Outputs, final tails and captured tails, all in the dtype of x.
+        y `[T, C]` in the dtype of x, zeros in padding rows. Sums are fp32 (float64 for float64
+        inputs). A tail is a copy of inputs, exact in the dtype of x.
+
+    Raises:
+        TypeError: inputs or tails that are not floating-point.
+        ValueError: shapes that do not fit, an unknown activation, or fp16 tails of other inputs.
     """
     (C, K), R = weight_CK.shape, layout.num_sequences
     if initial_states_RCk is None:

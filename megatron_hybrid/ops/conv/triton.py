@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.ops.kernels import SequenceTable
-from megatron_hybrid.ops.launch import kernel
+from megatron_hybrid.ops.launch import Kernel
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates, capture_steps
 
@@ -19,16 +19,7 @@ ROWS, CHANNELS = 16, 128
 """Rows and channels of a program."""
 
 
-@kernel(
-    x="rows C |",
-    weight="C K |",
-    bias="C or None",
-    pool="any C K-1 |",
-    slots="int R",
-    y="rows C |",
-    sequences="int num_tokens",
-    boundaries="int R+1",
-)
+@Kernel
 @triton.jit(do_not_specialize=["num_tokens"])
 def conv_kernel(
     x_ptr,
@@ -89,14 +80,7 @@ def conv_kernel(
     tl.store(y_ptr + t[:, None] * stride_y_row + c[None, :] * stride_y_channel, y, mask=inside)
 
 
-@kernel(
-    x="num_rows C |",
-    weight="C K |",
-    bias="C or None",
-    pool="any C K-1 |",
-    slots="int num_sequences",
-    y="num_rows C |",
-)
+@Kernel
 @triton.jit(do_not_specialize=["num_rows", "num_sequences"])
 def conv_step_kernel(
     x_ptr,
@@ -152,16 +136,7 @@ def conv_step_kernel(
     tl.store(y_ptrs, tl.where(alive, y, 0.0), mask=(t < num_rows)[:, None] & own[None, :])
 
 
-@kernel(
-    x="any C |",
-    pool="any C K-1 |",
-    slots="int R",
-    out="any C K-1 |",
-    places="int programs",
-    ends="int programs",
-    owners="int programs",
-    boundaries="int R+1",
-)
+@Kernel
 @triton.jit(do_not_specialize=["stride_out_place"])  # of one capture it is any number
 def tails_kernel(
     x_ptr,

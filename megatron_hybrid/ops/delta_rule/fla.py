@@ -34,33 +34,11 @@ if is_hopper() and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1:
         "3.7.0, which compile it wrongly"
     )
 
-
-_CHUNKS = {"cu_seqlens": "int chunks+1", "chunk_indices": "int chunks 2"}
-_KEYS, _VALUES, _STATES = "1 T H_QK N", "1 T H P", "1 chunks H N P"
-_BETA = "1 T H"
-_cumsum = checked(chunk_local_cumsum, g="1 ...", **_CHUNKS)
-_gated_factors = checked(
-    chunk_gated_delta_rule_fwd_intra,
-    **{"k": "1 T any any", "v": "1 T H any", "g": "fp32 1 T H", "beta": _BETA},
-    **_CHUNKS,
-)
-_kimi_factors = checked(
-    chunk_kda_fwd_intra,
-    **{"q": "1 T H N", "k": "1 T H N", "v": "1 T H any", "gk": "fp32 1 T H N", "beta": _BETA},
-    **_CHUNKS,
-)
-_gated_outputs = checked(
-    chunk_fwd_o, q=_KEYS, k=_KEYS, v=_VALUES, h=_STATES, g="fp32 1 T H", **_CHUNKS
-)
-_kimi_outputs = checked(
-    chunk_gla_fwd_o_gk,
-    q="1 T H N",
-    v=_VALUES,
-    g="fp32 1 T H N",
-    A="1 T H chunk_size",
-    h=_STATES,
-    **_CHUNKS,
-)
+_cumsum = checked(chunk_local_cumsum)
+_gated_factors = checked(chunk_gated_delta_rule_fwd_intra)
+_kimi_factors = checked(chunk_kda_fwd_intra)
+_gated_outputs = checked(chunk_fwd_o)
+_kimi_outputs = checked(chunk_gla_fwd_o_gk)
 
 
 def verify(

@@ -10,11 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_hybrid.ops.checks import (
-    compute_dtype,
-    pad_rows,
-    without_autocast,
-)
+from megatron_hybrid.ops.checks import compute_dtype, pad_rows, without_autocast
 from megatron_hybrid.ops.chunk_grid import ChunkGrid
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.scan import decay_matrix, ragged_scan
@@ -40,11 +36,32 @@ def gated_delta_rule(
     scale: float | None = None,
     use_qk_l2norm: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """`ops.gated_delta_rule` as a function of initial states `[R, H, N, P]`, None for zeros.
+    """S' = exp(g_t) S_{t-1};  S_t = S' + k_t (x) beta_t (v_t - k_t S');  o_t = scale q_t S_t.
+
+    This function also takes states `[R, H, N, P]`, and returns final and captured ones after y: see
+    `in_slots`.
+
+    Args:
+        q_THN, k_THN: `[T, H_qk, N]`; H_qk divides the heads H of v, and each head of q and k serves
+            H / H_qk consecutive heads of v.
+        v_THP: values `[T, H, P]`.
+        g_TH: log decays `[T, H]`, at most 0.
+        beta_TH: writing strengths `[T, H]`, from 0 to 1, or to 2 for negative eigenvalues.
+        initial_states_RHNP: `SlotStates` `[H, N, P]`, fp32 or bf16; None: start from zeros and
+            keep nothing.
+        layout: lengths, positions and captures of the sequences.
+        chunk_size: rows of a chunk; the result does not depend on it but for rounding.
+        scale: factor of q, N ** -0.5 by default.
+        use_qk_l2norm: divide each row of q and k by its length first.
 
     Returns:
-        Outputs, final states and captured states; these two in the compute dtype, or None where
-        they are `SlotStates`: see `in_slots`.
+        o `[T, H, P]` in the dtype of v, zeros in padding rows. All arithmetic is fp32, whatever the
+        inputs are (float64 for float64 inputs). Captures change neither o nor the states
+        in any bit.
+
+    Raises:
+        TypeError: fp16 states, or inputs that are not floating-point.
+        ValueError: shapes that do not fit the layout or each other.
     """
     return _delta_rule(
         _gated_chunked,
@@ -102,11 +119,14 @@ def kimi_delta_attention(
     scale: float | None = None,
     use_qk_l2norm: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """`ops.kimi_delta_attention` as a function of initial states `[R, H, N, P]`, None for zeros.
+    """S' = Diag(exp(g_t)) S_{t-1};  S_t = S' + k_t (x) beta_t (v_t - k_t S');  o_t = scale q_t S_t.
 
-    Returns:
-        Outputs, final states and captured states; these two in the compute dtype, or None where
-        they are `SlotStates`: see `in_slots`.
+    The gated delta rule with a decay of its own for each key channel. Arguments, result and errors
+    are those of `gated_delta_rule`, but:
+
+    Args:
+        q_THN, k_THN: `[T, H, N]`.
+        g_THN: log decays `[T, H, N]`, at most 0; best in fp32.
     """
     return _delta_rule(
         _kimi_chunked,

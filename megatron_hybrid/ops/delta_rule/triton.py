@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
 from megatron_hybrid.ops.delta_rule.reference import L2NORM_EPS
-from megatron_hybrid.ops.launch import kernel
+from megatron_hybrid.ops.launch import Kernel
 
 UNIT_ELEMENTS = 2048
 """Elements of q or k in one program that scales them."""
@@ -55,7 +55,7 @@ def _at(row, head, stride_row, stride_head):
     return row.to(tl.int64) * stride_row + head * stride_head
 
 
-@kernel(q="num_rows H_QK | N", k="num_rows H_QK | N", units="2 num_rows H_QK N")
+@Kernel
 @triton.jit(do_not_specialize=["num_rows"])
 def unit_kernel(
     q_ptr,
@@ -106,17 +106,7 @@ def unit_rows(q_THN: Tensor, k_THN: Tensor) -> tuple[Tensor, Tensor]:
     return units_2THN[0], units_2THN[1]
 
 
-@kernel(
-    "H == H_QK * HEADS_PER_KEY",
-    q="programs H_QK | N",
-    k="programs H_QK | N",
-    v="programs H | P",
-    g="programs H | or programs H | N",
-    beta="programs H |",
-    pool="any H N | P",
-    slots="int num_sequences",
-    o="programs H | P",
-)
+@Kernel
 @triton.jit(do_not_specialize=["num_sequences"])
 def step_kernel(
     q_ptr,
@@ -221,21 +211,7 @@ def step(
     )
 
 
-@kernel(
-    "H == H_QK * HEADS_PER_KEY",
-    k="T H_QK N",
-    W="T H N",
-    U="T H P",
-    cum="fp32 T H or T H N",
-    pool="any H N | P",
-    slots="int programs",
-    boundaries="int chunks+1",
-    firsts="int programs+1",
-    places="int chunks",
-    starts="chunks H N P",
-    written="T H P",
-    kept="fp32 any H N P",
-)
+@Kernel
 @triton.jit(do_not_specialize=["slots_ptr"])  # a slice from any decode on
 def recur_kernel(
     k_ptr,
@@ -354,18 +330,7 @@ def recur(
     return outputs
 
 
-@kernel(
-    "H == H_QK * HEADS_PER_KEY",
-    k="T H_QK N",
-    written="T H P",
-    cum="fp32 T H or T H N",
-    kept="fp32 any H N P",
-    boundaries="int chunks+1",
-    places="int chunks",
-    chunks="int programs",
-    lengths="int programs",
-    out="programs H N | P",
-)
+@Kernel
 @triton.jit
 def capture_kernel(
     k_ptr,

@@ -22,7 +22,24 @@ def expert_mlps(
     fc2_bias_Eh: PerExpert | None,
     activate: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """See `ops.expert_mlps`. It waits for the ends, and gives rows of no expert zeros."""
+    """The MLP of each row's expert: y_m = fc2_e(activate(fc1_e(x_m))).
+
+    This function waits for the ends, and gives rows of no expert zeros.
+
+    Args:
+        x_mh: `[m, h]`, expert by expert; m may be 0. See `ExpertPairs`.
+        ends_E: the row after those of each of the E experts, int32 on the device of x, ascending.
+            Rows from the last one on are of no expert.
+        fc1_Egh, fc1_bias_Eg: the first layers, `[E, g, h]` and `[E, g]` or None; stacked in one
+            tensor, or one tensor an expert.
+        fc2_Ehf, fc2_bias_Eh: the second layers, `[E, h, f]` and `[E, h]` or None; likewise.
+        activate: `[m, g]` -> `[m, f]`, row by row.
+
+    Returns:
+        `[m, h]`. Differentiable. Rows of no expert, and their gradients, may hold anything. The
+        bits of the others do not depend on other rows, if all ends are multiples of
+        `ROW_ALIGNMENT`.
+    """
     spans = list(pairwise([0, *ends_E.tolist()]))
     if spans[-1][1] > len(x_mh):
         raise ValueError(

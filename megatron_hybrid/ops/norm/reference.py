@@ -13,10 +13,6 @@ from megatron_hybrid.ops.checks import compute_dtype
 GATES = {"silu": silu, "sigmoid": sigmoid}
 
 
-def _mean_square(x_TGC: torch.Tensor) -> torch.Tensor:
-    return x_TGC.square().mean(-1, keepdim=True)
-
-
 def gated_rms_norm(
     x_TGC: torch.Tensor,
     gate_TGC: torch.Tensor,
@@ -26,18 +22,30 @@ def gated_rms_norm(
     norm_first: bool = False,
     zero_centered: bool = False,
     rounds_norm: bool = False,
-    mean_square: Callable[[torch.Tensor], torch.Tensor] = _mean_square,
+    mean_square: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """See `ops.gated_rms_norm`.
+    """RMSNorm(x activation(gate)) weight, or RMSNorm(x) weight activation(gate).
 
     Args:
+        x_TGC, gate_TGC: `[T, G, C]`, with any strides; the mean square is that of a group.
+        weight_GC: `[G, C]`, or `[C]` for all groups.
+        eps: added to the mean square.
+        activation: of the gate.
+        norm_first: the second of the two forms.
+        zero_centered: 1 + weight in place of the weight.
+        rounds_norm: whether the result of a norm that comes first is rounded to the dtype of x.
         mean_square: `[T, G, C]` -> `[T, G, 1]`, for groups of which there is only a part here.
+
+    Returns:
+        `[T, G, C]` in the dtype of x, computed in fp32 (float64 for float64). A row's bits do not
+        depend on other rows.
     """
     dtype = compute_dtype(x_TGC)
     x, gate, weight = x_TGC.to(dtype), GATES[activation](gate_TGC.to(dtype)), weight_GC.to(dtype)
     if not norm_first:
         x = x * gate
-    x = x * torch.rsqrt(mean_square(x) + eps) * (1.0 + weight if zero_centered else weight)
+    square = x.square().mean(-1, keepdim=True) if mean_square is None else mean_square(x)
+    x = x * torch.rsqrt(square + eps) * (1.0 + weight if zero_centered else weight)
     if norm_first:
         x = (x.to(x_TGC.dtype) if rounds_norm else x) * gate
     return x.to(x_TGC.dtype)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.ops.launch import kernel
+from megatron_hybrid.ops.launch import Kernel
 
 ELEMENTS = 2048
 """Numbers of a program, if a group has no more."""
@@ -17,14 +17,7 @@ MAX_CHANNELS = 16384
 """Most channels of a group, which a program holds in registers."""
 
 
-@kernel(
-    x="T G C |",
-    added="T G C | or None",
-    gate="T G C | or None",
-    weight="G C |",
-    y="T G C",
-    sum="T G C or None",
-)
+@Kernel
 @triton.jit(do_not_specialize=["num_groups"])
 def norm_kernel(
     x_ptr,
@@ -100,8 +93,10 @@ def configuration(channels: int) -> tuple[dict[str, int], int]:
     return blocks, max(4, block_c // 1024)
 
 
-def verify(x_TGC: Tensor, *_: Any) -> str | None:
+def verify(x_TGC: Tensor, *others: Any) -> str | None:
     """See `Backend.verify`."""
+    if others[-1] is not None:
+        return "there is a part of each group alone"
     if not x_TGC.numel():
         return "there are no numbers"
     if (channels := x_TGC.shape[-1]) > MAX_CHANNELS:
@@ -118,6 +113,7 @@ def run(
     norm_first: bool = False,
     zero_centered: bool = False,
     rounds_norm: bool = False,
+    *_: Any,
 ) -> Tensor:
     """See `ops.gated_rms_norm`."""
     y_TGC = torch.empty(x_TGC.shape, dtype=x_TGC.dtype, device=x_TGC.device)

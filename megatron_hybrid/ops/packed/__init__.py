@@ -8,15 +8,13 @@ rounded once; g is the group of column i. All groups are equally wide. Rows that
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from megatron_hybrid.ops.dispatch import Op
 from megatron_hybrid.ops.packed import reference
 from megatron_hybrid.ops.packed.formats import Format as Format
 from megatron_hybrid.ops.packed.formats import format_of as format_of
+from megatron_hybrid.ops.packed.reference import unpack as unpack
 
-_packed_linear = Op(
+packed_linear = Op(
     "packed_linear",
     reference.packed_linear,
     {
@@ -35,39 +33,3 @@ _packed_linear = Op(
     },
     codes_per_byte=lambda codes, scale: 8 // format_of(codes.dtype, scale.dtype).bits,
 )
-
-
-def packed_linear(
-    x: Tensor,
-    codes: Tensor,
-    scale: Tensor,
-    outer: Tensor | None = None,
-    zero: Tensor | None = None,
-    rest: Tensor | None = None,
-) -> Tensor:
-    """x W^T of a packed weight W, which is rounded to the dtype of x.
-
-    Args:
-        x: `[..., in]`. It alone gets a gradient.
-        codes: `[packed, in]`, or `[packed, in / 2]` of codes of 4 bits.
-        scale: `[packed, groups]`; its dtype and that of the codes tell the format (`format_of`).
-        outer: `[packed, 1]`, fp32, a second factor of each scale; None: 1.
-        zero: `[packed, groups]`, the code's value that stands for 0; None: 0.
-        rest: `[rows that are not packed, in]` in the dtype of x; None: there are none.
-
-    Returns:
-        `[..., out]`, first the packed rows.
-    """
-    return _packed_linear(x, codes, scale, outer, zero, rest)
-
-
-def unpack(
-    codes: Tensor,
-    scale: Tensor,
-    outer: Tensor | None = None,
-    zero: Tensor | None = None,
-    rest: Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """The weight of `packed_linear`, `[..., out, in]`, with the codes' leading dimensions."""
-    return reference.unpack(codes, scale, outer, zero, rest, dtype)

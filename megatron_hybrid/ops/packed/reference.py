@@ -12,12 +12,12 @@ from megatron_hybrid.ops.packed.formats import format_of
 def unpack(
     codes: Tensor,
     scale: Tensor,
-    outer: Tensor | None,
-    zero: Tensor | None,
-    rest: Tensor | None,
-    dtype: torch.dtype,
+    outer: Tensor | None = None,
+    zero: Tensor | None = None,
+    rest: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """See `ops.unpack`."""
+    """The weight of `packed_linear`, `[..., out, in]`, with the codes' leading dimensions."""
     values = format_of(codes.dtype, scale.dtype).values(codes)
     values = values.unflatten(-1, (scale.shape[-1], -1))
     if zero is not None:
@@ -33,9 +33,21 @@ def packed_linear(
     x: Tensor,
     codes: Tensor,
     scale: Tensor,
-    outer: Tensor | None,
-    zero: Tensor | None,
-    rest: Tensor | None,
+    outer: Tensor | None = None,
+    zero: Tensor | None = None,
+    rest: Tensor | None = None,
 ) -> Tensor:
-    """See `ops.packed_linear`."""
+    """x W^T of a packed weight W, which is rounded to the dtype of x.
+
+    Args:
+        x: `[..., in]`. It alone gets a gradient.
+        codes: `[packed, in]`, or `[packed, in / 2]` of codes of 4 bits.
+        scale: `[packed, groups]`; its dtype and that of the codes tell the format (`format_of`).
+        outer: `[packed, 1]`, fp32, a second factor of each scale; None: 1.
+        zero: `[packed, groups]`, the code's value that stands for 0; None: 0.
+        rest: `[rows that are not packed, in]` in the dtype of x; None: there are none.
+
+    Returns:
+        `[..., out]`, first the packed rows.
+    """
     return F.linear(x, unpack(codes, scale, outer, zero, rest, x.dtype))

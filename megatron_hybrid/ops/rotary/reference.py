@@ -30,12 +30,25 @@ def rotate_heads(
     k_TKD: torch.Tensor,
     cos_T1d: torch.Tensor,
     sin_T1d: torch.Tensor,
-    interleaved: bool,
-    q_weight_D: torch.Tensor | None,
-    k_weight_D: torch.Tensor | None,
-    eps: float,
+    interleaved: bool = False,
+    q_weight_D: torch.Tensor | None = None,
+    k_weight_D: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `ops.rotate_heads`."""
+    """Rotate the leading 2 d dimensions of each head; the rest is unchanged.
+
+    Args:
+        q_TKGD: G query heads of each of K key/value heads, with any strides.
+        k_TKD: keys.
+        cos_T1d, sin_T1d: of each pair's angle, in the dtype of q.
+        interleaved: pairs are neighbours; else dimensions i and i + d.
+        q_weight_D, k_weight_D: of an RMSNorm of each head of q, and of k, before the rotation, in
+            fp32 (float64 for float64). None, both: none.
+        eps: of these norms.
+
+    Returns:
+        q `[T, K G, D]` and k `[T, K, D]`.
+    """
     q_THD = q_TKGD.flatten(1, 2)
     if q_weight_D is not None:
         q_THD = rms_norm(q_THD, q_weight_D, eps, None)[0]

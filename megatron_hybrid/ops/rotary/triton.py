@@ -8,21 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.ops.launch import kernel
+from megatron_hybrid.ops.launch import Kernel
 
 
-@kernel(
-    "2 * HALF <= D",
-    "heads == K * G",
-    q="programs K G | D",
-    k="programs K | D",
-    cos="programs | 1 HALF",
-    sin="programs | 1 HALF",
-    q_weight="D or None",
-    k_weight="D or None",
-    q_out="programs heads D",
-    k_out="programs K D",
-)
+@Kernel
 @triton.jit
 def rotate_kernel(
     q_ptr,

@@ -7,13 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron_hybrid.ops.checks import (
-    compute_dtype,
-    join,
-    pad_rows,
-    rows_between,
-    without_autocast,
-)
+from megatron_hybrid.ops.checks import compute_dtype, join, pad_rows, rows_between, without_autocast
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.scan import ragged_scan
 from megatron_hybrid.ops.slot_states import states_or_zeros
@@ -36,10 +30,36 @@ def selective_scan(
     layout: RaggedLayout,
     chunk_size: int = 32,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`ops.selective_scan` as a function of initial states `[R, C, N]`, None for zeros.
+    """h_t = exp(dt_t A) h_{t-1} + (dt_t x_t) (x) B_t;  y_t = h_t C_t + D x_t, for each sequence.
+
+    Each channel of each state has its own decay, so there is no form by matrix products as for
+    Mamba-2. The plain recurrence runs over one row of all sequences at a time: it needs each
+    exponential once (all at most 1), a scan in chunks would need them twice. So outputs do not
+    depend on how a sequence is cut into calls.
+
+    This function also takes states `[R, C, N]`, and returns final and captured ones after y: see
+    `in_slots`.
+
+    Args:
+        x_TC: values `[T, C]`.
+        dt_TC: step sizes `[T, C]`, after softplus and bias.
+        A_CN: `[C, N]`, negative.
+        B_TN, C_TN: `[T, N]`.
+        D_C: skip connection `[C]` or None.
+        initial_states_RCN: `SlotStates` `[C, N]`, fp32 or bf16; None: start from zeros and
+            keep nothing.
+        layout: lengths and captures of the sequences (positions do not matter here).
+        chunk_size: the backward keeps every `chunk_size`-th state of a sequence and computes those
+            between again; the result does not depend on it.
 
     Returns:
-        Outputs, final states and captured states; these two in the compute dtype.
+        y `[T, C]` in the dtype of x, zeros in padding rows. All arithmetic is fp32, whatever the
+        inputs are (float64 for float64 inputs). Captures change neither y nor the states in any
+        bit. Differentiable once.
+
+    Raises:
+        TypeError: fp16 states, or inputs that are not floating-point.
+        ValueError: shapes that do not fit the layout or each other, or chunk_size below 1.
     """
     shape = (layout.num_sequences, *A_CN.shape)
     states_RCN = states_or_zeros(initial_states_RCN, shape, like=x_TC)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.ops.kernels import SequenceTable
-from megatron_hybrid.ops.launch import kernel
+from megatron_hybrid.ops.launch import Kernel
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.slot_states import SlotStates
 
@@ -42,21 +42,7 @@ OF_A_CALL = [
 made in another order, and a row's bits would not be the same in every call."""
 
 
-@kernel(
-    x="T CHANNELS |",
-    dt="T CHANNELS |",
-    A="CHANNELS N |",
-    B="T N |",
-    C="T N |",
-    D="CHANNELS or None",
-    pool="any CHANNELS N |",
-    slots="int programs",
-    y="T CHANNELS |",
-    out="any CHANNELS N |",
-    boundaries="int programs+1",
-    offsets="int programs+1",
-    captures="int any",
-)
+@Kernel
 @triton.jit(do_not_specialize=OF_A_CALL)
 def scan_kernel(
     x_ptr,

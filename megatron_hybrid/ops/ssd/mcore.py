@@ -48,35 +48,12 @@ for _kernel in (
 ):
     leave_unspecialized(_kernel, "seqlen", "nchunks")
 
-# They are told all strides but those of boundaries.
-_OF_CHUNKS = {
-    "dt": "fp32 H chunks chunk_size |",
-    "dA_cumsum": "fp32 H chunks chunk_size |",
-    "cu_chunk_seqlens": "int chunks+1",
-}
-_cumsum = checked(_chunk_cumsum_fwd, dt="any H |", A="fp32 H |", cu_chunk_seqlens="int any")
-_chunk_states = checked(_chunk_state_fwd, B="T any any |", x="T H any |", **_OF_CHUNKS)
-_pass_states = checked(
-    _state_passing_fwd,
-    states="fp32 chunks H PN |",
-    dA_cumsum="fp32 H chunks any |",
-    cu_chunk_seqlens="int chunks+1",
-    seq_idx="int chunks |",
-    initial_states="fp32 any H PN |",
-)
-_scores = checked(_bmm_chunk_fwd, a="T G N |", b="T G N |", cu_chunk_seqlens="int any")
-_outputs = checked(
-    _chunk_scan_fwd,
-    cb="fp32 chunks G chunk_size chunk_size |",
-    x="T H P |",
-    C="T G N |",
-    states="fp32 chunks H P N |",
-    out="T H P |",
-    seq_idx="int chunks |",
-    D="H | or None",
-    initial_states="fp32 any H P N |",
-    **_OF_CHUNKS,
-)
+# They are told all strides but those of boundaries; where ours are neighbours, none is declared.
+_cumsum = checked(_chunk_cumsum_fwd, dt=2, A=1)
+_chunk_states = checked(_chunk_state_fwd, B=3, x=3)
+_pass_states = checked(_state_passing_fwd)
+_scores = checked(_bmm_chunk_fwd, a=3, b=3)
+_outputs = checked(_chunk_scan_fwd, x=3, C=3, out=3, D=1)
 
 
 def verify(

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_hybrid.ops.checks import (
-    compute_dtype,
-    pad_rows,
-    rows_between,
-    without_autocast,
-)
+from megatron_hybrid.ops.checks import compute_dtype, pad_rows, rows_between, without_autocast
 from megatron_hybrid.ops.chunk_grid import ChunkGrid
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.scan import decay_matrix, ragged_scan
@@ -28,11 +23,30 @@ def ssd_scan(
     layout: RaggedLayout,
     chunk_size: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """`ops.ssd_scan` as a function of initial states `[R, H, P, N]`, None for zeros.
+    """S_t = exp(dt_t A) S_{t-1} + dt_t x_t (x) B_t;  y_t = S_t C_t + D x_t, for each sequence.
+
+    This function also takes states `[R, H, P, N]`, and returns final and captured ones after y: see
+    `in_slots`.
+
+    Args:
+        x_THP: values `[T, H, P]`.
+        dt_TH: step sizes `[T, H]`, after softplus and bias.
+        A_H: `[H]`, negative.
+        B_TGN, C_TGN: `[T, G, N]`; each group serves H / G consecutive heads.
+        D_H: skip connection `[H]` or None.
+        initial_states_RHPN: `SlotStates` `[H, P, N]`, fp32 or bf16; None: start from zeros and
+            keep nothing.
+        layout: lengths, positions and captures of the sequences.
+        chunk_size: rows of a chunk; the result does not depend on it but for rounding.
 
     Returns:
-        Outputs, final states and captured states; these two in the compute dtype, or None where
-        they are `SlotStates`: see `in_slots`.
+        y `[T, H, P]` in the dtype of x, zeros in padding rows. All arithmetic is fp32, whatever the
+        inputs are (float64 for float64 inputs). Captures change neither y nor the states
+        in any bit.
+
+    Raises:
+        TypeError: fp16 states, or inputs that are not floating-point.
+        ValueError: shapes that do not fit the layout or each other.
     """
     shape = (layout.num_sequences, *x_THP.shape[1:], B_TGN.shape[-1])
     states_RHPN = states_or_zeros(initial_states_RHPN, shape, like=x_THP)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_hybrid.ops.anchored_chunks import AnchoredChunks
-from megatron_hybrid.ops.launch import kernel
+from megatron_hybrid.ops.launch import Kernel
 
 ROWS = 16
 """Rows of a chunk in one product of matrices."""
@@ -16,18 +16,7 @@ STEP_ELEMENTS = 1024
 """Elements of a state in one program of a step: 8 values a thread, in loads of 16 bytes."""
 
 
-@kernel(
-    "H == G * HEADS_PER_GROUP",
-    x="programs H P |",
-    dt="programs H |",
-    A="fp32 H",
-    B="programs G N |",
-    C="programs G N |",
-    D="H or None",
-    pool="any H P N |",
-    slots="int num_sequences",
-    y="programs H P |",
-)
+@Kernel
 @triton.jit(do_not_specialize=["num_sequences"])
 def step_kernel(
     x_ptr,
@@ -131,20 +120,7 @@ def step(
     )
 
 
-@kernel(
-    "H == G * HEADS_PER_GROUP",
-    x="T H P |",
-    B="T G N |",
-    dt="fp32 H num_chunks CHUNK",
-    cum="fp32 H num_chunks CHUNK",
-    ends="fp32 num_chunks H P N",
-    initial="fp32 any H P N",
-    boundaries="int num_chunks+1",
-    sequences="int num_chunks",
-    chunks="int programs",
-    lengths="int programs",
-    out="programs H P N |",
-)
+@Kernel
 @triton.jit(do_not_specialize=["num_chunks"])
 def capture_kernel(
     x_ptr,

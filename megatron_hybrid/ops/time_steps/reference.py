@@ -10,12 +10,25 @@ from megatron_hybrid.ops.activations import sigmoid, softplus
 def time_steps(
     x_TC: torch.Tensor,
     bias_C: torch.Tensor,
-    factor_F: torch.Tensor | None,
-    limits: tuple[float, float | None],
-    beta_TH: torch.Tensor | None,
-    max_beta: float,
+    factor_F: torch.Tensor | None = None,
+    limits: tuple[float, float | None] = (0.0, None),
+    beta_TH: torch.Tensor | None = None,
+    max_beta: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See `ops.time_steps`."""
+    """Time steps softplus(x + bias) within limits, times a factor, which makes them log decays;
+    and writing strengths max_beta sigmoid(beta).
+
+    Args:
+        x_TC: `[T, C]`.
+        bias_C: `[C]`.
+        factor_F: `[F]`, each for C / F consecutive channels; None: 1.
+        limits: smallest and largest time step; None: no largest one.
+        beta_TH: `[T, H]`, or None.
+        max_beta: largest writing strength.
+
+    Returns:
+        fp32 `[T, C]`, and fp32 `[T, H]` or None.
+    """
     steps_TC = softplus(x_TC.float() + bias_C.float())
     if limits != (0.0, None):  # a softplus is positive
         steps_TC = steps_TC.clamp(*limits)

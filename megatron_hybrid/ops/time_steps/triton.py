@@ -9,21 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_hybrid.ops.launch import kernel
+from megatron_hybrid.ops.launch import Kernel
 
 ELEMENTS = 512
 """Elements of a program."""
 
 
-@kernel(
-    "not HAS_FACTOR or C == factors * PER_FACTOR",
-    x="programs C |",
-    bias="C",
-    factor="factors or None",
-    beta="programs H | or None",
-    steps="fp32 programs C",
-    strengths="fp32 programs H",
-)
+@Kernel
 @triton.jit
 def steps_kernel(
     x_ptr,

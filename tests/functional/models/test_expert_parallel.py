@@ -1,15 +1,11 @@
 """Four processes on gloo that split the experts give what one process gives, with the same tokens
 on all ranks and with different ones."""
 
-import contextlib
-
 import pytest
-import stock_megatron
 import torch
 import torch.distributed as dist
 from matrix import asked, matrix_rows
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing import validation
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -19,7 +15,13 @@ from megatron.core.distributed.finalize_model_grads import reset_model_temporary
 from rank_processes import train_on_ranks
 from router_losses import forget_losses, take_losses
 from sharded_tensors import pieces
-from split_models import assert_close, assert_same_checkpoint
+from split_models import (
+    assert_close,
+    assert_same_checkpoint,
+    load,
+    main_gradients,
+    sharded_pieces,
+)
 
 from megatron_hybrid.checkpoints.checkpoint import (
     CheckpointError,
@@ -32,9 +34,7 @@ from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.models.mixers import token_dispatch
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
-from megatron_hybrid.models.sharding.gathering import gather_whole
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 pytestmark = pytest.mark.matrix  # test_moe_training.py has a row of `make test`
@@ -46,7 +46,6 @@ TP, EP, ETP, ROWS = (
     "expert_tensor_parallel_size",
     "sequence_parallel",
 )
-CORE = {"moe_token_dispatcher_type": "alltoall"}
 FIELDS = dict(
     hidden_size=48,
     num_attention_heads=4,
@@ -90,22 +89,11 @@ LAYOUTS = {
     "tp2_whole_ep2": ("biased", {TP: 2, EP: 2, ETP: 1}),  # among the tensor-parallel ranks
     "tp2_whole_ep4": ("biased", {TP: 2, EP: 4, ETP: 1}),
     "tp2_whole": ("cut", {TP: 2, ETP: 1}),
-    "core_ep4": ("biased", {EP: 4, **CORE}),
-    "core_tp2_whole_ep2": ("cut", {TP: 2, EP: 2, ETP: 1, **CORE}),
     "tp2_ep2_balanced": ("balanced", {TP: 2, EP: 2}),
     "tp2_rows_balanced": ("balanced", {TP: 2, ROWS: True}),
     "ep2_dropping": ("dropping", {EP: 2}),
     "tp2_ep2_dropping": ("dropping", {TP: 2, EP: 2}),
     "tp2_whole_ep2_dropping": ("dropping", {TP: 2, EP: 2, ETP: 1}),
-    "core_ep4_dropping": (
-        "dropping",
-        {
-            EP: 4,
-            **CORE,
-            "moe_pad_expert_input_to_capacity": True,  # without effect
-            "moe_shared_expert_overlap": True,
-        },
-    ),
     "tp2_ep2_rows": ("cut", {TP: 2, EP: 2, ROWS: True}),
     "tp2_ep4_rows": ("biased", {TP: 2, EP: 4, ETP: 1, ROWS: True}),
 }
@@ -113,7 +101,7 @@ LAYOUTS = {
 KEPT = (
     "tp2_whole_ep2",
     "tp2_ep2_balanced",
-    "core_ep4_dropping",
+    "tp2_whole_ep2_dropping",
     "tp2_ep2_rows",
 )
 each_layout = pytest.mark.parametrize("layout", matrix_rows(LAYOUTS, *KEPT))
@@ -135,12 +123,6 @@ class EngineContext(UncachedContext):
         return hidden_1Th[0]
 
 
-def load(folder, **sizes):
-    model = build_hybrid_model(read_config(folder, **sizes))
-    load_checkpoint(model, folder)
-    return model
-
-
 def gradients(model, inputs, labels):
     """Loss, and whole gradients by name under core's data parallelism."""
     wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
@@ -148,14 +130,7 @@ def gradients(model, inputs, labels):
     loss = wrapped(inputs, labels=labels).mean()
     loss.backward()
     finalize_model_grads([wrapped])
-    found = {}
-    for name, parameter in model.named_parameters():
-        gradient = parameter.main_grad.clone()
-        for mark in ("cut", "num_experts"):
-            if hasattr(parameter, mark):
-                setattr(gradient, mark, getattr(parameter, mark))
-        found |= gather_whole(name, gradient, model.pg_collection)
-    return loss.detach(), found
+    return loss.detach(), main_gradients(model)
 
 
 def run_layout(folder, name, sizes):
@@ -166,28 +141,19 @@ def run_layout(folder, name, sizes):
     forget_losses()
     model = load(folder, **sizes, **LOSSES[folder.name])
     save_checkpoint(model, folder / name)
-    sharded = model.sharded_state_dict()
-    built = [getattr(value, "build", lambda own=value: own)() for value in sharded.values()]
-    validation.validate_sharding_integrity(validation.determine_global_metadata({0: built})[1])
+    sharded = sharded_pieces(model)
     number = model.pg_collection.dp.rank()
     inputs, labels = batch(number)
-    used_core = []
-    with contextlib.ExitStack() as stack:
-        if "core" in name:  # which runs on CUDA alone
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
-            stack.enter_context(stock_megatron.on_cpu(patch))
-            patch.setattr(token_dispatch, "_runs_core", lambda hidden: used_core.append(1) or True)
-        with torch.no_grad():
-            logits = model(inputs, runtime_gather_output=True)
-            context = EngineContext(RaggedLayout.uniform(1, LENGTH), inputs.device)
-            same = model(batch(0)[0], inference_context=context)
-        loss, found = gradients(model, inputs, labels)
+    with torch.no_grad():
+        logits = model(inputs, runtime_gather_output=True)
+        context = EngineContext(RaggedLayout.uniform(1, LENGTH), inputs.device)
+        same = model(batch(0)[0], inference_context=context)
+    loss, found = gradients(model, inputs, labels)
     router_losses = take_losses(of_all_ranks=True)
     parallel_state.destroy_model_parallel()
     return {
         "number": number,
-        "used_core": bool(used_core),
-        "pieces": pieces(sharded),
+        "pieces": sharded,
         "experts": len(model.decoder.layers[1].mlp.experts.linear_fc1.weight),
         "logits": logits[..., :VOCAB_SIZE],
         "same_tokens": same,
@@ -289,7 +255,6 @@ def test_different_tokens_on_the_ranks(outcome, layout):
     model, sizes = LAYOUTS[layout]
     for rank in ranks:
         own = rank[layout]
-        assert own["used_core"] == ("core" in layout)
         assert own["experts"] == 4 // sizes.get(EP, 1)
         assert_close(own["logits"], single[model]["logits"][own["number"]])
         assert_close(own["loss"], single[model]["loss"][own["number"]])

@@ -93,37 +93,30 @@ def draft(folder, layout):
     return [(r.token_ids, r.prefix.skipped_tokens) for r in results], told
 
 
-def draft_all(folder, layouts):
-    return {layout: draft(folder, layout) for layout in layouts}
+def run(folder, function, layouts):
+    return {layout: function(folder, layout) for layout in layouts}
 
 
-def test_two_ranks_draft_as_one(tmp_path):
+def by_layout(function, pattern, tmp_path):
+    """What ranks compute from the same weights, by layout."""
     torch.manual_seed(4)
-    save_checkpoint(build_hybrid_model(small_config("M*-G/*-")), tmp_path / "weights")
+    save_checkpoint(build_hybrid_model(small_config(pattern)), tmp_path / "weights")
     results = {}
     for num_ranks, layouts in ((1, ["one"]), (RANKS, ["tensor", "sequence"])):
         folder = tmp_path / str(num_ranks)
         folder.mkdir()
-        found = train_on_ranks(draft_all, num_ranks, folder, tmp_path, layouts)
-        assert all(each == found[0] for each in found)
-        results |= found[0]
+        results |= train_on_ranks(run, num_ranks, folder, tmp_path, function, layouts)[0]
+    return results
+
+
+def test_two_ranks_draft_as_one(tmp_path):
+    results = by_layout(draft, "M*-G/*-", tmp_path)
     assert results["tensor"] == results["sequence"] == results["one"]
     assert sum(map(len, results["one"][1])) > 40
 
 
-def run(folder, layouts):
-    return {layout: train(folder, layout) for layout in layouts}
-
-
 def test_two_ranks_train_as_one(tmp_path):
-    torch.manual_seed(4)
-    config = small_config("M*-G/*M/*M")
-    save_checkpoint(build_hybrid_model(config), tmp_path / "weights")
-    results = {}
-    for num_ranks, layouts in ((1, ["one"]), (RANKS, ["tensor", "sequence"])):
-        folder = tmp_path / str(num_ranks)
-        folder.mkdir()
-        results |= train_on_ranks(run, num_ranks, folder, tmp_path, layouts)[0]
+    results = by_layout(train, "M*-G/*M/*M", tmp_path)
     expected_losses, expected = results["one"]
     per_step = expected_losses.view(STEPS, -1).mean(1)
     assert per_step[-1] < per_step[0] - 0.05

@@ -5,10 +5,7 @@ import stock_megatron
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.multi_token_prediction import (
-    MTPLossAutoScaler,
-    MTPLossLoggingHelper,
-)
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from reference import greedy, tiny_engine, tiny_model
 from small_models import random_tokens, small_config
 

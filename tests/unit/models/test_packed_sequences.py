@@ -71,13 +71,6 @@ def test_packed_equals_separate(pattern):
         assert_close(gradient, separate[name])
 
 
-def test_batch_rows_are_separate_sequences():
-    model = small_model()
-    tokens = random_tokens(3, 20)
-    rows = torch.cat([model(row[None]) for row in tokens])
-    torch.testing.assert_close(model(tokens), rows, atol=1e-5, rtol=1e-5)
-
-
 def test_rows_after_the_last_boundary_do_not_matter():
     model = small_model()
     tokens = random_tokens(1, 24)

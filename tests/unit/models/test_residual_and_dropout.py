@@ -101,25 +101,6 @@ def test_attention_drops_in_training_alone(pattern):
     assert not torch.allclose(*draws, atol=1e-3)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("pattern", ["*", "W", "+"])
-def test_the_mean_of_many_draws_is_attention_without_dropout(pattern):
-    model = small_model(pattern, attention_dropout=0.3)
-    outputs = []
-    model.decoder.layers[0].self_attention.register_forward_hook(
-        lambda module, args, output: outputs.append(output[0])
-    )
-    tokens = random_tokens(2, 20)
-    model(tokens)
-    model.train()
-    for _ in range(400):
-        model(tokens)
-    expected, *draws = outputs
-    error = (torch.stack(draws).mean(0) - expected).square().mean().sqrt().item()
-    spread = (torch.stack(draws) - expected).square().mean().sqrt().item()
-    assert error < 1.5 * spread / 400**0.5
-
-
 def test_heads_of_each_rank_draw_from_its_own_generator(monkeypatch):
     """A stand-in for core's tracker, which needs CUDA."""
     forks = []

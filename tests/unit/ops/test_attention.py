@@ -223,21 +223,6 @@ def test_bad_arguments_are_named():
         paged_attention(q, pages, pages, table, layout, PLAIN, torch.zeros(4, dtype=torch.long))
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"window": 0}, "window is 0; a token sees at least itself"),
-        ({"chunk": -1}, "chunk is -1; a token sees at least itself"),
-        ({"window": 4, "chunk": 8}, "window is 4 and chunk is 8; a layer has one of them"),
-        ({"softcap": 0.0}, "softcap is 0.0; it is above 0, or None"),
-        ({"dropout": 1.5}, r"dropout is 1\.5; it is a probability below 1"),
-    ],
-)
-def test_bad_patterns_are_named(values, message):
-    with pytest.raises(ValueError, match=message):
-        AttentionPattern(1.0, **values)
-
-
 @pytest.mark.parametrize("fields", [{}, {"softcap": 3.0}, {"window": 40}], ids=str)
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_dropout_zeroes_weights_and_scales_the_others(fields, with_sinks):

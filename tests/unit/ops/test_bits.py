@@ -154,7 +154,7 @@ def rotary(g, dtype):
     def call(q, k, angles):
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         return *ops.rotate_heads(q, k, cos, sin), *ops.rotate_heads(
-            q, k, cos, sin, True, weights, 1e-5
+            q, k, cos, sin, True, *weights, 1e-5
         )
 
     return [Case((q, k, angles), call)]

@@ -4,20 +4,9 @@ import inspect
 
 import pytest
 import torch
-from op_calls import (
-    DECODES,
-    LAYOUTS,
-    MAY_DIFFER,
-    MIXED,
-    OF_VALUES,
-    assert_refused,
-    calls,
-    scans,
-    tensors,
-)
+from op_calls import DECODES, MIXED, assert_refused, calls, scans, tensors
 
 from megatron_hybrid.ops import RaggedLayout, causal_conv1d, dispatch, gated_rms_norm, rms_norm
-from megatron_hybrid.ops.contracts import Contract
 from megatron_hybrid.ops.dispatch import Op
 
 CALLS = calls()
@@ -28,21 +17,6 @@ RECURRENT = sorted(
 OWN = "megatron_hybrid."
 OPS = {n: op for n, op in dispatch.OPS.items() if op.reference.__module__.startswith(OWN)}
 """Without those that other tests have made."""
-FREE = {
-    ("causal_conv1d", "pool_S"),
-    ("selective_scan", "pool_S"),
-    ("ssd_scan", "pool_S"),
-    ("gated_delta_rule", "pool_S"),
-    ("kimi_delta_attention", "pool_S"),
-    ("paged_attention", "v_pages_nBKP"),
-    ("varlen_attention", "v_TKP"),
-    ("rotate_heads", "q_TKGD"),
-    ("time_steps", "beta_TH"),
-    ("expert_mlps", "x_mh"),
-    ("expert_mlps", "fc2_Ehf"),
-    ("packed_linear", "rest"),
-}
-"""Tensors with a size that is theirs alone: slots that numbers choose, or sizes of the output."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,22 +40,6 @@ def test_each_op_is_called_with_each_of_its_tensors():
         assert len(tensors(whole[0]())) == len(op.contracts), name
 
 
-def test_each_parameter_of_an_op_says_what_it_is():
-    for name, op in OPS.items():
-        for parameter in inspect.signature(op.reference).parameters.values():
-            assert parameter.annotation is not parameter.empty, (name, parameter.name)
-
-
-def test_sizes_of_one_tensor_alone_are_few():
-    found = {
-        (name, variable)
-        for name, op in OPS.items()
-        for variable, own in op.contracts.items()
-        if any("any" in form for form in own.forms)
-    }
-    assert found == FREE
-
-
 def test_an_op_whose_tensor_has_no_contract_cannot_be_made():
     def reference(x: torch.Tensor, y: torch.Tensor | None, size: int) -> torch.Tensor:
         raise AssertionError("called")
@@ -95,21 +53,6 @@ def test_an_op_whose_tensor_has_no_contract_cannot_be_made():
         op(torch.zeros(2, 2), torch.zeros(3, 1), 1)
     with pytest.raises(ValueError, match="x of toy is None, expected"):
         op(None, torch.zeros(3, 1), 1)
-
-
-@pytest.mark.parametrize("text", ["T H P", "int R+1", "float any K-1 or None", "G C or C", "... C"])
-def test_a_contract_is_spelled_in_numbers_as_far_as_they_are_known(text):
-    known = {"T": 3, "H": 4, "R": 5, "G": 2}
-    assert (
-        Contract("x", text).sizes(known)
-        == {
-            "T H P": "[3, 4, any]",
-            "int R+1": "[6]",
-            "float any K-1 or None": "[any, any]",
-            "G C or C": "[2, any] or [any]",
-            "... C": "[..., any]",
-        }[text]
-    )
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -188,10 +131,3 @@ def test_a_norm_of_no_numbers_has_none():
     assert rms_norm(torch.ones(0, 5), torch.ones(5), 1e-5).shape == (0, 5)
     empty = torch.ones(3, 2, 0)
     assert gated_rms_norm(empty, empty, torch.ones(0), 1e-5).shape == (3, 2, 0)
-
-
-def test_what_may_differ_is_what_the_calls_have():
-    """No exception of the helper is one of a tensor that no op has."""
-    for name, variable, dim, by in MAY_DIFFER | OF_VALUES:
-        assert dim < max(map(len, OPS[name].contracts[variable].forms)) and by in (-1, 1)
-    assert set(LAYOUTS) == {"decodes", "mixed", "drafts"}

@@ -1,4 +1,4 @@
-"""Which backend serves an op: by priority, by what each refuses, and by force."""
+"""Which backend serves an op: the first that does not refuse, or one by force."""
 
 import runpy
 
@@ -20,18 +20,18 @@ def alone(monkeypatch):
 def toy_op():
     """A sum that tells who made it: "even" refuses an odd first number, "small" one above 9."""
 
-    def backend(name, priority, reason, refuses):
+    def backend(name, reason, refuses):
         return Backend(
-            name, lambda x, y: (name, x + y), lambda x, y: reason if refuses(x) else None, priority
+            name, lambda x, y: (name, x + y), lambda x, y: reason if refuses(x) else None
         )
 
     op = Op("toy_sum", lambda x, y: ("reference", x + y), {})
-    op.register(backend("small", 1, "x over 9", lambda x: x > 9))
-    op.register(backend("even", 2, "x is odd", lambda x: x % 2))
+    op.register(backend("even", "x is odd", lambda x: x % 2))
+    op.register(backend("small", "x over 9", lambda x: x > 9))
     return op
 
 
-def test_the_first_by_priority_that_can_serves():
+def test_the_first_that_can_serves():
     op = toy_op()
     assert op(2, 5) == ("even", 7)
     assert op(12, 5) == ("even", 17)
@@ -39,7 +39,7 @@ def test_the_first_by_priority_that_can_serves():
     assert op(13, 5) == ("reference", 18)
 
 
-def test_refusals_say_why_in_order_of_priority():
+def test_refusals_say_why_in_order():
     op = toy_op()
     assert list(op.refusals(13, 5).items()) == [
         ("even", "x is odd"),
@@ -51,7 +51,7 @@ def test_refusals_say_why_in_order_of_priority():
 
 def test_a_backend_of_another_device_is_never_asked(caplog):
     op = Op("toy_sum", lambda x: "reference", {})
-    op.register(Backend("kernels", fails, fails, 3, device_type="cuda"))
+    op.register(Backend("kernels", fails, fails, device_type="cuda"))
     with caplog.at_level("INFO"):
         assert op(torch.ones(1)) == "reference"
     assert caplog.messages == []
@@ -63,7 +63,7 @@ def test_a_backend_of_another_device_is_never_asked(caplog):
 def test_without_a_cuda_device_its_backends_are_absent(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     op = Op("toy_sum", lambda x: "reference", {})
-    op.register(Backend("kernels", fails, fails, 3, device_type="cuda"))
+    op.register(Backend("kernels", fails, fails, device_type="cuda"))
     assert op.refusals() == {"kernels": "there is no CUDA device", "reference": None}
 
 
@@ -84,7 +84,7 @@ def fails(*inputs):
 
 def test_a_backend_that_is_missing_is_never_asked():
     op = toy_op()
-    op.register(Backend("absent", fails, fails, 3, missing="not installed"))
+    op.register(Backend("absent", fails, fails, missing="not installed"))
     assert op(2, 5) == ("even", 7)
     assert op.refusals(2, 5)["absent"] == "not installed"
 
@@ -92,7 +92,7 @@ def test_a_backend_that_is_missing_is_never_asked():
 def test_a_name_is_taken_once():
     for name in ("even", "reference"):
         with pytest.raises(ValueError, match=f"has a backend '{name}' already"):
-            toy_op().register(Backend(name, max, max, 0))
+            toy_op().register(Backend(name, max, max))
 
 
 def test_forcing(monkeypatch):
@@ -122,10 +122,7 @@ def test_public_ops_are_dispatched(monkeypatch):
     expected = varlen_attention(*arguments)
     op = dispatch.OPS["varlen_attention"]
     monkeypatch.setattr(op, "backends", [])
-    monkeypatch.setattr(op, "_usable", [])
-    op.register(
-        Backend("twice", lambda *inputs: 2 * op.reference(*inputs), lambda *inputs: None, 1)
-    )
+    op.register(Backend("twice", lambda *inputs: 2 * op.reference(*inputs), lambda *inputs: None))
     assert torch.equal(varlen_attention(*arguments), 2 * expected)
 
 

@@ -32,27 +32,12 @@ LAYOUT = RaggedLayout((1, 20), (3, 7))
 T = LAYOUT.num_rows
 
 
-def ssd_arguments():
+@pytest.mark.parametrize(("op", "own"), [(ssd_scan, SSD), (selective_scan, SELECTIVE_SCAN)])
+def test_scans_without_skip_connection(op, own):
     generator = seeded(0)
-    x, dt, B, C = to(torch.float32, SSD.inputs(T, generator))
-    A, D = to(torch.float32, SSD.parameters(generator))
-    return {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
-
-
-def selective_scan_arguments():
-    generator = seeded(0)
-    x, dt, B, C = to(torch.float32, SELECTIVE_SCAN.inputs(T, generator))
-    A, D = to(torch.float32, SELECTIVE_SCAN.parameters(generator))
-    return {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
-
-
-@pytest.mark.parametrize(
-    ("op", "make"),
-    [(ssd_scan, ssd_arguments), (selective_scan, selective_scan_arguments)],
-    ids=["ssd_scan", "selective_scan"],
-)
-def test_scans_without_skip_connection(op, make):
-    arguments = make()
+    x, dt, B, C = to(torch.float32, own.inputs(T, generator))
+    A, D = to(torch.float32, own.parameters(generator))
+    arguments = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
     y, *states = op(*arguments.values(), None, LAYOUT)
     D = arguments["D"]
     skip = (D.unsqueeze(-1) if op is ssd_scan else D) * arguments["x"]
@@ -80,18 +65,13 @@ def test_the_selective_scan_has_no_grid(chunk_size, monkeypatch):
             assert torch.equal(left, right)
 
 
-def gated_delta_rule_arguments():
+def delta_arguments(own):
     names = ("q", "k", "v", "g", "beta")
-    return dict(zip(names, to(torch.float32, GATED_DELTA_RULE.inputs(T, seeded(0)))))
-
-
-def kimi_delta_attention_arguments():
-    names = ("q", "k", "v", "g", "beta")
-    return dict(zip(names, to(torch.float32, KIMI_DELTA_ATTENTION.inputs(T, seeded(0)))))
+    return dict(zip(names, to(torch.float32, own.inputs(T, seeded(0)))))
 
 
 def test_a_decay_shared_by_all_channels_is_the_gated_delta_rule():
-    arguments = kimi_delta_attention_arguments()
+    arguments = delta_arguments(KIMI_DELTA_ATTENTION)
     arguments["g"] = arguments["g"][..., :1].expand(-1, -1, N)
     results = kimi_delta_attention(*arguments.values(), None, LAYOUT)
     arguments["g"] = arguments["g"][..., 0]
@@ -100,15 +80,11 @@ def test_a_decay_shared_by_all_channels_is_the_gated_delta_rule():
 
 
 @pytest.mark.parametrize(
-    ("op", "make"),
-    [
-        (gated_delta_rule, gated_delta_rule_arguments),
-        (kimi_delta_attention, kimi_delta_attention_arguments),
-    ],
-    ids=["gated_delta_rule", "kimi_delta_attention"],
+    ("op", "own"),
+    [(gated_delta_rule, GATED_DELTA_RULE), (kimi_delta_attention, KIMI_DELTA_ATTENTION)],
 )
-def test_scale_and_l2norm_of_the_delta_rules(op, make):
-    arguments = make()
+def test_scale_and_l2norm_of_the_delta_rules(op, own):
+    arguments = delta_arguments(own)
     o, final, _ = op(*arguments.values(), None, LAYOUT)
     scaled, _, _ = op(*arguments.values(), None, LAYOUT, scale=0.25)
     assert_near(scaled / 0.25, o / N**-0.5)

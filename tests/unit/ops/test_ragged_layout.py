@@ -34,12 +34,6 @@ def test_lists_become_tuples_and_equal_layouts_are_equal():
     assert pickle.loads(pickle.dumps(layout)) == layout
 
 
-def test_uniform_and_packed():
-    assert RaggedLayout.uniform(2, 5) == RaggedLayout((5, 5), (0, 0))
-    assert RaggedLayout.packed([0, 3, 3, 9]) == RaggedLayout((3, 6), (0, 0))
-    assert RaggedLayout.packed(torch.tensor([0, 3, 9])).lengths == (3, 6)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -59,11 +53,6 @@ def test_uniform_and_packed():
 def test_bad_values_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         RaggedLayout(*arguments)
-
-
-def test_packed_must_start_at_zero():
-    with pytest.raises(ValueError, match="first boundary must be 0"):
-        RaggedLayout.packed((1, 4))
 
 
 def test_chunk_size_must_be_positive():

@@ -19,7 +19,7 @@ OP = dispatch.OPS["ssd_scan"]
 
 
 def row_of(run, dtype=torch.float32, verify=lambda *inputs: None):
-    given = CPU, FAMILY, Backend("mine", run, verify, 1), FAMILY.toy, TOY_LAYOUTS["mixed"], dtype
+    given = CPU, FAMILY, Backend("mine", run, verify), FAMILY.toy, TOY_LAYOUTS["mixed"], dtype
     return compared("what", *given)
 
 
@@ -90,7 +90,7 @@ def test_a_wrong_config_is_told_and_is_no_fault_if_it_is_left_out(monkeypatch):
         is_right = config.kwargs["BLOCK"] in (32, 256)
         return OP.reference(*inputs) if is_right else wrong("token", float("nan"))(*inputs)
 
-    backend = Backend("mine", run, lambda *inputs: None, 1)
+    backend = Backend("mine", run, lambda *inputs: None)
     monkeypatch.setattr(OP, "backends", [backend])
     monkeypatch.setattr(checks, "chosen", chosen)
     monkeypatch.setattr(checks, "left_out", {"scan_kernel": configs[2:]}.get)
@@ -110,7 +110,7 @@ def test_checks_of_an_op_name_what_was_launched(monkeypatch):
     def chosen():
         yield SimpleNamespace(launched={"scan_kernel": "BLOCK=32 num_warps=4"})
 
-    backend = Backend("mine", wrong("state", 9.0), lambda *inputs: None, 1)
+    backend = Backend("mine", wrong("state", 9.0), lambda *inputs: None)
     monkeypatch.setattr(OP, "backends", [backend])
     monkeypatch.setattr(checks, "chosen", chosen)
     rows = [check.make() for check in checks.ops(CPU, "ssd_scan", "fp32")]

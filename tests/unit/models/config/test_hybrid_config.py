@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from megatron_hybrid.compat import TransformerConfig
 from megatron_hybrid.models.config import unsupported
-from megatron_hybrid.models.config.delta_rule import KimiDeltaAttentionFields
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.moe import DenseAndExpertsFields
+from megatron_hybrid.models.config.recurrent import KimiDeltaAttentionFields
 from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 from megatron_hybrid.ops.activations import ACTIVATIONS
 

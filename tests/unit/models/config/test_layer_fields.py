@@ -56,10 +56,7 @@ REFUSED = {
             {"num_moe_experts": None, "moe_ffn_hidden_size": None},
             "num_moe_experts is None, but layer_pattern",
         ),
-        (
-            {"moe_router_load_balancing_type": "sinkhorn"},
-            "moe_router_pre_softmax is False, which moe_router_load_balancing_type='sinkhorn' does",
-        ),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "other experts in training than in"),
         ({"moe_token_dropping": True}, "use moe_expert_capacity_factor"),
         ({"moe_router_topk": 9}, "moe_router_topk is 9, but num_moe_experts is 8"),
         ({"moe_router_topk": 1}, "moe_router_pre_softmax=True"),

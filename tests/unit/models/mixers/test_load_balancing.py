@@ -185,24 +185,6 @@ def test_tokens_of_fp64_keep_their_precision():
         torch.testing.assert_close(output[row], expected, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"moe_router_topk": 1, "moe_router_score_function": "sigmoid"},
-        {"moe_router_pre_softmax": True, "moe_z_loss_coeff": 0.3},
-    ],
-)
-def test_sinkhorn_chooses_as_in_core(fields):
-    ours, core = routers(**fields, **{KIND: "sinkhorn"})
-    shape = 2, BATCH, LENGTH
-    check_step(ours, core, torch.zeros(shape, dtype=torch.bool))
-    for router in (ours, core):
-        router.eval()
-    hidden = torch.randn(1, LENGTH, HIDDEN)
-    (weights, expected), _ = ours_and_cores(ours, core, hidden)
-    assert (weights.count_nonzero(0) == expected.count_nonzero(0)).all()
-
-
 def test_jitter_of_the_input_is_cores():
     ours, core = routers(moe_input_jitter_eps=0.2)
     hidden, layout = torch.randn(1, LENGTH, HIDDEN), RaggedLayout.uniform(1, LENGTH)

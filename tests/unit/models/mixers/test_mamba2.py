@@ -4,12 +4,6 @@ import torch
 from small_models import small_model
 
 
-def test_parallel_heads_keep_both_kinds_of_memory():
-    (cache,) = small_model("H").cache_requirements()
-    assert cache.kv.num_heads == 2
-    assert [state.name for state in cache.states] == ["conv", "ssm"]
-
-
 @torch.no_grad()
 def test_multipliers_of_an_mlp():
     torch.manual_seed(0)

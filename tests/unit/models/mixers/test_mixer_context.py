@@ -139,15 +139,6 @@ def test_inference_is_the_context_alone():
         torch.testing.assert_close(logits, model(tokens)[0], atol=1e-5, rtol=1e-5)
 
 
-def test_compute_logits_is_the_output_layer_alone():
-    model = small_model()
-    tokens = random_tokens(1, 9)
-    seen = {}
-    model.decoder.final_norm.register_forward_hook(lambda *args: seen.update(hidden=args[2]))
-    logits = model(tokens)
-    assert torch.equal(model.compute_logits(seen["hidden"]), logits[0])
-
-
 def test_cache_requirements():
     model = small_model("MG*W-", recurrent_state_dtype=torch.bfloat16)
     mamba, delta, full, window, mlp = model.cache_requirements()

@@ -88,18 +88,6 @@ def test_padding_is_counted_nowhere():
     assert mixer.router.local_tokens_per_expert.sum() == 11 * 3  # nothing was trained on them
 
 
-def test_what_changes_speed_alone_in_core_is_said(caplog):
-    fields = ["moe_pad_expert_input_to_capacity", "moe_shared_expert_overlap"]
-    small_config(
-        "*E",
-        **FIELDS,
-        **dict.fromkeys(fields, True),
-        moe_expert_capacity_factor=1.0,
-        moe_token_dispatcher_type="alltoall",
-    )
-    assert all(name in caplog.text for name in fields)
-
-
 @pytest.mark.parametrize("name", ["moe_latent_size", "moe_shared_expert_intermediate_size"])
 def test_experts_beside_an_mlp_have_no_latent_and_no_shared_expert(name):
     with pytest.raises(ValueError, match=f"{name} is 12, but the experts of a layer B work on"):

@@ -1,4 +1,4 @@
-"""Blocks that several layers share (Zamba2)."""
+"""Layers of several parts: attention beside Mamba-2 (Falcon-H1), and shared blocks (Zamba2)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,24 @@ from typing import Annotated
 
 from megatron_hybrid.models.config.field_group import LayerFields
 from megatron_hybrid.utils.validation import Range
+
+
+@dataclass
+class ParallelHeadsFields(LayerFields):
+    """Fields of an `H` layer besides those of its two parts."""
+
+    attention_input_multiplier: float = 1.0
+    """Factor of the input of the attention of an `H` layer."""
+
+    attention_output_multiplier: float = 1.0
+    """Factor of the output of the attention of an `H` layer."""
+
+    mamba_input_multiplier: float = 1.0
+    """Factor of the input of the Mamba-2 part of an `H` layer."""
+
+    mamba_output_multiplier: float = 1.0
+    """Factor of the output of the Mamba-2 part of an `H` layer."""
+
 
 _PLAIN = {
     "norm_placement": "pre",

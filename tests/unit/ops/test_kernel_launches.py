@@ -1,4 +1,4 @@
-"""Launches: a kernel is given tensors that fit its contracts, and is launched in no other way."""
+"""Launches: a kernel is given tensors that lie as it takes them, and launched in no other way."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megatron_hybrid
-from megatron_hybrid.ops.launch import checked, kernel
+from megatron_hybrid.ops.launch import Kernel, checked
 
 PACKAGE = Path(megatron_hybrid.__file__).parent
 LIBRARIES = ("fla", "megatron.core.ssm")
@@ -49,12 +49,6 @@ def toy(
     """It is never run."""
 
 
-CONTRACTS = {
-    **{"x": "rows H | P", "places": "int programs+1", "sums": "fp32 programs 2 P"},
-    **{"bias": "H or None", "gate": "rows | ... or None"},
-}
-
-
 def tensors():
     """What the toy takes, in 3 programs, of 4 rows, with 2 heads."""
     return {
@@ -68,8 +62,7 @@ def tensors():
 
 def launch(**changed):
     compiled = Compiled(toy)
-    own = kernel(**CONTRACTS)(compiled)
-    own((3, 2), list((tensors() | changed).values()), (4,), H=2)
+    Kernel(compiled)((3, 2), list((tensors() | changed).values()), (4,), H=2)
     return compiled.launched
 
 
@@ -86,27 +79,18 @@ def test_a_kernel_is_told_the_strides_that_may_be_any():
     [
         ("places", torch.ones(1, dtype=torch.int32).expand(4)),  # of stride 0
         ("places", torch.arange(8)[::2]),
-        ("places", torch.arange(3)),
-        ("places", torch.arange(5)),
-        ("places", torch.arange(4).view(1, 4)),
-        ("places", torch.zeros(4)),
         ("places", torch.arange(4).as_subclass(Elsewhere)),
-        ("places", None),
         ("x", torch.zeros(4, 2, 6, 2)[..., 0]),  # rows, but of no neighbours
-        ("x", torch.zeros(3, 2, 6)),  # fewer rows than a number of the launch
-        ("x", torch.zeros(4, 3, 6)),  # more heads than a constant
+        ("x", torch.zeros(4)),  # fewer dimensions than strides
         ("x", torch.zeros(4, 2, 6, dtype=torch.float64)),
         ("x", torch.empty_strided((4, 2, 6), (12, 1 << 31, 1))),  # offsets beyond int32
-        ("sums", torch.zeros(3, 2, 6).half()),
-        ("sums", torch.zeros(3, 2, 7)),  # wider than x
-        ("sums", torch.zeros(3, 3, 6)),
+        ("sums", torch._neg_view(torch.zeros(3, 2, 6))),
         ("bias", torch.zeros(1).expand(2)),
         ("gate", torch.zeros(4, 3, 7).mT),
-        ("gate", torch.zeros(4, 3, 7, dtype=torch.int32)),
     ],
 )
 def test_what_a_kernel_would_read_wrongly_is_not_launched(name, wrong):
-    with pytest.raises(ValueError, match=rf"^{name} of toy is .*; it takes '[^\n]*contiguous\(\)"):
+    with pytest.raises(ValueError, match=rf"^{name} of toy is .*; it takes .*contiguous\(\)"):
         launch(**{name: wrong})
 
 
@@ -125,10 +109,8 @@ def test_neighbours_are_what_a_kernel_counts_on(shape, strides, first):
     """Numbers in the dimensions without strides lie one behind the other."""
     first = min(first, len(shape) - 1)
     x = torch.arange(200.0).as_strided(shape, strides[: len(shape)])
-    words = ["any"] * len(shape)
-    contract = " ".join([*words[:first], "|", *words[first:]]) if first else " ".join(words)
     used = x[(0,) * first].flatten()
-    function = checked(lambda x: "taken", x=contract)
+    function = checked(lambda x: "taken", x=first)
     if torch.equal(used, torch.arange(float(len(used)))):
         assert function(x) == "taken"
     else:
@@ -136,23 +118,16 @@ def test_neighbours_are_what_a_kernel_counts_on(shape, strides, first):
             function(x)
 
 
-@pytest.mark.parametrize("changed", [{"x": "rows | H P"}, {"gate": "rows H | P"}, {"bias": None}])
-def test_contracts_have_the_strides_of_the_signature(changed):
-    contracts = {name: text for name, text in (CONTRACTS | changed).items() if text}
-    with pytest.raises(TypeError, match=r"toy has the arguments .*: adapt one of them"):
-        kernel(**contracts)(Compiled(toy))
+def test_each_tensor_of_a_library_is_checked():
+    function = checked(lambda x, table=None, size=1: (x, table, size), x=2)
+    assert function(torch.zeros(2, 6)[:, ::2], size=4)[2] == 4
+    with pytest.raises(ValueError, match=r"^table of <lambda> is "):
+        function(torch.zeros(2, 3), table=torch.zeros(4)[::2])
 
 
-def test_each_tensor_of_a_library_has_a_contract():
-    function = checked(lambda x, table=None, size=1: (x, table, size), x="any any |")
-    assert function(torch.zeros(2, 3), size=4)[2] == 4
-    with pytest.raises(TypeError, match="table of <lambda> has no contract: declare one"):
-        function(torch.zeros(2, 3), torch.zeros(2))
-
-
-def test_no_kernel_is_launched_outside_of_its_contracts():
-    """`function[grid](...)` stands in one place; what `triton.jit` compiles is called by kernels,
-    or has contracts; functions of libraries that launch kernels are called through `checked`."""
+def test_no_kernel_is_launched_without_a_check():
+    """`function[grid](...)` stands in one place; what `triton.jit` compiles is called by kernels;
+    functions of libraries that launch kernels are called through `checked`."""
     launches, without, bare, outside = [], [], [], []
     for path in sorted(PACKAGE.rglob("*.py")):
         own, text = path.relative_to(PACKAGE).as_posix(), path.read_text()
@@ -167,7 +142,7 @@ def test_no_kernel_is_launched_outside_of_its_contracts():
                 launches.append(own)
             if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
                 names = [ast.unparse(one).partition("(")[0] for one in node.decorator_list]
-                if "triton.jit" in names and names[0] != "kernel":
+                if "triton.jit" in names and names[0] != "Kernel":
                     without.append(f"{own}: {node.name}")
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(LIBRARIES):
                 names = {alias.asname or alias.name for alias in node.names}
