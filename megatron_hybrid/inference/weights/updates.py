@@ -108,7 +108,6 @@ class WeightUpdate:
         self._loader.checks.require_complete()
 
     def _agree(self, kind: str, pairs: Iterable) -> None:
-        """Compare a part with that of the other ranks."""
         lines = [kind, *(_described(name, tensor) for name, tensor in map(_pair, pairs))]
         digest = blake2b("\n".join(lines).encode()).digest()
         if len(set(self._ranks.gather(digest))) > 1:
@@ -278,7 +277,6 @@ class WeightUpdates:
         return True
 
     def cancel_join(self) -> None:
-        """Let nobody wait for a trainer that has not come."""
         joining, self._joining = self._joining, None
         if joining is not None:
             joining.leave()
