@@ -529,6 +529,7 @@ class DynamicInferenceEngine:
         self.offload.close()
         self._epochs.start_over()
         self.live.cancel_waiting()
+        self.live.close()
         self.memory.keep(None)
         self._cache_calls.release_memory()
         self._guard.is_closed = True

@@ -15,6 +15,7 @@ from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.drafters import DRAFTERS, Drafts, DraftSources
 from megatron_hybrid.inference.exclusive import CallGuard
+from megatron_hybrid.inference.metrics.tracing import RequestTracer
 from megatron_hybrid.inference.rank_checks import (
     check_equal_weights,
     refuse_fsdp,
@@ -55,6 +56,7 @@ class EngineParts:
     folders: CacheFolders
     updates: WeightUpdates
     epochs: Epochs
+    tracer: RequestTracer | None
     warm_up_seconds: float
 
 
@@ -70,6 +72,11 @@ def check_arguments(
         raise TypeError(
             f"model must be one of build_hybrid_model, load_pretrained, load_megatron or "
             f"from_megatron, bare or wrapped, got {type(given).__name__}"
+        )
+    if not model.has_memory:
+        raise ValueError(
+            "the model's weights have no memory, which another engine has given back: call its "
+            "reacquire_weights() first"
         )
     refuse_fsdp(given, model)
     if tokenizer is not None and not callable(getattr(tokenizer, "detokenize", None)):
@@ -89,7 +96,10 @@ def make_parts(
     undo: ExitStack,
 ) -> EngineParts:
     """Agree with the other ranks on sizes, and make the parts. undo: closes what they open."""
-    stage = model.pg_collection.pp.rank()
+    stage, tracer = model.pg_collection.pp.rank(), None
+    if config.otlp_traces_endpoint and ranks.is_first:
+        tracer = RequestTracer(config.otlp_traces_endpoint)
+        undo.callback(tracer.close)
     ranks.require_equal(what_must_be_equal(config, model, stage))
     check_equal_weights(ranks, model)
     model.eval()
@@ -146,6 +156,7 @@ def make_parts(
         folders,
         WeightUpdates(model, ranks, lambda: control.ends_waits),
         Epochs(scheduler, offload, runner, output, folders, config),
+        tracer,
         _warm_up(runner, scheduler, config, control),
     )
 

@@ -29,7 +29,7 @@ class LiveRequests:
         self._guard, self._control, self._ranks = parts.guard, parts.control, parts.ranks
         self._scheduler, self._runner = parts.scheduler, parts.runner
         self._builder, self._output = parts.request_builder, parts.output
-        self.meter = Meter()
+        self.meter, self._tracer = Meter(), parts.tracer
         self.ended = EndedRequests()
         self.abandoned: deque[Request] = deque()
         """Those of dropped streams, to cancel."""
@@ -97,6 +97,8 @@ class LiveRequests:
     def _note_end(self, request: Request) -> None:
         with out_of_memory.optional_work(lambda error: None):  # the page may lack it
             self.ended.note(request)
+            if self._tracer is not None:
+                self._tracer.note_end(request)
         self.meter.note_end(request)
 
     # Ends
@@ -145,6 +147,11 @@ class LiveRequests:
         for request in list(self._scheduler.waiting):
             for sample in (request, *request.siblings):
                 self._cancel_sample(sample)
+
+    def close(self) -> None:
+        """Send the last spans."""
+        if self._tracer is not None:
+            self._tracer.close()
 
     @exclusive
     @defer_sigint()

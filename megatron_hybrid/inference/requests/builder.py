@@ -259,8 +259,7 @@ class RequestBuilder:
                 f"a guide needs a tokenizer with token_bytes, and {type(self.tokenizer).__name__} "
                 "has none: use the one of load_pretrained"
             )
-        first = getattr(self.tokenizer, "first_token_bytes", None)
-        return GuideCompiler(self.tokenizer.token_bytes, self.vocab_size, first)
+        return GuideCompiler(self.tokenizer.token_bytes, self.vocab_size)
 
     def tokens_of(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:
         """Token ids of a prompt, int [L]."""

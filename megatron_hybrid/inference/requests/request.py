@@ -210,6 +210,7 @@ class Request:
     num_chars_out: int = 0
     unread: "deque[RequestOutput] | None" = None  # outputs for its stream
     added_at: float = field(default_factory=time.perf_counter)
+    restore_at: float | None = None  # began a fetch from the tiers
     started_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
