@@ -426,8 +426,8 @@ class SharedFields(Body):
         "generation_config.json.",
     )
     top_p: Share | None = declared("top_p")
-    top_k: int | None = None
-    """Tokens are drawn from this many most likely ones; 0 and below keep all tokens."""
+    top_k: CountOrAll | None = None
+    """Tokens are drawn from this many most likely ones; 0 and -1 keep all tokens."""
     min_p: Share | None = declared("min_p")
     presence_penalty: Penalty | None = declared("presence_penalty")
     frequency_penalty: Penalty | None = declared("frequency_penalty")

@@ -354,7 +354,7 @@ def sampling_params(
             frequency_penalty=fields.frequency_penalty or 0.0,
             repetition_penalty=fields.repetition_penalty,
             logit_bias={int(token): bias for token, bias in (fields.logit_bias or {}).items()},
-            allowed_token_ids=fields.allowed_token_ids or None,
+            allowed_token_ids=fields.allowed_token_ids,
             bad_words_ids=[tokenizer.tokenize(word, add_special_tokens=False) for word in words],
             min_tokens=fields.min_tokens,
             seed=fields.seed,
