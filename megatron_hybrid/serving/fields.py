@@ -458,7 +458,8 @@ class SharedFields(Body):
     cache_salt: Text | None = declared("salt")
     cache_breakpoints: list[Positive] | None = declared("cache_breakpoints")
     truncate_prompt_tokens: CountOrAll | None = None
-    """The prompt is cut to this many tokens; -1 keeps as many as leave room for the answer."""
+    """The prompt is cut to this many tokens; -1 keeps as many as leave room for the answer. 0 is
+    refused with 400."""
     truncation_side: Literal["left", "right"] = "left"
     """The end at which the prompt is cut: left keeps its last tokens, right its first."""
     allowed_token_ids: list[Token] | None = declared(
