@@ -286,7 +286,9 @@ async def _answer(
                 request.receive, service.compiled(ticket, *asked.guide)
             )
         salt = service.auth.salt_of(state.key, fields.cache_salt)
-        options = request_options(fields, salt, service.auth.tenant_of(state.key), guide)
+        tenant = service.auth.tenant_of(state.key)
+        caller = request.headers.get("traceparent", "")
+        options = request_options(fields, salt, tenant, guide, caller)
         answer = make(ticket.request_id, asked.style, asked.begins_in_reasoning, prompts)
         headers = header_of(fields.changes)
         for change in headers.values():
@@ -344,16 +346,16 @@ def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
     prompts = _prompts(service, fields)
     style, thinks = None, None
     if isinstance(fields, ChatFields):
-        tokenizer = service.tokenizer_of(fields)
-        style = service.config.style_of(tokenizer.template_source(fields.shown_tools))
+        template = service.tokenizer.template_source(fields.shown_tools)
+        style = service.config.style_of(template)
         if style.thoughts is not None:
-            thinks = is_thinking(tokenizer, fields, style.thoughts)
+            thinks = is_thinking(service.tokenizer, fields, style.thoughts)
     guide = guide_of(fields, style, thinks)
     params = _params(service, fields, prompts)
     if isinstance(fields, ChatFields) and fields.thinking_token_budget not in (None, -1):
         given = fields.thinking_token_budget, style.thoughts, bool(thinks)
         try:
-            params.thinking_budget = thinking_budget(tokenizer, *given)
+            params.thinking_budget = thinking_budget(service.tokenizer, *given)
         except ApiError:
             if not isinstance(fields, MessageChat):  # its clients give one to all models
                 raise
@@ -394,7 +396,7 @@ def _cut(service: Service, fields: GenerationFields) -> tuple[int | None, str]:
 def _chat_prompt(
     service: Service, fields: TemplateFields, cut: tuple[int | None, str] = (None, "left")
 ) -> RenderedChat:
-    tokenizer = service.tokenizer_of(fields).cut_to(*cut)
+    tokenizer = service.tokenizer.cut_to(*cut)
     return chat_prompt(tokenizer, fields, service.config.keeps_changing_lines)
 
 

@@ -23,12 +23,10 @@ import tokenizers
 from megatron_hybrid.text.chat_template import (
     ChatTemplate,
     Message,
-    TextLimit,
     TextTooLongError,
     common_length,
 )
-from megatron_hybrid.text.request_template import RequestTemplate
-from megatron_hybrid.text.token_bytes import TokenBytes
+from megatron_hybrid.text.token_bytes import token_bytes
 from megatron_hybrid.text.tokenizer_files import (
     CHAT_TEMPLATE_FILE,
     TOKENIZER_CONFIG_FILE,
@@ -53,8 +51,6 @@ _USUAL_LENGTH = 8
 tokenized."""
 _ENDS = 256
 """More tokens than a piece may have because it is cut out of its text: those of two words."""
-_WRITTEN_LENGTH = 128
-"""Characters that a request's own template may write for each token of the context."""
 
 
 class Tokenizer:
@@ -89,7 +85,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._settings = dict(settings or {})
         self._templates = dict(chat_templates or {})
-        self._limit: TextLimit | None = None
+        self._limit: int | None = None
         self._kept: tuple[int, str] | None = None
         self.generation_config = dict(generation_config or {})
         if eod is not None:
@@ -206,7 +202,7 @@ class Tokenizer:
         is counted piece by piece, and refused as soon as it cannot fit. What may fit is tokenized,
         and may be longer."""
         other = copy.copy(self)
-        other._limit = TextLimit(max_tokens, max_tokens * _WRITTEN_LENGTH)
+        other._limit = max_tokens
         return other
 
     def cut_to(self, num_tokens: int | None, side: str) -> Tokenizer:
@@ -227,8 +223,8 @@ class Tokenizer:
         """
         if self._kept is not None:
             return self._kept_part(text)
-        if self._limit is not None and len(text) > _USUAL_LENGTH * self._limit.max_tokens:
-            self._check_length(text, self._limit.max_tokens)
+        if self._limit is not None and len(text) > _USUAL_LENGTH * self._limit:
+            self._check_length(text, self._limit)
         return slice(None)
 
     def _kept_part(self, text: str) -> slice:
@@ -275,28 +271,14 @@ class Tokenizer:
         return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     @cached_property
-    def _bytes(self) -> TokenBytes:
-        return TokenBytes(self._tokenizer, self.vocab_size)
-
-    @property
     def token_bytes(self) -> list[bytes]:
         """Bytes that each token adds to a text; none for special tokens, which `detokenize` leaves
-        out, and for ids that are no tokens. The first token of a text may add others:
-        `first_token_bytes`.
+        out, and for ids that are no tokens.
 
         Raises:
             ValueError: the tokenizer has a decoder that is not known here.
         """
-        return self._bytes.later
-
-    @property
-    def first_token_bytes(self) -> list[bytes]:
-        """Bytes as `token_bytes`, of the first token of a text.
-
-        Raises:
-            ValueError: as `token_bytes`.
-        """
-        return self._bytes.first
+        return token_bytes(self._tokenizer, self.vocab_size)
 
     def shown_bytes(self, token: int) -> bytes:
         """Return what to show of a token: its bytes in a text, or the name of a special one."""
@@ -324,13 +306,6 @@ class Tokenizer:
         """
         self._templates["default"] = ChatTemplate(source, origin)
 
-    def with_request_template(self, source: str, origin: str) -> Tokenizer:
-        """Return the same tokenizer, with a chat template of anyone's for all chats. Arguments as
-        for `set_chat_template`."""
-        other = copy.copy(self)
-        other._templates = {"default": RequestTemplate(source, origin, self._limit)}
-        return other
-
     def template_source(self, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
         """Jinja source of the template of chats with these tools; None: there is none."""
         template = self._find_template(tools)
@@ -352,19 +327,21 @@ class Tokenizer:
         for token in state["added_tokens"]:
             token["special"] &= token["content"] not in shown
         self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(state))
-        vars(self).pop("_bytes", None)  # of special tokens as they were
+        vars(self).pop("token_bytes", None)  # of special tokens as they were
 
-    def takes_parts(self, role: str) -> bool:
-        """Return whether the chat template writes the texts of a message of this role, if its
-        content is a list of parts. Other templates write the list itself, or refuse it."""
-        template = self._templates.get("default")
-        return template is not None and template.takes_parts(role)
+    def template_of(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
+        """Return the template of chats with these tools.
 
-    def takes_argument_texts(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
-        """Return whether the template of chats with these tools wants the arguments of calls as
-        JSON in texts."""
+        Raises:
+            ValueError: there is no chat template.
+        """
         template = self._find_template(tools)
-        return template is not None and template.takes_argument_texts
+        if template is None:
+            raise ValueError(
+                f"this tokenizer has no chat template: its folder has neither {CHAT_TEMPLATE_FILE} "
+                f"nor a (default) chat_template in {TOKENIZER_CONFIG_FILE}. Send text or tokens."
+            )
+        return template
 
     def render_chat(
         self,
@@ -379,7 +356,7 @@ class Tokenizer:
             ValueError: there is no chat template, or it cannot render these messages.
             TypeError: an argument is not a JSON value.
         """
-        return self._template(tools).render(
+        return self.template_of(tools).render(
             messages, add_generation_prompt, tools, **{**self._named, **variables}
         )
 
@@ -416,7 +393,7 @@ class Tokenizer:
         Raises:
             ValueError, TypeError: as `render_chat`.
         """
-        template, named = self._template(tools), {**self._named, **variables}
+        template, named = self.template_of(tools), {**self._named, **variables}
         text = template.render(messages, add_generation_prompt, tools, **named)
         check_text("the text of the chat", text)
         start, end, _ = self._wanted(text).indices(len(text))
@@ -464,7 +441,7 @@ class Tokenizer:
         Raises:
             ValueError, TypeError: as `ChatTemplate.render_with_answers`.
         """
-        template = self._template(tools)
+        template = self.template_of(tools)
         text, answers = template.render_with_answers(
             messages, tools, **{**self._named, **variables}
         )
@@ -487,12 +464,3 @@ class Tokenizer:
     def _find_template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate | None:
         template = self._templates.get("default")
         return template if tools is None else self._templates.get("tool_use", template)
-
-    def _template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
-        template = self._find_template(tools)
-        if template is None:
-            raise ValueError(
-                f"this tokenizer has no chat template: its folder has neither {CHAT_TEMPLATE_FILE} "
-                f"nor a (default) chat_template in {TOKENIZER_CONFIG_FILE}. Send text or tokens."
-            )
-        return template
