@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_hybrid.tools.plots import pyplot
-
 ROOT = Path(__file__).parents[1]
 RESULTS, FOLDER = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
 THEMES = {"": ("#ffffff", "#1f2328", "#656d76"), "-dark": ("#1e2129", "#e6edf3", "#9198a1")}
@@ -34,14 +32,21 @@ BARS = (
 """What it is called, engines of which the better one counts, colour."""
 
 
-def drawn(name: str, draw: Callable, folder: Path = FOLDER, option: str = "--plots") -> list[Path]:
-    """Both files of a plot.
+def pyplot():
+    """Import matplotlib.pyplot, without a display."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("plots need matplotlib: `pip install matplotlib`") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
 
-    Args:
-        draw: `(matplotlib.pyplot, colour of the fainter words) -> figure`.
-        option: of the command line, for the error where matplotlib is not installed.
-    """
-    plt = pyplot(option)
+    return plt
+
+
+def drawn(name: str, draw: Callable, folder: Path = FOLDER) -> list[Path]:
+    """Both files of a plot. draw: `(matplotlib.pyplot, colour of the fainter words) -> figure`."""
+    plt = pyplot()
     paths = []
     for end, (paper, ink, faint) in THEMES.items():
         parts = ("text", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")

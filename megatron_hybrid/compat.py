@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -284,8 +284,8 @@ def have_transformer_engine() -> bool:
     return transformer_engine.HAVE_TE
 
 
-def transformer_engine_modules() -> SimpleNamespace:
-    """megatron-core's wrappers around Transformer Engine, by their own names.
+def transformer_engine_modules() -> ModuleType:
+    """megatron-core's module of wrappers around Transformer Engine.
 
     Raises:
         ImportError: Transformer Engine is not installed. (megatron-core itself would go on with a
@@ -300,12 +300,7 @@ def transformer_engine_modules() -> SimpleNamespace:
         )
     from megatron.core.extensions import transformer_engine as te
 
-    return SimpleNamespace(
-        TEColumnParallelLinear=te.TEColumnParallelLinear,
-        TELayerNormColumnParallelLinear=te.TELayerNormColumnParallelLinear,
-        TERowParallelLinear=te.TERowParallelLinear,
-        TENorm=te.TENorm,
-    )
+    return te
 
 
 _OLDEST_COORDINATOR = (0, 19, 0)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from benchmarks.plots import pyplot
 from benchmarks.replay import cliff, plots, table, traces
 from benchmarks.replay.engines import ENGINES
 from benchmarks.replay.footprint import footprint
@@ -22,7 +23,6 @@ from benchmarks.replay.geometry import GEOMETRIES
 from benchmarks.replay.sweep import GB, Cell, run_cells
 from benchmarks.replay.workloads import WORKLOADS
 from megatron_hybrid.commands.arguments import gigabytes, whole_number
-from megatron_hybrid.tools.plots import pyplot
 from megatron_hybrid.tools.replay.request import Request
 
 TRACE_BUDGETS_GB = (16, 64, 256)
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(options: argparse.Namespace) -> None:
     # What can fail fails now, not after the replays.
     if options.plots:
-        pyplot("--plots")
+        pyplot()
         options.plots.mkdir(parents=True, exist_ok=True)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from megatron_hybrid.cache.eviction import Evictor
-from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.matching import Hit
-from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.pages.lease_pages import LeasePages, forward_end
-from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.placement import next_interval
-from megatron_hybrid.cache.policy.protocol import Policy
-from megatron_hybrid.cache.report import ADMITTED, CacheStats
+from megatron_hybrid.cache.report import ADMITTED
 
 
 class Admitter:
-    """Makes leases on the pages of a hit.
+    """Makes leases on the pages of a hit. leases: the live ones."""
 
-    Args:
-        spec, mode, policy: of the cache.
-        index, allocator, evictor, pages: its parts.
-        leases: the live ones.
-        stats: counts what is held back.
-        record: notes a decision.
-    """
-
-    def __init__(
-        self,
-        spec: CacheSpec,
-        mode: str,
-        policy: Policy,
-        index: PrefixIndex,
-        allocator: PageAllocator,
-        evictor: Evictor,
-        pages: LeasePages,
-        leases: dict[Lease, None],
-        stats: CacheStats,
-        record: Callable[..., None],
-    ):
-        self._spec, self._mode, self._policy = spec, mode, policy
-        self._index, self._allocator = index, allocator
-        self._evictor, self._pages, self._leases = evictor, pages, leases
-        self._stats, self._record = stats, record
+    def __init__(self, mode: str, evictor: Evictor, pages: LeasePages, leases: dict[Lease, None]):
+        self._mode, self._evictor, self._pages, self._leases = mode, evictor, pages, leases
+        self._policy, self._allocator = evictor.policy, evictor.allocator
         self._held_back = 0  # consecutive attempts held back
 
     def lease_on(self, tokens: np.ndarray, salt: str, hit: Hit) -> Lease:
@@ -58,7 +30,7 @@ class Admitter:
             report=hit.report(len(tokens)),
             path=hit.path,
         )
-        rows = hit.path.pages(self._spec.num_blocks(hit.shared)) if hit.shared else None
+        rows = hit.path.pages(self._evictor.spec.num_blocks(hit.shared)) if hit.shared else None
         if hit.checkpoint is None:
             self._pages.attach(lease, rows)
         else:
@@ -92,7 +64,7 @@ class Admitter:
                 path, checkpoint, lease.prompt_tokens
             )
             self._policy.maintain(self._evictor)
-        self._index.touch(path)  # eviction may change the path
+        self._evictor.index.touch(path)  # eviction may change the path
         if checkpoint is not None:
             lease.checkpoint_pages = checkpoint.pages
         self.open(lease, capacity_tokens, end)
@@ -112,7 +84,7 @@ class Admitter:
         if self._evictor.make_room_for(num_pages, worth / num_pages):
             return True
         self._held_back += 1
-        self._stats.held_back += 1
+        self._evictor.stats.held_back += 1
         return False
 
     def open(self, lease: Lease, capacity_tokens: int, end: int) -> None:
@@ -122,4 +94,5 @@ class Admitter:
             lease.next_interval = next_interval(position, self._policy.interval_tokens)
         self._pages.open(lease, capacity_tokens, end)
         self._leases[lease] = None
-        self._record(ADMITTED, lease.shared_tokens, lease.skipped_tokens, self._allocator.num_free)
+        num_free = self._allocator.num_free
+        self._evictor.record(ADMITTED, lease.shared_tokens, lease.skipped_tokens, num_free)

@@ -6,25 +6,17 @@ from collections.abc import Callable
 
 import numpy as np
 
+from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.index.journal import Version
-from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind
-from megatron_hybrid.cache.pages.spec import CacheSpec
-from megatron_hybrid.cache.tree_view import TreeChanges, TreeView, tier_in_pool, view_edge
+from megatron_hybrid.cache.tree_view import TreeChanges, tier_in_pool, view_edge
 
 
 class CacheContents:
-    """Reads a cache without side effects.
+    """Reads a cache without side effects."""
 
-    Args:
-        spec, index: of the cache.
-        value: of a stored state, per page.
-    """
-
-    def __init__(self, spec: CacheSpec, index: PrefixIndex, value: Callable[[Checkpoint], float]):
-        self._spec = spec
-        self._index = index
-        self._value = value
+    def __init__(self, evictor: Evictor):
+        self._evictor, self._spec, self._index = evictor, evictor.spec, evictor.index
 
     def prefix(self, edge: Edge, position: int) -> tuple[str, np.ndarray, np.ndarray]:
         """Return salt, tokens (int32 [position]) and rows of pages (int32 [ceil(position / B),
@@ -36,40 +28,13 @@ class CacheContents:
         """Return the stored states that are not opportunistic, the most valuable first."""
         stored = (c for c in self._index.checkpoints() if c.pages is not None)
         found = [c for c in stored if c.kind is not Kind.OPPORTUNISTIC]
-        return sorted(found, key=lambda checkpoint: -self._value(checkpoint))
+        value, refs = self._evictor.policy.state_value, self._evictor.allocator.ref_counts
+        return sorted(found, key=lambda checkpoint: -value(checkpoint, refs))
 
     def held_leaves(self) -> list[Edge]:
         """Return the edges where held KV ends, the most recently used first."""
         found = [edge for edge in self._index.edges() if edge.is_held_leaf()]
         return sorted(found, key=lambda edge: -edge.last_access)
-
-    def view(
-        self,
-        tier_of: Callable[[Checkpoint], str] = tier_in_pool,
-        max_edges: int = 10_000,
-        num_tokens: int = 0,
-    ) -> TreeView:
-        """Return a snapshot of the tree, with at most max_edges edges. tier_of, num_tokens: as for
-        `view_edge`."""
-        found = list(self._index.edges())
-        num_edges = len(found)
-        if num_edges > max_edges:
-            # Parents are used whenever their children are, and the sort is stable: none lacks its
-            # own.
-            found = sorted(found, key=lambda edge: -edge.last_access)[:max_edges]
-        views = [view_edge(edge, self._spec.page_bytes, tier_of, num_tokens) for edge in found]
-        return TreeView(
-            num_edges,
-            self._index.tick,
-            numbers=[view.number for view in views],
-            parents=[view.parent for view in views],
-            starts=[view.start for view in views],
-            ends=[view.end for view in views],
-            held_ends=[view.held_end for view in views],
-            last_uses=[view.last_use for view in views],
-            first_tokens=[view.first_tokens for view in views] if num_tokens else [],
-            states=[state for view in views for state in view.states],
-        )
 
     def changes(
         self,

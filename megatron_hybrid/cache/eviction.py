@@ -43,7 +43,6 @@ def tail_key(edge: Edge, spec: CacheSpec, policy: Policy) -> Key | None:
 
 
 def opportunistic_key(checkpoint: Checkpoint) -> Key | None:
-    """Return the key of an opportunistic state."""
     return None if checkpoint.pages is None else (-1, 0.0, checkpoint.last_use)
 
 
@@ -84,7 +83,8 @@ class PinnedItems:
 
 
 class Evictor:
-    """Frees pages by evicting the victims that the policy chooses. Implements `Evictable`."""
+    """Frees pages by evicting the victims that the policy chooses. Implements `Evictable`. The
+    other parts of a cache find their common parts here."""
 
     def __init__(
         self,
@@ -104,18 +104,18 @@ class Evictor:
         # The heaps whose values change with time and learning.
         self._valued = [self.checkpoints] if spec.needs_state else [self.tails, self.checkpoints]
         self.listeners: list[CacheListener] = []
-        self._spec = spec
-        self._index = index
-        self._allocator = allocator
-        self._stats = stats
-        self._policy = policy
-        self._record = record
+        self.spec = spec
+        self.index = index
+        self.allocator = allocator
+        self.stats = stats
+        self.policy = policy
+        self.record = record
         self._pinned = PinnedItems(allocator)
 
     def _key(self, checkpoint: Checkpoint) -> Key | None:
         if checkpoint.pages is None:
             return None
-        value = self._policy.state_value(checkpoint, self._allocator.ref_counts)
+        value = self.policy.state_value(checkpoint, self.allocator.ref_counts)
         return 1, value, checkpoint.last_use
 
     def make_room(self, num_pages: int, *, below: Key | None = None, force: bool = False) -> bool:
@@ -127,8 +127,8 @@ class Evictor:
         # Any other change that makes an item evictable adds it to its heap.
         for item in self._pinned.unpin():
             self.add(item)
-        while self._allocator.num_free < num_pages:
-            item, key = self._policy.victim(self) or (None, None)
+        while self.allocator.num_free < num_pages:
+            item, key = self.policy.victim(self) or (None, None)
             forced = item is None and force
             if forced:
                 item = self._pinned.pop()
@@ -144,27 +144,27 @@ class Evictor:
                 raise
             if not gone:
                 self._pinned.entries[item] = key, self._last_page(item)
-        return self._allocator.num_free >= num_pages
+        return self.allocator.num_free >= num_pages
 
     def _last_page(self, item: Edge | Checkpoint) -> int:
         """Return a page of a state, or of an edge's last block: a request that holds the item holds
         this page."""
         if isinstance(item, Edge):
-            return item.page_before(item.held_end, self._spec.block_size_tokens)
+            return item.page_before(item.held_end, self.spec.block_size_tokens)
         return int(item.pages[-1]) if item.pages.size else NULL_PAGE
 
     def make_room_for(self, num_pages: int, value: float) -> bool:
         """Evict only candidates below `value` until num_pages pages are free; see `make_room`."""
-        below = (1, value, self._policy.now)
-        return self._allocator.can_free(num_pages) and self.make_room(num_pages, below=below)
+        below = (1, value, self.policy.now)
+        return self.allocator.can_free(num_pages) and self.make_room(num_pages, below=below)
 
     def make_room_for_state(self, new: NewState) -> bool:
         """Make room for a state: evict candidates of a lesser value, or replace the previous state
         on its path."""
-        value = self._policy.new_value(new)
-        if self.make_room_for(self._spec.checkpoint_pages, value):
+        value = self.policy.new_value(new)
+        if self.make_room_for(self.spec.checkpoint_pages, value):
             return True
-        return self._policy.replaces(new) and self.drop_checkpoint(new.previous)
+        return self.policy.replaces(new) and self.drop_checkpoint(new.previous)
 
     def add(self, item: Edge | Checkpoint) -> None:
         """Add an edge's tail or a stored checkpoint."""
@@ -232,46 +232,46 @@ class Evictor:
         pinned."""
         if isinstance(item, Checkpoint):
             return self.drop_checkpoint(item, force)
-        return self._drop_blocks(item, num_pages - self._allocator.num_free, force)
+        return self._drop_blocks(item, num_pages - self.allocator.num_free, force)
 
     def drop_checkpoint(self, checkpoint: Checkpoint, force: bool = False) -> bool:
         """Drop a stored state. Return False if it is pinned by a lease that restores it."""
         if checkpoint.pages is None:
             return True
-        if not force and self._allocator.ref_counts[self._last_page(checkpoint)]:
+        if not force and self.allocator.ref_counts[self._last_page(checkpoint)]:
             return False  # a request holds all of its pages or none
         for listener in self.listeners:
             listener.on_evict_state(checkpoint)
-        self._record(EVICTED_STATE, checkpoint.position)
+        self.record(EVICTED_STATE, checkpoint.position)
         previous = checkpoint.previous() if checkpoint.kind is Kind.OPPORTUNISTIC else None
-        self._index.drop_checkpoint(checkpoint)
+        self.index.drop_checkpoint(checkpoint)
         self._heap_of(checkpoint).discard(checkpoint)
         if previous is not None:
             self.checkpoints.update(previous)  # KV up to there may be its own again
-        self._stats.checkpoints_evicted += 1
+        self.stats.checkpoints_evicted += 1
         return True
 
     def _drop_blocks(self, edge: Edge, wanted: int, force: bool) -> bool:
-        start = tail_start(edge, self._spec)
+        start = tail_start(edge, self.spec)
         if start == edge.held_end:
             return True
-        size = self._spec.block_size_tokens
+        size = self.spec.block_size_tokens
         first = start // size  # the edge's start may lie inside a block
         rows = edge.pages(size)[first - edge.first_block :]
-        end, drop, per_block = first + len(rows), len(rows), self._spec.kv_pages_per_block
+        end, drop, per_block = first + len(rows), len(rows), self.spec.kv_pages_per_block
         if not force:
             drop = min(drop, -(-wanted // per_block))
-            if not self._spec.needs_state:
-                drop = end - self._policy.equal_start(edge, (end - drop) * size) // size
-            held = self._allocator.ref_counts[indices(rows[-drop:])].nonzero()[0]
+            if not self.spec.needs_state:
+                drop = end - self.policy.equal_start(edge, (end - drop) * size) // size
+            held = self.allocator.ref_counts[indices(rows[-drop:])].nonzero()[0]
             if held.size:
                 drop -= int(held[-1]) // per_block + 1
         if drop:
             new_end = max((end - drop) * size, edge.start)
-            if not self._spec.needs_state:
+            if not self.spec.needs_state:
                 for listener in self.listeners:
                     listener.on_evict_blocks(edge, new_end)
-            self._record(EVICTED_TAIL, edge.start, edge.end, drop)
-            self._index.drop_kv(edge, new_end)
-            self._stats.kv_blocks_evicted += drop
+            self.record(EVICTED_TAIL, edge.start, edge.end, drop)
+            self.index.drop_kv(edge, new_end)
+            self.stats.kv_blocks_evicted += drop
         return drop > 0

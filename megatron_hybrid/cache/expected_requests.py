@@ -7,30 +7,13 @@ from contextlib import suppress
 import numpy as np
 
 from megatron_hybrid.cache.eviction import Evictor
-from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import Checkpoint, unless_opportunistic
-from megatron_hybrid.cache.pages.spec import CacheSpec
-from megatron_hybrid.cache.policy.protocol import Policy
 
 
 class ExpectedRequests:
-    """Reports waiting requests to the policy.
+    """Reports waiting requests to the policy. restores: whether requests resume from states."""
 
-    Args:
-        spec, policy: of the cache.
-        index, evictor: its parts.
-        restores: whether requests resume from states at all.
-    """
-
-    def __init__(
-        self,
-        spec: CacheSpec,
-        policy: Policy,
-        index: PrefixIndex,
-        evictor: Evictor,
-        restores: bool,
-    ):
-        self._spec, self._policy, self._index = spec, policy, index
+    def __init__(self, evictor: Evictor, restores: bool):
         self._evictor, self._restores = evictor, restores
         self._resumed: dict[int, Checkpoint | None] = {}  # by request, what it is to resume from
 
@@ -44,24 +27,23 @@ class ExpectedRequests:
             return
         self._resumed[request_id] = found = None
         with suppress(MemoryError):
-            path = self._index.walk(salt, tokens)
+            path = self._evictor.index.walk(salt, tokens)
             found = unless_opportunistic(path.deepest_checkpoint())
-            if not self._spec.needs_state:
+            if not self._evictor.spec.needs_state:
                 found = max(path.checkpoints(), key=lambda each: each.position, default=None)
         if found is not None:
             self._resumed[request_id] = found
-            self._policy.on_wait(found, 1)
+            self._evictor.policy.on_wait(found, 1)
 
     def discard(self, request_id: int) -> None:
         """A request starts, or is gone: the counterpart of `add`, if that was called."""
         found = self._resumed.pop(request_id, None)
         if found is not None:
-            self._policy.on_wait(found, -1)
+            self._evictor.policy.on_wait(found, -1)
             if found.pages is not None:
                 with suppress(MemoryError):  # its price then waits for `refresh`
                     self._evictor.update(found)
 
     def clear(self) -> None:
-        """No request is expected any more."""
         for request_id in list(self._resumed):
             self.discard(request_id)

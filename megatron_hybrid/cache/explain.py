@@ -71,7 +71,7 @@ class Explanation:
     """Leading tokens known under another salt, if less than a block is known under the prompt's own
     salt. The request's own report does not say so: see `MissReason.SALT`."""
     edge: int = 0
-    """Number of the edge that spans the last known token (see `TreeView`); 0 if none is known."""
+    """Number of the edge that spans the last known token (see `EdgeView`); 0 if none is known."""
     below: tuple[str, int] | None = None
     """A tier that has more of the prompt, and the tokens skipped after a fetch."""
     lacks_room: bool = False

@@ -37,7 +37,6 @@ class LazyHeap:
         self._pushed = 0
 
     def __len__(self) -> int:
-        """Return the number of items; some may no longer be evictable."""
         return len(self._items)
 
     def items(self) -> list:

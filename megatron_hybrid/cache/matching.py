@@ -8,11 +8,10 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from megatron_hybrid.cache.index.prefix_index import PrefixIndex
+from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.index.salt_index import SaltIndex
 from megatron_hybrid.cache.index.tree import Checkpoint, Kind, Path, common_prefix
 from megatron_hybrid.cache.pages.lease import Lease
-from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 
 PrefixCachingMode = Literal["off", "memory_only", "restore"]
@@ -82,25 +81,12 @@ def will_save(lease: Lease, tokens: np.ndarray, salt: str, skipped: int) -> int:
 
 
 class PrefixLookup:
-    """Matches prompts with the tree.
+    """Matches prompts with the tree. saving: leases of running requests that have yet to save
+    states."""
 
-    Args:
-        index: the tree.
-        saving: leases of running requests that have yet to save states.
-        spec, mode: of the cache.
-        salts: of the tree.
-    """
-
-    def __init__(
-        self,
-        index: PrefixIndex,
-        saving: Iterable[Lease],
-        spec: CacheSpec,
-        mode: str,
-        salts: SaltIndex,
-    ):
-        self._index, self._saving, self._spec = index, saving, spec
-        self._mode, self._salts = mode, salts
+    def __init__(self, mode: str, evictor: Evictor, saving: Iterable[Lease], salts: SaltIndex):
+        self._index, self._spec = evictor.index, evictor.spec
+        self._mode, self._saving, self._salts = mode, saving, salts
 
     def look_up(self, tokens: np.ndarray, salt: str, recompute_reason: str | None) -> Hit:
         """Match a prompt; one rule for all modes.

@@ -19,7 +19,6 @@ from functools import wraps
 import numpy as np
 
 from megatron_hybrid.cache.admitter import Admitter
-from megatron_hybrid.cache.arguments import as_tokens, check_whole
 from megatron_hybrid.cache.contents import CacheContents
 from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.expected_requests import ExpectedRequests
@@ -101,33 +100,17 @@ class PrefixCache:
         self._evictor = Evictor(
             spec, self._index, self.allocator, self._stats, self.policy, self._record
         )
-        self._pages = LeasePages(spec, self.allocator, self._evictor)
-        self._wanted = WantedStates(self._index, self._evictor, self.policy)
-        refs = self.allocator.ref_counts
-        self.contents = CacheContents(
-            spec, self._index, lambda state: self.policy.state_value(state, refs)
-        )
+        self._pages = LeasePages(self._evictor)
+        self._wanted = WantedStates(self._evictor)
+        self.contents = CacheContents(self._evictor)
         self._leases: dict[Lease, None] = {}
         self._is_miscounted = False  # an operation failed; pages are not recounted yet
         self._digest = 0
         self._lost_tokens: Counter[MissReason] = Counter()
         self._salts = SaltIndex(spec.block_size_tokens)
-        self._lookup = PrefixLookup(self._index, self._wanted.saving, spec, mode, self._salts)
-        self._admitter = Admitter(
-            spec,
-            mode,
-            self.policy,
-            self._index,
-            self.allocator,
-            self._evictor,
-            self._pages,
-            self._leases,
-            self._stats,
-            self._record,
-        )
-        self.expected = ExpectedRequests(
-            spec, self.policy, self._index, self._evictor, mode == "restore"
-        )
+        self._lookup = PrefixLookup(mode, self._evictor, self._wanted.saving, self._salts)
+        self._admitter = Admitter(mode, self._evictor, self._pages, self._leases)
+        self.expected = ExpectedRequests(self._evictor, restores=mode == "restore")
         """Requests that wait for their start."""
         self._known_limit = known_limit(spec, num_pages)
 
@@ -155,7 +138,7 @@ class PrefixCache:
     ) -> PrefixReport:
         """Return how much of `tokens` (int32 [L]) could be shared and skipped now. No side
         effects."""
-        tokens = as_tokens(tokens)
+        tokens = _as_tokens(tokens)
         return self._lookup.look_up(tokens, salt, recompute_reason).report(len(tokens))
 
     def explain(
@@ -169,7 +152,7 @@ class PrefixCache:
         """Return the result of `match` with reasons: known tokens, and positions with a state now
         or before; and whether the pool has room for that. chunk_tokens: as for `acquire`. No side
         effects."""
-        tokens = as_tokens(tokens)
+        tokens = _as_tokens(tokens)
         hit = self._lookup.look_up(tokens, salt, recompute_reason)
         path, lacks_room = hit.path, False
         elsewhere = self._lookup.known_elsewhere(tokens, salt, path.known)
@@ -220,12 +203,9 @@ class PrefixCache:
             that it would resume from.
         Raises:
             ValueError: tokens are empty, or not one-dimensional integers.
-            TypeError: a number of tokens or a position is not an integer.
         """
-        tokens = as_tokens(tokens)
-        check_whole(capacity_tokens, chunk_tokens)
+        tokens = _as_tokens(tokens)
         declared, messages = list(declared), list(messages)
-        check_whole(*declared, *messages)
         hit = self._lookup.look_up(tokens, salt, recompute_reason)
         known = hit.path.known
         lease = self._admitter.admit(tokens, salt, hit, capacity_tokens, chunk_tokens)
@@ -267,13 +247,12 @@ class PrefixCache:
         caller supplies their bytes.
 
         Whole blocks of KV are shared as far as they are cached. Before the first forward or commit
-        the caller writes the live slot, the full-attention KV from `lease.writable_from` on, and
+        the caller writes the live slot, the full-attention KV from `lease.shared_tokens` on, and
         the local KV from `CacheSpec.first_local_block` on. Arguments as in `acquire`. None: it does
         not fit now, and nothing changed. When no other lease is live and `fits` is true, it always
         fits.
         """
-        tokens, size = as_tokens(tokens), self.spec.block_size_tokens
-        check_whole(capacity_tokens, chunk_tokens)
+        tokens, size = _as_tokens(tokens), self.spec.block_size_tokens
         path = self._index.walk(salt, tokens)
         path = self._index.walk(salt, tokens[: path.depth // size * size], path)
         hit = Hit(path, path.depth, len(tokens), None, None)
@@ -328,7 +307,6 @@ class PrefixCache:
         None: it does not fit now, and nothing changed.
         """
         lease.check_live()
-        check_whole(num_tokens, capacity_tokens)
         if num_tokens != lease.done:
             raise ValueError(f"fork at token {num_tokens} of a lease that is at {lease.done}")
         prompt = min(num_tokens, lease.prompt_tokens)
@@ -382,7 +360,6 @@ class PrefixCache:
         end = forward_end(lease, capacity_tokens, chunk_tokens)
         if capacity_tokens <= lease.capacity_tokens and end <= lease.local_end:
             return True
-        check_whole(capacity_tokens, chunk_tokens)
         return self._extend(lease, capacity_tokens, end)
 
     @rolled_back
@@ -404,7 +381,6 @@ class PrefixCache:
             before is known.
         """
         lease.check_live()
-        check_whole(start, end)
         to_save = (position for position in self.positions_to_save(lease, end) if position > start)
         return self._pages.lend(lease, start, min(end, min(to_save, default=end + 1) - 1))
 
@@ -508,7 +484,6 @@ class PrefixCache:
         position is before lease.done or beyond the room.
         """
         lease.check_live()
-        check_whole(position)
         limit = min(lease.capacity_tokens, lease.local_end)
         if not max(1, lease.done) <= position <= limit:
             raise ValueError(
@@ -748,3 +723,21 @@ class PrefixCache:
 
     def _record(self, *decision: int) -> None:
         self._digest = hash((self._digest, *decision))
+
+
+def _as_tokens(tokens: np.ndarray) -> np.ndarray:
+    """Return tokens as int32 [L], L >= 1. Raises ValueError otherwise."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"tokens have shape {array.shape} and type {array.dtype}; a prompt is a "
+            f"one-dimensional array of at least one integer"
+        )
+    if array.dtype == np.int32:
+        return array
+    narrow = array.astype(np.int32)
+    if not np.array_equal(narrow, array):  # after a wrap, two tokens would be equal
+        raise ValueError(
+            f"tokens reach from {array.min()} to {array.max()}; they must fit in int32"
+        )
+    return narrow

@@ -1,4 +1,4 @@
-"""TreeView: the index as plain data, for drawing it; `TreeChanges`: what has changed in it."""
+"""TreeChanges: the index as plain data, or what has changed in it, for drawing it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,23 @@ class StateView(NamedTuple):
 
 
 class EdgeView(NamedTuple):
-    """An edge: see `TreeView`, whose lists have these."""
+    """An edge: the tokens between two forks, which have the positions [start, end) in their
+    prompts."""
 
     number: int
+    """The same as long as the edge exists."""
     parent: int
+    """Number of the edge before it; 0: it starts at a root."""
     start: int
     end: int
     held_end: int
+    """End of the KV in the pool; tokens after it are known, not held."""
     last_use: int
+    """Tick of the cache then: see `TreeChanges`."""
     first_tokens: list[int]
+    """The requested number of tokens."""
     states: list[StateView]
+    """Ascending by position."""
 
 
 @dataclass(frozen=True)
@@ -52,38 +59,13 @@ class TreeChanges:
     is_last: bool
     """Whether that is the present. Until then an edge may lack its parent."""
     num_edges: int
-    """Number of edges, as in `TreeView`."""
+    """Edges of the whole tree."""
     tick: int
-    """Clock of the cache, as in `TreeView`."""
+    """The present, in units of `EdgeView.last_use`: look-ups and commits of requests."""
     removed: list[int]
     """Numbers of edges that are gone."""
     edges: list[EdgeView]
     """New ones and changed ones, as they are now, without an order."""
-
-
-@dataclass(frozen=True)
-class TreeView:
-    """Lists with one item per edge, parents first, and the states. An edge is the tokens between
-    two forks; they have the positions [start, end) in their prompts."""
-
-    num_edges: int
-    """Edges of the whole tree. The lists have at most the requested number, the most recently
-    used."""
-    tick: int
-    """The present, in units of `last_uses`: look-ups and commits of requests."""
-    numbers: list[int]
-    """An edge has the same number as long as it exists."""
-    parents: list[int]
-    """Number of the edge before it; 0: it starts at a root."""
-    starts: list[int]
-    ends: list[int]
-    held_ends: list[int]
-    """End of the KV in the pool; tokens after it are known, not held."""
-    last_uses: list[int]
-    first_tokens: list[list[int]]
-    """The requested number of tokens."""
-    states: list[StateView]
-    """Ascending by position within an edge."""
 
 
 def tier_in_pool(checkpoint: Checkpoint) -> str:

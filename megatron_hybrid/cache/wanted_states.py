@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_hybrid.cache.eviction import Evictor
-from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import Checkpoint, Edge, Kind, Origin, unless_opportunistic
 from megatron_hybrid.cache.pages.lease import Lease
-from megatron_hybrid.cache.policy.protocol import Policy, Prompt
+from megatron_hybrid.cache.policy.protocol import Prompt
 
 
 class WantedStates:
     """Lets the policy choose these positions, and keeps the records of them in the tree."""
 
-    def __init__(self, index: PrefixIndex, evictor: Evictor, policy: Policy):
+    def __init__(self, evictor: Evictor):
         self.saving: dict[Lease, None] = {}
         """Leases that `saves_more`: look-ups scan only these."""
-        self._index = index
-        self._evictor = evictor
-        self._policy = policy
+        self._evictor, self._index, self._policy = evictor, evictor.index, evictor.policy
 
     def choose(
         self,
@@ -53,7 +50,6 @@ class WantedStates:
         )
 
     def note_saving(self, lease: Lease) -> None:
-        """Update `saving`."""
         if lease.saves_more:
             self.saving[lease] = None
         else:

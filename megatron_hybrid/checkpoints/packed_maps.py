@@ -33,7 +33,8 @@ from megatron_hybrid.models.packed_weight import (
     replace_weight,
 )
 
-_PACKABLE = (LocalColumnLinear, LocalRowLinear, ReplicatedLinear, StackedLinear)
+PACKABLE = (LocalColumnLinear, LocalRowLinear, ReplicatedLinear, StackedLinear)
+"""Layers whose weights may be packed."""
 
 
 @dataclass
@@ -168,7 +169,7 @@ class PackedSource:
                 if isinstance(module.weight, PackedWeight):
                     plan.append((module, module.weight.parameter()))
                 continue
-            if not is_packable(module):
+            if not isinstance(module, PACKABLE):
                 raise CheckpointError(
                     f"{packed[0]} is packed in {source}, but {name} is a weight of "
                     f"{type(module).__name__}, which needs it unpacked: "
@@ -256,11 +257,6 @@ def own_source(
         else:
             maps.append(TensorMap((weight,), (weight,)))
     return PackedSource(stored, shapes, is_ours=True), maps
-
-
-def is_packable(module: nn.Module) -> bool:
-    """Return whether the weight of a layer may be packed."""
-    return isinstance(module, _PACKABLE)
 
 
 @dataclass(frozen=True)

@@ -109,10 +109,6 @@ class TensorFiles:
         """Names of all tensors, sorted."""
         return sorted(self._where)
 
-    def files(self) -> list[Path]:
-        """Paths of all files, in order."""
-        return list(self._opened)
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor. Raises CheckpointError if there is none of this name."""
         return tuple(self._slice(name).get_shape())
@@ -189,7 +185,6 @@ def write_tensors(
     plan: Sequence[TensorPlan],
     make: Callable[[str], Tensor],
     max_shard_bytes: int = 5 << 30,
-    metadata: Mapping[str, str] | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Write tensors as the weights of a folder, replacing its old weights.
@@ -203,16 +198,13 @@ def write_tensors(
         plan: all tensors, in the order of their creation.
         make: returns the tensor of a name, on any device. One tensor is held at a time.
         max_shard_bytes: most bytes of tensors in one file. A larger tensor has its own file.
-        metadata: strings for the files' headers; None: {"format": "pt"}, which readers expect.
         ready: called when all new files are complete; if it raises, the old files stay.
 
     Raises:
         CheckpointError: the folder cannot be written.
-        ValueError: a name is planned twice, a dtype cannot be stored, or a tensor of `make` differs
-            from the plan.
+        ValueError: a tensor of `make` differs from the plan.
     """
     folder = Path(folder)
-    _check_plan(plan)
     shards = _split(plan, max_shard_bytes)
     paths = [folder / WEIGHTS_FILE]
     if len(shards) > 1:
@@ -220,13 +212,12 @@ def write_tensors(
         paths = [folder / f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     temporaries = [temporary_path(path) for path in paths]
     total_bytes = sum(tensor.num_bytes for tensor in plan)
-    metadata = {"format": "pt"} if metadata is None else dict(metadata)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with progress(f"writing {folder}", total_bytes) as advance:
                 for temporary, shard in zip(temporaries, shards):
-                    _write_file(temporary, shard, make, metadata, advance)
+                    _write_file(temporary, shard, make, advance)
             ready()
             _put_in_place(folder, temporaries, paths, shards)
         finally:
@@ -307,16 +298,6 @@ def _check_index(
 # Writing -----------------------------------------------------------------------------------------
 
 
-def _check_plan(plan: Sequence[TensorPlan]) -> None:
-    seen = set()
-    for name, _, dtype in plan:
-        if name in seen:
-            raise ValueError(f"{name} is planned twice")
-        if dtype not in _DTYPE_NAMES:
-            raise ValueError(f"{name} is {dtype}; files hold {', '.join(map(str, _DTYPE_NAMES))}")
-        seen.add(name)
-
-
 def _split(plan: Sequence[TensorPlan], max_bytes: int) -> list[list[TensorPlan]]:
     """Split a plan into at least one file, in order."""
     shards: list[list[TensorPlan]] = [[]]
@@ -334,7 +315,6 @@ def _write_file(
     path: Path,
     shard: list[TensorPlan],
     make: Callable[[str], Tensor],
-    metadata: dict[str, str],
     advance: Callable[[int], None],
 ) -> None:
     """Write a safetensors file: the header's length, the header (JSON), the tensors' bytes.
@@ -342,7 +322,7 @@ def _write_file(
     safetensors' own writer needs all tensors of a file at once; this one takes them one by one.
     Format: https://huggingface.co/docs/safetensors, "Format".
     """
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which readers expect
     end = 0
     # Wide elements first, so that every tensor starts at a multiple of its element size.
     for tensor in sorted(shard, key=lambda tensor: -tensor.dtype.itemsize):

@@ -7,7 +7,6 @@ from megatron_hybrid.commands.arguments import (
     add_json,
     add_model,
     add_state_encoding,
-    check_file,
     gigabytes,
     planned_config,
 )
@@ -33,26 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_state_encoding(parser)
     add_json(parser)
-    parser.add_argument(
-        "--png", metavar="FILE", help="Also draw the result to this file. This needs matplotlib."
-    )
 
 
 def run(options: argparse.Namespace) -> int:
     import json
 
     from megatron_hybrid.tools.plan import GB
-    from megatron_hybrid.tools.plots import pyplot
     from megatron_hybrid.tools.profile import profile, read_requests
-    from megatron_hybrid.tools.profile_report import draw, render
+    from megatron_hybrid.tools.profile_report import render
 
-    if options.png:
-        pyplot("--png")  # fail now, not after the replay
-        check_file("--png", options.png)
     config = planned_config(options.model)
     requests = read_requests(options.prompts, options.model, config.vocab_size)
     result = profile(requests, config, round(options.memory * GB), options.state_encoding)
     print(json.dumps(result.to_dict(), indent=2) if options.json else render(result))
-    if options.png:
-        draw(result, options.png)
     return 0

@@ -6,61 +6,122 @@ rank leads: it alone makes calls, and tells them to the others, which follow.
 
 from __future__ import annotations
 
+import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
+import torch.distributed as dist
+
+from megatron_hybrid.distributed.rank_status import Position
 from megatron_hybrid.distributed.ranks import RankError, Ranks
-from megatron_hybrid.distributed.watchdog import RankFailedError, RankWatch
+from megatron_hybrid.distributed.watchdog import GRACE_SECONDS, RankFailedError, RankWatch
 from megatron_hybrid.utils.interrupts import defer_sigint
 
+LONG_CALLS = 10
+"""How many times the limit of a step a call may take that loads, saves or moves much memory."""
+_BROKEN = (ConnectionError, EOFError, dist.DistError)
+_GLOO = ("gloo", "Connection")
+"""Errors of a connection that another rank has left, and words of those of gloo."""
 _END = "end"
 
 
 class RankControl:
-    """Tells calls of the first rank to the others.
+    """Tells calls of the first rank to the others, and ends the wait for ranks that have failed.
 
     Args:
         ranks: of the engine; make and close it on all of them.
-        seconds, on_cpu: as for `RankWatch`.
+        seconds: most time for which a rank may not move in a step.
+        on_cpu: whether a thread that computes, and does not wait, takes time of a CPU.
     """
 
-    def __init__(self, ranks: Ranks, seconds: float, on_cpu: bool):
-        self._ranks = ranks
-        self._watch = RankWatch(ranks, seconds, on_cpu) if ranks.size > 1 else None
+    def __init__(self, ranks: Ranks, seconds: float, on_cpu: bool = True):
+        self._ranks, self._seconds, self._on_cpu = ranks, seconds, on_cpu
+        self._watch = watch = RankWatch(ranks)
+        self._is_alone = ranks.size == 1
         self._queued: list[tuple] | None = None  # calls that the others do not know yet
         self.follows = False
         self.told_change = False
         """Whether the first rank says that its weights have changed."""
-        self._ends_waits = False
+        if not self._is_alone:
+            ranks.on_difference = watch.fail
+            watch.start()
+        self.close = weakref.finalize(self, watch.close)
+        """Leave the other ranks."""
 
     @property
     def leads(self) -> bool:
-        """Whether other ranks follow this one."""
         return self._queued is not None
 
     @property
     def failure(self) -> str | None:
         """The first failure of any rank; None: there is none."""
-        return None if self._watch is None else self._watch.failure
+        return self._watch.failure
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank has failed or ended."""
         return self.failure is not None
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes sent to other ranks, the model's own collectives left out."""
-        return self._ranks.sent_bytes
+    @contextmanager
+    def inside(self, call: str | None = None) -> Iterator[None]:
+        """Context of a call that needs the other ranks.
 
-    def inside(self, call: str | None = None) -> AbstractContextManager[None]:
-        """Context of a call that needs the other ranks; see `RankWatch.inside`."""
-        return self._watch.inside(call) if self._watch else nullcontext()
+        Args:
+            call: its name; None: it waits for calls, as long as it takes.
+
+        Raises:
+            RankFailedError: another rank has failed or ended, now or before.
+        """
+        if self._is_alone:
+            yield
+            return
+        self._check()
+        watch, ranks = self._watch, self._ranks
+        before = watch.position, ranks.call
+        if call is not None and watch.position is None:
+            limit = self._seconds * (1 if call == "step()" else LONG_CALLS)
+            watch.position, ranks.call = Position(call, limit, self._on_cpu), call
+        watch.num_inside += 1
+        try:
+            yield
+        except Exception as error:
+            if _is_broken(error):
+                self._await_failure()
+                self._check(error)
+            raise
+        finally:
+            watch.num_inside -= 1
+            watch.position, ranks.call = before
+            if not watch.num_inside:
+                watch.wake_stopped()
+
+    def _await_failure(self) -> None:
+        """A rank that ends breaks the collectives of the others before they are told why."""
+        end = time.monotonic() + GRACE_SECONDS
+        while self.failure is None and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def _check(self, cause: Exception | None = None) -> None:
+        if self.failure is not None:
+            raise RankFailedError(
+                f"{self.failure}: this engine cannot go on; end the job, or make a new engine on "
+                "all ranks"
+            ) from cause
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed where they have not: they must not wait
+        for it."""
+        if self._is_alone:
+            return
+        if _is_broken(error):
+            self._await_failure()
+        own = self._ranks.members[self._ranks.rank]
+        self._watch.fail(f"{own} has failed with {type(error).__name__}: {error}")
 
     @property
     def _all_call(self) -> bool:
         """Whether all ranks make the calls of this engine."""
-        return self._watch is not None and not (self.leads or self.follows)
+        return not (self._is_alone or self.leads or self.follows)
 
     def note(self, name: str, values: Mapping[str, object] | None = None) -> None:
         """Note a call that all ranks make, unless one leads. values: that must be equal, by name;
@@ -85,28 +146,20 @@ class RankControl:
                     self._ranks.broadcast_error(call, error)
             raise
 
-    def report(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed, and they have not."""
-        if self._watch:
-            self._watch.report(error)
-
     @property
     def ends_waits(self) -> bool:
         """Whether no rank is to wait for processes outside of the job any more."""
-        return self._ends_waits if self._watch is None else self._watch.ends_waits
+        return self._watch.ends_waits
 
     def end_waits(self) -> None:
         """Say so to all ranks. Any thread may call it."""
-        self._ends_waits = True
-        if self._watch:
-            self._watch.end_waits()
+        self._watch.end_waits()
 
     def queue(self, method: Callable[..., object], *args: object, **kwargs: object) -> None:
         """Tell a call with the next `send`. method: of a class, whose name and its own go along."""
         self._queued.append((method.__qualname__, args, kwargs))
 
     def send(self) -> None:
-        """Send the queued calls in one message."""
         calls, self._queued = self._queued, []
         self._ranks.send(calls)
 
@@ -114,10 +167,10 @@ class RankControl:
     def lead(self, state: object, has_work: bool) -> Iterator[None]:
         """Context in which the first rank's calls are told. state: equal on all ranks. has_work:
         whether there are unanswered requests, which is refused."""
-        if self._watch is None:
+        if self._is_alone:
             yield
             return
-        with self._watch.inside():
+        with self.inside():
             with self.inside("lead()"):
                 self._start("lead", state, has_work)
             self._queued = []
@@ -165,7 +218,8 @@ class RankControl:
                 "lead() and follow() begin when all are answered or cancelled"
             )
 
-    def close(self) -> None:
-        """Leave the other ranks."""
-        if self._watch:
-            self._watch.close()
+
+def _is_broken(error: BaseException) -> bool:
+    """Return whether another rank has left a connection of this one."""
+    is_gloo = type(error) is RuntimeError and any(word in str(error) for word in _GLOO)
+    return is_gloo or isinstance(error, _BROKEN)

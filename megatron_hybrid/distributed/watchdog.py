@@ -12,12 +12,8 @@ import signal
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
-
-import torch.distributed as dist
 
 from megatron_hybrid.distributed.rank_status import Position, StallDetector, Status
 from megatron_hybrid.distributed.ranks import Ranks
@@ -34,21 +30,16 @@ GRACE_SECONDS = 5.0
 """Time to leave a collective by an error of its own, before the process is ended."""
 STEP_SECONDS = 120.0
 """Default of `InferenceConfig.rank_timeout`, for steps."""
-LONG_CALLS = 10
-"""How many times the limit of a step a call may take that loads, saves or moves much memory."""
 _END_WAITS = None
 """Message: no rank is to wait for processes outside of the job any more."""
-_BROKEN = (ConnectionError, EOFError, dist.DistError)
-_GLOO = ("gloo", "Connection")
-"""Errors of a connection that another rank has left, and words of those of gloo."""
 
 
 class RankFailedError(RuntimeError):
     """A rank of this engine has failed or ended; the engine cannot go on."""
 
 
-class _Watch:
-    """What the thread that watches shares with the engine."""
+class RankWatch:
+    """What the thread that watches the other ranks shares with the engine."""
 
     def __init__(self, ranks: Ranks):
         self._ranks = ranks
@@ -58,13 +49,21 @@ class _Watch:
         self.num_inside = 0  # calls that need the other ranks
         self.position: Position | None = None  # in the innermost of them
         self.lock = threading.Lock()
-        self.woken, self.wake_pipe = Pipe(duplex=False)  # the end of the second wakes the thread
         self._silent = dict.fromkeys(self.connections, 0.0)
         self._statuses = {rank: Status() for rank in range(ranks.size)}
         self._stalls = StallDetector(ranks.members)
         self._stopped: Member | None = None
 
-    def fail(self, text: str, *, source: int | None) -> None:
+    def start(self) -> None:
+        self.woken, self.wake_pipe = Pipe(duplex=False)  # the end of the second wakes it
+        threading.Thread(target=self._run, name="rank-watch", daemon=True).start()
+
+    def close(self) -> None:
+        if self._ranks.size > 1:
+            self.wake_pipe.close()
+        self._ranks.close()
+
+    def fail(self, text: str, source: int | None = None) -> None:
         """Note the first failure, and tell it to the others. source: the rank that told it."""
         with self.lock:
             if self.failure is not None:
@@ -109,7 +108,7 @@ class _Watch:
         elif said is _END_WAITS:
             self.ends_waits = True
         else:
-            self.fail(said, source=rank)
+            self.fail(said, rank)
 
     def _beat(self, passed: float) -> None:
         """Say that this process runs, and look who does not. passed: seconds since the last one."""
@@ -132,14 +131,13 @@ class _Watch:
             if line is not None:
                 logger.warning("%s", line)
             if failure is not None:
-                self.fail(failure, source=None)
+                self.fail(failure)
 
     def _end_silent(self, rank: int) -> None:
         member = self._stopped = self._ranks.members[rank]
         self.fail(
             f"{member} (process {member.pid}) has sent nothing for {SILENCE_SECONDS:.0f} s: its "
-            "process is stopped, or its machine is gone",
-            source=None,
+            "process is stopped, or its machine is gone"
         )
 
     def wake_stopped(self) -> None:
@@ -150,7 +148,7 @@ class _Watch:
             with suppress(OSError):
                 os.kill(other.pid, signal.SIGCONT)
 
-    def run(self) -> None:
+    def _run(self) -> None:
         """Wait until a rank fails or `wake_pipe` is closed."""
         try:
             self._wait_for_failure()
@@ -173,96 +171,3 @@ class _Watch:
             self.wake_stopped()
             os._exit(1)
         self.wake_stopped()
-
-
-class RankWatch:
-    """Ends the wait for ranks that have failed. Make and close it on all ranks of an engine.
-
-    Args:
-        ranks: at least two.
-        seconds: most time for which a rank may not move in a step.
-        on_cpu: whether a thread that computes, and does not wait, takes time of a CPU.
-    """
-
-    def __init__(self, ranks: Ranks, seconds: float, on_cpu: bool = True):
-        self._ranks, self._seconds, self._on_cpu = ranks, seconds, on_cpu
-        self._watch = watch = _Watch(ranks)
-        ranks.on_difference = lambda text: watch.fail(text, source=None)
-        threading.Thread(target=watch.run, name="rank-watch", daemon=True).start()
-        self.close = weakref.finalize(self, _close, watch, ranks)
-        """Leave the other ranks."""
-
-    @property
-    def failure(self) -> str | None:
-        """The first failure of any rank."""
-        return self._watch.failure
-
-    @property
-    def ends_waits(self) -> bool:
-        """Whether a rank has called `end_waits`."""
-        return self._watch.ends_waits
-
-    def end_waits(self) -> None:
-        """Let no rank wait for processes outside of the job any more. Any thread may call it."""
-        self._watch.end_waits()
-
-    @contextmanager
-    def inside(self, call: str | None = None) -> Iterator[None]:
-        """Context of a call that needs the other ranks.
-
-        Args:
-            call: its name; None: it waits for calls, as long as it takes.
-
-        Raises:
-            RankFailedError: another rank has failed or ended, now or before.
-        """
-        self._check()
-        watch, ranks = self._watch, self._ranks
-        before = watch.position, ranks.call
-        if call is not None and watch.position is None:
-            limit = self._seconds * (1 if call == "step()" else LONG_CALLS)
-            watch.position, ranks.call = Position(call, limit, self._on_cpu), call
-        watch.num_inside += 1
-        try:
-            yield
-        except Exception as error:
-            if _is_broken(error):
-                self._await_failure()
-                self._check(error)
-            raise
-        finally:
-            watch.num_inside -= 1
-            watch.position, ranks.call = before
-            if not watch.num_inside:
-                watch.wake_stopped()
-
-    def report(self, error: BaseException) -> None:
-        """This rank has failed where the others did not: they must not wait for it."""
-        if _is_broken(error):
-            self._await_failure()
-        own = self._ranks.members[self._ranks.rank]
-        self._watch.fail(f"{own} has failed with {type(error).__name__}: {error}", source=None)
-
-    def _await_failure(self) -> None:
-        """A rank that ends breaks the collectives of the others before they are told why."""
-        end = time.monotonic() + GRACE_SECONDS
-        while self.failure is None and time.monotonic() < end:
-            time.sleep(0.01)
-
-    def _check(self, cause: Exception | None = None) -> None:
-        if self.failure is not None:
-            raise RankFailedError(
-                f"{self.failure}: this engine cannot go on; end the job, or make a new engine on "
-                "all ranks"
-            ) from cause
-
-
-def _is_broken(error: BaseException) -> bool:
-    """Return whether another rank has left a connection of this one."""
-    is_gloo = type(error) is RuntimeError and any(word in str(error) for word in _GLOO)
-    return is_gloo or isinstance(error, _BROKEN)
-
-
-def _close(watch: _Watch, ranks: Ranks) -> None:
-    watch.wake_pipe.close()
-    ranks.close()

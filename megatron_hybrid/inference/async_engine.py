@@ -297,14 +297,6 @@ class AsyncEngine:
         """See `WeightCalls.end_waits`."""
         self._engine.weights.end_waits()
 
-    def check_prompt(self, prompt: Prompt, params: SamplingParams) -> None:
-        """Check that a prompt can be served, in any thread.
-
-        Raises:
-            TypeError, ValueError: as `generate`, for its tokens.
-        """
-        self._engine.request_builder.check_prompt(prompt, params)
-
     async def compile_guide(self, guide: Guide, tenant: str = "") -> None:
         """Compile a guide in a thread of a low priority, so that no step waits for it. `generate`
         and `stream` do so, too. Tenants take turns. Cancelling the task takes out a guide that

@@ -42,24 +42,12 @@ class DraftCost:
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """The `DraftCost` at some numbers of decodes.
-
-    Raises:
-        ValueError: the numbers do not ascend, or there are not as many costs.
-    """
+    """The `DraftCost` at some numbers of decodes."""
 
     num_decodes: tuple[int, ...] = (1,)
     """Ascending."""
     costs: tuple[DraftCost, ...] = (DraftCost(),)
     """Cost at each of these numbers."""
-
-    def __post_init__(self) -> None:
-        ascend = all(a < b for a, b in pairwise(self.num_decodes))
-        if not ascend or len(self.num_decodes) != len(self.costs):
-            raise ValueError(
-                f"costs {self.costs} of {self.num_decodes} decodes: give one for each of some "
-                "ascending numbers"
-            )
 
     def at(self, num_decodes: int) -> DraftCost:
         """Interpolate between two numbers on the line; beyond the last one, return its cost."""
@@ -124,7 +112,6 @@ class DraftLength:
         return could_pay if cost.step else min(could_pay, 1)
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
-        """Note a step that had drafts."""
         self.num_drafts += num_drafts
         self.num_accepted += num_accepted
         for hit in (1.0,) * num_accepted + (0.0,) * (num_accepted < num_drafts):

@@ -6,8 +6,8 @@ sharing and eviction, the scheduler about the tokens of each step.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from os import PathLike
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_hybrid.cache.explain import Explanation
 from megatron_hybrid.cache.index.journal import Version
-from megatron_hybrid.cache.tree_view import TreeChanges, TreeView
+from megatron_hybrid.cache.tree_view import EdgeView, TreeChanges
 from megatron_hybrid.distributed.rank_control import RankControl
 from megatron_hybrid.distributed.ranks import MAKING, ranks_of, replica_of
 from megatron_hybrid.distributed.rendezvous import BEGIN_SECONDS, announce_failure
@@ -426,8 +426,7 @@ class DynamicInferenceEngine:
 
     # Many ranks
 
-    @contextmanager
-    def lead(self) -> Iterator[None]:
+    def lead(self) -> AbstractContextManager[None]:
         """Context in which the first rank alone makes calls, and the others are in `follow`. Calls
         reach them with the next step, in one message. With one rank it does nothing.
 
@@ -436,8 +435,7 @@ class DynamicInferenceEngine:
         Raises:
             RankError: the other ranks do not follow, or have made other calls before.
         """
-        with self._rank_calls.lead():
-            yield
+        return self._rank_calls.lead()
 
     def follow(self) -> None:
         """Run what the first rank runs, until it ends `lead`.
@@ -531,6 +529,7 @@ class DynamicInferenceEngine:
         self.offload.close()
         self._epochs.start_over()
         self.live.cancel_waiting()
+        self.live.close()
         self.memory.keep(None)
         self._cache_calls.release_memory()
         self._guard.is_closed = True
@@ -567,9 +566,9 @@ class DynamicInferenceEngine:
         order, with the last `num_tokens` tokens of each prompt. For operators, as `explain`."""
         return self.inspection.requests(num_tokens)
 
-    def cache_tree(self, max_edges: int = 10_000, num_tokens: int = 0) -> TreeView:
-        """The tree of cached prefixes: its edges, those used last if there are more than
-        `max_edges`, with the first `num_tokens` tokens of each, and where each state is. For
+    def cache_tree(self, max_edges: int = 10_000, num_tokens: int = 0) -> list[EdgeView]:
+        """The tree of cached prefixes: its edges, parents first, those used last if there are more
+        than `max_edges`, with the first `num_tokens` tokens of each, and where each state is. For
         operators, as `explain`."""
         return self.inspection.cache_tree(max_edges, num_tokens)
 
@@ -578,7 +577,7 @@ class DynamicInferenceEngine:
     ) -> TreeChanges:
         """Return what has changed in the tree of cached prefixes since an earlier answer's
         `version` (None: all of it), with at most `limit` edges and the first `num_tokens` tokens of
-        each. Unlike `cache_tree` it looks at nothing else."""
+        each."""
         return self.inspection.cache_changes(since, limit, num_tokens)
 
     def metrics(self) -> str:

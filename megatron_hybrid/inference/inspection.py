@@ -9,7 +9,7 @@ from megatron_hybrid.cache.explain import Explanation
 from megatron_hybrid.cache.index.journal import Version
 from megatron_hybrid.cache.listener import CacheListener
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.cache.tree_view import TreeChanges, TreeView
+from megatron_hybrid.cache.tree_view import EdgeView, TreeChanges
 from megatron_hybrid.inference.engine_parts import EngineParts
 from megatron_hybrid.inference.exclusive import exclusive
 from megatron_hybrid.inference.live_requests import LiveRequests
@@ -75,7 +75,7 @@ class Inspection:
             "warm_up_ms": round(parts.warm_up_seconds * 1000),
             **parts.offload.counters(),
             "parked_bytes": parts.runner.parked_bytes,
-            "rank_bytes": parts.control.sent_bytes,
+            "rank_bytes": parts.ranks.sent_bytes,
         }
         return Stats(counts)
 
@@ -86,9 +86,9 @@ class Inspection:
         return self._live.ended.views(live, parts.cache.contents.edge_number, num_tokens)
 
     @exclusive
-    def cache_tree(self, max_edges: int = 10_000, num_tokens: int = 0) -> TreeView:
-        tier_of = self._parts.offload.tier_of
-        return self._parts.cache.contents.view(tier_of, max_edges, num_tokens)
+    def cache_tree(self, max_edges: int = 10_000, num_tokens: int = 0) -> list[EdgeView]:
+        edges = self.cache_changes(num_tokens=num_tokens).edges
+        return sorted(edges, key=lambda edge: (-edge.last_use, edge.start))[:max_edges]
 
     @exclusive
     def cache_changes(

@@ -134,7 +134,7 @@ class StepLoop:
             check_equal_decisions(self._ranks, self.num_steps, scheduler, plan)
         result = self._runner.run(plan)
         gained = scheduler.accept(result.accepted, self._live.append) if result.accepted else []
-        owners = scheduler.complete(plan, result)
+        owners = scheduler.complete(result)
         if any(work.draft_draws for work in plan.work):
             self._runner.take_back(plan, {r.request_id: r.num_computed for r in owners})
         for request in owners:

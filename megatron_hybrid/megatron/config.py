@@ -232,11 +232,6 @@ def _member(name: str, kind: type[StrEnum], value: object) -> StrEnum:
         ) from None
 
 
-REFUSED = {
-    "image_preprocessing_config": "prompts are text; leave it None",
-}
-"""Fields with a value that would change answers, and why it is refused."""
-
 WITHOUT_EFFECT = {
     "paused_buffer_size_gb": "paused requests wait in host memory, which grows as needed",
     "unified_memory_level": "the pool is in device memory; there is no unified memory",
@@ -267,9 +262,11 @@ def check(config: InferenceConfig) -> None:
         ValueError: a field has a value that is not supported; the message says why.
     """
     defaults = {field.name: field.default for field in fields(config)}
-    for name, reason in REFUSED.items():
-        if (value := getattr(config, name)) != defaults[name]:
-            raise ValueError(f"InferenceConfig.{name} is {value!r}: {reason}")
+    if (images := config.image_preprocessing_config) is not None:
+        raise ValueError(
+            f"InferenceConfig.image_preprocessing_config is {images!r}: prompts are text; leave it "
+            "None"
+        )
     for name, reason in WITHOUT_EFFECT.items():
         if (value := getattr(config, name)) != defaults[name]:
             warnings.warn(f"InferenceConfig.{name}={value!r} has no effect: {reason}", stacklevel=3)

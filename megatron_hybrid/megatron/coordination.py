@@ -290,7 +290,6 @@ class Coordination:
             await asyncio.sleep(POLL_SECONDS)
 
     def _of_first_replica(self, address: str) -> str:
-        """The address that the first rank of all knows."""
         dp = self._engine.pg_collection.dp
         if dp.size() > 1:
             met = exchange(_STARTING, address, dist.get_process_group_ranks(dp))

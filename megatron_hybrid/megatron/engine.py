@@ -492,7 +492,6 @@ class DynamicInferenceEngine:
         return finished
 
     def _note_moves(self) -> None:
-        """Record admissions and preemptions."""
         admitted = [e for e in self._waiting.values() if e.handle.lease_report is not None]
         for entry in admitted:
             del self._waiting[entry.request.request_id]

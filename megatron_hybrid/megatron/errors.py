@@ -59,17 +59,8 @@ class TensorStateDeallocatedError(ContextOverflowError):
     """The engine is suspended. Here requests are queued meanwhile, so it is never raised."""
 
 
-_KINDS: dict[str, type[ContextOverflowError]] = {
-    kind.__name__: kind
-    for kind in (
-        ContextOverflowError,
-        RequestOverflowError,
-        TokenOverflowError,
-        MaxSequenceLengthOverflowError,
-        BlockOverflowError,
-        ActiveRequestCountOverflowError,
-        TensorStateDeallocatedError,
-    )
+_KINDS = {
+    kind.__name__: kind for kind in (ContextOverflowError, *ContextOverflowError.__subclasses__())
 }
 
 

@@ -176,13 +176,6 @@ class _Replica:
             if known and request_id in self.engine.requests:  # else it has failed
                 self.engine.abort_request(request_id)
 
-    def abandon(self, adding: Future[list[tuple[int, Future]]]) -> None:
-        """Drop what an `add` has added or will add: nobody waits for it any more."""
-        if adding.cancelled() or adding.exception() is not None:
-            return
-        with suppress(RuntimeError):  # it was shut down
-            self.submit(partial(self.abort, [request_id for request_id, _ in adding.result()]))
-
     def change(self, state: EngineState) -> Future[None]:
         """Pause, unpause, suspend or resume.
 
@@ -316,7 +309,6 @@ class _Replicas:
         self._home.require("this engine")
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Run a job in the thread."""
         self.require_home()
 
         async def run() -> T:
@@ -345,13 +337,6 @@ class _Replicas:
         """Nobody waits for these any more. They run to their end: a client cannot end them."""
         for answer in answers:
             answer.cancel()
-
-    def abandon(self, adding: Future[list[tuple[asyncio.Future, Future]]]) -> None:
-        """Drop what an `add` has added or will add, as `_Replica.abandon` does."""
-        if adding.cancelled() or adding.exception() is not None:
-            return
-        with suppress(RuntimeError):  # it was shut down
-            self.submit(partial(self.abort, [answer for answer, _ in adding.result()]))
 
     # States --------------------------------------------------------------------------------------
 
@@ -392,6 +377,14 @@ class _Replicas:
             await asyncio.sleep(0.1)  # its socket does not linger
             self._client.stop()
         self.engine.engine.close()
+
+
+def _abandon(replica: _Replica | _Replicas, adding: Future[list[tuple[Any, Future]]]) -> None:
+    """Drop what an `add` has added or will add: nobody waits for it any more."""
+    if adding.cancelled() or adding.exception() is not None:
+        return
+    with suppress(RuntimeError):  # it was shut down
+        replica.submit(partial(replica.abort, [added for added, _ in adding.result()]))
 
 
 def _settle_answer(future: Future[DynamicInferenceRequest], answer: asyncio.Future) -> None:
@@ -644,7 +637,7 @@ class MegatronAsyncLLM(_LLM):
             added = await asyncio.wrap_future(adding)
             answers = [await asyncio.wrap_future(future) for _, future in added]
         except asyncio.CancelledError:
-            adding.add_done_callback(replica.abandon)
+            adding.add_done_callback(partial(_abandon, replica))
             raise
         return answers if is_batch else answers[0]
 

@@ -89,9 +89,6 @@ WITHOUT_EFFECT = {
 }
 """Fields that are warned of where they are set, and why they do nothing."""
 
-REFUSED = {"do_kv_handoff": "prefill and decode run in one engine"}
-"""Fields that fail a request where they are set, and why."""
-
 
 def engine_params(params: SamplingParams, num_tokens: int) -> EngineParams:
     """Translate a request's parameters; `num_tokens` is its number of tokens to generate.
@@ -102,9 +99,10 @@ def engine_params(params: SamplingParams, num_tokens: int) -> EngineParams:
     Raises:
         ValueError: a parameter has a value that is not supported.
     """
-    for name, reason in REFUSED.items():
-        if getattr(params, name, False):
-            raise ValueError(f"SamplingParams.{name} is not supported: {reason}")
+    if params.do_kv_handoff:
+        raise ValueError(
+            "SamplingParams.do_kv_handoff is not supported: prefill and decode run in one engine"
+        )
     for name, reason in WITHOUT_EFFECT.items():
         if getattr(params, name, False):
             warnings.warn(f"SamplingParams.{name} has no effect: {reason}", stacklevel=5)

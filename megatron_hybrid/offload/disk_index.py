@@ -8,6 +8,7 @@ dropped record could come back after its pages were overwritten.
 from __future__ import annotations
 
 import errno
+import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +18,6 @@ import numpy as np
 
 from megatron_hybrid.offload.tier import Record
 from megatron_hybrid.utils.child_lifetime import never_free
-
-try:
-    import sqlite3
-except ImportError:  # some builds of Python lack it, and most engines have no folder
-    sqlite3 = None
 
 FORMAT = 4
 """Version of the folder and of a page's content; increased when either changes."""
@@ -65,18 +61,12 @@ class DiskIndex:
         head: what the records depend on, by name.
 
     Raises:
-        CacheFolderError: the index is of another version or head, and has not changed; or this
-            Python has no usable sqlite3.
+        CacheFolderError: the index is of another version or head, and has not changed.
         DamagedIndexError: see there.
         OSError: it cannot be used. All methods but `close` may raise it.
     """
 
     def __init__(self, path: Path, head: dict[str, str | int]):
-        if sqlite3 is None or not sqlite3.threadsafety:
-            raise CacheFolderError(
-                "a cache folder needs Python's module sqlite3, with threads: use a Python that has "
-                "it, or leave out cache_dir"
-            )
         self._path = path
         with self._os_errors():
             self._connection = sqlite3.connect(path, timeout=0, check_same_thread=False)
@@ -134,20 +124,10 @@ class DiskIndex:
             rows = self._connection.execute("SELECT * FROM records ORDER BY number").fetchall()
         slots = np.frombuffer(b"".join(row[-1] for row in rows), dtype="<i8").astype(np.int64)
         found, start = [], 0
-        for (
-            number,
-            key,
-            parent,
-            is_state,
-            position,
-            saved_work,
-            cost_bytes,
-            checksum,
-            pages,
-        ) in rows:
+        for number, key, parent, is_state, position, *worth, checksum, pages in rows:
             end = start + len(pages) // 8
             record = Record(key, None, position, (end - start) * page_bytes, bool(is_state))
-            record.saved_work, record.cost_bytes = saved_work, cost_bytes
+            record.saved_work, record.cost_bytes = worth
             found.append((Placed(record, number, slots[start:end], checksum), parent))
             start = end
         return found

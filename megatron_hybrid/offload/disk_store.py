@@ -30,7 +30,6 @@ import numpy as np
 import torch
 
 from megatron_hybrid.offload.disk_index import (
-    FORMAT,
     CacheFolderError,
     DamagedIndexError,
     DiskIndex,
@@ -55,8 +54,6 @@ MAX_PROBLEMS = 1000
 _THREADS = "cache-disk"
 _NO_SPACE = errno.ENOSPC, errno.EDQUOT
 _PAGES, _INDEX, _LOG = "pages.bin", "index.sqlite3", "index.sqlite3-wal"
-_OLD_HEAD = "cache.json"
-"""File of folders of formats 1 to 3."""
 
 
 def real_path(folder: str | os.PathLike) -> Path:
@@ -161,11 +158,6 @@ class DiskStore:
     def _check_files(self) -> None:
         """Raise CacheFolderError if the folder holds other files, before anything is written."""
         entries = {entry.name: entry for entry in self.folder.iterdir()}
-        if _OLD_HEAD in entries:
-            raise CacheFolderError(
-                f"{self.folder} was written by an older version (format 3 or less there, {FORMAT} "
-                f"here): remove it, or name another folder"
-            )
         if entries and _INDEX not in entries:
             raise CacheFolderError(
                 f"{self.folder} holds {sorted(entries)[0]!r} and no {_INDEX}: it is no cache "

@@ -156,8 +156,6 @@ class Fetches:
         tiers: the fastest first; this list may change.
         keys: of recent prefixes.
         mover: writes into the pool.
-        is_shared: several ranks fetch together: progress is agreed by all ranks (`facts`,
-            `settle`), not taken from this rank alone.
     """
 
     def __init__(
@@ -166,8 +164,6 @@ class Fetches:
         tiers: list[Tier],
         keys: RecentKeys,
         mover: PageMover,
-        *,
-        is_shared: bool,
     ):
         self.tiers = tiers
         self.stats = FetchStats()
@@ -177,7 +173,6 @@ class Fetches:
         self._spec = cache.spec
         self._keys = keys
         self._mover = mover
-        self._is_shared = is_shared
         self._agreed: dict[bytes, int] = {}  # progress by the record's key
         self._now = 0.0
         self._fetches: dict[bytes, Fetch] = {}  # by the record's key
@@ -188,11 +183,12 @@ class Fetches:
 
     def facts(self) -> list[int]:
         """Return the time in ms, and the progress of each fetch, on this rank."""
-        fetches = self._fetches.values() if self._is_shared else ()
-        return [int(time.monotonic() * 1000), *(fetch.progress() for fetch in fetches)]
+        progress = (fetch.progress() for fetch in self._fetches.values())
+        return [int(time.monotonic() * 1000), *progress]
 
     def settle(self, facts: Sequence[int]) -> None:
-        """Set the time and the progress of fetches to the largest facts of all ranks."""
+        """Set the time and the progress of fetches, until the next step, to the largest facts of
+        all ranks."""
         now, *progress = facts
         self._now = now / 1000
         self._agreed = dict(zip(self._fetches, progress))
@@ -203,10 +199,10 @@ class Fetches:
         return [record.key for fetch in fetches for record in fetch.damaged()]
 
     def _progress(self, fetch: Fetch) -> Progress:
-        if not self._is_shared:
-            return fetch.progress()
         if fetch.tier.name == "host" and fetch.state is not FetchState.LOADING:
-            return Progress.READY  # if the bytes are lost on a rank, the load fails there
+            # At once, and alike on all ranks: if bytes are lost on one, the load fails there.
+            is_read = all(read.done() for read in fetch.reads)
+            return Progress.READY if is_read else Progress.PENDING
         return Progress(self._agreed.get(fetch.record.key, Progress.PENDING))
 
     # ---- decisions ----
@@ -288,9 +284,10 @@ class Fetches:
         if not is_begun or progress is Progress.PENDING:
             return
         with self._may_fail(fetch):
-            if self._is_sound(fetch, progress) and self._adopt(
-                fetch, capacity_tokens, chunk_tokens
-            ):
+            if progress is not Progress.READY:
+                # Unreadable records may be readable later; `Offload.poll` removes damaged ones.
+                self._fail(fetch, retries_later=progress is Progress.UNREADABLE)
+            elif self._adopt(fetch, capacity_tokens, chunk_tokens):
                 self._planned[fetch.record.key] = self._targets(fetch)
                 fetch.state = FetchState.PLANNED
         if fetch.state is FetchState.READING:  # blocks that the pool evicted meanwhile
@@ -456,17 +453,6 @@ class Fetches:
         num_bytes = _bytes_to_read(fetch, records)
         fetch.read_bytes += num_bytes
         self.read_bytes += num_bytes
-
-    def _is_sound(self, fetch: Fetch, progress: Progress) -> bool:
-        """Return whether all records were read and none is damaged; if not, end the fetch."""
-        if progress is Progress.READY:
-            return True
-        if not self._is_shared:  # else the exchange of `damaged` removes them on all ranks
-            for record in fetch.damaged():
-                fetch.tier.remove(record)  # and its descendants
-        # Unreadable records may be readable later.
-        self._fail(fetch, retries_later=progress is Progress.UNREADABLE)
-        return False
 
 
 def _bytes_to_read(fetch: Fetch, records: list[Record]) -> int:

@@ -8,7 +8,7 @@ Up: see `fetch.py`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
@@ -27,7 +27,7 @@ from megatron_hybrid.distributed.ranks import ONE_RANK, Ranks
 from megatron_hybrid.offload.fetch import Fetches
 from megatron_hybrid.offload.host_store import HostStore
 from megatron_hybrid.offload.prefix_keys import RecentKeys
-from megatron_hybrid.offload.tier import Record, Source, Tier, least_capacity_bytes
+from megatron_hybrid.offload.tier import Record, Tier, least_capacity_bytes
 from megatron_hybrid.utils.interrupts import defer_sigint
 from megatron_hybrid.utils.out_of_memory import optional_decision
 
@@ -72,7 +72,7 @@ class Offload(CacheListener):
         self._mover = mover
         self._keys = RecentKeys(self.spec.block_size_tokens)
         self._ranks = ranks
-        self.fetches = Fetches(cache, self.tiers, self._keys, mover, is_shared=ranks.size > 1)
+        self.fetches = Fetches(cache, self.tiers, self._keys, mover)
         self._closed_counts = dict.fromkeys(_TIER_COUNTS, 0)
         self._disk_bytes = disk_bytes
         self._disk_accepts = True  # on all ranks, before this step
@@ -96,7 +96,6 @@ class Offload(CacheListener):
 
     @property
     def disk(self) -> Tier | None:
-        """The disk tier."""
         return self.tiers[-1] if self.tiers and self.tiers[-1].name == "disk" else None
 
     def tier_of(self, checkpoint: Checkpoint) -> str:
@@ -232,9 +231,8 @@ class Offload(CacheListener):
         salt, tokens, rows = self.cache.contents.prefix(checkpoint.edge, position)
         keys = self._keys.of(tokens, salt)
         full = position // size
-        source = PoolSource(
-            self._mover, rows, np.concatenate([*checkpoint.page_lists(), rows[full:].ravel()])
-        )
+        pages = np.concatenate([*checkpoint.page_lists(), rows[full:].ravel()])
+        source = partial(self._copy, rows[:full], pages)
         key = checkpoint.tier_key = keys.state(position)
         self._offered[key] = checkpoint
         state = {
@@ -258,29 +256,37 @@ class Offload(CacheListener):
         if not end:
             return
         salt, tokens, rows = self.cache.contents.prefix(edge, end)
-        keys, source = self._keys.of(tokens, salt), PoolSource(self._mover, rows, rows[:0])
+        keys, source = self._keys.of(tokens, salt), partial(self._copy, rows, None)
         for tier in tiers:
             if tier.keep(keys.blocks(end // size), source):
                 break
 
+    def _copy(
+        self, rows: np.ndarray, state_pages: np.ndarray | None, wanted: list[int]
+    ) -> list[HostPages]:
+        """Copy blocks from the pool, by index, and the state after the last one."""
+        return self._mover.to_host([state_pages if i == len(rows) else rows[i] for i in wanted])
+
     def _offer_of_host(self, lower: Tier, record: Record) -> None:
         """Offer a record evicted from the host tier to a lower tier."""
-        self._keep_in(lower, record, HostSource(self.tiers[0].store, record.chain(), record))
+        self._keep_in(lower, record, self.tiers[0].store.pages)
 
     def _offer_of_disk(self, other: Tier, record: Record) -> None:
         """Offer a record of the disk tier to the disk tier of another folder, unless it is
         damaged."""
-        store = self.disk.store
-        chain = [*record.chain(), record] if record.is_state else record.chain()
-        reads = [None if each.key in other else store.get(each) for each in chain]
-        pages = [read and read.result() for read in reads]
-        if all(part is not None for read, part in zip(reads, pages) if read):
-            self._keep_in(other, record, ReadSource(pages))
+        missing = [part for part in record.parts() if part.key not in other]
+        reads = {part: self.disk.store.get(part) for part in missing}
+        pages = {part: read.result() for part, read in reads.items()}
+        if None not in pages.values():
+            self._keep_in(other, record, pages.get)
 
-    def _keep_in(self, tier: Tier, record: Record, source: Source) -> None:
+    def _keep_in(
+        self, tier: Tier, record: Record, pages_of: Callable[[Record], HostPages | object]
+    ) -> None:
+        parts = record.parts()
         tier.keep(
             [block.key for block in record.chain()],
-            source,
+            lambda wanted: [pages_of(parts[index]) for index in wanted],
             state=record.key if record.is_state else None,
             position=record.position,
             saved_work=record.saved_work,
@@ -343,45 +349,6 @@ def _note_state(
         cache.contents.note_change(checkpoint)
         if not any(key in tier for tier in tiers):
             del offered[key]
-
-
-class PoolSource:
-    """A state and its blocks in the pool (`tier.Source`)."""
-
-    def __init__(self, mover: PageMover, rows: np.ndarray, state_pages: np.ndarray):
-        self._mover, self._rows, self._state_pages = mover, rows, state_pages
-
-    def blocks(self, indices: list[int]) -> Iterable[HostPages]:
-        return self._mover.to_host(list(self._rows[indices]))
-
-    def state(self) -> HostPages:
-        return self._mover.to_host([self._state_pages.ravel()])[0]
-
-
-class HostSource:
-    """A record of the host tier, and the blocks before it (`tier.Source`)."""
-
-    def __init__(self, store: HostStore, chain: list[Record], record: Record):
-        self._store, self._chain, self._record = store, chain, record
-
-    def blocks(self, indices: list[int]) -> Iterable[HostPages]:
-        return [self._store.pages(self._chain[index]) for index in indices]
-
-    def state(self) -> HostPages:
-        return self._store.pages(self._record)
-
-
-class ReadSource:
-    """The blocks before a record, then the record, as read from disk (`tier.Source`)."""
-
-    def __init__(self, pages: list[HostPages | None]):
-        self._pages = pages
-
-    def blocks(self, indices: list[int]) -> Iterable[HostPages]:
-        return [self._pages[index] for index in indices]
-
-    def state(self) -> HostPages:
-        return self._pages[-1]
 
 
 def check_capacities(spec: CacheSpec, host_cache_bytes: int, disk_cache_bytes: int | None) -> None:

@@ -60,7 +60,6 @@ class PageFile:
         return np.array(sorted([*reused, *new]), dtype=np.int64)
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Make pages free."""
         self._free += pages
 
     def used_from(self, first: int) -> np.ndarray:

@@ -13,7 +13,7 @@ The bytes are in the tier's store.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from megatron_hybrid.cache.lazy_heap import Key, LazyHeap
@@ -74,6 +74,10 @@ class Record:
             record = record.parent
         return found[::-1]
 
+    def parts(self) -> list[Record]:
+        """Return the blocks before this record, then itself."""
+        return [*self.chain(), self] if self.is_state else self.chain()
+
 
 class RecordStore(Protocol):
     """The bytes of a tier. The type of `data` is the store's own."""
@@ -95,16 +99,6 @@ class RecordStore(Protocol):
 
     def drop(self, record: Record) -> None:
         """Drop a record's bytes."""
-
-
-class Source(Protocol):
-    """The bytes of a state or of blocks, to be copied into a tier."""
-
-    def blocks(self, indices: list[int]) -> Iterable[Any]:
-        """Return the data of these blocks."""
-
-    def state(self) -> Any:
-        """Return the data of the state."""
 
 
 class Tier:
@@ -191,7 +185,7 @@ class Tier:
     def keep(
         self,
         blocks: list[bytes],
-        source: Source,
+        source: Callable[[list[int]], list[Any]],
         *,
         state: bytes | None = None,
         position: int = 0,
@@ -202,7 +196,7 @@ class Tier:
 
         Args:
             blocks: keys of all full blocks up to there; present blocks are not copied again.
-            source: of missing bytes.
+            source: gives the bytes of these blocks, by index; the next index is the state's.
             state: key of the state after `position` tokens; None: only the blocks.
             saved_work: work to redo without the state (`CacheSpec.work`).
             uses: of the state, including this one.
@@ -220,6 +214,7 @@ class Tier:
             return False
         spec = self._spec
         missing = list(range(known, len(blocks)))
+        wanted = missing if state is None else [*missing, len(blocks)]
         cost = len(missing) * self._block_bytes
         if state is None:
             size = spec.block_size_tokens
@@ -239,12 +234,11 @@ class Tier:
                 return False
             data = None
             with optional_work(self.note_lack_of_memory):
-                state_data = source.state() if state is not None else None
-                data = list(source.blocks(missing))
+                data = source(wanted)
             if data is None:
                 if not self._keeps_lost:
                     return False
-                data, state_data = [LOST] * len(missing), LOST
+                data = [LOST] * len(wanted)
             added: list[Record] = []
             try:
                 for index, block_data in zip(missing, data):
@@ -257,7 +251,7 @@ class Tier:
                     num_bytes = cost - len(missing) * self._block_bytes
                     record = Record(state, last, position, num_bytes, is_state=True)
                     record.saved_work, record.cost_bytes, record.uses = saved_work, cost, uses
-                    self.add(record, state_data)
+                    self.add(record, data[-1])
             except BaseException:  # blocks without a state after them would never be evicted
                 for each in reversed(added):
                     self._forget(each)
@@ -340,7 +334,6 @@ class Tier:
             self.remove(record)
 
     def clear(self) -> None:
-        """Remove every record."""
         for record in reversed(self.records()):
             self._forget(record)
         self._queue.clear()

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from megatron_hybrid.cache.report import MissReason
+from megatron_hybrid.inference.async_stream import AsyncStream
 from megatron_hybrid.inference.metrics.prometheus import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.requests.builder import Prompt, RenderedChat
 from megatron_hybrid.inference.sampling_params import SamplingParams
@@ -75,7 +76,7 @@ from megatron_hybrid.serving.schemas import (
     Tokenized,
     Version,
 )
-from megatron_hybrid.serving.service import PromptStreams, Service
+from megatron_hybrid.serving.service import Service
 from megatron_hybrid.serving.slow_clients import cancel_on_disconnect
 from megatron_hybrid.serving.trainer_routes import add_trainer
 from megatron_hybrid.text.guide import Guide
@@ -285,7 +286,9 @@ async def _answer(
                 request.receive, service.compiled(ticket, *asked.guide)
             )
         salt = service.auth.salt_of(state.key, fields.cache_salt)
-        options = request_options(fields, salt, service.auth.tenant_of(state.key), guide)
+        tenant = service.auth.tenant_of(state.key)
+        caller = request.headers.get("traceparent", "")
+        options = request_options(fields, salt, tenant, guide, caller)
         answer = make(ticket.request_id, asked.style, asked.begins_in_reasoning, prompts)
         headers = header_of(fields.changes)
         for change in headers.values():
@@ -297,7 +300,8 @@ async def _answer(
             body.headers.update(headers)
             return body
         streams = service.streams(prompts, params, options)
-        undo.push_async_callback(streams.aclose)
+        for stream in streams:
+            await undo.enter_async_context(stream)
         # What fails before the first token has a status of HTTP.
         await cancel_on_disconnect(request.receive, service.wait_for_first_output(ticket, streams))
         return _EventStream(_events(service, ticket, answer, streams), undo.pop_all(), headers)
@@ -349,24 +353,22 @@ def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
         prompts = [truncated(prompt, most, fields.truncation_side) for prompt in prompts]
     style, thinks = None, None
     if isinstance(fields, ChatFields):
-        tokenizer = service.tokenizer_of(fields)
-        style = service.config.style_of(tokenizer.template_source(fields.shown_tools))
+        template = service.tokenizer.template_source(fields.shown_tools)
+        style = service.config.style_of(template)
         if style.thoughts is not None:
-            thinks = is_thinking(tokenizer, fields, style.thoughts)
+            thinks = is_thinking(service.tokenizer, fields, style.thoughts)
     guide = guide_of(fields, style, thinks)
     params = _params(service, fields, prompts)
     if isinstance(fields, ChatFields) and fields.thinking_token_budget not in (None, -1):
         given = fields.thinking_token_budget, style.thoughts, bool(thinks)
         try:
-            params.thinking_budget = thinking_budget(tokenizer, *given)
+            params.thinking_budget = thinking_budget(service.tokenizer, *given)
         except ApiError:
             if not isinstance(fields, MessageChat):  # its clients give one to all models
                 raise
             fields.changes.append("left out thinking.budget_tokens: this model has none to end")
     if isinstance(fields, ChatFields) and service.config.logs_prompts:
         logger.info("prompt: %s", service.tokenizer.detokenize(prompts[0].tokens, False))
-    if fields.stream:
-        service.check_late(prompts, params, fields.caller_names)
     return PreparedRequest(prompts, params, guide, style, bool(thinks))
 
 
@@ -384,7 +386,7 @@ def _prompts(service: Service, fields: GenerationFields) -> list[Prompt]:
 
 
 def _chat_prompt(service: Service, fields: TemplateFields) -> RenderedChat:
-    return chat_prompt(service.tokenizer_of(fields), fields, service.config.keeps_changing_lines)
+    return chat_prompt(service.tokenizer, fields, service.config.keeps_changing_lines)
 
 
 def _params(
@@ -409,7 +411,7 @@ async def _events(
     service: Service,
     ticket: Ticket,
     answer: AnyAnswer,
-    streams: PromptStreams,
+    streams: Sequence[AsyncStream],
 ) -> AsyncIterator[bytes]:
     """The server-sent events of a stream. An error after the first is an event, too."""
     try:

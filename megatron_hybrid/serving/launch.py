@@ -1,41 +1,26 @@
-"""The ranks of a server: how many its layout needs, and torch's elastic launcher for them."""
+"""The ranks of a server: how many its layout needs, and their processes."""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from functools import partial
-from tempfile import TemporaryDirectory
 
-import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron_hybrid.checkpoints.checkpoint import read_config
 from megatron_hybrid.checkpoints.pretrained import checked_device, checked_folder
 from megatron_hybrid.models.sharding.parallel_setup import ranks_needed
-from megatron_hybrid.utils.child_lifetime import LAUNCHER
-from megatron_hybrid.utils.daemon_threads import DaemonThreads
+from megatron_hybrid.utils.child_lifetime import GRACE_SECONDS, LAUNCHER
 
 _POLL_SECONDS = 0.1
-_HOST, _BACKEND = "127.0.0.1", "loopback"
+_HOST = "127.0.0.1"
 
 
 def job_size() -> int | None:
@@ -104,108 +89,88 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
         The exit status, that of the first rank that failed; 1 if a signal has ended it; 0 after a
         SIGTERM to this process.
     """
-    logging.disable(logging.CRITICAL)  # of torch: what it says about a failed rank is said here
-    threads = max(1, torch.get_num_threads() // num_ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ[LAUNCHER] = str(os.getpid())  # so that ranks notice its end before they look for it
+    server = socket.create_server((_HOST, 0))
+    port = server.getsockname()[1]
+    # The ranks' store is here: so nobody else takes its port before rank 0 would.
+    store = dist.TCPStore(
+        _HOST,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=server.detach(),
+    )
+    shared = {
+        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // num_ranks)),
+        **os.environ,
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "megatron_hybrid",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        LAUNCHER: str(os.getpid()),  # so that ranks notice its end before they look for it
+    }
     asked: list[int] = []
-    others = psutil.Process().children()
     numbers = signal.SIGINT, signal.SIGTERM
     before = {n: signal.signal(n, lambda number, _: asked.append(number)) for n in numbers}
+    ranks: list[subprocess.Popen] = []
     try:
-        with TemporaryDirectory() as folder:
-            config = LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
-                nproc_per_node=num_ranks,
-                run_id="megatron_hybrid",
-                rdzv_backend=_BACKEND,
-                local_addr=_HOST,
-                max_restarts=0,
-                logs_specs=DefaultLogsSpecs(log_dir=folder),
-            )
-            # Not in the main thread: there it would take the signals, and give ranks 30 s.
-            run = partial(elastic_launch(config, sys.executable), *arguments)
-            job, told = DaemonThreads("launcher", 1).submit(run), 0
-            while not job.done():
-                time.sleep(_POLL_SECONDS)
-                if told == len(asked):
-                    continue
-                if ranks := [each for each in psutil.Process().children() if each not in others]:
-                    for rank in ranks:
-                        with suppress(psutil.NoSuchProcess):
-                            rank.send_signal(asked[told])
-                    told += 1
-            job.result()
-    except ChildFailedError as error:
-        return _status(*error.get_first_failure(), asked)
+        for rank in range(num_ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, *arguments]
+            # A session of its own: a terminal's Ctrl-C comes once, from here.
+            ranks.append(subprocess.Popen(command, env=shared | own, start_new_session=True))
+        return _wait(ranks, asked)
     finally:
-        del os.environ[LAUNCHER]
+        _end(ranks)
+        del store
         for number, handler in before.items():
             signal.signal(number, handler)
-        logging.disable(logging.NOTSET)
-    return 0
 
 
-def _status(rank: int, failure: ProcessFailure, asked: Sequence[int]) -> int:
+def _wait(ranks: Sequence[subprocess.Popen], asked: Sequence[int]) -> int:
+    """Wait until all ranks have ended, or one has failed, and pass on signals as they are asked
+    for. Returns the exit status."""
+    num_told = 0
+    while True:
+        statuses = [each.poll() for each in ranks]
+        for rank, status in enumerate(statuses):
+            if status:
+                return _status(rank, ranks[rank], asked)
+        if None not in statuses:
+            return 0
+        if num_told < len(asked):
+            for each in ranks:
+                each.send_signal(asked[num_told])
+            num_told += 1
+        time.sleep(_POLL_SECONDS)
+
+
+def _end(ranks: Sequence[subprocess.Popen]) -> None:
+    """End the ranks that run, in `GRACE_SECONDS`."""
+    for each in ranks:
+        each.terminate()
+    last = time.monotonic() + GRACE_SECONDS
+    for each in ranks:
+        try:
+            each.wait(max(0, last - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            each.kill()
+            each.wait()
+
+
+def _status(rank: int, process: subprocess.Popen, asked: Sequence[int]) -> int:
     """The exit status after the failure of a rank, which is told unless it was asked for."""
+    status = process.returncode
     for number in asked:  # before the rank had taken its signals
-        if failure.exitcode in (-number, 128 + number):
+        if status in (-number, 128 + number):
             return 0 if number == signal.SIGTERM else 128 + number
-    was_killed = failure.exitcode < 0
-    how = f"was ended by {failure.signal_name()}" if was_killed else "has failed, as it says above"
+    how = "has failed, as it says above"
+    if status < 0:
+        how = f"was ended by {signal.Signals(-status).name}"
     print(
-        f"megatron-hybrid: rank {rank} (process {failure.pid}) {how}: the server has ended",
+        f"megatron-hybrid: rank {rank} (process {process.pid}) {how}: the server has ended",
         file=sys.stderr,
     )
-    return 1 if was_killed else failure.exitcode
-
-
-class _Loopback(RendezvousHandler):
-    """The meeting of the only launcher with itself. torch's own ones listen on all addresses of the
-    machine, and ranks read what they find there."""
-
-    def __init__(self, run_id: str):
-        self._run_id = run_id
-        server = socket.create_server((_HOST, 0))
-        self._port = server.getsockname()[1]
-        self._store = dist.TCPStore(
-            _HOST,
-            self._port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=server.detach(),
-        )
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        store = dist.PrefixStore(self._run_id, self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_HOST, self._port))
-
-    def get_backend(self) -> str:
-        return _BACKEND
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True
-
-
-def _loopback(parameters: RendezvousParameters) -> RendezvousHandler:
-    return _Loopback(parameters.run_id)
-
-
-rendezvous_handler_registry.register(_BACKEND, _loopback)
+    return 1 if status < 0 else status

@@ -5,20 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
-from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.inference.async_engine import AsyncEngine
@@ -35,7 +25,6 @@ from megatron_hybrid.serving.budget import RequestBudget
 from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.end_steps import SAVE_SECONDS, run_steps
 from megatron_hybrid.serving.errors import ApiError, refusal_of
-from megatron_hybrid.serving.fields import TemplateFields
 from megatron_hybrid.serving.history import History
 from megatron_hybrid.serving.json_response import to_cpu_thread
 from megatron_hybrid.text.guide import Guide
@@ -43,37 +32,6 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class PromptStreams(Iterable[AsyncStream]):
-    """Streams of the prompts of one request, in their order. A further prompt enters the engine
-    when the first of those inside is read.
-
-    Args:
-        calls: each makes a stream.
-        most: streams at a time.
-    """
-
-    def __init__(self, calls: Sequence[Callable[[], AsyncStream]], most: int):
-        self._inside = deque(call() for call in calls[:most])
-        self._calls = iter(calls[most:])
-
-    def __iter__(self) -> Iterator[AsyncStream]:
-        while self._inside:
-            yield self._inside[0]
-            self._inside.popleft()
-            self._inside.extend(call() for call in islice(self._calls, 1))
-
-    async def begun(self) -> None:
-        """See `Service.wait_for_first_output`."""
-        for stream in self._inside:
-            await stream.queued()
-        await self._inside[0].begun()
-
-    async def aclose(self) -> None:
-        """End all."""
-        for stream in self._inside:
-            await stream.aclose()
 
 
 class Service:
@@ -109,9 +67,6 @@ class Service:
         self.auth = Auth(config)
         self.admission = Admission(engine, engine_config.max_requests, config)
         self.budget = RequestBudget(context, self.admission.most, tokenizer.vocab_size)
-        self._most_at_once = 2 * engine_config.max_requests
-        """Prompts of one request in the engine. It gets no more than it looks at: each one takes
-        its thread's time."""
         self.num_responses: Counter[tuple[str, int]] = Counter()
         """Number of answers by route and status."""
 
@@ -124,24 +79,6 @@ class Service:
                 "model",
                 "model_not_found",
             )
-
-    def tokenizer_of(self, fields: TemplateFields) -> Tokenizer:
-        """The tokenizer, with the request's own chat template if it has one.
-
-        Raises:
-            ApiError: it may have none.
-        """
-        if fields.chat_template is None:
-            return self.tokenizer
-        if not self.config.trusts_templates:
-            raise ApiError(
-                400,
-                "chat_template of a request is a program, and this server runs none: leave it out, "
-                "or start the server with --trust-request-chat-template",
-                "chat_template",
-                "unsupported_parameter",
-            )
-        return self.tokenizer.with_request_template(fields.chat_template, "chat_template")
 
     # The way to the engine ---------------------------------------------------------------------
 
@@ -182,17 +119,9 @@ class Service:
         Raises:
             ApiError: a prompt cannot be served, took too long, or was aborted.
         """
-        calls = self._each(self.engine.generate, prompts, params, options)
-        few = asyncio.Semaphore(self._most_at_once)
-
-        async def answer(
-            call: Callable[[], Coroutine[Any, Any, GenerationResult]],
-        ) -> GenerationResult:
-            async with few:
-                return await call()
-
         async with self._limited(ticket):
-            tasks = [asyncio.ensure_future(answer(call)) for call in calls]
+            calls = self._each(self.engine.generate, prompts, params, options)
+            tasks = list(map(asyncio.ensure_future, calls))
             try:
                 results = await asyncio.gather(*tasks)
             finally:
@@ -206,26 +135,9 @@ class Service:
 
     def streams(
         self, prompts: Sequence[Prompt], params: SamplingParams, options: RequestOptions
-    ) -> PromptStreams:
+    ) -> list[AsyncStream]:
         """Streams of the answers to some prompts."""
-        calls = self._each(self.engine.stream, prompts, params, options)
-        return PromptStreams(calls, self._most_at_once)
-
-    def check_late(
-        self, prompts: Sequence[Prompt], params: SamplingParams, names: Mapping[str, str]
-    ) -> None:
-        """Check prompts that a stream gives to the engine when it has begun, for a thread.
-
-        names: `GenerationFields.caller_names`.
-
-        Raises:
-            ApiError: one cannot be served.
-        """
-        try:
-            for prompt in prompts[self._most_at_once :]:
-                self.engine.check_prompt(prompt, params)
-        except (TypeError, ValueError) as error:
-            raise refusal_of(error, names) from error
+        return self._each(self.engine.stream, prompts, params, options)
 
     def _each(
         self,
@@ -233,22 +145,24 @@ class Service:
         prompts: Sequence[Prompt],
         params: SamplingParams,
         options: RequestOptions,
-    ) -> list[Callable[[], T]]:
+    ) -> list[T]:
         # The others wait as long as they have to: a request that has begun is not given up.
         limits = [self.config.queue_seconds, *[None] * (len(prompts) - 1)]
         return [
-            partial(method, prompt, params, options, queue_seconds=limit)
+            method(prompt, params, options, queue_seconds=limit)
             for prompt, limit in zip(prompts, limits)
         ]
 
-    async def wait_for_first_output(self, ticket: Ticket, streams: PromptStreams) -> None:
-        """Wait until the engine has taken the first streams, and the first one has an output.
+    async def wait_for_first_output(self, ticket: Ticket, streams: Sequence[AsyncStream]) -> None:
+        """Wait until the engine has taken all streams, and the first one has an output.
 
         Raises:
             ApiError: as `generate_all`.
         """
         async with self._limited(ticket):
-            await streams.begun()
+            for stream in streams:
+                await stream.queued()
+            await streams[0].begun()
 
     async def outputs(
         self, ticket: Ticket, stream: AsyncStream

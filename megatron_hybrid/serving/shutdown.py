@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import time
 from collections.abc import Callable, Sequence
 
 from megatron_hybrid.serving.end_steps import SAVE_SECONDS, STEP_SECONDS, Step, run_steps
@@ -13,8 +11,6 @@ from megatron_hybrid.serving.service import Service
 from megatron_hybrid.utils.child_lifetime import EndSignal
 
 logger = logging.getLogger(__name__)
-SAME_SECONDS = 1.0
-"""Most seconds between the signals of one Ctrl-C, where there is a launcher."""
 
 
 class Shutdown:
@@ -42,15 +38,9 @@ class Shutdown:
         drained = service.config.drain_seconds + STEP_SECONDS
         self._steps = [*first, ("the drain", service.drain, drained), *last]
         self._task: asyncio.Task[None] | None = None
-        self._signaled_at = -math.inf
 
     def take_signal(self) -> None:
         """Begin the end, or hurry it. For the event loop's thread."""
-        # A terminal's Ctrl-C may reach a rank twice: by itself, and from the ranks' launcher.
-        now = time.monotonic()
-        if self._service.engine.num_ranks > 1 and now - self._signaled_at < SAME_SECONDS:
-            return
-        self._signaled_at = now
         if self._task is None:
             self.begin()
             return

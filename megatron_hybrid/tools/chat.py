@@ -95,10 +95,10 @@ def _answer(
     )
 
 
-def typed_lines(prompt: str = "> ") -> Iterator[str]:
+def typed_lines() -> Iterator[str]:
     """Yield typed lines, until the end of the input."""
     while True:
         try:
-            yield input(prompt)
+            yield input("> ")
         except EOFError:
             return

@@ -48,15 +48,6 @@ class CacheResult:
 
 
 @dataclass(frozen=True)
-class Bin:
-    """Requests whose prompt has at least `start` tokens and less than `end`."""
-
-    start: int
-    end: int
-    requests: int
-
-
-@dataclass(frozen=True)
 class Profile:
     """Result of `profile`."""
 
@@ -82,18 +73,19 @@ class Profile:
     """Prompt tokens of the compared requests."""
 
     @property
-    def histogram(self) -> list[Bin]:
-        """Numbers of prompts by length, between powers of two."""
+    def histogram(self) -> list[dict[str, int]]:
+        """Numbers of prompts (`requests`) of at least `start` tokens and less than `end`, which are
+        powers of two."""
         lengths = np.array(self.lengths)
         first, last = (int(n).bit_length() for n in (lengths.min(), lengths.max()))
         return [
-            Bin(1 << b - 1, 1 << b, int(np.sum((lengths >= 1 << b - 1) & (lengths < 1 << b))))
-            for b in range(first, last + 1)
+            {"start": end // 2, "end": end, "requests": int(np.sum(lengths // (end // 2) == 1))}
+            for end in (1 << b for b in range(first, last + 1))
         ]
 
     def to_dict(self) -> dict:
         """JSON-able values, with the histogram in place of the lengths."""
-        values = {**asdict(self), "histogram": [asdict(each) for each in self.histogram]}
+        values = {**asdict(self), "histogram": self.histogram}
         del values["lengths"]
         return values
 

@@ -1,14 +1,12 @@
-"""Reports of a profile: tables and a plot."""
+"""The report of a profile, in tables."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from textwrap import wrap
 
 import numpy as np
 
-from megatron_hybrid.tools.plan import WIDTH, size
-from megatron_hybrid.tools.plots import pyplot
+from megatron_hybrid.tools.plan import WIDTH, size, table
 from megatron_hybrid.tools.profile import CEILING, OURS, CacheResult, Profile
 
 _BAR = 24
@@ -42,7 +40,7 @@ def render(result: Profile) -> str:
         "",
         *_histogram(result),
         "",
-        *_table(
+        *table(
             ("", "too short, % of prompts", "skipped, % of tokens"),
             [
                 (row.name, f"{row.too_short_percent:.1f}", f"{row.skipped_percent:.1f}")
@@ -54,7 +52,7 @@ def render(result: Profile) -> str:
         share = 100 / result.compared_tokens
         lost = [(reason, f"{n:,}", f"{n * share:.1f}") for reason, n in result.lost_tokens.items()]
         heads = ("known to this engine, computed again", "tokens", "% of tokens")
-        lines += ["", *_table(heads, lost)]
+        lines += ["", *table(heads, lost)]
     notes = [_NOTE, *(f"- {row.name}: {row.what}" for row in _rules(result))]
     if not result.answers:
         notes.append(
@@ -76,71 +74,22 @@ def _rules(result: Profile) -> list[CacheResult]:
 
 
 def _histogram(result: Profile) -> list[str]:
-    bins = result.histogram
-    most = max(each.requests for each in bins)
+    bins = [each.values() for each in result.histogram]
+    most = max(number for *_, number in bins)
     rows = []
-    for each in bins:
-        here = [row.name for row in _rules(result) if each.start <= row.block_tokens < each.end]
-        rows.append(
-            (
-                f"{each.start:,} - {each.end - 1:,}",
-                f"{each.requests:,}",
-                "#" * -(-each.requests * _BAR // most),
-                [f"< {name}" for name in here] or [""],
-            )
-        )
+    for start, end, number in bins:
+        here = [f"< {row.name}" for row in _rules(result) if start <= row.block_tokens < end]
+        bar = "#" * -(-number * _BAR // most)
+        rows.append((f"{start:,} - {end - 1:,}", f"{number:,}", bar, here or [""]))
     bar = max(len(row[2]) for row in rows)
-    head, *table = _table(
+    head, *lines = table(
         ("prompt tokens", "prompts"), [(length, number) for length, number, *_ in rows]
     )
     return [
         head,
         *(
             f"{'' if again else line:{len(head)}}  {'' if again else row[2]:{bar}}  {mark}".rstrip()
-            for line, row in zip(table, rows)
+            for line, row in zip(lines, rows)
             for again, mark in enumerate(row[3])  # a line for each
         ),
     ]
-
-
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines of a table; the first column is left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    return [
-        "  ".join(
-            f"{cell:{'>' if i else ''}{width}}"
-            for i, (cell, width) in enumerate(zip(cells, widths))
-        )
-        for cells in (heads, *rows)
-    ]
-
-
-def draw(result: Profile, path: str | Path) -> None:
-    """Plot lengths and skip rates as a PNG.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    plt = pyplot("--png")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
-    lengths = np.array(result.lengths)
-    shown = [*lengths, *(row.block_tokens for row in _rules(result))]  # for visible bars
-    left.hist(lengths, bins=np.geomspace(min(shown), max(shown) + 1, 50), color="0.7")
-    left.set_xscale("log", base=2)
-    left.xaxis.get_major_locator().set_params(numticks=7)  # more labels would overlap
-    left.xaxis.set_major_formatter("{x:,.0f}")
-    for i, row in enumerate(_rules(result)):
-        left.axvline(row.block_tokens, color=f"C{i + 1}", label=row.name)
-    left.set_xlabel("prompt tokens")
-    left.set_ylabel("prompts")
-    figure.legend(fontsize=8, loc="outside upper left", ncols=3)  # inside it can hide bars
-    names = [row.name for row in result.caches]
-    colors = [f"C{i + 1}" for i in range(len(names) - 2)] + ["C0", "0.7"]
-    bars = right.barh(names, [row.skipped_percent for row in result.caches], color=colors)
-    right.bar_label(bars, fmt="%.1f", padding=3)
-    right.invert_yaxis()
-    right.set_xlim(0, 110)
-    left_out = f", {_prompts(result.too_large)} left out" if result.too_large else ""
-    right.set_xlabel(f"prompt tokens skipped, %; {size(result.memory_bytes)} of cache{left_out}")
-    figure.savefig(path, dpi=110, format="png")
-    plt.close(figure)

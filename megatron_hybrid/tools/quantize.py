@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_hybrid.checkpoints.folder import CONFIG_FILE, CheckpointFolder, adapter_of
 from megatron_hybrid.checkpoints.found_tensors import HEAD, FoundTensors, find_tensors
@@ -31,7 +31,7 @@ from megatron_hybrid.checkpoints.packed_files import (
     StoredWeight,
     in_words,
 )
-from megatron_hybrid.checkpoints.packed_maps import is_packable
+from megatron_hybrid.checkpoints.packed_maps import PACKABLE
 from megatron_hybrid.checkpoints.pretrained import checked_folder, load_pretrained
 from megatron_hybrid.checkpoints.quantize import fp4_divisor, quantized
 from megatron_hybrid.checkpoints.tensor_files import (
@@ -215,7 +215,7 @@ def pack_as(model: HybridModel, to: str) -> None:
     layers = {
         name: module
         for name, module in model.named_modules()
-        if name.startswith("decoder.") and is_packable(module)
+        if name.startswith("decoder.") and isinstance(module, PACKABLE)
     }
     group = _group(to, [module.weight.shape for module in layers.values()])
     for name, module in layers.items():
@@ -239,7 +239,7 @@ def _places(model: HybridModel, maps: list, given: dict[str, str]) -> Iterator[t
     }
     for tensor_map in maps:
         ours = tensor_map.ours[0]
-        if is_packable(modules.get(ours, nn.Identity())) and ours.startswith("decoder."):
+        if isinstance(modules.get(ours), PACKABLE) and ours.startswith("decoder."):
             place = re.sub(r"^decoder\.layers\.\d+\.|\.weight$", "", ours)
             yield from ((given[name], place) for name in tensor_map.theirs)
 
@@ -352,17 +352,14 @@ class _Source:
             self.given[name], self._pieces[own] = own, piece
 
     def names(self) -> list[str]:
-        """All, sorted."""
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
         if (piece := self._pieces.get(name)) is None:
             return self._files.shape(name)
         return tuple(piece.of(torch.empty(self._files.shape(piece.name), device="meta")).shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor."""
         piece = self._pieces.get(name)
         return self._files.dtype(name if piece is None else piece.name)
 

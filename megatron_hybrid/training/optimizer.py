@@ -87,7 +87,6 @@ class OptimizerFields(Fields):
     """Split the optimizer's states over the data-parallel ranks."""
 
     def check(self) -> None:
-        """See `Fields.check`."""
         super().check()
         if self.min_learning_rate > self.learning_rate:
             raise ValueError(

@@ -60,7 +60,6 @@ class RunFields(Fields):
     """Reduce gradients over data-parallel ranks during the backward pass."""
 
     def check(self) -> None:
-        """See `Fields.check`."""
         super().check()
         if self.global_batch_size % self.micro_batch_size:
             raise ValueError(

@@ -99,11 +99,9 @@ class Reports:
         self.console.print(line, markup=False)
 
     def advance(self, step: int, loss: float) -> None:
-        """Move the bar."""
         self._bar.update(self._task, completed=step, note=f"loss {loss:.3f}")
 
     def close(self) -> None:
-        """End the bar and flush."""
         self._bar.stop()
         if self._writer is not None:
             self._writer.close()
@@ -132,7 +130,6 @@ def terminal_line(step: int, values: Mapping[str, Any], width: int = 80) -> str:
 
 
 def _count(number: float) -> str:
-    """Format in three to five digits."""
     if number < 1e5:
         return f"{number:,.0f}"
     return f"{number / 1e3:.0f}k" if number < 999.5e3 else f"{number / 1e6:.3g}M"

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import yaml
 
@@ -36,7 +35,9 @@ def train(source: str | Path, overrides: Iterable[str], folder: Path) -> int:
     """
     try:
         with core_refusals("this run"), training_device() as device:
-            return _train(source, overrides, folder, device)
+            recipe = _recipe_of_all(source, overrides)
+            with closing(Trainer(recipe, folder, device)) as trainer:
+                return _run(trainer, recipe, folder)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print(
@@ -44,12 +45,6 @@ def train(source: str | Path, overrides: Iterable[str], folder: Path) -> int:
                 file=sys.stderr,
             )
         return 130
-
-
-def _train(source: str | Path, overrides: Iterable[str], folder: Path, device: torch.device) -> int:
-    recipe = _recipe_of_all(source, overrides)
-    with closing(Trainer(recipe, folder, device)) as trainer:
-        return _run(trainer, recipe, folder)
 
 
 def _run(trainer: Trainer, recipe: Recipe, folder: Path) -> int:

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import numpy as np
 import torch
+from differential import RandomDraws
 from drafted import GUIDES, Failing, Oracle, draft_with
 from graph_recorder import recorded_graphs
 from http_server import demo_service
@@ -111,12 +112,17 @@ def naive_draw(logits_V: np.ndarray, draw: Draw) -> int:
     return int(kept[np.argmax(tempered[kept] + _noise(kept, draw))])
 
 
-def _noise(ids: np.ndarray, draw: Draw) -> np.ndarray:
-    first, second = (key % 2**32 for key in noise_keys(draw.seed, draw.sample_index, draw.position))
+def naive_hash(ids: np.ndarray, keys: tuple[int, int]) -> np.ndarray:
+    """`token_hash` of a row's tokens, in whole numbers."""
+    first, second = (key % 2**32 for key in keys)
     h = ids.astype(np.uint64) * 0x9E3779B9 % 2**32 ^ first
     h = (h ^ h >> 16) * 0x7FEB352D % 2**32 ^ second
     h = (h ^ h >> 15) * 0x846CA68B % 2**32
-    w = ((h ^ h >> 16) % 2**31 + 0.5) / 2**31
+    return (h ^ h >> 16) % 2**31
+
+
+def _noise(ids: np.ndarray, draw: Draw) -> np.ndarray:
+    w = (naive_hash(ids, noise_keys(draw.seed, draw.sample_index, draw.position)) + 0.5) / 2**31
     return -np.log(-np.log1p(-w))
 
 
@@ -166,7 +172,7 @@ def watched_draws(runner, fault_of, counts: Counter, num_candidates: int):
         model_runner.NUM_CANDIDATES = before
 
 
-class Round:
+class Round(RandomDraws):
     """Some requests beside each other, and each alone.
 
     Args:
@@ -182,12 +188,6 @@ class Round:
         for _, params, _ in self.requests:
             if self._chance(0.4):
                 self.faults[params.seed] = self._choose(list(FAULTS)), int(self._choose(range(4)))
-
-    def _chance(self, probability: float) -> bool:
-        return bool(self.random.random() < probability)
-
-    def _choose(self, values):
-        return values[self.random.integers(len(values))]
 
     def extremes(self) -> dict:
         """Some fields with legal values."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megatron_hybrid.cache.tree_view import EdgeView, TreeChanges, TreeView
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.cache.tree_view import EdgeView, TreeChanges, tier_in_pool, view_edge
 
 
 class FollowedTree:
@@ -29,10 +30,12 @@ class FollowedTree:
                 assert len(self.edges) == told.num_edges
                 return told
 
-    def check(self, whole: TreeView) -> None:
+    def check(self, cache: PrefixCache, tier_of: Callable = tier_in_pool) -> None:
         """It is the same as one that is drawn up anew."""
-        rows = zip(whole.numbers, whole.parents, whole.starts, whole.ends, whole.held_ends)
-        expected = {row[0]: (*row, last) for row, last in zip(rows, whole.last_uses)}
-        assert {number: edge[:6] for number, edge in self.edges.items()} == expected
-        states = [state for edge in self.edges.values() for state in edge.states]
-        assert sorted(states) == sorted(whole.states)
+        assert self.edges == {edge.number: edge for edge in drawn(cache, tier_of)}
+
+
+def drawn(cache: PrefixCache, tier_of: Callable = tier_in_pool) -> list[EdgeView]:
+    """The edges of a cache, whatever was noted of changes."""
+    edges = cache._index.edges()
+    return [view_edge(edge, cache.spec.page_bytes, tier_of, 0) for edge in edges]

@@ -111,7 +111,7 @@ class _Check(TorchDispatchMode):
 
 
 class RecordedGraph:
-    """See `graph_runner.Graph`."""
+    """See `graph_runner.CudaGraph`."""
 
     num_bytes = 0
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import megatron_hybrid as mh
 from megatron_hybrid.cache.explain import Explanation
-from megatron_hybrid.cache.tree_view import TreeChanges, TreeView
+from megatron_hybrid.cache.tree_view import EdgeView, TreeChanges
 from megatron_hybrid.inference.cache_calls import CacheSaved
 from megatron_hybrid.inference.metrics.prometheus import Stats
 from megatron_hybrid.inference.requests.view import RequestView
@@ -123,7 +123,7 @@ def look_inside(engine: mh.DynamicInferenceEngine) -> None:
     assert_type(stats["hit_rate"], float)
     assert_type(engine.metrics(), str)
     assert_type(engine.requests(num_tokens=8), list[RequestView])
-    assert_type(engine.cache_tree(max_edges=10), TreeView)
+    assert_type(engine.cache_tree(max_edges=10), list[EdgeView])
     assert_type(engine.cache_changes(limit=10), TreeChanges)
     engine.check_integrity()
 

@@ -124,7 +124,7 @@ class Clairvoyant:
     def prepare(self, tokens: np.ndarray) -> np.ndarray:
         return tokens
 
-    def begin(self, prompt: np.ndarray) -> Running | None:
+    def begin(self, prompt: np.ndarray, message_starts: Sequence[int] = ()) -> Running | None:
         index = self._now + 1
         if index >= len(self._lengths) or len(prompt) != self._lengths[index]:
             raise ValueError(f"request {index} of {len(prompt)} tokens is not the foreseen one")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from benchmarks.replay.geometry import Geometry
@@ -27,7 +29,7 @@ class Marconi(Baseline):
         self._used = np.zeros(64)
         self._gain = np.full(64, np.nan)  # NaN: no candidate
 
-    def begin(self, prompt: np.ndarray) -> Running | None:
+    def begin(self, prompt: np.ndarray, message_starts: Sequence[int] = ()) -> Running | None:
         self.tick += 1
         path, depth = self.tree.walk(prompt)
         if not self.needs_state:

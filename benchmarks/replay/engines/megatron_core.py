@@ -5,6 +5,7 @@ Import this module only where megatron-core has `mamba_slot_allocator`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
@@ -55,7 +56,7 @@ class MegatronCore:
     def prepare(self, tokens: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(tokens.astype(np.int64))
 
-    def begin(self, tokens: torch.Tensor) -> Running | None:
+    def begin(self, tokens: torch.Tensor, message_starts: Sequence[int] = ()) -> Running | None:
         context = self._context
         request = SimpleNamespace(
             request_id=0,

@@ -6,6 +6,7 @@ is installed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import lcm
@@ -125,7 +126,7 @@ class Vllm:
             pool.free_blocks(held[more:])
             del held[more:]
 
-    def begin(self, prompt: list[int]) -> Running | None:
+    def begin(self, prompt: list[int], message_starts: Sequence[int] = ()) -> Running | None:
         request = Request(
             str(next(self._names)), prompt, self._params, None, block_hasher=self._hasher
         )

@@ -32,7 +32,6 @@ class Journal(Generic[T]):
         return Version(self._num_changes, self._num_removed)
 
     def __len__(self) -> int:
-        """Number of items that there are."""
         return len(self._changed)
 
     def __contains__(self, item: T) -> bool:
@@ -57,7 +56,6 @@ class Journal(Generic[T]):
         self._num_removed += 1
 
     def knows(self, version: Version) -> bool:
-        """Return whether it can tell what has changed since a version."""
         return (
             0 <= version.changed <= self._num_changes
             and 0 <= self._num_removed - version.removed <= len(self._removed)

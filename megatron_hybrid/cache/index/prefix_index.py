@@ -18,7 +18,6 @@ from itertools import pairwise
 import numpy as np
 
 from megatron_hybrid.cache.index.journal import Journal
-from megatron_hybrid.cache.index.packed_tokens import PackedTokens
 from megatron_hybrid.cache.index.tree import (
     NO_ORIGIN,
     Checkpoint,
@@ -36,9 +35,8 @@ TOKENS_PER_PAGE = 1024
 """Most known tokens per page of the pool (4 KiB of host memory), or `MIN_KNOWN_TOKENS`, without
 full attention: there cached tokens cost no pages."""
 KNOWN_TOKENS = 1.4
-"""Most tokens that the tree knows, per token whose KV fits in the pool (4 bytes each, about 2 in
-long runs without KV): evicted prefixes still show where prompts part. Each sequence counts as
-`SEQUENCE_TOKENS` more."""
+"""Most tokens that the tree knows, per token whose KV fits in the pool (4 bytes each): evicted
+prefixes still show where prompts part. Each sequence counts as `SEQUENCE_TOKENS` more."""
 MIN_KNOWN_TOKENS = 1 << 24
 """Least value of `known_limit` (64 MiB). With a small pool sessions pause for longer than their
 tokens would stay known, and the policy learns nothing from a session that it no longer
@@ -194,7 +192,7 @@ class PrefixIndex:
             last = path.edges[-1] = self._split(last, path.known)
         for edge in path.edges:
             if edge.held_end < edge.end:
-                self._restore_kv(edge, tokens, pages)
+                self._restore_kv(edge, pages)
         if path.known < n:
             self._extend(path, tokens, pages)
         path.depth = path.known = n
@@ -257,11 +255,9 @@ class PrefixIndex:
         leaf.held_end = leaf.end
         self.note(leaf)
 
-    def _restore_kv(self, edge: Edge, tokens: np.ndarray, pages: np.ndarray) -> None:
+    def _restore_kv(self, edge: Edge, pages: np.ndarray) -> None:
         """Add pages for the known tokens of an edge without KV; pages: of the whole path."""
         first, end = edge.held_end // self._block_size, -(-edge.end // self._block_size)
-        if isinstance(edge._tokens, PackedTokens):
-            edge._tokens = tokens[edge.start : edge.end].copy()
         self._put_rows(edge, pages[first:end], first)
         self.num_held_tokens += edge.end - edge.held_end
         edge.parent.num_held_children += edge.held_end == edge.start
@@ -301,7 +297,6 @@ class PrefixIndex:
             self._allocator.cache(kept[:shared])
         edge._tokens, edge._pages, edge.first_block = kept_tokens, kept, first_block
         edge.start, edge.held_end, edge.parent = at, max(edge.held_end, at), upper
-        edge.pack()
         upper.parent.children[int(tokens[0])] = upper
         upper.children[int(tokens[cut])] = edge
         upper.num_held_children = int(edge.held_end > at)
@@ -401,7 +396,6 @@ class PrefixIndex:
         edge.held_end = new_end
         edge.parent.num_held_children -= new_end == edge.start
         self.note(edge)
-        edge.pack()
         self._update_forgettable(edge)
         self.on_tail(edge)
         if edge.parent.parent is not None:
@@ -489,7 +483,6 @@ class PrefixIndex:
         last.start, last.first_block, last.parent = first.start, first.first_block, first.parent
         last.num_stored = first.num_stored
         last.parent.children[int(tokens[0])] = last
-        last.pack()
         for edge in joined:
             for checkpoint in edge.checkpoints.values():
                 checkpoint.edge = last

@@ -39,5 +39,4 @@ class SaltIndex:
         return None if found == salt else found
 
     def clear(self) -> None:
-        """Forget everything."""
         self._salts.clear()

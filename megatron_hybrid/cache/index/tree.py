@@ -14,18 +14,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import suppress
 from enum import IntEnum
 from itertools import count
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hybrid.cache.index.packed_tokens import PackedTokens
 from megatron_hybrid.cache.pages.allocator import NULL_PAGE
-
-MIN_PACKED = 512
-"""Least number of tokens of an edge that are worth packing."""
 
 
 class Kind(IntEnum):
@@ -162,22 +157,13 @@ class Edge:
         self.num_stored = 0  # stored checkpoints of this edge and its descendants
         self.last_access = 0
         self.queued: tuple | None = None
-        self._tokens: np.ndarray | PackedTokens = tokens
+        self._tokens = tokens
         self._pages = pages
 
     @property
     def tokens(self) -> np.ndarray:
         """int32 [end - start]."""
-        if isinstance(self._tokens, PackedTokens):
-            return self._tokens.unpack()
         return self._tokens[: self.end - self.start]
-
-    def pack(self) -> None:
-        """Pack the tokens if they are many and none is held. Without memory, leave them
-        unpacked."""
-        if self.held_end == self.start and self.end - self.start >= MIN_PACKED:
-            with suppress(MemoryError):
-                self._tokens = PackedTokens(self.tokens)
 
     def num_rows(self, block_size: int) -> int:
         """Return the number of page rows: blocks first_block .. ceil(held_end / B) - 1; 0 if

@@ -13,18 +13,15 @@ from operator import mul
 import numpy as np
 
 from megatron_hybrid.cache.eviction import Evictor
-from megatron_hybrid.cache.pages.allocator import NULL_PAGE, PageAllocator
+from megatron_hybrid.cache.pages.allocator import NULL_PAGE
 from megatron_hybrid.cache.pages.lease import Lease, PageCopy
-from megatron_hybrid.cache.pages.spec import CacheSpec
 
 
 class LeasePages:
     """Tables, pins and copies of leases."""
 
-    def __init__(self, spec: CacheSpec, allocator: PageAllocator, evictor: Evictor):
-        self._spec = spec
-        self._allocator = allocator
-        self._evictor = evictor
+    def __init__(self, evictor: Evictor):
+        self._evictor, self._spec, self._allocator = evictor, evictor.spec, evictor.allocator
 
     def attach(
         self,
@@ -77,7 +74,6 @@ class LeasePages:
         self._allocator.retain(np.concatenate(list(held_pages(lease))))
 
     def would_have_room(self, lease: Lease, capacity_tokens: int, end: int) -> bool:
-        """Return what `has_room` would say after `hold`."""
         pages = np.concatenate(list(held_pages(lease)))
         num_unheld = np.count_nonzero(self._allocator.ref_counts[pages] == 0)
         needed = self.num_needed(lease, capacity_tokens, end)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterator
 
@@ -23,18 +22,11 @@ class TailDistances:
     """
 
     def __init__(self):
-        self._recent: deque[int] = deque()
-        self._counts: Counter[int] = Counter()
-        self._distances: list[int] = []  # the keys of _counts, ascending
-        for distance in PRIOR_DISTANCES:
-            self.observe(distance)
+        self._recent: deque[int] = deque(PRIOR_DISTANCES, WINDOW)
 
     def observe(self, distance: int) -> None:
         """A prompt left another one `distance` tokens before the end of that one."""
         self._recent.append(distance)
-        self._count(distance, 1)
-        if len(self._recent) > WINDOW:
-            self._count(self._recent.popleft(), -1)
 
     def observe_path(self, path: Path, known: list[Checkpoint]) -> None:
         """A prompt leaves the known ones: observe how far before the nearest end of one. The end
@@ -55,19 +47,11 @@ class TailDistances:
         if ends:
             self.observe(min(ends) - path.known)
 
-    def _count(self, distance: int, more: int) -> None:
-        if distance not in self._counts:
-            insort(self._distances, distance)
-        self._counts[distance] += more
-        if not self._counts[distance]:
-            del self._counts[distance]
-            self._distances.remove(distance)
-
     def weights(self) -> Iterator[tuple[int, float]]:
         """(distance, share of the prompts that part at it or later), ascending distances."""
         sooner = 0
-        for distance in self._distances:
-            sooner += self._counts[distance]
+        for distance, count in sorted(Counter(self._recent).items()):
+            sooner += count
             yield distance, sooner / len(self._recent)
 
 

@@ -5,23 +5,14 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from megatron_hybrid.checkpoints.huggingface.layouts import SAME, Layout
+from megatron_hybrid.checkpoints.huggingface.layouts import TensorMap
+from megatron_hybrid.checkpoints.huggingface.tensors import TensorNames
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
-
-@dataclass(frozen=True)
-class TensorMap:
-    """Some of our tensors hold the same numbers as some of theirs."""
-
-    ours: tuple[str, ...]
-    """Canonical parameter names (`models/parameter_names.py`)."""
-    theirs: tuple[str, ...]
-    """Names in the safetensors files."""
-    layout: Layout = SAME
-    """How the numbers lie in each."""
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of a folder's tensors, by the names that they have in one of the language model alone."""
 
 
 class Adapter(ABC):
@@ -39,6 +30,9 @@ class Adapter(ABC):
 
     prediction_names: tuple[str, ...] = ()
     """Regular expressions of the tensor names of MTP heads."""
+
+    names: TensorNames
+    """What they call the tensors; an adapter whose `tensors` goes another way has none."""
 
     ignored: tuple[str, ...] = ()
     """Regular expressions of tensor names that hold nothing of the model, such as tables that are
@@ -103,9 +97,9 @@ class Adapter(ABC):
             ValueError: the config asks for what cannot be done here; names key and value.
         """
 
-    @abstractmethod
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
         """Every tensor of the model, once; `config.huggingface_config` is the config.json."""
+        yield from self.names.tensors(config)
 
     def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
         """The layers of an MTP head; "": there is none, or none that is read.
@@ -120,11 +114,8 @@ class Adapter(ABC):
         """Tensors of a folder that are copies of others, with the names of these."""
         return {}
 
-    def as_found(
-        self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
-    ) -> TensorMap:
-        """One of `tensors` for reading a folder that holds tensors of these names (`text_name`) and
-        shapes.
+    def as_found(self, tensor_map: TensorMap, config: HybridConfig, shapes: Shapes) -> TensorMap:
+        """One of `tensors` for reading a folder that holds tensors of these shapes.
 
         For architectures whose folders are of several kinds; `tensors` is what gets written.
         """

@@ -6,26 +6,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
-from megatron_hybrid.checkpoints.huggingface.fields import (
-    activation,
-    grouped_expert_fields,
-    latent_attention_fields,
-    model_fields,
-    num_shared_experts,
-    only,
-    required,
-    rotary_fields,
-)
-from megatron_hybrid.checkpoints.huggingface.tensors import (
-    has_tensor,
-    latent_attention_tensors,
-    layer_tensors,
-    mlp_tensors,
-    model_tensors,
-    moe_tensors,
-    prediction_tensors,
-)
+from megatron_hybrid.checkpoints.huggingface import fields, tensors
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.position import yarn_scale
 
@@ -36,58 +18,59 @@ class DeepseekV3(Adapter):
     """`DeepseekV3ForCausalLM`."""
 
     model_types = ("deepseek_v3",)
+    names = TensorNames(
+        {
+            "+": ("self_attn", tensors.latent_attention),
+            "-": ("mlp", tensors.mlp),
+            "E": ("mlp", tensors.moe),
+        }
+    )
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = {"q_lora_rank": 1536, **hf}
-        only(hf, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc")
-        only(hf, moe_layer_freq=1, ep_size=1)
-        num_layers = required(hf, "num_hidden_layers")
+        fields.only(hf, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc")
+        fields.only(hf, moe_layer_freq=1, ep_size=1)
+        num_layers = fields.required(hf, "num_hidden_layers")
         dense = min(hf.get("first_k_dense_replace", 3), num_layers)
-        fields = {
-            **model_fields(hf),
-            **latent_attention_fields(hf),
-            **rotary_fields(hf),
+        found = {
+            **fields.model(hf),
+            **fields.latent_attention(hf),
+            **fields.rotary(hf),
             "rotary_interleaved": hf.get("rope_interleave", True),
             "layer_pattern": "+-" * dense + "+E" * (num_layers - dense),
-            "ffn_hidden_size": required(hf, "intermediate_size"),
-            "activation_func": activation(hf),
+            "ffn_hidden_size": fields.required(hf, "intermediate_size"),
+            "activation_func": fields.activation(hf),
         }
-        _complete_yarn(fields.get("rotary_scaling", {}))
-        if (scale := _softmax_scale(fields)) is not None:
-            fields["softmax_scale"] = scale
+        _complete_yarn(found.get("rotary_scaling", {}))
+        if (scale := _softmax_scale(found)) is not None:
+            found["softmax_scale"] = scale
         if dense < num_layers:
-            fields |= grouped_expert_fields(
+            found |= fields.grouped_experts(
                 num_experts=hf.get("n_routed_experts", 256),
                 topk=hf.get("num_experts_per_tok", 8),
                 width=hf.get("moe_intermediate_size", 2048),
-                num_shared=num_shared_experts(hf, "n_shared_experts"),
+                num_shared=fields.num_shared_experts(hf, "n_shared_experts"),
                 groups=hf.get("n_group", 8),
                 chosen_groups=hf.get("topk_group", 4),
                 scaling_factor=hf.get("routed_scaling_factor", 2.5),
             )
-        return fields
+        return found
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        yield from model_tensors(config)
-        parts = {
-            "+": ("self_attn", latent_attention_tensors),
-            "-": ("mlp", mlp_tensors),
-            "E": ("mlp", moe_tensors),
-        }
-        yield from layer_tensors(config, parts)
-        layers, number = "model.layers", config.num_layers // 2
+        yield from super().tensors(config)
+        theirs = f"{self.names.layers}.{config.num_layers // 2}"
         names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-        around = [f"{layers}.{number}.{name}" for name in names]
-        yield from prediction_tensors(config, parts, around, layers=layers, first=number)
+        around = [f"{theirs}.{name}" for name in names]
+        yield from self.names.prediction(config, around, self.names.layers, config.num_layers)
 
     def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
         if names is None:
             return "+E" if hf.get("num_nextn_predict_layers") == 1 else ""
-        number = required(hf, "num_hidden_layers")
+        number = fields.required(hf, "num_hidden_layers")
         found, further = (f"model.layers.{n}." for n in (number, number + 1))
-        if not has_tensor(names, f"{found}eh_proj.") or has_tensor(names, further):
+        if not tensors.has_tensor(names, f"{found}eh_proj.") or tensors.has_tensor(names, further):
             return ""
-        return "+E" if has_tensor(names, f"{found}mlp.experts.") else "+-"
+        return "+E" if tensors.has_tensor(names, f"{found}mlp.experts.") else "+-"
 
     def copies(self, config: HybridConfig) -> dict[str, str]:
         if not config.pattern.predictions:
@@ -128,10 +111,10 @@ def _complete_yarn(scaling: dict[str, Any]) -> None:
         scaling["attention_factor"] = numerator / denominator
 
 
-def _softmax_scale(fields: Mapping[str, Any]) -> float | None:
+def _softmax_scale(hybrid: Mapping[str, Any]) -> float | None:
     """The factor of q . k where YaRN has one for all dimensions (arXiv 2309.00071, section 3.4)."""
-    scaling = fields.get("rotary_scaling", {})
+    scaling = hybrid.get("rotary_scaling", {})
     if not scaling.get("mscale_all_dim"):
         return None
     temperature = yarn_scale(scaling["factor"], scaling["mscale_all_dim"])
-    return temperature**2 * (fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"]) ** -0.5
+    return temperature**2 * (hybrid["qk_head_dim"] + hybrid["qk_pos_emb_head_dim"]) ** -0.5

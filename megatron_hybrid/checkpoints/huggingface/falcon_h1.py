@@ -5,36 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
-from megatron_hybrid.checkpoints.huggingface.fields import (
-    activation,
-    attention_fields,
-    mamba2_fields,
-    model_fields,
-    only,
-    required,
-    rotary_fields,
-)
-from megatron_hybrid.checkpoints.huggingface.tensors import (
-    attention_tensors,
-    layer_tensors,
-    mamba2_tensors,
-    mlp_tensors,
-    model_tensors,
-)
+from megatron_hybrid.checkpoints.huggingface import fields, tensors
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+
+
+def _mixer_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    yield from tensors.attention(config, f"{ours}.attention", f"{theirs}.self_attn")
+    yield from tensors.mamba2(config, f"{ours}.mamba", f"{theirs}.mamba")
 
 
 class FalconH1(Adapter):
     """`FalconH1ForCausalLM`."""
 
     model_types = ("falcon_h1",)
+    names = TensorNames(
+        {"H": ("", _mixer_tensors), "-": ("feed_forward", tensors.mlp)},
+        norms=("input_layernorm", "pre_ff_layernorm"),
+        final_norm="model.final_layernorm.weight",
+    )
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = {"rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, **hf}
         # The activation is that of the convolution, too; the biases are those of the projections
         # into and out of the Mamba-2 part.
-        only(
+        fields.only(
             hf,
             hidden_act=("silu", "swish"),
             projectors_bias=hf.get("mamba_proj_bias", False),
@@ -42,13 +37,13 @@ class FalconH1(Adapter):
             mamba_use_mlp=True,
         )
         gate, down = hf.get("mlp_multipliers") or (1.0, 1.0)
-        attention = attention_fields({"num_key_value_heads": 8, **hf})
+        attention = fields.attention({"num_key_value_heads": 8, **hf})
         return {
-            **model_fields(hf),
+            **fields.model(hf),
             **attention,
-            **rotary_fields(hf),
-            **mamba2_fields(hf, hf["rms_norm_eps"]),
-            "layer_pattern": "H-" * required(hf, "num_hidden_layers"),
+            **fields.rotary(hf),
+            **fields.mamba2(hf, hf["rms_norm_eps"]),
+            "layer_pattern": "H-" * fields.required(hf, "num_hidden_layers"),
             "layer_overrides": {"H": {"add_bias_linear": hf.get("attention_bias", False)}},
             "embedding_multiplier": hf.get("embedding_multiplier", 1.0),
             "logits_multiplier": hf.get("lm_head_multiplier", 1.0),
@@ -60,22 +55,12 @@ class FalconH1(Adapter):
             "mamba_output_multiplier": hf.get("ssm_out_multiplier", 1.0),
             "mamba_section_multipliers": hf.get("ssm_multipliers") or [1.0] * 5,
             "mamba_gated_norm": _gated_norm(hf),
-            "ffn_hidden_size": required(hf, "intermediate_size"),
-            "activation_func": activation(hf),
+            "ffn_hidden_size": fields.required(hf, "intermediate_size"),
+            "activation_func": fields.activation(hf),
             "add_bias_linear": hf.get("mlp_bias", False),
             "mlp_gate_multiplier": gate,
             "mlp_output_multiplier": down,
         }
-
-    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        yield from model_tensors(config, norm="model.final_layernorm.weight")
-        parts = {"H": ("", _mixer_tensors), "-": ("feed_forward", mlp_tensors)}
-        yield from layer_tensors(config, parts, ("input_layernorm", "pre_ff_layernorm"))
-
-
-def _mixer_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    yield from attention_tensors(config, f"{ours}.attention", f"{theirs}.self_attn")
-    yield from mamba2_tensors(config, f"{ours}.mamba", f"{theirs}.mamba")
 
 
 def _gated_norm(hf: Mapping[str, Any]) -> str:

@@ -83,7 +83,7 @@ def activation(hf: Mapping[str, Any], key: str = "hidden_act", default: str = "s
     return ACTIVATIONS[_ACTIVATION_NAMES[name]]
 
 
-def model_fields(hf: Mapping[str, Any], eps_key: str = "rms_norm_eps") -> dict[str, Any]:
+def model(hf: Mapping[str, Any], eps_key: str = "rms_norm_eps") -> dict[str, Any]:
     """Sizes of the whole model."""
     only(hf, per_layer_config=(None, {}))
     return {
@@ -95,7 +95,7 @@ def model_fields(hf: Mapping[str, Any], eps_key: str = "rms_norm_eps") -> dict[s
     }
 
 
-def attention_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+def attention(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Heads of grouped-query attention."""
     heads = required(hf, "num_attention_heads")
     return {
@@ -105,7 +105,7 @@ def attention_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def rotary_fields(
+def rotary(
     hf: Mapping[str, Any], default_base: float = 10000.0, *, partial: bool = False
 ) -> dict[str, Any]:
     """RoPE, as transformers 5 writes it (`rope_parameters`) or as earlier files do (`rope_theta`,
@@ -145,7 +145,7 @@ def dt_rank(hf: Mapping[str, Any], key: str) -> int:
     return math.ceil(required(hf, "hidden_size") / 16) if rank == "auto" else rank
 
 
-def mamba2_fields(hf: Mapping[str, Any], eps: float) -> dict[str, Any]:
+def mamba2(hf: Mapping[str, Any], eps: float) -> dict[str, Any]:
     """Mamba-2 layers, as Bamba and its kin write them (`mamba_n_heads`, `mamba_d_state`, ...).
 
     Args:
@@ -170,11 +170,11 @@ def mamba2_fields(hf: Mapping[str, Any], eps: float) -> dict[str, Any]:
         "mamba_conv_bias": hf.get("mamba_conv_bias", True),
         "mamba_proj_bias": hf.get("mamba_proj_bias", False),
         "mamba_norm_epsilon": eps,
-        **time_step_fields(hf),
+        **time_steps(hf),
     }
 
 
-def time_step_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+def time_steps(hf: Mapping[str, Any]) -> dict[str, Any]:
     """`time_step_limit`, the lower and the upper limit of dt; null: there are none.
 
     `time_step_min`, `time_step_max` and `time_step_floor` are of the initial weights: nothing is
@@ -233,7 +233,7 @@ def symbols_of(
     return [symbols[kind] for kind in layer_types]
 
 
-def latent_attention_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+def latent_attention(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Heads and ranks of multi-head latent attention, as DeepSeek-V3 writes them; ValueError for
     key/value heads apart from the query heads, which it does not have."""
     only(hf, attention_bias=False)
@@ -271,7 +271,7 @@ def num_shared_experts(hf: Mapping[str, Any], key: str) -> int:
     return number
 
 
-def grouped_expert_fields(
+def grouped_experts(
     *,
     num_experts: int,
     topk: int,

@@ -9,23 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
-from megatron_hybrid.checkpoints.huggingface.fields import (
-    WINDOW_SYMBOLS,
-    activation,
-    attention_fields,
-    model_fields,
-    only,
-    required,
-    rotary_fields,
-    symbols_of,
-)
-from megatron_hybrid.checkpoints.huggingface.tensors import (
-    attention_tensors,
-    mlp_tensors,
-    model_tensors,
-    same,
-)
+from megatron_hybrid.checkpoints.huggingface import fields, tensors
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
+from megatron_hybrid.checkpoints.huggingface.layouts import same
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 _SHARED_DEFAULTS = {
@@ -57,16 +43,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What config.json files leave out, as transformers fills it in."""
 _DEFAULTS_4 = {
+    **_SHARED_DEFAULTS,
     "vocab_size": 262144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
     "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
     "global_head_dim": 512,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
     "sliding_window": 512,
     "sliding_window_pattern": 6,
     "vocab_size_per_layer_input": 262144,
@@ -83,30 +63,68 @@ _ROPE = {
 }
 
 
+def _experts_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    """An MLP and experts, each with norms of its own, and a router."""
+    for own, name in (
+        ("pre_dense_layernorm", "pre_feedforward_layernorm"),
+        ("post_dense_layernorm", "post_feedforward_layernorm_1"),
+        ("pre_experts_layernorm", "pre_feedforward_layernorm_2"),
+        ("post_experts_layernorm", "post_feedforward_layernorm_2"),
+        ("router", "router.proj"),
+    ):
+        yield same(f"{ours}.{own}.weight", f"{theirs}.{name}.weight")
+    for own, name in (
+        ("router_scale", "router.scale"),
+        ("expert_scale", "router.per_expert_scale"),
+        ("experts.linear_fc1.weight", "experts.gate_up_proj"),
+        ("experts.linear_fc2.weight", "experts.down_proj"),
+    ):
+        yield same(f"{ours}.{own}", f"{theirs}.{name}")
+    yield from tensors.mlp(config, f"{ours}.dense", f"{theirs}.mlp")
+
+
+def _per_layer_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    yield same(f"{ours}.gate.weight", f"{theirs}.per_layer_input_gate.weight")
+    yield same(f"{ours}.projection.weight", f"{theirs}.per_layer_projection.weight")
+
+
+_PARTS = {
+    **dict.fromkeys("*W", ("self_attn", tensors.attention)),
+    "-": ("mlp", tensors.mlp),
+    "B": ("", _experts_tensors),
+    "P": ("", _per_layer_tensors),
+}
+_NORMS = ("input_layernorm", "pre_feedforward_layernorm")
+_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+
 class Gemma3(Adapter):
     """`Gemma3ForCausalLM`, the language model of `Gemma3ForConditionalGeneration`, and
     `Gemma2ForCausalLM`."""
 
     model_types = ("gemma3_text", "gemma2")
     composite_types = ("gemma3",)
+    names = TensorNames(_PARTS, _NORMS, _POST_NORMS)
     composite_tied = True
     ignored = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = _with_defaults(hf)
-        only(hf, attention_bias=False, use_bidirectional_attention=(False, None))
+        fields.only(hf, attention_bias=False, use_bidirectional_attention=(False, None))
         is_gemma3 = hf["model_type"] == "gemma3_text"
         if is_gemma3:
-            only(hf, attn_logit_softcapping=None)  # transformers' Gemma 3 does not apply it
-        pattern = symbols_of(_layer_types(hf), WINDOW_SYMBOLS, hf["num_hidden_layers"])
+            fields.only(hf, attn_logit_softcapping=None)  # transformers' Gemma 3 does not apply it
+        pattern = fields.symbols_of(
+            _layer_types(hf), fields.WINDOW_SYMBOLS, hf["num_hidden_layers"]
+        )
         rotary = {
             symbol: _rotary(hf, kind)
-            for kind, symbol in WINDOW_SYMBOLS.items()
+            for kind, symbol in fields.WINDOW_SYMBOLS.items()
             if symbol in pattern
         }
         return {
-            **model_fields(hf),
-            **attention_fields(hf),
+            **fields.model(hf),
+            **fields.attention(hf),
             "layer_pattern": "".join(f"{symbol}-" for symbol in pattern),
             "layer_overrides": rotary,
             "sliding_window": hf["sliding_window"],
@@ -119,23 +137,8 @@ class Gemma3(Adapter):
             "attention_logit_softcap": hf["attn_logit_softcapping"],
             "final_logit_softcap": hf["final_logit_softcapping"],
             "ffn_hidden_size": hf["intermediate_size"],
-            "activation_func": activation(hf, "hidden_activation"),
+            "activation_func": fields.activation(hf, "hidden_activation"),
         }
-
-    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        yield from model_tensors(config)
-        for i in range(config.num_layers // 2):
-            theirs = f"model.layers.{i}"
-            mixer, mlp = (f"decoder.layers.{n}" for n in (2 * i, 2 * i + 1))
-            for ours, norm in (
-                (f"{mixer}.input_layernorm", "input_layernorm"),
-                (f"{mixer}.post_layernorm", "post_attention_layernorm"),
-                (f"{mlp}.pre_mlp_layernorm", "pre_feedforward_layernorm"),
-                (f"{mlp}.post_layernorm", "post_feedforward_layernorm"),
-            ):
-                yield same(f"{ours}.weight", f"{theirs}.{norm}.weight")
-            yield from attention_tensors(config, f"{mixer}.self_attention", f"{theirs}.self_attn")
-            yield from mlp_tensors(config, f"{mlp}.mlp", f"{theirs}.mlp")
 
 
 def _with_defaults(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,13 +159,13 @@ def _rotary(hf: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
     """Gemma 2 has one base; Gemma 3 one for each layer type, `rope_local_base_freq` in files of
     before transformers 5, whose `rope_scaling` is of full attention alone."""
     if hf["model_type"] == "gemma2":
-        return rotary_fields(hf)
+        return fields.rotary(hf)
     own = (hf.get("rope_parameters") or {}).get(layer_type) or {}
     if layer_type == "full_attention":
         scaling = {**own, **(hf.get("rope_scaling") or {})}
-        return rotary_fields({**hf, "rope_parameters": None, "rope_scaling": scaling}, 1e6)
+        return fields.rotary({**hf, "rope_parameters": None, "rope_scaling": scaling}, 1e6)
     local = {"rope_theta": hf.get("rope_local_base_freq", 1e4), **own}
-    return rotary_fields({"rope_parameters": local})
+    return fields.rotary({"rope_parameters": local})
 
 
 class Gemma4(Adapter):
@@ -176,15 +179,15 @@ class Gemma4(Adapter):
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = {**_DEFAULTS_4, **hf}
         # "vision" is causal among text tokens.
-        only(hf, attention_bias=False, use_bidirectional_attention=(None, "vision"))
+        fields.only(hf, attention_bias=False, use_bidirectional_attention=(None, "vision"))
         if hf["hidden_size_per_layer_input"]:
-            only(hf, vocab_size_per_layer_input=hf["vocab_size"])
+            fields.only(hf, vocab_size_per_layer_input=hf["vocab_size"])
         # Transformers makes the last one such a layer, whatever is given.
         kinds = [*_layer_types(hf)[:-1], "full_attention"]
         rope = hf.get("rope_parameters") or _ROPE
-        symbols = symbols_of(kinds, WINDOW_SYMBOLS, hf["num_hidden_layers"])
+        symbols = fields.symbols_of(kinds, fields.WINDOW_SYMBOLS, hf["num_hidden_layers"])
         overrides = {
-            symbol: rotary_fields({"rope_parameters": rope[kind]})
+            symbol: fields.rotary({"rope_parameters": rope[kind]})
             for kind, symbol in dict(zip(kinds, symbols)).items()
         }
         if hf.get("attention_k_eq_v"):
@@ -195,12 +198,12 @@ class Gemma4(Adapter):
         if layer.endswith("P"):
             overrides["P"] = {"norm_placement": "post"}
         overrides.setdefault(layer[-1], {})["layer_scalar"] = True
-        for number, fields in _single_layers(hf, kinds, len(layer)):
-            if fields:
-                overrides[str(number)] = fields
+        for number, found in _single_layers(hf, kinds, len(layer)):
+            if found:
+                overrides[str(number)] = found
         return {
-            **model_fields({**hf, "per_layer_config": None}),  # see _single_layers
-            **attention_fields(hf),
+            **fields.model({**hf, "per_layer_config": None}),  # see _single_layers
+            **fields.attention(hf),
             "layer_pattern": "".join(symbol + layer for symbol in symbols),
             "layer_overrides": overrides,
             "sliding_window": hf["sliding_window"],
@@ -213,58 +216,25 @@ class Gemma4(Adapter):
             "softmax_scale": 1.0,
             "final_logit_softcap": hf.get("final_logit_softcapping"),
             "ffn_hidden_size": hf["intermediate_size"],
-            "activation_func": activation(hf, "hidden_activation"),
+            "activation_func": fields.activation(hf, "hidden_activation"),
             **(_experts(hf) if hf.get("enable_moe_block") else {}),
         }
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        yield from model_tensors(config)
-        per_layer = config.per_layer_input_size is not None
-        if per_layer:
+        step = 2
+        if config.per_layer_input_size is not None:
+            step = 3
             for ours, theirs in (
                 ("weight", "embed_tokens_per_layer"),
                 ("projection.weight", "per_layer_model_projection"),
                 ("norm.weight", "per_layer_projection_norm"),
             ):
                 yield same(f"per_layer_embedding.{ours}", f"model.{theirs}.weight")
-        has_experts = "B" in config.layer_pattern
-        step = 3 if per_layer else 2
+        norms, post_norms = (*_NORMS, "")[:step], (*_POST_NORMS, "post_per_layer_input_norm")[:step]
+        yield from TensorNames(_PARTS, norms, post_norms).tensors(config)
         for i in range(config.num_layers // step):
-            theirs = f"model.layers.{i}"
-            mixer, mlp, last = (f"decoder.layers.{step * i + n}" for n in (0, 1, step - 1))
-            names = {
-                f"{mixer}.input_layernorm": "input_layernorm",
-                f"{mixer}.post_layernorm": "post_attention_layernorm",
-                f"{mlp}.post_layernorm": "post_feedforward_layernorm",
-            }
-            if has_experts:
-                names[f"{mlp}.mlp.pre_dense_layernorm"] = "pre_feedforward_layernorm"
-                names[f"{mlp}.mlp.post_dense_layernorm"] = "post_feedforward_layernorm_1"
-                names[f"{mlp}.mlp.pre_experts_layernorm"] = "pre_feedforward_layernorm_2"
-                names[f"{mlp}.mlp.post_experts_layernorm"] = "post_feedforward_layernorm_2"
-                names[f"{mlp}.mlp.router"] = "router.proj"
-                for ours, name in (
-                    ("router_scale", "router.scale"),
-                    ("expert_scale", "router.per_expert_scale"),
-                    ("experts.linear_fc1.weight", "experts.gate_up_proj"),
-                    ("experts.linear_fc2.weight", "experts.down_proj"),
-                ):
-                    yield same(f"{mlp}.mlp.{ours}", f"{theirs}.{name}")
-            else:
-                names[f"{mlp}.pre_mlp_layernorm"] = "pre_feedforward_layernorm"
-            if per_layer:
-                names[f"{last}.post_layernorm"] = "post_per_layer_input_norm"
-                names[f"{last}.mixer.gate"] = "per_layer_input_gate"
-                names[f"{last}.mixer.projection"] = "per_layer_projection"
-            for ours, name in names.items():
-                yield same(f"{ours}.weight", f"{theirs}.{name}.weight")
-            yield same(f"{last}.layer_scalar", f"{theirs}.layer_scalar")
-            attention, dense = (config.for_layer(step * i + n) for n in (1, 2))
-            yield from attention_tensors(
-                attention, f"{mixer}.self_attention", f"{theirs}.self_attn"
-            )
-            own = f"{mlp}.mlp.dense" if has_experts else f"{mlp}.mlp"
-            yield from mlp_tensors(dense, own, f"{theirs}.mlp")
+            last = step * (i + 1) - 1
+            yield same(f"decoder.layers.{last}.layer_scalar", f"model.layers.{i}.layer_scalar")
 
 
 def _layer(hf: Mapping[str, Any]) -> str:
@@ -275,9 +245,9 @@ def _layer(hf: Mapping[str, Any]) -> str:
 
 def _experts(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "num_moe_experts": required(hf, "num_experts"),
-        "moe_router_topk": required(hf, "top_k_experts"),
-        "moe_ffn_hidden_size": required(hf, "moe_intermediate_size"),
+        "num_moe_experts": fields.required(hf, "num_experts"),
+        "moe_router_topk": fields.required(hf, "top_k_experts"),
+        "moe_ffn_hidden_size": fields.required(hf, "moe_intermediate_size"),
     }
 
 
@@ -292,7 +262,7 @@ def _single_layers(
     """
     given = hf.get("per_layer_config")
     if given is not None:  # transformers pads the numbers: "05"
-        given = {int(layer): fields for layer, fields in given.items()}
+        given = {int(layer): values for layer, values in given.items()}
         if unknown := sorted(given.keys() - range(len(kinds))):
             raise ValueError(f"config.json has per_layer_config for the layer {unknown[0]}")
     heads = {"head_dim": hf["global_head_dim"]}
@@ -307,7 +277,7 @@ def _single_layers(
             own = given.get(i, {})
         if unknown := sorted(set(own) - names.keys()):
             raise ValueError(f"config.json has per_layer_config with {unknown[0]!r} for layer {i}")
-        fields = {names[name]: value for name, value in own.items()}
+        found = {names[name]: value for name, value in own.items()}
         if i >= unshared:
             if kind not in kinds[:unshared]:
                 raise ValueError(
@@ -315,7 +285,7 @@ def _single_layers(
                     f"{i} ({kind}) finds none of its type before them whose keys it could share"
                 )
             source = max(j for j in range(unshared) if kinds[j] == kind)
-            fields["kv_source_layer"] = 1 + source * (1 + behind)
+            found["kv_source_layer"] = 1 + source * (1 + behind)
             if hf.get("use_double_wide_mlp"):
                 yield number + 1, {"ffn_hidden_size": 2 * hf["intermediate_size"]}
-        yield number, fields
+        yield number, found

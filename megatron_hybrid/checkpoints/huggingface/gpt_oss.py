@@ -5,24 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
-from megatron_hybrid.checkpoints.huggingface.fields import (
-    WINDOW_SYMBOLS,
-    attention_fields,
-    model_fields,
-    only,
-    required,
-    rotary_fields,
-    symbols_of,
-)
-from megatron_hybrid.checkpoints.huggingface.layouts import SAME, alternating, chained, transposed
-from megatron_hybrid.checkpoints.huggingface.tensors import (
-    attention_tensors,
-    experts_one_by_one,
-    layer_tensors,
-    model_tensors,
-    moe_tensors,
+from megatron_hybrid.checkpoints.huggingface import fields, tensors
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, Shapes, TensorMap, TensorNames
+from megatron_hybrid.checkpoints.huggingface.layouts import (
+    SAME,
+    alternating,
+    chained,
     same,
+    transposed,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.ops.activations import ACTIVATIONS
@@ -38,44 +28,55 @@ _ROPE = {
 """What transformers takes where a config says nothing but `rope_theta`."""
 
 
+def _attention_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    yield from tensors.attention(config, ours, theirs)
+    yield same(f"{ours}.core_attention.softmax_offset", f"{theirs}.sinks")
+
+
+def _moe_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    yield from tensors.moe(config, ours, theirs, router="router", projections=None)
+    for projection, name, layout in (
+        ("fc1.weight", "gate_up_proj", chained(transposed(), alternating(1))),
+        ("fc1.bias", "gate_up_proj_bias", alternating(1)),
+        ("fc2.weight", "down_proj", transposed()),
+        ("fc2.bias", "down_proj_bias", SAME),
+    ):
+        yield same(f"{ours}.experts.linear_{projection}", f"{theirs}.experts.{name}", layout)
+
+
 class GptOss(Adapter):
     """`GptOssForCausalLM`, with the experts in floating point or, as published, in MXFP4."""
 
     model_types = ("gpt_oss",)
+    names = TensorNames(
+        {**dict.fromkeys("*W", ("self_attn", _attention_tensors)), "E": ("mlp", _moe_tensors)}
+    )
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        only(hf, attention_bias=True, hidden_act="silu", swiglu_alpha=1.702)
-        layers = required(hf, "num_hidden_layers")
+        fields.only(hf, attention_bias=True, hidden_act="silu", swiglu_alpha=1.702)
+        layers = fields.required(hf, "num_hidden_layers")
         types = hf.get("layer_types") or [
             "full_attention" if i % 2 else "sliding_attention" for i in range(layers)
         ]
-        symbols = symbols_of(types, WINDOW_SYMBOLS, layers)
+        symbols = fields.symbols_of(types, fields.WINDOW_SYMBOLS, layers)
         has_rope = hf.get("rope_parameters") is not None or hf.get("rope_scaling")
         return {
-            **model_fields({"rms_norm_eps": 1e-5, **hf}),
-            **attention_fields({"head_dim": 64, "num_key_value_heads": 8, **hf}),
-            **rotary_fields(hf if has_rope else {**hf, "rope_parameters": _ROPE}, 150000.0),
+            **fields.model({"rms_norm_eps": 1e-5, **hf}),
+            **fields.attention({"head_dim": 64, "num_key_value_heads": 8, **hf}),
+            **fields.rotary(hf if has_rope else {**hf, "rope_parameters": _ROPE}, 150000.0),
             "layer_pattern": "".join(f"{symbol}E" for symbol in symbols),
             "sliding_window": hf.get("sliding_window", 128),
             "softmax_type": "learnable",
             "add_bias_linear": True,
-            "num_moe_experts": hf.get("num_local_experts") or required(hf, "num_experts"),
+            "num_moe_experts": hf.get("num_local_experts") or fields.required(hf, "num_experts"),
             "moe_router_topk": hf.get("num_experts_per_tok", 4),
-            "moe_ffn_hidden_size": required(hf, "intermediate_size"),
+            "moe_ffn_hidden_size": fields.required(hf, "intermediate_size"),
             "activation_func": ACTIVATIONS["quick_gelu"],
             "activation_func_clamp_value": hf.get("swiglu_limit", 7.0),
             "glu_linear_offset": 1.0,
         }
 
-    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        yield from model_tensors(config)
-        attention = ("self_attn", _attention_tensors)
-        parts = {"*": attention, "W": attention, "E": ("mlp", _moe_tensors)}
-        yield from layer_tensors(config, parts)
-
-    def as_found(
-        self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
-    ) -> TensorMap:
+    def as_found(self, tensor_map: TensorMap, config: HybridConfig, shapes: Shapes) -> TensorMap:
         """See `Adapter.as_found`. Of packed experts the rows are outputs, of others inputs."""
         if (blocks := f"{tensor_map.theirs[0]}_blocks") not in shapes:
             separate = self.one_by_one(tensor_map, config)
@@ -84,20 +85,4 @@ class GptOss(Adapter):
         return same(tensor_map.ours[0], blocks, layout)
 
     def one_by_one(self, tensor_map: TensorMap, config: HybridConfig) -> TensorMap:
-        return experts_one_by_one(tensor_map, config)
-
-
-def _attention_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    yield from attention_tensors(config, ours, theirs)
-    yield same(f"{ours}.core_attention.softmax_offset", f"{theirs}.sinks")
-
-
-def _moe_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    yield from moe_tensors(config, ours, theirs, router="router", projections=None)
-    for projection, name, layout in (
-        ("fc1.weight", "gate_up_proj", chained(transposed(), alternating(1))),
-        ("fc1.bias", "gate_up_proj_bias", alternating(1)),
-        ("fc2.weight", "down_proj", transposed()),
-        ("fc2.bias", "down_proj_bias", SAME),
-    ):
-        yield same(f"{ours}.experts.linear_{projection}", f"{theirs}.experts.{name}", layout)
+        return tensors.experts_one_by_one(tensor_map, config)

@@ -5,95 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
-from megatron_hybrid.checkpoints.huggingface.fields import (
-    MAMBA2_SYMBOLS,
-    activation,
-    attention_fields,
-    mamba2_fields,
-    model_fields,
-    only,
-    required,
-    rotary_fields,
-    symbols_of,
-)
-from megatron_hybrid.checkpoints.huggingface.layouts import stacked
-from megatron_hybrid.checkpoints.huggingface.tensors import (
-    attention_tensors,
-    experts_one_by_one,
-    layer_tensors,
-    mamba2_tensors,
-    model_tensors,
-    same,
-)
+from megatron_hybrid.checkpoints.huggingface import fields, tensors
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, Shapes, TensorMap, TensorNames
+from megatron_hybrid.checkpoints.huggingface.layouts import same, stacked
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-
-
-class GraniteMoeHybrid(Adapter):
-    """`GraniteMoeHybridForCausalLM`."""
-
-    model_types = ("granitemoehybrid",)
-
-    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        only(hf, hidden_act=("silu", "swish"))  # it is that of the convolution, too
-        num_layers = required(hf, "num_hidden_layers")
-        types = hf.get("layer_types") or hf.get("layers_block_type") or ["mamba"] * num_layers
-        symbols = symbols_of(types, MAMBA2_SYMBOLS, num_layers)
-        mlp = "E" if hf.get("num_local_experts", 8) else "-"
-        position = hf.get("position_embedding_type")
-        fields = {
-            **model_fields(hf),
-            **attention_fields(hf),
-            **(mamba2_fields(hf, hf.get("rms_norm_eps", 1e-6)) if "M" in symbols else {}),
-            "layer_pattern": "".join(symbol + mlp for symbol in symbols),
-            "embedding_multiplier": hf.get("embedding_multiplier", 1.0),
-            "logits_multiplier": 1.0 / hf.get("logits_scaling", 1.0),
-            "residual_multiplier": hf.get("residual_multiplier", 1.0),
-            "softmax_scale": hf.get("attention_multiplier", 1.0),
-            "position_embedding_type": "rope" if position == "rope" else "none",
-            "activation_func": activation(hf),
-            "ffn_hidden_size": hf.get("shared_intermediate_size", 1024),
-            **(_moe_fields(hf) if mlp == "E" else {}),
-        }
-        if position == "rope":
-            fields |= rotary_fields(hf)
-        if "*" in symbols:
-            biases = {"add_bias_linear": hf.get("attention_bias", False)}
-            fields["layer_overrides"] = {"*": biases}
-        return fields
-
-    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        yield from model_tensors(config)
-        parts = {
-            "M": ("mamba", mamba2_tensors),
-            "*": ("self_attn", attention_tensors),
-            **dict.fromkeys("-E", ("", _mlp_tensors)),
-        }
-        yield from layer_tensors(config, parts)
-
-    def as_found(
-        self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
-    ) -> TensorMap:
-        """See `Adapter.as_found`: GPTQModel and llm-compressor write the experts of a tensor one by
-        one, the latter with gate and value apart."""
-        if ".experts." not in tensor_map.ours[0]:
-            return tensor_map
-        projection = tensor_map.theirs[0].removesuffix(".weight")
-        names = (f"{projection}.{i}.linear.weight" for i in range(config.num_moe_experts))
-        whole = TensorMap(tensor_map.ours, tuple(names), stacked())
-        stack = f"{projection.rpartition('.')[0]}.experts.weight"
-        apart = experts_one_by_one(same(tensor_map.ours[0], stack), config)
-        return next((m for m in (whole, apart) if m.theirs[0] in shapes), tensor_map)
-
-
-def _moe_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "num_moe_experts": hf.get("num_local_experts", 8),
-        "moe_ffn_hidden_size": required(hf, "intermediate_size"),
-        "moe_shared_expert_intermediate_size": hf.get("shared_intermediate_size", 1024),
-        "moe_router_topk": hf.get("num_experts_per_tok", 2),
-        "moe_router_score_function": "softmax",
-    }
 
 
 def _mlp_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
@@ -106,3 +21,66 @@ def _mlp_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[Tenso
             yield same(f"{ours}.experts.{own}.weight", f"{moe}.{name}.weight")
     for own, name in linears:
         yield same(f"{shared}.{own}.weight", f"{theirs}.shared_mlp.{name}.weight")
+
+
+class GraniteMoeHybrid(Adapter):
+    """`GraniteMoeHybridForCausalLM`."""
+
+    model_types = ("granitemoehybrid",)
+    names = TensorNames(
+        {
+            "M": ("mamba", tensors.mamba2),
+            "*": ("self_attn", tensors.attention),
+            **dict.fromkeys("-E", ("", _mlp_tensors)),
+        }
+    )
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        fields.only(hf, hidden_act=("silu", "swish"))  # it is that of the convolution, too
+        num_layers = fields.required(hf, "num_hidden_layers")
+        types = hf.get("layer_types") or hf.get("layers_block_type") or ["mamba"] * num_layers
+        symbols = fields.symbols_of(types, fields.MAMBA2_SYMBOLS, num_layers)
+        mlp = "E" if hf.get("num_local_experts", 8) else "-"
+        position = hf.get("position_embedding_type")
+        found = {
+            **fields.model(hf),
+            **fields.attention(hf),
+            **(fields.mamba2(hf, hf.get("rms_norm_eps", 1e-6)) if "M" in symbols else {}),
+            "layer_pattern": "".join(symbol + mlp for symbol in symbols),
+            "embedding_multiplier": hf.get("embedding_multiplier", 1.0),
+            "logits_multiplier": 1.0 / hf.get("logits_scaling", 1.0),
+            "residual_multiplier": hf.get("residual_multiplier", 1.0),
+            "softmax_scale": hf.get("attention_multiplier", 1.0),
+            "position_embedding_type": "rope" if position == "rope" else "none",
+            "activation_func": fields.activation(hf),
+            "ffn_hidden_size": hf.get("shared_intermediate_size", 1024),
+            **(_moe_fields(hf) if mlp == "E" else {}),
+        }
+        if position == "rope":
+            found |= fields.rotary(hf)
+        if "*" in symbols:
+            biases = {"add_bias_linear": hf.get("attention_bias", False)}
+            found["layer_overrides"] = {"*": biases}
+        return found
+
+    def as_found(self, tensor_map: TensorMap, config: HybridConfig, shapes: Shapes) -> TensorMap:
+        """See `Adapter.as_found`: GPTQModel and llm-compressor write the experts of a tensor one by
+        one, the latter with gate and value apart."""
+        if ".experts." not in tensor_map.ours[0]:
+            return tensor_map
+        projection = tensor_map.theirs[0].removesuffix(".weight")
+        names = (f"{projection}.{i}.linear.weight" for i in range(config.num_moe_experts))
+        whole = TensorMap(tensor_map.ours, tuple(names), stacked())
+        stack = f"{projection.rpartition('.')[0]}.experts.weight"
+        apart = tensors.experts_one_by_one(same(tensor_map.ours[0], stack), config)
+        return next((m for m in (whole, apart) if m.theirs[0] in shapes), tensor_map)
+
+
+def _moe_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "num_moe_experts": hf.get("num_local_experts", 8),
+        "moe_ffn_hidden_size": fields.required(hf, "intermediate_size"),
+        "moe_shared_expert_intermediate_size": hf.get("shared_intermediate_size", 1024),
+        "moe_router_topk": hf.get("num_experts_per_tok", 2),
+        "moe_router_score_function": "softmax",
+    }

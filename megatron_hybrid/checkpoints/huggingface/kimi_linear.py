@@ -7,52 +7,66 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
-from megatron_hybrid.checkpoints.huggingface.fields import (
-    activation,
-    grouped_expert_fields,
-    latent_attention_fields,
-    model_fields,
-    num_shared_experts,
-    only,
-    required,
-    symbols_of,
-)
-from megatron_hybrid.checkpoints.huggingface.layouts import joined, reshaped
-from megatron_hybrid.checkpoints.huggingface.tensors import (
-    latent_attention_tensors,
-    layer_tensors,
-    mlp_tensors,
-    model_tensors,
-    moe_tensors,
-    same,
-)
+from megatron_hybrid.checkpoints.huggingface import fields, tensors
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, Shapes, TensorMap, TensorNames
+from megatron_hybrid.checkpoints.huggingface.layouts import joined, reshaped, same
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 _MIXERS = {"linear_attention": "K", "full_attention": "+"}
 _MLPS = {"dense": "-", "sparse": "E"}
 
 
+def _delta_attention_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    heads = config.linear_num_key_heads
+    width = heads * config.linear_key_head_dim
+    yield TensorMap(
+        (f"{ours}.in_proj.weight",),
+        tuple(f"{theirs}.{name}_proj.weight" for name in "qkvb"),
+        joined((width, width, width, heads)),
+    )
+    yield TensorMap(
+        (f"{ours}.conv1d.weight",),
+        tuple(f"{theirs}.{name}_conv1d.weight" for name in "qkv"),
+        joined((width, width, width)),
+    )
+    for name in ("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"):
+        yield same(f"{ours}.{name}.weight", f"{theirs}.{name}.weight")
+    yield same(f"{ours}.A_log", f"{theirs}.A_log", reshaped((heads,), (1, 1, heads, 1)))
+    yield same(f"{ours}.dt_bias", f"{theirs}.dt_bias")
+    yield same(f"{ours}.out_norm.weight", f"{theirs}.o_norm.weight")
+    yield same(f"{ours}.out_proj.weight", f"{theirs}.o_proj.weight")
+
+
 class KimiLinear(Adapter):
     """`KimiLinearForCausalLM`."""
 
     model_types = ("kimi_linear",)
+    names = TensorNames(
+        {
+            "K": ("self_attn", _delta_attention_tensors),
+            "+": ("self_attn", tensors.latent_attention),
+            "-": ("mlp", tensors.mlp),
+            "E": ("block_sparse_moe", partial(tensors.moe, projections=("w1", "w3", "w2"))),
+        }
+    )
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        only(hf, hidden_act="silu", tie_word_embeddings=False, mla_use_nope=True)
-        only(hf, moe_renormalize=True, moe_router_activation_func="sigmoid", moe_layer_freq=1)
-        only(hf, num_nextn_predict_layers=(0, None))
+        fields.only(hf, hidden_act="silu", tie_word_embeddings=False, mla_use_nope=True)
+        fields.only(
+            hf, moe_renormalize=True, moe_router_activation_func="sigmoid", moe_layer_freq=1
+        )
+        fields.only(hf, num_nextn_predict_layers=(0, None))
         # Of later models with this model_type.
-        only(hf, mla_use_output_gate=(False, None), routed_expert_hidden_size=None)
-        only(hf, attn_res_block_size=None)
+        fields.only(hf, mla_use_output_gate=(False, None), routed_expert_hidden_size=None)
+        fields.only(hf, attn_res_block_size=None)
         linear = hf.get("linear_attn_config") or {}
         head_dim = linear.get("head_dim", hf.get("linear_head_dim", 128))
-        num_layers = required(hf, "num_hidden_layers")
-        mixers = symbols_of(_types(hf, num_layers), _MIXERS, num_layers)
-        mlps = symbols_of(_mlp_types(hf, num_layers), _MLPS, num_layers)
-        fields = {
-            **model_fields({"rms_norm_eps": 1e-5, **hf}),
-            **latent_attention_fields(hf),
+        num_layers = fields.required(hf, "num_hidden_layers")
+        mixers = fields.symbols_of(_types(hf, num_layers), _MIXERS, num_layers)
+        mlps = fields.symbols_of(_mlp_types(hf, num_layers), _MLPS, num_layers)
+        found = {
+            **fields.model({"rms_norm_eps": 1e-5, **hf}),
+            **fields.latent_attention(hf),
             "position_embedding_type": "none",
             "layer_pattern": "".join(mixer + mlp for mixer, mlp in zip(mixers, mlps)),
             "linear_num_key_heads": linear.get("num_heads", hf.get("linear_num_heads", 32)),
@@ -61,34 +75,22 @@ class KimiLinear(Adapter):
             "linear_conv_kernel_dim": linear.get(
                 "short_conv_kernel_size", hf.get("linear_conv_kernel_dim", 4)
             ),
-            "ffn_hidden_size": required(hf, "intermediate_size"),
-            "activation_func": activation(hf),
+            "ffn_hidden_size": fields.required(hf, "intermediate_size"),
+            "activation_func": fields.activation(hf),
         }
         if "E" in mlps:
-            fields |= grouped_expert_fields(
+            found |= fields.grouped_experts(
                 num_experts=hf.get("num_experts", 256),
                 topk=hf.get("num_experts_per_token", 8),
                 width=hf.get("moe_intermediate_size", 1024),
-                num_shared=num_shared_experts(hf, "num_shared_experts"),
+                num_shared=fields.num_shared_experts(hf, "num_shared_experts"),
                 groups=hf.get("num_expert_group", 1),
                 chosen_groups=hf.get("topk_group", 1),
                 scaling_factor=hf.get("routed_scaling_factor", 2.446),
             )
-        return fields
+        return found
 
-    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        yield from model_tensors(config)
-        parts = {
-            "K": ("self_attn", _delta_attention_tensors),
-            "+": ("self_attn", latent_attention_tensors),
-            "-": ("mlp", mlp_tensors),
-            "E": ("block_sparse_moe", partial(moe_tensors, projections=("w1", "w3", "w2"))),
-        }
-        yield from layer_tensors(config, parts)
-
-    def as_found(
-        self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
-    ) -> TensorMap:
+    def as_found(self, tensor_map: TensorMap, config: HybridConfig, shapes: Shapes) -> TensorMap:
         """See `Adapter.as_found`: transformers writes the names of experts for dense MLPs too."""
         others = tuple(name.replace(".mlp.", ".block_sparse_moe.") for name in tensor_map.theirs)
         if tensor_map.theirs[0] not in shapes and all(name in shapes for name in others):
@@ -118,24 +120,3 @@ def _mlp_types(hf: Mapping[str, Any], num_layers: int) -> list[str]:
         dense = hf.get("first_k_dense_replace", 1)
         types = ["dense" if i < dense else "sparse" for i in range(num_layers)]
     return types
-
-
-def _delta_attention_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    heads = config.linear_num_key_heads
-    width = heads * config.linear_key_head_dim
-    yield TensorMap(
-        (f"{ours}.in_proj.weight",),
-        tuple(f"{theirs}.{name}_proj.weight" for name in "qkvb"),
-        joined((width, width, width, heads)),
-    )
-    yield TensorMap(
-        (f"{ours}.conv1d.weight",),
-        tuple(f"{theirs}.{name}_conv1d.weight" for name in "qkv"),
-        joined((width, width, width)),
-    )
-    for name in ("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"):
-        yield same(f"{ours}.{name}.weight", f"{theirs}.{name}.weight")
-    yield same(f"{ours}.A_log", f"{theirs}.A_log", reshaped((heads,), (1, 1, heads, 1)))
-    yield same(f"{ours}.dt_bias", f"{theirs}.dt_bias")
-    yield same(f"{ours}.out_norm.weight", f"{theirs}.o_norm.weight")
-    yield same(f"{ours}.out_proj.weight", f"{theirs}.o_proj.weight")

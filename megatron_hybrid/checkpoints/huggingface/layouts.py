@@ -27,18 +27,29 @@ SAME = Layout(lambda theirs: theirs, lambda ours: ours)
 """One tensor, the same in both."""
 
 
+@dataclass(frozen=True)
+class TensorMap:
+    """Some of our tensors hold the same numbers as some of theirs."""
+
+    ours: tuple[str, ...]
+    """Canonical parameter names (`models/parameter_names.py`)."""
+    theirs: tuple[str, ...]
+    """Names in the safetensors files."""
+    layout: Layout = SAME
+    """How the numbers lie in each."""
+
+
+def same(ours: str, theirs: str, layout: Layout = SAME) -> TensorMap:
+    """One tensor of ours, one of theirs."""
+    return TensorMap((ours,), (theirs,), layout)
+
+
 def joined(sizes: Sequence[int], dim: int = 0) -> Layout:
     """Our one tensor is theirs, of these sizes along `dim`, one after another."""
     sizes = list(sizes)
     return Layout(
         lambda theirs: [torch.cat(list(theirs), dim)], lambda ours: list(ours[0].split(sizes, dim))
     )
-
-
-def cut(sizes: Sequence[int], dim: int = 0) -> Layout:
-    """Their one tensor is ours, of these sizes along `dim`, one after another."""
-    layout = joined(sizes, dim)
-    return Layout(layout.to_theirs, layout.to_ours)
 
 
 def stacked(num_parts: int = 1) -> Layout:

@@ -6,39 +6,44 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
-from megatron_hybrid.checkpoints.huggingface.fields import (
-    attention_fields,
-    check_sigmoid_topk,
-    model_fields,
-    only,
-    required,
-    rotary_fields,
-    symbols_of,
-)
-from megatron_hybrid.checkpoints.huggingface.tensors import (
-    attention_tensors,
-    layer_tensors,
-    mlp_tensors,
-    model_tensors,
-    moe_tensors,
-    same,
-)
+from megatron_hybrid.checkpoints.huggingface import fields, tensors
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
+from megatron_hybrid.checkpoints.huggingface.layouts import same
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 _SYMBOLS = {"conv": "C", "full_attention": "*"}
 _ROUTER_EPSILON = 1e-6
+_PROJECTIONS = ("w1", "w3", "w2")
+
+
+def _conv_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    for kind in ("weight", "bias") if config.short_conv_bias else ("weight",):
+        for own, name in (("in_proj", "in_proj"), ("conv1d", "conv"), ("out_proj", "out_proj")):
+            yield same(f"{ours}.{own}.{kind}", f"{theirs}.{name}.{kind}")
 
 
 class Lfm2(Adapter):
     """`Lfm2ForCausalLM`."""
 
     model_types = ("lfm2",)
+    names = TensorNames(
+        {
+            "C": ("conv", _conv_tensors),
+            "*": ("self_attn", partial(tensors.attention, output="out_proj", norm="layernorm")),
+            "-": ("feed_forward", partial(tensors.mlp, projections=_PROJECTIONS)),
+            "E": (
+                "feed_forward",
+                partial(tensors.moe, expert_bias="expert_bias", projections=_PROJECTIONS),
+            ),
+        },
+        norms=("operator_norm", "ffn_norm"),
+        final_norm="model.embedding_norm.weight",
+    )
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        only(hf, block_use_swiglu=True)
+        fields.only(hf, block_use_swiglu=True)
         if hf.get("layer_types") is None:
-            layers = range(required(hf, "num_hidden_layers"))
+            layers = range(fields.required(hf, "num_hidden_layers"))
             attention = hf.get("full_attn_idxs")
             attention = layers if attention is None else attention
             hf = {**hf, "layer_types": [_type(layer in attention) for layer in layers]}
@@ -48,17 +53,6 @@ class Lfm2(Adapter):
             "ffn_hidden_size": _mlp_width(hf),
         }
 
-    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        yield from model_tensors(config, norm="model.embedding_norm.weight")
-        names = {"projections": ("w1", "w3", "w2")}
-        parts = {
-            "C": ("conv", _conv_tensors),
-            "*": ("self_attn", partial(attention_tensors, output="out_proj", norm="layernorm")),
-            "-": ("feed_forward", partial(mlp_tensors, **names)),
-            "E": ("feed_forward", partial(moe_tensors, expert_bias="expert_bias", **names)),
-        }
-        yield from layer_tensors(config, parts, ("operator_norm", "ffn_norm"))
-
 
 class Lfm2Moe(Lfm2):
     """`Lfm2MoeForCausalLM`: the MLPs of all but the first layers are mixtures of experts."""
@@ -67,38 +61,38 @@ class Lfm2Moe(Lfm2):
     ignored = (r"model\.pos_emb\.inv_freq",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        only(hf, norm_topk_prob=True)
+        fields.only(hf, norm_topk_prob=True)
         mixers, dense = _mixer_symbols(hf), hf.get("num_dense_layers", 2)
         pattern = "".join(f"{mixer}{'-' if i < dense else 'E'}" for i, mixer in enumerate(mixers))
-        fields = {
+        found = {
             **_decoder_fields(hf),
             "layer_pattern": pattern,
-            "ffn_hidden_size": required(hf, "intermediate_size"),
+            "ffn_hidden_size": fields.required(hf, "intermediate_size"),
         }
         if "E" in pattern:
             topk = hf.get("num_experts_per_tok", 4)
-            check_sigmoid_topk(topk)
-            fields |= {
-                "num_moe_experts": required(hf, "num_experts"),
-                "moe_ffn_hidden_size": required(hf, "moe_intermediate_size"),
+            fields.check_sigmoid_topk(topk)
+            found |= {
+                "num_moe_experts": fields.required(hf, "num_experts"),
+                "moe_ffn_hidden_size": fields.required(hf, "moe_intermediate_size"),
                 "moe_router_topk": topk,
                 "moe_router_score_function": "sigmoid",
                 "moe_router_enable_expert_bias": hf.get("use_expert_bias", True),
                 "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor", 1.0),
                 "moe_router_topk_epsilon": _ROUTER_EPSILON,
             }
-        return fields
+        return found
 
 
 def _decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     """All but the layers and what comes after each mixer."""
-    only(hf, use_pos_enc=True)
+    fields.only(hf, use_pos_enc=True)
     tied = hf.get("tie_embedding", hf.get("tie_word_embeddings", True))
     hf = {"norm_eps": 1e-5, **hf, "tie_word_embeddings": tied}
     return {
-        **model_fields(hf, "norm_eps"),
-        **attention_fields({"num_key_value_heads": 8, **hf}),
-        **rotary_fields(hf, 1e6),
+        **fields.model(hf, "norm_eps"),
+        **fields.attention({"num_key_value_heads": 8, **hf}),
+        **fields.rotary(hf, 1e6),
         "qk_layernorm": True,
         "short_conv_kernel": hf.get("conv_L_cache", 3),
         "short_conv_bias": hf.get("conv_bias", False),
@@ -107,13 +101,8 @@ def _decoder_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _mixer_symbols(hf: Mapping[str, Any]) -> list[str]:
     """The symbol of each layer's mixer."""
-    return symbols_of(required(hf, "layer_types"), _SYMBOLS, required(hf, "num_hidden_layers"))
-
-
-def _conv_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    for kind in ("weight", "bias") if config.short_conv_bias else ("weight",):
-        for own, name in (("in_proj", "in_proj"), ("conv1d", "conv"), ("out_proj", "out_proj")):
-            yield same(f"{ours}.{own}.{kind}", f"{theirs}.{name}.{kind}")
+    num_layers = fields.required(hf, "num_hidden_layers")
+    return fields.symbols_of(fields.required(hf, "layer_types"), _SYMBOLS, num_layers)
 
 
 def _type(attends: bool) -> str:
@@ -122,7 +111,7 @@ def _type(attends: bool) -> str:
 
 def _mlp_width(hf: Mapping[str, Any]) -> int:
     """The width that transformers gives the MLP."""
-    width = hf.get("block_ff_dim") or required(hf, "intermediate_size")
+    width = hf.get("block_ff_dim") or fields.required(hf, "intermediate_size")
     if not hf.get("block_auto_adjust_ff_dim", True):
         return width
     width = int(hf.get("block_ffn_dim_multiplier", 1.0) * (2 * width // 3))

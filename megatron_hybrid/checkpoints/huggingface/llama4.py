@@ -5,54 +5,53 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
-from megatron_hybrid.checkpoints.huggingface.fields import (
-    activation,
-    attention_fields,
-    model_fields,
-    only,
-    required,
-    rotary_fields,
-)
-from megatron_hybrid.checkpoints.huggingface.layouts import transposed
-from megatron_hybrid.checkpoints.huggingface.tensors import (
-    attention_tensors,
-    experts_one_by_one,
-    layer_tensors,
-    mlp_tensors,
-    model_tensors,
-    moe_tensors,
-    same,
-)
+from megatron_hybrid.checkpoints.huggingface import fields, tensors
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, Shapes, TensorMap, TensorNames
+from megatron_hybrid.checkpoints.huggingface.layouts import same, transposed
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+
+
+def _moe_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    names = {"router": "router", "shared": "shared_expert"}
+    yield from tensors.moe(config, ours, theirs, projections=None, **names)
+    for own, name in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):
+        weight = f"{ours}.experts.linear_{own}.weight"
+        yield same(weight, f"{theirs}.experts.{name}", transposed())
 
 
 class Llama4(Adapter):
     """`Llama4ForCausalLM`, and the language model of `Llama4ForConditionalGeneration`."""
 
     model_types = ("llama4_text",)
+    names = TensorNames(
+        {
+            **dict.fromkeys("*L", ("self_attn", tensors.attention)),
+            "-": ("feed_forward", tensors.mlp),
+            "E": ("feed_forward", _moe_tensors),
+        }
+    )
     composite_types = ("llama4",)
     ignored = (r".*\.rotary_emb\.inv_freq", r"(vision_model|multi_modal_projector)\..*")
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        only(hf, attention_bias=False)
+        fields.only(hf, attention_bias=False)
         without_rope = {"position_embedding_type": "none", "qk_l2_norm": False}
         if hf.get("attn_temperature_tuning", True):
             without_rope["attention_temperature_scale"] = hf.get("attn_scale", 0.1)
             without_rope["attention_temperature_floor"] = hf.get("floor_scale", 8192)
-        width = required(hf, "intermediate_size")
+        width = fields.required(hf, "intermediate_size")
         pattern = _pattern(hf)
         return {
-            **model_fields({"rms_norm_eps": 1e-5, **hf}),
-            **attention_fields({"num_key_value_heads": 8, **hf}),
-            **rotary_fields(hf, 500000.0),
+            **fields.model({"rms_norm_eps": 1e-5, **hf}),
+            **fields.attention({"num_key_value_heads": 8, **hf}),
+            **fields.rotary(hf, 500000.0),
             "layer_pattern": pattern,
             "layer_overrides": {"*": without_rope} if "*" in pattern else {},
             "attention_chunk_size": hf.get("attention_chunk_size", 8192),
             "rotary_interleaved": True,
             "qk_l2_norm": hf.get("use_qk_norm", True),
             "ffn_hidden_size": hf.get("intermediate_size_mlp", 16384),
-            "activation_func": activation(hf),
+            "activation_func": fields.activation(hf),
             "num_moe_experts": hf.get("num_local_experts", 16),
             "moe_router_topk": hf.get("num_experts_per_tok", 1),
             "moe_router_score_function": "sigmoid",
@@ -61,39 +60,18 @@ class Llama4(Adapter):
             "moe_shared_expert_intermediate_size": width,
         }
 
-    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        yield from model_tensors(config)
-        attention = ("self_attn", attention_tensors)
-        parts = {
-            "*": attention,
-            "L": attention,
-            "-": ("feed_forward", mlp_tensors),
-            "E": ("feed_forward", _moe_tensors),
-        }
-        yield from layer_tensors(config, parts)
-
-    def as_found(
-        self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
-    ) -> TensorMap:
+    def as_found(self, tensor_map: TensorMap, config: HybridConfig, shapes: Shapes) -> TensorMap:
         """See `Adapter.as_found`: quantized folders have the experts one by one."""
         separate = self.one_by_one(tensor_map, config)
         return separate if separate.theirs[0] in shapes else tensor_map
 
     def one_by_one(self, tensor_map: TensorMap, config: HybridConfig) -> TensorMap:
-        return experts_one_by_one(tensor_map, config)
-
-
-def _moe_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    names = {"router": "router", "shared": "shared_expert"}
-    yield from moe_tensors(config, ours, theirs, projections=None, **names)
-    for own, name in (("fc1", "gate_up_proj"), ("fc2", "down_proj")):
-        weight = f"{ours}.experts.linear_{own}.weight"
-        yield same(weight, f"{theirs}.experts.{name}", transposed())
+        return tensors.experts_one_by_one(tensor_map, config)
 
 
 def _pattern(hf: Mapping[str, Any]) -> str:
     """Chunks where there is RoPE, and experts in every `interleave_moe_layer_step`th layer."""
-    layers = required(hf, "num_hidden_layers")
+    layers = fields.required(hf, "num_hidden_layers")
     interval, step = hf.get("no_rope_layer_interval", 4), hf.get("interleave_moe_layer_step", 1)
     has_rope = hf.get("no_rope_layers") or [(i + 1) % interval != 0 for i in range(layers)]
     experts = hf.get("moe_layers")

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import product
 from typing import Any
 
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
-from megatron_hybrid.checkpoints.huggingface.fields import (
-    activation,
-    attention_fields,
-    check_sigmoid_topk,
-    model_fields,
-    only,
-    required,
-    rotary_fields,
-)
-from megatron_hybrid.checkpoints.huggingface.tensors import (
-    attention_tensors,
-    layer_tensors,
-    model_tensors,
-    moe_tensors,
-)
+from megatron_hybrid.checkpoints.huggingface import fields, tensors
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, Shapes, TensorMap, TensorNames
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
@@ -30,9 +16,22 @@ class MiniMaxM2(Adapter):
     """`MiniMaxM2ForCausalLM`."""
 
     model_types = ("minimax_m2",)
+    names = TensorNames(
+        {
+            "*": ("self_attn", tensors.attention),
+            "E": (
+                "block_sparse_moe",
+                partial(
+                    tensors.moe,
+                    expert_bias="e_score_correction_bias",
+                    projections=("w1", "w3", "w2"),
+                ),
+            ),
+        }
+    )
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        only(
+        fields.only(
             hf,
             scoring_func="sigmoid",
             use_routing_bias=True,
@@ -45,40 +44,28 @@ class MiniMaxM2(Adapter):
             layernorm_mlp_beta=1,
         )
         for kind in hf.get("attn_type_list") or ():
-            only({"attn_type_list": kind}, attn_type_list=1)  # 0 is linear attention
+            fields.only({"attn_type_list": kind}, attn_type_list=1)  # 0 is linear attention
         topk = hf.get("num_experts_per_tok", 8)
-        check_sigmoid_topk(topk)
-        heads = attention_fields({"head_dim": 128, "num_key_value_heads": 8, **hf})
+        fields.check_sigmoid_topk(topk)
+        heads = fields.attention({"head_dim": 128, "num_key_value_heads": 8, **hf})
         if (rotary_dim := hf.get("rotary_dim")) is not None:
             hf = {"partial_rotary_factor": rotary_dim / heads["kv_channels"], **hf}
         return {
-            **model_fields(hf),
+            **fields.model(hf),
             **heads,
-            **rotary_fields(hf, 5000000.0, partial=True),
-            "layer_pattern": "*E" * required(hf, "num_hidden_layers"),
+            **fields.rotary(hf, 5000000.0, partial=True),
+            "layer_pattern": "*E" * fields.required(hf, "num_hidden_layers"),
             "qk_layernorm": True,
             "qk_layernorm_scope": "all_heads",
-            "activation_func": activation(hf),
+            "activation_func": fields.activation(hf),
             "num_moe_experts": hf.get("num_local_experts", 256),
             "moe_router_topk": topk,
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
-            "moe_ffn_hidden_size": required(hf, "intermediate_size"),
+            "moe_ffn_hidden_size": fields.required(hf, "intermediate_size"),
         }
 
-    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        yield from model_tensors(config)
-        moe = partial(
-            moe_tensors,
-            expert_bias="e_score_correction_bias",
-            projections=("w1", "w3", "w2"),
-        )
-        parts = {"*": ("self_attn", attention_tensors), "E": ("block_sparse_moe", moe)}
-        yield from layer_tensors(config, parts)
-
-    def as_found(
-        self, tensor_map: TensorMap, config: HybridConfig, shapes: Mapping[str, tuple[int, ...]]
-    ) -> TensorMap:
+    def as_found(self, tensor_map: TensorMap, config: HybridConfig, shapes: Shapes) -> TensorMap:
         """See `Adapter.as_found`: of what packages of quantization write, some has the names of
         transformers' modules, for the block, for the projections, or for both."""
         if tensor_map.theirs[0] in shapes:

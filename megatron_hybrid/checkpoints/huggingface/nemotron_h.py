@@ -6,28 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
-from megatron_hybrid.checkpoints.huggingface.fields import (
-    MAMBA2_SYMBOLS,
-    activation,
-    attention_fields,
-    grouped_expert_fields,
-    model_fields,
-    only,
-    required,
-    symbols_of,
-    time_step_fields,
-)
-from megatron_hybrid.checkpoints.huggingface.tensors import (
-    attention_tensors,
-    has_tensor,
-    layer_tensors,
-    mamba2_tensors,
-    mlp_tensors,
-    model_tensors,
-    moe_tensors,
-    prediction_tensors,
-)
+from megatron_hybrid.checkpoints.huggingface import fields, tensors
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 _OLD_NAMES = {
@@ -43,13 +23,25 @@ class NemotronH(Adapter):
     """`NemotronHForCausalLM`."""
 
     model_types = ("nemotron_h",)
+    names = TensorNames(
+        {
+            "M": ("mixer", tensors.mamba2),
+            "*": ("mixer", tensors.attention),
+            "-": ("mixer", tensors.mlp),
+            "E": ("mixer", partial(tensors.moe, projections=("up_proj", "down_proj"))),
+        },
+        norms=("norm",),
+        layers="backbone.layers",
+        embedding="backbone.embeddings.weight",
+        final_norm="backbone.norm_f.weight",
+    )
     prediction_names = (r"mtp\..*",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = {_OLD_NAMES.get(key, key): value for key, value in hf.items()}
         head_dim = hf.get("attention_head_dim", 128)  # what the first releases call it
         hf = {"layer_norm_epsilon": 1e-5, "head_dim": head_dim, **hf}
-        only(
+        fields.only(
             hf,
             mamba_hidden_act=("silu", "swish"),
             attention_bias=False,
@@ -58,9 +50,9 @@ class NemotronH(Adapter):
             tie_word_embeddings=False,
         )
         pattern = _pattern(hf)
-        fields = {
-            **model_fields(hf, "layer_norm_epsilon"),
-            **attention_fields({"num_key_value_heads": 8, **hf}),
+        found = {
+            **fields.model(hf, "layer_norm_epsilon"),
+            **fields.attention({"num_key_value_heads": 8, **hf}),
             "position_embedding_type": "none",
             "layer_pattern": pattern,
             "mamba_num_heads": hf.get("mamba_num_heads", 128),
@@ -72,54 +64,47 @@ class NemotronH(Adapter):
             "mamba_conv_bias": hf.get("use_conv_bias", True),
             "mamba_proj_bias": hf.get("use_bias", False),
             "mamba_norm_epsilon": hf["layer_norm_epsilon"],
-            **time_step_fields(hf),  # transformers clamps by time_step_min
+            **fields.time_steps(hf),  # transformers clamps by time_step_min
             "ffn_hidden_size": hf.get("intermediate_size", 21504),
             "gated_linear_unit": False,
-            "activation_func": activation(hf, "mlp_hidden_act", "relu2"),
+            "activation_func": fields.activation(hf, "mlp_hidden_act", "relu2"),
         }
         if "-" in pattern:
-            fields["layer_overrides"] = {"-": {"add_bias_linear": hf.get("mlp_bias", False)}}
+            found["layer_overrides"] = {"-": {"add_bias_linear": hf.get("mlp_bias", False)}}
         if "E" in pattern:
-            fields |= _moe_fields(hf)
-        return fields
+            found |= _moe_fields(hf)
+        return found
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
-        yield from model_tensors(config, "backbone.embeddings.weight", "backbone.norm_f.weight")
-        moe_of_two = partial(moe_tensors, projections=("up_proj", "down_proj"))
-        parts = {
-            "M": ("mixer", mamba2_tensors),
-            "*": ("mixer", attention_tensors),
-            "-": ("mixer", mlp_tensors),
-            "E": ("mixer", moe_of_two),
-        }
-        yield from layer_tensors(config, parts, ("norm",), "backbone.layers")
+        yield from super().tensors(config)
         for symbols in config.pattern.predictions:
             around = [f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj")]
             around.append(f"mtp.layers.{len(symbols) - 1}.final_layernorm")
-            yield from prediction_tensors(config, parts, around, ("norm",))
+            yield from self.names.prediction(config, around)
 
     def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
         pattern = hf.get("mtp_hybrid_override_pattern")
         if pattern is None:
             types = hf.get("mtp_layers_block_type") or ["full_attention", "moe"]
-            pattern = "".join(symbols_of(types, MAMBA2_SYMBOLS, len(types)))
+            pattern = "".join(fields.symbols_of(types, fields.MAMBA2_SYMBOLS, len(types)))
         if names is None:
             return pattern if hf.get("num_nextn_predict_layers") == 1 else ""
-        is_here = has_tensor(names, "mtp.layers.0.eh_proj.")
-        is_sole = not has_tensor(names, f"mtp.layers.{len(pattern)}.")
+        is_here = tensors.has_tensor(names, "mtp.layers.0.eh_proj.")
+        is_sole = not tensors.has_tensor(names, f"mtp.layers.{len(pattern)}.")
         return pattern if is_here and is_sole else ""
 
 
 def _pattern(hf: Mapping[str, Any]) -> str:
     if (pattern := hf.get("hybrid_override_pattern")) is not None:
         return pattern
-    types = required(hf, "layers_block_type")
-    return "".join(symbols_of(types, MAMBA2_SYMBOLS, len(types)))  # num_hidden_layers may be stale
+    types = fields.required(hf, "layers_block_type")
+    # num_hidden_layers may be stale.
+    return "".join(fields.symbols_of(types, fields.MAMBA2_SYMBOLS, len(types)))
 
 
 def _moe_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    only(hf, mlp_bias=False, norm_topk_prob=True)
-    fields = grouped_expert_fields(
+    fields.only(hf, mlp_bias=False, norm_topk_prob=True)
+    found = fields.grouped_experts(
         num_experts=hf.get("n_routed_experts", 8),
         topk=hf.get("num_experts_per_tok", 2),
         width=hf.get("moe_intermediate_size", 7688),
@@ -130,4 +115,4 @@ def _moe_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     )
     shared = hf.get("moe_shared_expert_intermediate_size", 7688)
     latent = hf.get("moe_latent_size")
-    return {**fields, "moe_shared_expert_intermediate_size": shared, "moe_latent_size": latent}
+    return {**found, "moe_shared_expert_intermediate_size": shared, "moe_latent_size": latent}

@@ -3,101 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import (
-    SAME,
-    Layout,
+    TensorMap,
     grouped,
     grouped_with_gates,
     joined,
+    same,
     stacked,
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 
 
-def same(ours: str, theirs: str, layout: Layout = SAME) -> TensorMap:
-    """One tensor of ours, one of theirs."""
-    return TensorMap((ours,), (theirs,), layout)
-
-
-def model_tensors(
+def model(
     config: HybridConfig,
     embedding: str = "model.embed_tokens.weight",
-    norm: str = "model.norm.weight",
-    head: str = "lm_head.weight",
+    final_norm: str = "model.norm.weight",
 ) -> Iterator[TensorMap]:
     """Embedding, final norm and output layer."""
     yield same("embedding.word_embeddings.weight", embedding)
-    yield same("decoder.final_norm.weight", norm)
+    yield same("decoder.final_norm.weight", final_norm)
     if not config.share_embeddings_and_output_weights:
-        yield same("output_layer.weight", head)
+        yield same("output_layer.weight", "lm_head.weight")
 
 
-Part = Callable[[HybridConfig, str, str], Iterable[TensorMap]]
-"""The tensors of a mixer or an MLP, by the config of its layer, our prefix and theirs."""
-
-LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
-
-
-def layer_tensors(
-    config: HybridConfig,
-    parts: Mapping[str, tuple[str, Part]],
-    norms: Sequence[str] = LLAMA_NORMS,
-    layers: str = "model.layers",
-) -> Iterator[TensorMap]:
-    """All layers, and the norm before each.
-
-    Args:
-        parts: for each layer symbol, what they call its mixer or MLP within a layer ("": it has the
-            names of the layer), and its tensors.
-        norms: what they call the norms of the layers of ours that make up one of theirs, in order.
-        layers: prefix of theirs.
-    """
-    for i, symbol in enumerate(config.pattern.symbols):
-        theirs, norm = f"{layers}.{i // len(norms)}", norms[i % len(norms)]
-        own = config.for_layer(i + 1)
-        yield from _layer(own, symbol, f"decoder.layers.{i}", theirs, norm, parts)
+Parts = Mapping[str, tuple[str, Callable[[HybridConfig, str, str], Iterable[TensorMap]]]]
+"""For each layer symbol, what they call its mixer or MLP within a layer ("": it has the names of
+the layer), and its tensors, by the config of the layer, our prefix and theirs."""
 
 
-def prediction_tensors(
-    config: HybridConfig,
-    parts: Mapping[str, tuple[str, Part]],
-    around: Sequence[str],
-    norms: Sequence[str] = LLAMA_NORMS,
-    layers: str = "mtp.layers",
-    first: int = 0,
-) -> Iterator[TensorMap]:
-    """The MTP head, if the config has one.
+@dataclass(frozen=True)
+class TensorNames:
+    """What an architecture calls its tensors."""
 
-    Args:
-        parts, norms, layers: see `layer_tensors`.
-        around: what they call the norms of the embedding and of the hidden state, the projection of
-            both, in this order, and the last norm.
-        first: number of its first layer.
-    """
-    for symbols in config.pattern.predictions:
-        for own, theirs in zip(("enorm", "hnorm", "eh_proj", "final_layernorm"), around):
-            yield same(f"mtp.layers.0.{own}.weight", f"{theirs}.weight")
-        for i, symbol in enumerate(symbols):
-            ours = f"mtp.layers.0.mtp_model_layer.layers.{i}"
-            theirs, norm = f"{layers}.{first + i // len(norms)}", norms[i % len(norms)]
-            yield from _layer(config.for_prediction(symbol), symbol, ours, theirs, norm, parts)
+    parts: Parts
+    norms: Sequence[str] = ("input_layernorm", "post_attention_layernorm")
+    """The norms before the layers of ours that make up one of theirs, in order."""
+    post_norms: Sequence[str] = ()
+    """The norms after them, if `norm_placement` has such."""
+    layers: str = "model.layers"
+    """Prefix of the layers."""
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm.weight"
 
+    def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
+        """All tensors but those of an MTP head."""
+        yield from model(config, self.embedding, self.final_norm)
+        for i, symbol in enumerate(config.pattern.symbols):
+            own = config.for_layer(i + 1)
+            yield from self._layer(own, symbol, f"decoder.layers.{i}", self.layers, i)
 
-def _layer(
-    config: HybridConfig,
-    symbol: str,
-    ours: str,
-    theirs: str,
-    norm: str,
-    parts: Mapping[str, tuple[str, Part]],
-) -> Iterator[TensorMap]:
-    kind, (name, tensors) = LAYER_KINDS[symbol], parts[symbol]
-    yield same(f"{ours}.{kind.norm_name}.weight", f"{theirs}.{norm}.weight")
-    inner = f"{theirs}.{name}" if name else theirs
-    yield from tensors(config, f"{ours}.{kind.mixer_name}", inner)
+    def prediction(
+        self,
+        config: HybridConfig,
+        around: Sequence[str],
+        layers: str = "mtp.layers",
+        first: int = 0,
+    ) -> Iterator[TensorMap]:
+        """The MTP head, if the config has one.
+
+        Args:
+            around: what they call the norms of the embedding and of the hidden state, the
+                projection of both, in this order, and the last norm.
+            layers: prefix of its layers.
+            first: how many layers of ours lie before it under this prefix.
+        """
+        for symbols in config.pattern.predictions:
+            for own, theirs in zip(("enorm", "hnorm", "eh_proj", "final_layernorm"), around):
+                yield same(f"mtp.layers.0.{own}.weight", f"{theirs}.weight")
+            for i, symbol in enumerate(symbols):
+                ours = f"mtp.layers.0.mtp_model_layer.layers.{i}"
+                own = config.for_prediction(symbol)
+                yield from self._layer(own, symbol, ours, layers, first + i)
+
+    def _layer(
+        self, config: HybridConfig, symbol: str, ours: str, layers: str, index: int
+    ) -> Iterator[TensorMap]:
+        number, place = divmod(index, len(self.norms))
+        kind, (name, tensors), theirs = (
+            LAYER_KINDS[symbol],
+            self.parts[symbol],
+            f"{layers}.{number}",
+        )
+        if config.norm_placement != "post":
+            yield same(f"{ours}.{kind.norm_name}.weight", f"{theirs}.{self.norms[place]}.weight")
+        if config.norm_placement != "pre":
+            after = self.post_norms[place]
+            yield same(f"{ours}.post_layernorm.weight", f"{theirs}.{after}.weight")
+        inner = f"{theirs}.{name}" if name else theirs
+        yield from tensors(config, f"{ours}.{kind.mixer_name}", inner)
 
 
 def has_tensor(names: Collection[str], prefix: str) -> bool:
@@ -105,7 +101,7 @@ def has_tensor(names: Collection[str], prefix: str) -> bool:
     return any(name.startswith(prefix) for name in names)
 
 
-def attention_tensors(
+def attention(
     config: HybridConfig, ours: str, theirs: str, *, output: str = "o_proj", norm: str = "norm"
 ) -> Iterator[TensorMap]:
     """q_proj, k_proj, v_proj and o_proj, q_norm and k_norm: those of them that the config has.
@@ -139,8 +135,8 @@ def attention_tensors(
             yield same(f"{ours}.{name}_layernorm.weight", f"{theirs}.{name}_{norm}.weight")
 
 
-def latent_attention_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    """Multi-head latent attention in DeepSeek's names (arguments: see `attention_tensors`)."""
+def latent_attention(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    """Multi-head latent attention in DeepSeek's names (arguments: see `attention`)."""
     names = {
         "linear_kv_down_proj": "kv_a_proj_with_mqa",
         "kv_layernorm": "kv_a_layernorm",
@@ -157,7 +153,7 @@ def latent_attention_tensors(config: HybridConfig, ours: str, theirs: str) -> It
         yield same(f"{ours}.{own}.weight", f"{theirs}.{name}.weight")
 
 
-def mlp_tensors(
+def mlp(
     config: HybridConfig,
     ours: str,
     theirs: str,
@@ -181,7 +177,7 @@ def mlp_tensors(
         yield same(f"{ours}.linear_fc2.{kind}", f"{theirs}.{down}.{kind}")
 
 
-def mamba2_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+def mamba2(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
     """A Mamba-2 mixer, whose parameters have the same names and layouts on both sides."""
     names = ["in_proj.weight", "conv1d.weight", "dt_bias", "A_log", "D", "out_proj.weight"]
     if config.mamba_conv_bias:
@@ -194,7 +190,7 @@ def mamba2_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[Ten
         yield same(f"{ours}.{name}", f"{theirs}.{name}")
 
 
-def mamba1_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+def mamba1(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
     """A Mamba-1 mixer, whose parameters have the same names and layouts on both sides."""
     names = ["in_proj.weight", "conv1d.weight", "x_proj.weight", "dt_proj.weight", "dt_proj.bias"]
     names += ["A_log", "D", "out_proj.weight"]
@@ -226,7 +222,7 @@ def experts_one_by_one(tensor_map: TensorMap, config: HybridConfig) -> TensorMap
     return TensorMap((ours,), theirs, stacked(len(names)))
 
 
-def moe_tensors(
+def moe(
     config: HybridConfig,
     ours: str,
     theirs: str,
@@ -269,7 +265,7 @@ def moe_tensors(
         for name in ("fc1_latent_proj", "fc2_latent_proj"):
             yield same(f"{ours}.{name}.weight", f"{theirs}.{name}.weight")
     if (width := config.moe_shared_expert_intermediate_size) is not None:
-        yield from mlp_tensors(config, f"{ours}.shared_experts", f"{theirs}.{shared}", width)
+        yield from mlp(config, f"{ours}.shared_experts", f"{theirs}.{shared}", width)
         if config.moe_shared_expert_gate:
             gate = f"{ours}.shared_experts.gate_weight"
             yield same(gate, f"{theirs}.shared_expert_gate.weight")

@@ -45,7 +45,7 @@ class RequestView:
     """How many of these were drawn and kept."""
     miss_reason: MissReason | None
     edge: int = 0
-    """Number of the edge that spans its last known token, see `TreeView`; 0: none is known."""
+    """Number of the edge that spans its last known token, see `EdgeView`; 0: none is known."""
     last_tokens: list[int] = field(default_factory=list)
     """Last tokens of the prompt, as many as were asked for."""
 
@@ -81,7 +81,6 @@ class EndedRequests:
         self._ended: deque[tuple[RequestView, np.ndarray, str]] = deque(maxlen=MAX_ENDED)
 
     def note(self, request: Request) -> None:
-        """A request is answered or cancelled."""
         tokens = request.tokens[: min(request.num_tokens, _MAX_TOKENS)].copy()
         self._ended.appendleft((view_request(request), tokens, request.options.salt))
 

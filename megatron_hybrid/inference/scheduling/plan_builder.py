@@ -116,7 +116,6 @@ class PlanBuilder:
         self.num_tokens += chunk.end - chunk.start
 
     def add_drafts(self, chunk: Chunk, draws: list[Draw]) -> None:
-        """Let a chunk of it go on by drafts."""
         chunk.draft_draws = draws
         self.num_tokens += len(draws)
 
@@ -128,9 +127,8 @@ class PlanBuilder:
         self.restores.pop(request, None)
         self.ending.pop(request, None)
 
-    def plan(self, number: int, loads: dict[bytes, list[np.ndarray]]) -> StepPlan:
+    def plan(self, loads: dict[bytes, list[np.ndarray]]) -> StepPlan:
         return StepPlan(
-            number,
             drops=self.drops,
             parks=list(self.parks.values()),
             loads=loads,

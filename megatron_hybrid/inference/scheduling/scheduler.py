@@ -9,6 +9,7 @@ the order of requests and on numbers that are equal on all ranks.
 """
 
 import math
+import time
 from bisect import insort
 from collections.abc import Callable
 from itertools import islice
@@ -102,7 +103,6 @@ class Scheduler:
         self.free_slots = list(range(max_requests - 1, -1, -1))
         self._builder = PlanBuilder()  # of the current plan
         self._next = PlanBuilder()  # of the next plan
-        self._num_plans = 0
         self._admitting: Request | None = None
         self._suspects: dict[Request, None] = {}  # of what made steps fail
         self.num_preemptions = 0
@@ -172,16 +172,15 @@ class Scheduler:
         self._states.reserve(builder)
         if lengths:
             self.draft_planner.plan(builder, lengths, num_decodes, self._budget(builder))
-        return builder.plan(self._num_plans, self.fetches.take_loads())
+        return builder.plan(self.fetches.take_loads())
 
     def schedule_moves(self) -> StepPlan:
         """Plan the moves due before the next step: forks of samples, and the last states of ending
         requests, whose slots and pages others wait for."""
-        return self._begin().plan(self._num_plans, {})
+        return self._begin().plan({})
 
     def _begin(self) -> PlanBuilder:
         self._builder, self._next = self._next, PlanBuilder()
-        self._num_plans += 1
         return self._builder
 
     def _budget(self, builder: PlanBuilder) -> int:
@@ -320,6 +319,7 @@ class Scheduler:
                 if found is None:
                     return False
                 request.fetch = found
+                request.restore_at = request.restore_at or time.perf_counter()
             self.fetches.read(request.fetch, is_first=request is next(iter(self.waiting)))
             if can_start:
                 self.fetches.bring(request.fetch, len(tokens), self._longest(builder, request))
@@ -353,13 +353,10 @@ class Scheduler:
                     break
         return owners
 
-    def complete(self, plan: StepPlan, result: StepResult) -> list[Request]:
-        """Record the results of a step: blocks and saved states become visible to others. Returns
-        the requests with a token in `result.sampled`: those of the plan, each before its forks.
-        """
+    def complete(self, result: StepResult) -> list[Request]:
+        """Record the results of the last plan: blocks and saved states become visible to others.
+        Returns the requests with a token in `result.sampled`, each before its forks."""
         builder, self._builder = self._builder, PlanBuilder()
-        if plan.number != self._num_plans:
-            raise ValueError(f"plan {plan.number} is completed, and {self._num_plans} was the last")
         for request in builder.parks:
             if request.request_id in result.not_parked:
                 request.parked_tokens = 0
@@ -556,7 +553,6 @@ class Scheduler:
         return len(np.unique(np.concatenate([table[:, 0] for table in tables])))
 
     def retire_closing(self) -> None:
-        """End them without their last states."""
         for request in self.closing:
             self._retire(request)
 

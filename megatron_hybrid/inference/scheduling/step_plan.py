@@ -146,7 +146,6 @@ class StepPlan:
     """One step; its fields are executed in this order, requests in batch order. Without `work`
     there is no forward."""
 
-    number: int = 0
     drops: list[int] = field(default_factory=list)
     """Ids of requests that ended while they waited, perhaps parked."""
     parks: list[Park] = field(default_factory=list)

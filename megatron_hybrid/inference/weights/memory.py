@@ -19,7 +19,6 @@ class WeightMemory:
 
     @property
     def is_released(self) -> bool:
-        """Whether the parameters have no memory."""
         return bool(self._released)
 
     def release(self, keep: bool) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 from zlib import crc32
 
 import torch
@@ -62,7 +62,8 @@ Received = Tensor | CheckpointError
 """A tensor, or what is wrong with it; the next ones can be received all the same."""
 
 
-class Part(Protocol):
+@dataclass(frozen=True)
+class Part:
     """Tensors of one call."""
 
     kind: str
@@ -70,16 +71,22 @@ class Part(Protocol):
     heads: Sequence[tuple[str, Tensor]] | None
     """All names, in order, and tensors of their shapes and dtypes, which may be without bytes;
     None: unknown until they come."""
-    is_whole_call: bool
+    tensors: Iterator[tuple[str, Received]]
+    """All of them, in the same order."""
+    is_awaited: bool = False
+    """Whether who makes or sends them waits until all are taken."""
+    is_whole_call: bool = False
     """Whether no other part belongs to its update."""
-    is_in_memory: bool
+    is_in_memory: bool = False
     """Whether every rank has all tensors: what was agreed on before stays true."""
-
-    def tensors(self) -> Iterator[tuple[str, Received]]:
-        """All of them, in the same order. It can be called once."""
+    packed_folder: Path | None = None
+    """The checkpoint that they are in, if its weights are packed."""
 
     def drop(self) -> None:
-        """Let go on who sends tensors that have not been taken and nobody will take."""
+        """Let go on who waits, after an error, which must not be hidden by another one."""
+        with suppress(BaseException):
+            for _ in self.tensors if self.is_awaited else ():
+                pass
 
 
 class WeightGroup:
@@ -377,38 +384,25 @@ class Joining:
         is_ending: Callable[[], bool],
     ):
         self.number, self._is_ending = number, is_ending
-        self.ended: Future[None] = Future()
-        """Is done when `state` is final."""
-        self._lock = threading.Lock()
+        self.ended: Future[WeightGroup | str] = Future()
+        """The group, or why this rank is not in it."""
         self._is_left = False
-        self._group: WeightGroup | None = None
-        self._error = ""
         arguments = info, rank, device
         threading.Thread(target=self._run, args=arguments, name="trainer", daemon=True).start()
 
-    def _is_over(self) -> bool:
-        return self._is_left or self._is_ending()
-
     def _run(self, info: GroupInfo, rank: int, device: torch.device) -> None:
         try:
-            group = info.join(rank, device, self._is_over)
-            with self._lock:
-                if not self._is_left:
-                    group, self._group = None, group
-            if group is not None:
-                group.close()  # it has come too late
+            found = info.join(rank, device, lambda: self._is_left or self._is_ending())
         except BaseException as error:  # whoever waits is told
-            self._error = str(error) or type(error).__name__
-        finally:
-            self.ended.set_result(None)
+            found = str(error) or type(error).__name__
+        self.ended.set_result(found)
 
     @property
     def state(self) -> str | None:
         """None: on the way; empty: in the group; else why it will not be."""
-        if self._group is not None:
-            return ""
-        if self._error:
-            return self._error
+        if self.ended.done():
+            found = self.ended.result()
+            return found if isinstance(found, str) else ""
         return "the engine ends, and waits for no trainer" if self._is_ending() else None
 
     def wait(self) -> None:
@@ -417,17 +411,15 @@ class Joining:
         with defer_sigint() as let_in:
             poll_until(lambda: self.ended.done() or time.monotonic() >= end, let_in)
 
-    def take(self) -> WeightGroup:
-        """The group, which is the caller's from here on."""
-        group, self._group = self._group, None
-        return group
-
     def leave(self) -> None:
         """Close the group, now, or as soon as it is there."""
-        with self._lock:
-            self._is_left = True
-        if self._group is not None:
-            self.take().close()
+        self._is_left = True
+        self.ended.add_done_callback(_close_group)
+
+
+def _close_group(ended: Future[WeightGroup | str]) -> None:
+    if not isinstance(found := ended.result(), str):
+        found.close()
 
 
 def part_of(info: object, group: WeightGroup | None, device: torch.device) -> Part:
@@ -439,7 +431,7 @@ def part_of(info: object, group: WeightGroup | None, device: torch.device) -> Pa
         ValueError: it is none of these, or cannot be received here.
     """
     if isinstance(info, Mapping) and "path" in info:
-        return FolderPart(**_fields(info, "update_info", ("path",), 1))
+        return _in_folder(**_fields(info, "update_info", ("path",), 1))
     listed = ("names", "dtype_names", "shapes")
     fields = _fields(info, "update_info", (*listed, "ipc_handles_pickled", "packed"), 3)
     if fields.pop("packed", False):
@@ -448,12 +440,13 @@ def part_of(info: object, group: WeightGroup | None, device: torch.device) -> Pa
         )
     heads = _heads(*(fields[name] for name in listed))
     if "ipc_handles_pickled" in fields:
-        return _SharedMemory(heads, fields["ipc_handles_pickled"], device)
+        return _in_shared_memory(heads, fields["ipc_handles_pickled"], device)
     if group is None:
         raise ValueError(
             "no trainer's group was joined: call init_weight_transfer_engine first, or give a path"
         )
-    return _Broadcasts(heads, group)
+    sent = ((name, group.receive(name, head)) for name, head in heads)
+    return Part("tensors that a trainer sends", heads, sent, is_awaited=True)
 
 
 def _fields(given: object, what: str, known: Iterable[str], num_needed: int) -> dict[str, Any]:
@@ -508,55 +501,35 @@ def drop_unread(info: object, group: WeightGroup) -> bool:
     return True
 
 
-class _Broadcasts:
-    """Tensors that the trainer broadcasts, one by one."""
-
-    kind, is_whole_call, is_in_memory = "tensors that a trainer sends", False, False
-
-    def __init__(self, heads: Sequence[tuple[str, Tensor]], group: WeightGroup):
-        self.heads = heads
-        self._left = ((name, group.receive(name, head)) for name, head in heads)
-
-    def tensors(self) -> Iterator[tuple[str, Received]]:
-        return self._left
-
-    def drop(self) -> None:
-        for _ in self._left:
-            pass
-
-
-class FolderPart:
+def _in_folder(path: object) -> Part:
     """The weights of a checkpoint, which every rank can read. path: absolute."""
+    if not isinstance(path, str) or not os.path.isabs(path) or not os.path.isdir(path):
+        raise ValueError(
+            f"update_info.path is {path!r}; it is the absolute path of a folder that each rank "
+            "of the server can read"
+        )
+    is_packed = False
+    if (Path(path) / CONFIG_FILE).is_file():
+        with CheckpointFolder(path) as folder:
+            is_packed = folder.is_packed
+    with TensorFiles.open(path) as files:
+        heads = [
+            (name, torch.empty(files.shape(name), dtype=files.dtype(name), device="meta"))
+            for name in files.names()
+        ]
 
-    kind, is_whole_call, is_in_memory = "the tensors of a folder", False, False
-
-    def __init__(self, path: object):
-        if not isinstance(path, str) or not os.path.isabs(path) or not os.path.isdir(path):
-            raise ValueError(
-                f"update_info.path is {path!r}; it is the absolute path of a folder that each rank "
-                "of the server can read"
-            )
-        self.path = Path(path)
-        self.is_packed = False
-        if (self.path / CONFIG_FILE).is_file():
-            with CheckpointFolder(self.path) as folder:
-                self.is_packed = folder.is_packed
-        with TensorFiles.open(self.path) as files:
-            self.heads = [
-                (name, torch.empty(files.shape(name), dtype=files.dtype(name), device="meta"))
-                for name in files.names()
-            ]
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        with TensorFiles.open(self.path) as files:
-            for name, _ in self.heads:
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        with TensorFiles.open(path) as files:
+            for name, _ in heads:
                 yield name, files.read(name)
 
-    def drop(self) -> None:
-        pass
+    packed = Path(path) if is_packed else None
+    return Part("the tensors of a folder", heads, tensors(), packed_folder=packed)
 
 
-class _SharedMemory:
+def _in_shared_memory(
+    heads: Sequence[tuple[str, Tensor]], pickled: object, device: torch.device
+) -> Part:
     """Tensors of another process on the same GPU, by CUDA IPC.
 
     Args:
@@ -567,46 +540,37 @@ class _SharedMemory:
     Raises:
         ValueError: a handle is missing, or of another tensor than was announced.
     """
-
-    kind, is_whole_call, is_in_memory = "tensors in shared memory", False, False
-
-    def __init__(self, heads: Sequence[tuple[str, Tensor]], pickled: object, device: torch.device):
-        self.heads, self._device = heads, device
-        handles = _unpickled(pickled)
-        if len(handles) != len(heads):
+    handles = _unpickled(pickled)
+    if len(handles) != len(heads):
+        raise ValueError(
+            f"update_info has {len(heads)} names and {len(handles)} handles: give as many of each"
+        )
+    for (name, head), of_gpus in zip(heads, handles):
+        for arguments in of_gpus.values():
+            _check_handle(name, head, arguments)
+    if device.type != "cuda":
+        raise ValueError(
+            f"the model is on {device}, and memory is shared by CUDA IPC handles on a GPU alone: "
+            "send the weights to a group, or give a path"
+        )
+    uuid = _uuid_of(device)
+    for (name, _), of_gpus in zip(heads, handles):
+        if uuid not in of_gpus:
             raise ValueError(
-                f"update_info has {len(heads)} names and {len(handles)} handles: give as many of "
-                "each"
+                f"{name} has no handle for the GPU {uuid}, only for {', '.join(of_gpus)}: the "
+                "trainer and this rank must share a GPU"
             )
-        for (name, head), of_gpus in zip(heads, handles):
-            for arguments in of_gpus.values():
-                _check_handle(name, head, arguments)
-        if device.type != "cuda":
-            raise ValueError(
-                f"the model is on {device}, and memory is shared by CUDA IPC handles on a GPU "
-                "alone: send the weights to a group, or give a path"
-            )
-        uuid = _uuid_of(device)
-        self._handles: list[tuple] = []
+
+    def tensors() -> Iterator[tuple[str, Received]]:
         for (name, _), of_gpus in zip(heads, handles):
-            if uuid not in of_gpus:
-                raise ValueError(
-                    f"{name} has no handle for the GPU {uuid}, only for {', '.join(of_gpus)}: the "
-                    "trainer and this rank must share a GPU"
-                )
-            self._handles.append(of_gpus[uuid])
-
-    def tensors(self) -> Iterator[tuple[str, Received]]:
-        for (name, _), handle in zip(self.heads, self._handles):
-            arguments = list(handle)
-            arguments[_DEVICE_PLACE] = self._device.index or 0  # its number may be another one
+            arguments = list(of_gpus[uuid])
+            arguments[_DEVICE_PLACE] = device.index or 0  # its number may be another one
             try:
                 yield name, rebuild_cuda_tensor(*arguments)
             except (RuntimeError, TypeError) as error:
                 yield name, CheckpointError(f"{name} cannot be read from shared memory: {error}")
 
-    def drop(self) -> None:
-        pass
+    return Part("tensors in shared memory", heads, tensors())
 
 
 def _uuid_of(device: torch.device) -> str:

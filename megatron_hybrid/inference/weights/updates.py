@@ -20,11 +20,9 @@ from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.inference.weights.fingerprint import sample_hash
 from megatron_hybrid.inference.weights.loading import WeightLoader, require_values
 from megatron_hybrid.inference.weights.transfer import (
-    FolderPart,
     GroupInfo,
     Joining,
     Part,
-    Received,
     TrainerError,
     WeightGroup,
     drop_unread,
@@ -34,7 +32,6 @@ from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.parameter_names import is_of_prediction
 
 Pairs = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-_GIVEN = "what load_weights was given"
 _END = "nothing more"
 _CHECKING, _WRITING = "checking new weights", "writing new weights"
 _HOW = (
@@ -86,15 +83,15 @@ class WeightUpdate:
         """
         with ExitStack() as stack:
             write = partial(self._write, part)
-            is_packed = isinstance(part, FolderPart) and part.is_packed
+            packed = part.packed_folder
             try:
                 with self._ranks.raise_on_all(_CHECKING):
                     if part.heads is not None and self._ranks.size > 1:
                         # What is written at once is compared with its values.
-                        self._agree(part.kind, part.tensors() if is_packed else part.heads)
-                    if is_packed:
+                        self._agree(part.kind, part.tensors if packed else part.heads)
+                    if packed is not None:
                         names = self._loader.of_all
-                        folder = stack.enter_context(CheckpointFolder(part.path))
+                        folder = stack.enter_context(CheckpointFolder(packed))
                         checked = checked_load(
                             self._model, folder, names, cast=True, keeps_packing=True
                         )
@@ -102,7 +99,7 @@ class WeightUpdate:
                     elif part.heads is not None:
                         self._plan(part)
             except Exception:
-                _drop(part)
+                part.drop()
                 raise
             write()
 
@@ -111,7 +108,6 @@ class WeightUpdate:
         self._loader.checks.require_complete()
 
     def _agree(self, kind: str, pairs: Iterable) -> None:
-        """Compare a part with that of the other ranks."""
         lines = [kind, *(_described(name, tensor) for name, tensor in map(_pair, pairs))]
         digest = blake2b("\n".join(lines).encode()).digest()
         if len(set(self._ranks.gather(digest))) > 1:
@@ -146,7 +142,7 @@ class WeightUpdate:
     def _write(self, part: Part) -> None:
         """Write tensors, each when all ranks have it and agree. A rank that fails says so where
         the others have the next one: until then they may be in a collective that makes it."""
-        pairs, failure, has_ended = part.tensors(), None, False
+        pairs, failure, has_ended = part.tensors, None, False
         for index in count():
             pair, line = None, _END
             try:
@@ -171,7 +167,7 @@ class WeightUpdate:
             except Exception as error:
                 failure = error
         if not any(ended for *_, ended in said):
-            _drop(part)
+            part.drop()
         with self._ranks.raise_on_all(_WRITING):
             if failure is not None:
                 raise self._explained(failure)
@@ -277,11 +273,10 @@ class WeightUpdates:
                 raise TrainerError(text if self._ranks.size == 1 else f"{member}: {text}")
         if None in said:
             return False
-        self._group, self._joining = joining.take(), None
+        self._group, self._joining = joining.ended.result(), None
         return True
 
     def cancel_join(self) -> None:
-        """Let nobody wait for a trainer that has not come."""
         joining, self._joining = self._joining, None
         if joining is not None:
             joining.leave()
@@ -357,7 +352,7 @@ class WeightUpdates:
         """
         with self._ranks.raise_on_all("load_weights()"):
             self.start()
-            update = self._require_open("load_weights")
+            update = self._update
             try:
                 with self._ranks.raise_on_all("load_weights()"):
                     update.take(_given(pairs, is_led, self._ranks))
@@ -391,7 +386,7 @@ class WeightUpdates:
         error: why no rank will; it then says to join again.
         """
         if part is not None:
-            _drop(part)
+            part.drop()
         elif self._group is not None:
             is_settled = False
             with suppress(TrainerError):
@@ -406,12 +401,6 @@ class WeightUpdates:
         if update is not None and update.begun:
             self._lacking |= update.begun
             self._cause = cause
-
-
-def _drop(part: Part) -> None:
-    """Drop what is left of a part after an error, which must not be hidden by another one."""
-    with suppress(BaseException):
-        part.drop()
 
 
 def _cause_of(error: BaseException) -> str:
@@ -436,32 +425,21 @@ def _pair(given: object) -> tuple[str, object]:
 # What load_weights is given -----------------------------------------------------------------------
 
 
-class _Given:
-    """The pairs of one call of `load_weights`. heads: all of them, if they are in memory."""
-
-    kind, is_whole_call = _GIVEN, True
-
-    def __init__(self, pairs: Iterator, heads: Sequence | None, is_led: bool):
-        self._pairs, self.heads = pairs, heads
-        self.is_in_memory = heads is not None and not is_led
-
-    def tensors(self) -> Iterator[tuple[str, Received]]:
-        return self._pairs
-
-    def drop(self) -> None:
-        if self.heads is None:
-            for _ in self._pairs:
-                pass
-
-
-def _given(pairs: Pairs, is_led: bool, ranks: Ranks) -> _Given:
+def _given(pairs: Pairs, is_led: bool, ranks: Ranks) -> Part:
     """A part of what all ranks give, or the first one."""
     receives = is_led and not ranks.is_first
     pairs = () if receives else _listed(pairs)
     heads = None
     if all(ranks.gather(isinstance(pairs, Sequence))):
         heads = ranks.broadcast([_sent(p, "meta") for p in pairs]) if is_led else pairs
-    return _Given(_of_first_rank(pairs, ranks) if is_led else iter(pairs), heads, is_led)
+    return Part(
+        "what load_weights was given",
+        heads,
+        _of_first_rank(pairs, ranks) if is_led else iter(pairs),
+        is_awaited=heads is None,
+        is_whole_call=True,
+        is_in_memory=heads is not None and not is_led,
+    )
 
 
 def _listed(pairs: Pairs) -> Iterable:

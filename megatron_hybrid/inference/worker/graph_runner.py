@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,18 +35,6 @@ _GRAPH_BYTES = 8 << 20
 """Bytes of one graph, besides its tensors: nodes and arguments of its kernels, in the driver."""
 _WORKSPACE_BYTES = 64 << 20
 """Bytes for the libraries that multiply matrices, once for all graphs."""
-
-
-class Graph(Protocol):
-    """A captured function without arguments."""
-
-    output: Tensor
-    """What it returned; a replay writes it anew."""
-    num_bytes: int
-    """Device memory that the capture took."""
-
-    def replay(self) -> None:
-        """Run what was captured, without waiting."""
 
 
 def sizes_up_to(most: int) -> list[int]:
@@ -126,7 +114,7 @@ class GraphRunner:
         self, model: HybridModel, context: DynamicInferenceContext, sizes: dict[int, list[int]]
     ):
         self._model, self._context, self.sizes = model, context, sizes
-        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._graphs: dict[tuple[int, int], CudaGraph] = {}
         self._pool: Any = None
         self.reason: str | None = None
         """Why decodes run without graphs; None: they need not."""
@@ -139,7 +127,6 @@ class GraphRunner:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of all graphs."""
         return sum(graph.num_bytes for graph in self._graphs.values())
 
     def drop(self) -> None:
@@ -183,7 +170,7 @@ class GraphRunner:
                     logger.warning("decodes run without CUDA graphs: %s", self.reason)
         return key in self._graphs
 
-    def _capture(self, size: int, num_rows: int) -> Graph:
+    def _capture(self, size: int, num_rows: int) -> CudaGraph:
         """Capture steps of `size` decodes, by one of rows of no request."""
         hooks = chain.from_iterable(map(forward_hooks, self._model.modules()))
         if any((*hooks, _global_forward_hooks, _global_forward_pre_hooks)):
@@ -219,7 +206,8 @@ def _is_of_decodes(plan: StepPlan) -> bool:
 
 
 class CudaGraph:
-    """A `Graph` of a CUDA device.
+    """A captured function without arguments. `output` is what it returned, which a replay writes
+    anew, and `num_bytes` the device memory that the capture took.
 
     Args:
         run: the function; it is called three times: kernels are compiled, waits for the device are
@@ -255,6 +243,7 @@ class CudaGraph:
             self.num_bytes = max(0, free - torch.cuda.mem_get_info()[0])
 
     def replay(self) -> None:
+        """Run what was captured, without waiting."""
         self._graph.replay()
 
 

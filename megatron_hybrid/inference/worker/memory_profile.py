@@ -33,14 +33,10 @@ def measured_step_bytes(
     Raises:
         RuntimeError: the device lacks the memory for the step.
     """
-    runner = ModelRunner(model, context.memory, context, _load_nothing, "raw_logprobs", ranks)
+    runner = ModelRunner(model, context, None, "raw_logprobs", ranks)  # the plan has no fetch
     sizes = context.max_requests, context.max_sequence_length
     plan = _largest_plan(context.memory.spec, num_captures, max_tokens, *sizes)
     return peak_bytes(context.memory.device, partial(_run, runner, plan))
-
-
-def _load_nothing(key: bytes, pages: list[np.ndarray]) -> None:
-    """Stand in for a fetch, of which the plan has none."""
 
 
 def null_tables(spec: CacheSpec, num_tokens: int) -> list[np.ndarray]:

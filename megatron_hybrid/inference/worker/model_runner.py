@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_hybrid.cache.index.tree import common_prefix
 from megatron_hybrid.distributed.ranks import Ranks
-from megatron_hybrid.inference.memory.cache_pool import CachePool, ParkedRequest
+from megatron_hybrid.inference.memory.cache_pool import ParkedRequest
 from megatron_hybrid.inference.sampling_params import (
     DRAW_AGAIN,
     NOT_DRAWN,
@@ -56,9 +56,8 @@ class ModelRunner:
 
     Args:
         model: in eval mode.
-        memory: pool and live slots.
-        context: lays out the batch.
-        load: starts to copy a fetch into the pool: `Fetches.load`.
+        context: lays out the batch; its memory is pool and live slots.
+        load: starts to copy a fetch into the pool: `Fetches.load`; None: no plan has one.
         logprobs_mode: as in `InferenceConfig`.
         ranks: those of the model.
         graphs: replays steps of decodes; None: all of them are launched.
@@ -67,16 +66,14 @@ class ModelRunner:
     def __init__(
         self,
         model: HybridModel,
-        memory: CachePool,
         context: DynamicInferenceContext,
-        load: Callable[[bytes, list[np.ndarray]], None],
+        load: Callable[[bytes, list[np.ndarray]], None] | None,
         logprobs_mode: str,
         ranks: Ranks,
         graphs: GraphRunner | None = None,
     ):
         self.model = model
-        self.memory = memory
-        self.context = context
+        self.context, self.memory = context, context.memory
         self.logprobs_mode = logprobs_mode
         self._load = load
         self._parked: dict[int, ParkedRequest] = {}
@@ -90,11 +87,9 @@ class ModelRunner:
 
     @property
     def parked_bytes(self) -> int:
-        """Host memory of preempted requests."""
         return sum(parked.num_bytes for parked in self._parked.values())
 
     def drop_parked(self) -> None:
-        """Drop the bytes of all preempted requests."""
         self._parked.clear()
 
     def drop_old_weights(self) -> None:
@@ -103,18 +98,15 @@ class ModelRunner:
         self.drop_graphs()
 
     def drop_graphs(self) -> None:
-        """Drop all graphs: see `GraphRunner.drop`."""
         if self.graphs is not None:
             self.graphs.drop()
 
     @torch.inference_mode()
     def capture_graph(self, size: int, num_rows: int) -> None:
-        """Capture a graph: see `GraphRunner.capture`."""
         with keep_derived(self._derived):
             self.graphs.capture(size, num_rows)
 
     def graph_counts(self) -> dict[str, int]:
-        """Return what `stats` tells of graphs."""
         graphs = self.graphs
         return {
             "graphs": 0 if graphs is None else graphs.num_graphs,

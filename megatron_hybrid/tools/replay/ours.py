@@ -50,10 +50,7 @@ class Ours:
     def _longest_forward(self, num_tokens: int) -> int:
         return self.cache.longest_forward(num_tokens, self._chunk or num_tokens)
 
-    def begin(self, prompt: np.ndarray) -> Running | None:
-        return self.begin_chat(prompt, ())
-
-    def begin_chat(self, prompt: np.ndarray, message_starts: Sequence[int]) -> Running | None:
+    def begin(self, prompt: np.ndarray, message_starts: Sequence[int] = ()) -> Running | None:
         cache, n = self.cache, len(prompt)
         if not self.holds(n):
             return Running(None, 0)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
-
-from megatron_hybrid.tools.replay.request import Request
 
 
 def step_tokens(windows: bool) -> int:
@@ -32,39 +30,21 @@ class Attempts:
         return min(skipped_tokens, self._skipped) if prompt is self._prompt else skipped_tokens
 
 
-class Handle(Protocol):
-    """A request between `begin` and `finish`."""
-
-    skipped_tokens: int
-    """p: leading tokens of the prompt that are not computed."""
-
-
 class Engine(Protocol):
     """A cache manager under replay. A request begins (lookup, room, and the whole prefill, so that
     its states are there for the next request) and finishes (the whole answer, then its pins are
-    dropped)."""
+    dropped). One with a method `foresee` gets all requests in advance, in order of arrival."""
 
     def prepare(self, tokens: np.ndarray) -> Any:
         """Convert int32 [n] to the engine's form of tokens; not timed."""
 
-    def begin(self, prompt: Any) -> Handle | None:
-        """Begin a request; prompt: from `prepare`. None: those in flight leave no room."""
+    def begin(self, prompt: Any, message_starts: Sequence[int] = ()) -> Any:
+        """Begin a request; prompt: from `prepare`, message_starts: of `Request`.
 
-    def finish(self, handle: Handle, tokens: Any) -> None:
+        Returns:
+            Its handle, which has `skipped_tokens`: leading tokens of the prompt that are not
+            computed. None: those in flight leave no room.
+        """
+
+    def finish(self, handle: Any, tokens: Any) -> None:
         """Finish a request; tokens: prompt and answer, from `prepare`."""
-
-
-@runtime_checkable
-class KnowsMessages(Protocol):
-    """An engine that uses the starts of a chat's messages."""
-
-    def begin_chat(self, prompt: Any, message_starts: Sequence[int]) -> Handle | None:
-        """Begin a request, as `begin` does. message_starts: of `Request`."""
-
-
-@runtime_checkable
-class Foreseeing(Protocol):
-    """An engine that needs the trace in advance."""
-
-    def foresee(self, requests: Sequence[Request]) -> None:
-        """Take all requests, in order of arrival."""

@@ -33,7 +33,7 @@ MEGATRON_BLOCK = 256
 class _LastTokenComputed(LeastRecentlyUsed):
     """Always computes a prompt's last token, since no logits are saved."""
 
-    def begin(self, prompt: np.ndarray) -> Running | None:
+    def begin(self, prompt: np.ndarray, message_starts: Sequence[int] = ()) -> Running | None:
         running = super().begin(prompt)
         if running is not None:
             last = self.tree.whole(len(prompt) - 1)

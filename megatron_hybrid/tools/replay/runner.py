@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hybrid.tools.replay.protocol import Engine, Foreseeing, Handle, KnowsMessages
+from megatron_hybrid.tools.replay.protocol import Engine
 from megatron_hybrid.tools.replay.request import Request
 
 TURN = 50
@@ -54,11 +54,10 @@ def side_by_side(
 ) -> list[Replay]:
     """`replay` the same requests through several engines, which take turns, so that a slowdown of
     the machine affects all of them."""
-    if any(isinstance(engine, Foreseeing) for engine in engines):
-        requests = list(requests)
     runs = [_Run(engine, in_flight) for engine in engines]
     for engine in engines:
-        if isinstance(engine, Foreseeing):
+        if hasattr(engine, "foresee"):
+            requests = list(requests)
             engine.foresee(requests)
     rest = iter(requests)
     while turn := list(islice(rest, TURN)):
@@ -76,9 +75,8 @@ class _Run:
     def __init__(self, engine: Engine, in_flight: int):
         self.result = Replay()
         self._engine = engine
-        self._knows_messages = isinstance(engine, KnowsMessages)
         self._in_flight = in_flight
-        self._running: deque[tuple[int, Request, Handle]] = deque()
+        self._running: deque[tuple[int, Request, Any]] = deque()
 
     def serve(self, request: Request) -> None:
         """Begin the next request."""
@@ -90,10 +88,7 @@ class _Run:
         prompt = self._engine.prepare(request.prompt)
         total = 0.0
         while True:
-            if self._knows_messages:
-                handle, seconds = timed(self._engine.begin_chat, prompt, request.message_starts)
-            else:
-                handle, seconds = timed(self._engine.begin, prompt)
+            handle, seconds = timed(self._engine.begin, prompt, request.message_starts)
             total += seconds
             if handle is not None:
                 break

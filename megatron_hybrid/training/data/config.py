@@ -69,7 +69,6 @@ class DataFields(Fields):
     """Processes of each rank that read data ahead; 0: the rank reads data when it needs them."""
 
     def check(self) -> None:
-        """See `Fields.check`."""
         super().check()
         blends = {name: getattr(self, name) for name in ("blend", *SPLITS)}
         for name, entries in blends.items():

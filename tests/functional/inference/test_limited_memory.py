@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import resource
 from pathlib import Path
@@ -31,6 +33,7 @@ with DynamicInferenceEngine(model, tokenizer) as engine:
 """
 
 
+@pytest.mark.matrix
 def test_an_engine_stays_below_an_address_space_limit():
     run = subprocess.run(
         [sys.executable, "-c", SCRIPT],

@@ -24,7 +24,6 @@ from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from waiting import wait_until
 
-from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.compat import parallel_state
 from megatron_hybrid.distributed import ranks
 from megatron_hybrid.distributed.ranks import RankError
@@ -139,7 +138,7 @@ class Job:
             load()
 
 
-RAISED = KeyboardInterrupt, SystemExit, GeneratorExit
+RAISED = KeyboardInterrupt, SystemExit
 LEADER_HAS_IT = "the leading rank has the error"
 
 
@@ -227,18 +226,6 @@ def list_rows():
         is_often=True,
     )
     yield Row(
-        "list: another order",
-        load(lambda job: second_has(job, lambda new: dict(reversed(new.items())))),
-        DIFFER,
-        several=True,
-    )
-    yield Row(
-        "list: another dtype",
-        load(lambda job: second_has(job, lambda new: dict(at(new, 3, torch.Tensor.double)))),
-        DIFFER + r".*torch.float32.*, rank 1 on .* has .*torch.float64",
-        several=True,
-    )
-    yield Row(
         "list: other values",
         load(lambda job: second_has(job, lambda new: dict(at(new, 3, torch.neg)))),
         DIFFER + ".* with the hash ",
@@ -246,20 +233,9 @@ def list_rows():
         is_often=True,
     )
     yield Row(
-        "list: an unknown name",
-        load(lambda job: {**job.new, "wrong": torch.zeros(2)}),
-        "no tensor wrong",
-    )
-    yield Row(
         "list: a wrong shape",
         load(lambda job: {**job.new, LAST: torch.zeros(3, 3)}),
         f"{LAST} has shape",
-        is_often=True,
-    )
-    yield Row(
-        "list: no pairs on a rank",
-        load(lambda job: [3] if job.is_second else job.new),
-        "pairs of a name and a tensor, got a int",
     )
 
 
@@ -281,7 +257,6 @@ def stream_rows():
         ),
         "SystemExit: the trainer is gone|^the trainer is gone",
         writes=True,
-        is_often=True,
     )
     yield Row(
         "stream: it ends early",
@@ -298,12 +273,6 @@ def stream_rows():
         writes=True,
         several=True,
     )
-    yield Row(
-        "stream: NaN",
-        load(lambda job: {**job.new, LAST: job.new[LAST] * torch.nan}.items()),
-        f"{LAST} has numbers that are NaN",
-        writes=True,
-    )
 
 
 def led_rows():
@@ -314,40 +283,23 @@ def led_rows():
         writes=True,
         is_often=True,
     )
-    for error in (KeyboardInterrupt, GeneratorExit):
-        yield Row(
-            f"led: a stream half way has {error.__name__}",
-            lambda job, error=error: job.lead(
-                lambda: job.engine.load_weights(raises_after(half(job.new), error))
-            ),
-            f"the trainer is gone|{LEADER_HAS_IT}",
-            writes=True,
-            is_often=error is KeyboardInterrupt,
-        )
     yield Row(
-        "led: a wrong shape in a stream",
+        "led: a stream half way has KeyboardInterrupt",
         lambda job: job.lead(
-            lambda: job.engine.load_weights(iter({**job.new, LAST: torch.zeros(3, 3)}.items()))
+            lambda: job.engine.load_weights(raises_after(half(job.new), KeyboardInterrupt))
         ),
-        f"{LAST} has shape|{LEADER_HAS_IT}",
+        f"the trainer is gone|{LEADER_HAS_IT}",
         writes=True,
+        is_often=True,
     )
 
 
 def info_rows():
-    one = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
-    for name, info, error in (
-        ("no such folder", {"path": "/nowhere"}, "update_info.path is '/nowhere'"),
-        ("a folder without weights", {"path": "/"}, "model.safetensors does not exist"),
-        ("an unknown field", {"path": "/", "x": 1}, "update_info has 'x'"),
-        ("no object", [], "update_info is an object"),
-    ):
-        receive = lambda job, info=info: job.receive(info)  # noqa: E731
-        yield Row(f"info: {name}", receive, error, is_often=name == "no such folder")
     yield Row(
-        "folder: of another model",
-        lambda job: job.receive({"path": f"{job.folder}/other"}),
-        r"has shape .* the model's config gives it|no tensor",
+        "info: no such folder",
+        lambda job: job.receive({"path": "/nowhere"}),
+        "update_info.path is '/nowhere'",
+        is_often=True,
     )
     yield Row(
         "folder: it is missing on a rank",
@@ -367,12 +319,6 @@ def info_rows():
         "update_info.path is '/nowhere'",
         writes=True,
         is_often=True,
-    )
-    yield Row(
-        "folder: another kind of part on a rank",
-        lambda job: job.receive({"path": f"{job.folder}/new"} if job.rank else {**one, "x": 1}),
-        "update_info has 'x'",
-        several=True,
     )
 
 
@@ -500,17 +446,10 @@ def sent_rows(is_raw):
         is_often=True,
     )
     yield row(
-        "long by one",
-        lambda new: at(new, 4, lambda t: torch.cat([t.flatten(), t.new_ones(1)])),
-        more,
-        writes=True,
-    )
-    yield row(
         "twice as long",
         lambda new: at(new, 4, lambda t: torch.cat([t, t])),
         more,
         writes=True,
-        is_often=True,
     )
     yield row(
         "an unknown name",
@@ -720,7 +659,6 @@ def run_rank(rank, folder, layouts, is_whole):
 )
 def test_after_a_fault_the_old_weights_answer_or_nothing_does(tmp_path, layouts, is_whole):
     save_old_and_new(tmp_path, **MODEL)
-    save_checkpoint(tiny_model(**{**MODEL, "layer_pattern": "M*|M-"}), tmp_path / "other")
     if is_whole:
         for source, name in (("new", "int8"), ("old", "int8 of old"), ("new", "fp8")):
             quantize(tmp_path / source, tmp_path / name, name.partition(" ")[0])

@@ -1,19 +1,15 @@
 """Scripts of Megatron run on our engine: unchanged, or with their imports changed."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from commands import Command, run_script
 from reference import full_logits, greedy_tokens, random_tokens, tiny_model
-from waiting import LIMIT_S
 
 from megatron_hybrid import compat
 from megatron_hybrid.megatron.__main__ import main
@@ -25,39 +21,30 @@ EXAMPLE = ROOT / "examples" / "megatron_inference.py"
 PROMPT = random_tokens(48, vocab_size=95)
 
 
-@cache
-def seen() -> dict:
-    """What every_call.py read, in a new Python."""
-    result = subprocess.run(
-        [sys.executable, "-m", "megatron_hybrid.megatron", str(EVERY_CALL), "--flag", "3"],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")]),
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
-
-
-def printed_by(script: Path, main: Callable[[list[str]], None], folder: Path) -> str:
-    command = Command([str(script)], folder, main=main)
+def printed_by(
+    script: Path, main: Callable[[list[str]], None], folder: Path, *arguments: str
+) -> str:
+    command = Command([str(script), *arguments], folder, main=main)
     assert command.wait() == [0], command.printed()
     return command.out()
 
 
-def test_the_script_is_main_and_has_its_arguments():
-    assert (seen()["argv"], seen()["name"]) == (["--flag", "3"], "__main__")
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> dict:
+    """What every_call.py read."""
+    folder = tmp_path_factory.mktemp("seen") / "printed"
+    return json.loads(printed_by(EVERY_CALL, main, folder, "--flag", "3"))
+
+
+def test_the_script_is_main_and_has_its_arguments(seen):
+    assert (seen["argv"], seen["name"]) == (["--flag", "3"], "__main__")
 
 
 @pytest.mark.parametrize(
     ("request_id", "prompt"), [("20", PROMPT), ("10", PROMPT[:30]), ("30", PROMPT[5:])]
 )
-def test_every_field_of_a_request(request_id, prompt):
-    request, model = seen()[request_id], tiny_model("M*-M*-")
+def test_every_field_of_a_request(seen, request_id, prompt):
+    request, model = seen[request_id], tiny_model("M*-M*-")
     tokens = request["generated_tokens"]
     assert tokens == greedy_tokens(model, prompt, 60 - len(prompt))
     assert request["prompt_tokens"] == prompt and request["prompt_length"] == len(prompt)
@@ -75,7 +62,7 @@ def test_every_field_of_a_request(request_id, prompt):
     assert request["event"] == ["payload", "timestamp", "type"]
     assert request["times"] and request["status"] == "COMPLETED" and request["top_k"] == 1
     assert request["routing_indices"] is None
-    assert len({seen()[other]["uid"] for other in ("10", "20", "30")}) == 3
+    assert len({seen[other]["uid"] for other in ("10", "20", "30")}) == 3
     assert request["num_cached_tokens"] == 0  # all asked for log-probs of their prompts
 
 
@@ -104,8 +91,8 @@ print(len(NAMES))
     assert int(printed_by(path, run_script, tmp_path / "printed")) > 10
 
 
-def test_every_counter_of_the_context():
-    context = seen()["context"]
+def test_every_counter_of_the_context(seen):
+    context = seen["context"]
     assert context.pop("step_count") > 12
     assert context == {
         "lifetime_prefill_token_count": 48 + 30 + 43,
@@ -121,20 +108,20 @@ def test_every_counter_of_the_context():
     }
 
 
-def test_every_other_entry():
+def test_every_other_entry(seen):
     expected = [greedy_tokens(tiny_model("M*-M*-"), p, 4) for p in (PROMPT, PROMPT[:20])]
-    assert seen()["suspended"] is True
-    assert seen()["generate"] == expected
-    assert seen()["cached"] == len(PROMPT)
-    assert seen()["legacy"] == [1, 0]
-    assert seen()["failed"] == ["FAILED", "FAIL"]
-    first, second, *static = seen()["refused"]
+    assert seen["suspended"] is True
+    assert seen["generate"] == expected
+    assert seen["cached"] == len(PROMPT)
+    assert seen["legacy"] == [1, 0]
+    assert seen["failed"] == ["FAILED", "FAIL"]
+    first, second, *static = seen["refused"]
     for text in (first, second):
         assert "await start_listening_to_data_parallel_coordinator() first" in text
     for name, text in zip(("Context", "Engine"), static, strict=True):
         assert text.startswith(f"StaticInference{name} is not supported")
         assert "DynamicInferenceEngine(controller, context).generate(" in text
-    assert seen()["llm"] == expected[:1] and seen()["async_llm"] == expected[0]
+    assert seen["llm"] == expected[:1] and seen["async_llm"] == expected[0]
 
 
 def test_the_example_runs_unchanged_and_with_changed_imports(tmp_path):

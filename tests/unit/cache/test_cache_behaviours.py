@@ -157,7 +157,7 @@ def test_an_answer_that_stops_at_a_interval_is_the_end_of_an_answer():
         positions = sim.cache.explain(joined(prompt, answer)).positions
         assert {p.position: p.kind for p in positions}[160] == kind
         followed.ask(sim.cache.contents.changes, 100)
-        followed.check(sim.cache.contents.view())
+        followed.check(sim.cache)
 
 
 def test_intervals_of_an_answer_take_no_room_from_what_is_worth_more():

@@ -1,7 +1,5 @@
 """Eviction: its order, and that room is made or nothing happens."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from simulator import Simulator
@@ -46,12 +44,6 @@ def test_tail_start(start, held_end, checkpoints, expected, known):
     upper = edge(0, start) if start else None
     tail = edge(start, held_end + known + 1, checkpoints, upper, held_end=held_end)
     assert tail_start(tail, HYBRID) == expected
-
-
-def test_a_position_whose_state_is_gone_does_not_hold_kv():
-    tail = edge(0, 100, (20, 40))
-    tail.stored.remove(40)
-    assert tail_start(tail, HYBRID) == 32
 
 
 def test_an_edge_with_held_children_has_no_tail():
@@ -143,15 +135,6 @@ class TestEvictor:
         assert room.make_room(1)
         assert room.stored() == {96}
 
-    def test_of_equal_values_the_least_recently_used_is_evicted_first(self):
-        room = Room()
-        for start, used in ((0, 5), (1000, 3), (2000, 4)):
-            room.add(part(32, start))
-            room.save(part(32, start)).last_use = used
-        room.refresh()
-        room.make_room(1)
-        assert {c.last_use for c in room.index.checkpoints() if c.pages is not None} == {5, 4}
-
     def test_no_more_of_a_tail_goes_than_is_needed(self):
         room = Room()
         room.add(part(100, 0))
@@ -174,24 +157,6 @@ class TestEvictor:
         assert room.walk([*part(20, 0), *part(30, 500)]).depth == 48
         assert room.pool.num_free == free + 2
         room.index.check_integrity()
-
-    def test_the_least_state_is_searched_again_after_values_changed(self):
-        room = Room()
-        for n, rate in ((32, 1.0), (48, 2.0)):
-            room.add(part(n, 1000 * n))
-            room.save(part(n, 1000 * n), rate)
-        nothing = (1, 0.0, 0)
-        assert not room.make_room(1, below=nothing)
-        room.add(part(64, 64_000))
-        room.save(part(64, 64_000), rate=0.1)  # stored since the last look
-        assert room.make_room(1, below=(1, 5.0, 0))  # 0.1 * 64 / (2 + 4); the others 8 and 19
-        assert room.stored() == {32, 48}
-        assert room.make_room(4)  # the blocks that nothing else needs
-        assert not room.make_room(1, below=nothing)
-        room.rates.now += 1
-        room.rates.rates[room.walk(part(32, 32_000)).deepest_checkpoint()] = 9.0
-        assert room.make_room(1)
-        assert room.stored() == {32}
 
     def test_pinned_items_are_skipped_and_return_when_unpinned(self):
         room = Room()
@@ -259,16 +224,6 @@ class TestEvictor:
         assert room.walk(part(96, 0)).depth == 0
         assert room.pool.ref_counts[pages[3]] == 1
         room.index.check_integrity()
-
-    def test_the_first_eviction_does_not_scan_all_saved_states(self):
-        """A prompt's KV is a tail until its state is published."""
-        room = Room(num_pages=4 * 300 + 1)
-        for start in range(0, 300_000, 1000):
-            room.add(part(32, start))
-            room.save(part(32, start))
-        keys = room.evictor.tails.key = Counted(room.evictor.tails.key)
-        assert room.make_room(1)
-        assert keys.calls < 10
 
     @pytest.mark.parametrize("force", [False, True])
     def test_an_item_whose_eviction_fails_stays_in_its_heap(self, force):
@@ -358,69 +313,6 @@ class TestEvictor:
         room.make_room(3)  # without the fork's tail
         assert [c.pages is None for c in (tip, middle, other)] == [True, False, False]
 
-    def test_refresh_reorders_items_whose_value_fell(self):
-        room = Room()
-        for start in (0, 1000):
-            room.add(part(32, start))
-            room.save(part(32, start), 1.0 + start)
-        popular = room.walk(part(32, 1000)).deepest_checkpoint()
-        room.rates.rates[popular] = 0.5
-        room.refresh()
-        room.make_room(1)
-        assert popular.pages is None
-
-    def test_after_many_values_rose_no_item_of_a_higher_value_is_evicted(self):
-        room = Room(num_pages=2000)
-        for start in range(0, 200_000, 1000):
-            room.add(part(32, start))
-            room.save(part(32, start), 1e-6)
-        for point in list(room.rates.rates):
-            room.rates.rates[point] = 1.0
-        room.make_room(0)
-        assert not room.make_room(1, below=(1, 0.01, 0))
-        assert len(room.stored()) == 1  # at one position each
-        assert room.stats.checkpoints_evicted == 0
-
-    def test_a_dropped_state_leaves_the_heap(self):
-        room = Room()
-        room.add(part(32, 0))
-        for _ in range(5):
-            assert room.evictor.drop_checkpoint(room.save(part(32, 0)))
-        assert (len(room.evictor.checkpoints), room.evictor.checkpoints.least()) == (0, None)
-
-    @pytest.mark.parametrize("at_once", [1, 2, 3, 7])
-    def test_in_pure_attention_refresh_alternates_states_and_tails(self, at_once):
-        room = Room(PURE, num_pages=1000)
-        for start in range(0, 8000, 1000):
-            room.add(part(32, start))
-            if start < 6000:
-                room.save(part(32, start))
-            room.add(part(64, start))
-        states, tails = room.evictor.checkpoints, room.evictor.tails
-        assert (len(states), len(tails)) == (6, 8)
-        for queue in (states, tails):
-            seen = Counter()
-            queue.key = lambda item, key=queue.key, seen=seen: seen.update([item]) or key(item)
-            for _ in range(24):
-                room.evictor.refresh(at_once)
-            turns = 24 * min(at_once, len(queue)) // len(queue)
-            assert set(seen.values()) <= {turns, turns + 1}
-            assert len(seen) == len(queue)
-
-    def test_refresh_finds_a_tail_whose_rate_fell(self):
-        """The old one was worth 16, the new one 8; then it is the other way."""
-        room = Room(PURE)
-        room.add(part(32, 0))
-        old = room.watch(part(32, 0), 1.0)
-        room.add(part(32, 1000))
-        room.watch(part(32, 1000), 0.5)
-        assert room.evictor.tails.least() == (1, 8.0, 2)
-        room.rates.rates[old] = 0.25
-        room.refresh()
-        assert room.evictor.tails.least() == (1, 4.0, 1)
-        room.make_room(1)
-        assert room.walk(part(32, 0)).depth == 16
-
     def test_in_pure_attention_a_tail_is_cut_down_to_its_least_valuable_blocks(self):
         room = Room(PURE)
         room.add(part(160, 0))
@@ -451,14 +343,6 @@ class TestEvictor:
         room.refresh()
         assert room.make_room(1)
         assert (room.stored(), room.walk(part(32, 0)).depth) == ({2}, 16)
-
-    def test_a_cleared_index_leaves_nothing_to_evict(self):
-        room = Room()
-        room.add(part(32, 0))
-        room.save(part(32, 0))
-        room.index.clear()
-        room.evictor.clear()
-        assert not room.make_room(1)
 
 
 def simulator(spec=HYBRID, num_pages=100, mode="restore"):
@@ -506,17 +390,6 @@ def test_what_is_never_used_again_sinks():
     assert kept[:3] == [320] * 3
     assert kept[-1] == 0
     assert skipped(sim, prompt(160, 39)) == 160
-
-
-def test_old_valuable_states_are_evicted_for_a_flow_of_small_ones():
-    """Whether its state was stored or not, each return of a prompt speaks for it."""
-    sim = simulator(num_pages=1 + 2 * (20 + 2) + 3)
-    for seed in (1, 2):
-        serve(sim, prompt(320, seed))
-    small = prompt(48, 3)
-    got = [serve(sim, small).lease.report.skipped_tokens for _ in range(30)]
-    assert got[0] == 0
-    assert got[-1] == 48
 
 
 def test_what_is_held_and_gone_is_not_remembered_for_ever():
@@ -568,20 +441,6 @@ def test_what_is_held_and_enters_a_queue_meanwhile_is_forced_out_once():
     assert gone == edges
     assert not evictor._pinned.entries
     cache.check_integrity()
-
-
-def test_the_blocks_of_running_requests_stay_in_the_tree():
-    sim = simulator()
-    tokens = prompt(160, 1)
-    long, short = sim.start(tokens), sim.start(tokens[:64])
-    sim.forward(long, 160, save=False)
-    sim.forward(short, 64, save=False)
-    assert sim.cache.evict(1000) == 0
-    assert sim.cache.match(np.array(tokens, np.int32)).shared_tokens == 160
-    sim.cancel(long)
-    assert sim.cache.evict(1) == 1
-    assert sim.cache.match(np.array(tokens, np.int32)).shared_tokens == 144
-    sim.check()
 
 
 def test_what_lies_under_a_running_request_can_be_had_when_nothing_else_is_left():

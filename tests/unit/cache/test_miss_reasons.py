@@ -271,16 +271,6 @@ def test_explain_tells_of_another_salt_where_that_is_what_is_missing(mode):
     sim.cancel(running)
 
 
-def test_under_its_own_salt_a_prompt_is_not_known_elsewhere():
-    sim = simulator()
-    sim.run(tokens(100), salt="a")
-    sim.run(tokens(100), salt="b")
-    for salt in "ab":
-        explanation = sim.cache.explain(tokens(100), salt)
-        assert (explanation.reason, explanation.elsewhere_tokens) == (None, 0)
-    assert lost(sim) == {MissReason.SALT: 100}  # of the first request under b
-
-
 @pytest.mark.parametrize(("shared", "elsewhere"), [(15, 0), (16, 16), (17, 17)])
 def test_less_than_a_block_is_chance(shared, elsewhere):
     sim = simulator()
@@ -300,35 +290,11 @@ def test_a_common_first_token_under_the_own_salt_does_not_hide_it():
     assert lost(sim) == {MissReason.STATE_NEVER_SAVED: 1, MissReason.SALT: 99}
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, None])
-def test_salt_whatever_the_cut_of_the_prefill(chunk):
-    sim = simulator()
-    sim.run(tokens(40), salt="a", chunk=chunk)
-    assert sim.cache.explain(tokens(40), "b").elsewhere_tokens == 40
-
-
-def test_a_first_block_in_use_stays_known(monkeypatch):
-    monkeypatch.setattr(salts, "MAX_SALT_ENTRIES", 2)
-    sim = simulator()
-    for seed in (0, 1, 0, 2):
-        sim.run(tokens(40, seed), salt="a")
-    known = [sim.cache.explain(tokens(40, seed), "b").elsewhere_tokens for seed in range(3)]
-    assert known == [40, 0, 40]
-
-
 def test_log_probs_of_a_prompt_are_not_lost_to_the_salt():
     sim = simulator()
     sim.run(tokens(100), salt="a")
     report_of(sim, tokens(100), "b", recompute_reason="prompt_log_probs")
     assert lost(sim) == {}
-
-
-def test_what_was_cleared_is_not_known_elsewhere():
-    sim = simulator()
-    sim.run(tokens(100), salt="a")
-    sim.cache.clear()
-    assert sim.cache.explain(tokens(100), "b").reason is MissReason.NO_SHARED_PREFIX
-    assert sim.cache._salts.other_salt(tokens(100), "b") is None  # no token stays behind
 
 
 def test_salts_are_bounded(monkeypatch):

@@ -122,26 +122,6 @@ def test_a_reservation_is_settled_once():
 # ---- q and p ----
 
 
-def test_the_room_is_never_less_than_what_is_shared():
-    sim = simulator()
-    sim.run(tokens(40))
-    lease = sim.cache.acquire(tokens(60), capacity_tokens=10)
-    assert lease.block_table.shape == (3, 1)
-    assert [copy.num_rows for copy in lease.copies] == [8]
-
-
-def test_copies_come_one_per_group():
-    sim = simulator(TWO_GROUPS)
-    assert TWO_GROUPS.kv_pages_per_block == 4
-    sim.run(tokens(20))
-    lease = sim.cache.acquire(tokens(20), capacity_tokens=20)
-    assert [(c.group, len(c.src_pages), c.num_rows) for c in lease.copies] == [(0, 1, 4), (1, 3, 4)]
-    assert joined(*(c.dst_pages for c in lease.copies)).tolist() == lease.block_table[1].tolist()
-    sim.cache.restored(lease)
-    sim.cache.release(lease)
-    sim.check()
-
-
 def test_a_state_that_a_request_waits_for_evicts_any_unpinned_item():
     sim = simulator(num_pages=9)  # eight pages: a prompt's KV of two, and three states of two
     for seed in range(3):
@@ -162,36 +142,6 @@ def test_a_state_that_a_request_waits_for_evicts_any_unpinned_item():
     assert sim.start(tokens(16, seed=9)).lease.skipped_tokens == 16
 
 
-def test_memory_only_shares_and_computes_everything():
-    sim = simulator(mode="memory_only")
-    prompt = tokens(64)
-    first = sim.start(prompt)
-    sim.forward(first, 64)
-    used = sim.cache.stats()["pages_in_use"]
-    second = sim.start(prompt)
-    lease = second.lease
-    assert (lease.shared_tokens, lease.skipped_tokens, lease.done) == (64, 0, 0)
-    assert lease.report.computed_tokens == 64
-    assert lease.report.miss_reason is MissReason.MODE
-    assert sim.cache.stats()["pages_in_use"] == used
-    assert sim.cache.allocator.ref_counts[lease.block_table].ravel().tolist() == [2] * 4
-    assert lease.wanted == {}
-    assert sim.cache.reserve_checkpoint(lease, 64) is None
-    sim.forward(second, 64)
-    sim.finish(second)
-    sim.finish(first)
-    sim.check()
-
-
-def test_off_shares_nothing_and_keeps_nothing():
-    sim = simulator(mode="off")
-    sim.run(tokens(50))
-    report = sim.run(tokens(50)).lease.report
-    assert (report.shared_tokens, report.skipped_tokens) == (0, 0)
-    assert report.miss_reason is MissReason.MODE
-    assert sim.cache.allocator.num_free == 399
-
-
 # ---- what becomes visible when ----
 
 
@@ -208,19 +158,6 @@ def test_a_decode_becomes_visible_block_by_block():
     assert seen[11] == 32  # token 32 filled its block
     sim.finish(running)
     assert sim.cache.match(np.array(running.tokens, np.int32)).shared_tokens == 50
-
-
-def test_a_reservation_makes_its_position_visible():
-    sim = simulator()
-    running = sim.start(tokens(20))
-    sim.forward(running, 20)
-    running.tokens += [1, 2]
-    assert sim.cache.extend(running.lease, 22)
-    reservation = sim.cache.reserve_checkpoint(running.lease, 21)
-    sim.forward(running, 1)
-    assert sim.publish(running, reservation)
-    assert sim.cache.match(np.array(running.tokens, np.int32)).skipped_tokens == 21
-    sim.check()
 
 
 def test_the_second_of_two_equal_checkpoints_is_given_back():
@@ -243,19 +180,6 @@ def test_the_second_of_two_equal_checkpoints_is_given_back():
     assert sim.cache.stats()["checkpoints_duplicate"] == 1
     assert sim.cache.match(prompt[:33]).skipped_tokens == 33
     sim.check()
-
-
-def test_the_same_prefix_computed_twice_is_kept_once():
-    sim = simulator()
-    prompt = tokens(64)
-    a, b = sim.start(prompt), sim.start(joined(prompt, tokens(16, 1)))
-    sim.forward(a, 64)
-    sim.forward(b, 80)
-    assert sim.cache.stats()["pages_in_use"] == 4 + 5
-    sim.finish(a)
-    sim.finish(b)
-    sim.check()
-    assert sim.cache.stats()["pages_cached"] == 5 + 2 * 2
 
 
 # ---- room ----
@@ -364,13 +288,6 @@ def test_states_of_prompts_too_long_to_be_remembered():
         prompt = tokens(6000, seed)
         assert sim.run(prompt).lease.report.checkpoints_saved == 1
         assert sim.cache.match(prompt).skipped_tokens == 6000
-
-
-def test_the_heap_of_tails_does_not_grow_where_tails_hold_nothing():
-    sim = simulator(CacheSpec(16, (), state_bytes=3000, hidden_bytes=64), num_pages=10)
-    for seed in range(50):
-        sim.run(tokens(20, seed))
-    assert not sim.cache._evictor.tails._heap
 
 
 def test_states_of_one_forward_know_of_each_other():
@@ -504,39 +421,12 @@ def test_no_request_waits_for_a_pass_over_all_that_is_known(spec, monkeypatch):
             where, name, lambda *args, call=call: looked_at.append(1) or call(*args)
         )
     engine.cache = cache = PrefixCache(spec, 2000)
-    for seed in range(1500):
+    for seed in range(700):
         serve(engine, tokens(30, 2 * seed), tokens(5, 2 * seed + 1))
         most, _ = max(most, len(looked_at)), looked_at.clear()
-    assert len(list(cache._index.checkpoints())) > 2000
+    assert len(list(cache._index.checkpoints())) > 1200
     assert most < 4 * REFRESHED + 8 * MAX_RISEN  # a part of the sweep, and its own work
     cache.check_integrity()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"capacity_tokens": 60.0},
-        {"capacity_tokens": "60"},
-        {"capacity_tokens": 60, "chunk_tokens": "16"},
-        {"capacity_tokens": 60, "declared": [10.5]},
-        {"capacity_tokens": 60, "declared": ["10"]},
-        {"capacity_tokens": 60, "messages": 10},
-    ],
-)
-def test_what_is_no_number_of_tokens_changes_nothing(arguments):
-    cache = PrefixCache(HYBRID, 100)
-    before = cache.stats()
-    with pytest.raises(TypeError):
-        cache.acquire(tokens(40), **arguments)
-    assert cache.stats() == before
-    lease = cache.acquire(tokens(40), capacity_tokens=60)
-    with pytest.raises(TypeError):
-        cache.extend(lease, 100.5)
-    with pytest.raises(TypeError):
-        cache.reserve_checkpoint(lease, 40.0)
-    cache.check_integrity()
-    cache.release(lease)
-    assert cache.allocator.num_free == 99
 
 
 def test_a_preempted_request_ends_no_answer():

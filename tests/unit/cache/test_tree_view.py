@@ -1,7 +1,7 @@
 """The view of the tree, against the prompts that were run and what `explain` says of them."""
 
 import numpy as np
-import pytest
+from followed_tree import drawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from settled import settled
@@ -25,21 +25,15 @@ def grown_cache(pages: int, families: int, seed: int) -> tuple[PrefixCache, list
     return sim.cache, prompts
 
 
-def known_in_view(view, tokens) -> tuple[int, int]:
+def known_in_view(edges, tokens) -> tuple[int, int]:
     """Leading tokens that the view knows, and the number of the edge with the last of them."""
-    number, known, index = 0, 0, dict(zip(view.numbers, range(len(view.numbers))))
-    children: dict[int, list[int]] = {}
-    for child, parent in zip(view.numbers, view.parents):
-        children.setdefault(parent, []).append(child)
+    number, known = 0, 0
+    children = {(edge.parent, edge.first_tokens[0]): edge for edge in edges}
     while known < len(tokens):
-        for child in children.get(number, ()):
-            edge = view.first_tokens[index[child]]
-            if edge[0] == tokens[known]:
-                break
-        else:
+        if (edge := children.get((number, tokens[known]))) is None:
             return known, number
-        number = child
-        for token in edge:
+        number = edge.number
+        for token in edge.first_tokens:
             if known == len(tokens) or token != tokens[known]:
                 return known, number
             known += 1
@@ -54,56 +48,39 @@ def known_in_view(view, tokens) -> tuple[int, int]:
 )
 def test_a_view_has_the_tokens_and_states_that_explain_tells_of(pages, families, seed):
     cache, prompts = grown_cache(pages, families, seed)
-    view = cache.contents.view(num_tokens=1000)
-    assert view.num_edges == len(view.numbers) == len(set(view.numbers))
-    assert sum(map(len, view.first_tokens)) == cache.stats()["known_tokens"]
-    held = sum(held - start for start, held in zip(view.starts, view.held_ends))
-    assert held == cache.stats()["cached_tokens"]
-    starts = dict(zip(view.numbers, view.starts))
-    ends = dict(zip(view.numbers, view.ends))
-    parents = dict(zip(view.numbers, view.parents))
-    for number, parent in parents.items():
-        assert starts[number] == (ends[parent] if parent else 0)
+    told = cache.contents.changes(None, num_tokens=1000)
+    edges = {edge.number: edge for edge in told.edges}
+    assert told.num_edges == len(told.edges) == len(edges)
+    assert sum(len(edge.first_tokens) for edge in told.edges) == cache.stats()["known_tokens"]
+    assert sum(edge.held_end - edge.start for edge in told.edges) == cache.stats()["cached_tokens"]
+    for edge in told.edges:
+        assert edge.start == (edges[edge.parent].end if edge.parent else 0)
+    all_states = [state for edge in told.edges for state in edge.states]
     for tokens in prompts:
-        told = cache.explain(tokens.astype(np.int32))
-        assert known_in_view(view, tokens) == (told.known_tokens, told.edge)
-        assert cache.contents.edge_number(tokens.astype(np.int32)) == told.edge
-        on_path, number = set(), told.edge
+        found = cache.explain(tokens.astype(np.int32))
+        assert known_in_view(told.edges, tokens) == (found.known_tokens, found.edge)
+        assert cache.contents.edge_number(tokens.astype(np.int32)) == found.edge
+        on_path, number = set(), found.edge
         while number:
             on_path.add(number)
-            number = parents[number]
-        states = {(s.position, s.tier, s.uses) for s in view.states if s.edge in on_path}
-        assert {state for state in states if state[0] <= told.known_tokens} == {
+            number = edges[number].parent
+        states = {(s.position, s.tier, s.uses) for s in all_states if s.edge in on_path}
+        assert {state for state in states if state[0] <= found.known_tokens} == {
             (p.position, "pool" if p.is_stored else "evicted", p.uses)
-            for p in told.positions
+            for p in found.positions
             if p.was_stored or p.is_stored
         }
-    stored = [state for state in view.states if state.tier == "pool"]
+    stored = [state for state in all_states if state.tier == "pool"]
     assert len(stored) == cache.stats()["checkpoints"]
     assert all(state.num_bytes > 0 for state in stored)
-
-
-@pytest.mark.parametrize("limit", [1, 3, 8])
-def test_of_many_edges_those_used_last_are_told_with_all_before_them(limit):
-    cache, _ = grown_cache(1500, 3, 0)
-    whole, view = cache.contents.view(), cache.contents.view(max_edges=limit)
-    assert view.num_edges == len(whole.numbers) > limit == len(view.numbers)
-    assert set(view.parents) <= {0, *view.numbers}
-    others = [
-        use for number, use in zip(whole.numbers, whole.last_uses) if number not in view.numbers
-    ]
-    assert max(others) <= min(view.last_uses)
-    assert view.first_tokens == []
-    assert {state.edge for state in view.states} <= set(view.numbers)
 
 
 def test_an_edge_keeps_its_number_while_its_end_lives():
     sim = Simulator(settled(PrefixCache(SPEC, 1500)))
     prompt = np.arange(100, dtype=np.int32)
     sim.run(prompt)
-    (number,) = sim.cache.contents.view().numbers
+    (edge,) = drawn(sim.cache)
     sim.run(np.concatenate([prompt[:50], prompt[:30]]))  # a fork at 50
-    view = sim.cache.contents.view()
-    assert view.ends[view.numbers.index(number)] == 100
-    assert view.starts[view.numbers.index(number)] == 50
-    assert len(view.numbers) == 3
+    edges = drawn(sim.cache)
+    (kept,) = [each for each in edges if each.number == edge.number]
+    assert (kept.start, kept.end, len(edges)) == (50, 100, 3)

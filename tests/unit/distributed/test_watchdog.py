@@ -1,4 +1,4 @@
-"""RankWatch: the failure that all ranks name is the first one, and whom it names."""
+"""RankControl: the failure that all ranks name is the first one, and whom it names."""
 
 import socket
 import threading
@@ -10,10 +10,11 @@ import pytest
 from waiting import LIMIT_S, wait_until
 
 from megatron_hybrid.distributed import rank_status, watchdog
+from megatron_hybrid.distributed.rank_control import RankControl
 from megatron_hybrid.distributed.rank_status import Position, StallDetector, Status
 from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.distributed.rendezvous import Member
-from megatron_hybrid.distributed.watchdog import RankFailedError, RankWatch
+from megatron_hybrid.distributed.watchdog import RankFailedError
 
 HOST = socket.gethostname()
 
@@ -29,7 +30,7 @@ def other(monkeypatch):
     """A watch of rank 0, and rank 1's end of its connection."""
     monkeypatch.setattr(watchdog, "BEAT_SECONDS", 0.02)
     own, other = Pipe()
-    watch = RankWatch(Ranks(0, 2, [], {1: own}), 120.0)
+    watch = RankControl(Ranks(0, 2, [], {1: own}), 120.0)
     yield watch, other
     watch.close()
     other.close()

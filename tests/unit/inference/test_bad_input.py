@@ -12,7 +12,6 @@ from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.offload.disk_store import CacheFolderError
 
 MODEL = tiny_model()
 PROMPT = random_tokens(20)
@@ -29,40 +28,23 @@ def with_params(**fields) -> dict:
 BAD_REQUESTS = {
     # name: (arguments of add_request, error, what its message must name)
     "empty prompt": (dict(prompt=[]), ValueError, "prompt is empty.*at least one token"),
-    "empty array": (dict(prompt=np.zeros(0, dtype=np.int64)), ValueError, "prompt is empty"),
     "no prompt": (dict(prompt=None), TypeError, "str or a sequence of token ids.*NoneType"),
     "a number": (dict(prompt=7), TypeError, "str or a sequence of token ids.*int"),
     "text without tokenizer": (dict(prompt="hello"), TypeError, "needs a tokenizer.*pass ids"),
     "floats": (dict(prompt=[1.0, 2.0]), TypeError, "int token ids.*float"),
-    "booleans": (dict(prompt=[True, False]), TypeError, "int token ids.*bool"),
-    "strings": (dict(prompt=["a", "b"]), TypeError, "int token ids.*str"),
     "nested": (dict(prompt=[[1, 2], [3, 4]]), TypeError, "flat sequence of int token ids"),
-    "ragged": (dict(prompt=[[1], [2, 3]]), TypeError, "flat sequence of int token ids"),
     "a float among ints": (dict(prompt=[1, 2.0]), TypeError, "elements of type float, int"),
     "a bool among ints": (dict(prompt=[1, True]), TypeError, "elements of type bool, int"),
-    "nothing among ints": (dict(prompt=[1, None]), TypeError, "elements of type NoneType, int"),
     "bytes": (dict(prompt=b"ab"), TypeError, "str or a sequence of token ids.*bytes"),
-    "memoryview": (dict(prompt=memoryview(b"ab")), TypeError, "token ids.*memoryview"),
-    "set": (dict(prompt={1, 2}), TypeError, "str or a sequence of token ids.*set"),
     "dict": (dict(prompt={1: 2}), TypeError, "str or a sequence of token ids.*dict"),
     "iterator": (dict(prompt=iter([1, 2])), TypeError, "str or a sequence of token ids"),
-    "2-d array": (dict(prompt=np.ones((2, 3), int)), TypeError, "flat sequence of int"),
     "masked array": (
         dict(prompt=np.ma.array([1, 2, 3], mask=[0, 1, 0])),
         TypeError,
         r"no masked tokens: pass prompt.compressed\(\)",
     ),
-    "an ignored stop token of another model": (
-        with_params(stop_token_ids=(5, VOCAB_SIZE), ignore_termination=True),
-        ValueError,
-        f"stop token {VOCAB_SIZE} is outside",
-    ),
     "0-d array": (dict(prompt=np.array(1)), TypeError, "sequence of token ids.*ndarray"),
     "float tensor": (dict(prompt=torch.ones(3)), TypeError, "int token ids.*float"),
-    "bfloat16 tensor": (dict(prompt=torch.ones(3, dtype=torch.bfloat16)), TypeError, "float"),
-    "2-d tensor": (dict(prompt=torch.ones(1, 3, dtype=torch.int64)), TypeError, "flat sequence"),
-    "0-d tensor": (dict(prompt=torch.tensor(1)), TypeError, "sequence of token ids.*int"),
-    "empty tensor": (dict(prompt=torch.tensor([])), ValueError, "prompt is empty"),
     "huge token": (dict(prompt=[1, 2**70]), ValueError, f"token {2**70} at position 1"),
     "unsigned token": (
         dict(prompt=np.array([2**64 - 1], dtype=np.uint64)),
@@ -89,16 +71,6 @@ BAD_REQUESTS = {
         with_params(stop_words=("x",)),
         ValueError,
         "stop_words need a tokenizer.*stop_token_ids",
-    ),
-    "a stop token of another model": (
-        with_params(stop_token_ids=(1, VOCAB_SIZE)),
-        ValueError,
-        rf"stop token {VOCAB_SIZE} is outside of the vocabulary \[0, {VOCAB_SIZE}\)",
-    ),
-    "a last token of another model": (
-        with_params(termination_id=2**30),
-        ValueError,
-        f"stop token {2**30} is outside of the vocabulary",
     ),
     "too many samples": (with_options(n=9), ValueError, "n is 9; .* at most max_requests=8"),
     "breakpoint after the prompt": (
@@ -178,8 +150,6 @@ def test_no_id_outside_of_the_vocabulary_passes_the_builder(token):
     "arguments, message",
     [
         (dict(prompts=None), "sequence of prompts, got NoneType"),
-        (dict(prompts=5), "sequence of prompts, got int"),
-        (dict(prompts={}), "sequence of prompts, got dict"),
         (dict(prompts=np.array(5)), "sequence of prompts, got ndarray"),
         (dict(prompts=iter([PROMPT])), "sequence of prompts, got list_iterator"),
         (dict(prompts=[None]), "prompt 0: .*NoneType"),
@@ -260,21 +230,17 @@ def test_one_prompt_or_rows_of_prompts(prompts):
     [
         (dict(temperature=True), "temperature.*True"),
         (dict(temperature=np.bool_(True)), "temperature.*True"),
-        (dict(return_log_probs="yes"), "return_log_probs is 'yes'; it must be true or false"),
         (dict(ignore_termination=1), "ignore_termination is 1; it must be true or false"),
         (dict(stop_words=["a", "\ud800"]), r"stop word has \\ud800, half of a character"),
         (dict(stop_words=5), "stop_words is 5; it must be a list"),
         (dict(stop_words=[5]), r"stop_words\[0\] is 5; it must be text with a length of 1 or more"),
         (dict(stop_token_ids=5), "stop_token_ids is 5; it must be a list of whole numbers"),
         (dict(top_k=-2), "top_k.*-2"),
-        (dict(top_p=1.1), "top_p is 1.1; it must be a number from 0 to 1"),
         (dict(seed=1 << 64), f"seed is {1 << 64}; .* to {(1 << 64) - 1}"),
         (
             dict(temperature=10**300),
             r"temperature is 10+\.\.\.; it must be a number from 0 to 1e\+30",
         ),
-        (dict(repetition_penalty=0), r"repetition_penalty is 0; .* from 1e-30 to 1e\+30"),
-        (dict(presence_penalty=2.1), "presence_penalty is 2.1; .* from -2 to 2"),
         (dict(presence_penalty=None), "presence_penalty.*None"),
         (dict(logit_bias=[(1, 2)]), r"logit_bias is \[\(1, 2\)\]; it must be a mapping"),
         (dict(logit_bias={"5": 1}), "logit_bias: a key is '5'; it must be a whole number"),
@@ -282,7 +248,6 @@ def test_one_prompt_or_rows_of_prompts(prompts):
         (dict(min_tokens=5, num_tokens_to_generate=4), "min_tokens=5 exceeds .*=4: raise"),
         (dict(top_n_logprobs=2), "top_n_logprobs needs return_log_probs"),
         (dict(stop_words=[""]), r"stop_words\[0\] is ''"),
-        (dict(stop_token_ids=["x"]), r"stop_token_ids\[0\] is 'x'; it must be a whole number"),
         (dict(stop_token_ids=(5, -2)), r"stop_token_ids\[1\] is -2; .* from 0 to"),
     ],
 )
@@ -295,13 +260,11 @@ def test_bad_sampling_params(fields, message):
     "fields, message",
     [
         (dict(salt=3), "salt is 3; it must be text"),
-        (dict(salt=None), "salt is None; it must be text"),
         (dict(n=0), "n is 0; it must be a whole number from 1 to"),
         (dict(n=True), "n is True; it must be a whole number"),
         (dict(priority=0.5), "priority is 0.5; it must be a whole number"),
         (dict(guide="a"), "guide is 'a'; it must be a Guide"),
         (dict(cache_breakpoints=[0]), r"cache_breakpoints\[0\] is 0; .* from 1 to"),
-        (dict(cache_breakpoints=[True]), r"cache_breakpoints\[0\] is True; "),
         (dict(cache_breakpoints=[4, 1.5]), r"cache_breakpoints\[1\] is 1.5; "),
         (dict(cache_breakpoints=[5] * 4097), "it must be a list with a length at most 4096"),
         (dict(cache_breakpoints=5), "cache_breakpoints is 5; it must be a list"),
@@ -332,22 +295,14 @@ def test_params_changed_after_the_request_was_added_do_not_reach_it():
     [
         (dict(prefix_caching="on"), "prefix_caching is 'on'.*off.*memory_only.*restore"),
         (dict(block_size_tokens=24), "block_size_tokens is 24.*power of two from 16 to 256"),
-        (dict(block_size_tokens=512), "block_size_tokens is 512"),
-        (dict(cache_bytes=0), "cache_bytes is 0"),
-        (dict(max_requests=0), "max_requests is 0"),
         (dict(cache_bytes=10**25), rf"cache_bytes is {10**25}; .* from 1 to {2**63 - 1}"),
         (dict(max_sequence_length=2**63), rf"max_sequence_length is {2**63}; .* to {2**63 - 1}"),
         (dict(host_cache_bytes=-1), "host_cache_bytes is -1; .* from 0 to"),
-        (dict(max_tokens=True), "max_tokens is True"),
-        (dict(max_sequence_length=1.5), "max_sequence_length is 1.5"),
         (dict(memory_fraction=0), r"memory_fraction is .*above 0 and at most 1"),
         (dict(memory_fraction=float("nan")), "memory_fraction is nan; .*at most 1"),
-        (dict(memory_fraction="0.9"), "memory_fraction is '0.9'"),
         (dict(kv_cache_dtype=torch.int8), "kv_cache_dtype is torch.int8"),
         (dict(kv_cache_dtype="float16"), "kv_cache_dtype is 'float16'"),
-        (dict(random_seed="x"), "random_seed is 'x'"),
         (dict(state_encoding="fp8"), "state_encoding is 'fp8'; use 'exact', 'bf16' or 'int8'"),
-        (dict(verify_ranks="no"), "verify_ranks is 'no'"),
         (dict(warm_up=1), "warm_up is 1"),
     ],
 )
@@ -372,13 +327,6 @@ def test_numbers_of_numpy_are_numbers():
     assert len(result.token_ids) <= 30
 
 
-def test_a_temperature_may_be_an_int_that_fits_in_no_tensor_of_ints():
-    (result,) = tiny_engine(MODEL).generate(
-        [PROMPT], SamplingParams(temperature=2**64, num_tokens_to_generate=3)
-    )
-    assert len(result.token_ids) == 3
-
-
 def test_half_of_a_character_is_no_text():
     """Whatever the tokenizer would make of it."""
     engine = tiny_engine(MODEL, ByteTokenizer())
@@ -390,17 +338,3 @@ def test_half_of_a_character_is_no_text():
 def test_what_is_no_request_is_not_cancelled(engine):
     with pytest.raises(TypeError, match="request must be what add_request returned, got NoneType"):
         engine.cancel(None)
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [("a\0b", "null"), ("a\ud800", "surrogates not allowed"), ("loop", ""), ("loop/a", "")],
-)
-def test_a_name_that_no_folder_can_have_is_refused(name, why, tmp_path):
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    message = rf"{re.escape(repr(name)[1:-1])}.* cannot be used as a cache folder: .*{why}"
-    with pytest.raises(CacheFolderError, match=message):
-        tiny_engine(MODEL, cache_dir=tmp_path / name)
-    engine = tiny_engine(MODEL, cache_dir=tmp_path / "sound")
-    with engine, pytest.raises(CacheFolderError, match=message):
-        engine.save_cache(tmp_path / name)

@@ -140,12 +140,6 @@ def test_cost_at_a_load(num_decodes, cost):
     assert swapped.at(num_decodes).step == pytest.approx(cost)
 
 
-@pytest.mark.parametrize(("sizes", "costs"), [((8, 1), (DraftCost(),) * 2), ((1,), ())])
-def test_costs_that_are_none_are_refused(sizes, costs):
-    with pytest.raises(ValueError, match="ascending"):
-        DraftCosts(sizes, costs)
-
-
 def test_wrong_drafts_end_below_the_cost_and_are_tried_again():
     length, lengths = DraftLength(), []
     for step in range(60):

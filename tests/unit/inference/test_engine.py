@@ -1,11 +1,8 @@
 """What the engine promises its callers: seeds, scores, samples, cancelling, being preempted."""
 
 import cProfile
-import dataclasses
 import itertools
-import json
 
-import numpy as np
 import pytest
 import torch
 from differential import (
@@ -36,7 +33,6 @@ from megatron_hybrid.inference.requests.request import RequestStatus
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.worker.context import DynamicInferenceContext
 from megatron_hybrid.inference.worker.model_runner import ModelRunner
-from megatron_hybrid.offload.page_mover import PageMover
 
 MODEL = tiny_model()
 MODES = ("off", "memory_only", "restore")
@@ -79,7 +75,7 @@ def test_equal_seeds_draw_equal_tokens_in_any_batch_cut_and_mode():
     params = sampled(12, seed=5, **CHANGED)
     alone = tiny_engine().generate([prompt], params)[0].token_ids
     others = [random_tokens(length, seed=length) for length in (5, 31)]
-    for mode, max_tokens in (("off", 7), ("memory_only", 512), ("restore", 1), ("restore", 40)):
+    for mode, max_tokens in (("memory_only", 512), ("restore", 7)):
         engine = tiny_engine(prefix_caching=mode, max_tokens=max_tokens)
         results = engine.generate([*others, prompt, prompt], params)
         assert [r.token_ids for r in results[2:]] == [alone, alone]
@@ -128,17 +124,6 @@ def test_requests_without_seed_differ_and_repeat_with_the_engines():
     assert run(random_seed=1) != first
 
 
-def test_ids_are_plain_ints_whatever_counts_the_samples():
-    engine = tiny_engine()
-    requests = [
-        engine.add_request(random_tokens(9), sampled(1), RequestOptions(n=np.int64(2)))
-        for _ in range(2)
-    ]
-    ids = [sample.request_id for request in requests for sample in request.samples]
-    assert ids == [0, 1, 2, 3] and {type(each) for each in ids} == {int}
-    assert [type(request.seed) for request in requests] == [int, int]
-
-
 def test_what_was_refused_changes_no_later_draw():
     def drawn(refused):
         engine = tiny_engine()
@@ -155,7 +140,7 @@ def test_what_was_refused_changes_no_later_draw():
 
 @pytest.mark.parametrize(
     ("mode", "max_tokens"),
-    matrix_rows(itertools.product(MODES, (1, 7, 512)), ("off", 7), ("restore", 1)),
+    matrix_rows(itertools.product(MODES, (1, 7, 512)), ("restore", 7)),
 )
 def test_log_probs_are_those_of_a_full_forward_pass(mode, max_tokens):
     engine = tiny_engine(prefix_caching=mode, max_tokens=max_tokens)
@@ -231,14 +216,10 @@ def test_prompt_log_probs_need_every_forward_and_say_so():
     assert engine.generate([prompt], params)[0].prefix.skipped_tokens == 100
 
 
-@pytest.mark.parametrize("max_requests", [1, 2, 4])
-def test_every_sample_has_the_prompts_log_probs(max_requests):
+def test_every_sample_has_the_prompts_log_probs():
     # With fewer slots than samples, some start from the cache later.
     engine = tiny_engine(max_requests=4)
-    blockers = [
-        engine.add_request(random_tokens(9, seed=seed), greedy(30))
-        for seed in range(4 - max_requests)
-    ]
+    blockers = [engine.add_request(random_tokens(9, seed=seed), greedy(30)) for seed in range(2)]
     engine.step()
     request = engine.add_request(
         random_tokens(30), sampled(3, return_log_probs=True), RequestOptions(n=4)
@@ -276,15 +257,6 @@ def test_requests_of_other_salts_do_not_wait_for_each_other():
     assert [request.num_computed for request in requests] == [90, 90, 0]
     finish(engine, *requests)
     assert [request.prefix.skipped_tokens for request in requests] == [0, 0, 90]
-
-
-def test_positions_from_an_iterator_hold_for_every_prompt():
-    engine = tiny_engine(MODEL)
-    prompts = [random_tokens(100, seed=seed) for seed in range(2)]
-    engine.generate(prompts, greedy(1), RequestOptions(cache_breakpoints=iter([50])))
-    for prompt in prompts:
-        (result,) = engine.generate([prompt[:60]], greedy(1))
-        assert result.prefix.skipped_tokens == 50
 
 
 def test_arguments_for_each_prompt():
@@ -337,14 +309,6 @@ def test_result_fields():
         assert sample.prefix.prompt_tokens == len(result.prompt_tokens)
     assert result.samples[1].prefix.skipped_tokens == len(result.prompt_tokens)
     assert tiny_engine().generate([[1, 2]], greedy(2))[0].text is None
-
-
-def test_a_result_becomes_json():
-    result = tiny_engine().generate([[1, 2]], greedy(2), RequestOptions(n=2))[0]
-    values = json.loads(json.dumps(dataclasses.asdict(result)))
-    assert values["token_ids"] == result.token_ids
-    (other,) = values["other_samples"]
-    assert (other["request_id"], other["other_samples"]) == (1, [])
 
 
 @pytest.mark.parametrize("stop_words", [(), ("zzz",)])
@@ -408,24 +372,15 @@ def test_keys_and_values_in_fewer_bits(kv_cache_dtype):
     prompt = random_tokens(60)
     exact = full_logits(MODEL, prompt)[-1].log_softmax(-1)
     params = greedy(3, return_log_probs=True, skip_prompt_log_probs=True)
-    for skipped in (0, 60):
-        result = engine.generate([prompt], params)[0]
-        assert result.prefix.skipped_tokens == skipped
-        first = exact[result.token_ids[0]].item()
-        assert result.log_probs[0] == pytest.approx(first, abs=0.1)
-        assert first > exact.max() - 0.1
+    results = [engine.generate([prompt], params)[0] for _ in range(2)]
+    assert [result.prefix.skipped_tokens for result in results] == [0, 60]
+    first = exact[results[0].token_ids[0]].item()
+    assert first > exact.max() - 0.1
+    assert results[0].log_probs[0] == pytest.approx(first, abs=0.1)
+    # The last hidden state is kept as it is: the first token comes from what was computed.
+    assert results[0].log_probs[0] == pytest.approx(results[1].log_probs[0], abs=1e-6)
     wide = tiny_engine(cache_bytes=engine.config.cache_bytes)
     assert engine.cache.spec.pair_bytes(0) * 2 == wide.cache.spec.pair_bytes(0)
-
-
-@pytest.mark.parametrize("kv_cache_dtype", [torch.bfloat16, torch.float16])
-def test_a_repeated_prompts_first_scores_do_not_depend_on_the_dtype_of_keys(kv_cache_dtype):
-    """The last hidden state is kept as it is: the first token comes from what was computed."""
-    engine, prompt = tiny_engine(kv_cache_dtype=kv_cache_dtype), random_tokens(50)
-    params = greedy(1, return_log_probs=True, skip_prompt_log_probs=True)
-    first, again = (engine.generate([prompt], params)[0] for _ in range(2))
-    assert (first.prefix.skipped_tokens, again.prefix.skipped_tokens) == (0, 50)
-    torch.testing.assert_close(first.log_probs, again.log_probs, rtol=0, atol=1e-6)
 
 
 def test_a_model_whose_parameters_were_cast_serves_repeated_prompts():
@@ -458,7 +413,7 @@ STAGES = [*((1, step) for step in range(0, 12, 2)), *((3, step) for step in rang
     ("mode", "n", "steps"),
     matrix_rows(
         [(mode, *stage) for mode in MODES for stage in STAGES],
-        *(("restore", *stage) for stage in STAGES),
+        *(("restore", *stage) for stage in STAGES[::2]),
         ("off", 1, 4),
         ("memory_only", 3, 7),
     ),
@@ -484,23 +439,6 @@ def test_cancel_at_every_stage(mode, n, steps):
     assert_idle(engine)
     again = engine.generate([random_tokens(60)], greedy(4))[0]
     assert is_greedy(MODEL, random_tokens(60), again.token_ids)
-
-
-def test_the_steps_above_reach_every_stage():
-    engine = tiny_engine(max_tokens=16, max_requests=4)
-    engine.add_request(random_tokens(30, seed=1), greedy(8))
-    request = engine.add_request(random_tokens(60), greedy(4), RequestOptions(n=3))
-    seen = set()
-    for _ in range(12):
-        seen |= {sample.status for sample in request.samples}
-        engine.step()
-    assert seen >= {
-        RequestStatus.WAITING,
-        RequestStatus.PREFILL,
-        RequestStatus.DECODE,
-        RequestStatus.CLOSING,
-        RequestStatus.FINISHED,
-    }
 
 
 def test_another_engines_request_cannot_be_cancelled():
@@ -800,54 +738,6 @@ def test_a_step_that_fails_anywhere_loses_nothing(name, call, monkeypatch):
     assert_idle(engine)
 
 
-@pytest.mark.parametrize("call", matrix_rows(range(4), 0, 3))
-def test_a_state_that_fails_on_its_way_to_host_memory_costs_no_page(call, monkeypatch):
-    engine = small_pool_engine("restore", blocks=6, max_requests=4, host_cache_bytes=1 << 20)
-    calls, to_host = itertools.count(), PageMover.to_host
-
-    def failing(*arguments):
-        if next(calls) == call:
-            raise InjectedError
-        return to_host(*arguments)
-
-    monkeypatch.setattr(PageMover, "to_host", failing)
-    requests = [
-        engine.add_request(random_tokens(40, seed=seed), greedy(20), RequestOptions(n=2))
-        for seed in range(6)
-    ]
-    failures = 0
-    while engine.has_work:
-        try:
-            engine.step()
-        except InjectedError:
-            failures += 1
-        engine.check_integrity()
-    assert failures == 1
-    for request in requests:
-        for sample in request.samples:
-            check_answer(MODEL, sample)
-    assert_idle(engine)
-    engine.cache.evict(10**9)
-    assert engine.stats()["pages_free"] == engine.stats()["pages"]
-
-
-def test_the_cache_can_be_cleared_before_the_results_of_a_failed_step_are_asked_for(monkeypatch):
-    engine = tiny_engine()
-    request = engine.add_request(random_tokens(20), greedy(1))
-
-    def failing(*arguments):
-        raise InjectedError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(OutputProcessor, "finish", failing)
-        with pytest.raises(InjectedError):
-            engine.step()
-    assert request.closed and engine.has_work
-    engine.clear_cache()
-    assert [result.request_id for result in engine.step()] == [request.request_id]
-    assert not engine.has_work
-
-
 def test_the_cache_can_be_cleared_while_an_answered_request_runs_on():
     engine = tiny_engine()
     request = engine.add_request(random_tokens(40), greedy(3))
@@ -873,17 +763,6 @@ def test_samples_that_find_no_slot_wait_in_order_before_the_others():
     engine.step()
     assert list(engine.scheduler.waiting) == [*request.samples[1:], last]
     finish(engine, *others, *request.samples, last)
-
-
-def test_generate_takes_its_requests_back_when_the_forward_fails():
-    engine = tiny_engine()
-    other = engine.add_request(random_tokens(30), greedy(3))
-    with failing_forward(engine), pytest.raises(InjectedError):
-        engine.generate([random_tokens(40), random_tokens(50)], greedy(3), RequestOptions(n=2))
-    assert engine.scheduler.waiting or engine.scheduler.running
-    finish(engine, other)
-    assert is_greedy(MODEL, random_tokens(30), other.token_ids)
-    assert_idle(engine)
 
 
 # Size --------------------------------------------------------------------------------------------
@@ -916,16 +795,6 @@ def test_stats_add_up():
     assert stats["pool_bytes"] == (stats["pages"] + 1) * stats["page_bytes"]
     assert stats["leases"] == stats["requests_running"] == stats["requests_waiting"] == 0
     assert stats["hit_rate"] == stats["skipped_tokens"] / 121
-
-
-def test_a_greedy_engine_ignores_the_seed():
-    prompt = random_tokens(20)
-    runs = [
-        tiny_engine().generate([prompt], dataclasses.replace(params, seed=seed))[0]
-        for seed in (1, 2)
-        for params in (greedy(4), sampled(4, temperature=0.0))
-    ]
-    assert {tuple(run.token_ids) for run in runs} == {tuple(greedy_tokens(MODEL, prompt, 4))}
 
 
 def test_a_model_in_training_mode_is_not_asked():
@@ -969,11 +838,6 @@ def test_explain_answers_for_the_parameters_of_the_request():
     assert str(explanation).endswith("log-probs of the prompt need every token")
     with pytest.raises(TypeError, match="params must be SamplingParams, got str"):
         engine.explain(prompt, "a salt")
-
-
-def test_explain_refuses_a_salt_that_is_none():
-    with pytest.raises(ValueError, match="salt is 3; it must be text"):
-        tiny_engine(MODEL).explain(random_tokens(40), salt=3)
 
 
 def test_a_decode_step_makes_as_many_calls_for_each_of_many_requests():

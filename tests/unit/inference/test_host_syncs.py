@@ -90,22 +90,16 @@ def test_log_probs_of_all_kinds_come_with_the_tokens(monkeypatch, mode):
         lambda x: x.sum().item(),
         lambda x: x.tolist(),
         lambda x: bool(x.any()),
-        lambda x: int(x[0]),
-        lambda x: float(x[0]),
         lambda x: range(x[0]),
         lambda x: x.nonzero(),
         lambda x: torch.where(x > 1),
         lambda x: x.unique(),
-        lambda x: torch.masked_select(x, x > 1),
-        lambda x: torch.bincount(x),
         lambda x: x[x > 1],
         lambda x: x[[0, 1]],
         lambda x: x.__setitem__(x > 1, 0),
         lambda x: x.cpu(),
         lambda x: x.numpy(),
-        lambda x: x.to("cpu"),
         lambda x: x.to(device="cpu"),
-        lambda x: torch.repeat_interleave(x, x),
         lambda x: x.repeat_interleave(x),
         lambda x: torch.equal(x, x),
     ],
@@ -115,14 +109,3 @@ def test_what_waits_for_a_device_is_found(operation):
     operation(x)
     with pytest.raises(HostSyncError), no_host_syncs():
         operation(x)
-
-
-def test_what_waits_for_no_device_is_let_through():
-    x = torch.arange(3)
-    with no_host_syncs():
-        x[1:], x[x], x[None, 0], x.to(torch.float64), torch.where(x > 1, x, 0), len(x)
-        (
-            torch.repeat_interleave(x, 2),
-            x.repeat_interleave(x, output_size=3),
-            x.masked_fill(x > 1, 0),
-        )

@@ -10,10 +10,9 @@ import torch
 from host_syncs import no_host_syncs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import full_logits, random_tokens, tiny_engine, tiny_model
+from reference import random_tokens, tiny_engine, tiny_model
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
@@ -25,7 +24,6 @@ from megatron_hybrid.inference.worker.sampler import adjust, processed_log_probs
 
 MODEL = tiny_model()
 PROMPT = random_tokens(20)
-COUNT = 24
 
 
 def draw_of(prompt, answer, stop_ids=(), **fields):
@@ -104,17 +102,6 @@ def test_the_ends_of_bad_words_are_banned_as_in_transformers(prompt, answer, wor
     torch.testing.assert_close(given_, expected)
 
 
-@settings(deadline=None)
-@given(st.floats(0.001, 1), st.sampled_from([0.3, 1.0, 2.5]), st.integers(0, 1000))
-def test_min_p_keeps_what_it_keeps_in_transformers(min_p, temperature, seed):
-    logits = rows_of(seed).double()
-    expected = MinPLogitsWarper(min_p)(torch.tensor([[0]]), logits / temperature)
-    params = SamplingParams(min_p=min_p, temperature=temperature).resolved()
-    given_ = processed_log_probs(logits.float(), [params])
-    expected = expected.log_softmax(-1).float()
-    torch.testing.assert_close(given_, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_min_p_counts_before_top_k_and_top_p():
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
 
@@ -185,62 +172,6 @@ def test_a_draw_is_plain_data():
 
 
 # In the engine -----------------------------------------------------------------------------------
-
-STOP = 11
-ALL = dict(
-    repetition_penalty=1.15,
-    presence_penalty=0.4,
-    frequency_penalty=0.6,
-    logit_bias={3: 5.0, STOP: 4.0},
-    min_tokens=9,
-    min_p=0.02,
-    termination_id=STOP,
-    num_tokens_to_generate=COUNT,
-)
-
-
-def reference_answer(prompt: list[int], fields: dict) -> list[int]:
-    """The greedy answer, from full forward passes and the definitions."""
-    answer = []
-    while len(answer) < fields["num_tokens_to_generate"]:
-        row = full_logits(MODEL, [*prompt, *answer])[-1].double().tolist()
-        for token, bias in fields["logit_bias"].items():
-            row[token] += bias
-        for token in {*prompt, *answer}:
-            factor = fields["repetition_penalty"]
-            row[token] *= 1 / factor if row[token] > 0 else factor
-        for token in set(answer):
-            row[token] -= answer.count(token) * fields["frequency_penalty"]
-            row[token] -= fields["presence_penalty"]
-        if len(answer) < fields["min_tokens"]:
-            row[STOP] = -np.inf
-        token = int(np.argmax(row))
-        if token == STOP:
-            break
-        answer.append(token)
-    return answer
-
-
-def test_greedy_answers_are_those_of_the_definitions():
-    prompts = [random_tokens(length, seed=length) for length in (5, 20, 60)]
-    results = tiny_engine(MODEL).generate(prompts, SamplingParams(top_k=1, **ALL))
-    expected = [reference_answer(prompt, ALL) for prompt in prompts]
-    assert [result.token_ids for result in results] == expected
-    assert any(len(tokens) < COUNT for tokens in expected)  # STOP ends some, not before 9
-    assert all(len(tokens) >= 9 for tokens in expected)
-    plain = tiny_engine(MODEL).generate(prompts, SamplingParams(top_k=1))
-    assert all(p.token_ids[:9] != e[:9] for p, e in zip(plain, expected))
-
-
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_processed_log_probs_reflect_the_changes_and_raw_ones_do_not(mode):
-    fields = dict(logit_bias={3: 100.0}, num_tokens_to_generate=2, seed=1)
-    params = SamplingParams(**fields, return_log_probs=True, skip_prompt_log_probs=True)
-    (result,) = tiny_engine(MODEL, logprobs_mode=mode).generate([PROMPT], params)
-    assert result.token_ids == [3, 3]
-    raw = full_logits(MODEL, [*PROMPT, 3, 3]).log_softmax(-1)[-3:-1, 3].tolist()
-    expected = raw if mode == "raw_logprobs" else [0.0, 0.0]
-    assert result.log_probs == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("is_first", [True, False])

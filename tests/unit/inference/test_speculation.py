@@ -9,16 +9,13 @@ Faults of other engines, of which each has a test that compares with a run witho
  5. no drafts under load, and back: `test_no_drafts_for_a_while_..`, and test_draft_length.py
  6. acceptance that rises from wrong states: `test_acceptance_that_rises_is_..`
  7. preemption, slots used again, stops inside of a run, log-probs, guides: `test_random_run`
-An MTP head has its own: drafters/test_prediction.py.
+An MTP head has its own: worker/test_mtp_drafter.py.
 """
 
 import logging
-from collections import Counter
-from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from drafted import DraftedRun, Failing, Oracle, draft_with, poison_rejected
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,49 +67,11 @@ RUNS = {  # seeds of all kinds, most drafters and graphs, and what has to occur 
 }
 
 
-@pytest.mark.parametrize("seed", matrix_rows(RUNS, 2, 3, 8, 13))
+@pytest.mark.parametrize("seed", matrix_rows(RUNS, 2, 8))
 def test_random_run(seed):
     run = DraftedRun(seed)
     run.run()
     assert run.stats[RUNS[seed]] and run.stats["draft_tokens"]
-
-
-class Frequent:
-    """Drafts the token that most often came after the last one in some answers."""
-
-    def __init__(self, answers):
-        self.next = {}
-        for before, after in (pair for tokens in answers for pair in pairwise(tokens)):
-            self.next.setdefault(before, Counter())[after] += 1
-
-    def propose(self, request, most):
-        found = self.next.get(int(request.tokens[request.num_tokens - 1]))
-        return [] if found is None else [found.most_common(1)[0][0]]
-
-
-def test_drawn_tokens_are_distributed_as_without_drafts():
-    """By chi-square over the second and third tokens, with other seeds: the same ones would give
-    the same tokens."""
-    params = [
-        SamplingParams(seed=seed, top_k=3, temperature=2.0, num_tokens_to_generate=3)
-        for seed in range(400)
-    ]
-    plain = tiny_engine(MODEL).generate([BASE[:8]] * 200, params[:200])
-    plain = [result.token_ids for result in plain]
-    engine = drafting(drafter=Frequent(plain), most=1)
-    drafted = engine.generate([BASE[:8]] * 200, params[200:])
-    assert 0 < engine.stats()["draft_tokens_accepted"] < engine.stats()["draft_tokens"]
-    counts = torch.zeros(2, 2, 97, dtype=torch.float64)  # [place, run, token]
-    for run, answers_of_run in enumerate((plain, [r.token_ids for r in drafted])):
-        for tokens in answers_of_run:
-            counts[0, run, tokens[1]] += 1
-            counts[1, run, tokens[2]] += 1
-    for table in counts:
-        table = table[:, table.sum(0) >= 10]  # rarer ones do not follow chi-square
-        expected = table.sum(1, keepdim=True) * table.sum(0) / table.sum()
-        statistic = ((table - expected) ** 2 / expected).sum()
-        freedom = torch.tensor((table.shape[1] - 1) / 2, dtype=torch.float64)
-        assert freedom > 0 and torch.special.gammaincc(freedom, statistic / 2) > 1e-3
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0])
@@ -179,14 +138,12 @@ class EverySecond(Oracle):
         return super().propose(request, most) if self.calls % 2 else []
 
 
-@pytest.mark.parametrize("max_tokens", [1, 512])
-def test_a_step_without_drafts_after_one_that_accepted_some(max_tokens):
-    """And with chunks of one token each, which leave no room for drafts."""
+def test_a_step_without_drafts_after_one_that_accepted_some():
     expected = answers(tiny_engine(MODEL), PROMPTS, greedy(11))
     drafter = EverySecond(oracle_of(expected).answers, 0.2)
-    engine = drafting(drafter=drafter, max_tokens=max_tokens)
+    engine = drafting(drafter=drafter)
     assert answers(engine, PROMPTS, greedy(11)) == expected
-    assert bool(engine.stats()["draft_tokens"]) == (max_tokens > 1)
+    assert engine.stats()["draft_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -311,19 +268,3 @@ def test_a_drafter_that_raises_costs_only_its_drafts(caplog):
     assert "Failing: KeyError: 'no draft'" in caplog.text
     assert "outside of the vocabulary" in caplog.text
     assert len(caplog.records) < 20 and engine.stats()["step_failures"] == 0
-
-
-def test_drafts_take_no_budget_of_other_decodes():
-    """The first requests do not draft at the cost of the last ones' tokens."""
-    prompts = [random_tokens(9, seed) for seed in range(6)]
-    expected = [r.token_ids for r in tiny_engine(MODEL).generate(prompts, greedy(12))]
-    engine = drafting(drafter=Oracle(dict(enumerate(expected))), max_tokens=10)
-    requests = [engine.add_request(prompt, greedy(12)) for prompt in prompts]
-    while not all(request.num_generated for request in requests):
-        engine.step()
-    before = [request.num_generated for request in requests]
-    engine.step()
-    assert all(r.done or r.num_generated > n for r, n in zip(requests, before, strict=True))
-    while engine.has_work:
-        engine.step()
-    assert [request.token_ids for request in requests] == expected

@@ -1,7 +1,6 @@
 """Encodings of checkpoints: which bytes they take, and what a restore from them does."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,17 +9,13 @@ from matrix import matrix_rows
 from reference import VOCAB_SIZE, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid import (
-    DynamicInferenceEngine,
     HybridConfig,
-    InferenceConfig,
     SamplingParams,
     build_hybrid_model,
-    load_pretrained,
 )
 from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.inference.memory.cache_pool import CachePool, cache_spec_of
 
-TEXT = Path(__file__).parents[2] / "functional/data/alice_chapter_5.txt"
 PATTERNS = {
     "Mamba-2": "M-*-",
     "Mamba-1": "S-*-",
@@ -178,7 +173,7 @@ BOUNDS = {"M-M-": 2, "G-G-": 2, "K-K-": 2, "H-H-": 2, "Z-Z-": 2, "MGSK*": 2, "S-
 
 @pytest.mark.parametrize(
     ("pattern", "bound"),
-    matrix_rows(BOUNDS.items(), ("MGSK*", 2), ("S-S-", 5)),
+    matrix_rows(BOUNDS.items(), ("MGSK*", 2)),
 )
 def test_a_restore_from_int8_is_about_as_exact_as_one_from_bf16(pattern, bound):
     model = long_memory_model(pattern)
@@ -186,28 +181,6 @@ def test_a_restore_from_int8_is_about_as_exact_as_one_from_bf16(pattern, bound):
     bf16, int8 = (kl(exact, logits) for logits in lossy)
     assert 0 < bf16 < 1e-4
     assert 0 < int8 <= bound * bf16
-
-
-def test_greedy_answers_of_the_demo_model_are_those_of_exact_restores():
-    model, tokenizer = load_pretrained("demo", dtype=torch.float32)
-    text = TEXT.read_text(encoding="utf-8")
-    prefix = tokenizer.tokenize(text)[:300]
-    questions = [tokenizer.tokenize(text) for text in ("\n\nAlice", " The Caterpillar said")]
-    params = SamplingParams(num_tokens_to_generate=12, top_k=1, ignore_termination=True)
-    answers = {}
-    for encoding in STATE_ENCODINGS:
-        config = InferenceConfig(state_encoding=encoding, cache_bytes=64 << 20)
-        engine = DynamicInferenceEngine(model, tokenizer, config)
-        engine.generate([prefix], SamplingParams(num_tokens_to_generate=0))
-        results = engine.generate([prefix + question for question in questions], params)
-        assert all(result.prefix.skipped_tokens == len(prefix) for result in results)
-        # The same prompts again, now from the checkpoint at their ends: their first token comes
-        # of the stored hidden state.
-        again = engine.generate([prefix + question for question in questions], params)
-        assert all(r.prefix.skipped_tokens == len(r.prompt_tokens) for r in again)
-        answers[encoding] = [r.token_ids for r in (*results, *again)]
-    assert answers["bf16"] == answers["exact"]
-    assert answers["int8"] == answers["exact"]
 
 
 def test_smaller_checkpoints_leave_room_for_more():

@@ -304,17 +304,6 @@ def test_generate_reads_its_text_once():
     assert tokenizer.num_read == len(result.token_ids) == 40
 
 
-def test_two_streams_side_by_side():
-    engine = tiny_engine()
-    prompts = [random_tokens(20, seed=seed) for seed in range(2)]
-    streams = [engine.stream(prompt, greedy(6)) for prompt in prompts]
-    tokens = [[], []]
-    for events in itertools.zip_longest(*streams):
-        for index, event in enumerate(events):
-            tokens[index] += event.token_ids if event else []
-    assert tokens == [greedy_tokens(tiny_model(), prompt, 6) for prompt in prompts]
-
-
 def test_a_stream_has_the_outputs_of_all_samples():
     engine, sampling = tiny_engine(), SamplingParams(num_tokens_to_generate=6, seed=1)
     given = random_tokens(20), sampling, RequestOptions(n=3)
@@ -364,11 +353,10 @@ def test_a_stream_whose_request_is_cancelled_ends():
 @pytest.mark.parametrize("num_events", [0, 1, 3, 6])
 def test_closing_a_stream_early_cancels_the_request(num_events):
     engine = tiny_engine(max_tokens=16)
-    stream = engine.stream(random_tokens(40), greedy(6))
-    for _ in range(num_events):
-        next(stream)
-    stream.close()
-    assert not engine.has_work
+    with engine.stream(random_tokens(40), greedy(6)) as stream:
+        for _ in range(num_events):
+            next(stream)
+    assert not engine.has_work and not list(stream)
     assert not engine.cache.allocator.ref_counts.any()
     engine.check_integrity()
 
@@ -459,14 +447,6 @@ def test_a_stream_closed_in_its_own_step_ends_after_it(monkeypatch):
     engine.check_integrity()
 
 
-def test_a_stream_ends_with_its_block():
-    engine = tiny_engine()
-    with engine.stream(random_tokens(40), greedy(6)) as stream:
-        next(stream)
-    assert not engine.has_work and not list(stream)
-    engine.check_integrity()
-
-
 @pytest.mark.parametrize("thread", [False, True])
 def test_a_dropped_stream_is_cancelled_between_two_steps(thread, monkeypatch):
     """Whenever its garbage is collected: here in the middle of a forward."""
@@ -505,16 +485,6 @@ def test_a_dropped_stream_does_not_keep_the_cache_from_being_cleared():
     del stream
     engine.clear_cache()
     assert not engine.has_work
-
-
-def test_a_stream_that_is_never_read_is_cancelled_before_it_runs():
-    engine = tiny_engine()
-    stream = engine.stream(random_tokens(40), greedy(6))
-    assert engine.stats()["requests_waiting"] == 1
-    del stream
-    assert engine.step() == []
-    assert not engine.has_work
-    assert engine.stats()["requests"] == 0
 
 
 # Stops -------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from megatron_hybrid.megatron import (
     DynamicInferenceRequestRecord,
     EngineState,
     EngineSuspendedError,
-    FinishedRequestRecord,
     GPTInferenceWrapper,
     InferenceClient,
     InferenceConfig,
@@ -140,17 +139,6 @@ def test_the_error_factory_knows_megatrons_errors_only():
     assert type(again) is ActiveRequestCountOverflowError and str(again) == str(error)
     with pytest.raises(ValueError, match="'KeyError' is none of"):
         ContextErrorFactory.deserialize({"type": "KeyError"})
-
-
-def test_a_uid_belongs_to_one_request_of_all_engines():
-    first, second, uids = door_engine(), door_engine(), set()
-    for engine in (first, second, first):
-        engine.add_request(1, PROMPT, greedy_params(1))
-        finished = finish(engine)[1]
-        again = DynamicInferenceRequest.deserialize(finished.serialize())
-        assert again.uid == finished.uid and finished.uid.startswith("chatcmpl-")
-        uids.add(finished.uid)
-    assert len(uids) == 3
 
 
 @pytest.mark.parametrize(
@@ -372,40 +360,7 @@ def test_records_merge_and_survive_serialization():
     assert data["prompt_tokens"] is None and data["prompt_length"] == len(PROMPT)
 
 
-def test_segments_of_a_record_merge():
-    """As those of Megatron's own engine, which begins a preempted request anew."""
-    parts = []
-    for tokens, text, status in (([10, 11], "ab", Status.FAILED), ([12], "c", Status.COMPLETED)):
-        part = DynamicInferenceRequest(request_id=4, status=status, generated_text=text)
-        part.generated_tokens, part.tpot = tokens, [0.5] * len(tokens)
-        part.add_event_evict()
-        parts.append(part)
-    record = DynamicInferenceRequestRecord(requests=parts, latency=2.0)
-    merged = record.merge()
-    assert (merged.generated_tokens, merged.generated_text) == ([10, 11, 12], "abc")
-    assert (merged.generated_length, merged.latency, merged.tpot) == (3, 2.0, [0.5] * 3)
-    assert merged.succeeded() and merged.uid == parts[0].uid and merged.generated_log_probs is None
-    assert FinishedRequestRecord.from_request(merged) == FinishedRequestRecord(None, None, 2)
-
-
 EVENT = DynamicInferenceEventType
-
-
-@pytest.mark.parametrize(
-    ("kind", "payload"),
-    [
-        (EVENT.ERROR_TRANSIENT, None),
-        (EVENT.ERROR_NONTRANSIENT, None),
-        (EVENT.GENERATED_TOKEN, None),
-        (EVENT.GENERATED_TOKEN, {"token": 3}),
-        (EVENT.FINISH, "bad"),
-        (EVENT.PAUSE, 42),
-        ("FINISH", None),
-    ],
-)
-def test_an_event_with_another_payload_is_refused(kind, payload):
-    with pytest.raises(AssertionError):
-        DynamicInferenceEvent(type=kind, payload=payload)
 
 
 def test_events_are_added_by_name():
@@ -767,11 +722,3 @@ def test_a_future_of_a_closed_loop_disturbs_no_step():
         asyncio.run(add(request_id))
     engine.abort_request(1)
     assert list(finish(engine)) == [2]
-
-
-def test_event_types_are_megatrons():
-    names = "ADD_ENGINE ADD_CONTEXT GENERATED_TOKEN PAUSE EVICT FINISH FAIL ERROR_TRANSIENT"
-    assert [kind.name for kind in DynamicInferenceEventType] == [
-        *names.split(),
-        "ERROR_NONTRANSIENT",
-    ]

@@ -1,6 +1,7 @@
 """A tier's records against brute force: what is kept can be used, and the least valuable goes."""
 
 from collections import Counter
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -49,12 +50,11 @@ class Prefix:
         self.tokens, self.salt = list(tokens), salt
         self.copied = []
 
-    def blocks(self, indices):
-        self.copied += indices
-        return [(self.salt, *self.tokens[: 16 * index + 16]) for index in indices]
-
-    def state(self):
-        return ("state", self.salt, *self.tokens)
+    def __call__(self, wanted):
+        blocks = [index for index in wanted if index < len(self.tokens) // 16]
+        self.copied += blocks
+        state = [("state", self.salt, *self.tokens)] * (len(wanted) - len(blocks))
+        return [(self.salt, *self.tokens[: 16 * index + 16]) for index in blocks] + state
 
 
 def keep(tier, tokens, spec, salt="", saved=None, uses=1):
@@ -293,18 +293,6 @@ def test_in_pure_attention_kv_is_evicted_from_its_ends():
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_clear(name):
-    spec, store = SPECS[name], Bytes()
-    tier = Tier("host", spec, 1 << 30, store)
-    keep(tier, [1] * 40, spec)
-    keep(tier, [2] * 70, spec)
-    tier.clear()
-    assert not store.data and not tier.num_records and tier.used_bytes == tier.num_states == 0
-    assert keep(tier, [1] * 40, spec)
-    assert find(tier, [1] * 40) == (40 if spec.needs_state else 32)
-
-
-@pytest.mark.parametrize("name", SPECS)
 def test_a_store_that_takes_no_more_changes_nothing(name):
     spec, store = SPECS[name], Bytes()
     tier = Tier("disk", spec, 1 << 30, store)
@@ -316,31 +304,17 @@ def test_a_store_that_takes_no_more_changes_nothing(name):
     assert store.data == before
 
 
-class WithoutMemory(Prefix):
-    """A source whose copies find no memory: those of blocks, or that of the state."""
-
-    def __init__(self, tokens, fails):
-        super().__init__(tokens)
-        self.fails = fails
-
-    def blocks(self, indices):
-        if self.fails == "blocks":
-            raise MemoryError("no pinned memory")
-        return super().blocks(indices)
-
-    def state(self):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-
-@pytest.mark.parametrize("fails", ["blocks", "state"])
-def test_a_source_that_finds_no_memory_is_a_refusal(caplog, fails):
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_a_source_that_finds_no_memory_is_a_refusal(caplog, error):
     spec, store = SPECS["hybrid"], Bytes()
     tier = Tier("host", spec, bytes_of(spec, 100, 40), store)
     keep(tier, [1] * 40, spec)
     before = dict(store.data)
     for tokens in ([1] * 100, [2] * 30):
         keys = PrefixKeys(np.array(tokens, dtype=np.int32), "", 16)
-        source, end = WithoutMemory(tokens, fails), len(tokens)
+        source, end = Mock(side_effect=error), len(tokens)
         blocks = keys.blocks(end // 16)
         assert not tier.keep(blocks, source, state=keys.state(end), position=end, saved_work=1)
     assert store.data == before and not any(record.pins for record in tier.records())
@@ -352,15 +326,12 @@ def test_a_source_that_finds_no_memory_is_a_refusal(caplog, fails):
 
 
 def test_a_source_that_is_wrong_is_an_error():
-    class Wrong(Prefix):
-        def state(self):
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
+    wrong = Mock(side_effect=RuntimeError("CUDA error: an illegal memory access"))
     spec = SPECS["hybrid"]
     tier = Tier("host", spec, bytes_of(spec, 100), Bytes())
     keys = PrefixKeys(np.ones(40, dtype=np.int32), "", 16)
     with pytest.raises(RuntimeError, match="illegal"):
-        tier.keep(keys.blocks(2), Wrong([1] * 40), state=keys.state(40), position=40, saved_work=1)
+        tier.keep(keys.blocks(2), wrong, state=keys.state(40), position=40, saved_work=1)
     assert not tier.num_records and not tier.num_without_memory
 
 

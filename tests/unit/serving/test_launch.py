@@ -76,12 +76,16 @@ def test_the_command_starts_its_ranks_with_its_own_arguments(monkeypatch, capsys
 
 
 def test_ranks_are_started_as_torchrun_starts_them(tmp_path):
-    code = RANK + f"open('{tmp_path}/%d' % rank, 'w').write(' '.join(map(os.environ.get, "
-    code += "('WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'OMP_NUM_THREADS'))))"
+    """And their launcher listens on loopback alone."""
+    code = RANK + "import psutil; listens = [each.laddr.ip for each in "
+    code += "psutil.Process(os.getppid()).net_connections() if each.status == 'LISTEN' and "
+    code += "each.laddr.port == int(os.environ['MASTER_PORT'])]; "
+    code += f"open('{tmp_path}/%d' % rank, 'w').write(' '.join(listens + list(map(os.environ.get, "
+    code += "('WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'OMP_NUM_THREADS')))))"
     assert launch(["-c", code], 2) == 0
     threads = max(1, torch.get_num_threads() // 2)
     written = [(tmp_path / str(rank)).read_text() for rank in range(2)]
-    assert written == [f"2 2 127.0.0.1 {threads}"] * 2
+    assert written == [f"127.0.0.1 2 2 127.0.0.1 {threads}"] * 2
 
 
 def test_the_rank_that_fails_is_named_and_ends_the_others(capfd):
@@ -113,11 +117,3 @@ def test_signals_are_passed_on_to_the_ranks(tmp_path, capfd, handles):
     assert launch(["-c", code], 2) == 0
     thread.join()
     assert signal.getsignal(signal.SIGTERM) is before and capfd.readouterr().err == ""
-
-
-def test_the_launcher_listens_on_loopback_alone():
-    meeting = launching._Loopback("job").next_rendezvous()
-    found = [c.laddr for c in psutil.Process().net_connections() if c.status == "LISTEN"]
-    port = meeting.bootstrap_store_info.master_port
-    assert [each.ip for each in found if each.port == port] == ["127.0.0.1"]
-    socket.create_connection(("127.0.0.1", port)).close()

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import signal
 import subprocess
 import sys
 from functools import partial
@@ -29,15 +28,14 @@ class Signals(EndSignal):
         self.seconds = seconds
 
 
-def fake_service(drain=asyncio.sleep, num_ranks=1, **others):
+def fake_service(drain=asyncio.sleep):
     """A service without an engine. drain: gets 0."""
-    engine = SimpleNamespace(rank_failure=None, num_ranks=num_ranks)
+    engine = SimpleNamespace(rank_failure=None)
     return SimpleNamespace(
         drain=partial(drain, 0),
         end_now=lambda: None,
         engine=engine,
         config=ServingConfig("m", drain_seconds=0),
-        **others,
     )
 
 
@@ -179,15 +177,3 @@ def test_a_server_ends_when_a_rank_has_failed(caplog):
 
     asyncio.run(asyncio.wait_for(end(), LIMIT_S))
     assert "the server ends: rank 1 on host has ended" in caplog.text
-
-
-@pytest.mark.parametrize(("num_ranks", "ends"), [(1, True), (2, False)])
-def test_a_ctrl_c_that_comes_from_terminal_and_launcher_is_one(num_ranks, ends):
-    async def end():
-        server = server_of(fake_service(never, num_ranks))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            server.handle_exit(number, None)
-            await asyncio.sleep(0)
-        assert server.should_exit == ends
-
-    asyncio.run(end())

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from followed_tree import drawn
 from simulator import SPECS, Simulator
 
 from megatron_hybrid.cache.index import journal
@@ -68,14 +69,16 @@ def follow(most_edges: int, monkeypatch) -> list[Client]:
                 cache.clear()
             whole = Client()
             whole.take(await feed.columns("no version of ours"))
-            expected = cache.contents.view(max_edges=1 << 20)
-            assert len(whole.edges) == min(most_edges, expected.num_edges)
+            expected = drawn(cache)
+            assert len(whole.edges) == min(most_edges, len(expected))
             uses = [row[4] for row in whole.edges.values()]
-            assert sorted(uses) == sorted(expected.last_uses)[-len(uses) :]  # those used last
-            if expected.num_edges <= most_edges:
-                assert whole.edges.keys() == set(expected.numbers)
+            assert (
+                sorted(uses) == sorted(edge.last_use for edge in expected)[-len(uses) :]
+            )  # those used last
+            if len(expected) <= most_edges:
+                assert whole.edges.keys() == {edge.number for edge in expected}
                 states = [state for row in whole.edges.values() for state in row[-1]]
-                assert sorted(states) == sorted(expected.states)
+                assert sorted(states) == sorted(s for edge in expected for s in edge.states)
             for client in (c for c in clients if random.random() < 0.3):
                 client.take(await feed.columns(client.version))
                 assert client.edges == whole.edges

@@ -479,6 +479,15 @@ def test_options_that_are_no_numbers(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("no/x.json", "there is no such folder; make it first"), ("", "is a folder: give the name")],
+)
+def test_results_that_cannot_be_written_are_refused_before_the_run(name, message, tmp_path, capsys):
+    assert cli.main(["bench-serve", "prompts.jsonl", "--json", f"{tmp_path}/{name}"]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_the_load_generator_needs_no_torch():
     code = "import sys, megatron_hybrid.tools.bench_serve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

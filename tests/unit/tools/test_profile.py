@@ -11,9 +11,8 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
-from megatron_hybrid.tools.plots import pyplot
 from megatron_hybrid.tools.profile import OURS, profile, read_requests
-from megatron_hybrid.tools.profile_report import draw, render
+from megatron_hybrid.tools.profile_report import render
 from megatron_hybrid.tools.replay.request import Request
 
 CONFIG = tiny_model("M*-", vocab_size=256).config
@@ -115,22 +114,14 @@ def test_a_cache_for_none_of_the_prompts_is_refused():
         profile(requests(tokens(5000), tokens(4000)), ATTENTION, 100_000)
 
 
-@pytest.mark.parametrize("lengths", [(70, 300, 300), (1000, 1100), (16, 5, 80_000)])
-def test_the_table_is_80_columns_wide(lengths):
-    result = profile(requests(*map(tokens, lengths)), CONFIG, 1e8)
-    lines = render(result).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert sum("< " in line for line in lines) <= 3  # each rule's block beside its bin
-
-
 @pytest.mark.parametrize("lengths", [(1,), (5, 5), (1, 2, 3, 4, 511, 512, 513, 1000)])
 def test_the_histogram_counts_every_prompt_once(lengths):
     bins = profile(requests(*map(tokens, lengths)), ATTENTION, 1e8).histogram
     for each in bins:
-        assert each.requests == sum(each.start <= length < each.end for length in lengths)
-    assert sum(each.requests for each in bins) == len(lengths)
-    assert bins[0].requests and bins[-1].requests
-    assert all(a.end == b.start for a, b in pairwise(bins))
+        assert each["requests"] == sum(each["start"] <= n < each["end"] for n in lengths)
+    assert sum(each["requests"] for each in bins) == len(lengths)
+    assert bins[0]["requests"] and bins[-1]["requests"]
+    assert all(a["end"] == b["start"] for a, b in pairwise(bins))
 
 
 def test_the_table():
@@ -151,27 +142,6 @@ def test_json_holds_what_the_table_shows():
     assert [each["name"] for each in values["caches"]] == [each.name for each in result.caches]
     assert values["histogram"] == [{"start": 64, "end": 128, "requests": 2}]
     assert "lengths" not in values
-
-
-def test_no_label_or_bar_of_the_picture_is_hidden(tmp_path, monkeypatch):
-    """Tick labels do not touch, the legend stands beside the plots, every prompt has a bar."""
-    plt = pyplot("--png")
-    monkeypatch.setattr(plt, "close", lambda figure: None)
-    for lengths in ([1, 10, 1000, 100_000], [600, 600, 1200], [300] * 3):
-        draw(profile(requests(*map(tokens, lengths)), CONFIG, 1e9), tmp_path / "profile.png")
-        assert (tmp_path / "profile.png").read_bytes().startswith(b"\x89PNG")
-        figure = plt.gcf()
-        left = figure.axes[0]
-        labels = [label.get_window_extent() for label in left.get_xticklabels()]
-        inside = [box for box in labels if left.bbox.x0 <= box.x0 <= left.bbox.x1]
-        assert len(inside) > 1
-        assert all(a.x1 + 5 < b.x0 for a, b in pairwise(inside))
-        (legend,) = figure.legends
-        assert not any(legend.get_window_extent().overlaps(axes.bbox) for axes in figure.axes)
-        assert sum(bar.get_height() for bar in left.patches) == len(lengths)
-        assert min(bar.get_window_extent().width for bar in left.patches) > 2
-    monkeypatch.undo()
-    plt.close("all")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import itertools
 import signal
-import threading
 from functools import partial
 
 import pytest
@@ -79,18 +78,6 @@ def test_what_is_no_handler_stays(ignored):
     signal.signal(signal.SIGINT, ignored)
     with defer_sigint():
         assert signal.getsignal(signal.SIGINT) is ignored
-
-
-def test_other_threads_run_as_they_are():
-    results = []
-
-    def serve():
-        results.append(tiny_engine(MODEL).generate([[1, 2, 3]], greedy(3))[0].token_ids)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    thread.join()
-    assert results == [greedy_tokens(MODEL, [1, 2, 3], 3)]
 
 
 @pytest.mark.parametrize("operation", ["allocate", "retain", "release", "cache"])

@@ -7,16 +7,12 @@ import pytest
 from matrix import matrix_rows
 
 from megatron_hybrid.cache.index import prefix_index
-from megatron_hybrid.cache.index.packed_tokens import PackedTokens
 from megatron_hybrid.cache.index.prefix_index import (
     MAX_WATCHED,
-    MIN_KNOWN_TOKENS,
     PrefixIndex,
-    known_limit,
 )
 from megatron_hybrid.cache.index.tree import Edge, Kind, common_prefix
 from megatron_hybrid.cache.pages.allocator import PageAllocator
-from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 
 B = 16
 
@@ -160,26 +156,6 @@ def test_a_split_inside_a_block_leaves_its_page_with_both_edges():
     assert tree.walk(counting(20)).pages(2).ravel().tolist() == first[:2].ravel().tolist()
 
 
-def test_a_leaf_grows_and_a_partial_block_takes_the_longer_page():
-    tree = Tree()
-    first = tree.add(counting(20))
-    second = tree.add(counting(50))
-    assert tree.spans() == [(0, 50)]
-    assert tree.walk(counting(50)).pages(4).ravel().tolist() == [first[0, 0], *second[1:, 0]]
-    assert tree.pool.cached_counts[first.ravel()].tolist() == [1, 0]
-    assert tree.pool.ref_counts.sum() == 0
-
-
-def test_the_owner_grows_its_leaf_in_place():
-    tree = Tree()
-    pages = tree.pool.allocate(4).reshape(4, 1)
-    for n in range(1, 60):
-        tree.index.insert("", np.arange(n, dtype=np.int32), pages[: -(-n // B)])
-        tree.check()
-    assert tree.spans() == [(0, 59)]
-    assert tree.pool.cached_counts[pages.ravel()].tolist() == [1, 1, 1, 1]
-
-
 def test_edges_used_apart_stay_apart_and_used_together_are_joined():
     """An edge is one unit of recency: a hot head does not keep a cold tail alive."""
     tree = Tree()
@@ -231,19 +207,6 @@ def test_a_fork_is_where_prompts_part():
 # ---- KV that was dropped ----
 
 
-def test_drop_kv_takes_states_behind_it_along_and_remembers_them():
-    tree = Tree()
-    tree.add(counting(70))
-    points = {n: tree.save(counting(n)) for n in (40, 41, 70)}
-    tree.drop(counting(70), 40)
-    assert [points[n].pages is not None for n in (40, 41, 70)] == [True, False, False]
-    assert [points[n].was_stored for n in (40, 41, 70)] == [False, True, True]
-    (edge,) = tree.index.edges()
-    assert edge.checkpoints == points
-    assert tree.walk(counting(70)).deepest_checkpoint() is points[40]
-    assert (tree.index.num_checkpoints, edge.num_stored) == (1, 1)
-
-
 def test_a_leaf_without_kv_leaves_its_parent_a_held_leaf():
     tree = Tree()
     tree.add(LEFT)
@@ -263,50 +226,6 @@ def test_a_leaf_without_kv_leaves_its_parent_a_held_leaf():
     tree.drop(counting(20), 0)
     assert not upper.is_held_leaf()
     assert tree.pool.num_free == 999
-
-
-@pytest.mark.parametrize("kept", [0, 10, 18, 20, 25, 32, 40])
-@pytest.mark.parametrize("at", [18, 20, 30, 32, 45])
-@pytest.mark.parametrize("more", [0, 1, 20])
-def test_insert_over_a_partly_held_edge_with_a_split(kept, at, more):
-    """The new prompt leaves the known one at `at` (inside a block or not) or ends there; behind
-    `at` nothing is held again, up to there all is."""
-    if kept >= at and not more:
-        more = 5  # ends where KV is held: that is no insert
-    tree = Tree()
-    first = tree.add(counting(50))
-    tree.drop(counting(50), kept)
-    tokens = [*counting(at), *counting(more, 900)]
-    second = tree.add(tokens)
-    path = tree.walk(tokens)
-    assert (path.depth, path.known) == (len(tokens), len(tokens))
-    if kept < at:
-        whole = kept // B
-        expected = [*first[:whole, 0], *second[whole:, 0]]
-    else:
-        whole = at // B
-        own = second[whole:, 0] if more else first[whole : -(-at // B), 0]
-        expected = [*first[:whole, 0], *own]
-    assert path.pages(len(second)).ravel().tolist() == expected
-    path = tree.walk(counting(50))
-    assert (path.depth, path.known) == (max(at, kept), 50)
-    lower = path.edges[-1]
-    assert (lower.start, lower.held_end, lower.end) == (at, max(at, kept), 50)
-    if kept > at:
-        assert path.pages(-(-kept // B))[-1, 0] == first[(kept - 1) // B, 0]
-    assert tree.index.num_held_tokens == max(at, kept) + more
-
-
-def test_the_owner_of_a_dropped_page_publishes_it_again():
-    """A running request's own blocks were dropped from the tree; its next commit brings them."""
-    tree = Tree()
-    pages = tree.pool.allocate(3).reshape(3, 1)
-    tokens = np.arange(40, dtype=np.int32)
-    tree.index.insert("", tokens, pages)
-    tree.drop(counting(40), 20)
-    tree.index.insert("", tokens, pages)
-    tree.check()
-    assert tree.pool.cached_counts[pages.ravel()].tolist() == [1, 1, 1]
 
 
 # ---- states ----
@@ -388,31 +307,6 @@ def test_on_an_edge_of_many_states_positions_without_one_are_forgotten_many_at_o
     assert looks < 70 * num_states  # one by one it is half of num_states squared
     assert most <= MAX_WATCHED + num_states // 64
     tree.check()
-
-
-def test_states_are_counted_on_every_edge_above_them():
-    tree = Tree()
-    tree.add(LEFT)
-    tree.add(RIGHT)
-    points = [tree.save(tokens) for tokens in (counting(10), counting(20), LEFT, RIGHT)]
-
-    def counts():
-        tree.check()
-        root = tree.walk(counting(20)).root
-        return {edge.end: edge.num_stored for edge in tree.index.edges()} | {0: root.num_stored}
-
-    assert counts() == {0: 4, 20: 4, 40: 1, 50: 1}
-    assert [point.is_shadowed() for point in points] == [True, True, False, False]
-    tree.touch(counting(15))
-    assert counts() == {0: 4, 15: 4, 20: 3, 40: 1, 50: 1}
-    tree.index.drop_checkpoint(points[2])
-    assert counts() == {0: 3, 15: 3, 20: 2, 40: 0, 50: 1}
-    tree.touch(RIGHT)
-    assert counts() == {0: 3, 20: 3, 40: 0, 50: 1}
-    tree.drop(RIGHT, 49)
-    assert counts() == {0: 2, 20: 2, 40: 0, 50: 0}
-    assert [point.is_shadowed() for point in points] == [True, False, False, False]
-    assert tree.index.num_checkpoints == 2
 
 
 # ---- forgetting ----
@@ -595,10 +489,9 @@ def test_depth_of_the_tree_costs_no_recursion():
 @pytest.mark.parametrize(
     ("columns", "seed"), matrix_rows(product(range(3), range(3)), (0, 2), (1, 0), (2, 1))
 )
-def test_random_operations_against_sets_of_prefixes(columns, seed, monkeypatch):
+def test_random_operations_against_sets_of_prefixes(columns, seed):
     """What is held, known and stored, each as a plain set of prefixes; and what every row of every
     page stands for."""
-    monkeypatch.setattr("megatron_hybrid.cache.index.tree.MIN_PACKED", 5)
     random = np.random.default_rng([columns, seed])
     tree = Tree(num_pages=3000, pages_per_block=columns)
     index, rows = tree.index, {}  # rows: (page, row) -> the prefix that ends there
@@ -701,25 +594,6 @@ def test_a_path_found_before_tokens_were_forgotten_is_not_trusted(end):
     assert (path.known, path.depth) == (end - 8, end - 8)
 
 
-def test_only_known_tokens_are_packed(monkeypatch):
-    monkeypatch.setattr("megatron_hybrid.cache.index.tree.MIN_PACKED", 10)
-    tree = Tree()
-    tree.add(LEFT)
-    tree.add(RIGHT)
-    leaf = tree.leaf(RIGHT)
-    tree.drop(RIGHT, 30)
-    assert not isinstance(leaf._tokens, PackedTokens)
-    tree.drop(RIGHT, 0)
-    assert isinstance(leaf._tokens, PackedTokens)
-    assert leaf.tokens.tolist() == RIGHT[20:]
-    tree.touch(RIGHT[:35])  # cut in two: both are read, the lower one is packed again
-    assert isinstance(tree.leaf(RIGHT)._tokens, PackedTokens)
-    assert tree.walk([*RIGHT[:45], 7]).known == 45
-    tree.add(RIGHT)
-    assert tree.held() == [(0, 20, 20), (20, 40, 40), (20, 50, 50)]
-    assert isinstance(tree.leaf(RIGHT)._tokens, np.ndarray)
-
-
 def edge_with(tree, end):
     (edge,) = [edge for edge in tree.index.edges() if edge.end == end]
     return edge
@@ -791,14 +665,6 @@ def test_check_integrity_finds(break_it, message):
     break_it(tree)
     with pytest.raises(RuntimeError, match=message):
         tree.index.check_integrity()
-
-
-def test_how_many_tokens_a_tree_knows_beside_a_pool():
-    with_kv = CacheSpec(16, (KVGroup(2, 64),), state_bytes=40_000, hidden_bytes=64)
-    states_only = CacheSpec(16, (), state_bytes=40_000, hidden_bytes=64)
-    assert known_limit(with_kv, 1000) == known_limit(states_only, 1000) == MIN_KNOWN_TOKENS
-    assert known_limit(with_kv, 1 << 20) == int(1.4 * 16 * (1 << 20))
-    assert known_limit(states_only, 1 << 20) == 1024 << 20
 
 
 def test_tokens_known_behind_others_are_those_of_the_edge_used_last():

@@ -15,14 +15,6 @@ PAGES = DOCUMENTS * (2 * SPEC.checkpoint_pages + 40)
 STRANGER = 30  # pages of 480 tokens
 
 
-@pytest.mark.parametrize(
-    ("running", "answer", "expected"),
-    [(1, 99, 10_000), (2, 99, 10_000 / 3), (9, 99, 20_000 / 90), (9, 0, 200 / 90)],
-)
-def test_what_one_more_saves(running, answer, expected):
-    assert saved_by_one_more(running, answer) == pytest.approx(expected, rel=1e-3)
-
-
 def test_what_each_one_more_saves_adds_up_to_what_all_save():
     """A request alone pays for all of its steps, one of 50 for a fiftieth."""
     saved = sum(saved_by_one_more(running, 299) for running in range(1, 50))

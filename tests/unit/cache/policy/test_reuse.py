@@ -32,11 +32,6 @@ AFTER_PROMPT, AFTER_ANSWER = Origin(Kind.PROMPT_END), Origin(Kind.ANSWER_END)
 # ---- the counts of a fate ----
 
 
-def test_a_fate_without_counts_has_the_priors():
-    counts = FateCounts(FateCounts())
-    assert counts.expected(7) == (PRIOR_PROBABILITY, PRIOR_GAP)
-
-
 def test_a_fate_learns_how_many_states_are_used_and_when():
     counts, random = FateCounts(FateCounts()), np.random.default_rng(0)
     coming = []
@@ -199,15 +194,6 @@ def test_a_prompt_uses_the_deepest_known_state():
     assert states[2].last_use == 1
 
 
-def test_it_also_uses_the_one_that_it_resumed_from():
-    tree = Tree()
-    tree.add(counting(100))
-    states = [tree.watch(counting(n)) for n in (20, 50, 80)]
-    tree.store(states[1])
-    tree.observe([*counting(90), 7], resumed=states[1])
-    assert [state.uses for state in states] == [0, 1, 1]
-
-
 def test_lost_forks_beyond_the_one_resumed_would_have_served():
     """20 and 60 are forks; 20 was resumed from, or nothing was."""
     for resumed, uses in ((True, [1, 0, 1, 1]), (False, [1, 0, 1, 1]), (None, [0, 0, 0, 1])):
@@ -325,17 +311,6 @@ def test_without_a_part_uses_and_origins_are_not_told_apart():
     for _ in range(3):
         assert tree.observe(counting(100)) == (FOUND_MORE, 0)
     assert fork.uses == 3
-
-
-def test_what_is_known_only_counts_as_well():
-    """Neither pages nor KV are needed to learn: what was dropped is watched."""
-    tree = Tree()
-    tree.add(counting(100))
-    state = tree.watch(counting(80), Kind.ANSWER_END)
-    tree.store(state)
-    tree.index.drop_kv(tree.walk(counting(100)).edges[0], 0)
-    assert tree.observe(counting(90)) == (AFTER_ANSWER, 0)
-    assert state.uses == 1
 
 
 # ---- after traffic ----

@@ -6,25 +6,20 @@ import numpy as np
 import pytest
 from valued_edges import (
     FREE,
-    FULL,
     HYBRID,
     PURE,
-    STATE_ONLY,
     Rates,
     edge,
     tail_key,
 )
 
 from megatron_hybrid.cache.index.tree import Checkpoint, Kind
-from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.policy.values import (
     checkpoint_value,
     equal_start,
     exclusive_tokens,
     kv_is_held,
-    kv_pages,
     rebuild_work,
-    value_per_page,
 )
 
 
@@ -43,21 +38,6 @@ def test_rebuild_work_counts_from_the_next_best_state(above, on_edge, position, 
     previous = checkpoint.previous()
     assert rebuild_work(previous, position, HYBRID) == expected
     assert rebuild_work(previous, position, replace(HYBRID, state_bytes=0)) == 1
-
-
-def test_of_two_states_that_save_as_many_tokens_the_one_with_more_context_is_worth_more():
-    """A token with a context of one parity costs twice as much as one without."""
-    spec = replace(HYBRID, attention_parity=100.0)
-    lower = edge(100, 200, (200,), parent=edge(0, 100, (100,)))
-    first, second = lower.parent.checkpoints[100], lower.checkpoints[200]
-    works = [rebuild_work(each.previous(), each.position, spec) for each in (first, second)]
-    each_token = [sum(1 + (t + 0.5) / 100 for t in range(a, a + 100)) for a in (0, 100)]
-    assert works == pytest.approx(each_token)
-    assert works[1] / works[0] == pytest.approx(2.5 / 1.5)
-    assert [rebuild_work(each.previous(), each.position, HYBRID) for each in (first, second)] == [
-        100,
-        100,
-    ]
 
 
 def test_exclusive_tokens():
@@ -99,20 +79,6 @@ def test_exclusive_tokens_reach_up_to_a_state_above_a_fork():
     edge(50, 100, parent=upper)
     right = edge(50, 200, (150,), parent=upper)
     assert exclusive(right.checkpoints[150]) == 130
-
-
-@pytest.mark.parametrize(
-    ("spec", "tokens", "expected"),
-    [
-        (HYBRID, 0, 0),
-        (HYBRID, 15, 0),
-        (HYBRID, 160, 10),
-        (CacheSpec(16, (FULL, KVGroup(1, 128)), 0, 0), 40, 5),  # 2 pages a block
-        (STATE_ONLY, 160, 0),
-    ],
-)
-def test_kv_pages(spec, tokens, expected):
-    assert kv_pages(tokens, spec) == expected
 
 
 def test_unreachable_kv_goes_before_any_state():
@@ -170,22 +136,6 @@ def test_the_end_of_a_long_prompt_is_worth_no_more_than_all_of_it():
     assert tail_key(long, far, rates)[1] == pytest.approx(0.5 * 16 * (1 + 24 / 24))
 
 
-def test_what_comes_before_the_fork_serves_others_too_and_does_not_count_as_all_of_a_tail():
-    far, rates = replace(PURE, attention_parity=24), Rates()
-    lower = edge(64, 96, parent=edge(0, 64))
-    point = lower.checkpoints[96] = Checkpoint(lower, 96, Kind.ANSWER_END, now=0)
-    rates.rates[point] = 0.5
-    assert tail_key(lower, far, rates)[1] == pytest.approx(0.5 * 16 * (1 + 80 / 24))
-
-
-def test_where_nobody_is_known_to_go_on_from_beyond_it_a_tail_goes_by_recency():
-    kv, rates = edge(0, 100), Rates()
-    kv.last_access = 3
-    point = kv.checkpoints[20] = Checkpoint(kv, 20, Kind.ANSWER_END, now=0)
-    rates.rates[point] = 0.75
-    assert tail_key(kv, PURE, rates) == (0, 0.0, 3)
-
-
 def test_a_state_is_worth_the_tokens_that_it_saves_per_page_and_request():
     rates = Rates()
     upper = edge(0, 64, (32,))
@@ -235,11 +185,6 @@ def test_of_a_state_on_a_short_edge_the_block_that_is_held_lies_above():
         ref_counts = FREE.copy()
         ref_counts[held] = 1
         assert kv_is_held(lower.checkpoints[60], HYBRID, ref_counts) == expected
-
-
-def test_value_of_nothing_held():
-    assert value_per_page(0.5, 10, 0) == 5.0
-    assert value_per_page(0.5, 10, 4) == 1.25
 
 
 @pytest.mark.parametrize(

@@ -1,35 +1,15 @@
 """RequestOptions: one place for what is asked of a request, and checks before anything changes."""
 
 import dataclasses
-import inspect
 
 import pytest
 from reference import greedy, random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.inference.async_engine import AsyncEngine
-from megatron_hybrid.inference.engine import DynamicInferenceEngine
-from megatron_hybrid.inference.requests.builder import RequestBuilder, RequestSpec
+from megatron_hybrid.inference.requests.builder import RequestSpec
 from megatron_hybrid.inference.requests.options import RequestOptions
-from megatron_hybrid.inference.requests.request import Request
-from megatron_hybrid.serving.service import Service
 
 NAMES = {field.name for field in dataclasses.fields(RequestOptions)}
 PROMPT = random_tokens(20)
-
-
-@pytest.mark.parametrize(
-    "taker",
-    [
-        *(DynamicInferenceEngine.add_request, DynamicInferenceEngine.generate),
-        *(DynamicInferenceEngine.stream, AsyncEngine.generate, AsyncEngine.stream),
-        *(RequestBuilder.build, RequestBuilder.build_all, RequestSpec, Request),
-        *(Service.generate_all, Service.streams),
-    ],
-    ids=lambda taker: taker.__qualname__,
-)
-def test_options_are_declared_in_request_options_alone(taker):
-    named = inspect.signature(taker).parameters
-    assert "options" in named and not NAMES & named.keys()
 
 
 def test_all_ranks_compare_every_option_by_name():

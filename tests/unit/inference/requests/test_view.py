@@ -27,8 +27,7 @@ def test_a_request_is_seen_while_it_waits_runs_and_after_its_end():
     assert (newest.request_id, oldest.request_id) == (second.request_id, first.request_id)
     assert newest.is_ended and newest.status == "length" and newest.generated_tokens == 3
     assert 0 < newest.seconds_to_first_token <= newest.seconds
-    numbers = engine.cache_tree().numbers
-    assert {newest.edge, oldest.edge} == set(numbers)
+    assert {newest.edge, oldest.edge} == {edge.number for edge in engine.cache_tree()}
 
 
 def test_reuse_and_its_miss_reason_are_those_of_the_answer():
@@ -68,8 +67,9 @@ def test_evicted_states_are_seen_in_the_tier_that_has_them(tiers, tmp_path):
         for seed in range(12):
             engine.generate([random_tokens(70, seed=seed)], PARAMS)
             followed.ask(engine.cache_changes, limit=4)
-            followed.check(engine.cache_tree())
-        states, stats = engine.cache_tree().states, engine.stats()
+            followed.check(engine.cache, engine.offload.tier_of)
+        states = [state for edge in engine.cache_tree() for state in edge.states]
+        stats = engine.stats()
         found = {name: sum(state.tier == name for state in states) for name in ("pool", *tiers)}
         assert found["pool"] == stats["checkpoints"]
         for tier in tiers:
@@ -82,14 +82,14 @@ def test_evicted_states_are_seen_in_the_tier_that_has_them(tiers, tmp_path):
             assert told.below is None or told.below[0] in below
         engine.clear_cache()
         assert followed.ask(engine.cache_changes, limit=4).is_whole
-        followed.check(engine.cache_tree())
+        followed.check(engine.cache, engine.offload.tier_of)
 
 
 def test_tokens_are_told_only_if_asked():
     engine = tiny_engine()
     prompt = random_tokens(20)
     engine.generate([prompt], PARAMS)
-    assert engine.cache_tree().first_tokens == []
-    assert engine.cache_tree(num_tokens=5).first_tokens == [prompt[:5]]
+    assert [edge.first_tokens for edge in engine.cache_tree()] == [[]]
+    assert [edge.first_tokens for edge in engine.cache_tree(num_tokens=5)] == [prompt[:5]]
     assert engine.requests()[0].last_tokens == []
     assert engine.requests(num_tokens=5)[0].last_tokens == prompt[-5:]

@@ -53,13 +53,14 @@ def run(scheduler: Scheduler) -> list[tuple[int, int, int, bool]]:
     """One step that draws token 1 everywhere; (request, start, end, whether it draws)."""
     plan = scheduler.schedule()
     drawn = {i: Sampled(1) for entry in (*plan.work, *plan.ready) for i in entry.draws}
-    for owner in scheduler.complete(plan, StepResult(drawn)):
+    for owner in scheduler.complete(StepResult(drawn)):
         owner.tokens[owner.num_tokens] = 1
         owner.num_tokens += 1
         if owner.num_generated == owner.params.num_tokens_to_generate:
             owner.mark_answered("length")
             scheduler.finish(owner)
-    scheduler.complete(scheduler.schedule_moves(), StepResult())
+    scheduler.schedule_moves()
+    scheduler.complete(StepResult())
     scheduler.cache.check_integrity()
     return [(work.request_id, work.start, work.end, bool(work.draws)) for work in plan.work] + [
         (ready.request_id, -1, -1, True) for ready in plan.ready
@@ -199,8 +200,8 @@ def test_nobody_is_preempted_or_overtaken_for_a_priority_once_it_ran():
 
 
 def test_a_preempted_request_starts_before_those_of_lower_priority():
-    each, _, plan = preempted()
-    each.complete(plan, StepResult({i: Sampled(1) for i in (0, 1)}))
+    each, *_ = preempted()
+    each.complete(StepResult({i: Sampled(1) for i in (0, 1)}))
     each.add(request(3, 10, priority=-1))
     assert [waiting.request_id for waiting in each.waiting] == [2, 3]
 
@@ -223,7 +224,7 @@ def test_samples_are_drawn_with_the_first_and_forked_from_it():
     each.add(one)
     plan = each.schedule()
     assert list(plan.work[0].draws) == [0, 1, 2]
-    owners = each.complete(plan, StepResult({i: Sampled(1) for i in range(3)}))
+    owners = each.complete(StepResult({i: Sampled(1) for i in range(3)}))
     assert [owner.request_id for owner in owners] == [0, 1, 2]
     moves = each.schedule_moves()
     assert [(copy.request_id, copy.source_slot) for copy in moves.restores] == [
@@ -234,7 +235,7 @@ def test_samples_are_drawn_with_the_first_and_forked_from_it():
     sources = np.concatenate([copy.sources for copy in moves.restores])
     assert sources.tolist() == 2 * one.lease.block_table[1].tolist()
     assert (each.cache.allocator.ref_counts[sources] > 1).all()
-    each.complete(moves, StepResult())
+    each.complete(StepResult())
     each.cache.check_integrity()
 
 
@@ -242,10 +243,12 @@ def test_a_sample_that_lacks_memory_for_its_fork_starts_from_the_cache():
     each, one = scheduler(), request(0, 20)
     one.siblings = [request(1, 20, seed=0)]
     each.add(one)
-    owners = each.complete(each.schedule(), StepResult({0: Sampled(1), 1: Sampled(1)}))
+    each.schedule()
+    owners = each.complete(StepResult({0: Sampled(1), 1: Sampled(1)}))
     for owner in owners:
         owner.num_tokens += 1
-    each.complete(each.schedule_moves(), StepResult(unrestored={1: "no memory"}))
+    each.schedule_moves()
+    each.complete(StepResult(unrestored={1: "no memory"}))
     assert [waiting.request_id for waiting in each.waiting] == [1]
     assert run(each) == [(0, 20, 21, True), (1, 20, 21, True)]
 
@@ -254,7 +257,8 @@ def test_a_sample_that_is_cancelled_before_its_fork_leaves_nothing_behind():
     each, one = scheduler(), request(0, 20)
     one.siblings = [request(1, 20, seed=0)]
     each.add(one)
-    _, sibling = each.complete(each.schedule(), StepResult({0: Sampled(1), 1: Sampled(1)}))
+    each.schedule()
+    _, sibling = each.complete(StepResult({0: Sampled(1), 1: Sampled(1)}))
     each.cancel(sibling)
     assert not each.schedule_moves() and sibling.closed and each.running == [one]
     each.cache.check_integrity()
@@ -264,14 +268,15 @@ def test_a_request_that_ends_keeps_its_slot_until_its_state_is_saved():
     each, one = scheduler(max_requests=1), request(0, 20)
     each.add(one)
     run(each)
-    each.complete(each.schedule(), StepResult({0: Sampled(7)}))
+    each.schedule()
+    each.complete(StepResult({0: Sampled(7)}))
     one.mark_answered("stop")  # token 7 is no part of the answer
     each.finish(one)
     assert not one.closed and not each.free_slots
     moves = each.schedule_moves()
     assert [(save.request_id, save.slot, save.position) for save in moves.saves] == [(0, 0, 21)]
     assert each.cache.match(one.tokens[:22]).skipped_tokens == 20
-    each.complete(moves, StepResult())
+    each.complete(StepResult())
     assert one.closed and each.free_slots == [0]
     assert each.cache.match(one.tokens[:22]).skipped_tokens == 21
     each.cache.check_integrity()
@@ -297,7 +302,7 @@ def test_what_a_plan_loads_and_copies_is_pinned_until_it_has_run():
     assert len(restore.sources) == len(restore.targets) == 1
     assert restore.targets[0] in one.lease.block_table
     assert (each.cache.allocator.ref_counts[sources] == 1).all()
-    each.complete(plan, StepResult({1: Sampled(1)}))
+    each.complete(StepResult({1: Sampled(1)}))
     assert (each.cache.allocator.ref_counts[sources] == 0).all()
     each.cache.check_integrity()
 
@@ -305,9 +310,9 @@ def test_what_a_plan_loads_and_copies_is_pinned_until_it_has_run():
 def test_a_request_that_lacks_memory_when_alone_fails_its_step():
     each, one = cached(20), request(1, 20, seed=0)
     each.add(one)
-    plan = each.schedule()
+    each.schedule()
     with pytest.raises(MemoryError, match="no memory"):
-        each.complete(plan, StepResult(unrestored={1: "no memory"}))
+        each.complete(StepResult(unrestored={1: "no memory"}))
     each.abort()
     assert list(each.waiting) == [one]
     assert run(each) == [(1, 0, 20, True)]
@@ -324,7 +329,7 @@ def preempted() -> tuple[Scheduler, list[Request], StepPlan]:
         if each.num_preemptions:
             return each, requests, plan
         drawn = {i: Sampled(1) for work in plan.work for i in work.draws}
-        for owner in each.complete(plan, StepResult(drawn)):
+        for owner in each.complete(StepResult(drawn)):
             owner.num_tokens += 1
 
 
@@ -335,10 +340,11 @@ def test_the_last_to_come_makes_room_and_goes_on_at_its_token():
     done = parked.num_computed
     assert parked.status is RequestStatus.WAITING
     assert (park.request_id, park.num_tokens) == (2, done) and parked.parked_tokens == done
-    owners = each.complete(plan, StepResult({i: Sampled(1) for i in (0, 1)}))
+    owners = each.complete(StepResult({i: Sampled(1) for i in (0, 1)}))
     assert [owner.request_id for owner in owners] == [0, 1]
     each.cancel(requests[0])
-    each.complete(each.schedule_moves(), StepResult())
+    each.schedule_moves()
+    each.complete(StepResult())
     plan = each.schedule()
     (unpark,) = plan.restores
     assert (unpark.request_id, unpark.slot) == (2, parked.slot)
@@ -348,7 +354,7 @@ def test_the_last_to_come_makes_room_and_goes_on_at_its_token():
     # Others see its blocks when its bytes are there.
     own = parked.tokens[:done]
     assert each.cache.match(own).shared_tokens < done
-    each.complete(plan, StepResult({i: Sampled(1) for i in (1, 2)}))
+    each.complete(StepResult({i: Sampled(1) for i in (1, 2)}))
     assert each.cache.match(own).shared_tokens == done
     each.cache.check_integrity()
 
@@ -361,18 +367,6 @@ def test_a_request_that_was_parked_by_a_failed_step_starts_from_the_cache():
     plan = each.schedule()
     assert all(isinstance(restore, Restore) for restore in plan.restores)
     assert [restore.request_id for restore in plan.restores] == [1, 2]
-
-
-def test_a_failed_step_leaves_all_requests_in_line():
-    each = scheduler()
-    requests = [request(i, 30) for i in range(2)]
-    for one in requests:
-        each.add(one)
-    each.schedule()
-    each.abort()
-    assert list(each.waiting) == requests and not each.running
-    assert len(each.free_slots) == 4 and not each.cache.allocator.ref_counts.any()
-    assert run(each) == [(0, 0, 30, True), (1, 0, 30, True)]
 
 
 def test_after_two_failed_steps_requests_start_one_at_a_time_until_they_get_on():
@@ -414,16 +408,6 @@ def test_a_failed_admission_is_blamed_on_its_request_alone(monkeypatch):
             each.schedule()
         assert each.fail() == failed
     assert not first.num_failures and list(each.waiting) == [first, bad]
-
-
-def test_only_the_last_plan_is_completed():
-    each = scheduler()
-    each.add(request(0, 100))
-    first = each.schedule()
-    each.complete(first, StepResult())
-    each.schedule()
-    with pytest.raises(ValueError, match="plan 1 is completed, and 2 was the last"):
-        each.complete(first, StepResult())
 
 
 def test_a_plan_is_plain_data():
@@ -476,7 +460,7 @@ def test_drafts_of_a_plan_and_what_is_committed_of_them():
 
     accepted = {0: [Sampled(2), Sampled(3), Sampled(4)]}
     assert each.accept(accepted, append) == [first, first]
-    each.complete(plan, StepResult({0: Sampled(9), 1: Sampled(9)}, accepted))
+    each.complete(StepResult({0: Sampled(9), 1: Sampled(9)}, accepted))
     assert appended == [(0, 2), (0, 3)]  # nothing behind its end
     assert (first.num_computed, first.lease.done, first.num_tokens) == (10, 10, 11)
     assert (second.num_computed, second.lease.done, second.num_tokens) == (9, 9, 9)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from extreme_sampling import ILLEGAL, Round
+from extreme_sampling import ILLEGAL, Round, naive_draw, naive_hash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrix import matrix_rows
@@ -29,8 +29,6 @@ from megatron_hybrid.inference.worker.sampler import (
     token_hash,
 )
 
-LOGITS = torch.tensor([2.0, 0.5, -1.0, 1.5, 0.0, 1.0])
-
 
 def sample(logits_nV: torch.Tensor, draws: list[Draw]) -> list[int]:
     return sampler.sample(logits_nV, draws).tolist()
@@ -42,25 +40,6 @@ def frequencies(params: SamplingParams, logits: torch.Tensor, count: int):
     draws = [Draw(params, seed=3, sample_index=0, position=i) for i in range(count)]
     tokens = sample(logits.expand(count, -1), draws)
     return torch.bincount(torch.tensor(tokens), minlength=len(logits)) / count
-
-
-def brute_force(temperature=1.0, top_k=0, top_p=0.0) -> torch.Tensor:
-    """Probabilities by the definition: temper, keep k, keep the smallest set of mass p, norm."""
-    probabilities = (LOGITS.double() / temperature).softmax(0)
-    order = probabilities.argsort(descending=True).tolist()
-    kept = order[: top_k or len(order)]
-    if top_p:
-        mass = sum(probabilities[i].item() for i in kept)
-        total, nucleus = 0.0, []
-        for token in kept:
-            nucleus.append(token)
-            total += probabilities[token].item() / mass
-            if total >= top_p:
-                break
-        kept = nucleus
-    result = torch.zeros(len(LOGITS), dtype=torch.float64)
-    result[kept] = probabilities[kept]
-    return result / result.sum()
 
 
 WIDE = torch.randn(400, generator=torch.Generator().manual_seed(0)) * 2.5
@@ -79,7 +58,8 @@ WIDE = torch.randn(400, generator=torch.Generator().manual_seed(0)) * 2.5
     ],
 )
 def test_draws_have_the_distribution_of_the_processors_of_transformers(fields):
-    """By Pearson's chi-square: its expectation is k - 1, its variance 2 (k - 1)."""
+    """By Pearson's chi-square: its expectation is k - 1, its variance 2 (k - 1). Log-probabilities
+    are those of the distribution that is drawn from."""
     warpers = {
         "temperature": TemperatureLogitsWarper,
         "top_k": TopKLogitsWarper,
@@ -88,6 +68,10 @@ def test_draws_have_the_distribution_of_the_processors_of_transformers(fields):
     }
     theirs = LogitsProcessorList(warpers[name](value) for name, value in fields.items())
     expected = theirs(torch.tensor([[0]]), WIDE[None].double())[0].softmax(0)
+    rows = [SamplingParams(**fields).resolved(), SamplingParams(top_k=1).resolved()]
+    log_probs, greedy = processed_log_probs(WIDE.expand(2, -1), rows)
+    torch.testing.assert_close(log_probs.double(), expected.log(), atol=1e-5, rtol=1e-5)
+    assert greedy.max() == 0 and greedy.isfinite().sum() == 1
     count = 10_000
     given_ = frequencies(SamplingParams(**fields), WIDE, count).double()
     assert (given_[expected == 0] == 0).all()
@@ -116,38 +100,6 @@ def test_greedy_takes_the_first_maximum(params):
     assert sample(logits, draws) == [1, 0]
 
 
-def hash_alone(token: int, keys: tuple[int, int]) -> int:
-    """`token_hash` of one token, in whole numbers."""
-    first, second = (key % 2**32 for key in keys)
-    h = token * 0x9E3779B9 % 2**32 ^ first
-    h = (h ^ h >> 16) * 0x7FEB352D % 2**32 ^ second
-    h = (h ^ h >> 15) * 0x846CA68B % 2**32
-    return (h ^ h >> 16) % 2**31
-
-
-def noise_alone(token: int, draw: Draw) -> float:
-    keys = noise_keys(draw.seed, draw.sample_index, draw.position)
-    return -math.log(-math.log1p(-(hash_alone(token, keys) + 0.5) / 2**31))
-
-
-def drawn_alone(logits_V: torch.Tensor, draw: Draw) -> int:
-    """One row, token by token, with the same rounding where it matters: quotients of fp32, and sums
-    of whole numbers."""
-    logits, own = logits_V.tolist(), draw.params
-    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
-    if own.is_greedy:
-        return order[0]
-    tempered = ((logits_V - logits_V.max()) / torch.tensor(own.temperature)).tolist()
-    ratios = [math.exp(x) for x in tempered]
-    kept = order[: own.top_k or len(order)]
-    kept = [token for token in kept if ratios[token] >= own.min_p * (1 - 1e-9)]
-    if 0 < own.top_p < 1:
-        masses = [int(ratios[token] * 2**40) for token in kept]
-        limit = own.top_p * sum(masses)
-        kept = [token for i, token in enumerate(kept) if sum(masses[:i]) < limit]
-    return max(kept, key=lambda token: tempered[token] + noise_alone(token, draw))
-
-
 PARAMS = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 1e-3, 0.5, 1.0, 3.0]),
@@ -166,7 +118,7 @@ def test_rows_that_are_drawn_together_are_those_drawn_alone(params, vocab_size, 
     logits[::3] = logits[::3].round()
     logits[1::3, 1::2] = -torch.inf
     draws = [Draw(own, seed, sample_index=0, position=i) for i, own in enumerate(params)]
-    assert sample(logits, draws) == list(map(drawn_alone, logits, draws))
+    assert sample(logits, draws) == list(map(naive_draw, logits.numpy(), draws))
     for first in (0, len(params) // 2):
         assert sample(logits[first:], draws[first:]) == sample(logits, draws)[first:]
 
@@ -188,7 +140,7 @@ def test_noise_has_the_bits_of_whole_numbers_and_no_larger_bound():
     keys = [noise_keys(*point) for point in points]
     ids = torch.tensor([0, 1, 2, 151_935, 2**31 - 1], dtype=torch.int32)
     hashes = token_hash(ids[None], torch.tensor(keys, dtype=torch.int32).T[:, :, None])
-    assert hashes.tolist() == [[hash_alone(token, own) for token in ids.tolist()] for own in keys]
+    assert hashes.tolist() == [naive_hash(ids.numpy(), own).tolist() for own in keys]
     numbers = torch.tensor([[0, 1, 2, 1000, *range(10**6, 2**31, 10**7), 2**31 - 1]])
     noise = gumbel_noise(numbers.int())
     above = sampler._noise_bound(numbers.int()) - noise
@@ -269,17 +221,6 @@ def test_values_come_to_the_host_as_they_are():
     ]
     assert to_host(tensors) == [tensor.tolist() for tensor in tensors]
     assert to_host(tensors[:1]) == [tensors[0].tolist()]
-
-
-@pytest.mark.parametrize(
-    "fields", [{}, {"temperature": 0.5}, {"top_k": 3}, {"temperature": 1.5, "top_p": 0.7}]
-)
-def test_processed_log_probs_are_those_of_the_distribution_that_is_drawn_from(fields):
-    rows = torch.stack([LOGITS, LOGITS])
-    params = [SamplingParams(**fields).resolved(), SamplingParams(top_k=1).resolved()]
-    given_, greedy = processed_log_probs(rows, params).double()
-    torch.testing.assert_close(given_, brute_force(**fields).log(), atol=1e-6, rtol=1e-6)
-    assert greedy.tolist() == [0.0] + [-torch.inf] * (len(LOGITS) - 1)
 
 
 # What neither the request nor the caller says ----------------------------------------------------

@@ -20,7 +20,7 @@ class Recorder:
     def prepare(self, tokens):
         return tokens
 
-    def begin(self, prompt):
+    def begin(self, prompt, message_starts=()):
         if self.running == self.room:
             self.log.append("full")
             return None
@@ -71,7 +71,7 @@ def test_engines_take_turns():
     sessions, order = range(2 * TURN + 7), []
 
     class Ordered(Recorder):
-        def begin(self, prompt):
+        def begin(self, prompt, message_starts=()):
             order.append((self.room, prompt[0]))
             return super().begin(prompt)
 

@@ -2,10 +2,10 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +16,7 @@ import pytest
 from matrix import matrix_rows
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from pyarrow import parquet
+from rank_processes import rank_context
 
 from megatron_hybrid import cli
 from megatron_hybrid.text import document_files
@@ -284,18 +285,26 @@ def test_a_dataset_is_not_overwritten(folder, tmp_path):
         preprocess([path], folder, tmp_path / "data")
 
 
+def preprocess_in_a_group(command: list[str]) -> None:
+    os.setsid()
+    multiprocessing.set_start_method(None, force=True)  # as in a process from a shell
+    cli.main(command)
+
+
 def test_what_a_killed_run_left_is_no_dataset_and_gives_way(folder, tmp_path):
     """Killed while it writes; the workers end with it."""
     path = write_lines(tmp_path / "a.jsonl", [{"text": text * 40} for text in texts(2000)])
     command = ["preprocess", str(path), "--tokenizer", str(folder), "--output"]
-    command = [sys.executable, "-m", "megatron_hybrid", *command, str(tmp_path / "data")]
-    process = subprocess.Popen([*command, "--workers", "1"], start_new_session=True)
+    command += [str(tmp_path / "data"), "--workers", "1"]
+    process = rank_context().Process(target=preprocess_in_a_group, args=(command,))
+    process.start()
     part = tmp_path / "data.partial" / ".bin"
     deadline = time.monotonic() + 120
     while not (part.exists() and part.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     assert not list(tmp_path.glob("data.*[xn]"))
     with pytest.raises(ValueError, match=r"data.idx does not exist. Run"):
         build_datasets(

@@ -106,7 +106,7 @@ def test_books_budget_and_foresight(state_bytes, in_flight):
     requests = list(small_requests(2, 300))
 
     class Checked(Clairvoyant):
-        def begin(self, prompt):
+        def begin(self, prompt, message_starts=()):
             handle = super().begin(prompt)
             self.check()
             return handle
