@@ -229,6 +229,11 @@ class WeightUpdates:
     @property
     def reason_to_wait(self) -> str | None:
         """Why no step may use the weights; None: it may."""
+        if not self._model.has_memory:
+            return (
+                "the weights have no memory: call reacquire_weights() of the engine that gave it "
+                "back"
+            )
         if self._update is not None:
             return "an update of the weights is under way: call finish_weight_update() first"
         if self._lacking and self._cause == _DROPPED:
