@@ -19,12 +19,13 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.enums import ModelType
 from torch import Tensor, nn
 
-from megatron_hybrid.models.batch_checks import (
+from megatron_hybrid.models.batch_layout import (
+    batch_layout,
     check_attention_mask,
     check_padding_mask,
     check_position_ids,
+    row_padding,
 )
-from megatron_hybrid.models.batch_layout import batch_layout, row_padding
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
 from megatron_hybrid.models.layer_specs import get_mixer, get_norm
