@@ -352,6 +352,11 @@ def _without(ending):
         (_without("_scale_inv"), None, f"{Q} is torch.float8_e4m3fn in .*without {Q}_scale"),
         (lambda t: t | {f"{Q}_scale_inv": torch.ones(3, 5)}, None, "scales of shape .3, 5."),
         (lambda t: t | {f"{Q}_scale_inv": torch.ones(1, 1).long()}, None, "no format that is read"),
+        (
+            lambda t: t | {Q: t[Q].to(torch.float8_e5m2)},
+            None,
+            f"{Q} has codes of .*e5m2 .* no format",
+        ),
         (_with_nan, None, f"{Q} has numbers that are NaN"),
         (_packed_router, None, "needs it unpacked"),
     ],
@@ -367,7 +372,7 @@ def test_what_cannot_be_unpacked_is_refused(qwen, tmp_path, change, config, word
     ("change", "config", "words"),
     [
         (lambda t: {n: x.flip(0) if "g_idx" in n else x for n, x in t.items()}, {}, "desc_act"),
-        (dict, {"group_size": 16}, r"96 columns into groups of 32 in .*96 in groups of 16 by"),
+        (dict, {"group_size": 16}, "not put 96 columns into groups of 16,"),
         (dict, {"bits": 8}, "bits=8; 4 are read"),
         (dict, {"checkpoint_format": "marlin"}, "gptq, gptq_v2 are read"),
     ],
@@ -552,7 +557,8 @@ def test_one_packed_weight_under_two_names(qwen):
 
 
 def test_scales_of_keys_and_values_alone_are_no_quantized_weights(qwen, tmp_path):
-    scale = {"model.layers.3.self_attn.k_proj.k_scale": torch.tensor(0.5)}
+    names = ("k_proj.k_scale", "kv_scale", "prob_output_scale", "q_proj.activation_scale")
+    scale = {f"model.layers.3.self_attn.{name}": torch.tensor(0.5) for name in names}
     config = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
     folder = rewritten(
         qwen[1], tmp_path / "folder", lambda t: t | scale, {"quantization_config": config}
