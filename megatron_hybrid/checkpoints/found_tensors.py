@@ -15,7 +15,7 @@ from megatron_hybrid.checkpoints.model_tensors import own_weights
 from megatron_hybrid.checkpoints.packed_files import PackedFiles
 from megatron_hybrid.checkpoints.packed_maps import PackedSource, own_source
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles, check_numbers
-from megatron_hybrid.checkpoints.tensor_source import TensorSource, check_names
+from megatron_hybrid.checkpoints.tensor_source import TensorSource, check_names, dtypes_in_model
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.parameter_names import canonical_name, is_of_prediction
@@ -55,12 +55,12 @@ class FoundTensors:
         )
 
     def check_numbers(self, model: HybridModel, maps: list[TensorMap]) -> None:
-        """Raise CheckpointError for NaN in tensors of this rank's stage, which its tensor-parallel
-        ranks share out among them, and for scales that make one of a code of 0. maps: of these
-        tensors, and of parts of packed weights."""
+        """Raise CheckpointError for NaN, and numbers that the model's dtype lacks, in tensors of
+        this rank's stage, which its tensor-parallel ranks share out among them, and for scales that
+        make NaN of a code of 0. maps: of these tensors, and of parts of packed weights."""
         tp, files = model.pg_collection.tp, self.files
-        names = sorted({name for tensor_map in maps for name in tensor_map.theirs})
-        for name in names[tp.rank() :: tp.size()]:
+        dtypes = dtypes_in_model(model, maps)
+        for name in sorted(dtypes)[tp.rank() :: tp.size()]:
             weight, _, part = name.rpartition(":")
             if weight in self.packed.stored:
                 stored = self.packed.stored[weight].parts[part]
@@ -71,8 +71,8 @@ class FoundTensors:
                     name = f"{stored.name}, times a code of 0,"
                     check_numbers(name, scale.float() * 0, files.folder)
             else:
-                name = self.given[name]
-                check_numbers(name, files.read(name), files.folder)
+                given = self.given[name]
+                check_numbers(given, files.read(given), files.folder, dtypes[name])
 
 
 def find_tensors(

@@ -140,11 +140,15 @@ class TensorFiles:
         return self._opened[self._where[name]].get_slice(name)
 
 
-def check_numbers(name: str, tensor: Tensor, source: object) -> None:
-    """Raise CheckpointError if a tensor has a NaN, and warn of an infinity. One pass, no copy.
+def check_numbers(
+    name: str, tensor: Tensor, source: object, dtype: torch.dtype | None = None
+) -> None:
+    """Raise CheckpointError if a tensor has a NaN, or a finite number that is infinite in another
+    dtype, and warn of an infinity. One pass, no copy.
 
     tensor: without values (meta) it has none.
     source: the name of its folder, or what it came with.
+    dtype: what it will be rounded to; None: its own.
     """
     codes = _NAN_CODES.get(tensor.dtype)
     has_numbers = codes or tensor.is_floating_point()
@@ -153,18 +157,24 @@ def check_numbers(name: str, tensor: Tensor, source: object) -> None:
     if codes is not None:
         mask, code = codes
         has_nan = bool((tensor.view(torch.uint8) & mask == code).any())
-        is_infinite = False
+        ends = torch.zeros(2)
     else:
-        least, largest = (value.item() for value in torch.aminmax(tensor))
-        has_nan = math.isnan(least) or math.isnan(largest)
-        is_infinite = math.isinf(least) or math.isinf(largest)
+        ends = torch.stack(torch.aminmax(tensor)).cpu()
+        has_nan = bool(ends.isnan().any())
     if has_nan:
         raise CheckpointError(
             f"{name} has numbers that are NaN in {source}, which would make every answer NaN. Copy "
             "or send it again, or go back to a checkpoint from before they came."
         )
-    if is_infinite:
+    if bool(ends.isinf().any()):
         logger.warning("%s has infinite numbers in %s", name, source)
+    beyond = ends.isfinite() & ends.to(dtype or ends.dtype).isinf()
+    if bool(beyond.any()):
+        raise CheckpointError(
+            f"{name} has the number {ends[beyond][0].item():g} in {source}, but {dtype}, which it "
+            f"would be rounded to, ends at {torch.finfo(dtype).max:g}. torch.bfloat16 and "
+            "torch.float32 end at 3.4e+38: load the model in one of them."
+        )
 
 
 class TensorPlan(NamedTuple):

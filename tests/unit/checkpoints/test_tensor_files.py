@@ -459,6 +459,27 @@ def test_nan_is_refused_and_an_infinity_is_told_of(dtype, caplog):
 
 
 @pytest.mark.parametrize(
+    ("number", "dtype", "into", "words"),
+    [
+        (70000.0, torch.bfloat16, torch.float16, "70144 in folder, .*float16.* ends at 65504"),
+        (-65520.0, torch.float32, torch.float16, "-65520 in"),
+        (1e300, torch.float64, torch.float32, r"1e\+300 in folder, but torch.float32"),
+        (-1e300, torch.float64, torch.bfloat16, r"-1e\+300 in folder, but torch.bfloat16"),
+        (65519.0, torch.float32, torch.float16, None),
+        (1e38, torch.float64, torch.bfloat16, None),
+    ],
+)
+def test_a_number_that_becomes_infinite_is_refused(number, dtype, into, words):
+    numbers = torch.tensor([1.0, number, -1.0], dtype=dtype)
+    check_numbers("weight", numbers, "folder")
+    if words is None:
+        check_numbers("weight", numbers, "folder", into)
+    else:
+        with pytest.raises(CheckpointError, match=f"weight has the number {words}"):
+            check_numbers("weight", numbers, "folder", into)
+
+
+@pytest.mark.parametrize(
     ("dtype", "code"),
     [(torch.float8_e4m3fn, 0x7F), (torch.float8_e4m3fn, 0xFF), (torch.float8_e8m0fnu, 0xFF)],
 )
