@@ -41,7 +41,7 @@ class FoundTensors:
         """The tensors of the folder, and parts of packed weights in place of these."""
         files, packed = self.files, self.packed
         parts = {name: name for name in packed.parts()}
-        others = self.given.keys() - packed.stored.keys() - packed.part_names()
+        others = self.given.keys() - packed.stored.keys() - packed.part_names() - parts.keys()
 
         def read(name: str) -> Tensor:
             return packed.read(name, files.read) if name in parts else files.read(name)
@@ -59,7 +59,7 @@ class FoundTensors:
         this rank's stage, which its tensor-parallel ranks share out among them, and for scales that
         make NaN of a code of 0. maps: of these tensors, and of parts of packed weights."""
         tp, files = model.pg_collection.tp, self.files
-        dtypes = dtypes_in_model(model, maps)
+        dtypes, source = dtypes_in_model(model, maps), self.source()
         for name in sorted(dtypes)[tp.rank() :: tp.size()]:
             weight, _, part = name.rpartition(":")
             if weight in self.packed.stored:
@@ -72,7 +72,8 @@ class FoundTensors:
                     check_numbers(name, scale.float() * 0, files.folder)
             else:
                 given = self.given[name]
-                check_numbers(given, files.read(given), files.folder, dtypes[name])
+                value = source.read(source.given[name])
+                check_numbers(given, value, files.folder, dtypes[name])
 
 
 def find_tensors(
@@ -146,6 +147,7 @@ def _find_theirs(config: HybridConfig, folder: CheckpointFolder) -> FoundTensors
                 f"({why}). Config and weights do not belong together."
             )
     packed = _packed_source(weights, given, shapes, adapter, config)
+    packed.unpack_mixed(maps, files.read)
     is_mixed = files.dtype(given[embedding]) == config.params_dtype
     return FoundTensors(files, maps, given, packed, is_mixed)
 
@@ -168,7 +170,7 @@ def _packed_source(
     for name in adapter.ignored_names(names, config):
         del names[name]
     kept = {file_name: weights.files.read(file_name).clone() for file_name in names.values()}
-    return PackedSource(stored, shapes, kept)
+    return PackedSource(stored, shapes, kept, dtype_unpacked=config.params_dtype)
 
 
 def pack_as_in(model: HybridModel, folder: str | os.PathLike[str]) -> None:

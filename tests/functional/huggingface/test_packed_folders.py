@@ -152,6 +152,32 @@ def test_published_pairs_compute_what_they_stand_for(tmp_path, name):
         save_huggingface(again, tmp_path / "theirs")
 
 
+@pytest.mark.parametrize(
+    ("layers", "kind"),
+    [
+        (r"(q|k|o|gate|up|down)_proj$", "fp8-block"),
+        (r"(q|k|o|gate|up|down)_proj$", "gptq"),
+        (r"(k|v|o|up|down)_proj$", "ct-nvfp4"),
+    ],
+)
+def test_packed_rows_after_plain_ones_are_unpacked(tmp_path, layers, kind, caplog):
+    packed, plain = folders(tmp_path / "old", "llama", {layers: kind})
+    model = assert_same_model(packed, plain, tmp_path / "same")
+    assert "layers.0.self_attention.linear_qkv.weight of the model is not packed" in caplog.text
+    tensors = load_file(plain / "model.safetensors")
+    engine = tiny_engine(model)
+    engine.load_weights({name: tensor * 2 for name, tensor in tensors.items()})
+    save_huggingface(model, tmp_path / "new")
+    found, before = stored_bytes(tmp_path / "new"), stored_bytes(packed)
+    assert found.keys() == before.keys()
+    again, _ = mh.load_pretrained(tmp_path / "new")
+    weights = dict(again.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name.endswith("linear_qkv.weight"):
+            error = (weights[name] - parameter).float().norm() / parameter.float().norm()
+            assert error < 0.2
+
+
 def test_experts_in_mxfp4_compute_what_they_stand_for(tmp_path):
     """GPT-OSS, whose packed experts have outputs as rows and its others inputs."""
     source = tmp_path / "source"
