@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_hybrid.utils.files import replace_file, temporary_path
+from megatron_hybrid.utils.files import read_failure, replace_file, temporary_path
 from megatron_hybrid.utils.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -84,9 +84,9 @@ class TensorFiles:
         """
         folder = Path(folder)
         index, weight_map = folder / INDEX_FILE, None
-        if (folder / WEIGHTS_FILE).is_file():
+        if os.path.lexists(folder / WEIGHTS_FILE):
             paths = [folder / WEIGHTS_FILE]
-        elif index.is_file():
+        elif os.path.lexists(index):
             weight_map = _read_index(index)
             paths = [folder / name for name in sorted(set(weight_map.values()))]
         else:
@@ -261,7 +261,9 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{index} cannot be read as JSON: {error}") from error
+        raise CheckpointError(
+            f"{index} cannot be read as JSON: {read_failure(index, error)}"
+        ) from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map, which says where each tensor lies.")
@@ -275,15 +277,13 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _open_file(path: Path, stack: ExitStack, index: Path):
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise CheckpointError(f"{path} does not exist, but {index} names it. Copy it there.")
     try:
         return stack.enter_context(safe_open(path, framework="pt"))
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}). It is truncated or no safetensors file; "
-            "copy or save it again."
-        ) from error
+        unknown = f"{error}. It is truncated or no safetensors file; copy or save it again."
+        raise CheckpointError(f"{path} cannot be read: {read_failure(path, unknown)}") from error
     except RuntimeError as error:  # of torch's memory mapping
         raise CheckpointError(f"{path} cannot be mapped into memory: {error}") from error
 

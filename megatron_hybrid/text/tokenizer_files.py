@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers
 
 from megatron_hybrid.text.chat_template import ChatTemplate
-from megatron_hybrid.utils.files import replace_file
+from megatron_hybrid.utils.files import read_failure, replace_file
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -36,7 +36,7 @@ _MARK = "\u2581"  # for a space
 def find_tokenizer(folder: str | os.PathLike[str]) -> Path | None:
     """The file for `Tokenizer.from_folder` to read first; None: the folder has no tokenizer."""
     paths = (Path(folder) / name for name in (TOKENIZER_FILE, *FOREIGN_FILES))
-    return next((path for path in paths if path.is_file()), None)
+    return next((path for path in paths if os.path.lexists(path)), None)
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+        raise ValueError(f"{path} cannot be read as JSON: {read_failure(path, error)}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} cannot be read as JSON: it holds no object")
     return values
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:
-    return _read_json(path) if path.exists() else {}
+    return _read_json(path) if os.path.lexists(path) else {}
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -140,7 +140,8 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         # from_file raises a bare Exception for every error; reading here distinguishes them.
         return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:
-        raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from error
+        why = read_failure(path, error)
+        raise ValueError(f"{path} cannot be read as a tokenizer: {why}") from error
 
 
 def _follow_class(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:

@@ -13,6 +13,24 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatron_hybrid.checkpoints import tensor_files
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER, load_pretrained
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"]
+)
+def test_a_link_to_nowhere_and_a_pointer_of_git_lfs_are_named(tmp_path, name):
+    folder = shutil.copytree(DEMO_FOLDER, tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../blobs/0123")
+    with pytest.raises(CheckpointError, match=rf"{name} .*a link to ../blobs/0123, where nothing"):
+        load_pretrained(folder)
+    (folder / name).unlink()
+    (folder / name).write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 9\n"
+    )
+    with pytest.raises(CheckpointError, match=rf"{name} .*pointer of Git LFS: run `git lfs pull`"):
+        load_pretrained(folder)
 
 
 @pytest.mark.parametrize("whose", ["ours", "huggingface"])

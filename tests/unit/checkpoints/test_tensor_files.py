@@ -199,7 +199,7 @@ def test_broken_files(tmp_path, spoil, name):
     if name == SINGLE:
         save_file({"a": torch.zeros(2)}, tmp_path / SINGLE)
     spoil(tmp_path / name)
-    with pytest.raises(CheckpointError, match=r"cannot be read \(.*\)\. It is truncated or") as e:
+    with pytest.raises(CheckpointError, match=r"cannot be read: .*\. It is truncated or") as e:
         TensorFiles.open(tmp_path)
     assert str(tmp_path / name) in str(e.value)
 
