@@ -337,7 +337,7 @@ $(VENV)/.docs: setup.py $(PINS)
 	@touch $@
 
 # Every block of a page runs, on a demo server at port 8000 where it calls one.
-test-docs: $(VENV)/.installed-test
+test-docs: $(VENV)/.installed-test $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/docs
 
 lint: $(VENV)/.installed-dev

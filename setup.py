@@ -17,6 +17,7 @@ SERVER = (
     *("fastapi>=0.133", "uvicorn>=0.51", "pydantic>=2.14", "httptools>=0.6"),
     'uvloop>=0.21; platform_system != "Windows"',
 )
+TRACING = ("opentelemetry-sdk>=1.40", "opentelemetry-exporter-otlp-proto-http>=1.40")
 KV_EVENTS = ("pyzmq>=26", "msgpack>=1.0.5")
 # What ai-dynamo 1.6.1 and ai-dynamo-runtime 1.6.1 import for a frontend and our workers. These two
 # come by `pip install --no-deps`: they ask for a package that is on another index, and for an older
@@ -74,6 +75,7 @@ setup(
         "serve": [*SERVER, "llguidance>=1.9,<2"],
         "kv-events": [*KV_EVENTS],  # what is cached, for routers
         "dynamo": [*SERVER, *KV_EVENTS, *DYNAMO, "llguidance>=1.9,<2"],  # workers of NVIDIA Dynamo
+        "tracing": [*TRACING],  # spans of requests
         "test": [
             "pytest>=8",
             "pytest-xdist>=3.6",
@@ -85,7 +87,7 @@ setup(
             "pyarrow>=15",
             "tensorboard>=2.15",
             "jsonschema>=4.20",
-            *(*SERVER, *KV_EVENTS, "llguidance>=1.9,<2", "openai>=3", "httpx>=0.28"),
+            *(*SERVER, *KV_EVENTS, *TRACING, "llguidance>=1.9,<2", "openai>=3", "httpx>=0.28"),
         ],
         "kernels": [
             *("triton>=3.6", "fla-core>=0.6,<0.7"),

@@ -4,6 +4,12 @@ import argparse
 import json
 import platform
 import warnings
+from importlib import import_module
+
+SUITES = (
+    *("latency", "decode", "bookkeeping", "host_cost", "door", "memory", "encodings", "tiers"),
+    *("ranks", "server", "speculation", "batch_bits", "training_step", "preprocess"),
+)
 
 warnings.filterwarnings("ignore", module="megatron")
 
@@ -13,45 +19,12 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from benchmarks import (
-        batch_bits,
-        bookkeeping,
-        decode,
-        door,
-        encodings,
-        host_cost,
-        latency,
-        memory,
-        preprocess,
-        ranks,
-        server,
-        speculation,
-        tiers,
-        training_step,
-    )
-
-    suites = {
-        "latency": latency,
-        "decode": decode,
-        "bookkeeping": bookkeeping,
-        "host_cost": host_cost,
-        "door": door,
-        "memory": memory,
-        "encodings": encodings,
-        "tiers": tiers,
-        "ranks": ranks,
-        "server": server,
-        "speculation": speculation,
-        "batch_bits": batch_bits,
-        "training_step": training_step,
-        "preprocess": preprocess,
-    }
     parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
     parser.add_argument(
         "suites",
         nargs="*",
-        choices=[*suites, []],
-        metavar="|".join(suites),
+        choices=[*SUITES, []],
+        metavar="|".join(SUITES),
         help="Measure these parts. The default is all.",
     )
     parser.add_argument("--json", metavar="FILE", help="Also write the numbers to this file.")
@@ -64,10 +37,10 @@ def main() -> None:
         f"{torch.__version__}"
     )
     numbers = {}
-    for name in options.suites or suites:
+    for name in options.suites or SUITES:
         table = Table("measured", "value", "goal", title=name, title_justify="left")
         numbers[name] = []
-        for row in suites[name].run():
+        for row in import_module(f"benchmarks.{name}").run():
             table.add_row(row.what, row.value, row.goal)
             numbers[name].append({"what": row.what, "value": row.value, "goal": row.goal})
         console.print(table)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from benchmarks.plots import FOLDER, drawn
+from benchmarks.plots import drawn
 from megatron_hybrid.ops import RaggedLayout
 from megatron_hybrid.ops.conv.reference import causal_conv1d
 from megatron_hybrid.ops.delta_rule.reference import gated_delta_rule, kimi_delta_attention
@@ -293,7 +293,7 @@ def plot(results: dict[str, dict[str, Errors]]) -> None:
         figure.legend(handles, labels, loc="outside lower center", ncols=4)
         return figure
 
-    drawn("long_states", draw, FOLDER, "--plot")
+    drawn("long_states", draw)
 
 
 def main() -> None:

@@ -32,26 +32,21 @@ BARS = (
 """What it is called, engines of which the better one counts, colour."""
 
 
-def pyplot(option: str):
-    """Import matplotlib.pyplot, without a display; `option` is named where it is not installed."""
+def pyplot():
+    """Import matplotlib.pyplot, without a display."""
     try:
         import matplotlib
     except ImportError:
-        raise ImportError(f"{option} needs matplotlib: `pip install matplotlib`") from None
+        raise ImportError("plots need matplotlib: `pip install matplotlib`") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     return plt
 
 
-def drawn(name: str, draw: Callable, folder: Path = FOLDER, option: str = "--plots") -> list[Path]:
-    """Both files of a plot.
-
-    Args:
-        draw: `(matplotlib.pyplot, colour of the fainter words) -> figure`.
-        option: of the command line, for the error where matplotlib is not installed.
-    """
-    plt = pyplot(option)
+def drawn(name: str, draw: Callable, folder: Path = FOLDER) -> list[Path]:
+    """Both files of a plot. draw: `(matplotlib.pyplot, colour of the fainter words) -> figure`."""
+    plt = pyplot()
     paths = []
     for end, (paper, ink, faint) in THEMES.items():
         parts = ("text", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")

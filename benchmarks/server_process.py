@@ -4,11 +4,9 @@ event loop."""
 import asyncio
 import sys
 import time
-from pathlib import Path
 
 import torch
 
-import megatron_hybrid
 from megatron_hybrid import HybridConfig, build_hybrid_model
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
 from megatron_hybrid.inference.config import InferenceConfig
@@ -16,14 +14,13 @@ from megatron_hybrid.serving import run
 from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.utils.child_lifetime import EndSignal
 
-DEMO = Path(megatron_hybrid.__file__).parent / "demo_model"
 CONFIG = InferenceConfig(cache_bytes=64 << 20, max_requests=64, max_sequence_length=4096)
 PROBE_SECONDS = 0.001
 
 
 def demo():
     """The model and its tokenizer."""
-    return load_pretrained(DEMO, device="cpu", dtype=torch.float32)
+    return load_pretrained("demo", device="cpu", dtype=torch.float32)
 
 
 def tiny():

@@ -4,40 +4,18 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from textwrap import fill
 
-from megatron_hybrid.commands import (
-    bench_serve,
-    chat,
-    convert,
-    demo,
-    explain,
-    generate,
-    info,
-    plan,
-    preprocess,
-    profile,
-    quantize,
-    serve,
-    train,
-)
 from megatron_hybrid.commands.arguments import CommandParser
 from megatron_hybrid.version import __version__
 
+_NAMES = (
+    *("demo", "generate", "chat", "serve", "bench-serve", "explain", "profile", "plan"),
+    *("convert", "quantize", "preprocess", "train", "info"),
+)
 COMMANDS = {
-    "demo": demo,
-    "generate": generate,
-    "chat": chat,
-    "serve": serve,
-    "bench-serve": bench_serve,
-    "explain": explain,
-    "profile": profile,
-    "plan": plan,
-    "convert": convert,
-    "quantize": quantize,
-    "preprocess": preprocess,
-    "train": train,
-    "info": info,
+    name: import_module(f"megatron_hybrid.commands.{name.replace('-', '_')}") for name in _NAMES
 }
 
 

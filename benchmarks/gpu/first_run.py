@@ -371,36 +371,35 @@ class Runner:
         return None
 
 
+@dataclass
 class Running:
     """A part's process, whose output is its log."""
 
-    def __init__(
-        self,
-        part: Part,
-        command: list[str],
-        environment: dict[str, str],
-        log: Path,
-        limit: float,
-        skip: int,
-        resumed: int,
-    ):
-        self.part, self.log, self.limit = part, log, limit
-        self.skip, self.resumed = skip, resumed
-        """Checks left out, and how many processes before this one ended at a check."""
-        self.count = 0
-        """Rows so far."""
-        self.told_fault = False
-        """Whether the last of them was one."""
+    part: Part
+    command: list[str]
+    environment: dict[str, str]
+    log: Path
+    limit: float
+    skip: int
+    """Checks left out."""
+    resumed: int
+    """Processes before this one that ended at a check."""
+    count: int = 0
+    """Rows so far."""
+    told_fault: bool = False
+    """Whether the last of them was one."""
+
+    def __post_init__(self) -> None:
         self._began = time.monotonic()
-        with log.open("ab") as output:
+        with self.log.open("ab") as output:
             self._at = output.tell()
             self.process = subprocess.Popen(
-                command,
+                self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env=environment,
+                env=self.environment,
                 start_new_session=True,
             )
 

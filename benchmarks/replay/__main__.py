@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> None:
 def run(options: argparse.Namespace) -> None:
     # What can fail fails now, not after the replays.
     if options.plots:
-        pyplot("--plots")
+        pyplot()
         options.plots.mkdir(parents=True, exist_ok=True)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -3,19 +3,22 @@
     cd examples/ray; serve run ray_serve.yaml
 
 Requests that name their conversation in the header X-Session-Id go to the same replica, which has
-the prefix of the next turn; see docs/guides/many_machines.md.
+the prefix of the next turn. `ingress.py` hands them on; see docs/guides/many_machines.md.
 """
 
 import os
 import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import megatron_hybrid.compat  # isort: skip  (before megatron.core, which warns if it is first)
 import megatron_hybrid as mh  # isort: skip
 import ray
 import torch
 import torch.distributed as dist
-from fastapi import FastAPI
+from ingress import Call, Exchange, Ingress
 from pydantic import BaseModel
 from ray import serve
 from ray.serve.config import RequestRouterConfig
@@ -42,6 +45,8 @@ class Options(BaseModel, extra="forbid"):
     """CPUs of each rank."""
     inference: dict = {}
     """Fields of `InferenceConfig`, such as cache_bytes."""
+    router: str = ROUTER
+    """A class of Ray's that picks the replica."""
 
 
 def load(options: Options):
@@ -80,11 +85,10 @@ class Rank:
 
 
 @serve.deployment
-@serve.ingress()
 class Server:
     """A replica: the first rank, its engine, and the application in front of it."""
 
-    def __init__(self, options: Options):
+    async def __init__(self, options: Options):
         if options.tp > 1:
             self._start_ranks(options)
         model, tokenizer = load(options)
@@ -92,6 +96,8 @@ class Server:
         self._engine = mh.AsyncEngine(model, tokenizer, config)
         name = ServingConfig(Path(options.model).name)
         self._service = Service(self._engine, tokenizer, config, name)
+        self._app, self._lifespan = create_app(self._service), AsyncExitStack()
+        await self._lifespan.enter_async_context(self._app.router.lifespan_context(self._app))
 
     def _start_ranks(self, options: Options) -> None:
         with socket.socket() as probe:
@@ -108,8 +114,18 @@ class Server:
             self._ranks.append(actor)
         join(0, options.tp, *place)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._service)
+    async def answer(self, call: Call) -> AsyncIterator[dict[str, Any]]:
+        """Answer a request. Yields messages of ASGI."""
+        async for message in Exchange(self._app, call).messages():
+            yield message
+
+    async def metrics(self) -> tuple[str, str]:
+        """Return this replica's name, and its metrics."""
+        scope = {"type": "http", "method": "GET", "path": "/metrics", "raw_path": b"/metrics"}
+        scope |= {"query_string": b"", "headers": [], "client": None, "server": None}
+        messages = Exchange(self._app, Call(scope, b"")).messages()
+        text = b"".join([message.get("body", b"") async for message in messages])
+        return serve.get_replica_context().replica_tag, text.decode()
 
     def check_health(self) -> None:
         """Ray Serve asks; a replica that fails is replaced."""
@@ -117,14 +133,16 @@ class Server:
             raise RankFailedError(str(self._engine.rank_failure))
 
     async def __del__(self) -> None:
+        await self._lifespan.aclose()
         await self._service.close()
 
 
 def build(options: Options) -> serve.Application:
     """The application that the YAML file names."""
     rank = {"CPU": options.cpus} | ({"GPU": 1} if options.on_gpus else {})
-    return Server.options(
+    server = Server.options(
         placement_group_bundles=[rank] * options.tp,
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": int(options.on_gpus)},
-        request_router_config=RequestRouterConfig(request_router_class=ROUTER),
-    ).bind(options)
+        request_router_config=RequestRouterConfig(request_router_class=options.router),
+    )
+    return Ingress.bind(server.bind(options))

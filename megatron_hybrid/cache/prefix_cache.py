@@ -19,7 +19,6 @@ from functools import wraps
 import numpy as np
 
 from megatron_hybrid.cache.admitter import Admitter
-from megatron_hybrid.cache.arguments import as_tokens
 from megatron_hybrid.cache.contents import CacheContents
 from megatron_hybrid.cache.eviction import Evictor
 from megatron_hybrid.cache.expected_requests import ExpectedRequests
@@ -139,7 +138,7 @@ class PrefixCache:
     ) -> PrefixReport:
         """Return how much of `tokens` (int32 [L]) could be shared and skipped now. No side
         effects."""
-        tokens = as_tokens(tokens)
+        tokens = _as_tokens(tokens)
         return self._lookup.look_up(tokens, salt, recompute_reason).report(len(tokens))
 
     def explain(
@@ -153,7 +152,7 @@ class PrefixCache:
         """Return the result of `match` with reasons: known tokens, and positions with a state now
         or before; and whether the pool has room for that. chunk_tokens: as for `acquire`. No side
         effects."""
-        tokens = as_tokens(tokens)
+        tokens = _as_tokens(tokens)
         hit = self._lookup.look_up(tokens, salt, recompute_reason)
         path, lacks_room = hit.path, False
         elsewhere = self._lookup.known_elsewhere(tokens, salt, path.known)
@@ -205,7 +204,7 @@ class PrefixCache:
         Raises:
             ValueError: tokens are empty, or not one-dimensional integers.
         """
-        tokens = as_tokens(tokens)
+        tokens = _as_tokens(tokens)
         declared, messages = list(declared), list(messages)
         hit = self._lookup.look_up(tokens, salt, recompute_reason)
         known = hit.path.known
@@ -248,12 +247,12 @@ class PrefixCache:
         caller supplies their bytes.
 
         Whole blocks of KV are shared as far as they are cached. Before the first forward or commit
-        the caller writes the live slot, the full-attention KV from `lease.writable_from` on, and
+        the caller writes the live slot, the full-attention KV from `lease.shared_tokens` on, and
         the local KV from `CacheSpec.first_local_block` on. Arguments as in `acquire`. None: it does
         not fit now, and nothing changed. When no other lease is live and `fits` is true, it always
         fits.
         """
-        tokens, size = as_tokens(tokens), self.spec.block_size_tokens
+        tokens, size = _as_tokens(tokens), self.spec.block_size_tokens
         path = self._index.walk(salt, tokens)
         path = self._index.walk(salt, tokens[: path.depth // size * size], path)
         hit = Hit(path, path.depth, len(tokens), None, None)
@@ -724,3 +723,21 @@ class PrefixCache:
 
     def _record(self, *decision: int) -> None:
         self._digest = hash((self._digest, *decision))
+
+
+def _as_tokens(tokens: np.ndarray) -> np.ndarray:
+    """Return tokens as int32 [L], L >= 1. Raises ValueError otherwise."""
+    array = np.asarray(tokens)
+    if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"tokens have shape {array.shape} and type {array.dtype}; a prompt is a "
+            f"one-dimensional array of at least one integer"
+        )
+    if array.dtype == np.int32:
+        return array
+    narrow = array.astype(np.int32)
+    if not np.array_equal(narrow, array):  # after a wrap, two tokens would be equal
+        raise ValueError(
+            f"tokens reach from {array.min()} to {array.max()}; they must fit in int32"
+        )
+    return narrow

@@ -178,6 +178,11 @@ def checked_load(
     Raises:
         CheckpointError: unreadable, or not of this model.
     """
+    if not model.has_memory:
+        raise CheckpointError(
+            "the model's weights have no memory, which an engine has given back: call its "
+            "reacquire_weights() first"
+        )
     found = find_tensors(model, folder, names)
     rounded = FLOATS if cast else (torch.float32,) if found.is_mixed else ()
     with found.packed.install(model, found.maps, str(folder.path), keeps_packing):

@@ -192,6 +192,7 @@ _SERVED: dict[str, dict[str, Any]] = {
     "cuda_graphs": {"action": "store_true"},
     "warm_up": {"action": argparse.BooleanOptionalAction},
     "logprobs_mode": {"metavar": "MODE"},
+    "otlp_traces_endpoint": {"metavar": "URL"},
 }
 """Fields of InferenceConfig that are options of the same names -> what `add_argument` gets."""
 

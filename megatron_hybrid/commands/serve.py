@@ -55,7 +55,6 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "model_name": ("--served-model-name", {"metavar": "NAME"}),
     "tool_call_parser": ("--tool-call-parser", _parsers(TOOL_PARSERS)),
     "reasoning_parser": ("--reasoning-parser", _parsers(REASONING_PARSERS)),
-    "trusts_templates": ("--trust-request-chat-template", _FLAG),
     "keeps_changing_lines": ("--keep-changing-lines", _FLAG),
     "lowers_max_tokens": ("--lower-max-tokens", _FLAG),
     "logs_prompts": ("--log-prompts", _FLAG),
@@ -198,10 +197,10 @@ def _run(options: argparse.Namespace, end: EndSignal) -> int:
             follow(*load_for_chats(options, **sizes_of(options)), config, serving, end)
             return
         bound = address.bind()  # fail now, not after the model is loaded
-        with _kv_publisher(options) as publisher, address.loading(bound) as loading:
+        with _kv_publisher(options) as publisher:
             with Console(stderr=True).status(f"loading {options.model}"):
                 model, tokenizer = load_for_chats(options, **sizes_of(options))
-            run(serve(model, tokenizer, config, serving, address, bound, loading, publisher, end))
+            run(serve(model, tokenizer, config, serving, address, bound, publisher, end))
 
     def check() -> None:
         if (bound := address.bind()) is not None:  # the first rank binds it anew

@@ -27,7 +27,6 @@ class CallLog:
         """Those that other ranks may have made otherwise."""
 
     def note(self, name: str, values: Mapping[str, object]) -> None:
-        """Add a call."""
         digest = blake2b(self.digest, digest_size=DIGEST_BYTES)
         digest.update(name.encode())
         for key, value in values.items():

@@ -51,7 +51,6 @@ class RankControl:
 
     @property
     def leads(self) -> bool:
-        """Whether other ranks follow this one."""
         return self._queued is not None
 
     @property
@@ -61,13 +60,7 @@ class RankControl:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank has failed or ended."""
         return self.failure is not None
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes sent to other ranks, the model's own collectives left out."""
-        return self._ranks.sent_bytes
 
     @contextmanager
     def inside(self, call: str | None = None) -> Iterator[None]:
@@ -167,7 +160,6 @@ class RankControl:
         self._queued.append((method.__qualname__, args, kwargs))
 
     def send(self) -> None:
-        """Send the queued calls in one message."""
         calls, self._queued = self._queued, []
         self._ranks.send(calls)
 

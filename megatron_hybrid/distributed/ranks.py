@@ -114,7 +114,6 @@ class Ranks:
         return np.frombuffer(answer, np.int64).tolist()
 
     def minimum(self, value: int) -> int:
-        """The smallest value of all ranks."""
         return -self.maximum([-value])[0]
 
     def gather(self, value: T) -> list[T]:
@@ -217,7 +216,6 @@ class Ranks:
         self._send_all(pickle.dumps(value))
 
     def receive(self) -> object:
-        """Wait for what the first rank sends."""
         return pickle.loads(self.connections[0].recv_bytes())
 
     def _send_all(self, message: bytes) -> None:

@@ -72,7 +72,6 @@ class Member:
 
 
 def own_member() -> Member:
-    """This process."""
     rank = dist.get_rank() if _is_job() else 0
     return Member(rank, socket.gethostname(), os.getpid(), _namespace())
 

@@ -55,12 +55,10 @@ class RankWatch:
         self._stopped: Member | None = None
 
     def start(self) -> None:
-        """Start the thread."""
         self.woken, self.wake_pipe = Pipe(duplex=False)  # the end of the second wakes it
         threading.Thread(target=self._run, name="rank-watch", daemon=True).start()
 
     def close(self) -> None:
-        """Leave the other ranks."""
         if self._ranks.size > 1:
             self.wake_pipe.close()
         self._ranks.close()

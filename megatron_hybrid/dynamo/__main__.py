@@ -261,7 +261,9 @@ class HybridWorker:
         """
         # By a task of its own: Dynamo may leave this generator as it is, for good.
         chunks: asyncio.Queue[Json | None] = asyncio.Queue()
-        task = asyncio.create_task(self._answer(request, context.id(), chunks.put_nowait))
+        caller = (context.trace_headers() or {}).get("traceparent", "")
+        answer = self._answer(request, context.id(), caller, chunks.put_nowait)
+        task = asyncio.create_task(answer)
         task.add_done_callback(lambda _: chunks.put_nowait(None))
         stopped = asyncio.ensure_future(context.async_killed_or_stopped())
         stopped.add_done_callback(lambda _: task.cancel())
@@ -280,9 +282,8 @@ class HybridWorker:
             task.cancel()
 
     async def _answer(
-        self, request: Mapping[str, Any], id: str, put: Callable[[Json], None]
+        self, request: Mapping[str, Any], id: str, traceparent: str, put: Callable[[Json], None]
     ) -> None:
-        """Put the chunks of an answer."""
         service = self.service
         room = service.engine_config.max_sequence_length
         given = request, service.tokenizer, self._style, room
@@ -292,7 +293,7 @@ class HybridWorker:
             guide = None
             if asked.guide is not None:
                 guide = await service.compiled(ticket, *asked.guide)
-            options = request_options(asked.fields, asked.salt, "", guide)
+            options = request_options(asked.fields, asked.salt, "", guide, traceparent)
             (stream,) = service.streams([asked.fields.prompt], asked.params, options)
             chunks = Chunks(asked, service.tokenizer)
             async with stream:

@@ -112,7 +112,6 @@ class AsyncCalls:
         return WeightsUnfinishedError(self.engine.weights_failure)
 
     def begin_pause(self, mode: str) -> None:
-        """Let no request start; see `AsyncEngine.pause_generation`."""
         if mode == "abort" and self._calls:
             calls = self._live_calls()
             self._take(self.engine.live.end([call.samples[0] for call in calls]))
@@ -133,12 +132,10 @@ class AsyncCalls:
                 each.set_result(None)
 
     def clear_paused(self) -> None:
-        """Empty the cache of a paused engine."""
         if self._pause is not None and not self.engine.is_suspended:  # it is still paused
             self.engine.clear_cache()
 
     def end_pause(self) -> None:
-        """End a pause; see `AsyncEngine.resume_generation`."""
         if self.engine.is_suspended:
             raise RuntimeError("the engine sleeps: call wake_up first")
         self._pause = None
@@ -147,12 +144,10 @@ class AsyncCalls:
             each.set_exception(RuntimeError("resume_generation() has ended this pause"))
 
     def sleep(self, level: int, keep_cache: str) -> None:
-        """Give memory back; see `AsyncEngine.sleep`."""
         self.engine.suspend(keep_cache)
         self.engine.release_weights(keep=level == 1)
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        """Allocate memory again; see `AsyncEngine.wake_up`."""
         if "weights" in tags:
             self.engine.reacquire_weights()
         if "kv_cache" in tags:
@@ -249,7 +244,6 @@ class AsyncCalls:
             self._cancel(call, error)
 
     def _give_up_late(self) -> None:
-        """End the calls that have waited too long to begin."""
         now = time.perf_counter()
         for call, until in list(self._queued.items()):
             if call.has_begun:
@@ -282,7 +276,6 @@ class AsyncCalls:
             self._send(self._held.popleft()[0], RuntimeError(text))
 
     def shut(self) -> None:
-        """End all calls, and close the engine."""
         self._end_all()
         self._deliver()
         self._leading.close()

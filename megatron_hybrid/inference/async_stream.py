@@ -33,21 +33,13 @@ class AsyncCall:
         self.is_abandoned = False
         self.loop = asyncio.get_running_loop()
         self._abandoned = abandoned
-        self._items: deque[object] = deque()
-        self._readers: deque[asyncio.Future[None]] = deque()  # that wait for an item
+        self._items: asyncio.Queue[object] = asyncio.Queue()
+        self.put = self._items.put_nowait
+        """Puts an item into the mailbox. Call it in the event loop."""
 
     async def get(self) -> RequestOutput | GenerationResult | None:
         """Wait for the next output of a stream (None at its end), or the result of `generate`."""
-        while not self._items:
-            reader = self.loop.create_future()
-            self._readers.append(reader)
-            try:
-                await reader
-            except BaseException:
-                if self._items:  # it was woken, and another one is to be in its place
-                    self._wake_reader()
-                raise
-        item = self._items.popleft()
+        item = await self._items.get()
         try:
             if isinstance(item, BaseException):
                 raise item
@@ -63,21 +55,13 @@ class AsyncCall:
     def take_outputs(self) -> list[RequestOutput]:
         """The outputs of a stream that are there, up to its end or its error."""
         outputs: list[RequestOutput] = []
-        while self._items and isinstance(self._items[0], RequestOutput):
-            outputs.append(self._items.popleft())
+        while not self._items.empty():
+            item = self._items.get_nowait()
+            if not isinstance(item, RequestOutput):
+                self.put(item)  # it is the last one
+                break
+            outputs.append(item)
         return outputs
-
-    def put(self, item: object) -> None:
-        """Call it in the event loop."""
-        self._items.append(item)
-        self._wake_reader()
-
-    def _wake_reader(self) -> None:
-        while self._readers:
-            reader = self._readers.popleft()
-            if not reader.done():
-                reader.set_result(None)
-                return
 
     def put_error_of(self, added: Future[None] | asyncio.Task[None]) -> None:
         """Put the error of the job that queues the request, if it has one. Any thread may call

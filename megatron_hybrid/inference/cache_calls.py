@@ -8,7 +8,6 @@ from os import PathLike
 import numpy as np
 
 from megatron_hybrid.inference.engine_parts import EngineParts
-from megatron_hybrid.inference.exclusive import exclusive
 from megatron_hybrid.inference.live_requests import LiveRequests
 from megatron_hybrid.inference.rank_calls import on_all_ranks
 from megatron_hybrid.inference.weight_calls import WeightCalls
@@ -37,7 +36,6 @@ class CacheCalls:
         self._guard, self._control, self._ranks = parts.guard, parts.control, parts.ranks
         self._memory, self._epochs = parts.runner.memory, parts.epochs
 
-    @exclusive
     @on_all_ranks
     def suspend(self, keep_cache: str = "drop") -> None:
         self._control.note("suspend()", {"keep_cache": keep_cache})
@@ -46,6 +44,7 @@ class CacheCalls:
         self._guard.refuse_inside_step("suspend")
         if self._guard.is_suspended:
             return
+        self._weights.require("suspend")
         offload, cache = self._parts.offload, self._parts.cache
         if keep_cache == "disk" and offload.disk is None:
             raise ValueError(
@@ -70,7 +69,6 @@ class CacheCalls:
             self.release_memory()
 
     def release_memory(self) -> None:
-        """Give back the memory of pool and live slots."""
         self._parts.runner.drop_graphs()
         self._memory.release()
         self._guard.is_suspended = True
@@ -88,7 +86,6 @@ class CacheCalls:
             self._memory.keep(None)
             raise
 
-    @exclusive
     @defer_sigint()
     @on_all_ranks
     def resume(self) -> None:
@@ -105,10 +102,10 @@ class CacheCalls:
             self._memory.keep(None)
             self._guard.is_suspended = False
 
-    @exclusive
     @on_all_ranks
     def save_cache(self, folder: str | PathLike[str] | None = None) -> CacheSaved:
         self._guard.refuse_suspended("save_cache")
+        self._weights.require("save_cache")
         offload, mode = self._parts.offload, self._parts.cache.mode
         if folder == "" or (folder is None and offload.disk is None):
             raise ValueError(
@@ -126,11 +123,11 @@ class CacheCalls:
             tier = self._parts.folders.save(offload, folder, limit, let_in)
         return CacheSaved(tier.num_states, tier.num_blocks, tier.used_bytes)
 
-    @exclusive
     @defer_sigint()
     @on_all_ranks
     def clear_cache(self) -> None:
         self._guard.refuse_suspended("clear_cache")
+        self._weights.require("clear_cache")
         self._live.cancel_abandoned()
         scheduler = self._parts.scheduler
         running = scheduler.num_unanswered

@@ -112,7 +112,6 @@ class DraftLength:
         return could_pay if cost.step else min(could_pay, 1)
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
-        """Note a step that had drafts."""
         self.num_drafts += num_drafts
         self.num_accepted += num_accepted
         for hit in (1.0,) * num_accepted + (0.0,) * (num_accepted < num_drafts):

@@ -6,8 +6,8 @@ sharing and eviction, the scheduler about the tokens of each step.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from os import PathLike
 from typing import Any
 
@@ -426,8 +426,7 @@ class DynamicInferenceEngine:
 
     # Many ranks
 
-    @contextmanager
-    def lead(self) -> Iterator[None]:
+    def lead(self) -> AbstractContextManager[None]:
         """Context in which the first rank alone makes calls, and the others are in `follow`. Calls
         reach them with the next step, in one message. With one rank it does nothing.
 
@@ -436,8 +435,7 @@ class DynamicInferenceEngine:
         Raises:
             RankError: the other ranks do not follow, or have made other calls before.
         """
-        with self._rank_calls.lead():
-            yield
+        return self._rank_calls.lead()
 
     def follow(self) -> None:
         """Run what the first rank runs, until it ends `lead`.
@@ -531,6 +529,7 @@ class DynamicInferenceEngine:
         self.offload.close()
         self._epochs.start_over()
         self.live.cancel_waiting()
+        self.live.close()
         self.memory.keep(None)
         self._cache_calls.release_memory()
         self._guard.is_closed = True

@@ -15,6 +15,7 @@ from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.drafters import DRAFTERS, Drafts, DraftSources
 from megatron_hybrid.inference.exclusive import CallGuard
+from megatron_hybrid.inference.metrics.tracing import RequestTracer
 from megatron_hybrid.inference.rank_checks import (
     check_equal_weights,
     refuse_fsdp,
@@ -26,7 +27,7 @@ from megatron_hybrid.inference.scheduling.scheduler import Scheduler
 from megatron_hybrid.inference.weight_epochs import Epochs
 from megatron_hybrid.inference.weights.cache_folders import CacheFolders
 from megatron_hybrid.inference.weights.updates import WeightUpdates
-from megatron_hybrid.inference.worker.allocation import Allocated, allocate
+from megatron_hybrid.inference.worker.allocation import allocate
 from megatron_hybrid.inference.worker.graph_runner import GraphRunner
 from megatron_hybrid.inference.worker.model_runner import ModelRunner
 from megatron_hybrid.inference.worker.warm_up import WARMED, measure_draft_costs, warm_up
@@ -55,6 +56,7 @@ class EngineParts:
     folders: CacheFolders
     updates: WeightUpdates
     epochs: Epochs
+    tracer: RequestTracer | None
     warm_up_seconds: float
 
 
@@ -63,7 +65,6 @@ def check_arguments(
     tokenizer: TextTokenizer | None,
     config: InferenceConfig,
 ) -> HybridModel:
-    """Check an engine's arguments, and return the bare model."""
     if not isinstance(config, InferenceConfig):
         raise TypeError(f"config must be an InferenceConfig, got {type(config).__name__}")
     model = unwrap(given)
@@ -71,6 +72,11 @@ def check_arguments(
         raise TypeError(
             f"model must be one of build_hybrid_model, load_pretrained, load_megatron or "
             f"from_megatron, bare or wrapped, got {type(given).__name__}"
+        )
+    if not model.has_memory:
+        raise ValueError(
+            "the model's weights have no memory, which another engine has given back: call its "
+            "reacquire_weights() first"
         )
     refuse_fsdp(given, model)
     if tokenizer is not None and not callable(getattr(tokenizer, "detokenize", None)):
@@ -90,7 +96,10 @@ def make_parts(
     undo: ExitStack,
 ) -> EngineParts:
     """Agree with the other ranks on sizes, and make the parts. undo: closes what they open."""
-    stage = model.pg_collection.pp.rank()
+    stage, tracer = model.pg_collection.pp.rank(), None
+    if config.otlp_traces_endpoint and ranks.is_first:
+        tracer = RequestTracer(config.otlp_traces_endpoint)
+        undo.callback(tracer.close)
     ranks.require_equal(what_must_be_equal(config, model, stage))
     check_equal_weights(ranks, model)
     model.eval()
@@ -122,15 +131,14 @@ def make_parts(
         ranks,
         GraphRunner(model, allocated.context, graphs) if graphs is not None else None,
     )
-    uses_mtp = config.speculation == "mtp"
     scheduler = Scheduler(
         cache,
         offload.fetches,
         config.max_requests,
         config.max_tokens,
         config.short_prompt_share,
-        _drafts(cache, runner, allocated),
-        drafts_need_hidden=uses_mtp,
+        _drafts(cache, runner, config),
+        drafts_need_hidden=config.speculation == "mtp",
     )
     output = OutputProcessor(tokenizer)
     return EngineParts(
@@ -148,24 +156,21 @@ def make_parts(
         folders,
         WeightUpdates(model, ranks, lambda: control.ends_waits),
         Epochs(scheduler, offload, runner, output, folders, config),
-        _warm_up(runner, scheduler, config, control, allocated.max_drafts),
+        tracer,
+        _warm_up(runner, scheduler, config, control),
     )
 
 
-def _drafts(cache: PrefixCache, runner: ModelRunner, allocated: Allocated) -> Drafts | None:
-    if not allocated.max_drafts:
+def _drafts(cache: PrefixCache, runner: ModelRunner, config: InferenceConfig) -> Drafts | None:
+    model, most, is_many = runner.model, runner.context.max_drafts, runner.ranks.size > 1
+    if not most:
         return None
-    model, is_many = runner.model, runner.ranks.size > 1
-    drafter = DRAFTERS[allocated.config.speculation](DraftSources(cache, model, runner.predict))
-    return Drafts(drafter, allocated.max_drafts, model.config.vocab_size, is_many)
+    drafter = DRAFTERS[config.speculation](DraftSources(cache, model, runner.predict))
+    return Drafts(drafter, most, model.config.vocab_size, is_many)
 
 
 def _warm_up(
-    runner: ModelRunner,
-    scheduler: Scheduler,
-    config: InferenceConfig,
-    control: RankControl,
-    max_drafts: int,
+    runner: ModelRunner, scheduler: Scheduler, config: InferenceConfig, control: RankControl
 ) -> float:
     """Run first steps, if `config` asks for it. Returns the seconds that they took."""
     seconds = 0.0
@@ -174,7 +179,7 @@ def _warm_up(
     try:
         if runner.memory.device.type in WARMED:
             seconds = warm_up(runner, config.max_tokens, config.prefix_caching == "restore")
-        if max_drafts:
+        if runner.context.max_drafts:
             scheduler.draft_planner.costs = measure_draft_costs(runner, config.max_tokens)
     except BaseException as error:
         control.report(error)  # other ranks may be in the same forward

@@ -48,7 +48,6 @@ class CallGuard:
             )
 
     def refuse_closed(self, name: str) -> None:
-        """Raise RuntimeError on a closed engine."""
         if self.is_closed:
             raise RuntimeError(
                 f"{name}() was called on a closed engine, which has given its memory back: make "

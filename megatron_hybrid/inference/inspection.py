@@ -75,7 +75,7 @@ class Inspection:
             "warm_up_ms": round(parts.warm_up_seconds * 1000),
             **parts.offload.counters(),
             "parked_bytes": parts.runner.parked_bytes,
-            "rank_bytes": parts.control.sent_bytes,
+            "rank_bytes": parts.ranks.sent_bytes,
         }
         return Stats(counts)
 

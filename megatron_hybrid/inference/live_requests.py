@@ -29,7 +29,7 @@ class LiveRequests:
         self._guard, self._control, self._ranks = parts.guard, parts.control, parts.ranks
         self._scheduler, self._runner = parts.scheduler, parts.runner
         self._builder, self._output = parts.request_builder, parts.output
-        self.meter = Meter()
+        self.meter, self._tracer = Meter(), parts.tracer
         self.ended = EndedRequests()
         self.abandoned: deque[Request] = deque()
         """Those of dropped streams, to cancel."""
@@ -39,13 +39,11 @@ class LiveRequests:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has something to do."""
         is_cancelling = self._control.leads and bool(self.abandoned)
         return self._scheduler.has_work or is_cancelling or bool(self._changed or self._outputs)
 
     @property
     def has_unanswered(self) -> bool:
-        """Whether requests wait or run."""
         return bool(self._scheduler.waiting or self._scheduler.num_unanswered)
 
     def add(self, samples: list[Request]) -> None:
@@ -65,7 +63,6 @@ class LiveRequests:
         return self._output.append(request, sampled)
 
     def finish(self, request: Request) -> None:
-        """End an answered request."""
         self._output.finish(request)
         self._scheduler.finish(request)
         self._note_end(request)
@@ -88,12 +85,10 @@ class LiveRequests:
         return list(self._changed)
 
     def take_outputs(self) -> list[RequestOutput]:
-        """Return the outputs that are made."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def forget_outputs(self, requests: Sequence[Request]) -> None:
-        """Drop the outputs of requests."""
         for request in requests:
             self._changed.pop(request, None)
         own = {request.request_id for request in requests}
@@ -102,6 +97,8 @@ class LiveRequests:
     def _note_end(self, request: Request) -> None:
         with out_of_memory.optional_work(lambda error: None):  # the page may lack it
             self.ended.note(request)
+            if self._tracer is not None:
+                self._tracer.note_end(request)
         self.meter.note_end(request)
 
     # Ends
@@ -147,10 +144,14 @@ class LiveRequests:
             self._cancel(self.abandoned.popleft())
 
     def cancel_waiting(self) -> None:
-        """Cancel all requests that wait."""
         for request in list(self._scheduler.waiting):
             for sample in (request, *request.siblings):
                 self._cancel_sample(sample)
+
+    def close(self) -> None:
+        """Send the last spans."""
+        if self._tracer is not None:
+            self._tracer.close()
 
     @exclusive
     @defer_sigint()
@@ -226,7 +227,6 @@ class LiveRequests:
         self._scheduler.add(samples[0])
 
     def cancel_told(self, request_id: int) -> None:
-        """Cancel a request of the leading rank."""
         self._cancel(self._followed[request_id])
 
     def forget_closed(self) -> None:

@@ -22,10 +22,11 @@ R = TypeVar("R")
 
 
 def on_all_ranks(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Decorate a method that all ranks run, of an object with `_ranks`, `_control` and `_live` of
-    the engine: a leading rank tells it to the others, and if it raises on one rank, it raises on
-    all."""
+    """Decorate a method that all ranks run, of an object with `_guard`, `_ranks`, `_control` and
+    `_live` of the engine: a leading rank tells it to the others, and if it raises on one rank, it
+    raises on all. Only one thread at a time is inside of it, as with `exclusive`."""
 
+    @exclusive
     @wraps(method)
     def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._ranks.size == 1:

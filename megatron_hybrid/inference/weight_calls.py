@@ -50,7 +50,6 @@ class WeightCalls:
             return f"the weights are not those of one model, as {self._control.failure}"
         return self._updates.reason_to_wait if self._updates.has_failed else None
 
-    @exclusive
     @defer_sigint()
     @on_all_ranks
     def update_weights(self) -> None:
@@ -97,7 +96,6 @@ class WeightCalls:
 
     # Its three parts: whoever has steps to run runs them in between.
 
-    @exclusive
     @on_all_ranks
     def begin_join(self, init_info: Mapping[str, Any]) -> Joining:
         """Set out to meet a trainer; see `init_weight_transfer_engine`."""
@@ -105,7 +103,6 @@ class WeightCalls:
         self._guard.refuse_closed("init_weight_transfer_engine")
         return self._updates.begin_join(init_info)
 
-    @exclusive
     @on_all_ranks
     def end_join(self, number: int) -> bool:
         """Return whether all ranks have met the trainer; see `WeightUpdates.end_join`. number: that
@@ -113,10 +110,8 @@ class WeightCalls:
         self._guard.refuse_closed("init_weight_transfer_engine")
         return self._updates.end_join(number)
 
-    @exclusive
     @on_all_ranks
     def cancel_join(self) -> None:
-        """Let nobody wait for a trainer that has not come."""
         self._updates.cancel_join()
 
     def end_waits(self) -> None:
@@ -124,13 +119,11 @@ class WeightCalls:
         thread may call it, before it closes the engine."""
         self._control.end_waits()
 
-    @exclusive
     @on_all_ranks
     def start_weight_update(self) -> None:
         self.require("start_weight_update")
         self._updates.start()
 
-    @exclusive
     @on_all_ranks
     def receive_weights(self, update_info: Mapping[str, Any]) -> None:
         try:
@@ -140,7 +133,6 @@ class WeightCalls:
             raise
         self._updates.receive(update_info)
 
-    @exclusive
     @defer_sigint()
     @on_all_ranks
     def finish_weight_update(self) -> None:
@@ -150,7 +142,6 @@ class WeightCalls:
 
     # The memory of the weights
 
-    @exclusive
     @defer_sigint()
     @on_all_ranks
     def release_weights(self, keep: bool = True) -> None:
@@ -169,7 +160,6 @@ class WeightCalls:
         if not keep:
             self._updates.note_dropped()
 
-    @exclusive
     @defer_sigint()
     @on_all_ranks
     def reacquire_weights(self) -> None:

@@ -253,6 +253,11 @@ class HybridModel(_LanguageModule):
         parameter has that one's."""
         return self.stage_copies.name(canonical_name(name, self.layer_offset))
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether the parameters have their memory, which an engine can give back for a while."""
+        return next(self.parameters()).untyped_storage().nbytes() > 0
+
     def cache_requirements(self) -> list[LayerCache]:
         """State that each layer of this stage keeps between calls; index is layer_number - 1."""
         return [layer.cache_requirements() for layer in self.decoder.layers]

@@ -124,20 +124,10 @@ class DiskIndex:
             rows = self._connection.execute("SELECT * FROM records ORDER BY number").fetchall()
         slots = np.frombuffer(b"".join(row[-1] for row in rows), dtype="<i8").astype(np.int64)
         found, start = [], 0
-        for (
-            number,
-            key,
-            parent,
-            is_state,
-            position,
-            saved_work,
-            cost_bytes,
-            checksum,
-            pages,
-        ) in rows:
+        for number, key, parent, is_state, position, *worth, checksum, pages in rows:
             end = start + len(pages) // 8
             record = Record(key, None, position, (end - start) * page_bytes, bool(is_state))
-            record.saved_work, record.cost_bytes = saved_work, cost_bytes
+            record.saved_work, record.cost_bytes = worth
             found.append((Placed(record, number, slots[start:end], checksum), parent))
             start = end
         return found

@@ -414,7 +414,6 @@ def argument_pieces(call: ToolCall) -> Iterator[str]:
 
 
 def _message(parts: Sequence[AnswerPart]) -> Json:
-    """A whole message."""
     calls = [part.to_json() for part in parts if isinstance(part, ToolCall)]
     said = {
         kind: "".join(part.text for part in parts if isinstance(part, kind))

@@ -286,7 +286,9 @@ async def _answer(
                 request.receive, service.compiled(ticket, *asked.guide)
             )
         salt = service.auth.salt_of(state.key, fields.cache_salt)
-        options = request_options(fields, salt, service.auth.tenant_of(state.key), guide)
+        tenant = service.auth.tenant_of(state.key)
+        caller = request.headers.get("traceparent", "")
+        options = request_options(fields, salt, tenant, guide, caller)
         answer = make(ticket.request_id, asked.style, asked.begins_in_reasoning, prompts)
         headers = header_of(fields.changes)
         for change in headers.values():
@@ -351,16 +353,16 @@ def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
         prompts = [truncated(prompt, most, fields.truncation_side) for prompt in prompts]
     style, thinks = None, None
     if isinstance(fields, ChatFields):
-        tokenizer = service.tokenizer_of(fields)
-        style = service.config.style_of(tokenizer.template_source(fields.shown_tools))
+        template = service.tokenizer.template_source(fields.shown_tools)
+        style = service.config.style_of(template)
         if style.thoughts is not None:
-            thinks = is_thinking(tokenizer, fields, style.thoughts)
+            thinks = is_thinking(service.tokenizer, fields, style.thoughts)
     guide = guide_of(fields, style, thinks)
     params = _params(service, fields, prompts)
     if isinstance(fields, ChatFields) and fields.thinking_token_budget not in (None, -1):
         given = fields.thinking_token_budget, style.thoughts, bool(thinks)
         try:
-            params.thinking_budget = thinking_budget(tokenizer, *given)
+            params.thinking_budget = thinking_budget(service.tokenizer, *given)
         except ApiError:
             if not isinstance(fields, MessageChat):  # its clients give one to all models
                 raise
@@ -384,7 +386,7 @@ def _prompts(service: Service, fields: GenerationFields) -> list[Prompt]:
 
 
 def _chat_prompt(service: Service, fields: TemplateFields) -> RenderedChat:
-    return chat_prompt(service.tokenizer_of(fields), fields, service.config.keeps_changing_lines)
+    return chat_prompt(service.tokenizer, fields, service.config.keeps_changing_lines)
 
 
 def _params(

@@ -36,10 +36,6 @@ class ServingConfig:
     """Show texts of prompts on the operator's page. By default the page shows only their lengths.
     """
 
-    trusts_templates: bool = False
-    """Let requests bring a chat_template of their own. A template is a program: it runs in a
-    sandbox, in a process with limits of time and memory. By default such requests are refused."""
-
     tool_call_parser: str = ""
     """Read calls of functions in answers by this parser. none leaves them in the text. By default
     the parser follows from the chat template."""

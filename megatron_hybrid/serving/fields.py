@@ -70,40 +70,40 @@ MESSAGE = {
     "not": {"properties": {"role": True}, "additionalProperties": {"type": "null"}},
 }
 """What `chat_prompt` takes, as JSON Schema."""
-UNSUPPORTED: dict[str, tuple] = {
+_NEVER = (
     # OpenAI
-    "audio": (),
+    *("audio", "moderation", "prediction", "prompt_cache_options", "web_search_options"),
+    # vLLM
+    *("chat_template", "guided_choice", "guided_decoding_backend", "guided_grammar"),
+    *("guided_json", "guided_regex", "guided_whitespace_pattern", "prompt_embeds"),
+    *("repetition_detection", "structural_tag", "logprob_token_ids"),
+    # SGLang
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_logit_processor"),
+    *("data_parallel_rank", "disagg_prefill_dp_rank", "ebnf", "extra_key", "images_config"),
+    *("input_ids", "json_schema", "lora_path", "max_dynamic_patch", "min_dynamic_patch"),
+    *("ngram_corpus_id", "regex", "rid", "routed_dp_rank", "sampling_seed", "session_id", "task"),
+)
+"""Known fields that are refused with any value but null."""
+UNSUPPORTED: dict[str, tuple] = {
+    **dict.fromkeys(_NEVER, ()),
+    # OpenAI
     "best_of": (1,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
-    "moderation": (),
-    "prediction": (),
-    "prompt_cache_options": (),
     "suffix": ("",),
     "verbosity": ("medium",),
-    "web_search_options": (),
     # vLLM
     "add_special_tokens": (False,),  # a chat's template writes them
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
     "guided_json_object": (False,),
-    "guided_regex": (),
-    "guided_whitespace_pattern": (),
     "include_reasoning": (True,),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
-    "prompt_embeds": (),
-    "repetition_detection": (),
     "spaces_between_special_tokens": (True,),  # those that the tokenizer writes
-    "structural_tag": (),
     "ec_transfer_params": ({},),
-    "logprob_token_ids": (),
     "return_prompt_text": (False,),
     "return_token_offsets": (False,),
     "routed_experts_prompt_start": (0,),
@@ -112,41 +112,20 @@ UNSUPPORTED: dict[str, tuple] = {
     "vllm_xargs": ({},),
     "watermarking": (False,),
     # SGLang
-    "bootstrap_host": (),
-    "bootstrap_port": (),
-    "bootstrap_room": (),
     "custom_labels": ({},),
-    "custom_logit_processor": (),
     "custom_params": ({},),
-    "data_parallel_rank": (),
-    "disagg_prefill_dp_rank": (),
-    "ebnf": (),
-    "extra_key": (),
-    "images_config": (),
-    "input_ids": (),
-    "json_schema": (),
-    "lora_path": (),
-    "max_dynamic_patch": (),
-    "min_dynamic_patch": (),
-    "ngram_corpus_id": (),
     "no_stop_trim": (False,),
     "reasoning": ({},),  # in responses it is used
-    "regex": (),
     "return_cached_tokens_details": (False,),
     "return_hidden_states": (False,),
     "return_meta_info": (False,),
     "return_prompt_token_ids": (False,),
     "return_routed_experts": (False,),
-    "rid": (),
     "routed_experts_start_len": (0,),
-    "routed_dp_rank": (),
-    "sampling_seed": (),
     "separate_reasoning": (True,),
-    "session_id": (),
     "session_params": ({},),
     "stop_regex": ([],),
     "stream_reasoning": (True,),
-    "task": (),
     "use_audio_in_video": (False,),
 }
 """Known fields without an effect here -> values that ask for nothing, besides null."""
@@ -186,7 +165,6 @@ def _is_whole(value: Any) -> bool:
 
 
 def _with_ints(value: Any) -> Any:
-    """A value whose whole numbers are ints."""
     if isinstance(value, list):
         return [_with_ints(each) for each in value]
     return int(value) if _is_whole(value) else value
@@ -259,7 +237,9 @@ class Body(Fields):
 
     def check(self) -> None:
         """Raise ApiError for a field that cannot be served."""
-        refuse_unsupported(self.model_extra or {}, self.refused())
+        extra, remedy = self.model_extra or {}, " in a request, but by the server's --chat-template"
+        refuse_unsupported(extra, {"chat_template": ()}, remedy)
+        refuse_unsupported(extra, self.refused())
 
     @classmethod
     @cache
@@ -557,7 +537,6 @@ class CompletionFields(GenerationFields):
 
     @property
     def num_top(self) -> int | None:
-        """See the base class."""
         return self.logprobs
 
     @property
@@ -567,7 +546,6 @@ class CompletionFields(GenerationFields):
 
     @property
     def caller_names(self) -> dict[str, str]:
-        """See the base class."""
         return super().caller_names | {"prompt": "prompt", "top_n_logprobs": "logprobs"}
 
     def check(self) -> None:
@@ -597,22 +575,13 @@ class Tool(Fields):
     """The function that may be called."""
 
 
-_OF_TEMPLATE = frozenset(
-    (
-        *("add_generation_prompt", "chat_template", "continue_final_message", "messages"),
-        *("tokenize", "tools"),
-    )
-)
+_OF_TEMPLATE = {"add_generation_prompt", "continue_final_message", "messages", "tokenize", "tools"}
 """What `chat_template_kwargs` cannot change."""
 
 
 class SharedTemplateFields(Body):
     """Fields of the chat template, on all routes with chats."""
 
-    chat_template: Text | None = None
-    """A Jinja template that replaces the model's. Calls and reasoning in answers are read in the
-    form of this template. It is refused with 400 unless the server has
-    --trust-request-chat-template."""
     chat_template_kwargs: Object | None = None
     """Variables of the template. They take precedence over the variables of `reasoning_effort`.
     Names of other fields, such as tools, are refused with 400."""
@@ -705,7 +674,6 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
 
     @property
     def num_top(self) -> int | None:
-        """See the base class."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -742,7 +710,6 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
 
     @property
     def caller_names(self) -> dict[str, str]:
-        """See the base class."""
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return super().caller_names | {"prompt": "messages", "num_tokens_to_generate": limit}
 
@@ -783,7 +750,6 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
 
 
 def _kind_of(given: Any) -> str:
-    """Return the class of a body that is of a chat or of a completion."""
     is_chat = isinstance(given, dict) and "messages" in given
     return (ChatFields if is_chat else CompletionFields).__name__
 

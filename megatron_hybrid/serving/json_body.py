@@ -28,13 +28,11 @@ class BodyRequest(Request):
         body, budget = await self.body(), self.app.state.budget
         read = partial(_read, budget, body)
         try:
-            value = read() if len(body) <= LARGE_BYTES else await in_turn(read, self)
+            return read() if len(body) <= LARGE_BYTES else await in_turn(read, self)
         except ApiError as error:  # FastAPI's handler lets these pass
             raise HTTPException(error.status, str(error)) from error
-        self.state.body_is_read()
-        if isinstance(value, dict) and value.get("chat_template") is not None:
-            self.state.num_bytes += LARGE_BYTES  # it is a program, which may take long
-        return value
+        finally:
+            self.state.body_is_read()
 
 
 class BodyRoute(APIRoute):

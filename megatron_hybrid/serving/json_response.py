@@ -4,8 +4,6 @@ with long texts."""
 from __future__ import annotations
 
 import asyncio
-import gzip
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -25,10 +23,6 @@ LARGE_BYTES = 64 << 10
 _BYTES_OF_TOKEN = 16
 """In an answer."""
 _texts = DaemonThreads("texts", 4)
-_LEAST_PACKED = 1024
-"""Bytes that are worth it."""
-_GZIP_LEVEL = 1
-_GZIP = re.compile(r"(?i)\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))")
 
 
 async def to_cpu_thread(job: Callable[[], R], key: str = "", num_bytes: int = 0) -> R:
@@ -76,22 +70,6 @@ async def json_response(
         size = num_tokens * _BYTES_OF_TOKEN
         body = await to_cpu_thread(lambda: encode_json(make()), request.state.key, size)
     return Response(body, headers=header_of(changes), media_type="application/json")
-
-
-async def gzip_json_response(make: Callable[[], Any], accepts: str) -> Response:
-    """`json_response`, compressed where the client takes that.
-
-    accepts: the header Accept-Encoding.
-    """
-
-    def packed() -> tuple[bytes, dict[str, str]]:
-        body, headers = encode_json(make()), {"Vary": "Accept-Encoding"}
-        if len(body) < _LEAST_PACKED or not _GZIP.search(accepts):
-            return body, headers
-        return gzip.compress(body, _GZIP_LEVEL), headers | {"Content-Encoding": "gzip"}
-
-    body, headers = await to_cpu_thread(packed)
-    return Response(body, headers=headers, media_type="application/json")
 
 
 def encode_json(value: Any) -> bytes:

@@ -92,7 +92,7 @@ class BlockEvents(CacheListener):
     def end(self) -> None:
         """The cache is gone: tell that, and nothing more."""
         self._put((self._finish,))
-        self._put = _ignore
+        self._put = lambda job: None
 
     # ---- in the other thread ----
 
@@ -145,7 +145,6 @@ class BlockEvents(CacheListener):
         return [self._stored(new)] if new else []
 
     def _stored(self, blocks: list[_Block]) -> Event:
-        """Return the event of blocks in a row."""
         parent = blocks[0].parent
         return {
             "type": "BlockStored",
@@ -216,7 +215,3 @@ def _removed(hashes: list[int]) -> list[Event]:
     if not hashes:
         return []
     return [{"type": "BlockRemoved", "block_hashes": hashes, "medium": _MEDIUM}]
-
-
-def _ignore(job: tuple) -> None:
-    """Nobody takes jobs any more."""

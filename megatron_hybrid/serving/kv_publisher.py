@@ -152,7 +152,6 @@ def _pack(events: list[Event]) -> bytes:
 
 
 def _bind(socket: zmq.Socket, endpoint: str, option: str) -> str:
-    """Listen. Return where."""
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:

@@ -68,7 +68,6 @@ class MessageTool(Fields):
 
     @property
     def is_custom(self) -> bool:
-        """Whether it is the caller's own."""
         return self.type in (None, "custom")
 
     @model_validator(mode="after")
@@ -136,9 +135,7 @@ class PromptFields(Fields):
             chat.changes.extend(self._left_out())
             return chat
         except ValidationError as error:
-            refusal = refusal_of_field(error.errors())
-            refusal.param = CHAT_NAMES.get(refusal.param, refusal.param)
-            raise refusal from error
+            raise refusal_of_field(error.errors()) from error
 
     def _left_out(self) -> Iterator[str]:
         """Yield what this server does not do, in words."""
@@ -191,7 +188,6 @@ class MessageFields(PromptFields):
     """The same as in chats."""
 
     def to_chat(self, **more: Any) -> ChatFields:
-        """See the base class."""
         same = ("temperature", "top_p", "top_k", "stream", "cache_salt", "priority")
         given = {name: getattr(self, name) for name in same}
         stops = self.stop_sequences or None
@@ -213,7 +209,6 @@ class MessageChat(ChatFields):
 
     @property
     def caller_names(self) -> dict[str, str]:
-        """See the base class."""
         names = super().caller_names | {"num_tokens_to_generate": "max_tokens"}
         names |= {"stop_words": "stop_sequences", "thinking_budget": "thinking"}
         return {name: CHAT_NAMES.get(given, given) for name, given in names.items()}
@@ -259,7 +254,6 @@ def _listed(content: Any) -> list[Json]:
 
 
 def _texts(content: Any, place: str) -> str:
-    """A text, or the texts of blocks."""
     if isinstance(content, str):
         return content
     return "\n".join(_text(block, place) for block in _blocks(content, place))
@@ -277,7 +271,6 @@ def _text(block: Json, place: str) -> str:
 
 
 def _result(block: Json, place: str) -> str:
-    """The text of a block in a result of a tool."""
     kind = block.get("type")
     if kind == "tool_reference":
         return f"[The tool {block.get('tool_name')} is there.]"

@@ -13,7 +13,7 @@ from fastapi.staticfiles import StaticFiles
 
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.history import SPANS
-from megatron_hybrid.serving.json_response import gzip_json_response, json_response
+from megatron_hybrid.serving.json_response import json_response
 from megatron_hybrid.serving.routes import errors, keyed_routes
 from megatron_hybrid.serving.schemas import History, Json, Requests
 from megatron_hybrid.serving.service import Service
@@ -83,7 +83,7 @@ def add_page(app: FastAPI, service: Service) -> None:
     async def tree(request: Request, since: _Since = None) -> Response:
         service.auth.check_admin(request.state.key)
         columns = await feed.columns(since)
-        return await gzip_json_response(lambda: columns, request.headers.get("accept-encoding", ""))
+        return await json_response(lambda: columns, request)
 
     @routes.get("/cache/history", response_model=History, responses=errors(400))
     async def history(request: Request, seconds: _Seconds = 3600) -> Response:

@@ -61,8 +61,7 @@ def chat_prompt(
     except TextTooLongError as error:
         raise fields.too_large(error) from error
     except (TypeError, ValueError) as error:
-        param = "messages" if fields.chat_template is None else "chat_template"
-        raise ApiError(400, str(error), param) from error
+        raise ApiError(400, str(error), "messages") from error
 
 
 def is_thinking(
@@ -113,9 +112,8 @@ def _for_template(tokenizer: Tokenizer, fields: TemplateFields) -> list[dict[str
     Raises:
         ValueError: a part is no text, or the arguments of a call are no JSON.
     """
-    tools, found = fields.shown_tools, []
-    knows_developer = "developer" in (tokenizer.template_source(tools) or "")
-    as_text = tokenizer.takes_argument_texts(tools)
+    found, template = [], tokenizer.template_of(fields.shown_tools)
+    knows_developer = "developer" in template.source
     for index, message in enumerate(fields.messages or ()):
         message = dict(message)
         was_developer = message["role"] == "developer" and not knows_developer
@@ -125,12 +123,13 @@ def _for_template(tokenizer: Tokenizer, fields: TemplateFields) -> list[dict[str
             is_tool = message["role"] == "tool"
             texts = [_part_text(index, part, is_tool) for part in message["content"]]
             message["content"] = "\n".join(texts)
-            if tokenizer.takes_parts(message["role"]):
+            if template.takes_parts(message["role"]):
                 message["content"] = [{"type": "text", "text": text} for text in texts]
         calls = message.get("tool_calls")
         if not isinstance(calls, (list, type(None))):
             raise ValueError(f"message {index} of the chat has tool_calls that are no list")
         if calls is not None:
+            as_text = template.takes_argument_texts
             message["tool_calls"] = [
                 _with_arguments(f"call {number} of message {index}", call, as_text)
                 for number, call in enumerate(calls)
@@ -276,7 +275,6 @@ def guide_of(
 def _wishes(
     fields: GenerationFields, style: Style | None
 ) -> Iterator[tuple[str, Callable[[], Guide]]]:
-    """Fields that ask for a guide, and what makes it."""
     form, wanted = fields.response_format, fields.structured_outputs
     if form is not None and form.type == "json_object":
         yield "response_format", Guide.json_object
@@ -305,9 +303,10 @@ def _wishes(
 
 
 def request_options(
-    fields: GenerationFields, salt: str, tenant: str, guide: Guide | None
+    fields: GenerationFields, salt: str, tenant: str, guide: Guide | None, traceparent: str
 ) -> RequestOptions:
-    """Return what the engine is asked besides prompt and sampling. salt, tenant: of the caller.
+    """Return what the engine is asked besides prompt and sampling. salt, tenant, traceparent: of
+    the caller.
 
     Raises:
         ApiError: an illegal value, with its field.
@@ -320,6 +319,7 @@ def request_options(
             n=fields.n,
             priority=fields.priority,
             tenant=tenant,
+            traceparent=traceparent,
         )
     except (TypeError, ValueError) as error:
         raise refusal_of(error, fields.caller_names) from error

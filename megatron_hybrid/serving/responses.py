@@ -156,7 +156,6 @@ class ReasoningOptions(Fields):
 
 
 def _item(kind: str, required: Sequence[str], **properties: Any) -> Json:
-    """Return an item as JSON Schema."""
     properties |= {"type": {"const": kind}}
     return {"type": "object", "properties": properties, "required": ["type", *required]}
 
@@ -221,7 +220,6 @@ class ResponseFields(SharedChatFields):
     @classmethod
     @cache
     def refused(cls) -> dict[str, tuple]:
-        """See the base class."""
         known = neutral_values(ChatFields) | UNSUPPORTED_ANYWHERE | UNSUPPORTED | STATEFUL
         used = {*cls.model_fields, *LIMITS, "stream_options"}  # OpenAI's: padding
         return {name: nothing for name, nothing in known.items() if name not in used}
@@ -263,9 +261,7 @@ class ResponseFields(SharedChatFields):
             chat.changes.extend(changes)
             return chat
         except ValidationError as error:
-            refusal = refusal_of_field(error.errors())
-            refusal.param = CHAT_NAMES.get(refusal.param, refusal.param)
-            raise refusal from error
+            raise refusal_of_field(error.errors()) from error
 
     def _each_tool(self) -> Iterator[tuple[str | None, FlatTool | CustomTool | HostedTool]]:
         """Tools, and their namespace."""
@@ -287,7 +283,6 @@ class ResponseFields(SharedChatFields):
         }
 
     def _functions(self) -> Iterator[Json]:
-        """Return the functions as the model sees them."""
         for namespace, tool in self._each_tool():
             if isinstance(tool, HostedTool):
                 continue
@@ -328,7 +323,6 @@ class ResponseChat(ChatFields):
 
     @property
     def caller_names(self) -> dict[str, str]:
-        """See the base class."""
         names = super().caller_names | {"num_tokens_to_generate": "max_output_tokens"}
         return {name: CHAT_NAMES.get(given, given) for name, given in names.items()}
 
@@ -394,7 +388,6 @@ _HOSTED_ITEMS = frozenset(
 
 
 def _output_of(output: Any) -> str:
-    """The text of a tool's output."""
     if not isinstance(output, list):
         return _text_of(output)
     parts = (

@@ -34,7 +34,6 @@ from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.end_steps import STEP_SECONDS, run_steps
 from megatron_hybrid.serving.kv_events import BlockEvents
-from megatron_hybrid.serving.loading import Loading
 from megatron_hybrid.serving.service import Service
 from megatron_hybrid.serving.shutdown import Shutdown
 from megatron_hybrid.serving.slow_clients import TimedProtocol
@@ -136,7 +135,7 @@ class Address:
         """
         if self.keyfile and not self.certfile:
             raise ValueError("--ssl-keyfile needs --ssl-certfile, the certificate of the key")
-        self._context()  # fail now, not after the model is loaded
+        self._check_certificate()  # fail now, not after the model is loaded
         if self.uds is not None:
             if not Path(self.uds).resolve().parent.is_dir():
                 raise ValueError(f"--uds {self.uds}: there is no such folder; make it first")
@@ -157,7 +156,7 @@ class Address:
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
-            # Until the model is there, another server that starts finds the port taken.
+            # Until the model is there, clients wait, and another server finds the port taken.
             bound.listen(_BACKLOG)
         except OSError as error:
             bound.close()
@@ -165,24 +164,18 @@ class Address:
             raise OSError(f"{where} cannot be used: {error.strerror}{remedy}") from error
         return bound
 
-    def _context(self) -> ssl.SSLContext | None:
+    def _check_certificate(self) -> None:
         if not self.certfile:
-            return None
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            return
         for option, path in (("certfile", self.certfile), ("keyfile", self.keyfile)):
             if path and not os.access(path, os.R_OK):
                 raise OSError(f"--ssl-{option} {path} is no file that can be read")
         try:
-            context.load_cert_chain(self.certfile, self.keyfile)
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certfile, self.keyfile)
         except ssl.SSLError as error:
             what = f"--ssl-certfile {self.certfile}"
             what += f" with --ssl-keyfile {self.keyfile}" if self.keyfile else ""
             raise ValueError(f"{what} is no certificate and its key in PEM: {error}") from error
-        return context
-
-    def loading(self, bound: socket.socket | None) -> Loading:
-        """Return what answers here while the model loads. bound: of `bind`."""
-        return Loading(bound, self.uds, self._context())
 
     def url(self, bound: socket.socket | None) -> str:
         """Return the address as people write it."""
@@ -233,14 +226,12 @@ async def serve(
     config: ServingConfig,
     address: Address,
     bound: socket.socket | None,
-    loading: Loading | None,
     publisher: KvPublisher | None,
     end: EndSignal,
 ) -> None:
     """Serve until a signal. Then requests run to their end, and the cache's folder is completed.
 
     bound: what `address.bind()` has returned.
-    loading: ends when all is there. None: nothing answers before.
     publisher: of KV events; it is closed at the end. None: no events are published.
     end: a signal that was sent before the server took them; it is looked at all the time.
 
@@ -270,8 +261,6 @@ async def serve(
         gc.collect()
         gc.freeze()
         logger.info("running on %s (Ctrl-C ends it)", address.url(bound))
-        if loading is not None:
-            await asyncio.to_thread(loading.close)
         await _Server(settings, service, end).serve(None if bound is None else [bound])
         if engine.rank_failure is not None:
             raise RankFailedError(f"the server has ended, as {engine.rank_failure}")

@@ -25,7 +25,6 @@ from megatron_hybrid.serving.budget import RequestBudget
 from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.end_steps import SAVE_SECONDS, run_steps
 from megatron_hybrid.serving.errors import ApiError, refusal_of
-from megatron_hybrid.serving.fields import TemplateFields
 from megatron_hybrid.serving.history import History
 from megatron_hybrid.serving.json_response import to_cpu_thread
 from megatron_hybrid.text.guide import Guide
@@ -80,24 +79,6 @@ class Service:
                 "model",
                 "model_not_found",
             )
-
-    def tokenizer_of(self, fields: TemplateFields) -> Tokenizer:
-        """The tokenizer, with the request's own chat template if it has one.
-
-        Raises:
-            ApiError: it may have none.
-        """
-        if fields.chat_template is None:
-            return self.tokenizer
-        if not self.config.trusts_templates:
-            raise ApiError(
-                400,
-                "chat_template of a request is a program, and this server runs none: leave it out, "
-                "or start the server with --trust-request-chat-template",
-                "chat_template",
-                "unsupported_parameter",
-            )
-        return self.tokenizer.with_request_template(fields.chat_template, "chat_template")
 
     # The way to the engine ---------------------------------------------------------------------
 

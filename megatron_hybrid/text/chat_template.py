@@ -229,7 +229,6 @@ class ChatTemplate:
         return list(zip(ends[:-1:2], ends[1::2]))
 
     def _answer_span(self, full: str, conversation: _Conversation, index: int) -> tuple[int, int]:
-        """Return the span of the answer in message `index`."""
         plain = conversation.messages
         start = self._prefix_length(full, conversation, plain[:index], True)
         end = self._prefix_length(full, conversation, plain[: index + 1])
@@ -305,23 +304,12 @@ class ChatTemplate:
         add_generation_prompt: bool,
         compiled: jinja2.Template | None = None,
     ) -> str:
+        """Return what the template writes. compiled: what to run in place of the source."""
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        return self.run_with({**conversation.variables, **given}, compiled)
-
-    def run_with(self, variables: dict[str, Any], compiled: jinja2.Template | None = None) -> str:
-        """Return what the template writes.
-
-        Args:
-            variables: all, as JSON values.
-            compiled: what to run in place of the source.
-
-        Raises:
-            ValueError: as `render`.
-        """
         compiled, limit = compiled or self._compiled, self.limit
         pieces, length = [], 0
         try:
-            for piece in compiled.generate(variables):
+            for piece in compiled.generate({**conversation.variables, **given}):
                 pieces.append(piece)
                 length += len(piece)
                 if limit is not None and length > limit.max_bytes:

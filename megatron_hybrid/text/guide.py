@@ -235,24 +235,15 @@ class GuideCompiler:
         token_bytes: of each id: `Tokenizer.token_bytes`. Ids beyond these, and those without bytes,
             are never allowed.
         vocab_size: of the model.
-        first_token_bytes: the same of an answer's first token: `Tokenizer.first_token_bytes`; None:
-            `token_bytes`.
 
     Raises:
         ImportError: llguidance is missing.
     """
 
-    def __init__(
-        self,
-        token_bytes: Sequence[bytes],
-        vocab_size: int,
-        first_token_bytes: Sequence[bytes] | None = None,
-    ):
+    def __init__(self, token_bytes: Sequence[bytes], vocab_size: int):
         self._tokens = _Vocabulary(token_bytes, vocab_size)
-        differs = first_token_bytes is not None and first_token_bytes != token_bytes
-        self._first_tokens = _Vocabulary(first_token_bytes, vocab_size) if differs else None
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Guide, tuple[Any, Any]] = OrderedDict()  # the least used first
+        self._kept: OrderedDict[Guide, Any] = OrderedDict()  # the least used first
 
     def compile(self, guide: Guide) -> None:
         """Compile the grammar, which is kept: the guide's matchers are made fast then.
@@ -268,13 +259,7 @@ class GuideCompiler:
         Raises:
             ValueError: the guide cannot be kept to, by none of the tokens.
         """
-        own, first = self._compiled(guide)
-        matcher = GuideMatcher(
-            own.deep_copy(),
-            stop_ids,
-            self._tokens,
-            None if first is None else (first.deep_copy(), self._first_tokens),
-        )
+        matcher = GuideMatcher(self._compiled(guide).deep_copy(), stop_ids, self._tokens)
         if matcher.is_stuck or (matcher.is_over and not matcher.has_stops):
             raise ValueError(
                 "no token of this tokenizer can begin an answer that the guide allows: "
@@ -282,26 +267,22 @@ class GuideCompiler:
             )
         return matcher
 
-    def _compiled(self, guide: Guide) -> tuple[Any, Any]:
-        """Return llguidance's matchers of a guide, of which copies are made."""
+    def _compiled(self, guide: Guide) -> Any:
+        """Return llguidance's matcher of a guide, of which copies are made."""
         with self._lock:
             if guide in self._kept:
                 self._kept.move_to_end(guide)
                 return self._kept[guide]
-        grammar = _check(guide)
-        own, first = self._tokens.matcher(grammar, guide), None
-        if self._first_tokens is not None:
-            first = self._first_tokens.matcher(grammar, guide)
-        begins, tokens = (own, self._tokens) if first is None else (first, self._first_tokens)
-        if not (tokens.bits(begins).any() or begins.is_accepting()):
-            error = begins.get_error()  # it may have come to nothing by itself
+        matcher = self._tokens.matcher(_check(guide), guide)
+        if not (self._tokens.bits(matcher).any() or matcher.is_accepting()):
+            error = matcher.get_error()  # it may have come to nothing by itself
             is_limit = error and "NoExtension" not in error
             raise _refusal(guide, _told(error) if is_limit else _NO_ANSWER)
         with self._lock:
-            self._kept[guide] = own, first
+            self._kept[guide] = matcher
             if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
-        return own, first
+        return matcher
 
 
 class _Vocabulary:
@@ -323,9 +304,9 @@ class _Vocabulary:
         padded[:size] = list(map(bool, self.texts))
         self.usable = np.packbits(padded, bitorder="little").view(np.int32)
         """The tokens that have a text, as bits of `GuideMatcher.allowed`."""
-        # Behind the model's tokens: each byte, by which the first token of an answer is taken in
-        # where it has another text, and an end, which is never drawn. 0xff begins special tokens.
-        self.first_byte = size
+        # After the model's tokens: each byte, as which llguidance tokenizes texts of a grammar, and
+        # an end, which is never drawn. 0xff begins special tokens.
+        self._first_byte = size
         self.tokens = [*self.texts, *(bytes([byte]) for byte in range(256)), b"\xff[end]"]
         self.eos_token_id = len(self.tokens) - 1
         wrapper = self._library.TokenizerWrapper(self)
@@ -334,7 +315,7 @@ class _Vocabulary:
     def __call__(self, text: str | bytes) -> list[int]:
         """Return tokens of a text, as llguidance asks for: bytes."""
         return [
-            self.first_byte + byte for byte in (text.encode() if isinstance(text, str) else text)
+            self._first_byte + byte for byte in (text.encode() if isinstance(text, str) else text)
         ]
 
     def matcher(self, grammar: str, guide: Guide) -> Any:
@@ -364,20 +345,12 @@ class GuideMatcher:
         matcher: llguidance's.
         stop_ids: tokens that end the answer.
         vocabulary: the tokens.
-        first: another matcher of llguidance and its tokens, for the first token; None: the same.
     """
 
-    def __init__(
-        self,
-        matcher: Any,
-        stop_ids: Iterable[int],
-        vocabulary: _Vocabulary,
-        first: tuple[Any, _Vocabulary] | None = None,
-    ):
+    def __init__(self, matcher: Any, stop_ids: Iterable[int], vocabulary: _Vocabulary):
         self._matcher = matcher
         self._stops = np.array(sorted(stop_ids), np.int64)
         self._vocabulary = vocabulary
-        self._first = first
         self.num_tokens = 0
         """Number of tokens that it has seen of the answer."""
         self._look()
@@ -394,8 +367,8 @@ class GuideMatcher:
                 or has become too complex.
         """
         for token in tokens:
-            if not self._accept(token):
-                self._check(self._matcher)
+            if not self._accept(int(token)):
+                self._check()
                 raise ValueError(f"the guide does not allow token {token} here")
             self.num_tokens += 1
         if tokens:
@@ -417,30 +390,24 @@ class GuideMatcher:
             self._look()
 
     def _accept(self, token: int) -> bool:
-        vocabulary, tokens = self._vocabulary, [int(token)]
-        if self._first is not None and not self.num_tokens:
-            vocabulary = self._first[1]
-            start = self._vocabulary.first_byte
-            tokens = [start + byte for byte in vocabulary.texts[token]]
-        if not (0 <= token < len(vocabulary.texts) and vocabulary.texts[token]):
+        texts = self._vocabulary.texts
+        if not (0 <= token < len(texts) and texts[token]):
             return False
-        return self._matcher.try_consume_tokens(tokens) == len(tokens)
+        return self._matcher.try_consume_tokens([token]) == 1
 
-    def _check(self, matcher: Any) -> None:
-        if matcher.is_error():
-            raise ValueError(f"the guide is too complex to go on: {_told(matcher.get_error())}")
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            error = _told(self._matcher.get_error())
+            raise ValueError(f"the guide is too complex to go on: {error}")
 
     def _look(self) -> None:
-        matcher, vocabulary = self._matcher, self._vocabulary
-        if self._first is not None and not self.num_tokens:
-            matcher, vocabulary = self._first
-        allowed = vocabulary.bits(matcher)
-        self._check(matcher)
+        allowed = self._vocabulary.bits(self._matcher)
+        self._check()
         others = allowed.copy()
         words = others.view(np.uint32)
         stops, bits = self._stops >> 5, (1 << (self._stops & 31)).astype(np.uint32)
         np.bitwise_and.at(words, stops, ~bits)
-        may_end, may_go_on = matcher.is_accepting(), bool(words.any())
+        may_end, may_go_on = self._matcher.is_accepting(), bool(words.any())
         if may_end:
             np.bitwise_or.at(words, stops, bits)
         self.stops_are_text = not (may_end or may_go_on)

@@ -171,7 +171,6 @@ class _Writer:
         return None
 
     def _before(self, node: Node, rest: _Rest) -> _Rest:
-        """Return a node and what comes after it."""
         is_inside = bool(rest.rules) or not rest.is_last
         if isinstance(node, AnyText) and is_inside and not (rest.terminal and node.excludes):
             raise ValueError(

@@ -179,7 +179,6 @@ class _Schemas:
         return found
 
     def _value(self, name: str, value: Any, schema: Mapping[str, Any], depth: int) -> Any:
-        """Return the value of a keyword, prepared."""
         if name not in _HELD:
             _refuse(repr(name))
         _check_value(name, value)
@@ -224,7 +223,6 @@ class _Schemas:
         return found
 
     def _target(self, ref: Any) -> Any:
-        """Return the schema that a `$ref` leads to."""
         if not isinstance(ref, str) or not re.match("#(/|$)", ref):
             _refuse(f"a '$ref' out of the schema or to an anchor, {ref!r:.80},")
         found = self._root

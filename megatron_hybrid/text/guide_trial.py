@@ -7,10 +7,23 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
 from typing import Any
 
-from megatron_hybrid.utils.limited_process import LimitedProcess, TooMuchWorkError, answer_all
+MAX_SECONDS = 3
+"""Seconds of a CPU for one guide."""
+MAX_BYTES = 512 << 20
+"""Bytes of memory for one guide."""
+_STACK = 1 << 20
+"""Bytes of stack: fewer than any thread that does the same work later has."""
+_FATAL = {signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGKILL}
+"""Signals by which a guide ends the process; others come from outside."""
 
 
 def library() -> Any:
@@ -37,16 +50,58 @@ def limits() -> Any:
     )
 
 
-_process = LimitedProcess(__name__)
+class Trial:
+    """Tries grammars in another process, which any thread may do. One that takes too much ends it,
+    and the next one has another. The process starts with the first grammar, and ends with its
+    owner, who closes the pipe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self._owner = 0
+
+    def error_of(self, grammar: str) -> str:
+        """Return why llguidance cannot use a grammar; an empty text if it can."""
+        library()
+        with self._lock:
+            for _ in range(3):  # a signal to the group of processes may have ended this one
+                process = self._running()
+                try:
+                    process.stdin.write(json.dumps(grammar) + "\n")
+                    process.stdin.flush()
+                    answer = process.stdout.readline()
+                except BrokenPipeError:
+                    answer = ""
+                if answer:
+                    return json.loads(answer)
+                self._process = None
+                if -process.wait() in _FATAL:
+                    break
+        return (
+            f"it takes more than {MAX_SECONDS} s of a CPU or {MAX_BYTES >> 20} MiB to compile, or "
+            "is too deep: use fewer patterns, properties and references"
+        )
+
+    def _running(self) -> subprocess.Popen:
+        """Return the process, which a fork has not: the pipe is that of its parent."""
+        if self._process is None or self._owner != os.getpid():
+            path = os.pathsep.join(filter(None, sys.path))
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+            self._owner = os.getpid()
+        return self._process
 
 
-def error_of(grammar: str) -> str:
-    """Return why llguidance cannot use a grammar; an empty text if it can."""
-    library()
-    try:
-        return _process.ask(grammar)
-    except TooMuchWorkError as error:
-        return f"{error} to compile, or is too deep: use fewer patterns, properties and references"
+error_of = Trial().error_of
+
+
+# In the process ----------------------------------------------------------------------------------
 
 
 class _Bytes:
@@ -61,22 +116,33 @@ class _Bytes:
         return list(text.encode() if isinstance(text, str) else text)
 
 
-def _trial() -> Callable[[str], str]:
-    """What tries one grammar."""
+def _answer_all() -> None:
+    """Try the grammars of this process's owner, within the limits, until it ends."""
     llguidance = library()
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), n_vocab=257)
-
-    def answer(grammar: str) -> str:
+    if sys.platform == "linux":
+        with open("/proc/self/statm", encoding="ascii") as file:
+            pages = int(file.read().split()[0])
+        most = pages * resource.getpagesize() + MAX_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in sys.stdin:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        end = int(used.ru_utime + used.ru_stime) + MAX_SECONDS + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
+        grammar = json.loads(line)
         _, said = llguidance.LLMatcher.validate_grammar_with_warnings(
             grammar, None, limits=limits()
         )
-        if said:
-            return said[0]
-        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
-        return matcher.get_error() or ""
-
-    return answer
+        if not said:
+            matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+            said = [matcher.get_error() or ""]
+        print(json.dumps(said[0]), flush=True)
 
 
 if __name__ == "__main__":
-    answer_all(_trial())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the owner's
+    threading.stack_size(_STACK)
+    thread = threading.Thread(target=_answer_all)
+    thread.start()
+    thread.join()

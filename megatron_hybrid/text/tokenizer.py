@@ -26,8 +26,7 @@ from megatron_hybrid.text.chat_template import (
     TextTooLongError,
     common_length,
 )
-from megatron_hybrid.text.request_template import RequestTemplate
-from megatron_hybrid.text.token_bytes import TokenBytes
+from megatron_hybrid.text.token_bytes import token_bytes
 from megatron_hybrid.text.tokenizer_files import (
     CHAT_TEMPLATE_FILE,
     TOKENIZER_CONFIG_FILE,
@@ -223,7 +222,7 @@ class Tokenizer:
         lengths = [len(token.content.encode()) for token in added]
         try:
             lengths += map(len, self.token_bytes)
-            is_exact = self._tokenizer.normalizer is None and self._bytes.first is self._bytes.later
+            is_exact = self._tokenizer.normalizer is None
         except ValueError:
             lengths += (len(name.encode()) for name in self._tokenizer.get_vocab())
             is_exact = False
@@ -300,28 +299,14 @@ class Tokenizer:
         return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     @cached_property
-    def _bytes(self) -> TokenBytes:
-        return TokenBytes(self._tokenizer, self.vocab_size)
-
-    @property
     def token_bytes(self) -> list[bytes]:
         """Bytes that each token adds to a text; none for special tokens, which `detokenize` leaves
-        out, and for ids that are no tokens. The first token of a text may add others:
-        `first_token_bytes`.
+        out, and for ids that are no tokens.
 
         Raises:
             ValueError: the tokenizer has a decoder that is not known here.
         """
-        return self._bytes.later
-
-    @property
-    def first_token_bytes(self) -> list[bytes]:
-        """Bytes as `token_bytes`, of the first token of a text.
-
-        Raises:
-            ValueError: as `token_bytes`.
-        """
-        return self._bytes.first
+        return token_bytes(self._tokenizer, self.vocab_size)
 
     def shown_bytes(self, token: int) -> bytes:
         """Return what to show of a token: its bytes in a text, or the name of a special one."""
@@ -349,13 +334,6 @@ class Tokenizer:
         """
         self._templates["default"] = ChatTemplate(source, origin, self._limit)
 
-    def with_request_template(self, source: str, origin: str) -> Tokenizer:
-        """Return the same tokenizer, with a chat template of anyone's for all chats. Arguments as
-        for `set_chat_template`."""
-        other = copy.copy(self)
-        other._templates = {"default": RequestTemplate(source, origin, self._limit)}
-        return other
-
     def template_source(self, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
         """Jinja source of the template of chats with these tools; None: there is none."""
         template = self._find_template(tools)
@@ -377,19 +355,21 @@ class Tokenizer:
         for token in state["added_tokens"]:
             token["special"] &= token["content"] not in shown
         self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(state))
-        vars(self).pop("_bytes", None)  # of special tokens as they were
+        vars(self).pop("token_bytes", None)  # of special tokens as they were
 
-    def takes_parts(self, role: str) -> bool:
-        """Return whether the chat template writes the texts of a message of this role, if its
-        content is a list of parts. Other templates write the list itself, or refuse it."""
-        template = self._templates.get("default")
-        return template is not None and template.takes_parts(role)
+    def template_of(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
+        """Return the template of chats with these tools.
 
-    def takes_argument_texts(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
-        """Return whether the template of chats with these tools wants the arguments of calls as
-        JSON in texts."""
+        Raises:
+            ValueError: there is no chat template.
+        """
         template = self._find_template(tools)
-        return template is not None and template.takes_argument_texts
+        if template is None:
+            raise ValueError(
+                f"this tokenizer has no chat template: its folder has neither {CHAT_TEMPLATE_FILE} "
+                f"nor a (default) chat_template in {TOKENIZER_CONFIG_FILE}. Send text or tokens."
+            )
+        return template
 
     def render_chat(
         self,
@@ -404,7 +384,7 @@ class Tokenizer:
             ValueError: there is no chat template, or it cannot render these messages.
             TypeError: an argument is not a JSON value.
         """
-        return self._template(tools).render(
+        return self.template_of(tools).render(
             messages, add_generation_prompt, tools, **{**self._named, **variables}
         )
 
@@ -441,7 +421,7 @@ class Tokenizer:
         Raises:
             ValueError, TypeError: as `render_chat`.
         """
-        template, named = self._template(tools), {**self._named, **variables}
+        template, named = self.template_of(tools), {**self._named, **variables}
         text = template.render(messages, add_generation_prompt, tools, **named)
         check_text("the text of the chat", text)
         self._check_size(text)
@@ -485,7 +465,7 @@ class Tokenizer:
         Raises:
             ValueError, TypeError: as `ChatTemplate.render_with_answers`.
         """
-        template = self._template(tools)
+        template = self.template_of(tools)
         text, answers = template.render_with_answers(
             messages, tools, **{**self._named, **variables}
         )
@@ -508,12 +488,3 @@ class Tokenizer:
     def _find_template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate | None:
         template = self._templates.get("default")
         return template if tools is None else self._templates.get("tool_use", template)
-
-    def _template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
-        template = self._find_template(tools)
-        if template is None:
-            raise ValueError(
-                f"this tokenizer has no chat template: its folder has neither {CHAT_TEMPLATE_FILE} "
-                f"nor a (default) chat_template in {TOKENIZER_CONFIG_FILE}. Send text or tokens."
-            )
-        return template

@@ -216,7 +216,6 @@ def _template_file(folder: Path, name: str) -> Path:
 
 
 def _template_files(folder: Path) -> dict[str, Path]:
-    """Template files of a folder, by name."""
     paths = {p.stem: p for p in sorted((folder / CHAT_TEMPLATE_FOLDER).glob("*.jinja"))}
     if (folder / CHAT_TEMPLATE_FILE).exists():
         paths["default"] = folder / CHAT_TEMPLATE_FILE

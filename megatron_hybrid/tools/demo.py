@@ -194,16 +194,17 @@ def _in_short(runs: list[Run]) -> str:
     )
 
 
+def _table(title: str) -> Table:
+    style = {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 1, 0, 0)}
+    return Table(title=title, title_justify="left", **style)
+
+
 def _requests_table(runs: list[Run]) -> Table:
-    table = Table(
-        title="off: no cache. memory: keys and values (KV) are shared, all tokens computed.\n"
+    table = _table(
+        "off: no cache. memory: keys and values (KV) are shared, all tokens computed.\n"
         "restore: states are kept, too, so the prefill starts where the match ends.\n"
         "Users 1 to 3 share a system prompt. Tokens of each prompt: shared (KV reused),\n"
-        "skipped (not computed), run (prefilled); ms: time to first token",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
+        "skipped (not computed), run (prefilled); ms: time to first token"
     )
     table.add_column("\nrequest", no_wrap=True)
     table.add_column("\nprompt", justify="right")
@@ -236,13 +237,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _totals_table(runs: list[Run]) -> Table:
-    table = Table(
-        title="Totals. In use: by requests that run; kept: by the cache, for later prompts",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    table = _table("Totals. In use: by requests that run; kept: by the cache, for later prompts")
     table.add_column("")
     for run in runs:
         table.add_column(run.mode, justify="right")

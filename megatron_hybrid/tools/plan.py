@@ -322,6 +322,18 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes} B"
 
 
+def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines of a table; the first column is left-aligned, the others right-aligned."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows)]
+    return [
+        "  ".join(
+            f"{cell:{'>' if i else ''}{width}}"
+            for i, (cell, width) in enumerate(zip(cells, widths))
+        )
+        for cells in (heads, *rows)
+    ]
+
+
 def render(result: Plan) -> str:
     """Format a plan as plain text."""
     ours, pure = result.model, result.pure_attention
@@ -341,9 +353,6 @@ def render(result: Plan) -> str:
         ("tokens of KV alone", count(ours.cached_tokens), count(pure.cached_tokens)),
         ("checkpoints alone", count(ours.checkpoints), count(pure.checkpoints)),
     ]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    widths[1] = max(widths[1], len("this model"))
-    widths[2] = max(widths[2], len("pure attention"))
     symbols = LayerPattern.parse(result.layer_pattern).symbols
     if result.settings is None:
         advice = wrap(
@@ -378,8 +387,7 @@ def render(result: Plan) -> str:
         f"{size(result.cache_bytes)} for requests and cache",
         f"context of a request {result.context:,} tokens",
         "",
-        f"{'':{widths[0]}}  {'this model':>{widths[1]}}  {'pure attention':>{widths[2]}}",
-        *(f"{a:{widths[0]}}  {b:>{widths[1]}}  {c:>{widths[2]}}" for a, b, c in rows),
+        *table(("", "this model", "pure attention"), rows),
         "",
         *advice,
         *(["", *render_rates(result.rates)] if result.rates else []),

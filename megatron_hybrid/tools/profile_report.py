@@ -6,7 +6,7 @@ from textwrap import wrap
 
 import numpy as np
 
-from megatron_hybrid.tools.plan import WIDTH, size
+from megatron_hybrid.tools.plan import WIDTH, size, table
 from megatron_hybrid.tools.profile import CEILING, OURS, CacheResult, Profile
 
 _BAR = 24
@@ -40,7 +40,7 @@ def render(result: Profile) -> str:
         "",
         *_histogram(result),
         "",
-        *_table(
+        *table(
             ("", "too short, % of prompts", "skipped, % of tokens"),
             [
                 (row.name, f"{row.too_short_percent:.1f}", f"{row.skipped_percent:.1f}")
@@ -52,7 +52,7 @@ def render(result: Profile) -> str:
         share = 100 / result.compared_tokens
         lost = [(reason, f"{n:,}", f"{n * share:.1f}") for reason, n in result.lost_tokens.items()]
         heads = ("known to this engine, computed again", "tokens", "% of tokens")
-        lines += ["", *_table(heads, lost)]
+        lines += ["", *table(heads, lost)]
     notes = [_NOTE, *(f"- {row.name}: {row.what}" for row in _rules(result))]
     if not result.answers:
         notes.append(
@@ -82,26 +82,14 @@ def _histogram(result: Profile) -> list[str]:
         bar = "#" * -(-number * _BAR // most)
         rows.append((f"{start:,} - {end - 1:,}", f"{number:,}", bar, here or [""]))
     bar = max(len(row[2]) for row in rows)
-    head, *table = _table(
+    head, *lines = table(
         ("prompt tokens", "prompts"), [(length, number) for length, number, *_ in rows]
     )
     return [
         head,
         *(
             f"{'' if again else line:{len(head)}}  {'' if again else row[2]:{bar}}  {mark}".rstrip()
-            for line, row in zip(table, rows)
+            for line, row in zip(lines, rows)
             for again, mark in enumerate(row[3])  # a line for each
         ),
-    ]
-
-
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """Lines of a table; the first column is left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    return [
-        "  ".join(
-            f"{cell:{'>' if i else ''}{width}}"
-            for i, (cell, width) in enumerate(zip(cells, widths))
-        )
-        for cells in (heads, *rows)
     ]

@@ -352,17 +352,14 @@ class _Source:
             self.given[name], self._pieces[own] = own, piece
 
     def names(self) -> list[str]:
-        """All, sorted."""
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
         if (piece := self._pieces.get(name)) is None:
             return self._files.shape(name)
         return tuple(piece.of(torch.empty(self._files.shape(piece.name), device="meta")).shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a tensor."""
         piece = self._pieces.get(name)
         return self._files.dtype(name if piece is None else piece.name)
 

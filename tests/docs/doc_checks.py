@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr
 from functools import cache
 from glob import glob
-from importlib import import_module
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import yaml
 from doc_blocks import Block
@@ -31,16 +30,34 @@ _PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9_]*|\$\{?\w+\}?")
 
 def errors_of(blocks: Sequence[Block]) -> list[str]:
     """What is wrong in the blocks of one page, each with its line."""
-    python, found = PythonNames(), []
+    found = []
     for block in blocks:
         check: Callable[[str], Iterator[str]] = {
-            "python": python.check,
             "bash": bash_errors,
             "yaml": _yaml_errors,
             "json": _json_errors,
         }.get(block.kind, lambda _: iter(()))
         found += [f"line {block.line}: {error}" for error in check(block.code)]
     return found
+
+
+def type_errors_of(pages: Mapping[str, Sequence[Block]], folder: Path) -> list[str]:
+    """What pyright finds in the Python blocks of each page, one module a page, in `folder`."""
+    for name, found in pages.items():
+        lines: list[str] = []
+        for block in found:
+            if block.kind == "python":
+                lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
+        path = folder / name.replace("/", "_").replace(".md", ".py")
+        path.write_text("\n".join(lines) + "\n")
+    (folder / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT)]}))
+    pyright = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson"]
+    said = subprocess.run(pyright, cwd=folder, stdout=subprocess.PIPE, check=False).stdout
+    return [
+        f"{Path(each['file']).name}:{each['range']['start']['line'] + 1}: {each['message']}"
+        for each in json.loads(said)["generalDiagnostics"]
+        if each["severity"] == "error"
+    ]
 
 
 def _yaml_errors(code: str) -> Iterator[str]:
@@ -55,174 +72,6 @@ def _json_errors(code: str) -> Iterator[str]:
         json.loads(code)
     except ValueError as error:
         yield str(error)
-
-
-# Python ------------------------------------------------------------------------------------------
-
-
-class PythonNames:
-    """Names of ours in the Python blocks of a page, in order.
-
-    Attributes:
-        objects: name -> a module, a class or a function of the package.
-        types: name -> the class of a value that was assigned to it.
-    """
-
-    def __init__(self):
-        self.objects: dict[str, Any] = {}
-        self.types: dict[str, type] = {}
-
-    def check(self, code: str) -> Iterator[str]:
-        """Names, attributes and keyword arguments of ours that are not there."""
-        try:
-            tree = compile(
-                code, "block", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-            )
-        except SyntaxError as error:
-            yield f"{error}"
-            return
-        for statement in tree.body:
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Import):
-                    yield from self._import(node)
-                elif isinstance(node, ast.ImportFrom):
-                    yield from self._import_from(node)
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Attribute):
-                    yield from self._attribute(node)
-                elif isinstance(node, ast.Call):
-                    yield from self._call(node)
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Assign):
-                    self._assign(node.targets[0], self._type_of(node.value))
-                elif isinstance(node, (ast.With, ast.AsyncWith)):
-                    for item in node.items:
-                        if item.optional_vars is not None:
-                            self._assign(item.optional_vars, self._type_of(item.context_expr))
-
-    def _import(self, node: ast.Import) -> Iterator[str]:
-        for each in node.names:
-            if each.name.partition(".")[0] == OURS:
-                try:
-                    module = import_module(each.name)
-                except ImportError as error:
-                    yield str(error)
-                    continue
-                self.objects[each.asname or OURS] = module if each.asname else import_module(OURS)
-
-    def _import_from(self, node: ast.ImportFrom) -> Iterator[str]:
-        if (node.module or "").partition(".")[0] != OURS:
-            return
-        for each in node.names:
-            try:
-                found = getattr(import_module(node.module), each.name)
-            except (ImportError, AttributeError):
-                if find_spec(f"{node.module}.{each.name}") is None:
-                    yield f"{node.module} has no {each.name}"
-                    continue
-                found = import_module(f"{node.module}.{each.name}")
-            self.objects[each.asname or each.name] = found
-
-    def _assign(self, target: ast.expr, value: Any) -> None:
-        value = _without_none(value)
-        parts = get_args(value) if get_origin(value) is tuple else ()
-        if isinstance(target, ast.Tuple) and len(parts) == len(target.elts):
-            for each, part in zip(target.elts, parts):
-                self._assign(each, part)
-        elif isinstance(target, ast.Name):
-            self.objects.pop(target.id, None)
-            self.types.pop(target.id, None)
-            if inspect.isclass(value) and value.__module__.startswith(OURS):
-                self.types[target.id] = value
-
-    def _value(self, node: ast.expr) -> Any:
-        """An object of ours that an expression names; None: it is not known."""
-        if isinstance(node, ast.Name):
-            return self.objects.get(node.id)
-        if isinstance(node, ast.Attribute):
-            owner = self._value(node.value)
-            owner = self._type_of(node.value) if owner is None else owner
-            if owner is not None:
-                return inspect.getattr_static(owner, node.attr, None) or getattr(
-                    owner, node.attr, None
-                )
-        return None
-
-    def _type_of(self, node: ast.expr) -> Any:
-        """The type of an expression's value; None: it is not known."""
-        if isinstance(node, ast.Await):
-            return self._type_of(node.value)
-        if isinstance(node, ast.Name):
-            return self.types.get(node.id)
-        if isinstance(node, ast.Call):
-            called = self._value(node.func)
-            if inspect.isclass(called):
-                return called
-            called = getattr(called, "__func__", called)
-            if inspect.isfunction(called):
-                return _hints(called).get("return")
-        return None
-
-    def _attribute(self, node: ast.Attribute) -> Iterator[str]:
-        owner = self._value(node.value)
-        kind = None if owner is not None else self._type_of(node.value)
-        if inspect.ismodule(owner):
-            if not hasattr(owner, node.attr) and not _is_module(f"{owner.__name__}.{node.attr}"):
-                yield f"{owner.__name__} has no {node.attr}"
-        elif inspect.isclass(owner) and not hasattr(owner, node.attr):
-            yield f"{owner.__name__} has no {node.attr}"
-        elif inspect.isclass(kind) and not _has(kind, node.attr):
-            yield f"{kind.__name__} has no {node.attr}"
-
-    def _call(self, node: ast.Call) -> Iterator[str]:
-        called = self._value(node.func)
-        called = getattr(called, "__func__", called)
-        if not callable(called) or not getattr(called, "__module__", "").startswith(OURS):
-            return
-        parameters = inspect.signature(called).parameters.values()
-        if any(each.kind is each.VAR_KEYWORD for each in parameters):
-            return
-        names = {each.name for each in parameters if each.kind is not each.POSITIONAL_ONLY}
-        for keyword in node.keywords:
-            if keyword.arg is not None and keyword.arg not in names:
-                yield f"{called.__qualname__} has no argument {keyword.arg}"
-
-
-@cache
-def _hints(function: Callable) -> dict[str, Any]:
-    try:
-        return get_type_hints(function)
-    except NameError:  # of an import for type checkers alone
-        return {}
-
-
-def _without_none(hint: Any) -> Any:
-    """`X | None` as X."""
-    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
-    is_optional = len(kinds) == 1 and type(None) in get_args(hint)
-    return kinds[0] if is_optional else hint
-
-
-def _is_module(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-@cache
-def _has(kind: type, name: str) -> bool:
-    """Whether values of a class have an attribute: one of the class, or one that is assigned."""
-    if hasattr(kind, name) or hasattr(kind, "__getattr__"):
-        return True
-    for base in kind.__mro__[:-1]:
-        if name in inspect.get_annotations(base):
-            return True
-        if base.__module__.startswith(OURS) and re.search(
-            rf"\bself\.{name}\b[^=]*=", inspect.getsource(base)
-        ):
-            return True
-    return False
 
 
 # Shell -------------------------------------------------------------------------------------------
@@ -246,56 +95,23 @@ def split_commands(code: str) -> list[list[str]]:
         ValueError: a quote has no end.
     """
     code = re.sub(r"<<-?'?(\w+)'?\n.*?\n\1$", "", code, flags=re.DOTALL | re.MULTILINE)
+    quoted_or_comment = r"""('[^']*'|"(?:\\.|[^"\\])*")|(?<!\S)#[^\n]*"""
+    code = re.sub(quoted_or_comment, lambda found: found[1] or "", code).replace("\\\n", " ")
+    words = shlex.shlex(code, posix=True, punctuation_chars=";|&\n()<>")
+    words.whitespace, words.whitespace_split, words.commenters = " \t", True, ""
     commands: list[list[str]] = [[]]
-    word: list[str] | None = None
-    quote, place, skip = "", 0, False
-
-    def end_word() -> None:
-        nonlocal word, skip
-        if word is not None and not skip:
-            commands[-1].append("".join(word))
-        skip = skip and word is None
-        word = None
-
-    while place < len(code):
-        letter = code[place]
-        if quote:
-            if letter == quote:
-                quote = ""
-            elif letter == "\\" and quote == '"' and code[place + 1 : place + 2] in '"\\$`\n':
-                place += 1
-                word.append(code[place])
-            else:
-                word.append(letter)
-        elif letter in "'\"":
-            quote, word = letter, word or []
-        elif letter == "\\":
-            place += 1
-            if code[place : place + 1] != "\n":
-                word = (word or []) + [code[place : place + 1]]
-        elif letter == "#" and word is None:
-            place = code.find("\n", place)
-            place = len(code) if place < 0 else place
-            continue
-        elif letter in "<>":
-            if word is not None and "".join(word).isdigit():
-                word = None
-            end_word()
-            skip = True
-        elif letter == "&" and skip and word is None:
-            pass  # as in 2>&1
-        elif letter in ";|&\n()":
-            end_word()
-            skip = False
+    redirects = False
+    for word in words:
+        if redirects:
+            redirects = False
+        elif set(word) <= set("<>&") and word.strip("&"):
+            redirects = True
+            if commands[-1] and commands[-1][-1].isdigit():
+                commands[-1].pop()
+        elif set(word) <= set(";|&\n()"):
             commands.append([])
-        elif letter.isspace():
-            end_word()
         else:
-            word = (word or []) + [letter]
-        place += 1
-    if quote:
-        raise ValueError(f"the quote {quote} has no end")
-    end_word()
+            commands[-1].append(word)
     return [command for command in commands if command]
 
 
@@ -333,7 +149,7 @@ def _module_errors(module: str, arguments: list[str]) -> Iterator[str]:
         files = [*path.glob("__main__.py"), *path.parent.glob(f"{path.name}.py")]
         if not files:
             yield f"there is no module {module} to run"
-        elif module.startswith("benchmarks") or module == f"{OURS}.serving.dynamo":
+        elif module.startswith("benchmarks") or module == f"{OURS}.dynamo":
             yield from _missing_options(files[0].read_text(), arguments, module)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from doc_blocks import blocks
-from doc_checks import errors_of
+from doc_checks import errors_of, type_errors_of
 
 ROOT = Path(__file__).parents[2]
 OTHERS = ("README.md", "CONTRIBUTING.md", "examples/README.md")
@@ -61,6 +61,11 @@ def test_blocks_are_sound(page):
     assert errors_of(blocks(page)) == []
 
 
+def test_blocks_have_no_type_errors(tmp_path):
+    pages = {name: blocks(page) for name, page in zip(NAMES, PAGES)}
+    assert type_errors_of(pages, tmp_path) == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_blocks_run(page, request, tmp_path):
     run = [block for block in blocks(page) if block.runs]
@@ -82,10 +87,6 @@ def test_blocks_run(page, request, tmp_path):
 def test_checks_find_what_is_wrong(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "```python\nimport megatron_hybrid as mh\nmodel, tokenizer = mh.load_pretrained('demo')\n"
-        "engine = mh.DynamicInferenceEngine(model, tokenizer, mh.InferenceConfig(no_field=1))\n"
-        "engine.generates(['a'])\nengine.generate(['a'], no_argument=1)\ntokenizer.no_method()\n"
-        "mh.NoName\nfrom megatron_hybrid.inference import nothing\n```\n"
         "```bash\nmegatron-hybrid serve FOLDER --port PORT --no-option  # it's\n"
         "python -m benchmarks.nothing && python -m benchmarks.replay --no-flag > file 2>&1\n"
         "make nothing | cat examples/nothing.py\nbin/megatron-hybrid train laptop run.step=3\n"
@@ -94,12 +95,25 @@ def test_checks_find_what_is_wrong(tmp_path):
     )
     found = "\n".join(errors_of(blocks(page)))
     for text in (
-        *("no_field", "generates", "no_argument", "no_method", "NoName", "nothing"),
         *("--no-option", "benchmarks.nothing", "--no-flag", "target nothing"),
-        *("examples/nothing.py is not", "run has no field 'step'", "line 21"),
+        *("examples/nothing.py is not", "run has no field 'step'", "line 11"),
     ):
         assert text in found
-    assert len(found.splitlines()) == 13
+    assert len(found.splitlines()) == 7
     page.write_text("```python\nx = 1\n```\n```bash\necho $((1 + 1)) > file\n```\n```sh\n```\n")
     with pytest.raises(ValueError, match=r"page.md:7: a block of 'sh'"):
         blocks(page)
+
+
+def test_pyright_finds_what_is_wrong(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nimport megatron_hybrid as mh\nmodel, tokenizer = mh.load_pretrained('demo')\n"
+        "engine = mh.DynamicInferenceEngine(model, tokenizer, mh.InferenceConfig(no_field=1))\n"
+        "engine.generates(['a'])\nengine.generate(['a'], no_argument=1)\ntokenizer.no_method()\n"
+        "from megatron_hybrid.inference import nothing\n```\n"
+    )
+    found = type_errors_of({"page.md": blocks(page)}, tmp_path)
+    for text in ("no_field", "generates", "no_argument", "no_method", "nothing"):
+        assert any(text in each for each in found)
+    assert len(found) == 6 and found[0].startswith("page.py:4: ")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from differential import PATTERNS, SYMBOLS, InjectedError, failing_forward, poison
+from differential import PATTERNS, SYMBOLS, InjectedError, RandomDraws, failing_forward, poison
 from graph_recorder import recorded_graphs
 from grouped_experts import grouped_experts
 from reference import VOCAB_SIZE, tiny_engine, tiny_model
@@ -121,7 +121,7 @@ class Asked:
 
 
 @dataclass
-class DraftedRun:
+class DraftedRun(RandomDraws):
     """One run, drawn from its seed.
 
     Args:
@@ -190,15 +190,6 @@ class DraftedRun:
         spec = engine.cache.spec
         num_blocks = spec.num_blocks(self.fields["max_sequence_length"]) + 1
         return (num_blocks * sum(spec.pages_per_block) + 2 + more) * spec.page_bytes
-
-    def _chance(self, probability: float) -> bool:
-        return bool(self.random.random() < probability)
-
-    def _choose(self, values):
-        return values[self.random.integers(len(values))]
-
-    def _tokens(self, length: int) -> list[int]:
-        return self.random.integers(0, VOCAB_SIZE, length).tolist()
 
     def _ask(self, index: int) -> Asked:
         family = self._choose(self.families)

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import numpy as np
 import torch
+from differential import RandomDraws
 from drafted import GUIDES, Failing, Oracle, draft_with
 from graph_recorder import recorded_graphs
 from http_server import demo_service
@@ -171,7 +172,7 @@ def watched_draws(runner, fault_of, counts: Counter, num_candidates: int):
         model_runner.NUM_CANDIDATES = before
 
 
-class Round:
+class Round(RandomDraws):
     """Some requests beside each other, and each alone.
 
     Args:
@@ -187,12 +188,6 @@ class Round:
         for _, params, _ in self.requests:
             if self._chance(0.4):
                 self.faults[params.seed] = self._choose(list(FAULTS)), int(self._choose(range(4)))
-
-    def _chance(self, probability: float) -> bool:
-        return bool(self.random.random() < probability)
-
-    def _choose(self, values):
-        return values[self.random.integers(len(values))]
 
     def extremes(self) -> dict:
         """Some fields with legal values."""

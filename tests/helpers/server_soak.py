@@ -12,6 +12,7 @@ import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import httpx
@@ -46,7 +47,7 @@ def expected_texts(server: RunningServer) -> dict[str, str]:
 
 
 class Client:
-    """One of many, with random deeds until the end.
+    """One of many: each deed once, then random ones until the end.
 
     Args:
         url: of the server.
@@ -59,14 +60,21 @@ class Client:
         self._url, self._expected, self._counts = url, expected, counts
         self._random = random.Random(seed)
 
-    async def run(self, end: float) -> None:
-        """Do one thing after the other."""
-        deeds = (self.read, self.read, self.read_slowly, self.leave, self.wait, self.send_nonsense)
-        async with httpx.AsyncClient(base_url=self._url, timeout=120) as self._http:
+        self._deeds = [self.read, self.read_slowly, self.leave, self.wait, self.send_nonsense]
+
+    async def run(self, seconds: float, warm: asyncio.Barrier) -> None:
+        """Do one thing after the other, for some seconds after all clients are warm."""
+        async with httpx.AsyncClient(base_url=self._url, timeout=None) as self._http:
+            for deed in self._random.sample(self._deeds, len(self._deeds)):
+                await self._do(deed)
+            await warm.wait()
+            end = time.monotonic() + seconds
             while time.monotonic() < end:
-                deed = self._random.choice(deeds)
-                await deed()
-                self._counts[deed.__name__] += 1
+                await self._do(self._random.choice([self.read, *self._deeds]))
+
+    async def _do(self, deed: Callable[[], Awaitable[None]]) -> None:
+        await deed()
+        self._counts[deed.__name__] += 1
 
     def _body(self, **fields) -> tuple[str, dict]:
         prompt = self._random.choice(list(self._expected))
@@ -141,13 +149,14 @@ async def load(url: str, expected: dict[str, str], seconds: float, count: int) -
     """Run the clients. Returns their deeds, and `bytes` that the process has grown by since it was
     warm."""
     counts: Counter = Counter()
-    began = time.monotonic()
+    warm = asyncio.Barrier(count + 1)
     clients = [Client(url, expected, seed, counts) for seed in range(count)]
-    tasks = [asyncio.ensure_future(client.run(began + seconds)) for client in clients]
-    await asyncio.sleep(seconds / 3)
-    warm = resident_bytes()
-    await asyncio.gather(*tasks)
-    counts["bytes"] = resident_bytes() - warm
+    async with asyncio.TaskGroup() as tasks:
+        for client in clients:
+            tasks.create_task(client.run(seconds, warm))
+        await warm.wait()
+        begun = resident_bytes()
+    counts["bytes"] = resident_bytes() - begun
     return counts
 
 

@@ -174,7 +174,7 @@ class Simulator:
         expected = prefix_hashes(running.tokens[:end], running.salt)
         assert running.state == expected[start], "the live slot is at another place"
         visible = self.visible()
-        positions = np.arange(max(start, lease.writable_from), end)
+        positions = np.arange(max(start, lease.shared_tokens), end)
         for column in range(spec.kv_pages_per_block):
             pages = lease.block_table[positions // size, column]
             self._write(pages, positions % size, expected[positions + 1], visible)
@@ -216,7 +216,7 @@ class Simulator:
             return None
         assert lease.done == done and not lease.copies
         expected, visible = prefix_hashes(running.tokens, running.salt), self.visible()
-        tables = [(np.arange(lease.writable_from, done), lease.block_table)]
+        tables = [(np.arange(lease.shared_tokens, done), lease.block_table)]
         for group, table in zip(self.spec.local_groups, lease.local_tables):
             tables.append((seen_before(self.spec, group, done), table))
         for rows, table in tables:

@@ -4,14 +4,11 @@ import json
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 
 import pytest
 from http_server import run_apart, running_server
 from playwright.sync_api import Page, Route, expect
 from simulated_day import simulated_day
-
-from megatron_hybrid.inference.requests.view import RequestView
 
 SLOW = 60_000
 NASTY = """**bold** and `code`, <b onclick="alert(1)">html</b>
@@ -302,34 +299,3 @@ def test_charts_count_requests_that_no_sample_saw_and_show_lone_values(server, p
     at = page.locator("#first circle").last.bounding_box()
     page.mouse.move(at["x"] + 40, at["y"])  # the nearest point that has a value
     expect(page.locator("#first-now")).to_contain_text("p50 10 ms")
-
-
-def test_one_long_prompt_leaves_room_for_the_others(server, page):
-    def row(number: int, prompt: int) -> dict:
-        view = RequestView(
-            number, 0, "length", True, 0, 1.0, 0.1, prompt, 0, 8, 0, prompt, 4, 0, 0, None
-        )
-        return asdict(view)
-
-    lengths = [100_000, *range(40, 120, 10)]
-    rows = [row(number, length) for number, length in enumerate(lengths)]
-    page.route("**/requests", lambda route: route.fulfill(json={"requests": rows}))
-    numbers = [*range(1, len(lengths) + 1)]
-    columns = {"numbers": numbers, "parents": [0] * len(lengths), "starts": [0] * len(lengths)}
-    columns |= {"ends": lengths, "held_ends": lengths, "states": [], "num_edges": len(lengths)}
-    columns |= {"version": "a-1-0", "since": None, "removed": []}
-    page.route("**/cache/tree*", lambda route: route.fulfill(json=columns))
-    page.goto(server.url)
-    bars = page.locator("#request-rows .bar")
-    expect(bars).to_have_count(len(lengths))
-    width = "(e) => e.getBoundingClientRect().width"
-    whole, *widths = bars.evaluate_all(f"(all) => all.map({width})")
-    assert widths == sorted(widths) and widths[-1] > widths[0] > whole / 10
-    pieces = bars.evaluate_all(f"(all) => all.map((bar) => [...bar.children].map({width}))")
-    assert all(len(each) == 3 and min(each) >= 2 for each in pieces)  # also of the long one
-    page.get_by_role("treeitem").focus()
-    page.keyboard.press("End")
-    width = "parseFloat(document.activeElement.style.width)"
-    short = page.evaluate(width)
-    page.keyboard.press("Home")
-    assert page.evaluate(width) > short > page.evaluate(width) / 10

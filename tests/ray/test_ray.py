@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -14,6 +14,7 @@ import psutil
 import pytest
 import yaml
 from http_server import running_server
+from prometheus_client.parser import text_string_to_metric_families
 from ray.serve.schema import ServeDeploySchema
 from waiting import wait_until
 
@@ -40,7 +41,7 @@ class Cluster:
         (application,) = settings["applications"]
         application["args"] |= {"cpus": 0.5, **changed}
         if changed:
-            application["deployments"][0]["num_replicas"] = 1
+            application["deployments"][1]["num_replicas"] = 1
         path = folder / "app.yaml"
         path.write_text(yaml.safe_dump(settings))
         self.url, self.log = f"http://127.0.0.1:{port}", folder / "log"
@@ -93,7 +94,7 @@ class Cluster:
 def cluster(folder: Path, port: int, **changed: int) -> Iterator[Cluster]:
     made = Cluster(folder, port, **changed)
     try:
-        wait_until(made.answers, READY_SECONDS)
+        wait_until(made.answers)
         yield made
     finally:
         made.end()
@@ -102,7 +103,7 @@ def cluster(folder: Path, port: int, **changed: int) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> Iterator[Cluster]:
     with cluster(tmp_path_factory.mktemp("two"), 18_651) as made:
-        wait_until(lambda: len(made.processes("ray::ServeReplica")) == 2, READY_SECONDS)
+        wait_until(lambda: len(made.processes("ray::ServeReplica:megatron_hybrid:Server")) == 2)
         yield made
 
 
@@ -168,15 +169,52 @@ def test_a_client_that_leaves_ends_its_request(two):
 
     with two.client.stream("POST", "/v1/completions", json=LONG, headers=session) as answer:
         next(answer.iter_lines())
-    wait_until(lambda: "cancelled" in statuses(), 10)
+    wait_until(lambda: "cancelled" in statuses())
 
 
-def test_a_replica_that_is_killed_is_replaced(two):
+def test_metrics_are_sums_over_replicas(two):
+    def requests() -> list[float]:
+        text = two.client.get("/metrics").text
+        found = [
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "megatron_hybrid_requests_total"
+        ]
+        assert len(found) == 2
+        return found
+
+    before = sum(requests())
+    for session in range(8):
+        two.ask(GREEDY, f"counted-{session}")
+    assert {sum(requests()) for _ in range(6)} == {before + 8} and min(requests()) > 0
+
+
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "stream": True}
+STREAMS = {
+    "/v1/completions": LONG,
+    "/v1/chat/completions": CHAT | {"max_tokens": 1500, "ignore_eos": True},
+    "/v1/messages": CHAT | {"max_tokens": 1500, "ignore_eos": True},
+    "/v1/responses": {"input": PROMPT, "stream": True, "max_output_tokens": 1500},
+}
+
+
+def test_a_replica_that_is_killed_is_replaced_and_its_streams_end_with_an_error(two):
     before = told(two.ask(GREEDY))
-    for replica in two.processes("ray::ServeReplica"):
-        replica.kill()
+    with ExitStack() as stack:
+        streams = {}
+        for path, body in STREAMS.items():
+            answer = stack.enter_context(two.client.stream("POST", path, json=body))
+            streams[path] = answer.iter_lines()
+            assert next(streams[path])
+        for replica in two.processes("ray::ServeReplica:megatron_hybrid:Server"):
+            replica.kill()
+        for path, lines in streams.items():
+            last = [line for line in lines if line.startswith("data: ")][-1]
+            event = json.loads(last.removeprefix("data: "))
+            assert "replica ended" in str(event.get("error", event)["message"]), path
     began = time.monotonic()
-    wait_until(two.answers, READY_SECONDS)
+    wait_until(two.answers)
     print(f"answered {time.monotonic() - began:.1f} s after both replicas were killed")
     assert told(two.ask(GREEDY)) == before
 
@@ -190,7 +228,7 @@ def test_a_replica_of_two_ranks_answers_and_is_replaced_when_a_rank_is_killed(tm
         rank.kill()
         rank.wait()
         began = time.monotonic()
-        wait_until(lambda: len(split.processes("ray::Rank")) == 1, READY_SECONDS)
-        wait_until(split.answers, READY_SECONDS)
+        wait_until(lambda: len(split.processes("ray::Rank")) == 1)
+        wait_until(split.answers)
         print(f"answered {time.monotonic() - began:.1f} s after a rank was killed")
         assert told(split.ask(GREEDY))[0][0] == expected[0][0]

@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import os
 import subprocess
 import sys
 import textwrap
@@ -10,7 +9,6 @@ import warnings
 
 import pytest
 import torch
-from matrix import matrix_rows
 from megatron.core import package_info
 
 from megatron_hybrid import compat
@@ -51,9 +49,6 @@ def test_missing_megatron_core_is_explained(monkeypatch):
     assert "pip install 'megatron-core>=0.16.1'" in error
 
 
-INSTALLED = "import megatron.core.package_info as info; info.VERSION = ({version}, '')"
-
-
 @pytest.mark.parametrize("version", [(0, 15, 0), (0, 16, 0)])
 def test_older_releases_are_refused(version, monkeypatch):
     monkeypatch.setattr(package_info, "VERSION", (*version, ""))
@@ -62,27 +57,13 @@ def test_older_releases_are_refused(version, monkeypatch):
     assert "pip install 'megatron-core>=0.16.1'" in error
 
 
-@pytest.mark.parametrize(
-    ("version", "warned"),
-    matrix_rows([("0, 19, 9", 0), ("0, 20, 0", 1), ("1, 2, 3", 1)]),
-)
-def test_newer_releases_are_warned_of_once(version, warned):
-    script = f"""
-        {INSTALLED.format(version=version)}
-        import megatron_hybrid as mh
-        config = mh.HybridConfig(layer_pattern="M*-", hidden_size=64, num_attention_heads=4,
-                                 vocab_size=10)
-        print(len(list(mh.build_hybrid_model(config).decoder.layers)))
-        """
-    result = subprocess.run(
-        [sys.executable, "-W", "always", "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-    )
-    assert result.stdout == "3\n"
-    message = f"UserWarning: megatron-core {version.replace(', ', '.')} is installed; "
-    message += "megatron_hybrid is tested with 0.16.1 up to 0.19.x"
-    assert result.stderr.count(message) == result.stderr.count("0.19.x") == warned
+@pytest.mark.parametrize(("version", "warned"), [((0, 19, 9), 0), ((0, 20, 0), 1), ((1, 2, 3), 1)])
+def test_newer_releases_are_warned_of(version, warned):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compat._check_version(version)
+    message = f"megatron-core {'.'.join(map(str, version))} is installed; megatron_hybrid is tested"
+    assert [str(each.message)[: len(message)] for each in caught] == [message] * warned
 
 
 def test_a_part_that_a_newer_release_lacks_fails_after_the_warning(monkeypatch):
@@ -156,22 +137,6 @@ def test_an_old_transformer_engine_is_not_used_and_says_so(monkeypatch):
         compat.transformer_engine_modules()
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("error", ["OSError", "RuntimeError", "AssertionError"])
-def test_broken_packages_stop_no_import(error, tmp_path):
-    for package in ("transformer_engine", "apex", "amp_C"):
-        (tmp_path / package).mkdir()
-        (tmp_path / package / "__init__.py").write_text(f"raise {error}('made for another torch')")
-    result = subprocess.run(
-        [sys.executable, "-m", "megatron_hybrid", "info"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count(f"is installed, but {error}: made for another torch") == 3
-
-
 def test_no_warning_for_a_default():
     """core warns about the default of a field of CUDA graphs whenever a config is made."""
     with warnings.catch_warnings():
@@ -233,7 +198,3 @@ def test_inside_of_a_compilation_a_function_is_a_part_of_it(monkeypatch):
     double = decorate(lambda x: 2 * x)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert double(3) == 6
-
-
-def test_torch_keeps_its_own_compile():
-    assert torch.compile.__module__ == "torch"

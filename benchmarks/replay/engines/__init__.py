@@ -13,6 +13,7 @@ from megatron_hybrid.tools.replay.lru import Ceiling, LeastRecentlyUsed
 from megatron_hybrid.tools.replay.ours import Ours
 from megatron_hybrid.tools.replay.protocol import Engine
 from megatron_hybrid.tools.replay.rules import GRID, OneState
+from megatron_hybrid.tools.replay.token_tree import Node
 
 Candidates = Mapping[float | None, Callable[[], Engine]]
 """Engines by the value of their parameter (None: they have none). The one that skips most is
@@ -71,9 +72,16 @@ def _sglang(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
     return {None: lambda: OneState(grid, *sizes, *windows)}
 
 
+class WholeLeaves(LeastRecentlyUsed):
+    """Evicts whole leaves of the tree, not only as many blocks as needed."""
+
+    def drop_tail(self, leaf: Node, over: float) -> None:
+        self.tree.cut(leaf, leaf.start)
+
+
 def _lru_free(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
     kv_bytes = geometry.kv_bytes_per_token
-    return {None: lambda: LeastRecentlyUsed(1, kv_bytes, 0, budget, whole_leaves=True)}
+    return {None: lambda: WholeLeaves(1, kv_bytes, 0, budget)}
 
 
 def _marconi(geometry: Geometry, budget: float, in_flight: int) -> Candidates:

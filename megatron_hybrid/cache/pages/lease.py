@@ -39,7 +39,7 @@ class Lease:
     tokens: np.ndarray
     """int32: the prompt; after a commit, the array last given to `commit`."""
     shared_tokens: int
-    """q: KV of full attention for positions < q is shared or copied."""
+    """q: KV of full attention for positions < q is shared or copied, and written from q on."""
     skipped_tokens: int
     """p: start of the prefill. p == L: no prefill, the saved hidden state gives the logits."""
     report: PrefixReport
@@ -117,11 +117,6 @@ class Lease:
     def local_start(self) -> int:
         """First block of local KV that it holds; `NO_LOCAL_END` without local groups."""
         return min(self.local_first, default=NO_LOCAL_END)
-
-    @property
-    def writable_from(self) -> int:
-        """KV of full attention is written for positions >= this only (it equals q)."""
-        return self.shared_tokens
 
 
 @dataclass(eq=False)

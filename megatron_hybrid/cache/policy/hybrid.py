@@ -59,14 +59,9 @@ class HybridPolicy(Policy):
                 spec.block_size_tokens,
             )
         self.answers = AnswerLengths()
-        self._never_saved = {
-            kind
-            for kind, saved in (
-                (Kind.JUNCTION, self.parts.junctions),
-                (Kind.PROMPT_END, self.parts.prompt_ends),
-            )
-            if not saved
-        }
+        self._never_saved = set() if self.parts.junctions else {Kind.JUNCTION}
+        if not self.parts.prompt_ends:
+            self._never_saved.add(Kind.PROMPT_END)
 
     @property
     def now(self) -> int:

@@ -43,16 +43,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What config.json files leave out, as transformers fills it in."""
 _DEFAULTS_4 = {
+    **_SHARED_DEFAULTS,
     "vocab_size": 262144,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
     "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
     "global_head_dim": 512,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
     "sliding_window": 512,
     "sliding_window_pattern": 6,
     "vocab_size_per_layer_input": 262144,

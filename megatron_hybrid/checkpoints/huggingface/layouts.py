@@ -52,12 +52,6 @@ def joined(sizes: Sequence[int], dim: int = 0) -> Layout:
     )
 
 
-def cut(sizes: Sequence[int], dim: int = 0) -> Layout:
-    """Their one tensor is ours, of these sizes along `dim`, one after another."""
-    layout = joined(sizes, dim)
-    return Layout(layout.to_theirs, layout.to_ours)
-
-
 def stacked(num_parts: int = 1) -> Layout:
     """Our one tensor has a leading dimension more, over E experts. Theirs are E times `num_parts`
     tensors, expert by expert; the parts of an expert lie one after another in its rows of ours."""

@@ -99,7 +99,6 @@ class Drafts:
         return isinstance(self.drafter, BatchDrafter)
 
     def prepare(self, most: Mapping[Request, int]) -> None:
-        """Prepare requests, as `BatchDrafter.prepare`."""
         try:
             self.drafter.prepare(most)
         except Exception as error:

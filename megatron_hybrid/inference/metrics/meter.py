@@ -61,7 +61,6 @@ class Meter:
             self.between_tokens.observe(now - last, count)
 
     def note_end(self, request: Request) -> None:
-        """The request has ended."""
         self.num_ended[request.finish_reason] += 1
         if request.sample_index == 0:
             self.whole.observe(request.finished_at - request.added_at)

@@ -62,7 +62,6 @@ class RequestSpec:
 
     @classmethod
     def of(cls, samples: Sequence[Request]) -> "RequestSpec":
-        """Build new requests."""
         first = samples[0]
         return cls(
             first.request_id,
@@ -255,22 +254,12 @@ class RequestBuilder:
 
     @cached_property
     def _guides(self) -> GuideCompiler:
-        return GuideCompiler(*self.guide_vocabulary)
-
-    @property
-    def guide_vocabulary(self) -> tuple[Sequence[bytes], int, Sequence[bytes] | None]:
-        """Arguments of a `GuideCompiler`.
-
-        Raises:
-            TypeError: the tokenizer cannot say what its tokens are.
-        """
         if not hasattr(self.tokenizer, "token_bytes"):
             raise TypeError(
                 f"a guide needs a tokenizer with token_bytes, and {type(self.tokenizer).__name__} "
                 "has none: use the one of load_pretrained"
             )
-        first = getattr(self.tokenizer, "first_token_bytes", None)
-        return self.tokenizer.token_bytes, self.vocab_size, first
+        return GuideCompiler(self.tokenizer.token_bytes, self.vocab_size)
 
     def tokens_of(self, prompt: Prompt, params: SamplingParams) -> np.ndarray:
         """Token ids of a prompt, int [L]."""

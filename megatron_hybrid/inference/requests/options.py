@@ -48,6 +48,9 @@ class RequestOptions:
     """Whose request it is. Those that wait with equal priority start by turns, one sample of each
     tenant."""
 
+    traceparent: str = ""
+    """The caller's span, as W3C's Trace Context writes it, for `otlp_traces_endpoint`."""
+
     def __post_init__(self) -> None:
         positions = self.cache_breakpoints
         if isinstance(positions, np.ma.MaskedArray):

@@ -210,6 +210,7 @@ class Request:
     num_chars_out: int = 0
     unread: "deque[RequestOutput] | None" = None  # outputs for its stream
     added_at: float = field(default_factory=time.perf_counter)
+    restore_at: float | None = None  # began a fetch from the tiers
     started_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -257,7 +258,6 @@ class Request:
         return self.num_failures >= MAX_FAILURES - 1 and not (self.done or self.got_on)
 
     def note_failure(self) -> None:
-        """Blame it for a failed step."""
         if self.got_on:
             self.num_failures, self.failed_at = 0, (self.num_tokens, self.num_computed)
         self.num_failures += 1
@@ -308,7 +308,6 @@ class Request:
         return np.unique(self.tokens[: self.num_prompt_tokens])
 
     def draw(self) -> Draw:
-        """The draw of the next token."""
         params, matcher = self.params, self.matcher
         must_end_thought = self.thought is not None and self.thought.is_over(self)
         # Where a guide is over, nothing but a stop token could be drawn.

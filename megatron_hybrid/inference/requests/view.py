@@ -81,7 +81,6 @@ class EndedRequests:
         self._ended: deque[tuple[RequestView, np.ndarray, str]] = deque(maxlen=MAX_ENDED)
 
     def note(self, request: Request) -> None:
-        """A request is answered or cancelled."""
         tokens = request.tokens[: min(request.num_tokens, _MAX_TOKENS)].copy()
         self._ended.appendleft((view_request(request), tokens, request.options.salt))
 

@@ -131,7 +131,6 @@ class DraftPlanner:
         return self._num_decode_steps % TRIAL_STEPS == 0
 
     def counts(self, running: Sequence[Request]) -> dict[str, int]:
-        """Counters of drafts for `stats`."""
         counts = {
             "draft_tokens": self.num_drafts,
             "draft_tokens_accepted": self.accepted_at.total(),

@@ -116,7 +116,6 @@ class PlanBuilder:
         self.num_tokens += chunk.end - chunk.start
 
     def add_drafts(self, chunk: Chunk, draws: list[Draw]) -> None:
-        """Let a chunk of it go on by drafts."""
         chunk.draft_draws = draws
         self.num_tokens += len(draws)
 

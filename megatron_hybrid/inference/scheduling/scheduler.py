@@ -9,6 +9,7 @@ the order of requests and on numbers that are equal on all ranks.
 """
 
 import math
+import time
 from bisect import insort
 from collections.abc import Callable
 from itertools import islice
@@ -318,6 +319,7 @@ class Scheduler:
                 if found is None:
                     return False
                 request.fetch = found
+                request.restore_at = request.restore_at or time.perf_counter()
             self.fetches.read(request.fetch, is_first=request is next(iter(self.waiting)))
             if can_start:
                 self.fetches.bring(request.fetch, len(tokens), self._longest(builder, request))
@@ -551,7 +553,6 @@ class Scheduler:
         return len(np.unique(np.concatenate([table[:, 0] for table in tables])))
 
     def retire_closing(self) -> None:
-        """End them without their last states."""
         for request in self.closing:
             self._retire(request)
 

@@ -25,7 +25,6 @@ class WaitingQueue(Collection[Request]):
         self._num_waiting: dict[tuple[int, str], int] = {}
 
     def add(self, request: Request) -> None:
-        """Queue a new request."""
         group, turn = (request.options.priority, request.options.tenant), 0
         first = bisect_left(self._new, (request.options.priority,), key=_place)
         if first < len(self._new) and self._new[first][0][0] == request.options.priority:

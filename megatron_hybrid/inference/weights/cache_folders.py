@@ -38,7 +38,6 @@ class CacheFolders:
         self._fingerprint: dict[str, str] | None = None
 
     def made_for(self) -> dict[str, str]:
-        """Fingerprint of the present content."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint(*self._content)
         return self._fingerprint

@@ -237,7 +237,6 @@ class _Pass:
             self._complete(self._names.as_found(number, parts), parts)
 
     def _complete(self, tensor_map: TensorMap, parts: dict[str, Tensor]) -> None:
-        """Take tensors that are all there."""
         if self._writes:  # on all ranks, before the first byte
             self._loader.begun |= set(tensor_map.ours)
         own = [name for name in tensor_map.ours if name in self._own]

@@ -108,7 +108,6 @@ class WeightUpdate:
         self._loader.checks.require_complete()
 
     def _agree(self, kind: str, pairs: Iterable) -> None:
-        """Compare a part with that of the other ranks."""
         lines = [kind, *(_described(name, tensor) for name, tensor in map(_pair, pairs))]
         digest = blake2b("\n".join(lines).encode()).digest()
         if len(set(self._ranks.gather(digest))) > 1:
@@ -230,6 +229,11 @@ class WeightUpdates:
     @property
     def reason_to_wait(self) -> str | None:
         """Why no step may use the weights; None: it may."""
+        if not self._model.has_memory:
+            return (
+                "the weights have no memory: call reacquire_weights() of the engine that gave it "
+                "back"
+            )
         if self._update is not None:
             return "an update of the weights is under way: call finish_weight_update() first"
         if self._lacking and self._cause == _DROPPED:
@@ -278,7 +282,6 @@ class WeightUpdates:
         return True
 
     def cancel_join(self) -> None:
-        """Let nobody wait for a trainer that has not come."""
         joining, self._joining = self._joining, None
         if joining is not None:
             joining.leave()

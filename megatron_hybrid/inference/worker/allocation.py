@@ -43,8 +43,6 @@ class Allocated:
     config: InferenceConfig
     """The config, with the `cache_bytes` of the pool."""
     kv_dtype: torch.dtype
-    max_drafts: int
-    """Most drafts of a request in a step."""
     graph_sizes: dict[int, list[int]] | None
     """Numbers of decodes that have a CUDA graph; None: there are no graphs."""
 
@@ -126,7 +124,7 @@ def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Alloc
             spec.tokens_in(num_pages - 1),
             spec.states_in(num_pages - 1),
         )
-    return Allocated(context, config, dtype, drafts, graphed if has_graphs else None)
+    return Allocated(context, config, dtype, graphed if has_graphs else None)
 
 
 def _agreed_spec(

@@ -248,9 +248,11 @@ class DynamicInferenceContext:
         if num_rows_each is not None:
             rows = self._recorded_rows(works, num_rows_each)
         elif any(work.draft_draws for work in works):
-            rows = self._drafted_rows(works)
+            rows = self._rows_of(works, *_split_drafts(works))
         else:
-            rows = self._plain_rows(works)
+            lengths = [len(work.tokens) for work in works]
+            starts = np.asarray([work.start for work in works], dtype=np.int64)
+            rows = self._rows_of(works, lengths, starts, [work.slot for work in works], ())
         self._layout, self.first_captures = rows.layout, rows.first_captures
         self._fill_inputs(works, rows)
         self._fill_tables(rows, num_rows_each is not None)
@@ -259,16 +261,6 @@ class DynamicInferenceContext:
             self._staging = self._fixed_states(num_captures)
         else:
             self._staging = self.memory.staging(num_captures)
-
-    def _plain_rows(self, works: list[Work]) -> _Rows:
-        """The rows of works without drafts: a sequence each."""
-        lengths = [len(work.tokens) for work in works]
-        starts = np.asarray([work.start for work in works], dtype=np.int64)
-        return self._rows_of(works, lengths, starts, [work.slot for work in works], ())
-
-    def _drafted_rows(self, works: list[Work]) -> _Rows:
-        """The rows of works of which some have drafts: there each row is a sequence."""
-        return self._rows_of(works, *_split_drafts(works))
 
     def _rows_of(
         self,
@@ -309,18 +301,8 @@ class DynamicInferenceContext:
         first_rows = np.full(num_tokens, num_tokens + num_padding)
         first_rows[begins] = begins
         layout = self._fixed_layout(num_tokens, num_rows_each, num_padding)
-        last_rows = np.arange(num_tokens)
-        return _Rows(
-            layout,
-            starts,
-            slots,
-            first_captures,
-            live_slots,
-            last_rows,
-            first_slots,
-            first_rows,
-            ends,
-        )
+        last = live_slots, np.arange(num_tokens)
+        return _Rows(layout, starts, slots, first_captures, *last, first_slots, first_rows, ends)
 
     def _input(self, name: str, length: int) -> np.ndarray:
         """The used part of an input, to fill; `_inputs` has it on the device."""
@@ -394,7 +376,6 @@ class DynamicInferenceContext:
         return self._inputs["input_ids"][None]
 
     def _update_tables(self, slot: int, tables: list[np.ndarray]) -> None:
-        """Update the block tables of a slot."""
         known = self._known_tables[slot]
         if len(known) == len(tables) and all(map(operator.is_, known, tables)):
             return

@@ -127,7 +127,6 @@ class GraphRunner:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory of all graphs."""
         return sum(graph.num_bytes for graph in self._graphs.values())
 
     def drop(self) -> None:

@@ -87,11 +87,9 @@ class ModelRunner:
 
     @property
     def parked_bytes(self) -> int:
-        """Host memory of preempted requests."""
         return sum(parked.num_bytes for parked in self._parked.values())
 
     def drop_parked(self) -> None:
-        """Drop the bytes of all preempted requests."""
         self._parked.clear()
 
     def drop_old_weights(self) -> None:
@@ -100,18 +98,15 @@ class ModelRunner:
         self.drop_graphs()
 
     def drop_graphs(self) -> None:
-        """Drop all graphs: see `GraphRunner.drop`."""
         if self.graphs is not None:
             self.graphs.drop()
 
     @torch.inference_mode()
     def capture_graph(self, size: int, num_rows: int) -> None:
-        """Capture a graph: see `GraphRunner.capture`."""
         with keep_derived(self._derived):
             self.graphs.capture(size, num_rows)
 
     def graph_counts(self) -> dict[str, int]:
-        """Return what `stats` tells of graphs."""
         graphs = self.graphs
         return {
             "graphs": 0 if graphs is None else graphs.num_graphs,

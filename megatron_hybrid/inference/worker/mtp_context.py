@@ -42,19 +42,15 @@ class PredictionContext:
         self._copies = {}
 
     def end_drafts(self) -> None:
-        """See `begin_drafts`."""
         self._copies = None
 
     def ragged_layout(self) -> RaggedLayout:
-        """See `MixerContext`."""
         return self._context.ragged_layout()
 
     def token_positions(self) -> Tensor:
-        """See `MixerContext`."""
         return self._context.token_positions()
 
     def states(self, layer_number: int, name: str) -> SlotStates:
-        """See `MixerContext`."""
         states = self._context.states(self._num_layers + layer_number, name)
         if self._copies is None:
             return states
@@ -74,7 +70,6 @@ class PredictionContext:
         pattern: AttentionPattern,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """See `MixerContext`."""
         number, seen = self._num_layers + layer_number, _without_first(pattern)
         return self._context.attend(number, q_THD, k_TKD, v_TKP, seen, sinks_H)
 
@@ -86,7 +81,6 @@ class PredictionContext:
         heads: LatentHeads,
         pattern: AttentionPattern,
     ) -> Tensor:
-        """See `MixerContext`."""
         number, seen = self._num_layers + layer_number, _without_first(pattern)
         return self._context.attend_latents(number, q_THD, latents_TL, heads, seen)
 

@@ -58,7 +58,6 @@ class MTPDrafter(BatchDrafter):
         self._drafts: dict[int, list[int]] = {}
 
     def prepare(self, most: Mapping[Request, int]) -> None:
-        """See `BatchDrafter.prepare`."""
         self._drafts = {}
         # Those with most passes first: the later passes have the first ones alone.
         requests = sorted(most, key=lambda request: -most[request])
@@ -80,5 +79,4 @@ class MTPDrafter(BatchDrafter):
             self._drafts = {work.request_id: own for work, own in zip(works, drafts, strict=True)}
 
     def propose(self, request: Request, most: int) -> list[int]:
-        """See `Drafter.propose`."""
         return self._drafts.pop(request.request_id, [])[:most]

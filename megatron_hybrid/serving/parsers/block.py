@@ -86,7 +86,6 @@ class Block:
         return self._mended(text, len(text))
 
     def _mended(self, text: str, after: int) -> tuple[int, Pieces]:
-        """Near misses: see `Dialect.mended`."""
         found = any_of(self._ends).search(text, self._start, after) if self._ends else None
         stop = after if found is None else found.start()
         pieces = self._dialect.mended(text[self._start : stop], self._tools, found is not None)

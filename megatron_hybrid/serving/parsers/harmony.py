@@ -90,7 +90,6 @@ class HarmonyParser(AnswerParser):
                 self._begin(header)
 
     def _begin(self, header: re.Match) -> None:
-        """Begin a message after its header."""
         self._header, self._held = header[1], header.string[header.end() :]
         self._space, self._skips_space = "", False
 

@@ -71,7 +71,6 @@ def arguments_json(text: str) -> str:
 
 
 def _parsed(text: str) -> ast.expr:
-    """Parse a call with arguments."""
     try:
         return ast.parse(f"f({_TOKENS.sub(_as_python, text)}\n)", mode="eval").body
     except (SyntaxError, MemoryError, RecursionError):
@@ -124,7 +123,6 @@ def _escape(found: re.Match) -> str:
 
 
 def _value(node: ast.expr, depth: int) -> Any:
-    """Return the value of a literal."""
     if depth == 0:
         raise ValueError("it is nested too deeply")
     match node:

@@ -109,7 +109,6 @@ class Schema:
         return found | {"null"} if schema.get("nullable") is True else found
 
     def _resolved(self, schema: Json) -> Json:
-        """Return what its `$ref` leads to."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(ref := schema.get("$ref"), str) or not ref.startswith("#"):
                 return schema
@@ -144,7 +143,6 @@ def with_refs_to(place: str, schema: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """The type of a JSON value."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     kinds = {str: "string", int: "integer", float: "number", dict: "object", list: "array"}

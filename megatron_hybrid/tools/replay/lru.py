@@ -18,15 +18,10 @@ class LeastRecentlyUsed(Baseline):
 
     The least recently used item is evicted first, of equals the later position. A match uses all
     blocks on its path, and the restored state.
-
-    Args:
-        sizes, windows: of `Baseline`.
-        whole_leaves: evict whole leaves of the tree, not only as many blocks as needed.
     """
 
-    def __init__(self, *sizes: Any, whole_leaves: bool = False, **windows: int):
+    def __init__(self, *sizes: Any, **windows: int):
         super().__init__(*sizes, **windows)
-        self._whole_leaves = whole_leaves
         self._heap: list[tuple] = []
         self._pushed = 0
 
@@ -78,17 +73,15 @@ class LeastRecentlyUsed(Baseline):
                     self.tree.drop_state(item)
                     return True
             elif self._droppable(item) and item.end == -position:
-                self._drop_tail(item, over)
+                self.drop_tail(item, over)
                 return True
         return False
 
     def _droppable(self, node: Node) -> bool:
         return node.parent is not None and not node.children and not node.pins
 
-    def _drop_tail(self, leaf: Node, over: float) -> None:
-        if self._whole_leaves:
-            self.tree.cut(leaf, leaf.start)
-            return
+    def drop_tail(self, leaf: Node, over: float) -> None:
+        """Drop the last blocks or the last state of a leaf, to free `over` bytes."""
         blocks = int(-(-over // (self.kv_bytes * self.tree.block)))
         end = max(leaf.start, leaf.end - blocks * self.tree.block)
         deepest = max(leaf.states, default=0)
@@ -98,17 +91,8 @@ class LeastRecentlyUsed(Baseline):
             self.tree.cut(leaf, max(end, deepest))
 
 
-class Ceiling:
+class Ceiling(LeastRecentlyUsed):
     """An infinite cache that resumes at any token: the upper bound of every policy."""
 
     def __init__(self):
-        self._cache = LeastRecentlyUsed(1, 0, 0, 0)
-
-    def prepare(self, tokens: np.ndarray) -> np.ndarray:
-        return tokens
-
-    def begin(self, prompt: np.ndarray, message_starts: Sequence[int] = ()) -> Running:
-        return self._cache.begin(prompt)
-
-    def finish(self, handle: Running, tokens: np.ndarray) -> None:
-        self._cache.finish(handle, tokens)
+        super().__init__(1, 0, 0, 0)  # what costs nothing is never evicted

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
-
-from megatron_hybrid.tools.replay.request import Request
 
 
 def step_tokens(windows: bool) -> int:
@@ -35,7 +33,7 @@ class Attempts:
 class Engine(Protocol):
     """A cache manager under replay. A request begins (lookup, room, and the whole prefill, so that
     its states are there for the next request) and finishes (the whole answer, then its pins are
-    dropped)."""
+    dropped). One with a method `foresee` gets all requests in advance, in order of arrival."""
 
     def prepare(self, tokens: np.ndarray) -> Any:
         """Convert int32 [n] to the engine's form of tokens; not timed."""
@@ -50,11 +48,3 @@ class Engine(Protocol):
 
     def finish(self, handle: Any, tokens: Any) -> None:
         """Finish a request; tokens: prompt and answer, from `prepare`."""
-
-
-@runtime_checkable
-class Foreseeing(Protocol):
-    """An engine that needs the trace in advance."""
-
-    def foresee(self, requests: Sequence[Request]) -> None:
-        """Take all requests, in order of arrival."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hybrid.tools.replay.protocol import Engine, Foreseeing
+from megatron_hybrid.tools.replay.protocol import Engine
 from megatron_hybrid.tools.replay.request import Request
 
 TURN = 50
@@ -54,11 +54,10 @@ def side_by_side(
 ) -> list[Replay]:
     """`replay` the same requests through several engines, which take turns, so that a slowdown of
     the machine affects all of them."""
-    if any(isinstance(engine, Foreseeing) for engine in engines):
-        requests = list(requests)
     runs = [_Run(engine, in_flight) for engine in engines]
     for engine in engines:
-        if isinstance(engine, Foreseeing):
+        if hasattr(engine, "foresee"):
+            requests = list(requests)
             engine.foresee(requests)
     rest = iter(requests)
     while turn := list(islice(rest, TURN)):

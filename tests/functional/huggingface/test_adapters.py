@@ -126,30 +126,6 @@ def test_fork_and_next_turn(pair):
     assert pair.ask(engine, turn + pair.tokens(9)).skipped_tokens == len(turn)
 
 
-@kept(FEW)
-def test_eviction(pair):
-    """In a pool that holds little more than one request, whatever was thrown away is made anew."""
-    engine = pair.engine()
-    prompts = [pair.tokens(70), pair.tokens(80)]
-    for _ in range(2):
-        for prompt in prompts:
-            pair.ask(engine, prompt, 8)
-            assert pair.ask(engine, prompt[:41] + pair.tokens(9), 8).shared_tokens >= 0
-        engine.cache.evict(int(pair.random.integers(5, 40)))
-    engine.cache.evict(1 << 30)
-    assert pair.ask(engine, prompts[0], 8).skipped_tokens == 0
-
-
-@kept(FEW)
-def test_memory_only(pair):
-    engine = pair.engine(prefix_caching="memory_only")
-    prompt = pair.tokens(LONG)
-    pair.ask(engine, prompt, 4)
-    report = pair.ask(engine, prompt, 4)
-    assert report.skipped_tokens == 0
-    assert report.shared_tokens == (LONG if engine.cache.spec.full_groups else 0)
-
-
 @kept(kept_names())
 def test_saved_back_it_is_the_same_to_transformers(pair, tmp_path):
     save_huggingface(pair.model, tmp_path)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from matrix import asked, matrix_rows
 from rank_processes import join_ranks, run_ranks
 from reference import greedy, is_greedy, random_tokens, tiny_model
-from scripted import ByteTokenizer
 from split_models import assert_same_answers
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
@@ -22,7 +21,6 @@ from megatron_hybrid.inference.memory import budget
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
-from megatron_hybrid.text.guide import Guide
 
 MODEL = dict(
     layer_pattern="MG*S|E*W-",
@@ -50,7 +48,6 @@ PROMPTS = [
     BASE[:100] + random_tokens(20, seed=3),
 ]
 LOGGED = greedy(4, return_log_probs=True, skip_prompt_log_probs=True)
-GUIDE = Guide.regex("[a-f]{40}")
 CHUNKS = {"chunked": 64, "whole": 1024}
 CASES = [(mode, cut) for mode in PREFIX_CACHING_MODES for cut in CHUNKS]
 
@@ -87,18 +84,6 @@ def drafted(engine):
     found = [sampled_in_a_crowd(engine) for _ in range(2)]
     logged = engine.generate([BASE[:70]] * 2, LOGGED)
     return *found, [(result.token_ids, result.log_probs) for result in logged]
-
-
-def guided(engine):
-    """Guided answers beside others, in a small pool."""
-    params = SamplingParams(num_tokens_to_generate=40, seed=7, ignore_termination=True)
-    prompts = [BASE[start : start + 30] for start in (0, 40, 80)]
-    results = engine.generate(
-        prompts,
-        params,
-        [RequestOptions(guide=GUIDE, n=2), RequestOptions(n=2), RequestOptions(guide=GUIDE, n=2)],
-    )
-    return [sample.token_ids for result in results for sample in result.samples]
 
 
 def from_tiers(engine):
@@ -143,7 +128,6 @@ def jobs(folder, page_bytes, cases):
     crowd = make_config(cache_bytes=40 * page_bytes, max_tokens=64, max_sequence_length=80)
     found["crowd"] = crowd, sampled_in_a_crowd
     found["drafted"] = replace(crowd, speculation="lookup", warm_up=False), drafted
-    found["guided"] = crowd, guided
     tiers = make_config(host_cache_bytes=60 * page_bytes, cache_dir=folder)
     found["tiers"] = tiers, from_tiers
     found["warm start"] = tiers, from_tiers
@@ -184,9 +168,7 @@ def run_rank(rank, size, name, folder, cases):
     own = jobs(f"{folder}/{name}.cache", page_bytes_of(model), cases)
     for job, (settings, work) in own.items():
         engine_parts.WARMED = {"cpu"} if work is cancelled else set()
-        with DynamicInferenceEngine(
-            model, ByteTokenizer() if work is guided else None, settings
-        ) as engine:
+        with DynamicInferenceEngine(model, None, settings) as engine:
             assert (engine.warm_up_seconds > 0) == (work is cancelled)
             if work is from_tiers:  # all ranks make the same calls
                 given[job] = work(engine)
@@ -229,9 +211,7 @@ def alone(folder, cases):
     given = {}
     own = jobs(f"{folder}/alone.cache", page_bytes_of(model), cases)
     for job, (settings, work) in own.items():
-        with DynamicInferenceEngine(
-            model, ByteTokenizer() if work is guided else None, settings
-        ) as engine:
+        with DynamicInferenceEngine(model, None, settings) as engine:
             given[job] = work(engine)
     return given
 
@@ -283,12 +263,6 @@ def test_ranks_draft_as_one_and_as_without_drafts(by_rank, alone):
         assert own[0] == their[0]
         assert own[1] == pytest.approx(their[1], abs=1e-5)
     assert by_rank[0]["drafted: counts"]["draft_tokens_accepted"] > 20
-
-
-def test_ranks_guide_as_one(by_rank, alone):
-    assert by_rank[0]["guided"] == alone["guided"]
-    texts = [ByteTokenizer().detokenize(tokens) for tokens in alone["guided"]]
-    assert all(re.fullmatch("[a-f]{40}", text) for text in texts[:2] + texts[4:])
 
 
 @pytest.mark.parametrize("job", ["tiers", "warm start"])

@@ -164,37 +164,7 @@ def aider(turn):
     return "/v1/chat/completions", {"messages": messages[:-1], "max_tokens": 1, "temperature": 0}
 
 
-def agents_sdk(turn):
-    items = [{"role": "user", "content": "Mend the file."}]
-    for index in range(turn):
-        call = {
-            "type": "function_call",
-            "name": "shell",
-            "call_id": f"c{index}",
-            "id": f"fc{index}",
-        }
-        call["arguments"] = json.dumps({"command": f"cat {index}"})
-        output = {
-            "type": "function_call_output",
-            "call_id": f"c{index}",
-            "output": f"Part {index}.",
-        }
-        items += [call, output]
-    tool = {"type": "function", "name": "shell", "parameters": SHELL, "strict": True}
-    return "/v1/responses", {
-        "instructions": f"Now: {clock(turn)}\n{ABOUT}",
-        "input": items,
-        "tools": [tool],
-        "max_output_tokens": 1,
-        "include": [],
-        "truncation": "auto",
-    }
-
-
-CLIENTS = (
-    *(claude_code, codex, open_webui, libre_chat, opencode, continue_dev, cline, aider),
-    agents_sdk,
-)
+CLIENTS = (claude_code, codex, open_webui, libre_chat, opencode, continue_dev, cline, aider)
 
 
 def counts(usage):

@@ -60,9 +60,9 @@ def requests():
         kind = {**limit, "stream": stream}
         yield "/v1/completions", {"prompt": ["Once", "And then"], **kind, "logprobs": 5}
         yield "/v1/chat/completions", {**CHAT, **kind, "logprobs": True, "top_logprobs": 5}
-        yield "/v1/chat/completions", {**CHAT, **kind, "response_format": GUIDED}
-        yield "/v1/chat/completions", {**CHAT, **kind, "tools": [TOOL], "tool_choice": "required"}
         yield "/v1/responses", {"input": "hello", "max_output_tokens": 4, "stream": stream}
+    yield "/v1/chat/completions", {**CHAT, **limit, "response_format": GUIDED}
+    yield "/v1/chat/completions", {**CHAT, **limit, "tools": [TOOL], "tool_choice": "required"}
     yield "/v1/completions", {"prompt": "Once", "max_tokens": 2, "echo": True, "logprobs": 1}
     yield "/tokenize", {"prompt": "Once", "return_token_strs": True}
     yield "/tokenize", CHAT
@@ -100,7 +100,7 @@ def test_answers_of_few_tokens_alone_are_encoded_in_the_event_loop(threads, monk
 def test_the_names_of_tokens_are_there_before_the_first_request():
     service = demo_service()
     try:
-        assert "later" in vars(service.tokenizer._bytes)
+        assert "token_bytes" in vars(service.tokenizer)
     finally:
         asyncio.run(service.close())
 

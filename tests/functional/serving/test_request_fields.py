@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from docs_tools.reference import escaped, expand
 from megatron_hybrid.serving import fields, request_mapping, responses
-from megatron_hybrid.serving.app import create_app
+from megatron_hybrid.serving.app import create_app, rename_error_fields
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.parsers import REASONING_PARSERS, ReasoningFormat
 
@@ -95,20 +95,20 @@ def shown(call, content, role="user"):
     return call("/detokenize", {"tokens": found.json()["token_ids"]}).json()["prompt"]
 
 
-def test_texts_of_a_content_list_are_joined_where_the_template_wants_text(call):
+@pytest.fixture
+def set_template(call):
+    """Sets the server's chat template."""
+    before = call.service.tokenizer.chat_template
+    yield call.service.tokenizer.set_chat_template
+    call.service.tokenizer.set_chat_template(before)
+
+
+def test_texts_of_a_content_list_are_joined_where_the_template_wants_text(call, set_template):
     parts = [{"type": "text", "text": text} for text in ("Hi", "there")]
     assert shown(call, parts) == shown(call, "Hi\nthere") == "Hi\nthere\n"
-    template = call.service.tokenizer.chat_template
     loop = "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}"
-    call.service.tokenizer.set_chat_template(loop)
+    set_template(loop)
     assert shown(call, parts) == "<Hi><there>"
-    call.service.tokenizer.set_chat_template(template)
-
-
-@pytest.fixture
-def trusting(call, monkeypatch):
-    config = replace(call.service.config, trusts_templates=True)
-    monkeypatch.setattr(call.service, "config", config)
 
 
 TEMPLATE = (
@@ -118,15 +118,17 @@ TEMPLATE = (
 )
 
 
-def test_a_request_may_have_a_template_of_its_own_if_it_is_trusted(call, trusting):
+def test_a_template_has_variables_and_may_begin_in_reasoning(call, set_template):
+    assert "reasoning" not in call.generated(CHAT)["choices"][0]["message"]
+    set_template(TEMPLATE)
     tools = [{"type": "function", "function": {"name": "f"}}]
-    given = {"chat_template": TEMPLATE, "chat_template_kwargs": {"shout": "!"}, "tools": tools}
+    given = {"chat_template_kwargs": {"shout": "!"}, "tools": tools}
     for route in ("/tokenize", f"{CHAT}/render"):
         found = call(route, {**BODIES[CHAT], **given}).json()
         tokens = found.get("tokens") or found["token_ids"]
         text = call("/detokenize", {"tokens": tokens}).json()["prompt"]
         assert text == "<user:Once upon>![f]<think>"
-    given = {"chat_template": TEMPLATE, "temperature": 0}
+    given = {"temperature": 0}
     whole = call.generated(CHAT, **given)
     (found,) = whole["choices"]
     assert found["message"]["reasoning"] and not found["message"]["content"]
@@ -135,25 +137,15 @@ def test_a_request_may_have_a_template_of_its_own_if_it_is_trusted(call, trustin
     counts = ("completion_tokens", "completion_tokens_details")
     assert all(last["usage"][name] == whole["usage"][name] for name in counts)
     assert call.generated(RESPONSE, **given)["output"][0]["type"] == "reasoning"
-    assert "reasoning" not in call.generated(CHAT)["choices"][0]["message"]
 
 
-@pytest.mark.parametrize(
-    "source",
-    ["{{", "{{ 1 / 0 }}", "{{ ''.__class__.__mro__ }}", "{% include 'x' %}", "{{ x.y.z }}"],
-)
-def test_a_template_that_fails_or_leaves_the_sandbox_is_refused(call, trusting, source):
-    for route in (CHAT, RESPONSE):
-        assert call.refused(route, chat_template=source)["param"] == "chat_template"
-
-
-def test_a_template_of_a_request_needs_a_flag(call):
+def test_a_template_of_a_request_is_refused(call):
     bodies = {**BODIES, "/tokenize": BODIES[CHAT], f"{CHAT}/render": BODIES[CHAT]}
     for route, body in bodies.items():
         answer = call(route, {**body, "chat_template": TEMPLATE})
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "chat_template")
-        assert route == COMPLETION or "--trust-request-chat-template" in error["message"]
+        assert "--chat-template" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -182,13 +174,14 @@ def test_a_field_of_another_route_may_ask_for_nothing(call):
 
 
 @pytest.mark.parametrize("budget", [0, 3])
-def test_reasoning_ends_after_so_many_tokens(call, trusting, monkeypatch, budget):
+def test_reasoning_ends_after_so_many_tokens(call, set_template, monkeypatch, budget):
     start, end = " maid", " clothes"  # a token each
     monkeypatch.setitem(REASONING_PARSERS, "maids", ReasoningFormat(start, end))
     monkeypatch.setattr(
         call.service, "config", replace(call.service.config, reasoning_parser="maids")
     )
-    given = {"chat_template": "{{ messages[0].content }}" + start, "temperature": 0}
+    set_template("{{ messages[0].content }}" + start)
+    given = {"temperature": 0}
     more = {"max_tokens": 5, "return_token_ids": True, "n": 2, "bad_words": ["clothes"]}
     ids = call("/tokenize", {"prompt": end, "add_special_tokens": False}).json()["tokens"]
     plain = call.generated(CHAT, **given, **more)["choices"][0]["token_ids"]
@@ -223,7 +216,7 @@ def test_a_budget_of_reasoning_needs_a_model_with_reasoning(call, route):
         assert error["param"] == "thinking_token_budget"
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "chat_template"])
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
 def test_variables_of_the_template_do_not_replace_fields(call, name):
     for route in (CHAT, RESPONSE, "/tokenize"):
         body = {**BODIES.get(route, BODIES[CHAT]), "chat_template_kwargs": {name: []}}
@@ -295,7 +288,8 @@ def test_a_field_takes_the_types_that_the_description_declares_and_no_others(cal
             try:
                 read = kind.model_validate({**body, name: value})
                 if route == RESPONSE:
-                    read = read.to_chat()
+                    with rename_error_fields(read):
+                        read = read.to_chat()
                 read.check()
                 errors = []
             except ValidationError as error:
@@ -303,7 +297,8 @@ def test_a_field_takes_the_types_that_the_description_declares_and_no_others(cal
             except ApiError as error:
                 errors = [error]
             if not is_declared(value):
-                assert [error.param for error in errors] == [name], (name, value)
+                named = responses.CHAT_NAMES.get(name, name) if route == RESPONSE else name
+                assert [error.param for error in errors] == [named], (name, value)
             elif errors:  # of others
                 assert name in str(errors[0]) and errors[0].param in MEANINGS, (name, value)
 
@@ -313,15 +308,6 @@ MEANINGS = {
     "top_logprobs",
 }
 """Fields that are refused for what others say."""
-
-
-@ROUTES
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("stream", 0), ("min_p", False), ("skip_special_tokens", "no"), ("use_beam_search", 0)],
-)
-def test_a_value_of_another_type_is_refused(call, route, name, value):
-    assert call.refused(route, **{name: value})["param"] == name
 
 
 @pytest.mark.parametrize(
@@ -391,21 +377,11 @@ def test_a_seed_is_any_int64(call, route):
 
 
 @ROUTES
-@pytest.mark.parametrize(
-    "half", ['"\\ud800"', '"a\\udc00b"', '{"a": ["\\uD83D."]}', "[NaN]", "1e999"]
-)
-@pytest.mark.parametrize("name", ["user", "stop", "tools", "metadata", "model", "colour"])
-def test_half_a_character_or_no_number_in_any_field_is_refused(call, route, half, name):
-    body = json.dumps(BODIES[route])[:-1] + f', "{name}": {half}}}'
+@pytest.mark.parametrize("half", ['"a\\udc00b"', "[NaN]"])
+def test_half_a_character_or_no_number_in_any_field_is_refused(call, route, half):
+    body = json.dumps(BODIES[route])[:-1] + f', "colour": {half}}}'
     answer = call(route, content=body)
     assert answer.status_code == 400 and "the body is no JSON: " in answer.text
-
-
-def test_bytes_of_half_a_character_are_refused_and_whole_ones_are_taken(call):
-    body = b'{"prompt": "\xed\xa0\x80"}'
-    assert call(COMPLETION, content=body).status_code == 400
-    body = b'{"prompt": "\\ud83e\\udd8a 1e1234 NaN", "max_tokens": 1}'
-    assert call(COMPLETION, content=body).status_code == 200
 
 
 @ROUTES
@@ -414,16 +390,7 @@ def test_bytes_of_half_a_character_are_refused_and_whole_ones_are_taken(call):
     [
         ("use_beam_search", True),
         ("prompt_embeds", "x"),
-        ("regex", "[0-9]+"),
-        ("ebnf", 'root ::= "x"'),
-        ("guided_json", {}),
-        ("custom_logit_processor", "x"),
-        ("lora_path", "x"),
         ("include_reasoning", False),
-        ("stop_regex", "x"),
-        ("verbosity", "low"),
-        ("logprob_token_ids", [5]),
-        ("watermarking", True),
         ("stream_interval", 5),
     ],
 )
@@ -740,9 +707,10 @@ def test_a_stream_has_the_ids_of_a_whole_answer(call, route):
     ("effort", "kwargs", "written"),
     [("none", {}, "False"), ("low", {}, "True"), ("none", {"enable_thinking": True}, "True")],
 )
-def test_an_effort_says_whether_there_is_reasoning(call, trusting, effort, kwargs, written):
-    given = {"chat_template": "{{ enable_thinking }}", "chat_template_kwargs": kwargs}
-    found = call(f"{CHAT}/render", {**BODIES[CHAT], **given, "reasoning_effort": effort}).json()
+def test_an_effort_says_whether_there_is_reasoning(call, set_template, effort, kwargs, written):
+    set_template("{{ enable_thinking }}")
+    given = {"chat_template_kwargs": kwargs, "reasoning_effort": effort}
+    found = call(f"{CHAT}/render", {**BODIES[CHAT], **given}).json()
     text = call("/detokenize", {"tokens": found["token_ids"]}).json()["prompt"]
     assert text == written
 
@@ -907,10 +875,9 @@ def test_messages_are_chats_in_another_form(call):
         assert answer.status_code == (404 if named == "model" else 400)
 
 
-def test_an_agent_s_turns_skip_the_same_by_messages_and_by_chat(call):
+def test_an_agent_s_turns_skip_the_same_by_messages_and_by_chat(call, set_template):
     """A recorded conversation: a thought and a call, its result, an answer, a question."""
-    before = call.service.tokenizer.chat_template
-    call.service.tokenizer.set_chat_template(template("hermes"))
+    set_template(template("hermes"))
     parameters = {"type": "object", "properties": {"path": {"type": "string"}}}
     chat = [{"role": "system", "content": "You read files."}, {"role": "user", "content": "Read a"}]
     blocks = [{"role": "user", "content": [{"type": "text", "text": "Read a"}]}]
@@ -947,7 +914,6 @@ def test_an_agent_s_turns_skip_the_same_by_messages_and_by_chat(call):
         assert found["usage"]["input_tokens"] + skipped[-1] == usage["prompt_tokens"]
         if turn < 2:
             chat, blocks = chat + chat_turns[turn], blocks + block_turns[turn]
-    call.service.tokenizer.set_chat_template(before)
     assert skipped[0] == 0 and skipped[1] > 0 and skipped[2] > 0
 
 

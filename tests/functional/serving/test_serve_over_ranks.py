@@ -209,7 +209,7 @@ def test_streams_are_those_of_one_rank_also_where_clients_leave(ranks, one):
     wait_until(lambda: httpx.get(f"{ranks.url}/load", timeout=LIMIT_S).json() == {"server_load": 0})
 
 
-@pytest.mark.parametrize("name", matrix_rows(GUIDED, "a tool"))
+@pytest.mark.parametrize("name", matrix_rows(GUIDED, "a regex"))
 def test_guided_answers_are_those_of_one_rank(ranks, one, name):
     own, other = of_both(
         ranks, one, "/v1/chat/completions", {**CHAT, "max_tokens": 16} | GUIDED[name]

@@ -313,29 +313,6 @@ class TestEvictor:
         room.make_room(3)  # without the fork's tail
         assert [c.pages is None for c in (tip, middle, other)] == [True, False, False]
 
-    def test_refresh_reorders_items_whose_value_fell(self):
-        room = Room()
-        for start in (0, 1000):
-            room.add(part(32, start))
-            room.save(part(32, start), 1.0 + start)
-        popular = room.walk(part(32, 1000)).deepest_checkpoint()
-        room.rates.rates[popular] = 0.5
-        room.refresh()
-        room.make_room(1)
-        assert popular.pages is None
-
-    def test_after_many_values_rose_no_item_of_a_higher_value_is_evicted(self):
-        room = Room(num_pages=2000)
-        for start in range(0, 200_000, 1000):
-            room.add(part(32, start))
-            room.save(part(32, start), 1e-6)
-        for point in list(room.rates.rates):
-            room.rates.rates[point] = 1.0
-        room.make_room(0)
-        assert not room.make_room(1, below=(1, 0.01, 0))
-        assert len(room.stored()) == 1  # at one position each
-        assert room.stats.checkpoints_evicted == 0
-
     def test_in_pure_attention_a_tail_is_cut_down_to_its_least_valuable_blocks(self):
         room = Room(PURE)
         room.add(part(160, 0))
@@ -464,20 +441,6 @@ def test_what_is_held_and_enters_a_queue_meanwhile_is_forced_out_once():
     assert gone == edges
     assert not evictor._pinned.entries
     cache.check_integrity()
-
-
-def test_the_blocks_of_running_requests_stay_in_the_tree():
-    sim = simulator()
-    tokens = prompt(160, 1)
-    long, short = sim.start(tokens), sim.start(tokens[:64])
-    sim.forward(long, 160, save=False)
-    sim.forward(short, 64, save=False)
-    assert sim.cache.evict(1000) == 0
-    assert sim.cache.match(np.array(tokens, np.int32)).shared_tokens == 160
-    sim.cancel(long)
-    assert sim.cache.evict(1) == 1
-    assert sim.cache.match(np.array(tokens, np.int32)).shared_tokens == 144
-    sim.check()
 
 
 def test_what_lies_under_a_running_request_can_be_had_when_nothing_else_is_left():

@@ -10,7 +10,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints import pretrained
 from megatron_hybrid.checkpoints.checkpoint import save_huggingface
-from megatron_hybrid.tools.convert import convert
 from megatron_hybrid.tools.plan import read_model_config
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -199,18 +198,6 @@ def test_dtype_and_shards(llama):
     theirs = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
     weight = model.embedding.word_embeddings.weight
     assert torch.equal(weight, theirs.model.embed_tokens.weight)
-
-
-def test_convert_there_and_back(llama, tmp_path):
-    convert(llama, tmp_path / "ours", "ours")
-    assert "layer_pattern" in json.loads((tmp_path / "ours" / "config.json").read_text())
-    convert(tmp_path / "ours", tmp_path / "theirs", "huggingface")
-    before, after = (
-        LlamaForCausalLM.from_pretrained(path).state_dict() for path in (llama, tmp_path / "theirs")
-    )
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    with pytest.raises(mh.CheckpointError, match="is not empty"):
-        convert(llama, tmp_path / "ours", "ours")
 
 
 def test_what_did_not_come_from_there_does_not_go_back(llama, tmp_path):

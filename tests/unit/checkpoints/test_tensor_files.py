@@ -296,20 +296,6 @@ def test_tensors_start_at_multiples_of_their_element_size(tmp_path):
             assert files.read(name).data_ptr() % files.dtype(name).itemsize == 0
 
 
-def test_transformers_reads_it(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MambaConfig(
-        hidden_size=8, state_size=4, num_hidden_layers=1, vocab_size=11
-    )
-    model = transformers.MambaForCausalLM(config)
-    config.save_pretrained(tmp_path)
-    state = {n: t for n, t in model.state_dict().items() if n != "lm_head.weight"}
-    write(tmp_path, state, max_shard_bytes=1000)
-    assert (tmp_path / INDEX).exists()
-    again = transformers.MambaForCausalLM.from_pretrained(tmp_path)
-    assert equal(dict(again.state_dict()), dict(model.state_dict()))
-
-
 def test_one_tensor_at_a_time_and_in_order(tmp_path):
     tensors, made, alive = some_tensors(), [], []
 

@@ -86,16 +86,6 @@ def test_behaviour_2_the_first_to_part_resumes_near_its_junction_the_next_at_it(
     assert ask(engine, base[:499] + random_tokens(60, seed=4)).skipped_tokens == 499
 
 
-def test_behaviour_3_prefix_of_257_tokens_with_three_suffixes():
-    prefix = random_tokens(257)
-    engine = tiny_engine(MODEL)
-    skipped = [
-        ask(engine, [*prefix, seed, *random_tokens(40, seed=seed)]).skipped_tokens
-        for seed in (1, 2, 3)
-    ]
-    assert skipped == [0, 256, 257]
-
-
 def test_behaviour_4_second_turn_skips_prompt_and_answer():
     engine = tiny_engine(MODEL)
     prompt = random_tokens(150)

@@ -216,14 +216,10 @@ def test_prompt_log_probs_need_every_forward_and_say_so():
     assert engine.generate([prompt], params)[0].prefix.skipped_tokens == 100
 
 
-@pytest.mark.parametrize("max_requests", [1, 2, 4])
-def test_every_sample_has_the_prompts_log_probs(max_requests):
+def test_every_sample_has_the_prompts_log_probs():
     # With fewer slots than samples, some start from the cache later.
     engine = tiny_engine(max_requests=4)
-    blockers = [
-        engine.add_request(random_tokens(9, seed=seed), greedy(30))
-        for seed in range(4 - max_requests)
-    ]
+    blockers = [engine.add_request(random_tokens(9, seed=seed), greedy(30)) for seed in range(2)]
     engine.step()
     request = engine.add_request(
         random_tokens(30), sampled(3, return_log_probs=True), RequestOptions(n=4)
@@ -417,7 +413,7 @@ STAGES = [*((1, step) for step in range(0, 12, 2)), *((3, step) for step in rang
     ("mode", "n", "steps"),
     matrix_rows(
         [(mode, *stage) for mode in MODES for stage in STAGES],
-        *(("restore", *stage) for stage in STAGES),
+        *(("restore", *stage) for stage in STAGES[::2]),
         ("off", 1, 4),
         ("memory_only", 3, 7),
     ),

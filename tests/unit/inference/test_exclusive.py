@@ -65,34 +65,6 @@ def test_a_call_beside_another_threads_is_refused(name, inside):
         CALLS[name](engine, request)
 
 
-class InterruptedLock:
-    """Ctrl-C comes right behind one of its calls."""
-
-    def __init__(self, lock: threading.RLock, behind: str):
-        self._lock, self._behind = lock, behind
-
-    def __getattr__(self, name: str):
-        def call(*args, **kwargs):
-            result = getattr(self._lock, name)(*args, **kwargs)
-            if name == self._behind:
-                raise KeyboardInterrupt
-            return result
-
-        return call
-
-
-@pytest.mark.parametrize("behind", ["_is_owned", "acquire", "release"])
-def test_ctrl_c_behind_any_call_of_the_lock_leaves_it_free(behind):
-    engine = tiny_engine(MODEL)
-    lock = engine._guard.lock
-    engine._guard.lock = InterruptedLock(lock, behind)
-    with pytest.raises(KeyboardInterrupt):
-        engine.stats()
-    assert not lock._is_owned()
-    engine._guard.lock = lock
-    engine.stats()
-
-
 def test_a_stream_that_cannot_step_now_goes_on_later(monkeypatch):
     engine = tiny_engine(MODEL)
     stream = engine.stream(PROMPT, greedy(5))

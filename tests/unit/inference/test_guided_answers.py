@@ -3,7 +3,6 @@ steps do."""
 
 import asyncio
 import gc
-import json
 import pickle
 import re
 import threading
@@ -11,8 +10,6 @@ from functools import partial
 
 import pytest
 from differential import InjectedError, failing_forward
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from matrix import matrix_rows
 from reference import full_logits, random_tokens, tiny_engine, tiny_model
 
@@ -101,105 +98,6 @@ def test_without_a_stop_token_the_last_token_of_the_vocabulary_is_not_drawn():
     assert {token for result in results for token in result.token_ids} == {ord("e")}
 
 
-# JSON --------------------------------------------------------------------------------------------
-
-LEAVES = st.sampled_from(
-    [
-        {"type": "null"},
-        {"type": "boolean"},
-        {"type": "integer", "minimum": -20, "maximum": 300},
-        {"type": "string", "maxLength": 4},
-        {"type": "string", "pattern": "^[a-c]{1,3}$"},
-        {"enum": ["red", 7, None, "été"]},
-        {"const": [1, "two"]},
-    ]
-)
-
-
-def arrays(inner):
-    return st.builds(
-        lambda items, low, more: {
-            "type": "array",
-            "items": items,
-            "minItems": low,
-            "maxItems": low + more,
-        },
-        inner,
-        st.integers(0, 1),
-        st.integers(0, 1),
-    )
-
-
-def objects(inner):
-    return st.builds(
-        lambda properties, required: {
-            "type": "object",
-            "properties": properties,
-            "required": [name for name in properties if name in required],
-            "additionalProperties": False,
-        },
-        st.dictionaries(st.sampled_from(["a", "b c", 'q"', "é"]), inner, min_size=1, max_size=2),
-        st.sets(st.sampled_from(["a", "b c"])),
-    )
-
-
-def unions(inner):
-    return st.lists(inner, min_size=1, max_size=2).map(lambda parts: {"anyOf": parts})
-
-
-SCHEMAS = st.recursive(
-    LEAVES, lambda inner: arrays(inner) | objects(inner) | unions(inner), max_leaves=4
-)
-
-
-def fits(value, schema: dict) -> bool:
-    """Whether a JSON value fits one of these schemas."""
-    if "anyOf" in schema:
-        return any(fits(value, part) for part in schema["anyOf"])
-    if "enum" in schema or "const" in schema:
-        options = schema.get("enum", [schema.get("const")])
-        return any(type(value) is type(each) and value == each for each in options)
-    kinds = {
-        "null": type(None),
-        "boolean": bool,
-        "integer": int,
-        "string": str,
-        "array": list,
-        "object": dict,
-    }
-    if type(value) is not kinds[schema["type"]]:
-        return False
-    if isinstance(value, str):
-        is_short = len(value) <= schema.get("maxLength", len(value))
-        return is_short and re.search(schema.get("pattern", ""), value) is not None
-    if isinstance(value, list):
-        has_size = schema["minItems"] <= len(value) <= schema["maxItems"]
-        return has_size and all(fits(item, schema["items"]) for item in value)
-    if isinstance(value, dict):
-        names, properties = value.keys(), schema["properties"]
-        if not set(schema["required"]) <= names <= properties.keys():
-            return False
-        return all(fits(value[name], properties[name]) for name in names)
-    return schema.get("minimum", -1) <= (value or 0) <= schema.get("maximum", 1)
-
-
-ENGINE = engine_of(max_requests=16)
-
-
-@settings(max_examples=4, deadline=None)
-@given(st.lists(SCHEMAS, min_size=4, max_size=4), st.integers(0, 1000))
-def test_answers_fit_their_json_schemas(schemas, seed):
-    options = [RequestOptions(guide=Guide.json_schema(schema), n=2) for schema in schemas]
-    # Whitespace, of which a random model likes to write 16 in a row, is made unlikely.
-    unlikely = {ord(space): -50 for space in " \n\t\r"}
-    params = sampled(num_tokens_to_generate=300, seed=seed, logit_bias=unlikely)
-    results = ENGINE.generate([PROMPT] * 4, params, options)
-    for schema, result in zip(schemas, results):
-        for sample in result.samples:
-            assert sample.finish_reason == "stop", sample.text
-            assert fits(json.loads(sample.text), schema)
-
-
 def test_a_cut_answer_is_the_beginning_of_an_allowed_one():
     (result,) = engine_of().generate(
         [PROMPT], sampled(num_tokens_to_generate=3), RequestOptions(guide=WORD)
@@ -238,22 +136,6 @@ def test_answers_are_the_same_in_chunks_from_the_cache_and_in_a_crowd(mode, expe
         assert answers_of(results[2]) == expected
     if mode == "restore":
         assert results[2].prefix.skipped_tokens >= len(PROMPT) - 1
-
-
-def test_answers_are_the_same_across_preemption():
-    guide = Guide.regex("[a-z ]{70}")
-    params = sampled(num_tokens_to_generate=40)
-    prompts = [random_tokens(20, seed=seed) for seed in range(4)]
-    alone = engine_of(prefix_caching="off")
-    wanted = [
-        answers_of(alone.generate([p], params, RequestOptions(guide=guide))[0]) for p in prompts
-    ]
-    spec = engine_of().cache.spec
-    pages = 6 + 5 * sum(spec.pages_per_block)  # for one request, and not for two
-    engine = engine_of(cache_bytes=pages * spec.page_bytes, max_tokens=32)
-    results = engine.generate(prompts, params, RequestOptions(guide=guide))
-    assert engine.stats()["preemptions"] > 0
-    assert list(map(answers_of, results)) == wanted
 
 
 def test_answers_are_the_same_after_failed_steps_and_new_weights(expected):

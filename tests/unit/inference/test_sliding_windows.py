@@ -247,7 +247,7 @@ def test_requests_that_preempt_each_other_hold_their_windows_and_no_more(mode):
     check = recorded(engine)
     most = watch(engine, window)
     for seed in (1, 2):
-        engine.add_request(random_tokens(60, seed=seed), greedy(200))
+        engine.add_request(random_tokens(60, seed=seed), greedy(120))
     while engine.has_work:
         engine.step()
         engine.check_integrity()
@@ -270,12 +270,12 @@ def test_a_pool_for_one_window_serves_a_long_request(window, block, max_tokens):
     pages = bound(window, 1, block)
     small = window_engine("W-", window, cache_bytes=page * pages, **fields)
     with pytest.raises(ValueError, match=r"200 tokens does not fit in cache_bytes") as refused:
-        small.add_request(random_tokens(120), greedy(80))
-    remedy = "raise cache_bytes, or shorten the prompt or the answer (num_tokens_to_generate=80)"
+        small.add_request(random_tokens(160), greedy(40))
+    remedy = "raise cache_bytes, or shorten the prompt or the answer (num_tokens_to_generate=40)"
     assert str(refused.value).endswith(f": {remedy}")
     engine = window_engine("W-", window, cache_bytes=page * (pages + 1), **fields)
     check = recorded(engine)
-    for prompt in (random_tokens(120), random_tokens(120), random_tokens(119)):
-        engine.generate([prompt], greedy(80))
+    for prompt in (random_tokens(160), random_tokens(160), random_tokens(159)):
+        engine.generate([prompt], greedy(40))
         engine.check_integrity()
     check()

@@ -487,16 +487,6 @@ def test_a_dropped_stream_does_not_keep_the_cache_from_being_cleared():
     assert not engine.has_work
 
 
-def test_a_stream_that_is_never_read_is_cancelled_before_it_runs():
-    engine = tiny_engine()
-    stream = engine.stream(random_tokens(40), greedy(6))
-    assert engine.stats()["requests_waiting"] == 1
-    del stream
-    assert engine.step() == []
-    assert not engine.has_work
-    assert engine.stats()["requests"] == 0
-
-
 # Stops -------------------------------------------------------------------------------------------
 
 

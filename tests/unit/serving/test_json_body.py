@@ -39,7 +39,7 @@ def _finite(text: str) -> float:
     return float(text)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     VALUES,
     st.sampled_from([None, 1]),

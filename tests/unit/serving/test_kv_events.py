@@ -303,16 +303,6 @@ def test_sockets_publish_and_replay():
                     late.read(number, payload)
 
 
-def test_the_last_batches_are_kept():
-    with KvPublisher("inproc://events", kept_batches=3) as publisher:
-        for index in range(5):
-            publisher._publish([{"extra_keys": [[f"{index}\ud800"]]}])
-        first = publisher._kept[0][0]
-        kept = publisher._from(first)
-        assert len(kept) == 3 and kept[0][0] == first
-        assert msgpack.unpackb(kept[0][1])[1] == [{"extra_keys": [["2\\ud800"]]}]
-
-
 def test_a_publisher_in_the_place_of_a_dead_one_leaves_a_gap_that_a_replay_fills():
     consumer, after = Consumer(), bytes(8)
     for seed, num_steps in ((0, 9), (1, 24)):  # the second has sent more than the first had

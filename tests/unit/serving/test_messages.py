@@ -8,6 +8,7 @@ from http_server import DEMO
 from model_answers import CALL, TOOLS, output_of, result_of
 
 from megatron_hybrid.serving.answers import Answer
+from megatron_hybrid.serving.app import rename_error_fields
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.messages import MessageAnswer, MessageFields
 from megatron_hybrid.serving.parsers import style_of
@@ -168,8 +169,9 @@ def test_wishes_become_those_of_a_chat():
     ],
 )
 def test_what_no_chat_has_is_refused_by_its_field(more, param):
-    with pytest.raises(ApiError) as raised:
-        fields_of(**more).to_chat()
+    fields = fields_of(**more)
+    with pytest.raises(ApiError) as raised, rename_error_fields(fields):
+        fields.to_chat()
     assert (raised.value.status, raised.value.param) == (400, param)
     body = raised.value.body_of("/v1/messages")
     assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"

@@ -8,7 +8,6 @@ import re
 import socket
 import threading
 
-import httpx
 import pytest
 from waiting import LIMIT_S
 
@@ -103,32 +102,6 @@ def test_a_busy_port_is_found_when_it_is_bound(tmp_path):
         other.listen()
         with pytest.raises(ValueError, match="is in use"):
             Address(uds=path).bind()
-
-
-@pytest.mark.parametrize("uds", [False, True])
-def test_who_asks_while_the_model_loads_gets_503_at_once(tmp_path, uds):
-    address = Address(port=0, uds=str(tmp_path / "socket") if uds else None)
-    bound = address.bind()
-    transport = httpx.HTTPTransport(uds=address.uds)
-    url = "http://a" if uds else address.url(bound)
-    with (
-        address.loading(bound) as loading,
-        httpx.Client(transport=transport, base_url=url) as client,
-    ):
-        silent = None if uds else socket.create_connection(bound.getsockname())
-        for answer in (
-            client.get("/health"),
-            client.head("/health"),
-            client.post("/v1/completions", json={"prompt": "a" * 300_000}),
-        ):
-            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        assert "loading" in answer.json()["error"]["message"]
-        if silent is not None:
-            silent.close()
-        loading.close()
-        if bound is not None:  # the server has it from here on
-            with bound, socket.create_connection(bound.getsockname()):
-                bound.accept()[0].close()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def counts(value) -> tuple[int, int]:
     return members, max(0, len(value) - 1) + sum(each[1] for each in inner)
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(VALUES)
 def test_the_values_of_a_body_are_those_that_python_reads(value):
     body = json.dumps(value)

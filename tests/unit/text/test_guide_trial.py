@@ -1,8 +1,14 @@
 """The process that reads guides first: what llguidance cannot bound ends it, and no other."""
 
+import os
+import signal
+
 import pytest
 
 from megatron_hybrid.text.guide import Guide
+from megatron_hybrid.text.guide_trial import Trial
+
+GRAMMAR = '{"grammars": [{"lark_grammar": "start: /a/"}]}'
 
 
 def chain(length):
@@ -17,20 +23,44 @@ def chain(length):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Guide.json_schema(
-            {"type": "string", "allOf": [{"pattern": f"a{i}"} for i in range(32)]}
-        ),
         pytest.param(
             lambda: Guide.json_schema(
-                {"type": "object", "patternProperties": {f"^a{i}b+$": {} for i in range(512)}}
+                {"type": "string", "allOf": [{"pattern": f"a{i}"} for i in range(32)]}
             ),
-            marks=pytest.mark.matrix,
+            marks=pytest.mark.matrix,  # it takes its 3 s
         ),
         lambda: Guide.json_schema(chain(2048)),
     ],
-    ids=["minutes of a CPU", "pairs of patterns", "too deep for its stack"],
+    ids=["minutes of a CPU", "too deep for its stack"],
 )
 def test_a_guide_that_would_end_the_process_or_hold_a_cpu_is_refused(make):
     with pytest.raises(ValueError, match="3 s of a CPU or 512 MiB to compile, or is too deep"):
         make()
     Guide.json_schema(chain(64))  # the next guide has a process again
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_from_outside_costs_no_guide(number):
+    trial = Trial()
+    assert trial.error_of(GRAMMAR) == ""
+    os.kill(trial._process.pid, number)
+    assert trial.error_of(GRAMMAR) == ""
+
+
+def test_a_guide_that_ends_the_process_is_refused():
+    trial = Trial()
+    assert trial.error_of(GRAMMAR) == ""
+    for number in (signal.SIGSTOP, signal.SIGXCPU, signal.SIGCONT):
+        trial._process.send_signal(number)
+    assert "more than 3 s of a CPU or 512 MiB" in trial.error_of(GRAMMAR)
+    assert trial.error_of(GRAMMAR) == ""
+
+
+def test_a_fork_has_a_process_of_its_own():
+    trial = Trial()
+    assert trial.error_of(GRAMMAR) == ""
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if trial.error_of(GRAMMAR) == "" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert trial.error_of(GRAMMAR) == ""

@@ -137,11 +137,6 @@ def test_encoded_states(encoding, bytes_per_element):
     assert encoded.checkpoints > exact.checkpoints * 4 // bytes_per_element * 0.9
 
 
-def test_unknown_encoding():
-    with pytest.raises(ValueError, match=r"state_encoding is 'fp4'; use one of"):
-        plan(NEMOTRON_H_8B, 80 * 10**9, 100_000, "fp4")
-
-
 def test_no_room():
     """What a token and a state cost is told all the same."""
     room, none, not_even_weights = (planned(gigabytes) for gigabytes in (80, 17, 10))
@@ -157,18 +152,11 @@ def test_no_room():
 def test_the_table_fits_80_columns_and_its_settings_can_be_pasted(gigabytes):
     result = planned(gigabytes)
     text = render(result)
+    assert "KV per token" in text and "16.38 kB" in text and "pure attention" in text
     assert max(map(len, text.splitlines())) <= 80
     if result.settings is not None:
         call = text[text.index("InferenceConfig(") :]
         assert eval(call, {"InferenceConfig": dict}) == result.settings
-
-
-def test_table_and_json():
-    result = planned()
-    text = render(result)
-    assert "KV per token" in text and "16.38 kB" in text and "pure attention" in text
-    assert "weights 16.2 GB in bfloat16\n" in text
-    assert json.loads(json.dumps(result.to_dict()))["model"]["kv_bytes_per_token"] == 16 << 10
 
 
 @pytest.mark.parametrize(
@@ -188,11 +176,5 @@ def test_config_files(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(NEMOTRON_H_8B.to_dict()))
     for path in (tmp_path, tmp_path / "config.json"):
         assert read_model_config(str(path)).to_dict() == NEMOTRON_H_8B.to_dict()
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="holds a list"):
-        read_model_config(str(tmp_path))
-    (tmp_path / "config.json").write_text('{"d_model": 768, "ssm_cfg": {}}')
-    with pytest.raises(CheckpointError, match=r"has neither a layer_pattern.*nor a model_type"):
-        read_model_config(str(tmp_path))
     with pytest.raises(CheckpointError, match="does not exist"):
         read_model_config(str(tmp_path / "no.json"))

@@ -114,14 +114,6 @@ def test_a_cache_for_none_of_the_prompts_is_refused():
         profile(requests(tokens(5000), tokens(4000)), ATTENTION, 100_000)
 
 
-@pytest.mark.parametrize("lengths", [(70, 300, 300), (1000, 1100), (16, 5, 80_000)])
-def test_the_table_is_80_columns_wide(lengths):
-    result = profile(requests(*map(tokens, lengths)), CONFIG, 1e8)
-    lines = render(result).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert sum("< " in line for line in lines) <= 3  # each rule's block beside its bin
-
-
 @pytest.mark.parametrize("lengths", [(1,), (5, 5), (1, 2, 3, 4, 511, 512, 513, 1000)])
 def test_the_histogram_counts_every_prompt_once(lengths):
     bins = profile(requests(*map(tokens, lengths)), ATTENTION, 1e8).histogram

@@ -19,7 +19,6 @@ from megatron_hybrid.tools.plan import spec_of
 from megatron_hybrid.tools.roofline import (
     DEVICES,
     Attention,
-    Device,
     Experts,
     ModelWork,
     Work,
@@ -135,13 +134,6 @@ def test_nemotron_h_8b_by_hand(nemotron):
     assert nemotron.restore() == Work(2 * (state + 4096 * 2))
 
 
-def test_qwen3_next_reads_few_experts():
-    """10 of 512 a token: 48 layers of 3 * 2048 * 512 weights an expert."""
-    experts = Experts(512, 10, 512 * 3 * 2048 * 512 * 2)
-    assert experts.bytes_read(1) == pytest.approx(10 * 3 * 2048 * 512 * 2)
-    assert experts.bytes_read(64) / experts.num_bytes == pytest.approx(1 - (502 / 512) ** 64)
-
-
 def test_passes_of_a_prefill_are_its_tokens(nemotron):
     one, many = (list(nemotron.prefill(100, 1124, size)) for size in (2048, 256))
     assert len(one) == 1 and len(many) == 4
@@ -162,13 +154,6 @@ def test_of_what_is_restored_nothing_is_computed(nemotron):
 
 def test_full_attention_alone_copies_no_state():
     assert work_of(tiny_model("*-")).restore() == Work()
-
-
-def test_a_device_moves_and_computes_at_once():
-    device = Device("d", flops=10.0, bandwidth=4.0, memory_bytes=1, source="")
-    assert device.seconds(Work(8, 10)) == 2
-    assert device.seconds(Work(8, 30)) == 3
-    assert device.seconds(Work(8, 10) + Work(0, 20)) == 3
 
 
 def test_devices_by_name_and_by_hand():

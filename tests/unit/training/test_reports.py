@@ -64,14 +64,6 @@ def test_a_last_line_that_is_half_written_is_left_out(tmp_path, cut):
     assert steps_of(tmp_path) == [1, 2, 3, 4]
 
 
-def test_a_whole_last_line_without_its_end_is_kept(tmp_path):
-    write(reports(tmp_path), 1, 2)
-    path = tmp_path / LOG
-    path.write_text(path.read_text()[:-1])
-    write(reports(tmp_path, step=2), 3)
-    assert steps_of(tmp_path) == [1, 2, 3]
-
-
 def test_what_is_not_finite_is_null_in_the_log(tmp_path):
     one = reports(tmp_path)
     one.write(1, loss=math.nan, gradient_norm=math.inf, tokens=3)

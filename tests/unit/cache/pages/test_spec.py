@@ -72,20 +72,6 @@ def test_checkpoint_pages(state, hidden, num_bytes, pages):
     assert (got.checkpoint_bytes, got.checkpoint_pages) == (num_bytes, pages)
 
 
-@pytest.mark.parametrize(
-    ("groups", "state", "needs_state"),
-    [
-        ((KVGroup(1, 64),), 0, False),
-        ((KVGroup(1, 64),), 1, True),
-        ((KVGroup(1, 64), KVGroup(1, 64, window=8)), 0, True),
-        ((KVGroup(1, 64, chunk=8),), 0, True),
-        ((), 8, True),
-    ],
-)
-def test_needs_state(groups, state, needs_state):
-    assert spec(*groups, state=state).needs_state is needs_state
-
-
 LOCAL_GROUPS = [
     KVGroup(1, 64, **{name: size})
     for name in ("window", "chunk")

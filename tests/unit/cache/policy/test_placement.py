@@ -7,9 +7,7 @@ from megatron_hybrid.cache.policy.placement import (
     NO_INTERVAL,
     choose_interval,
     most_wanted,
-    next_interval,
     prefill_positions,
-    saves_work,
     tail_position,
     worth_waiting,
 )
@@ -84,21 +82,6 @@ def test_starts_of_messages(skipped, known, messages, expected):
 
 
 @pytest.mark.parametrize(
-    ("position", "distance", "expected"),
-    [
-        (0, 32, 32),
-        (31, 32, 32),
-        (32, 32, 64),
-        (33, 32, 64),
-        (100, 1, 101),
-        (100, NO_INTERVAL, NO_INTERVAL),
-    ],
-)
-def test_next_interval(position, distance, expected):
-    assert next_interval(position, distance) == expected
-
-
-@pytest.mark.parametrize(
     ("prompt", "skipped", "weights", "expected"),
     [
         (100, 0, [(0, 1.0)], 100),  # chats go on from the end
@@ -135,21 +118,6 @@ def test_tail_position(prompt, skipped, weights, expected):
 )
 def test_interval_distance(checkpoint_bytes, kv_bytes_per_token, reach, block, expected):
     assert choose_interval(checkpoint_bytes, kv_bytes_per_token, reach, block) == expected
-
-
-@pytest.mark.parametrize(
-    ("position", "needs_state", "expected"),
-    [
-        (50, True, True),
-        (100, True, True),
-        (150, True, True),
-        (50, False, False),
-        (100, False, True),
-        (150, False, False),
-    ],
-)
-def test_saves_work(position, needs_state, expected):
-    assert saves_work(position, prompt_tokens=100, needs_state=needs_state) is expected
 
 
 @pytest.mark.parametrize(

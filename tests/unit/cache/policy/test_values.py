@@ -40,21 +40,6 @@ def test_rebuild_work_counts_from_the_next_best_state(above, on_edge, position, 
     assert rebuild_work(previous, position, replace(HYBRID, state_bytes=0)) == 1
 
 
-def test_of_two_states_that_save_as_many_tokens_the_one_with_more_context_is_worth_more():
-    """A token with a context of one parity costs twice as much as one without."""
-    spec = replace(HYBRID, attention_parity=100.0)
-    lower = edge(100, 200, (200,), parent=edge(0, 100, (100,)))
-    first, second = lower.parent.checkpoints[100], lower.checkpoints[200]
-    works = [rebuild_work(each.previous(), each.position, spec) for each in (first, second)]
-    each_token = [sum(1 + (t + 0.5) / 100 for t in range(a, a + 100)) for a in (0, 100)]
-    assert works == pytest.approx(each_token)
-    assert works[1] / works[0] == pytest.approx(2.5 / 1.5)
-    assert [rebuild_work(each.previous(), each.position, HYBRID) for each in (first, second)] == [
-        100,
-        100,
-    ]
-
-
 def test_exclusive_tokens():
     """(0, 50] with a state at 20, beneath it (50, 100] and (50, 200]."""
     upper = edge(0, 50, (20,))

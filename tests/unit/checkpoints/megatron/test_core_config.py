@@ -1,19 +1,15 @@
 """Fields of core's config and those of the HybridConfig that serves its model."""
 
 import logging
-import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core import activations
-from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
-from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron_hybrid.checkpoints.megatron.core_config import hybrid_config_fields, rotary_fields
+from megatron_hybrid.checkpoints.megatron.core_config import hybrid_config_fields
 from megatron_hybrid.compat import TransformerConfig
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.rotary import frequencies
 from megatron_hybrid.ops.activations import ACTIVATIONS
 
 SIZES = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4}
@@ -140,56 +136,3 @@ def test_activations_of_core_compute_the_same(name):
     with torch.compiler.set_stance("force_eager"):
         expected = function(x)
     torch.testing.assert_close(served({"activation_func": function}).activation_func(x), expected)
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments", "ours"),
-    [
-        (RotaryEmbedding, {"rotary_percent": 0.5, "rotary_base": 500}, {}),
-        (
-            RotaryEmbedding,
-            {"rotary_percent": 1.0, "rope_scaling": True},
-            {"rope_scaling_factor": 8.0},
-        ),
-        (RotaryEmbedding, {"rotary_percent": 1.0, "seq_len_interpolation_factor": 4.0}, {}),
-        (
-            YarnRotaryEmbedding,
-            {"scaling_factor": 40.0, "mscale_all_dim": 0.7, "mscale": 0.9},
-            {"rotary_scaling_factor": 40.0, "mscale_all_dim": 0.7, "mscale": 0.9}
-            | {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0},
-        ),
-    ],
-)
-def test_rotary_embeddings_of_core_turn_as_ours(monkeypatch, kind, arguments, ours):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    stock = kind(kv_channels=64, use_cpu_initialization=True, **arguments)
-    if kind is YarnRotaryEmbedding:
-        angles, amplitude = stock.get_emb(300)
-        fields = rotary_fields("yarn", yarn=ours)
-    else:
-        angles, amplitude = stock.get_emb(300), 1.0
-        shared = ("rotary_percent", "rotary_base", "seq_len_interpolation_factor")
-        given = {name: arguments[name] for name in shared if name in arguments}
-        fields = rotary_fields("rope", **given, **ours)
-    dim = int(64 * fields["rotary_percent"])
-    radians, factor = frequencies(dim, fields["rotary_base"], fields["rotary_scaling"] or {})
-    expected = torch.outer(torch.arange(300.0), radians).repeat(1, 2)
-    torch.testing.assert_close(angles.squeeze((1, 2)), expected, rtol=1e-5, atol=1e-4)
-    assert factor == pytest.approx(amplitude)
-
-
-def test_position_embeddings_by_table_are_refused():
-    with pytest.raises(ValueError, match="'learned_absolute', which HybridModel does not support"):
-        rotary_fields("learned_absolute")
-
-
-def test_latent_attention_scales_as_core_does():
-    made = served(
-        MLATransformerConfig(
-            **SIZES, qk_layernorm=True, mscale_all_dim=1.0, add_bias_linear=False, qk_head_dim=32
-        )
-    )
-    temperature = 0.1 * math.log(40.0) + 1.0  # YaRN's, of a context stretched 40 times
-    assert made.softmax_scale == pytest.approx(temperature**2 / (32 + 64) ** 0.5)
-    assert made.rotary_scaling["factor"] == 40.0
-    assert made.rotary_scaling["attention_factor"] == 1.0

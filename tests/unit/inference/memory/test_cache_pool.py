@@ -270,10 +270,6 @@ def test_bytes_per_token_count_keys_and_values(shape, bytes_per_token):
     assert spec.page_bytes == 2 * 16 * bytes_per_token
 
 
-def test_a_value_width_that_is_spelt_out_makes_no_group_of_its_own():
-    assert KVShape(4, 8) == KVShape(4, 8, value_dim=8)
-
-
 def test_groups_of_layers_with_different_shapes():
     """Each layer finds the pages of its own group, whatever lies between."""
     layers = MODELS["alternating"]

@@ -107,19 +107,25 @@ def load_saved_adapters(model):
         load_adapters(model, folder)
 
 
+class Fused(torch.optim.Optimizer):
+    """Writes the parameters of a model as it likes; its step is seen all the same."""
+
+    def __init__(self, model, tensors):
+        super().__init__(tensors, {})
+        self.model = model
+
+    def step(self):
+        for parameter in self.model.parameters():
+            parameter.data.mul_(0.5)
+
+
 def optimizer_step_over_views(model):
-    """A fused optimizer over parts of the parameters' memory, as core's distributed one."""
-    views = [parameter.detach().view(-1)[:1] for parameter in model.parameters()]
+    """Of parts of the parameters' memory, as core's distributed one."""
+    Fused(model, [parameter.detach().view(-1)[:1] for parameter in model.parameters()]).step()
 
-    class Fused(torch.optim.Optimizer):
-        def __init__(self):
-            super().__init__(views, {})
 
-        def step(self):
-            for parameter in model.parameters():
-                parameter.data.mul_(0.5)
-
-    Fused().step()
+def optimizer_step(model):
+    Fused(model, list(model.parameters())).step()
 
 
 def fresh_weights(model):
@@ -135,21 +141,6 @@ def train_through_data(model):
     for parameter in model.parameters():
         parameter.data.mul_(0.5)
     model.eval()
-
-
-def optimizer_step(model):
-    """A fused optimizer writes as it likes; its step is seen all the same."""
-    parameters = list(model.parameters())
-
-    class Fused(torch.optim.Optimizer):
-        def __init__(self):
-            super().__init__(parameters, {})
-
-        def step(self):
-            for parameter in parameters:
-                parameter.data.mul_(0.5)
-
-    Fused().step()
 
 
 def optimizer_step_over_main_params(model):

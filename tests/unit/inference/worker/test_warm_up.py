@@ -9,6 +9,7 @@ from reference import greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference import engine_parts
 from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.inference.worker import warm_up
 from megatron_hybrid.inference.worker.graph_runner import sizes_up_to
 from megatron_hybrid.inference.worker.model_runner import ModelRunner
 
@@ -104,7 +105,8 @@ def test_its_steps_are_of_all_sizes_within_the_limits(sizes, largest, warmed, st
     assert any(plan.restores for plan in steps)
 
 
-def test_it_warms_steps_with_drafts_and_times_them(warmed, steps):
+def test_it_warms_steps_with_drafts_and_times_them(warmed, steps, monkeypatch):
+    monkeypatch.setattr(warm_up, "_TIMED_MICROSECONDS", 0)
     with recorded_graphs():
         fields = {"speculation": "lookup", "num_speculative_tokens": 2, "warm_up": True}
         engine = tiny_engine(tiny_model("M*"), cuda_graphs=True, **fields, **SMALL)

@@ -408,13 +408,6 @@ def test_damage_gives_content_or_the_call(name, data):
     assert found or content or kind == "cut", damaged
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
-@given(st.sampled_from(NAMES), st.lists(st.one_of(st.sampled_from(MARKS), PLAIN)), st.data())
-def test_any_text_is_parsed_alike_in_one_and_in_letters(name, texts, data):
-    text, thinks = "".join(texts), data.draw(st.booleans())
-    assert parts(name, [text], is_thinking=thinks) == parts(name, text, is_thinking=thinks)
-
-
 WORDS = ("type", "properties", "required", "enum", "const", "anyOf", "allOf", "$ref", "#", "string")
 LEAVES = [None, True, 1, "#/properties/a", *WORDS]
 SCHEMAS = st.deferred(

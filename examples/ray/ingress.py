@@ -1,0 +1,167 @@
+"""The way into `ray_serve.py`: each HTTP request goes to a replica of `Server`, and an answer whose
+replica ends has an end, too."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.handle import DeploymentHandle
+
+from megatron_hybrid.serving.errors import ApiError
+
+SESSION = "x-session-id"
+MOST_BODY_BYTES = 16 << 20
+MOST_TRIES = 3
+"""Replicas that a request is given to, as long as nothing of its answer was sent."""
+
+
+@dataclass
+class Call:
+    """A request on its way to a replica. scope: what ASGI tells of it."""
+
+    scope: dict[str, Any]
+    body: bytes
+
+    @property
+    def prompt(self) -> str:
+        """Return what Ray's prefix-aware router compares: the chat or the text as JSON."""
+        with suppress(ValueError, AttributeError):
+            fields = json.loads(self.body)
+            found = (fields.get(name) for name in ("messages", "prompt", "input"))
+            return json.dumps(next(filter(None, found), ""))
+        return ""
+
+
+def merged(texts: list[tuple[str, str]]) -> bytes:
+    """Metrics of several replicas as one text.
+
+    Args:
+        texts: (replica, its metrics in Prometheus's text format). The name of the replica becomes
+            a label of each sample, so that sums over it are those of the deployment.
+    """
+    metrics: dict[str, Metric] = {}
+    for replica, text in texts:
+        for family in text_string_to_metric_families(text):
+            metric = Metric(family.name, family.documentation, family.type)
+            metric = metrics.setdefault(family.name, metric)
+            for sample in family.samples:
+                metric.add_sample(sample.name, sample.labels | {"replica": replica}, sample.value)
+
+    class Registry:
+        def collect(self):
+            return metrics.values()
+
+    return generate_latest(Registry())
+
+
+@serve.deployment
+@serve.ingress()
+class Ingress:
+    """Hands requests on to replicas, and their answers back, piece by piece."""
+
+    def __init__(self, server: DeploymentHandle):
+        self._server = server
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        app = FastAPI(openapi_url=None)
+        app.add_route("/metrics", self.metrics)
+        app.add_route("/{path:path}", self.hand_on, ["GET", "POST", "OPTIONS"])
+        return app
+
+    async def metrics(self, _: Request) -> Response:
+        """Metrics of all replicas, each with its name as a label."""
+        texts = await self._server.broadcast("metrics").results_async()
+        return Response(merged(texts), media_type="text/plain; version=0.0.4")
+
+    async def hand_on(self, request: Request) -> Response:
+        """Answer by a replica: that of the session, or one of the router's choice."""
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MOST_BODY_BYTES:
+                error = ApiError(413, f"the body has more than {MOST_BODY_BYTES} bytes")
+                return _refusal(error, request.url.path)
+        names = "type method path raw_path query_string headers client server scheme http_version"
+        scope = {name: request.scope.get(name) for name in names.split()}
+        call = Call(scope | {"root_path": ""}, bytes(body))
+        session = request.headers.get(SESSION, "")
+        server = self._server.options(stream=True, session_id=session)
+        for _ in range(MOST_TRIES):
+            messages = server.answer.remote(call)
+            with suppress(RayActorError):
+                start = await anext(messages)
+                break
+        else:
+            error = ApiError(503, f"{MOST_TRIES} replicas ended before they answered; retry later")
+            return _refusal(error, request.url.path)
+        answer = StreamingResponse(_pieces(messages, start, request.url.path), start["status"])
+        answer.raw_headers = start["headers"]
+        return answer
+
+
+def _refusal(error: ApiError, path: str) -> JSONResponse:
+    return JSONResponse(error.body_of(path), error.status, error.headers)
+
+
+async def _pieces(messages: Any, start: dict[str, Any], path: str) -> AsyncIterator[bytes]:
+    """The body of an answer. Of a stream of events whose replica ends, the last one is an error,
+    as the route's clients read it; any other answer is cut."""
+    is_stream = any(b"text/event-stream" in value for _, value in start["headers"])
+    try:
+        async for message in messages:
+            yield message.get("body", b"")
+    except RayActorError:
+        if not is_stream:
+            raise
+        error = ApiError(503, "the replica ended in the middle of the answer; ask again")
+        event, body = b"", error.body_of(path)
+        if path.startswith("/v1/messages"):
+            event = b"event: error\n"
+        elif path.startswith("/v1/responses"):
+            event, body = b"event: error\n", {"type": "error", **body["error"]}
+        yield event + b"data: %b\n\n" % json.dumps(body).encode()
+    finally:
+        messages.cancel()
+
+
+class Exchange:
+    """One request that an ASGI application answers in this process."""
+
+    def __init__(self, app: FastAPI, call: Call):
+        self._call, self._app = call, app
+        self._sent: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._is_read, self._gone = False, asyncio.Event()
+
+    async def messages(self) -> AsyncIterator[dict[str, Any]]:
+        """What the application sends. Whoever stops to read it is a client that has gone."""
+        task = asyncio.create_task(self._run())
+        try:
+            while (message := await self._sent.get()) is not None:
+                yield message
+            await task
+        finally:
+            self._gone.set()
+
+    async def _run(self) -> None:
+        try:
+            await self._app(self._call.scope, self._receive, self._sent.put)
+        finally:
+            self._sent.put_nowait(None)
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._is_read:
+            self._is_read = True
+            return {"type": "http.request", "body": self._call.body, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
