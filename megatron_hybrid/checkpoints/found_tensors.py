@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_hybrid.checkpoints.folder import CheckpointFolder
+from megatron_hybrid.checkpoints.folder import FLOATS, CheckpointFolder
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
 from megatron_hybrid.checkpoints.model_tensors import own_weights
 from megatron_hybrid.checkpoints.packed_files import PackedFiles
@@ -37,8 +37,9 @@ class FoundTensors:
     is_mixed: bool = False
     """Whether values in fp32 are rounded, as the word embedding is in the model's dtype."""
 
-    def source(self) -> TensorSource:
-        """The tensors of the folder, and parts of packed weights in place of these."""
+    def source(self, cast: bool) -> TensorSource:
+        """The tensors of the folder, and parts of packed weights in place of these. cast: round
+        values of any dtype."""
         files, packed = self.files, self.packed
         parts = {name: name for name in packed.parts()}
         others = self.given.keys() - packed.stored.keys() - packed.part_names() - parts.keys()
@@ -52,14 +53,17 @@ class FoundTensors:
             lambda name: packed.shape(name) if name in parts else files.shape(name),
             lambda name: packed.dtype(name) if name in parts else files.dtype(name),
             read,
+            FLOATS if cast else (torch.float32,) if self.is_mixed else (),
         )
 
-    def check_numbers(self, model: HybridModel, maps: list[TensorMap]) -> None:
+    def check_numbers(
+        self, model: HybridModel, maps: list[TensorMap], source: TensorSource
+    ) -> None:
         """Raise CheckpointError for NaN, and numbers that the model's dtype lacks, in tensors of
         this rank's stage, which its tensor-parallel ranks share out among them, and for scales that
         make NaN of a code of 0. maps: of these tensors, and of parts of packed weights."""
         tp, files = model.pg_collection.tp, self.files
-        dtypes, source = dtypes_in_model(model, maps), self.source()
+        dtypes = dtypes_in_model(model, maps)
         for name in sorted(dtypes)[tp.rank() :: tp.size()]:
             weight, _, part = name.rpartition(":")
             if weight in self.packed.stored:

@@ -156,15 +156,14 @@ class PackedFiles:
         return self.stored[name].shape if name in self.stored else self.files.shape(name)
 
     def part(
-        self,
-        name: str,
-        dtype: torch.dtype | None = None,
-        decode: Callable[[Tensor], Tensor] | None = None,
-        encode: Callable[[Tensor], Tensor] | None = None,
-        is_kept: bool = False,
-        dims: int | None = None,
+        self, name: str, dtype: torch.dtype | None = None, *codec: Any, dims: int | None = None
     ) -> PackedTensor:
-        """One of the folder's tensors as a part; dtype: None: as stored; dims: None: any number.
+        """One of the folder's tensors as a part.
+
+        Args:
+            dtype: None: as stored.
+            codec: further fields of `PackedTensor`.
+            dims: None: any number.
 
         Raises:
             CheckpointError: there is none of this name, or with other dimensions.
@@ -180,7 +179,7 @@ class PackedFiles:
                 f"{name} has shape {list(shape)} in {self.files.folder}, which must have "
                 f"{dims or 'some'} dimensions, none of them 0. Copy the folder again."
             )
-        return PackedTensor(name, shape, dtype or self.files.dtype(name), decode, encode, is_kept)
+        return PackedTensor(name, shape, dtype or self.files.dtype(name), *codec)
 
     def has(self, name: str) -> bool:
         """Return whether the folder has a tensor of this name."""
@@ -290,7 +289,7 @@ def _packed_codes(files: PackedFiles, name: str) -> dict[str, PackedTensor] | No
     scale = files.part(f"{weight}_scale")
     if dtype == torch.uint8:
         inverse = torch.reciprocal
-        outer = files.part(f"{weight}_global_scale", torch.float32, inverse, inverse, is_kept=True)
+        outer = files.part(f"{weight}_global_scale", torch.float32, inverse, inverse, True)
         return {"codes": files.part(name), "scale": scale, "outer": outer}
     bits, rows = _bits_and_rows(files, name)
     if files.has(f"{weight}_g_idx"):

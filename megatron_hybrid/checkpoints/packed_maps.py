@@ -63,17 +63,15 @@ class PackedSource:
     parts are among `kept`."""
 
     def unpack_mixed(self, maps: Iterable[TensorMap], read: Callable[[str], Tensor]) -> None:
-        """Have weights unpacked whose rows lie after rows that are not packed. read: a tensor of
-        the folder."""
+        """Have weights unpacked that are one tensor of the model with rows before them that are not
+        packed, or with others in another format. read: a tensor of the folder."""
         for tensor_map in maps:
             packed = [name for name in tensor_map.theirs if name in self.stored]
-            if not packed or _Rows.of(tensor_map, self).packed_first:
+            formats = {tuple(self.stored[name].dtypes.items()) for name in packed}
+            if not packed or (len(formats) == 1 and _Rows.of(tensor_map, self).packed_first):
                 continue
-            logger.warning(
-                "%s of the model is not packed: %s is, but lies after rows that are not",
-                tensor_map.ours[0],
-                packed[-1],
-            )
+            name = tensor_map.ours[0]
+            logger.warning("%s is not packed: other rows of it are packed otherwise or not", name)
             for name in packed:
                 stored = self.unpacked[name] = self.stored.pop(name)
                 names = [part.name for part in stored.parts.values()]
@@ -221,7 +219,7 @@ class PackedSource:
                     f"{type(module).__name__}, which needs it unpacked: "
                     "dequantize it with the library that packed it, or use layer_spec='local'."
                 )
-            packing = self._packing(tensor_map, packed, module.weight, source)
+            packing = self._packing(tensor_map, packed, module.weight)
             self.groups |= {each: packing.group for each in packed}
             if isinstance(module.weight, PackedWeight) and module.weight.packing == packing:
                 continue
@@ -251,17 +249,9 @@ class PackedSource:
             raise
         model.packed_source = self if self.stored or self.kept else None
 
-    def _packing(
-        self, tensor_map: TensorMap, packed: list[str], weight: Tensor, source: str
-    ) -> Packing:
+    def _packing(self, tensor_map: TensorMap, packed: list[str], weight: Tensor) -> Packing:
         """Return how one of our weights is packed."""
         dtypes = self.stored[packed[0]].dtypes
-        if any(self.stored[name].dtypes != dtypes for name in packed):
-            raise CheckpointError(
-                f"{' and '.join(packed[:2])} are packed in different formats in {source}, but they "
-                f"are one tensor of the model, {tensor_map.ours[0]}. Dequantize them with the "
-                "library that packed them."
-            )
         group = math.gcd(*(self.stored[name].group for name in packed))
         return Packing(
             dtypes["codes"],

@@ -298,11 +298,7 @@ _METHODS: dict[str, _Rules] = {
             _only("initialized", "calibration", "frozen", "compressed"),
         ),
         **_fields("kv_cache_scheme global_compression_ratio version run_compressed"),
-        "sparsity_config": {
-            **_fields("format", _only("dense")),
-            **_fields("global_sparsity ignore registry_requires_subclass sparsity_structure"),
-            **_fields("targets"),
-        },
+        "sparsity_config": {**_fields("format", _only("dense")), "*": _UNUSED},
         "config_groups": {"*": _GROUP},
     },
     "awq": {

@@ -291,18 +291,14 @@ def _open_file(path: Path, stack: ExitStack, index: Path):
 def _check_index(
     index: Path, weight_map: Mapping[str, str], names: Mapping[Path, list[str]]
 ) -> None:
-    present = {(path.name, name) for path in names for name in names[path]}
-    for name, file in weight_map.items():
-        if (file, name) not in present:
-            raise CheckpointError(f"{index} puts {name} into {file}, which does not hold it.")
-    for file, name in sorted(present):
-        if name not in weight_map:
-            raise CheckpointError(
-                f"{index.parent / file} holds {name}, which {index} does not name. They do not "
-                "belong together."
-            )
-        if weight_map[name] != file:
-            raise CheckpointError(f"{name} lies in {file} and in {weight_map[name]} of {index}.")
+    present = {(name, path.name) for path in names for name in names[path]}
+    for name, file in sorted(weight_map.items() - present):
+        raise CheckpointError(f"{index} puts {name} into {file}, which does not hold it.")
+    for name, file in sorted(present - weight_map.items()):
+        raise CheckpointError(
+            f"{index.parent / file} holds {name}, which {index} puts into "
+            f"{weight_map.get(name, 'no file')}. They do not belong together."
+        )
 
 
 # Writing -----------------------------------------------------------------------------------------

@@ -250,8 +250,8 @@ def _read_templates(folder: Path, settings: dict[str, Any]) -> dict[str, ChatTem
 
 def _read_end_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
     """Ids that end an answer, from generation_config.json, else from `config`."""
-    path = folder / GENERATION_CONFIG_FILE
-    for path, values in ((path, _read_if_there(path)), (folder / "config.json", config)):
+    generation_config = _read_if_there(folder / GENERATION_CONFIG_FILE)
+    for name, values in ((GENERATION_CONFIG_FILE, generation_config), ("config.json", config)):
         ids = values.get("eos_token_id")
         if ids is None and isinstance(values.get("text_config"), dict):
             ids = values["text_config"].get("eos_token_id")
@@ -259,6 +259,7 @@ def _read_end_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
             continue
         ids = ids if isinstance(ids, list) else [ids]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            path = folder / name
             raise ValueError(f"eos_token_id in {path} must be an int or a list of them, got {ids}")
         return [i for i in ids if i >= 0]  # -1 stands for none
     return []

@@ -200,8 +200,8 @@ def merge_adapters(model: HybridModel) -> None:
             if not bool(_merged(projection).to(dtype).isfinite().all()):
                 raise ValueError(
                     f"{name}.weight with its adapter has NaN or infinite numbers in {dtype}, which "
-                    f"ends at {torch.finfo(dtype).max:g}. torch.bfloat16 and torch.float32 end at "
-                    "3.4e+38: load the model in one of them, or serve it with its adapters."
+                    f"ends at {torch.finfo(dtype).max:g}: load the model in torch.bfloat16 or "
+                    "torch.float32, whose numbers are larger."
                 )
     with torch.no_grad():
         for projection in adapters_of(model).values():

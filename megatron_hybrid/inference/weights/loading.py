@@ -252,8 +252,9 @@ class _Pass:
             lambda name: tuple(parts[name].shape),
             lambda name: parts[name].dtype,
             parts.__getitem__,
+            FLOATS,
         )
-        check_map(tensor_map, self._own, source, FLOATS)
+        check_map(tensor_map, self._own, source)
 
         def values() -> dict[str, Tensor]:
             theirs = [parts[name] for name in tensor_map.theirs]

@@ -111,6 +111,7 @@ def nested(**weights) -> dict:
         (COMPRESSED | nested(actorder="group"), "config_groups.g.weights.actorder='group'"),
         (COMPRESSED | nested(num_bits=3), "config_groups.g.weights.num_bits=3; 4, 8 are read"),
         (COMPRESSED | nested(hadamard=True), "weights.hadamard=True, a field that is not read"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "gptq, gptq_v2 are read"),
         (GPTQ | {"rotation": "hadamard"}, "rotation='hadamard', a field that is not read"),
         (GPTQ | {"adapter": {"name": "lora"}}, "adapter="),
         (GPTQ | {"dynamic": {"+:.*up.*": {"bits": 8}}}, r"dynamic.\+:.\*up.\*.bits=8"),
