@@ -151,12 +151,13 @@ def _follow_class(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) 
     adds, before = settings.get("add_prefix_space"), tokenizer.pre_tokenizer
     state = json.loads(before.__getstate__()) if before is not None else {}
     steps = state.get("pretokenizers", [state])
-    is_byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
-    if kind in _BYTE_LEVEL and is_byte_level:
-        for step in is_byte_level:
+    of_bytes = [step for step in steps if step.get("type") == "ByteLevel"]
+    if kind in _BYTE_LEVEL and of_bytes:
+        for step in of_bytes:
             step["add_prefix_space"] = bool(adds)
         before.__setstate__(json.dumps(state).encode())
         tokenizer.pre_tokenizer = before
+    is_byte_level = of_bytes or isinstance(tokenizer.decoder, decoders.ByteLevel)
     is_bpe = isinstance(tokenizer.model, tokenizers.models.BPE)
     if kind == "LlamaTokenizer" and is_bpe and not is_byte_level:
         adds = adds is not False
