@@ -344,13 +344,6 @@ class PreparedRequest:
 def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
     """Tokenize a request, and read its parameters; for a thread."""
     prompts = _prompts(service, fields)
-    if (most := fields.truncate_prompt_tokens) is not None:
-        if most <= 0:  # -1: as many as there is room for
-            limit = fields.max_tokens
-            if isinstance(fields, ChatFields):
-                limit = fields.max_completion_tokens or limit
-            most = max(1, service.engine_config.max_sequence_length - (limit or 1))
-        prompts = [truncated(prompt, most, fields.truncation_side) for prompt in prompts]
     style, thinks = None, None
     if isinstance(fields, ChatFields):
         template = service.tokenizer.template_source(fields.shown_tools)
@@ -380,13 +373,31 @@ def _num_prompts(fields: GenerationFields) -> int:
 
 
 def _prompts(service: Service, fields: GenerationFields) -> list[Prompt]:
+    cut = _cut(service, fields)
     if isinstance(fields, CompletionFields):
-        return completion_prompts(service.tokenizer, fields)
-    return [_chat_prompt(service, fields)]
+        prompts = completion_prompts(service.tokenizer.cut_to(*cut), fields)
+    else:
+        prompts = [_chat_prompt(service, fields, cut)]
+    return [truncated(prompt, *cut) for prompt in prompts]
 
 
-def _chat_prompt(service: Service, fields: TemplateFields) -> RenderedChat:
-    return chat_prompt(service.tokenizer, fields, service.config.keeps_changing_lines)
+def _cut(service: Service, fields: GenerationFields) -> tuple[int | None, str]:
+    """Return how many tokens of a prompt are left, None for all, and the side where it is cut."""
+    most, context = fields.truncate_prompt_tokens, service.engine_config.max_sequence_length
+    if most == 0:
+        text = "truncate_prompt_tokens=0 leaves nothing of the prompt: give 1 or more, or -1"
+        raise ApiError(400, text, "truncate_prompt_tokens")
+    if most == -1:  # as many as there is room for
+        limit = getattr(fields, "max_completion_tokens", None) or fields.max_tokens or 1
+        most = max(1, context - limit)
+    return None if most is None or most > context else most, fields.truncation_side
+
+
+def _chat_prompt(
+    service: Service, fields: TemplateFields, cut: tuple[int | None, str] = (None, "left")
+) -> RenderedChat:
+    tokenizer = service.tokenizer.cut_to(*cut)
+    return chat_prompt(tokenizer, fields, service.config.keeps_changing_lines)
 
 
 def _params(
