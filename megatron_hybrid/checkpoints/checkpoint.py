@@ -9,25 +9,23 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron_hybrid.checkpoints.folder import (
     CONFIG_FILE,
-    FLOATS,
     CheckpointFolder,
     adapter_of,
     huggingface_config,
 )
 from megatron_hybrid.checkpoints.found_tensors import find_tensors
-from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict, names_of_all_stages, writes
+from megatron_hybrid.checkpoints.packed_maps import PackedSource
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorPlan, write_tensors
 from megatron_hybrid.checkpoints.tensor_source import checked_maps, copy_tensors
 from megatron_hybrid.distributed.ranks import fail_together
@@ -84,16 +82,14 @@ def save_huggingface(model: HybridModel, folder: str | os.PathLike[str]) -> None
     state = full_state_dict(model)
     if state is None or not writes(model):
         return
-    theirs: dict[str, Tensor] = {}
-    maps: Iterable[TensorMap] = adapter.tensors(model.config)
-    packed = model.packed_source
-    if packed is not None:
-        maps = packed.expand_maps(adapter.as_found(m, model.config, packed.shapes) for m in maps)
-        theirs |= {adapter.text_name(name): tensor for name, tensor in packed.kept.items()}
-    for tensor_map in maps:
+    packed = model.packed_source or PackedSource({}, {})
+    config = model.config
+    found = (adapter.as_found(m, config, packed.shapes) for m in adapter.tensors(config))
+    theirs = {adapter.text_name(name): tensor for name, tensor in packed.kept.items()}
+    for tensor_map in packed.expand_maps(found):
         values = tensor_map.layout.to_theirs([state[name] for name in tensor_map.ours])
         for name, value in zip(tensor_map.theirs, values, strict=True):
-            written = {name: value} if packed is None else packed.to_file_tensors(name, value)
+            written = packed.to_file_tensors(name, value)
             theirs |= {adapter.text_name(name): value for name, value in written.items()}
     for name, original in adapter.copies(model.config).items():
         if original in theirs:  # else packed, and among `kept`
@@ -184,10 +180,9 @@ def checked_load(
             "reacquire_weights() first"
         )
     found = find_tensors(model, folder, names)
-    rounded = FLOATS if cast else (torch.float32,) if found.is_mixed else ()
     with found.packed.install(model, found.maps, str(folder.path), keeps_packing):
-        source = found.source()
-        maps = checked_maps(model, found.packed.expand_maps(found.maps), source, rounded)
-        found.check_numbers(model, maps)
+        source = found.source(cast)
+        maps = checked_maps(model, found.packed.expand_maps(found.maps), source)
+        found.check_numbers(model, maps, source)
 
         yield partial(copy_tensors, model, maps, source)

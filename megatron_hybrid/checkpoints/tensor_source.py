@@ -29,6 +29,8 @@ class TensorSource:
     shape: Callable[[str], tuple[int, ...]]
     dtype: Callable[[str], torch.dtype]
     read: Callable[[str], Tensor]
+    rounded: tuple[torch.dtype, ...] = ()
+    """Dtypes of values that are rounded to the model's."""
 
     def num_bytes(self, name: str) -> int:
         """Number of bytes of a tensor in the maps."""
@@ -36,23 +38,19 @@ class TensorSource:
         return math.prod(self.shape(given)) * self.dtype(given).itemsize
 
 
-def load_tensors(
-    model: HybridModel,
-    maps: list[TensorMap],
-    source: TensorSource,
-    rounded: tuple[torch.dtype, ...],
-) -> None:
+def load_tensors(model: HybridModel, maps: list[TensorMap], source: TensorSource) -> None:
     """Copy this rank's pieces into the model, after checking all of them; their numbers only when
     they are read.
 
     maps: of all pipeline stages.
     """
     check_names(maps, source.given, source.name)
-    checked = checked_maps(model, maps, source, rounded)
+    checked = checked_maps(model, maps, source)
+    dtypes = {source.given[n]: dtype for n, dtype in dtypes_in_model(model, checked).items()}
 
     def read(name: str) -> Tensor:
         value = source.read(name)
-        check_numbers(name, value, source.name)
+        check_numbers(name, value, source.name, dtypes[name])
         return value
 
     copy_tensors(model, checked, replace(source, read=read))
@@ -79,17 +77,26 @@ def check_names(maps: Iterable[TensorMap], given: Collection[str], source: str) 
 
 
 def checked_maps(
-    model: HybridModel,
-    maps: Iterable[TensorMap],
-    source: TensorSource,
-    rounded: tuple[torch.dtype, ...],
+    model: HybridModel, maps: Iterable[TensorMap], source: TensorSource
 ) -> list[TensorMap]:
     """The maps of tensors that this rank has pieces of, after checking all of them."""
     own = own_tensors(model)
     maps = [tensor_map for tensor_map in maps if own.keys() & set(tensor_map.ours)]
     for tensor_map in maps:
-        check_map(tensor_map, own, source, rounded)
+        check_map(tensor_map, own, source)
     return maps
+
+
+def dtypes_in_model(model: HybridModel, maps: Iterable[TensorMap]) -> dict[str, torch.dtype]:
+    """Dtypes that tensors in the maps have in the model, by their names in the maps."""
+    own = own_tensors(model)
+    return {
+        name: own[ours].dtype
+        for tensor_map in maps
+        for ours in tensor_map.ours
+        if ours in own
+        for name in tensor_map.theirs
+    }
 
 
 def copy_tensors(model: HybridModel, maps: list[TensorMap], source: TensorSource) -> None:
@@ -113,12 +120,7 @@ def copy_piece(whole: Tensor, tensor: Tensor, model: HybridModel) -> None:
     tensor.loaded_dtype = whole.dtype  # for `full_state_dict`
 
 
-def check_map(
-    tensor_map: TensorMap,
-    own: Mapping[str, Tensor],
-    source: TensorSource,
-    rounded: tuple[torch.dtype, ...],
-) -> None:
+def check_map(tensor_map: TensorMap, own: Mapping[str, Tensor], source: TensorSource) -> None:
     """Check shapes and dtypes, from headers only."""
     ours = [
         torch.empty(whole_shape(own[name]), dtype=own[name].dtype, device="meta")
@@ -133,7 +135,7 @@ def check_map(
                 "together."
             )
         dtype = source.dtype(given)
-        if dtype == expected.dtype or dtype in rounded:
+        if dtype == expected.dtype or dtype in source.rounded:
             continue
         if dtype not in FLOATS:
             remedy = (

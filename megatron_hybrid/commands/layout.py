@@ -8,24 +8,21 @@ from collections.abc import Callable, Sequence
 from megatron_hybrid.commands.arguments import whole_number
 from megatron_hybrid.utils.child_lifetime import EndSignal
 
-LAYOUT = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-}
-"""Options of the layout over ranks, and their fields of HybridConfig."""
+LAYOUT = (
+    ("tp", "tensor_model_parallel_size", "Split every layer over this many ranks, one GPU each"),
+    (
+        "pp",
+        "pipeline_model_parallel_size",
+        "Split the layers into this many stages, each of which has the ranks of --tp",
+    ),
+    ("ep", "expert_model_parallel_size", "Split the experts of each layer over this many ranks"),
+)
+"""Options of the layout over ranks, their fields of HybridConfig, and what they do."""
 
 
 def add_layout(parser: argparse.ArgumentParser) -> None:
     """Add the sizes of the layout."""
-    for (name, field), what in zip(
-        LAYOUT.items(),
-        (
-            "Split every layer over this many ranks, one GPU each",
-            "Split the layers into this many stages, each of which has the ranks of --tp",
-            "Split the experts of each layer over this many ranks",
-        ),
-    ):
+    for name, field, what in LAYOUT:
         parser.add_argument(
             f"--{name}", type=whole_number, default=1, metavar="N", help=f"{what} ({field})."
         )
@@ -33,7 +30,7 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 
 def sizes_of(options: argparse.Namespace) -> dict[str, int]:
     """Fields of HybridConfig, from the options of `add_layout`."""
-    return {field: getattr(options, name) for name, field in LAYOUT.items()}
+    return {field: getattr(options, name) for name, field, _ in LAYOUT}
 
 
 def run_on_ranks(

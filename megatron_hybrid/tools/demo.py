@@ -40,34 +40,27 @@ ANSWER_TOKENS = 24
 
 
 @dataclass
-class Row:
-    """One request in one mode."""
-
-    name: str
-    result: GenerationResult
-
-
-@dataclass
 class Run:
     """All requests in one mode."""
 
     mode: str
-    rows: list[Row] = field(default_factory=list)
+    results: dict[str, GenerationResult] = field(default_factory=dict)
+    """The results by the names of the requests."""
     peak_kv_blocks: int = 0  # of running requests at a time
     seconds: float = 0.0
     stats: dict = field(default_factory=dict)
 
     @property
     def outputs(self) -> list[list[list[int]]]:
-        return [[s.token_ids for s in row.result.samples] for row in self.rows]
+        return [[s.token_ids for s in result.samples] for result in self.results.values()]
 
     @property
     def first_token_seconds(self) -> float:
-        return sum(row.result.time_to_first_token for row in self.rows)
+        return sum(result.time_to_first_token for result in self.results.values())
 
     def prefix_sum(self, attribute: str) -> int:
         """Sum a number that each request's `PrefixReport` has."""
-        return sum(getattr(row.result.prefix, attribute) for row in self.rows)
+        return sum(getattr(result.prefix, attribute) for result in self.results.values())
 
 
 def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Run:
@@ -98,7 +91,7 @@ def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Ru
             run.peak_kv_blocks = max(run.peak_kv_blocks, engine.stats()["kv_blocks_in_use"])
             engine.step()
         results = [request.result() for request in requests]
-        run.rows += [Row(name, result) for name, result in zip(names, results)]
+        run.results |= zip(names, results)
         return results
 
     # The first forward pass of a process includes one-time set-up; so it is not measured.
@@ -176,7 +169,7 @@ def run_demo(model, tokenizer, console: Console) -> bool:
         console.print("[green]identical outputs[/green] in all three modes, token by token")
     else:
         console.print("[red]the outputs of the three modes differ[/red]")
-    answer = runs[-1].rows[0].result
+    answer = next(iter(runs[-1].results.values()))
     console.print(f"\n[dim]{USERS[0].strip()}[/dim] {answer.text.strip()} ...")
     console.print(f"\n{_in_short(runs)}")
     return identical
@@ -217,15 +210,16 @@ def _requests_table(runs: list[Run]) -> Table:
         for index, name in enumerate(columns[run.mode]):
             header = f"[bold]{run.mode.replace('_only', '')}[/bold]" if index == 0 else ""
             table.add_column(f"{header}\n{name}", justify="right", no_wrap=True)
-    for rows in zip(*(run.rows for run in runs)):
-        cells = [rows[0].name, str(rows[0].result.prefix.prompt_tokens)]
-        for run, row in zip(runs, rows):
-            prefix = row.result.prefix
+    for name, first in runs[0].results.items():
+        cells = [name, str(first.prefix.prompt_tokens)]
+        for run in runs:
+            result = run.results[name]
+            prefix = result.prefix
             values = {
                 "shared": str(prefix.shared_tokens),
                 "skipped": f"[bold green]{prefix.skipped_tokens}[/bold green]",
                 "run": str(prefix.computed_tokens),
-                "ms": _milliseconds(row.result.time_to_first_token),
+                "ms": _milliseconds(result.time_to_first_token),
             }
             cells += [values[name] for name in columns[run.mode]]
         table.add_row(*cells)

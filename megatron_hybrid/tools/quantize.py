@@ -133,6 +133,10 @@ class Report:
     text: dict[str, float] = field(default_factory=dict)
     """Figures of `compare`."""
 
+    def keep(self, reason: str, numbers: int) -> None:
+        """Count numbers that stay as they are."""
+        self.kept[reason] = self.kept.get(reason, 0) + numbers
+
 
 def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> Report:
     """Write a folder with quantized weights. One tensor is held at a time.
@@ -168,27 +172,28 @@ def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> R
             shape = (*lead, rows - rest.get(name, 0), columns)
             if len(shape) > 2 and is_theirs:
                 reason = f"experts of {values['model_type']}: no quantized form is published"
-                report_reason(report, reason, math.prod(shape))
+                report.keep(reason, math.prod(shape))
             elif _GATES.search(name):
-                report_reason(report, _STEERING, math.prod(shape))
+                report.keep(_STEERING, math.prod(shape))
             else:
                 shapes[name] = shape
                 if name in rest:
-                    report_reason(report, _STEERING, rest[name] * columns)
+                    report.keep(_STEERING, rest[name] * columns)
         group = _group(to, shapes.values())
         multiple = group or kind.multiple
         chosen = {n: s for n, s in shapes.items() if s[-1] % multiple == 0}
         for name in sorted(shapes.keys() - chosen.keys()):
             reason = f"rows that are no multiple of {multiple} numbers"
-            report_reason(report, reason, math.prod(shapes[name]))
+            report.keep(reason, math.prod(shapes[name]))
         stored = {n: _stored(n, s, kind, group, is_theirs) for n, s in chosen.items()}
-        writer = _Writer(source, stored, places, rest, report, is_theirs, kind)
+        has_words = is_theirs and kind.method == "pack-quantized"
+        writer = _Writer(source, stored, places, rest, report, is_theirs, has_words)
         if is_theirs:
             values["quantization_config"] = _config(kind, group, source, stored)
         for name in source.names():
             if name not in places:
                 reason = "embeddings, output layer, norms, routers, convolutions, vectors"
-                report_reason(report, reason, math.prod(source.shape(name)))
+                report.keep(reason, math.prod(source.shape(name)))
 
         def write_config() -> None:
             text = json.dumps(values, indent=2) + "\n"
@@ -225,11 +230,6 @@ def pack_as(model: HybridModel, to: str) -> None:
             rows = rest.get(model.canonical_name(f"{name}.weight"), 0)
             packing = Packing(kind.codes, kind.scale, group or columns, has_outer, num_rest=rows)
             replace_weight(module, PackedWeight(module.weight, packing))
-
-
-def report_reason(report: Report, reason: str, numbers: int) -> None:
-    """Count numbers that are kept for a reason."""
-    report.kept[reason] = report.kept.get(reason, 0) + numbers
 
 
 def _places(model: HybridModel, maps: list, given: dict[str, str]) -> Iterator[tuple[str, str]]:
@@ -371,75 +371,73 @@ class _Source:
         return value
 
 
+@dataclass
 class _Writer:
     """Makes the tensors of the new folder, those of a weight one after the other."""
 
-    def __init__(
-        self,
-        files: _Source,
-        stored: dict[str, StoredWeight],
-        places: dict[str, str],
-        rest: dict[str, int],
-        report: Report,
-        is_theirs: bool,
-        kind: Format,
-    ):
-        self._files, self._stored, self._places, self._rest = files, stored, places, rest
-        self._report, self._is_theirs = report, is_theirs
-        self._in_words = is_theirs and kind.method == "pack-quantized"
-        self._of = {part.name: n for n, s in stored.items() for part in s.parts.values()}
+    files: _Source
+    stored: dict[str, StoredWeight]
+    places: dict[str, str]
+    rest: dict[str, int]
+    report: Report
+    is_theirs: bool
+    has_words: bool
+    """Whether codes lie in words of 32 bits."""
+
+    def __post_init__(self) -> None:
+        self._of = {part.name: n for n, s in self.stored.items() for part in s.parts.values()}
         self._last: tuple[str, dict[str, Tensor]] = "", {}
 
     def plan(self) -> Iterator[TensorPlan]:
         """All tensors."""
-        for name in self._files.names():
-            if name not in self._stored:
-                yield TensorPlan(name, self._files.shape(name), self._files.dtype(name))
+        for name in self.files.names():
+            if name not in self.stored:
+                yield TensorPlan(name, self.files.shape(name), self.files.dtype(name))
                 continue
-            stored = self._stored[name]
+            stored = self.stored[name]
             for part, each in stored.parts.items():
                 sample = torch.empty(each.shape, dtype=each.dtype, device="meta")
                 tensor = self._in_file(part, sample)
                 yield TensorPlan(each.name, tuple(tensor.shape), tensor.dtype)
-            if rows := self._rest.get(name):
+            if rows := self.rest.get(name):
                 shape = (*stored.shape[:-2], rows, stored.shape[-1])
-                yield TensorPlan(f"{name}.rest", shape, self._files.dtype(name))
-            if self._in_words:
+                yield TensorPlan(f"{name}.rest", shape, self.files.dtype(name))
+            if self.has_words:
                 yield TensorPlan(f"{name}_shape", (len(stored.shape),), torch.int64)
 
     def make(self, name: str) -> Tensor:
         """A tensor of the new folder."""
-        if name.endswith("_shape") and (weight := name.removesuffix("_shape")) in self._stored:
-            return torch.tensor(self._stored[weight].shape)
-        if name.endswith(".rest") and (weight := name.removesuffix(".rest")) in self._rest:
-            return self._files.read(weight)[..., -self._rest[weight] :, :]
+        if name.endswith("_shape") and (weight := name.removesuffix("_shape")) in self.stored:
+            return torch.tensor(self.stored[weight].shape)
+        if name.endswith(".rest") and (weight := name.removesuffix(".rest")) in self.rest:
+            return self.files.read(weight)[..., -self.rest[weight] :, :]
         if name not in self._of:
-            return self._files.read(name).contiguous()
+            return self.files.read(name).contiguous()
         weight = self._of[name]
         if self._last[0] != weight:
             self._last = weight, self._quantized(weight)
-        stored = self._stored[weight]
+        stored = self.stored[weight]
         part = next(part for part, each in stored.parts.items() if each.name == name)
         value = self._last[1][part]
-        if part == "outer" and not self._is_theirs:
+        if part == "outer" and not self.is_theirs:
             value = value.expand(stored.parts[part].shape)
         return self._in_file(part, value)
 
     def _in_file(self, part: str, value: Tensor) -> Tensor:
         """A part as the folder holds it."""
-        if self._in_words and part == "codes":
+        if self.has_words and part == "codes":
             return in_words(value)
-        if self._is_theirs and part == "outer":
+        if self.is_theirs and part == "outer":
             return value.flatten()[:1]
         return value.contiguous()
 
     def _quantized(self, name: str) -> dict[str, Tensor]:
-        stored = self._stored[name]
-        weight = self._files.read(name)[..., : stored.shape[-2], :]
-        kind = self._report.quantized.setdefault(self._places[name], Kind())
+        stored = self.stored[name]
+        weight = self.files.read(name)[..., : stored.shape[-2], :]
+        kind = self.report.quantized.setdefault(self.places[name], Kind())
         if weight.dim() == 2:
             parts = self._counted(weight, stored, kind)
-            if self._is_theirs and "outer" in parts:  # stored as a divisor
+            if self.is_theirs and "outer" in parts:  # stored as a divisor
                 parts["outer"] = fp4_divisor(weight)
             return parts
         experts = [self._counted(expert, stored, kind) for expert in weight]

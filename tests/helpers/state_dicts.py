@@ -17,6 +17,7 @@ def load_state(model, state, cast=False):
         lambda name: tuple(state[name].shape),
         lambda name: state[name].dtype,
         state.__getitem__,
+        FLOATS if cast else (),
     )
     maps = [TensorMap((name,), (name,)) for name in names_of_all_stages(model)]
-    load_tensors(model, maps, source, FLOATS if cast else ())
+    load_tensors(model, maps, source)

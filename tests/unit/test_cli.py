@@ -206,27 +206,6 @@ def test_explain_of_a_saved_cache(folder, capsys, tmp_path):
     assert "41 can be fetched: the disk has them" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "command", ["demo", "generate", "explain", "convert", "plan", "profile", "preprocess"]
-)
-def test_help_names_defaults_where_there_are_some(command, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
-    out = " ".join(capsys.readouterr().out.split())
-    assert "default: None" not in out and "default: False" not in out
-    expected = {
-        "demo": "(default: demo)",
-        "generate": "The default is the model's own (generation_config.json), else 1.",
-        "explain": "at most a quarter. (default: 0.9)",
-        "convert": "(default: ours)",
-        "plan": "(default: 8000)",
-        "profile": "(default: exact)",
-        "preprocess": "The default is text, or messages with --chat.",
-    }
-    assert expected[command] in out
-
-
 @pytest.mark.parametrize("command", ["plan", "info", "explain"])
 def test_what_is_printed_fits_80_columns(command, capsys):
     arguments = {
@@ -500,7 +479,11 @@ def test_every_help_text_is_a_sentence_and_fits_80_columns(command, monkeypatch)
     about = [action.help for action in parser._actions if action.dest != "help"]
     for text in (parser.description, *about):
         assert re.fullmatch(r"[A-Z].*\.", text), text
-    assert max(map(len, parser.format_help().splitlines())) <= 80
+    shown = parser.format_help()
+    assert max(map(len, shown.splitlines())) <= 80
+    defaults = re.findall(r"\(default: (.*?)\)", " ".join(shown.split()))
+    assert not {"None", "False", "inf", "[]"} & set(defaults)
+    assert defaults or command in ("info", "train")
 
 
 def test_the_list_of_commands_fits_80_columns(capsys):

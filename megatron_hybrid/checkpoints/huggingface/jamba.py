@@ -33,9 +33,9 @@ class Jamba(Adapter):
             mamba_inner_layernorms=True,
             sliding_window=None,
         )
-        layers, experts = fields.required(hf, "num_hidden_layers"), hf.get("num_experts", 16)
-        mixers = _periodic(hf, "attn_layer", (8, 4), "*", "S", layers)
-        mlps = _periodic(hf, "expert_layer", (2, 1), "E" if experts > 1 else "-", "-", layers)
+        experts = hf.get("num_experts", 16)
+        mixers = _periodic(hf, "attn_layer", 8, 4, "S*")
+        mlps = _periodic(hf, "expert_layer", 2, 1, "-E" if experts > 1 else "--")
         width = fields.required(hf, "intermediate_size")
         found = {
             **fields.model(hf),
@@ -63,14 +63,9 @@ class Jamba(Adapter):
         return found
 
 
-def _periodic(
-    hf: Mapping[str, Any],
-    name: str,
-    default: tuple[int, int],
-    chosen: str,
-    other: str,
-    num_layers: int,
-) -> str:
-    """`chosen` in layer `<name>_offset` and every `<name>_period`-th after it, else `other`."""
-    period, offset = hf.get(f"{name}_period", default[0]), hf.get(f"{name}_offset", default[1])
-    return "".join(chosen if i % period == offset else other for i in range(num_layers))
+def _periodic(hf: Mapping[str, Any], name: str, period: int, offset: int, symbols: str) -> str:
+    """The second symbol for layer `<name>_offset` and every `<name>_period`-th after it, the first
+    one for others."""
+    period, offset = hf.get(f"{name}_period", period), hf.get(f"{name}_offset", offset)
+    layers = range(fields.required(hf, "num_hidden_layers"))
+    return "".join(symbols[i % period == offset] for i in layers)

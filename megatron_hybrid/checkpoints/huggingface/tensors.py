@@ -82,16 +82,13 @@ class TensorNames:
         self, config: HybridConfig, symbol: str, ours: str, layers: str, index: int
     ) -> Iterator[TensorMap]:
         number, place = divmod(index, len(self.norms))
-        kind, (name, tensors), theirs = (
-            LAYER_KINDS[symbol],
-            self.parts[symbol],
-            f"{layers}.{number}",
-        )
+        kind, theirs = LAYER_KINDS[symbol], f"{layers}.{number}"
         if config.norm_placement != "post":
             yield same(f"{ours}.{kind.norm_name}.weight", f"{theirs}.{self.norms[place]}.weight")
         if config.norm_placement != "pre":
             after = self.post_norms[place]
             yield same(f"{ours}.post_layernorm.weight", f"{theirs}.{after}.weight")
+        name, tensors = self.parts[symbol]
         inner = f"{theirs}.{name}" if name else theirs
         yield from tensors(config, f"{ours}.{kind.mixer_name}", inner)
 

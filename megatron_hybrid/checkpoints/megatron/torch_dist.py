@@ -138,7 +138,8 @@ def load_megatron(
             if own_member().rank == 0:
                 logger.warning("%s: layers for multi-token prediction are left out", files.path)
             given = {name: key for name, key in given.items() if name not in of_parts}
-        source = TensorSource(str(files.path), given, files.shape, files.dtype, files.read)
+        rounded = FLOATS if dtype is not None else ()
+        source = TensorSource(str(files.path), given, files.shape, files.dtype, files.read, rounded)
         shift = int(_centers(files.config())) - int(_centers(config))
         maps = [
             replace(m, layout=_shifted(shift))
@@ -146,7 +147,7 @@ def load_megatron(
             else _as_stored(m, files, given, config.vocab_size)
             for m in _tensor_maps(sections)
         ]
-        load_tensors(model, maps, source, FLOATS if dtype is not None else ())
+        load_tensors(model, maps, source)
     return model.eval()
 
 

@@ -65,6 +65,12 @@ class WeightLoader:
         """Note that all of the model is about to be written."""
         self.begun |= self.of_all.keys()
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Dtype that a given tensor has in this rank's part of the model; None: it is not there."""
+        number, _ = self.names.find(name) or (None, name)
+        ours = () if number is None else self.names.maps[number].ours
+        return next((self.own[each].dtype for each in ours if each in self.own), None)
+
     def write_piece(self, name: str, whole: Tensor) -> None:
         """Write this rank's piece of a whole tensor of ours; where it is packed, to nearest."""
         if isinstance(self.own[name], PackedWeight):
@@ -246,8 +252,9 @@ class _Pass:
             lambda name: tuple(parts[name].shape),
             lambda name: parts[name].dtype,
             parts.__getitem__,
+            FLOATS,
         )
-        check_map(tensor_map, self._own, source, FLOATS)
+        check_map(tensor_map, self._own, source)
 
         def values() -> dict[str, Tensor]:
             theirs = [parts[name] for name in tensor_map.theirs]

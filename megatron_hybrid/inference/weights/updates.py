@@ -117,7 +117,7 @@ class WeightUpdate:
         for name, tensor in map(_pair, part.heads):
             self._loader.checks.take(name, tensor)
             if isinstance(tensor, Tensor):
-                check_numbers(name, tensor, part.kind)
+                check_numbers(name, tensor, part.kind, self._loader.dtype(name))
         self._loader.checks.require_known()
         if part.is_whole_call:
             self._loader.checks.require_complete()
@@ -193,7 +193,7 @@ class WeightUpdate:
                 f"{announced.dtype} {list(announced.shape)}."
             )
         if isinstance(tensor, Tensor):
-            check_numbers(name, tensor, part.kind)
+            check_numbers(name, tensor, part.kind, self._loader.dtype(name))
         return _described(name, tensor) if self._ranks.size > 1 else name
 
     def _explained(self, error: BaseException) -> BaseException:

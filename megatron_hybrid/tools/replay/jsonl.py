@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,14 +32,9 @@ PROMPT_FIELDS = ("prompt", "messages", "tokens", "prompt_tokens")
 OUTPUT_FIELDS = ("output", "completion")
 
 
-class Tokenize(Protocol):
-    """A function that returns token ids, and likely junctions with other chats in them."""
-
-    def __call__(
-        self, text: str | list, *, tools: list[dict] | None, is_answer: bool
-    ) -> tuple[Sequence[int], Sequence[int]]:
-        """Tokenize a prompt's text, the messages of a chat with the schemas of its tools, or an
-        answer, which continues other tokens."""
+Tokenize = Callable[..., tuple[Sequence[int], Sequence[int]]]
+"""(text or messages, tools=schemas of functions, is_answer=whether it continues other tokens) ->
+token ids, and likely junctions with other chats in them."""
 
 
 def load_jsonl(
@@ -74,19 +69,13 @@ class Line:
     row: dict[str, Any]
     prompt_field: str
     """Name of the field with the prompt."""
+    prompt: Any
     output_field: str | None
+    output: Any
+    """None: not known."""
     session: int | str
     turn: int
     arrival: float
-
-    @property
-    def prompt(self) -> Any:
-        return self.row[self.prompt_field]
-
-    @property
-    def output(self) -> Any:
-        """None: not known."""
-        return None if self.output_field is None else self.row[self.output_field]
 
 
 @contextmanager
@@ -189,7 +178,8 @@ def _line(place: str, row: dict[str, Any], index: int) -> Line:
         raise ValueError(f"`turn` is {turn:g}: give a whole number from 0 on, or leave it out")
     arrival = float(_number(row, "arrival", index))
     output_field = _one_of(row, OUTPUT_FIELDS)
-    return Line(place, row, prompt_field, output_field, session, int(turn), arrival)
+    fields = prompt_field, row[prompt_field], output_field, row.get(output_field)
+    return Line(place, row, *fields, session, int(turn), arrival)
 
 
 def _request(line: Line, tokenize: Tokenize | None, vocab: int) -> Request:

@@ -47,7 +47,7 @@ def logits_in_transformers(model, folder):
     return Reference(theirs.eval()).logits(tokens_for(model)).float()
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba2", "nemotron_h_moe", "qwen3_next", "jamba"])
+@pytest.mark.parametrize("name", ["llama", "nemotron_h_moe", "qwen3_next"])
 def test_trained_from_scratch(name, tmp_path):
     """The model never had weights of transformers, only its config.json."""
     values = json.loads(build(name).config.to_json_string(use_diff=False))
@@ -58,7 +58,7 @@ def test_trained_from_scratch(name, tmp_path):
     assert largest(ours - theirs) < 2e-5 * ours.std()
 
 
-@pytest.mark.parametrize("name", ["llama", "nemotron_h", "jamba"])
+@pytest.mark.parametrize("name", ["nemotron_h", "jamba"])
 def test_trained_from_fields_alone(name, tmp_path):
     """As by a recipe; its checkpoint is converted by a config.json that says the same."""
     build(name).config.save_pretrained(tmp_path)

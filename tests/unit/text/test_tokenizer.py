@@ -119,6 +119,45 @@ def test_same_ids_as_transformers(write, change, settings):
             assert ours.detokenize(plain, skips) == other.decode(plain, skip_special_tokens=skips)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("GPT2Tokenizer", {"add_prefix_space": True}),
+        ("Qwen2TokenizerFast", {"add_prefix_space": True}),
+        ("GPT2TokenizerFast", {}),
+        ("LlamaTokenizer", {}),
+        ("LlamaTokenizerFast", {"legacy": True}),
+        ("LlamaTokenizer", {"add_prefix_space": False}),
+        ("PreTrainedTokenizerFast", {"add_prefix_space": False}),
+        (None, {"add_prefix_space": False}),
+    ],
+)
+@pytest.mark.parametrize("model_type", ["llama", "jamba"])
+def test_the_first_word_gets_a_space_where_its_class_gives_one(write, kind, settings, model_type):
+    def change(tokenizer):
+        if kind == "Qwen2TokenizerFast":
+            parts = transformers.Qwen2Tokenizer().backend_tokenizer
+            tokenizer.normalizer, tokenizer.pre_tokenizer = parts.normalizer, parts.pre_tokenizer
+        elif kind == "GPT2TokenizerFast":  # the file says the opposite
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        elif kind != "GPT2Tokenizer":
+            tokenizer.normalizer = normalizers.Sequence(
+                [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+            )
+            tokenizer.pre_tokenizer = None
+            steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+            tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+            tokenizer.add_tokens(["▁", "▁▁", "▁Hello"])
+
+    config = {**ROLES, "unk_token": None, **settings, "tokenizer_class": kind}
+    folder = write(change, tokenizer_config=config, config={"model_type": model_type})
+    ours, other = Tokenizer.from_folder(folder), theirs(folder)
+    for text in TEXTS:
+        ids = ours.tokenize(text)
+        assert ids == other(text)["input_ids"]
+        assert ours.detokenize(ids) == other.decode(ids, skip_special_tokens=True)
+
+
 def added(content, **fields):
     return {
         "content": content,
