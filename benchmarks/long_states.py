@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.plots import drawn
 from megatron_hybrid.ops import RaggedLayout
 from megatron_hybrid.ops.conv.reference import causal_conv1d
-from megatron_hybrid.ops.delta_rule.reference import gated_delta_rule, kimi_delta_attention
+from megatron_hybrid.ops.delta_rule.reference import delta_rule
 from megatron_hybrid.ops.selective_scan.reference import selective_scan
 from megatron_hybrid.ops.ssd.reference import ssd_scan
 
@@ -79,7 +79,7 @@ def _mamba2(tokens: int, generator: torch.Generator) -> tuple[Tensor, ...]:
 
 def _call_mamba2(inputs, states, layout):
     x, dt, B, C = inputs
-    return ssd_scan(x, dt, -rates().to(x.dtype), B, C, None, states, layout)
+    return ssd_scan(x, dt, -rates().to(x.dtype), B, C, x.new_zeros(HEADS), states, layout)
 
 
 def _mamba1(tokens: int, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -91,7 +91,7 @@ def _mamba1(tokens: int, generator: torch.Generator) -> tuple[Tensor, ...]:
 def _call_mamba1(inputs, states, layout):
     x, dt, B, C = inputs
     A_CN = -rates().repeat_interleave(WIDTH)[:, None].expand(CHANNELS, WIDTH).to(x.dtype)
-    return selective_scan(x, dt, A_CN, B, C, None, states, layout)
+    return selective_scan(x, dt, A_CN, B, C, x.new_zeros(CHANNELS), states, layout)
 
 
 def _delta(tokens: int, generator: torch.Generator, *decays: int) -> tuple[Tensor, ...]:
@@ -117,13 +117,13 @@ KINDS = (
         "GDN",
         (HEADS, WIDTH, WIDTH),
         _delta,
-        lambda inputs, states, layout: gated_delta_rule(*inputs, states, layout),
+        lambda inputs, states, layout: delta_rule(*inputs, states, layout),
     ),
     Kind(
         "KDA",
         (HEADS, WIDTH, WIDTH),
         lambda tokens, generator: _delta(tokens, generator, WIDTH),
-        lambda inputs, states, layout: kimi_delta_attention(*inputs, states, layout),
+        lambda inputs, states, layout: delta_rule(*inputs, states, layout),
     ),
     Kind(
         "short convolution",

@@ -12,8 +12,6 @@ Class 0: KV from which no position resumes. Class 1: items with a value."""
 
 MAX_STALE = 64
 """A heap is compacted when it has this many more stale entries than valid ones."""
-CLEANED_AT_ONCE = 4
-"""Entries checked per pushed entry while a heap is compacted."""
 
 
 class LazyHeap:
@@ -32,7 +30,6 @@ class LazyHeap:
         self.key = key
         self._max_risen = max_risen
         self._heap: list[tuple[Key, int, object]] = []
-        self._old: list[tuple[Key, int, object]] = []  # also a heap, compacted from its end
         self._items: OrderedDict[object, None] = OrderedDict()  # in the order of `refresh`
         self._pushed = 0
 
@@ -62,34 +59,23 @@ class LazyHeap:
         self._items[item] = None
         self._pushed += 1  # breaks ties in order of arrival
         heapq.heappush(self._heap, (key, self._pushed, item))
-        if not self._old:
-            if len(self._heap) <= 2 * len(self._items) + MAX_STALE:
-                return
-            self._heap, self._old = self._old, self._heap
-        for _ in range(min(CLEANED_AT_ONCE, len(self._old))):
-            entry = self._old.pop()  # the last one: the rest stays a heap
-            if entry[2].queued is entry[0]:
-                heapq.heappush(self._heap, entry)
-
-    def _first(self) -> list[tuple[Key, int, object]]:
-        """Return the heap whose top is the least entry."""
-        if self._old and (not self._heap or self._old[0] < self._heap[0]):
-            return self._old
-        return self._heap
+        if len(self._heap) > 2 * len(self._items) + MAX_STALE:
+            self._heap = [entry for entry in self._heap if entry[2].queued is entry[0]]
+            heapq.heapify(self._heap)
 
     def least(self) -> Key | None:
         """Return the least key, or after `max_risen` risen keys the next one; move its item to the
         top."""
         risen = 0
-        while heap := self._first():
-            key, _, item = heap[0]
+        while self._heap:
+            key, _, item = self._heap[0]
             if item.queued is not key:
-                heapq.heappop(heap)
+                heapq.heappop(self._heap)
                 continue
             now = self.key(item)
             if now == key or (now is not None and risen == self._max_risen):
                 return now
-            heapq.heappop(heap)
+            heapq.heappop(self._heap)
             self._push(item, now)
             if now is not None:
                 if now < key:  # it was the least before
@@ -99,11 +85,11 @@ class LazyHeap:
 
     def top(self):
         """Return the item of the least key; call `least` before."""
-        return self._first()[0][2]
+        return self._heap[0][2]
 
     def pop(self):
         """Remove and return the item of the least key; call `least` before."""
-        item = heapq.heappop(self._first())[2]
+        item = heapq.heappop(self._heap)[2]
         self.discard(item)
         return item
 
@@ -122,5 +108,4 @@ class LazyHeap:
 
     def clear(self) -> None:
         self._heap.clear()
-        self._old.clear()
         self._items.clear()

@@ -174,10 +174,15 @@ def checked_load(
     Raises:
         CheckpointError: unreadable, or not of this model.
     """
+    if not model.has_memory:
+        raise CheckpointError(
+            "the model's weights have no memory, which an engine has given back: call its "
+            "reacquire_weights() first"
+        )
     found = find_tensors(model, folder, names)
     with found.packed.install(model, found.maps, str(folder.path), keeps_packing):
         source = found.source(cast)
         maps = checked_maps(model, found.packed.expand_maps(found.maps), source)
-        found.check_numbers(model, maps)
+        found.check_numbers(model, maps, source)
 
         yield partial(copy_tensors, model, maps, source)

@@ -19,6 +19,7 @@ from megatron_hybrid.checkpoints.quantization_config import QUANT_FILE, Quantiza
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.layer_pattern import PREDICTION_BOUNDARY, split_predictions
+from megatron_hybrid.utils.files import read_failure
 
 CONFIG_FILE = "config.json"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -41,7 +42,7 @@ class CheckpointFolder:
         self.values = _read_json(self.config_file)
         """Content of config.json, with the quantization_config that ModelOpt may have put into a
         file of its own."""
-        if self.quantization is None and (self.path / QUANT_FILE).exists():
+        if self.quantization is None and os.path.lexists(self.path / QUANT_FILE):
             self.values["quantization_config"] = _modelopt_config(self.path / QUANT_FILE)
         self._opened = ExitStack()
 
@@ -247,14 +248,15 @@ def _modelopt_config(path: Path) -> dict[str, Any]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (OSError, ValueError) as error:
+        if os.path.lexists(path):
+            why = read_failure(path, error)
+            raise CheckpointError(f"{path} cannot be read as JSON: {why}") from error
         exported = path.parent / "exported"  # in the folder of a training run
         such = f", such as {exported}" if (exported / path.name).is_file() else ""
         raise CheckpointError(
             f"{path} does not exist: name a folder with a checkpoint, or its config.json{such}"
         ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds a {type(values).__name__}, not a JSON object.")
     return values

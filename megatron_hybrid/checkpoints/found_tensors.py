@@ -15,7 +15,7 @@ from megatron_hybrid.checkpoints.model_tensors import own_weights
 from megatron_hybrid.checkpoints.packed_files import PackedFiles
 from megatron_hybrid.checkpoints.packed_maps import PackedSource, own_source
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles, check_numbers
-from megatron_hybrid.checkpoints.tensor_source import TensorSource, check_names
+from megatron_hybrid.checkpoints.tensor_source import TensorSource, check_names, dtypes_in_model
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.parameter_names import canonical_name, is_of_prediction
@@ -42,7 +42,7 @@ class FoundTensors:
         values of any dtype."""
         files, packed = self.files, self.packed
         parts = {name: name for name in packed.parts()}
-        others = self.given.keys() - packed.stored.keys() - packed.part_names()
+        others = self.given.keys() - packed.stored.keys() - packed.part_names() - parts.keys()
 
         def read(name: str) -> Tensor:
             return packed.read(name, files.read) if name in parts else files.read(name)
@@ -56,13 +56,15 @@ class FoundTensors:
             FLOATS if cast else (torch.float32,) if self.is_mixed else (),
         )
 
-    def check_numbers(self, model: HybridModel, maps: list[TensorMap]) -> None:
-        """Raise CheckpointError for NaN in tensors of this rank's stage, which its tensor-parallel
-        ranks share out among them, and for scales that make one of a code of 0. maps: of these
-        tensors, and of parts of packed weights."""
+    def check_numbers(
+        self, model: HybridModel, maps: list[TensorMap], source: TensorSource
+    ) -> None:
+        """Raise CheckpointError for NaN, and numbers that the model's dtype lacks, in tensors of
+        this rank's stage, which its tensor-parallel ranks share out among them, and for scales that
+        make NaN of a code of 0. maps: of these tensors, and of parts of packed weights."""
         tp, files = model.pg_collection.tp, self.files
-        names = sorted({name for tensor_map in maps for name in tensor_map.theirs})
-        for name in names[tp.rank() :: tp.size()]:
+        dtypes = dtypes_in_model(model, maps)
+        for name in sorted(dtypes)[tp.rank() :: tp.size()]:
             weight, _, part = name.rpartition(":")
             if weight in self.packed.stored:
                 stored = self.packed.stored[weight].parts[part]
@@ -73,8 +75,9 @@ class FoundTensors:
                     name = f"{stored.name}, times a code of 0,"
                     check_numbers(name, scale.float() * 0, files.folder)
             else:
-                name = self.given[name]
-                check_numbers(name, files.read(name), files.folder)
+                given = self.given[name]
+                value = source.read(source.given[name])
+                check_numbers(given, value, files.folder, dtypes[name])
 
 
 def find_tensors(
@@ -148,6 +151,7 @@ def _find_theirs(config: HybridConfig, folder: CheckpointFolder) -> FoundTensors
                 f"({why}). Config and weights do not belong together."
             )
     packed = _packed_source(weights, given, shapes, adapter, config)
+    packed.unpack_mixed(maps, files.read)
     is_mixed = files.dtype(given[embedding]) == config.params_dtype
     return FoundTensors(files, maps, given, packed, is_mixed)
 
@@ -170,7 +174,7 @@ def _packed_source(
     for name in adapter.ignored_names(names, config):
         del names[name]
     kept = {file_name: weights.files.read(file_name).clone() for file_name in names.values()}
-    return PackedSource(stored, shapes, kept)
+    return PackedSource(stored, shapes, kept, dtype_unpacked=config.params_dtype)
 
 
 def pack_as_in(model: HybridModel, folder: str | os.PathLike[str]) -> None:

@@ -24,8 +24,8 @@ _COLUMNS = {torch.float8_e4m3fn: 16, torch.float8_e8m0fnu: 32}
 """Columns that share a scale of this dtype in fp4: NVFP4, MXFP4."""
 
 _UNUSED = (
-    *("input_scale", "input_global_scale", "input_zero_point"),
-    *("q_scale", "k_scale", "v_scale", "output_scale"),
+    *("input_scale", "input_global_scale", "input_zero_point", "activation_scale"),
+    *("q_scale", "k_scale", "v_scale", "kv_scale", "prob_output_scale", "output_scale"),
     "g_idx",
 )
 """Tensors that are written back as they were, and not used: activations stay in the model's dtype,
@@ -263,7 +263,7 @@ def _kind(tensor: Tensor, dims: int) -> tuple[torch.dtype, tuple[int, ...]]:
 def _plain_codes(files: PackedFiles, name: str) -> dict[str, PackedTensor] | None:
     """FP8 and INT8 of one code an element, and ModelOpt's NVFP4."""
     dtype, inverse = files.files.dtype(name), f"{name}_scale_inv"
-    is_code = dtype in (torch.uint8, torch.float8_e4m3fn, torch.int8)
+    is_code = dtype in (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
     if is_code and not (files.has(inverse) or files.has(f"{name}_scale")):
         if not files.may_be_packed:
             return None
@@ -445,16 +445,10 @@ def _check_order(files: PackedFiles, name: str, columns: int, groups: int, size:
     size = size or -(-columns // groups)
     if torch.equal(found, torch.arange(columns) // size):
         return
-    own = max(1, int((found == 0).sum()))
-    if torch.equal(found, torch.arange(len(found)) // own):
-        raise CheckpointError(
-            f"{name} puts {len(found)} columns into groups of {own} in {files.files.folder}, but "
-            f"there are {columns} in groups of {size} by its config: weights with sizes of their "
-            "own are not read. Quantize all in one size, or copy the folder again."
-        )
     raise CheckpointError(
-        f"{name} gives columns an order of their own in {files.files.folder}, which is "
-        "not read. Quantize it without an order of activations (desc_act)."
+        f"{name} does not put {columns} columns into groups of {size}, as the config of "
+        f"{files.files.folder} has them, one after the other: an order of their own is not read. "
+        "Quantize it without an order of activations (desc_act), or copy the folder again."
     )
 
 

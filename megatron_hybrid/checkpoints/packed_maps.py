@@ -6,6 +6,7 @@ a row for each row of the weight, follow the same maps.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ from megatron_hybrid.models.packed_weight import (
     common_group,
     replace_weight,
 )
+from megatron_hybrid.ops import unpack
+
+logger = logging.getLogger(__name__)
 
 PACKABLE = (LocalColumnLinear, LocalRowLinear, ReplicatedLinear, StackedLinear)
 """Layers whose weights may be packed."""
@@ -53,21 +57,51 @@ class PackedSource:
     """Maps of packed weights, by our names of them."""
     is_ours: bool = False
     """Whether the folder is a checkpoint of ours."""
+    dtype_unpacked: torch.dtype | None = None
+    unpacked: dict[str, StoredWeight] = field(default_factory=dict)
+    """Weights that are packed in the folder and not in the model, where they have this dtype. Their
+    parts are among `kept`."""
+
+    def unpack_mixed(self, maps: Iterable[TensorMap], read: Callable[[str], Tensor]) -> None:
+        """Have weights unpacked that are one tensor of the model with rows before them that are not
+        packed, or with others in another format. read: a tensor of the folder."""
+        for tensor_map in maps:
+            packed = [name for name in tensor_map.theirs if name in self.stored]
+            formats = {tuple(self.stored[name].dtypes.items()) for name in packed}
+            if not packed or (len(formats) == 1 and _Rows.of(tensor_map, self).packed_first):
+                continue
+            name = tensor_map.ours[0]
+            logger.warning("%s is not packed: other rows of it are packed otherwise or not", name)
+            for name in packed:
+                stored = self.unpacked[name] = self.stored.pop(name)
+                names = [part.name for part in stored.parts.values()]
+                self.kept |= {each: read(each).clone() for each in names}
 
     def read(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
-        """A part `weight:part` with a row for each row of the weight."""
+        """A part `weight:part` with a row for each row of the weight, or one of `unpacked`."""
+        if (stored := self.unpacked.get(name)) is not None:
+            group = math.gcd(stored.group, stored.shape[-1])
+            parts = {
+                part: stored.by_row(part, read(each.name), group)
+                for part, each in stored.parts.items()
+            }
+            return unpack(**parts, dtype=self.dtype_unpacked)
         weight, part = name.rsplit(":", 1)
         stored = self.stored[weight]
         return stored.by_row(part, read(stored.parts[part].name), self.groups[weight])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of what `read` returns."""
+        if name in self.unpacked:
+            return self.unpacked[name].shape
         weight, part = name.rsplit(":", 1)
         stored = self.stored[weight]
         return stored.shape_by_row(part, self.groups[weight])
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype of what `read` returns."""
+        if name in self.unpacked:
+            return self.dtype_unpacked
         weight, part = name.rsplit(":", 1)
         return self.stored[weight].dtypes[part]
 
@@ -77,11 +111,20 @@ class PackedSource:
 
     def parts(self) -> list[str]:
         """Names that `read` takes."""
-        return [f"{name}:{part}" for name, stored in self.stored.items() for part in stored.parts]
+        parts = [f"{name}:{part}" for name, stored in self.stored.items() for part in stored.parts]
+        return [*parts, *self.unpacked]
 
     def to_file_tensors(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """Invert `read`: the tensor in their folder by its name; none if it is among `kept`. Other
-        tensors are returned as they are."""
+        """Invert `read`: the tensors in their folder by their names; none of those among `kept`.
+        Other tensors are returned as they are."""
+        if (stored := self.unpacked.get(name)) is not None:
+            group = math.gcd(stored.group, stored.shape[-1])
+            values = quantized(value, stored).items()
+            found = {
+                stored.parts[part].name: stored.as_stored(part, stored.over_rows(part, v, group))
+                for part, v in values
+            }
+            return {each: tensor for each, tensor in found.items() if each not in self.kept}
         weight, _, part = name.rpartition(":")
         if weight not in self.stored:
             return {name: value}
@@ -111,7 +154,8 @@ class PackedSource:
         no longer belongs to it."""
         if (tensor_map := self.weight_maps.get(name)) is not None:
             for their_name in tensor_map.theirs:
-                if (stored := self.stored.get(their_name)) is not None:
+                stored = self.stored.get(their_name) or self.unpacked.get(their_name)
+                if stored is not None:
                     for part in stored.parts.values():
                         self.kept.pop(part.name, None)
 
@@ -161,7 +205,7 @@ class PackedSource:
             packed = [name for name in tensor_map.theirs if name in self.stored]
             name = tensor_map.ours[0]
             module = modules.get(name)
-            if packed:
+            if packed or not self.unpacked.keys().isdisjoint(tensor_map.theirs):
                 self.weight_maps[name] = tensor_map
             if module is None:
                 continue
@@ -175,7 +219,7 @@ class PackedSource:
                     f"{type(module).__name__}, which needs it unpacked: "
                     "dequantize it with the library that packed it, or use layer_spec='local'."
                 )
-            packing = self._packing(tensor_map, packed, module.weight, source)
+            packing = self._packing(tensor_map, packed, module.weight)
             self.groups |= {each: packing.group for each in packed}
             if isinstance(module.weight, PackedWeight) and module.weight.packing == packing:
                 continue
@@ -205,17 +249,9 @@ class PackedSource:
             raise
         model.packed_source = self if self.stored or self.kept else None
 
-    def _packing(
-        self, tensor_map: TensorMap, packed: list[str], weight: Tensor, source: str
-    ) -> Packing:
+    def _packing(self, tensor_map: TensorMap, packed: list[str], weight: Tensor) -> Packing:
         """Return how one of our weights is packed."""
         dtypes = self.stored[packed[0]].dtypes
-        if any(self.stored[name].dtypes != dtypes for name in packed):
-            raise CheckpointError(
-                f"{' and '.join(packed[:2])} are packed in different formats in {source}, but they "
-                f"are one tensor of the model, {tensor_map.ours[0]}. Dequantize them with the "
-                "library that packed them."
-            )
         group = math.gcd(*(self.stored[name].group for name in packed))
         return Packing(
             dtypes["codes"],
@@ -261,20 +297,20 @@ def own_source(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Which rows of one of our weights are packed: the first ones."""
+    """Which rows of one of our weights are packed: the first ones, if it is `packed_first`."""
 
     tensor_map: TensorMap
     source: PackedSource
     num_packed: int
     num_rest: int
+    packed_first: bool
 
     @classmethod
     def of(cls, tensor_map: TensorMap, source: PackedSource) -> _Rows:
         """Found by the layout of a mask.
 
         Raises:
-            CheckpointError: the layout is more than an order of rows, or packed rows lie after
-                others.
+            CheckpointError: the layout is more than an order of rows.
         """
         shapes = [source.shapes[name][:-1] for name in tensor_map.theirs]
         mask = [
@@ -296,14 +332,8 @@ class _Rows:
             )
         is_packed = ours[..., 0].reshape(-1, ours.shape[-2])
         num_packed = int(is_packed[0].sum())
-        if not bool((is_packed == (torch.arange(ours.shape[-2]) < num_packed)).all()):
-            raise CheckpointError(
-                f"{name} of the model consists of {', '.join(tensor_map.theirs)}, of which "
-                f"{', '.join(n for n in tensor_map.theirs if n not in source.stored)} is not "
-                "packed, and does not come last: pack all of them or none, or dequantize the "
-                "others with the library that packed them."
-            )
-        return cls(tensor_map, source, num_packed, ours.shape[-2] - num_packed)
+        first = bool((is_packed == (torch.arange(ours.shape[-2]) < num_packed)).all())
+        return cls(tensor_map, source, num_packed, ours.shape[-2] - num_packed, first)
 
     def layout(self, packed: bool) -> Layout:
         """The layout of the packed rows alone, or of the others."""

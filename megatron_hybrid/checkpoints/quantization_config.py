@@ -59,6 +59,8 @@ class Quantization:
             )
         try:
             said = _read(config, _METHODS[method])
+            size = said.get("group_size") or said.get("q_group_size") or 0
+            _check_group_sizes(said, size)
         except ValueError as error:
             raise CheckpointError(
                 f"{source} has a quantization_config of quant_method={method!r} with {error}. "
@@ -67,7 +69,6 @@ class Quantization:
         layout = said.get("checkpoint_format") or said.get("format") or "gptq"
         if method == "auto-round":
             method, layout = _PACKINGS[said.get("packing_format", "auto").lower()]
-        size = said.get("group_size") or said.get("q_group_size") or 0
         sizes = [tuple(said["weight_block_size"])] if "weight_block_size" in said else []
         sizes += [(1, size)] if size > 0 else []
         endings = [(_CLASS, ".g_idx")] if method == "gptq" and said.get("desc_act") else []
@@ -179,6 +180,15 @@ def _read(config: Mapping[str, Any], rules: _Rules, path: str = "") -> dict[str,
     return found
 
 
+def _check_group_sizes(said: Mapping[str, Any], size: int) -> None:
+    """Raise ValueError for a packed module whose groups have another size than those of all."""
+    for field in ("dynamic", "extra_config"):
+        for name, module in said.get(field, {}).items():
+            own = module.get("group_size", size)
+            if own != size and module.get("bits", 4) == 4:
+                raise ValueError(f"{field}.{name}.group_size={own}; that of all, {size}, is read")
+
+
 def _is_empty(value: Any) -> bool:
     """Return whether a value says nothing: null, or an object or list of nothing."""
     if isinstance(value, Mapping):
@@ -283,9 +293,12 @@ _METHODS: dict[str, _Rules] = {
     "compressed-tensors": {
         **_SKIPPED,
         **_fields("format", _COMPRESSED),
-        **_fields("quantization_status", _only("compressed")),
+        **_fields(
+            "quantization_status",  # a stage of the work
+            _only("initialized", "calibration", "frozen", "compressed"),
+        ),
         **_fields("kv_cache_scheme global_compression_ratio version run_compressed"),
-        "sparsity_config": _fields("format", _only("dense")),
+        "sparsity_config": {**_fields("format", _only("dense")), "*": _UNUSED},
         "config_groups": {"*": _GROUP},
     },
     "awq": {

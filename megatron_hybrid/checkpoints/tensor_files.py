@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_hybrid.utils.files import replace_file, temporary_path
+from megatron_hybrid.utils.files import read_failure, replace_file, temporary_path
 from megatron_hybrid.utils.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -84,9 +84,9 @@ class TensorFiles:
         """
         folder = Path(folder)
         index, weight_map = folder / INDEX_FILE, None
-        if (folder / WEIGHTS_FILE).is_file():
+        if os.path.lexists(folder / WEIGHTS_FILE):
             paths = [folder / WEIGHTS_FILE]
-        elif index.is_file():
+        elif os.path.lexists(index):
             weight_map = _read_index(index)
             paths = [folder / name for name in sorted(set(weight_map.values()))]
         else:
@@ -140,11 +140,15 @@ class TensorFiles:
         return self._opened[self._where[name]].get_slice(name)
 
 
-def check_numbers(name: str, tensor: Tensor, source: object) -> None:
-    """Raise CheckpointError if a tensor has a NaN, and warn of an infinity. One pass, no copy.
+def check_numbers(
+    name: str, tensor: Tensor, source: object, dtype: torch.dtype | None = None
+) -> None:
+    """Raise CheckpointError if a tensor has a NaN, or a finite number that is infinite in another
+    dtype, and warn of an infinity. One pass, no copy.
 
     tensor: without values (meta) it has none.
     source: the name of its folder, or what it came with.
+    dtype: what it will be rounded to; None: its own.
     """
     codes = _NAN_CODES.get(tensor.dtype)
     has_numbers = codes or tensor.is_floating_point()
@@ -153,18 +157,24 @@ def check_numbers(name: str, tensor: Tensor, source: object) -> None:
     if codes is not None:
         mask, code = codes
         has_nan = bool((tensor.view(torch.uint8) & mask == code).any())
-        is_infinite = False
+        ends = torch.zeros(2)
     else:
-        least, largest = (value.item() for value in torch.aminmax(tensor))
-        has_nan = math.isnan(least) or math.isnan(largest)
-        is_infinite = math.isinf(least) or math.isinf(largest)
+        ends = torch.stack(torch.aminmax(tensor)).cpu()
+        has_nan = bool(ends.isnan().any())
     if has_nan:
         raise CheckpointError(
             f"{name} has numbers that are NaN in {source}, which would make every answer NaN. Copy "
             "or send it again, or go back to a checkpoint from before they came."
         )
-    if is_infinite:
+    if bool(ends.isinf().any()):
         logger.warning("%s has infinite numbers in %s", name, source)
+    beyond = ends.isfinite() & ends.to(dtype or ends.dtype).isinf()
+    if bool(beyond.any()):
+        raise CheckpointError(
+            f"{name} has the number {ends[beyond][0].item():g} in {source}, but {dtype}, which it "
+            f"would be rounded to, ends at {torch.finfo(dtype).max:g}. torch.bfloat16 and "
+            "torch.float32 end at 3.4e+38: load the model in one of them."
+        )
 
 
 class TensorPlan(NamedTuple):
@@ -251,7 +261,9 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{index} cannot be read as JSON: {error}") from error
+        raise CheckpointError(
+            f"{index} cannot be read as JSON: {read_failure(index, error)}"
+        ) from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map, which says where each tensor lies.")
@@ -265,15 +277,13 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _open_file(path: Path, stack: ExitStack, index: Path):
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise CheckpointError(f"{path} does not exist, but {index} names it. Copy it there.")
     try:
         return stack.enter_context(safe_open(path, framework="pt"))
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}). It is truncated or no safetensors file; "
-            "copy or save it again."
-        ) from error
+        unknown = f"{error}. It is truncated or no safetensors file; copy or save it again."
+        raise CheckpointError(f"{path} cannot be read: {read_failure(path, unknown)}") from error
     except RuntimeError as error:  # of torch's memory mapping
         raise CheckpointError(f"{path} cannot be mapped into memory: {error}") from error
 
@@ -281,18 +291,14 @@ def _open_file(path: Path, stack: ExitStack, index: Path):
 def _check_index(
     index: Path, weight_map: Mapping[str, str], names: Mapping[Path, list[str]]
 ) -> None:
-    present = {(path.name, name) for path in names for name in names[path]}
-    for name, file in weight_map.items():
-        if (file, name) not in present:
-            raise CheckpointError(f"{index} puts {name} into {file}, which does not hold it.")
-    for file, name in sorted(present):
-        if name not in weight_map:
-            raise CheckpointError(
-                f"{index.parent / file} holds {name}, which {index} does not name. They do not "
-                "belong together."
-            )
-        if weight_map[name] != file:
-            raise CheckpointError(f"{name} lies in {file} and in {weight_map[name]} of {index}.")
+    present = {(name, path.name) for path in names for name in names[path]}
+    for name, file in sorted(weight_map.items() - present):
+        raise CheckpointError(f"{index} puts {name} into {file}, which does not hold it.")
+    for name, file in sorted(present - weight_map.items()):
+        raise CheckpointError(
+            f"{index.parent / file} holds {name}, which {index} puts into "
+            f"{weight_map.get(name, 'no file')}. They do not belong together."
+        )
 
 
 # Writing -----------------------------------------------------------------------------------------

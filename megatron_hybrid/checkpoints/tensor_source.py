@@ -46,10 +46,11 @@ def load_tensors(model: HybridModel, maps: list[TensorMap], source: TensorSource
     """
     check_names(maps, source.given, source.name)
     checked = checked_maps(model, maps, source)
+    dtypes = {source.given[n]: dtype for n, dtype in dtypes_in_model(model, checked).items()}
 
     def read(name: str) -> Tensor:
         value = source.read(name)
-        check_numbers(name, value, source.name)
+        check_numbers(name, value, source.name, dtypes[name])
         return value
 
     copy_tensors(model, checked, replace(source, read=read))
@@ -84,6 +85,18 @@ def checked_maps(
     for tensor_map in maps:
         check_map(tensor_map, own, source)
     return maps
+
+
+def dtypes_in_model(model: HybridModel, maps: Iterable[TensorMap]) -> dict[str, torch.dtype]:
+    """Dtypes that tensors in the maps have in the model, by their names in the maps."""
+    own = own_tensors(model)
+    return {
+        name: own[ours].dtype
+        for tensor_map in maps
+        for ours in tensor_map.ours
+        if ours in own
+        for name in tensor_map.theirs
+    }
 
 
 def copy_tensors(model: HybridModel, maps: list[TensorMap], source: TensorSource) -> None:

@@ -44,6 +44,7 @@ class CacheCalls:
         self._guard.refuse_inside_step("suspend")
         if self._guard.is_suspended:
             return
+        self._weights.require("suspend")
         offload, cache = self._parts.offload, self._parts.cache
         if keep_cache == "disk" and offload.disk is None:
             raise ValueError(
@@ -104,6 +105,7 @@ class CacheCalls:
     @on_all_ranks
     def save_cache(self, folder: str | PathLike[str] | None = None) -> CacheSaved:
         self._guard.refuse_suspended("save_cache")
+        self._weights.require("save_cache")
         offload, mode = self._parts.offload, self._parts.cache.mode
         if folder == "" or (folder is None and offload.disk is None):
             raise ValueError(
@@ -125,6 +127,7 @@ class CacheCalls:
     @on_all_ranks
     def clear_cache(self) -> None:
         self._guard.refuse_suspended("clear_cache")
+        self._weights.require("clear_cache")
         self._live.cancel_abandoned()
         scheduler = self._parts.scheduler
         running = scheduler.num_unanswered

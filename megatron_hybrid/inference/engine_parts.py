@@ -73,6 +73,11 @@ def check_arguments(
             f"model must be one of build_hybrid_model, load_pretrained, load_megatron or "
             f"from_megatron, bare or wrapped, got {type(given).__name__}"
         )
+    if not model.has_memory:
+        raise ValueError(
+            "the model's weights have no memory, which another engine has given back: call its "
+            "reacquire_weights() first"
+        )
     refuse_fsdp(given, model)
     if tokenizer is not None and not callable(getattr(tokenizer, "detokenize", None)):
         raise TypeError(

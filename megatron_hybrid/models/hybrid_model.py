@@ -19,12 +19,13 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.enums import ModelType
 from torch import Tensor, nn
 
-from megatron_hybrid.models.batch_checks import (
+from megatron_hybrid.models.batch_layout import (
+    batch_layout,
     check_attention_mask,
     check_padding_mask,
     check_position_ids,
+    row_padding,
 )
-from megatron_hybrid.models.batch_layout import batch_layout, row_padding
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
 from megatron_hybrid.models.layer_specs import get_mixer, get_norm
@@ -252,6 +253,11 @@ class HybridModel(_LanguageModule):
         """The name in the whole model of a parameter of this stage; a copy of another stage's
         parameter has that one's."""
         return self.stage_copies.name(canonical_name(name, self.layer_offset))
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the parameters have their memory, which an engine can give back for a while."""
+        return next(self.parameters()).untyped_storage().nbytes() > 0
 
     def cache_requirements(self) -> list[LayerCache]:
         """State that each layer of this stage keeps between calls; index is layer_number - 1."""

@@ -28,8 +28,6 @@ class ChunkGrid:
         )
 
     def __init__(self, layout: RaggedLayout, chunk_size: int, device: torch.device | str) -> None:
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
         self.chunk_size = chunk_size
         first_seq = layout.num_steps
         self.lengths = layout.lengths[first_seq:]

@@ -83,20 +83,6 @@ class RaggedLayout:
                     f"sequence {r} of depth {depth} has {self.lengths[r]} tokens, after one of "
                     f"depth {self.depths[r - 1]}: it needs one token and one depth more"
                 )
-        if min(self.start_positions) < 0:
-            raise ValueError(
-                f"start_positions holds {min(self.start_positions)}; positions count from 0"
-            )
-        if self.num_padding < 0:
-            raise ValueError(f"num_padding is {self.num_padding}; it must be at least 0")
-        if self.starts is not None and (
-            max(self.lengths) > 1
-            or self.depths != tuple(range(self.num_depths)) * (len(self.depths) // self.num_depths)
-        ):
-            raise ValueError(
-                f"lengths go up to {max(self.lengths)}, of depths {self.depths}: where start "
-                "positions are on the device, each sequence has one token, and depths repeat"
-            )
         for before, count in pairwise((0, *self.captures)):
             if count <= before or count > self.num_tokens:
                 raise ValueError(

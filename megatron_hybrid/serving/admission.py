@@ -15,7 +15,7 @@ from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.errors import ApiError
 
 STALL_SECONDS = 120.0
-"""Without a step, and a request that goes on in another way, before `/health` says so."""
+"""Without a step, though requests wait for one, before `/health` says so."""
 _LOOK_SECONDS = 1.0
 
 
@@ -40,12 +40,8 @@ class Ticket:
     first_token_seconds: float | None = None
     began: float = field(default_factory=time.perf_counter)
     waits_since: float | None = None
-    """Since when it waits for this server; None: it waits for its client."""
-    went_on_at: float = 0.0
-
-    def go_on(self) -> None:
-        """Take note that the request has come further."""
-        self.waits_since = self.went_on_at = time.perf_counter()
+    """Since when it waits for the engine; None: the engine has not got it, or its client has to
+    take what there is."""
 
     def count(self, output: RequestOutput) -> None:
         """Take note of what a step added."""
@@ -58,6 +54,7 @@ class Ticket:
 
     def count_all(self, results: Sequence[GenerationResult]) -> None:
         """Take note of whole answers."""
+        self.waits_since = None
         self.prefixes = {result.request_id: result.prefix for result in results}
         samples = [sample for result in results for sample in result.samples]
         self.num_generated = sum(len(sample.token_ids) for sample in samples)
@@ -114,12 +111,12 @@ class Admission:
 
     @property
     def stall(self) -> str | None:
-        """Why it seems that nothing goes on any more, though requests wait; None: all is well."""
+        """Why it seems that the engine goes on no more, though requests wait for it; None: all is
+        well."""
         waits = [each.waits_since for each in self._tickets if each.waits_since is not None]
         if not waits:
             return None
-        went_on_at = max(each.went_on_at for each in self._tickets)
-        seconds = time.perf_counter() - max(self._stepped_at, went_on_at, min(waits))
+        seconds = time.perf_counter() - max(self._stepped_at, min(waits))
         if seconds < STALL_SECONDS:
             return None
         return f"no request has gone on for {seconds:.0f} s, and {len(waits)} wait"
@@ -161,7 +158,6 @@ class Admission:
                     f"may have {per_key}: ask later",
                 )
         ticket = Ticket(request_id, key, num_samples)
-        ticket.waits_since = time.perf_counter()
         self._tickets.add(ticket)
         self.num_admitted += 1
         self._idle.clear()

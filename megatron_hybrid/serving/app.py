@@ -37,7 +37,7 @@ from megatron_hybrid.serving.fields import (
     TokenizeFields,
 )
 from megatron_hybrid.serving.idle_memory import trim_when_idle
-from megatron_hybrid.serving.json_response import encode_json, in_turn, json_response
+from megatron_hybrid.serving.json_response import in_turn, json_response
 from megatron_hybrid.serving.messages import CHAT_NAMES as MESSAGE_NAMES
 from megatron_hybrid.serving.messages import MessageAnswer, MessageChat, MessageFields, PromptFields
 from megatron_hybrid.serving.page_routes import add_page
@@ -53,7 +53,7 @@ from megatron_hybrid.serving.request_mapping import (
     thinking_budget,
     truncated,
 )
-from megatron_hybrid.serving.request_middleware import RequestMiddleware
+from megatron_hybrid.serving.request_middleware import RequestMiddleware, refusal
 from megatron_hybrid.serving.responses import CHAT_NAMES, ResponseAnswer, ResponseFields
 from megatron_hybrid.serving.routes import EVENTS, Answers, errors, keyed_routes
 from megatron_hybrid.serving.schemas import (
@@ -130,29 +130,29 @@ def create_app(service: Service) -> FastAPI:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(request: Request, error: ApiError) -> Response:
-        return _refusal(error, request)
+        return refusal(error, request.scope)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             error = ApiError(400, f"the body is no JSON: {first['ctx']['error']}")
-            return _refusal(error, request)
+            return refusal(error, request.scope)
         is_read = request.method == "POST" and first["loc"][0] == "body"
         if is_read and "json" not in request.headers.get("content-type", ""):
             error = ApiError(400, "the body is JSON: send Content-Type: application/json")
-            return _refusal(error, request)
-        return _refusal(refusal_of_field(error.errors()), request)
+            return refusal(error, request.scope)
+        return refusal(refusal_of_field(error.errors()), request.scope)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        answer = _refusal(ApiError(error.status_code, str(error.detail)), request)
+        answer = refusal(ApiError(error.status_code, str(error.detail)), request.scope)
         answer.headers.update(error.headers or {})  # such as Allow
         return answer
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
-        return _refusal(ApiError(500, f"{type(error).__name__}: {error}"), request)
+        return refusal(ApiError(500, f"{type(error).__name__}: {error}"), request.scope)
 
 
 _UNWELL: Answers = {
@@ -161,13 +161,6 @@ _UNWELL: Answers = {
         "content": {"text/plain": {}},
     }
 }
-
-
-def _refusal(error: ApiError, request: Request) -> Response:
-    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
-    return Response(
-        encode_json(error.body_of(path)), error.status, error.headers, "application/json"
-    )
 
 
 # Completions and chats --------------------------------------------------------------------------
@@ -344,13 +337,6 @@ class PreparedRequest:
 def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
     """Tokenize a request, and read its parameters; for a thread."""
     prompts = _prompts(service, fields)
-    if (most := fields.truncate_prompt_tokens) is not None:
-        if most <= 0:  # -1: as many as there is room for
-            limit = fields.max_tokens
-            if isinstance(fields, ChatFields):
-                limit = fields.max_completion_tokens or limit
-            most = max(1, service.engine_config.max_sequence_length - (limit or 1))
-        prompts = [truncated(prompt, most, fields.truncation_side) for prompt in prompts]
     style, thinks = None, None
     if isinstance(fields, ChatFields):
         template = service.tokenizer.template_source(fields.shown_tools)
@@ -380,13 +366,31 @@ def _num_prompts(fields: GenerationFields) -> int:
 
 
 def _prompts(service: Service, fields: GenerationFields) -> list[Prompt]:
+    cut = _cut(service, fields)
     if isinstance(fields, CompletionFields):
-        return completion_prompts(service.tokenizer, fields)
-    return [_chat_prompt(service, fields)]
+        prompts = completion_prompts(service.tokenizer.cut_to(*cut), fields)
+    else:
+        prompts = [_chat_prompt(service, fields, cut)]
+    return [truncated(prompt, *cut) for prompt in prompts]
 
 
-def _chat_prompt(service: Service, fields: TemplateFields) -> RenderedChat:
-    return chat_prompt(service.tokenizer, fields, service.config.keeps_changing_lines)
+def _cut(service: Service, fields: GenerationFields) -> tuple[int | None, str]:
+    """Return how many tokens of a prompt are left, None for all, and the side where it is cut."""
+    most, context = fields.truncate_prompt_tokens, service.engine_config.max_sequence_length
+    if most == 0:
+        text = "truncate_prompt_tokens=0 leaves nothing of the prompt: give 1 or more, or -1"
+        raise ApiError(400, text, "truncate_prompt_tokens")
+    if most == -1:  # as many as there is room for
+        limit = getattr(fields, "max_completion_tokens", None) or fields.max_tokens or 1
+        most = max(1, context - limit)
+    return None if most is None or most > context else most, fields.truncation_side
+
+
+def _chat_prompt(
+    service: Service, fields: TemplateFields, cut: tuple[int | None, str] = (None, "left")
+) -> RenderedChat:
+    tokenizer = service.tokenizer.cut_to(*cut)
+    return chat_prompt(tokenizer, fields, service.config.keeps_changing_lines)
 
 
 def _params(

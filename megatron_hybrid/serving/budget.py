@@ -1,7 +1,7 @@
 """RequestBudget: the most that a body may hold, from what the engine can answer.
 
-A body is measured before anything is made of it. Its texts and chats are measured by the tokenizer,
-which is `limited_to` the context: all routes tokenize and render by that one.
+A body is measured before anything is made of it. Its texts are measured by the tokenizer, which is
+`limited_to` the context: all routes tokenize by that one.
 """
 
 from __future__ import annotations

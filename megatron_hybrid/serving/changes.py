@@ -6,7 +6,7 @@ Each change is said in the answer's header X-Request-Changes and in the log, and
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 Json = dict[str, Any]
@@ -26,6 +26,7 @@ _LABEL = re.compile(
     re.IGNORECASE,
 )
 """What may stand before a time for it to be that of the request: words for the present."""
+_FENCE = re.compile(r"(`{3,})[^`]*|(~{3,}).*")
 _CLOCK = re.compile(r"\d{1,2}:\d{2}")
 _ZONE = re.compile(r"\([\w/+: ,-]+\)")
 _ID = re.compile(
@@ -53,39 +54,57 @@ def with_steady_start(messages: Sequence[Json]) -> tuple[list[Json], list[str]]:
 
     Of the first messages, as long as they are the system's, lines that differ in each request are
     taken out: a billing line of Claude Code is left out; a line that is nothing but the present
-    time of day, or an id of the request, moves to the end of the last message, the newest. Lines
-    in a block of code stay.
+    time of day, or an id of the request, moves to the end of the last message, the newest, if that
+    is the user's or a tool's. Lines in a block of code stay.
     """
     found, moved, changes = list(messages), [], []
-    for index, message in enumerate(found):
-        content = message.get("content")
-        if message.get("role") != "system" or not isinstance(content, str):
-            break
-        kept, is_code = [], False
-        for line in content.split("\n"):
-            is_code ^= line.lstrip().startswith("```")
-            if _BILLING.match(line):
-                changes.append("left out a billing line of the system's message")
-            elif not is_code and len(line) <= _MAX_LINE and _changes_each_time(line):
-                moved.append(line)
-            else:
-                kept.append(line)
-        found[index] = {**message, "content": "\n".join(kept)}
-    last, text = found[-1], "\n".join(moved)
+    last = found[-1]
     content = last.get("content")
-    if moved and last.get("role") in ("user", "tool") and isinstance(content, str | list):
-        if isinstance(content, str):
-            found[-1] = {**last, "content": f"{content}\n\n{text}"}
-        else:
-            found[-1] = {**last, "content": [*content, {"type": "text", "text": f"\n\n{text}"}]}
+    can_move = last.get("role") in ("user", "tool") and isinstance(content, str | list)
+    for index, message in enumerate(found):
+        given = message.get("content")
+        if message.get("role") != "system" or not isinstance(given, str | list):
+            break
+        kept = []
+        for part in [{"text": given}] if isinstance(given, str) else given:
+            lines = []
+            for line, is_code in _lines(part["text"]):
+                if not is_code and _BILLING.match(line):
+                    changes.append("left out a billing line of the system's message")
+                elif not is_code and can_move and _changes_each_time(line):
+                    moved.append(line)
+                else:
+                    lines.append(line)
+            kept.append({**part, "text": "\n".join(lines)})
+        found[index] = {**message, "content": kept[0]["text"] if isinstance(given, str) else kept}
+    if moved:
+        text = "\n\n" + "\n".join(moved)
+        added = text if isinstance(content, str) else [{"type": "text", "text": text}]
+        found[-1] = {**last, "content": content + added}
         changes.append("moved a line that changes in each request to the last message")
-    elif moved:
-        return list(messages), []
     return found, changes
+
+
+def _lines(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield the lines of a text in Markdown, and whether each is in a block of code: between
+    fences, or indented after a blank line."""
+    fence, is_indented, was_blank = "", False, True
+    for line in text.split("\n"):
+        words = line.strip()
+        mark = _FENCE.fullmatch(words)
+        is_indented = line.startswith(("    ", "\t")) and (was_blank or is_indented)
+        was_blank = not words
+        yield line, bool(fence or mark or is_indented)
+        if fence:
+            fence = "" if words.startswith(fence) and not words.strip(fence[0]) else fence
+        elif mark and not is_indented:
+            fence = mark[1] or mark[2]
 
 
 def _changes_each_time(line: str) -> bool:
     """Return whether a line is nothing but the present time of day, or an id of a request."""
+    if len(line) > _MAX_LINE:
+        return False
     if _ID.fullmatch(line):
         return True
     line = re.sub(r"</?\w+>", " ", _ZONE.sub("", line))

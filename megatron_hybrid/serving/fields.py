@@ -34,13 +34,6 @@ from megatron_hybrid.text.chat_template import TextTooLongError
 from megatron_hybrid.utils.field_help import fields_help
 from megatron_hybrid.utils.validation import Range
 
-LABELS = frozenset(
-    (
-        *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
-        *("service_tier", "store", "user"),
-    )
-)
-"""Fields that say something about a request, and nothing about its answer."""
 PART_TYPES = ("text", "input_text", "output_text", "refusal")
 """Parts of a message's content that are texts."""
 
@@ -406,8 +399,8 @@ class SharedFields(Body):
         "generation_config.json.",
     )
     top_p: Share | None = declared("top_p")
-    top_k: int | None = None
-    """Tokens are drawn from this many most likely ones; 0 and below keep all tokens."""
+    top_k: CountOrAll | None = None
+    """Tokens are drawn from this many most likely ones; 0 and -1 keep all tokens."""
     min_p: Share | None = declared("min_p")
     presence_penalty: Penalty | None = declared("presence_penalty")
     frequency_penalty: Penalty | None = declared("frequency_penalty")
@@ -438,7 +431,8 @@ class SharedFields(Body):
     cache_salt: Text | None = declared("salt")
     cache_breakpoints: list[Positive] | None = declared("cache_breakpoints")
     truncate_prompt_tokens: CountOrAll | None = None
-    """The prompt is cut to this many tokens; -1 keeps as many as leave room for the answer."""
+    """The prompt is cut to this many tokens; -1 keeps as many as leave room for the answer. 0 is
+    refused with 400."""
     truncation_side: Literal["left", "right"] = "left"
     """The end at which the prompt is cut: left keeps its last tokens, right its first."""
     allowed_token_ids: list[Token] | None = declared(

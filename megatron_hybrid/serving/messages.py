@@ -6,6 +6,7 @@ An answer's content is a list of blocks: thinking, text, uses of tools, as they 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Self
 
@@ -44,11 +45,11 @@ CHAT_NAMES = {
     "thinking_token_budget": "thinking",
 }
 """Fields of the chat that a message is made as -> the caller's."""
-_LEFT_OUT_BLOCKS = (
-    *("redacted_thinking", "server_tool_use", "web_search_tool_result", "image", "document"),
-    *("web_fetch_tool_result", "tool_search_tool_result", "compaction"),
+_LEFT_OUT_BLOCK = re.compile(
+    "redacted_thinking|image|document|compaction|server_tool_use|mcp_tool_use|.+_tool_result"
 )
-"""Blocks of an answer, or of a tool's result, that this server does not show to a model."""
+"""Blocks of an answer, or of a tool's result, that this server does not show to a model: all that
+Anthropic's own tools do, too."""
 _SIGNATURE = "mh1"
 """Signature of thinking: its text is no secret, and is taken as it comes."""
 
@@ -148,7 +149,7 @@ class PromptFields(Fields):
         for message in self.messages:
             for block in _listed(message.get("content")):
                 for each in (block, *_listed(block.get("content"))):
-                    if each.get("type") in _LEFT_OUT_BLOCKS:
+                    if _is_left_out(each):
                         yield f"left out a block {each['type']}"
 
     def _messages(self) -> Iterator[Json]:
@@ -253,6 +254,10 @@ def _listed(content: Any) -> list[Json]:
     return [each for each in content if isinstance(each, dict)] if isinstance(content, list) else []
 
 
+def _is_left_out(block: Json) -> bool:
+    return _LEFT_OUT_BLOCK.fullmatch(str(block.get("type"))) is not None
+
+
 def _texts(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
@@ -274,6 +279,9 @@ def _result(block: Json, place: str) -> str:
     kind = block.get("type")
     if kind == "tool_reference":
         return f"[The tool {block.get('tool_name')} is there.]"
+    if kind == "search_result":
+        named = f"{block.get('title')} ({block.get('source')})"
+        return f"{named}\n{_texts(block.get('content'), place)}"
     if kind in ("image", "document"):
         return IMAGE_LEFT_OUT if kind == "image" else "[A document was left out.]"
     return _text(block, place)
@@ -289,7 +297,7 @@ def _said(blocks: Sequence[Json], place: str) -> Json:
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
-        elif block.get("type") not in _LEFT_OUT_BLOCKS:
+        elif not _is_left_out(block):
             message["content"] += _text(block, place)
     return message
 

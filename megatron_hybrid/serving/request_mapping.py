@@ -44,7 +44,6 @@ def chat_prompt(
     try:
         check_messages(fields.messages or ())
         messages = _for_template(tokenizer, fields)
-        tokenizer.check_chat_size(messages, tools, variables)
         if not keeps_lines:
             messages, changes = with_steady_start(messages)
             fields.changes.extend(changes)
@@ -135,15 +134,12 @@ def _for_template(tokenizer: Tokenizer, fields: TemplateFields) -> list[dict[str
                 for number, call in enumerate(calls)
             ]
         said = [each.get("content") for each in (*found[-1:], message)]
-        if was_developer and found and found[-1]["role"] == "system" and _are_texts(said):
+        are_texts = all(isinstance(each, str) for each in said)
+        if was_developer and found and found[-1]["role"] == "system" and are_texts:
             found[-1]["content"] = "\n\n".join(said)  # templates take one, at the start
         else:
             found.append(message)
     return found
-
-
-def _are_texts(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, str) for value in values)
 
 
 def _part_text(index: int, part: Any, is_tool: bool) -> str:
@@ -218,13 +214,10 @@ def refusal_of_text(error: ValueError) -> ApiError:
     return ApiError(400, str(error), "prompt", "context_length_exceeded" if is_long else None)
 
 
-def truncated(prompt: Prompt, num_tokens: int, side: str) -> Prompt:
-    """The last tokens of a prompt.
-
-    Args:
-        num_tokens: that are left, 1 or more.
-        side: "left", where it is cut; or "right": the first tokens are left.
-    """
+def truncated(prompt: Prompt, num_tokens: int | None, side: str) -> Prompt:
+    """The tokens of a prompt that are left. num_tokens, side: see `Tokenizer.cut_to`."""
+    if num_tokens is None:
+        return prompt
     tokens = prompt.tokens if isinstance(prompt, RenderedChat) else prompt
     cut = max(0, len(tokens) - num_tokens) if side == "left" else 0
     tokens = tokens[cut : cut + num_tokens]
@@ -354,7 +347,7 @@ def sampling_params(
             frequency_penalty=fields.frequency_penalty or 0.0,
             repetition_penalty=fields.repetition_penalty,
             logit_bias={int(token): bias for token, bias in (fields.logit_bias or {}).items()},
-            allowed_token_ids=fields.allowed_token_ids or None,
+            allowed_token_ids=fields.allowed_token_ids,
             bad_words_ids=[tokenizer.tokenize(word, add_special_tokens=False) for word in words],
             min_tokens=fields.min_tokens,
             seed=fields.seed,

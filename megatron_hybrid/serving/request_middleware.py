@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from megatron_hybrid.serving.answers import prefix_block
 from megatron_hybrid.serving.errors import RETRY_SECONDS, ApiError
@@ -82,7 +83,7 @@ class RequestMiddleware:
                         self._origins.check(headers.get("host"), headers.get("origin"))
                 limited = self._limited(headers.get("content-length", ""), receive, state)
             except ApiError as error:
-                await refuse(error, named, path)
+                await refusal(error, scope)(scope, receive, named)
             else:
                 await self._app(scope, limited, named)
         finally:
@@ -167,14 +168,8 @@ def _authorization(headers: Headers) -> str | None:
     return f"Bearer {key}" if given is None and key is not None else given
 
 
-async def refuse(error: ApiError, send, path: str = "") -> None:
-    """Answer with an error, by ASGI. path: of the route."""
+def refusal(error: ApiError, scope) -> Response:
+    """The answer of an error, as the clients of the route read it."""
+    path = scope["path"].removeprefix(scope["root_path"])
     body = encode_json(error.body_of(path))
-    headers = {
-        "content-type": "application/json",
-        "content-length": str(len(body)),
-        **error.headers,
-    }
-    encoded = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": encoded})
-    await send({"type": "http.response.body", "body": body})
+    return Response(body, error.status, error.headers, "application/json")

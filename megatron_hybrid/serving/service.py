@@ -89,9 +89,7 @@ class Service:
             ApiError: as the job, or as `generate_all`.
         """
         async with self._limited(ticket):
-            result = await to_cpu_thread(job, ticket.key, num_bytes)
-        ticket.go_on()
-        return result
+            return await to_cpu_thread(job, ticket.key, num_bytes)
 
     async def compiled(self, ticket: Ticket, guide: Guide, param: str) -> Guide:
         """Compile a guide, and return it. What cancels this takes out a guide that waits.
@@ -102,7 +100,6 @@ class Service:
         async with self._limited(ticket):
             try:
                 await self.engine.compile_guide(guide, self.auth.tenant_of(ticket.key))
-                ticket.go_on()
                 return guide
             except (TypeError, ValueError) as error:
                 raise ApiError(400, f"{param}: {error}", param) from error
@@ -120,6 +117,7 @@ class Service:
             ApiError: a prompt cannot be served, took too long, or was aborted.
         """
         async with self._limited(ticket):
+            ticket.waits_since = time.perf_counter()
             calls = self._each(self.engine.generate, prompts, params, options)
             tasks = list(map(asyncio.ensure_future, calls))
             try:
@@ -160,6 +158,7 @@ class Service:
             ApiError: as `generate_all`.
         """
         async with self._limited(ticket):
+            ticket.waits_since = time.perf_counter()
             for stream in streams:
                 await stream.queued()
             await streams[0].begun()
@@ -181,7 +180,7 @@ class Service:
                 failed = [o for o in outputs if o.result is not None and o.result.error is not None]
                 if whole := [output for output in outputs if output not in failed]:
                     yield whole
-                    ticket.go_on()
+                    ticket.waits_since = time.perf_counter()
                 if failed:
                     raise ApiError(500, failed[0].result.error)
 

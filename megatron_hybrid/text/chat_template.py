@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -38,15 +38,6 @@ def common_length(first: Sequence, second: Sequence) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-class TextLimit(NamedTuple):
-    """How long a text may be."""
-
-    max_tokens: int
-    """Tokens of the context."""
-    max_bytes: int
-    """Bytes of that many of the longest tokens."""
-
-
 class TextTooLongError(ValueError):
     """A text cannot fit its context, however it is tokenized.
 
@@ -67,15 +58,11 @@ class ChatTemplate:
     Args:
         source: the Jinja text.
         origin: its file or field, for errors.
-        limit: it is cut while it writes more; None: it never is.
     """
 
-    def __init__(
-        self, source: str, origin: str = "the chat template", limit: TextLimit | None = None
-    ):
+    def __init__(self, source: str, origin: str = "the chat template"):
         self.source = source
         self.origin = origin
-        self.limit = limit
         self._takes_parts: dict[str, bool] = {}  # by role
 
     def render(
@@ -306,24 +293,11 @@ class ChatTemplate:
     ) -> str:
         """Return what the template writes. compiled: what to run in place of the source."""
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        compiled, limit = compiled or self._compiled, self.limit
-        pieces, length = [], 0
+        compiled = compiled or self._compiled
         try:
-            for piece in compiled.generate({**conversation.variables, **given}):
-                pieces.append(piece)
-                length += len(piece)
-                if limit is not None and length > limit.max_bytes:
-                    break
-            else:
-                return "".join(pieces)
+            return compiled.render({**conversation.variables, **given})
         except Exception as error:  # a template can raise anything
             raise ValueError(f"{self.origin} cannot render these messages: {error}") from error
-        raise TextTooLongError(
-            f"the text of the chat has more than {limit.max_bytes} characters, the most that the "
-            f"context of {limit.max_tokens} tokens takes: shorten the messages",
-            limit.max_tokens + 1,
-            limit.max_tokens,
-        )
 
 
 class _Conversation:

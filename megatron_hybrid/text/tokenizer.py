@@ -11,6 +11,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -22,7 +23,6 @@ import tokenizers
 from megatron_hybrid.text.chat_template import (
     ChatTemplate,
     Message,
-    TextLimit,
     TextTooLongError,
     common_length,
 )
@@ -46,14 +46,11 @@ _LONG = 4096
 
 _PIECE = 64 << 10
 """Characters that are counted at a time."""
-_USUAL_BYTES = 8
-"""Usual bytes of a token. A text of more for each token of the context is counted before it is
+_USUAL_LENGTH = 8
+"""Usual characters of a token. A text of more for each token of the context is counted before it is
 tokenized."""
-_LEFT_OUT = 4  # contexts that a chat may have, of which its template leaves some out
-_SHORT_CHAT = 256 << 10
-"""Characters of JSON that any chat may have, such as its tools."""
-_CHANGED_BYTES = 128
-"""Least bytes that a token may stand for, where texts lose characters on their way to tokens."""
+_ENDS = 256
+"""More tokens than a piece may have because it is cut out of its text: those of two words."""
 
 
 class Tokenizer:
@@ -88,7 +85,8 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._settings = dict(settings or {})
         self._templates = dict(chat_templates or {})
-        self._limit: TextLimit | None = None
+        self._limit: int | None = None
+        self._kept: tuple[int, str] | None = None
         self.generation_config = dict(generation_config or {})
         if eod is not None:
             self._settings["eos_token"] = tokenizer.id_to_token(eod)
@@ -184,11 +182,10 @@ class Tokenizer:
 
         Raises:
             ValueError: the text has half of a character, or, of a tokenizer that is
-                `limited_to` a number of tokens, too many bytes or tokens.
+                `limited_to` a number of tokens, too many tokens.
         """
         check_text("the text", text)
-        self._check_size(text)
-        return self._encode(text, add_special_tokens).ids
+        return self._encode(text[self._wanted(text)], add_special_tokens).ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, as `encode` gives them, faster.
@@ -201,88 +198,63 @@ class Tokenizer:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
     def limited_to(self, max_tokens: int) -> Tokenizer:
-        """Return the same tokenizer for texts and chats of a context of so many tokens. What cannot
-        fit is refused before it is tokenized: a template is cut while it writes, bytes are at most
-        those of so many of the longest tokens, and a text whose tokens are unusually long is
-        counted piece by piece. What may fit is tokenized, and may be longer."""
+        """Return the same tokenizer for texts and chats of a context of so many tokens. A long one
+        is counted piece by piece, and refused as soon as it cannot fit. What may fit is tokenized,
+        and may be longer."""
         other = copy.copy(self)
-        other._limit = TextLimit(max_tokens, max_tokens * self.longest_token)
-        other._templates = {
-            name: ChatTemplate(template.source, template.origin, other._limit)
-            for name, template in self._templates.items()
-        }
+        other._limit = max_tokens
         return other
 
-    @cached_property
-    def longest_token(self) -> int:
-        """Bytes of text that one token stands for at most. Where texts lose characters on their way
-        to tokens (a normalizer; a decoder that is not known here), nothing bounds it, and it is
-        four times the bytes of the longest token, and at least 128."""
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        lengths = [len(token.content.encode()) for token in added]
-        try:
-            lengths += map(len, self.token_bytes)
-            is_exact = self._tokenizer.normalizer is None
-        except ValueError:
-            lengths += (len(name.encode()) for name in self._tokenizer.get_vocab())
-            is_exact = False
-        longest = max(lengths, default=1)
-        return longest if is_exact else max(4 * longest, _CHANGED_BYTES)
+    def cut_to(self, num_tokens: int | None, side: str) -> Tokenizer:
+        """Return the same tokenizer for texts and chats of which so many tokens are left: none is
+        too long, and it tokenizes little more than what has these. None: all are left.
 
-    def check_chat_size(self, messages: Sequence[Message], *others: Any) -> None:
-        """Check a chat before anything is made of it. A template may leave out some of a chat, such
-        as earlier thoughts, so it may have several times what can be answered.
+        side: where a text is cut: "left" leaves its last tokens, "right" its first.
+        """
+        other = copy.copy(self)
+        other._kept = None if num_tokens is None else (num_tokens, side)
+        return other
 
-        others: tools, and variables of the template.
+    def _wanted(self, text: str) -> slice:
+        """Return what of a text is to be tokenized: all, or the part that `cut_to` asks for.
 
         Raises:
-            TextTooLongError: there are more messages than tokens in the context, or the JSON of all
-                has more characters than `_LEFT_OUT` such contexts have bytes.
-            TypeError, ValueError: a value is none of JSON.
+            TextTooLongError: it cannot fit `limited_to`.
         """
-        if self._limit is None:
-            return
-        most_tokens, most_bytes = self._limit
-        most = _LEFT_OUT * most_bytes + _SHORT_CHAT
-        size = len(json.dumps([messages, *others], ensure_ascii=False))
-        for count, limit, what in (
-            (len(messages), most_tokens, "messages"),
-            (size, most, "characters of JSON"),
-        ):
-            if count > limit:
-                raise TextTooLongError(
-                    f"the chat has {count} {what}, and the context of {most_tokens} tokens takes "
-                    f"{limit} at most: send fewer",
-                    most_tokens + 1,
-                    most_tokens,
-                )
+        if self._kept is not None:
+            return self._kept_part(text)
+        if self._limit is not None and len(text) > _USUAL_LENGTH * self._limit:
+            self._check_length(text, self._limit)
+        return slice(None)
 
-    def _check_size(self, text: str) -> None:
-        """Raise TextTooLongError for a text that cannot fit. It costs at most twice the tokens that
-        can."""
-        if self._limit is None:
-            return
-        most_tokens, most_bytes = self._limit
-        size = len(text) if text.isascii() else len(text.encode())
-        context = f"the context of {most_tokens} tokens"
-        if size > most_bytes:
-            raise TextTooLongError(
-                f"the text has {size} bytes, and {context} takes {most_bytes} at most: shorten it",
-                -(-size // self.longest_token),
-                most_tokens,
-            )
-        if size <= _USUAL_BYTES * most_tokens:
-            return
+    def _kept_part(self, text: str) -> slice:
+        """Return an end of a text that has more tokens than are left of it, or all."""
+        num_tokens, side = self._kept
+        length = _PIECE + _USUAL_LENGTH * num_tokens
+        while length < len(text):
+            part = slice(-length, None) if side == "left" else slice(length)
+            if len(self._encode(text[part], False).ids) >= num_tokens + _ENDS:
+                return part
+            length *= 2
+        return slice(None)
+
+    def _check_length(self, text: str, most: int) -> None:
+        """Raise TextTooLongError as soon as pieces have more tokens than `most`, however they are
+        cut."""
+        # Such a token takes all spaces next to it, and may be in another piece than these.
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        strips = any(token.lstrip or token.rstrip for token in added)
         count = 0
         for start in range(0, len(text), _PIECE):
             piece = text[start : start + _PIECE]
-            count += len(self._encode(piece, add_special_tokens=False).ids)
-            if count > 2 * most_tokens:  # a piece has other tokens at its ends alone
+            found = self._encode(re.sub(r"\s+", " ", piece) if strips else piece, False).ids
+            count += max(0, len(found) - _ENDS)
+            if count > most:
                 raise TextTooLongError(
-                    f"the first {start + _PIECE} characters of the text have {count} tokens, more "
-                    f"than {context} takes: shorten it",
+                    f"the first {start + len(piece)} characters of the text have at least {count} "
+                    f"tokens, more than the context of {most} tokens takes: shorten it",
                     count,
-                    most_tokens,
+                    most,
                 )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -332,7 +304,7 @@ class Tokenizer:
             source: Jinja.
             origin: of it, for errors.
         """
-        self._templates["default"] = ChatTemplate(source, origin, self._limit)
+        self._templates["default"] = ChatTemplate(source, origin)
 
     def template_source(self, tools: Sequence[Mapping[str, Any]] | None) -> str | None:
         """Jinja source of the template of chats with these tools; None: there is none."""
@@ -424,7 +396,8 @@ class Tokenizer:
         template, named = self.template_of(tools), {**self._named, **variables}
         text = template.render(messages, add_generation_prompt, tools, **named)
         check_text("the text of the chat", text)
-        self._check_size(text)
+        start, end, _ = self._wanted(text).indices(len(text))
+        text = text[start:end]
         encoding = self._encode(text, add_special_tokens=False)
         ids, spans = encoding.ids, encoding.offsets  # each access makes a new list
         added = self._tokenizer.get_added_tokens_decoder()
@@ -435,7 +408,10 @@ class Tokenizer:
         ]
         anchor_ends = [spans[index][1] for index in anchors]
         forks = set()
-        for fork in template.fork_points(messages, add_generation_prompt, tools, **named):
+        for point in template.fork_points(messages, add_generation_prompt, tools, **named):
+            if not start < point <= end:
+                continue
+            fork = point - start
             # Text is split at added tokens first: tokens before one do not depend on the text
             # after it, so only the tokens from the last one on need comparing.
             past = bisect_right(anchor_ends, fork)

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import decoders, pre_tokenizers
 
 from megatron_hybrid.text.chat_template import ChatTemplate
-from megatron_hybrid.utils.files import replace_file
+from megatron_hybrid.utils.files import read_failure, replace_file
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -26,11 +27,16 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 # Sources of a tokenizer for `transformers` without tokenizer.json.
 FOREIGN_FILES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
 
+_BYTE_LEVEL = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer", "Qwen3_5Tokenizer")
+_AS_WRITTEN = ("granitemoehybrid", "jamba", "kimi_linear", "minimax_m2", "olmo_hybrid")
+"""Types of models of which `transformers` takes tokenizer.json as it is, whatever its class."""
+_MARK = "\u2581"  # for a space
+
 
 def find_tokenizer(folder: str | os.PathLike[str]) -> Path | None:
     """The file for `Tokenizer.from_folder` to read first; None: the folder has no tokenizer."""
     paths = (Path(folder) / name for name in (TOKENIZER_FILE, *FOREIGN_FILES))
-    return next((path for path in paths if path.is_file()), None)
+    return next((path for path in paths if os.path.lexists(path)), None)
 
 
 @dataclass(frozen=True)
@@ -53,10 +59,14 @@ def read_tokenizer_files(folder: Path, config: Mapping[str, Any] | None = None) 
             f"{folder / TOKENIZER_FILE} does not exist, nor {', '.join(FOREIGN_FILES)} beside "
             "it: the folder has no tokenizer."
         )
+    if config is None:
+        config = _read_if_there(folder / "config.json")
     settings = _read_settings(folder)
     templates = _read_templates(folder, settings)
     if path.name == TOKENIZER_FILE:
         tokenizer = _read_tokenizer(path)
+        if config.get("model_type") not in _AS_WRITTEN:
+            _follow_class(tokenizer, {**config, **settings})
     else:
         tokenizer, names = _convert(path)
         settings.update(names)
@@ -101,7 +111,8 @@ def write_tokenizer_files(folder: Path, files: TokenizerFiles) -> None:
         _write_json(path, files.generation_config)
     name = named_tokens(files.settings).get("eos_token")
     stated = [] if name is None else [files.tokenizer.token_to_id(name)]
-    if tuple(dict.fromkeys([*stated, *_read_end_tokens(folder)])) != files.end_tokens:
+    stated += _read_end_tokens(folder, _read_if_there(folder / "config.json"))
+    if tuple(dict.fromkeys(stated)) != files.end_tokens:
         _write_json(path, {**_read_if_there(path), "eos_token_id": list(files.end_tokens)})
 
 
@@ -109,14 +120,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+        raise ValueError(f"{path} cannot be read as JSON: {read_failure(path, error)}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} cannot be read as JSON: it holds no object")
     return values
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:
-    return _read_json(path) if path.exists() else {}
+    return _read_json(path) if os.path.lexists(path) else {}
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -129,7 +140,40 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         # from_file raises a bare Exception for every error; reading here distinguishes them.
         return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:
-        raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from error
+        why = read_failure(path, error)
+        raise ValueError(f"{path} cannot be read as a tokenizer: {why}") from error
+
+
+def _follow_class(tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
+    """Make parts anew where `transformers` 5 does so, by the class of the tokenizer: whether its
+    first word gets a space, which is a part of a token."""
+    kind = str(settings.get("tokenizer_class")).removesuffix("Fast")
+    adds, before = settings.get("add_prefix_space"), tokenizer.pre_tokenizer
+    state = json.loads(before.__getstate__()) if before is not None else {}
+    steps = state.get("pretokenizers", [state])
+    of_bytes = [step for step in steps if step.get("type") == "ByteLevel"]
+    if kind in _BYTE_LEVEL and of_bytes:
+        for step in of_bytes:
+            step["add_prefix_space"] = bool(adds)
+        before.__setstate__(json.dumps(state).encode())
+        tokenizer.pre_tokenizer = before
+    is_byte_level = of_bytes or isinstance(tokenizer.decoder, decoders.ByteLevel)
+    is_bpe = isinstance(tokenizer.model, tokenizers.models.BPE)
+    if kind == "LlamaTokenizer" and is_bpe and not is_byte_level:
+        adds = adds is not False
+        scheme = "always" if settings.get("legacy") else "first"
+        tokenizer.normalizer = None
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+            _MARK, scheme if adds else "never", split=False
+        )
+        tokenizer.decoder = decoders.Sequence(
+            [
+                decoders.Replace(_MARK, " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                *([decoders.Strip(" ", left=1)] if adds else []),
+            ]
+        )
 
 
 def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
@@ -205,12 +249,10 @@ def _read_templates(folder: Path, settings: dict[str, Any]) -> dict[str, ChatTem
     return {name: ChatTemplate(source, origin) for name, source in sources.items()}
 
 
-def _read_end_tokens(folder: Path, config: Mapping[str, Any] | None = None) -> list[int]:
-    """Ids that end an answer, from generation_config.json, else config.json."""
-    for name in (GENERATION_CONFIG_FILE, "config.json"):
-        path = folder / name
-        is_read = name == "config.json" and config is not None
-        values = config if is_read else _read_if_there(path)
+def _read_end_tokens(folder: Path, config: Mapping[str, Any]) -> list[int]:
+    """Ids that end an answer, from generation_config.json, else from `config`."""
+    generation_config = _read_if_there(folder / GENERATION_CONFIG_FILE)
+    for name, values in ((GENERATION_CONFIG_FILE, generation_config), ("config.json", config)):
         ids = values.get("eos_token_id")
         if ids is None and isinstance(values.get("text_config"), dict):
             ids = values["text_config"].get("eos_token_id")
@@ -218,6 +260,7 @@ def _read_end_tokens(folder: Path, config: Mapping[str, Any] | None = None) -> l
             continue
         ids = ids if isinstance(ids, list) else [ids]
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            path = folder / name
             raise ValueError(f"eos_token_id in {path} must be an int or a list of them, got {ids}")
         return [i for i in ids if i >= 0]  # -1 stands for none
     return []

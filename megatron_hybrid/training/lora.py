@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.checkpoints.folder import FLOATS
 from megatron_hybrid.checkpoints.model_tensors import of_all_stages, writes
-from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError, check_numbers
 from megatron_hybrid.distributed.ranks import ranks_of
 from megatron_hybrid.inference.weights.fingerprint import sample_hash
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -187,20 +187,34 @@ def merge_adapters(model: HybridModel) -> None:
     rank.
 
     Raises:
-        ValueError: weights are packed, which have no room for the sum; or adapters differ between
-            ranks; on all ranks, and nothing has changed.
+        ValueError: weights are packed, or a sum is infinite in their dtype; or adapters differ
+            between ranks; on all ranks, and nothing has changed.
         RankError: another rank does not call it, or the error is another rank's; likewise.
     """
     with _agreeing(model, "merge_adapters()") as require_equal:
         require_unpacked(model, "adapters cannot be merged")
         shapes = {n: whole_shape(p) for n, p in _parameters(adapters_of(model)).items()}
         require_equal({"the adapters' fields": _fields_of(model), **shapes})
+        for name, projection in adapters_of(model).items():
+            dtype = projection.weight.dtype
+            if not bool(_merged(projection).to(dtype).isfinite().all()):
+                raise ValueError(
+                    f"{name}.weight with its adapter has NaN or infinite numbers in {dtype}, which "
+                    f"ends at {torch.finfo(dtype).max:g}: load the model in torch.bfloat16 or "
+                    "torch.float32, whose numbers are larger."
+                )
     with torch.no_grad():
         for projection in adapters_of(model).values():
-            weight = projection.weight
-            weight.copy_(weight.float() + projection.lora.product())
+            projection.weight.copy_(_merged(projection))
     _remove_adapters(model)
     model.num_weight_changes += 1
+
+
+@torch.no_grad()
+def _merged(projection: nn.Module) -> Tensor:
+    """Return the weight with its adapter, fp32. It is made twice: all are checked before the first
+    one is written."""
+    return projection.weight.float() + projection.lora.product()
 
 
 def _remove_adapters(model: HybridModel) -> None:
@@ -334,6 +348,7 @@ def _check_tensors(
                 f"{folder}: {name} {found}, the model's is {list(expected)}: these adapters are "
                 "of another model."
             )
+        check_numbers(name, state[name], folder, parameter.dtype)
 
 
 def _parameters(adapted: dict[str, nn.Module]) -> dict[str, nn.Parameter]:

@@ -130,7 +130,7 @@ class Trainer:
         check_shared_folder(self.folder)
         with fail_together(OSError, whole_job=True):
             lock = RunLock(self.folder) if dist.get_rank() == 0 else None
-        self._release = weakref.finalize(self, lock.release if lock else _nothing)
+        self._release = weakref.finalize(self, lock.release if lock else lambda: None)
         try:
             self._set_up(config)
         except BaseException:
@@ -486,10 +486,6 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
     if torch.cuda.is_available():
         model_parallel_cuda_manual_seed(seed)
-
-
-def _nothing() -> None:
-    """Release nothing, on other ranks than the first."""
 
 
 def _is_due(every: int, step: int) -> bool:

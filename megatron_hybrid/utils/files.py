@@ -1,9 +1,22 @@
-"""Files that are replaced as a whole."""
+"""Files that are replaced as a whole, and why others cannot be read."""
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+_LFS_POINTER = b"version https://git-lfs"
+
+
+def read_failure(path: Path, error: object) -> str:
+    """Say why a file that is there cannot be read: what is known of it, else the error."""
+    if path.is_symlink() and not path.exists():
+        return f"it is a link to {os.readlink(path)}, where nothing is: copy the file itself"
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            return "it is a pointer of Git LFS: run `git lfs pull` in its repository"
+    return str(error)
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from megatron_hybrid.ops import RaggedLayout
 from megatron_hybrid.ops.conv.naive import causal_conv1d as naive_conv
 from megatron_hybrid.ops.conv.reference import causal_conv1d
-from megatron_hybrid.ops.delta_rule.naive import delta_rule
-from megatron_hybrid.ops.delta_rule.reference import gated_delta_rule, kimi_delta_attention
+from megatron_hybrid.ops.delta_rule.naive import delta_rule as naive_delta_rule
+from megatron_hybrid.ops.delta_rule.reference import delta_rule
 from megatron_hybrid.ops.selective_scan.naive import selective_scan as naive_selective_scan
 from megatron_hybrid.ops.selective_scan.reference import selective_scan
 from megatron_hybrid.ops.ssd.naive import ssd_scan as naive_ssd_scan
@@ -91,8 +91,8 @@ def gated_delta_rule_of(heads: int, key_heads: int) -> RecurrentOp:
             *(-3 * rand(g, T, heads), rand(g, T, heads)),
         ),
         lambda g: (),
-        lambda i, p, states, layout, chunk: gated_delta_rule(*i, states, layout, chunk),
-        lambda i, p, state: delta_rule(*i, state),
+        lambda i, p, states, layout, chunk: delta_rule(*i, states, layout, chunk),
+        lambda i, p, state: naive_delta_rule(*i, state),
         log_decay=3,
     )
 
@@ -107,8 +107,8 @@ def kimi_delta_attention_of(heads: int) -> RecurrentOp:
             *(-3 * rand(g, T, heads, N), rand(g, T, heads)),
         ),
         lambda g: (),
-        lambda i, p, states, layout, chunk: kimi_delta_attention(*i, states, layout, chunk),
-        lambda i, p, state: delta_rule(*i, state),
+        lambda i, p, states, layout, chunk: delta_rule(*i, states, layout, chunk),
+        lambda i, p, state: naive_delta_rule(*i, state),
         log_decay=3,
     )
 

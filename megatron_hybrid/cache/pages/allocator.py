@@ -32,10 +32,7 @@ class PageAllocator:
         self.ref_counts = np.zeros(num_pages, dtype=np.int16)
         # int32: every state within a window after a block holds the block's pages, in any prompt.
         self.cached_counts = np.zeros(num_pages, dtype=np.int32)
-        # Free pages: a stack of returned pages, and all pages from _fresh on, never allocated yet.
-        self._returned = np.empty(num_pages, dtype=np.int32)
-        self._num_returned = 0
-        self._fresh = 1
+        self._free = np.arange(num_pages, dtype=np.int32)[::-1].copy()  # a stack of num_free pages
         self.num_free = num_pages - 1
         self.num_evictable = 0
         """Pages held by the index only: eviction can free them."""
@@ -50,15 +47,8 @@ class PageAllocator:
         """Return n pages with one request reference each, int32 [n]; None if fewer are free."""
         if n > self.num_free:
             return None
-        end = self._num_returned
-        again = min(n, end)
-        pages = self._returned[end - again : end][::-1].copy()
-        if again < n:
-            fresh = np.arange(self._fresh, self._fresh + n - again, dtype=np.int32)
-            pages = np.append(pages, fresh)
+        pages = self._free[self.num_free - n : self.num_free][::-1].copy()
         self.ref_counts[indices(pages)] = 1
-        self._num_returned -= again
-        self._fresh += n - again
         self.num_free -= n
         return pages
 
@@ -118,26 +108,23 @@ class PageAllocator:
         self._push(free)
 
     def _push(self, pages: np.ndarray) -> None:
-        start, self._num_returned = self._num_returned, self._num_returned + pages.size
-        self._returned[start : self._num_returned] = pages[::-1]
+        self._free[self.num_free : self.num_free + pages.size] = pages[::-1]
         self.num_free += pages.size
 
     def recount(self, ref_counts: np.ndarray, cached_counts: np.ndarray) -> None:
         """Set the counts of all pages, int [num_pages], and derive everything else from them."""
         held = (ref_counts > 0) | (cached_counts > 0)
-        returned = np.flatnonzero(~held[1 : self._fresh]).astype(np.int32)[::-1] + 1
+        free = np.flatnonzero(~held[1:])[::-1] + 1
         evictable = (ref_counts == 0) & (cached_counts > 0)
         self.ref_counts[:], self.cached_counts[:] = ref_counts, cached_counts
-        self._returned[: returned.size], self._num_returned = returned, returned.size
-        self.num_free = returned.size + self.num_pages - self._fresh
+        self._free[: free.size], self.num_free = free, free.size
         self.num_evictable = int(np.count_nonzero(evictable))
         self.num_unpinned += 1
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless free + held = all and the running counts are right."""
         held = (self.ref_counts > 0) | (self.cached_counts > 0)
-        fresh = np.arange(self._fresh, self.num_pages)
-        free = np.append(self._returned[: self._num_returned], fresh)
+        free = self._free[: self.num_free]
         evictable = np.count_nonzero((self.ref_counts == 0) & (self.cached_counts > 0))
         if (self.ref_counts < 0).any() or (self.cached_counts < 0).any():
             raise RuntimeError("a page has a negative count")
@@ -145,7 +132,7 @@ class PageAllocator:
             raise RuntimeError("the null page was handed out")
         if np.unique(free).size != free.size or held[free].any():
             raise RuntimeError("a page is in the free list twice, or free and held")
-        if not free.size == self.num_free == self.num_pages - 1 - np.count_nonzero(held):
+        if free.size != self.num_pages - 1 - np.count_nonzero(held):
             raise RuntimeError(
                 f"{free.size} free + {np.count_nonzero(held)} held pages are not "
                 f"{self.num_pages - 1}: pages were lost"

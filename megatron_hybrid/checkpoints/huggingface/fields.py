@@ -41,15 +41,19 @@ _GENERAL_KEYS: dict[tuple[str, ...], tuple[type, str]] = {
     ("layer_types", "layers_block_type"): (list, "a list"),
 }
 """Keys of many architectures that adapters reckon with, and the type of their values."""
+_MOST_LAYERS = 10_000
 
 
 def check_general_keys(hf: Mapping[str, Any]) -> None:
-    """Raises ValueError where one of them has a value of another type."""
+    """Raises ValueError where one of them has a value of another type, or for so many layers that
+    naming them takes minutes."""
     for keys, (kind, name) in _GENERAL_KEYS.items():
         for key in keys:
             value = hf.get(key)
             if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
                 raise ValueError(f"config.json has {key}={value!r}, which must be {name}")
+            if "_layers" in key and isinstance(value, int) and value > _MOST_LAYERS:
+                raise ValueError(f"config.json has {key}={value}; {_MOST_LAYERS} are read at most")
 
 
 def required(hf: Mapping[str, Any], key: str) -> Any:

@@ -65,6 +65,12 @@ class WeightLoader:
         """Note that all of the model is about to be written."""
         self.begun |= self.of_all.keys()
 
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Dtype that a given tensor has in this rank's part of the model; None: it is not there."""
+        number, _ = self.names.find(name) or (None, name)
+        ours = () if number is None else self.names.maps[number].ours
+        return next((self.own[each].dtype for each in ours if each in self.own), None)
+
     def write_piece(self, name: str, whole: Tensor) -> None:
         """Write this rank's piece of a whole tensor of ours; where it is packed, to nearest."""
         if isinstance(self.own[name], PackedWeight):

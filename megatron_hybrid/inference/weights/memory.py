@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from megatron_hybrid.models.hybrid_model import HybridModel
 
 
 class WeightMemory:
@@ -13,13 +15,14 @@ class WeightMemory:
         model: whose parameters share no memory with other tensors, when it is released.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: HybridModel):
         self._model = model
         self._released: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
 
     @property
     def is_released(self) -> bool:
-        return bool(self._released)
+        """Whether it is given back, by this engine or by another one of the model."""
+        return bool(self._released) or not self._model.has_memory
 
     def release(self, keep: bool) -> None:
         """Give it back, until `reacquire`. keep: the values wait in host memory.
@@ -33,9 +36,13 @@ class WeightMemory:
             return
         found: dict[int, tuple[torch.UntypedStorage, int]] = {}
         for name, parameter in self._model.named_parameters():
+            if (
+                not parameter.untyped_storage().resizable()
+            ):  # numpy has looked at it, as saving does
+                parameter.data = parameter.data.clone()
             storage = parameter.untyped_storage()
             of_others = storage.nbytes() - parameter.nbytes
-            if of_others or not storage.resizable():
+            if of_others:
                 raise ValueError(
                     f"{name} is a part of {storage.nbytes()} bytes that are not its own alone: "
                     "whoever holds them, such as a training loop, gives them back"

@@ -117,7 +117,7 @@ class WeightUpdate:
         for name, tensor in map(_pair, part.heads):
             self._loader.checks.take(name, tensor)
             if isinstance(tensor, Tensor):
-                check_numbers(name, tensor, part.kind)
+                check_numbers(name, tensor, part.kind, self._loader.dtype(name))
         self._loader.checks.require_known()
         if part.is_whole_call:
             self._loader.checks.require_complete()
@@ -193,7 +193,7 @@ class WeightUpdate:
                 f"{announced.dtype} {list(announced.shape)}."
             )
         if isinstance(tensor, Tensor):
-            check_numbers(name, tensor, part.kind)
+            check_numbers(name, tensor, part.kind, self._loader.dtype(name))
         return _described(name, tensor) if self._ranks.size > 1 else name
 
     def _explained(self, error: BaseException) -> BaseException:
@@ -229,6 +229,11 @@ class WeightUpdates:
     @property
     def reason_to_wait(self) -> str | None:
         """Why no step may use the weights; None: it may."""
+        if not self._model.has_memory:
+            return (
+                "the weights have no memory: call reacquire_weights() of the engine that gave it "
+                "back"
+            )
         if self._update is not None:
             return "an update of the weights is under way: call finish_weight_update() first"
         if self._lacking and self._cause == _DROPPED:

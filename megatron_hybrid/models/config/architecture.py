@@ -65,7 +65,6 @@ class ArchitectureFields(ModelFields):
     checkpoint for Megatron then holds a GPTModel, not a hybrid model."""
 
     def check(self) -> None:
-        """See `FieldGroup.check`."""
         self._require_positive("hidden_size", "vocab_size", "tensor_model_parallel_size")
         tp, expert_tp = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
         if expert_tp is not None and tp % expert_tp:
@@ -83,7 +82,6 @@ class PerLayerInputFields(ModelFields):
     """Width of the token embedding of each `P` layer; see `models/per_layer_embedding.py`."""
 
     def check(self) -> None:
-        """See `FieldGroup.check`."""
         self._require_for_layers(
             "per_layer_input_size", "per-layer input (P)", "the width of such an input"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from megatron_hybrid.models.config.field_group import Epsilon, LayerFields
 from megatron_hybrid.utils.validation import Range
@@ -13,10 +13,6 @@ from megatron_hybrid.utils.validation import Range
 @dataclass
 class AttentionFields(LayerFields):
     """Fields of every attention layer that keeps keys and values per head."""
-
-    if TYPE_CHECKING:
-        position_embedding_type: str = "rope"
-        rotary_percent: float = 1.0
 
     followers: ClassVar = {"num_attention_heads": ("num_query_groups", "kv_channels")}
 
@@ -81,7 +77,6 @@ class AttentionFields(LayerFields):
         return int(self.kv_channels * self.rotary_percent)
 
     def check(self) -> None:
-        """See `FieldGroup.check`."""
         self._require_positive("num_query_groups", "kv_channels")
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
@@ -133,7 +128,6 @@ class WindowFields(LayerFields):
     """Tokens in the window of a `W` layer: the token at t sees (t - sliding_window, t]."""
 
     def check(self) -> None:
-        """See `FieldGroup.check`."""
         self._require_for_layers(
             "sliding_window",
             "sliding-window attention (W)",
@@ -149,7 +143,6 @@ class ChunkFields(LayerFields):
     """Tokens in a chunk of an `L` layer: a token sees its own chunk up to itself."""
 
     def check(self) -> None:
-        """See `FieldGroup.check`."""
         self._require_for_layers(
             "attention_chunk_size", "chunked attention (L)", "the number of positions of a chunk"
         )
@@ -158,9 +151,6 @@ class ChunkFields(LayerFields):
 @dataclass
 class LatentAttentionFields(LayerFields):
     """Fields of multi-head latent attention."""
-
-    if TYPE_CHECKING:
-        position_embedding_type: str = "rope"
 
     q_lora_rank: Annotated[int, Range(ge=1)] | None = 512
     """Rank of an MLA layer's query projection; None: full rank, in one projection."""
@@ -185,7 +175,6 @@ class LatentAttentionFields(LayerFields):
     """Epsilon of these norms; None: layernorm_epsilon."""
 
     def check(self) -> None:
-        """See `FieldGroup.check`."""
         self._require_divisible("num_attention_heads")
         if self.position_embedding_type == "rope" and self.qk_pos_emb_head_dim % 2:
             raise ValueError(

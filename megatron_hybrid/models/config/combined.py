@@ -52,7 +52,6 @@ class SharedBlockFields(LayerFields):
     """Adapters for queries, keys and values too, not for the MLP alone."""
 
     def check(self) -> None:
-        """See `FieldGroup.check`."""
         for name, value in _PLAIN.items():
             if getattr(self, name) != value:
                 raise ValueError(

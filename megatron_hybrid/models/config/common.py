@@ -41,7 +41,6 @@ class CommonFields(LayerFields):
     """Values of layer kinds of other packages, which JSON can express."""
 
     def check(self) -> None:
-        """See `FieldGroup.check`."""
         if self.activation_func not in ACTIVATIONS.values():
             raise ValueError(
                 f"activation_func is {self.activation_func!r}; "

@@ -24,13 +24,11 @@ _LIMITS_OF_CORE = {
 
 class FieldGroup:
     """Base of all groups. Each is a dataclass and a base of `HybridConfig`, so `self` is the whole
-    config. Fields of TransformerConfig that belong to a group are declared in it again. Those that
-    a group only reads are declared for type checkers, with defaults: else callers seem to have to
-    give them."""
+    config. Fields of TransformerConfig that belong to a group are declared in it again. Those of
+    it that a group only reads are declared for type checkers, with defaults: else callers seem to
+    have to give them."""
 
     if TYPE_CHECKING:
-        layer_pattern: str
-        hidden_size: int
         tensor_model_parallel_size: int
         pipeline_model_parallel_size: int
         expert_model_parallel_size: int

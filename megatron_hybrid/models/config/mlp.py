@@ -35,7 +35,6 @@ class MLPFields(LayerFields):
     """Factor of an MLP's output."""
 
     def check(self) -> None:
-        """See `FieldGroup.check`."""
         self._require_positive("ffn_hidden_size")
         self._require_divisible("ffn_hidden_size")
         if self.mlp_gate_multiplier == 1.0:

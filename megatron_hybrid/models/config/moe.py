@@ -24,10 +24,6 @@ class MoEFields(LayerFields):
     """Fields of a layer with experts."""
 
     if TYPE_CHECKING:
-        add_bias_linear: bool = False
-        mlp_gate_multiplier: float = 1.0
-        mlp_output_multiplier: float = 1.0
-        moe_router_dtype: str | None = "fp32"
         moe_expert_capacity_factor: float | None = None
         moe_router_load_balancing_type: str | list[str] = "aux_loss"
         moe_aux_loss_coeff: float | list[float] = 0.0
@@ -76,7 +72,6 @@ class MoEFields(LayerFields):
     """Added to the sum of the chosen experts' sigmoid scores before they are divided by it."""
 
     def check(self) -> None:
-        """See `FieldGroup.check`."""
         if self.num_moe_experts is None:
             raise ValueError(
                 f"num_moe_experts is None, but layer_pattern {self.layer_pattern!r} has layers "
@@ -203,7 +198,6 @@ class DenseAndExpertsFields(LayerFields):
     """An MLP and experts side by side: no fields besides those of both."""
 
     def check(self) -> None:
-        """See `FieldGroup.check`."""
         for name in ("moe_latent_size", "moe_shared_expert_intermediate_size"):
             if (value := getattr(self, name)) is not None:
                 raise ValueError(

@@ -46,7 +46,6 @@ class PositionFields(LayerFields):
     """Rotate pairs (2i, 2i + 1), not (i, i + d/2)."""
 
     def check(self) -> None:
-        """See `FieldGroup.check`."""
         if self.rotary_scaling is not None:
             check_rotary_scaling(self.rotary_scaling)
         if self.position_embedding_type == "rope" and not 0.0 < self.rotary_percent <= 1.0:

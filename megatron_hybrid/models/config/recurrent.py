@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from megatron_hybrid.models.config.field_group import Epsilon, LayerFields
 from megatron_hybrid.utils.validation import Range
@@ -63,7 +63,6 @@ class Mamba2Fields(LayerFields):
     """Factors of z, x, B, C and dt after a Mamba-2 layer's input projection."""
 
     def check(self) -> None:
-        """See `FieldGroup.check`."""
         if self.mamba_num_heads is None:
             width = self.mamba_expand * self.hidden_size
             if width % self.mamba_head_dim:
@@ -126,7 +125,6 @@ class Mamba1Fields(LayerFields):
     """Epsilon of the norms of dt, B and C."""
 
     def check(self) -> None:
-        """See `FieldGroup.check`."""
         if self.mamba1_inner_size is None:
             self.mamba1_inner_size = 2 * self.hidden_size
         if self.mamba1_dt_rank is None:
@@ -145,7 +143,6 @@ class ShortConvFields(LayerFields):
     """Biases in the convolution and the projections of a gated-short-convolution layer."""
 
     def check(self) -> None:
-        """See `FieldGroup.check`."""
         self._require_divisible("hidden_size")
 
 
@@ -184,7 +181,6 @@ class DeltaRuleFields(LayerFields):
     all other norms. Qwen3-Next has False here and True there."""
 
     def check(self) -> None:
-        """See `FieldGroup.check`."""
         if self.linear_num_key_heads is None:
             self.linear_num_key_heads = max(1, self.hidden_size // self.linear_key_head_dim)
         self._require_divisible_or_copied("linear_num_key_heads")
@@ -202,9 +198,6 @@ class KimiDeltaAttentionFields(LayerFields):
 @dataclass
 class GatedDeltaNetFields(LayerFields):
     """Fields of a Gated DeltaNet layer besides those of every delta rule."""
-
-    if TYPE_CHECKING:
-        linear_num_key_heads: int
 
     followers: ClassVar = {"linear_num_key_heads": ("linear_num_value_heads",)}
 

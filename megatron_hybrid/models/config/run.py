@@ -67,7 +67,6 @@ class RunFields(FieldGroup):
             )
 
     def check(self) -> None:
-        """See `FieldGroup.check`."""
         reason = unused_accelerators()["fused_weight_gradient_mlp_cuda"]
         if self.gradient_accumulation_fusion and reason is not None:
             raise ValueError(

@@ -123,11 +123,9 @@ class UncachedContext:
         self._keys_values: dict[int, tuple[Tensor, Tensor]] = {}
 
     def ragged_layout(self) -> RaggedLayout:
-        """See `MixerContext`."""
         return self._layout
 
     def token_positions(self) -> Tensor:
-        """See `MixerContext`."""
         return self._layout.token_positions(self._device)
 
     def states(self, layer_number: int, name: str) -> None:

@@ -95,18 +95,6 @@ class RotaryEmbedding:
         self.interleaved = interleaved
         self._scaling = json.dumps(scaling or {}, sort_keys=True)  # hashable: a key of the tables
 
-    def cos_sin(
-        self, positions_T: Tensor, num_positions: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """cos and sin of the angles at `positions_T`, each [T, 1, dim / 2] in `dtype`.
-
-        Args:
-            positions_T: absolute positions, int64.
-            num_positions: an exclusive bound of them, known without reading the tensor.
-        """
-        cos, sin = self._tables(num_positions, positions_T.device, dtype)
-        return cos[positions_T], sin[positions_T]
-
     def _tables(
         self, num_positions: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
@@ -117,7 +105,8 @@ class RotaryEmbedding:
     def cos_sin_of_batch(
         self, layout: RaggedLayout, positions_T: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """`cos_sin` of all rows of a call, computed once and cached in the layout."""
+        """cos and sin of the angles of all rows of a call, each [T, 1, dim / 2] in `dtype`, cached
+        in the layout."""
         device = positions_T.device
         key = self.dim, self.base, self._scaling, device, dtype
         # The layout holds the tables, too: a recorded step reads them as long as it is replayed.

@@ -68,7 +68,6 @@ def verify(
     factor: Tensor | None,
     *_: Any,
 ) -> str | None:
-    """See `Backend.verify`."""
     if activation not in KINDS:
         return f"the activation is {activation}; it has {sorted(KINDS.values())}"
     if x.dim() not in (2, 3) or not x.numel() or x.stride(-1) != 1:
@@ -84,7 +83,6 @@ def run(
     factor: Tensor | None,
     in_fp32: bool,
 ) -> Tensor:
-    """See `ops.activate`."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     x, factor = (t if t is None or t.dim() == 3 else t.unsqueeze(1) for t in (x, factor))
     T, G, C = x.shape

@@ -305,7 +305,6 @@ def verify(
     pattern: AttentionPattern,
     *_: Any,
 ) -> str | None:
-    """See `Backend.verify`."""
     if pattern.dropout:
         return "it has no dropout"
     if pattern.scale <= 0:
@@ -324,7 +323,6 @@ def run(
     pattern: AttentionPattern,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """See `ops.paged_attention`."""
     (T, H, D), (_, B, K, P) = q_THD.shape, v_pages_nBKP.shape
     out_THP = q_THD.new_empty(T, H, P)
     out_THP[layout.num_tokens :] = 0

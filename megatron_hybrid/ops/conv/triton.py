@@ -185,7 +185,6 @@ def tails_kernel(
 def verify(
     x_TC: Tensor, weight_CK: Tensor, bias_C: Tensor | None, states: SlotStates | None, *_: Any
 ) -> str | None:
-    """See `Backend.verify`."""
     if states is not None and states.pool_S.dtype not in (torch.float32, x_TC.dtype):
         return f"tails are {states.pool_S.dtype} and inputs {x_TC.dtype}"
     return None
@@ -199,7 +198,6 @@ def run(
     layout: RaggedLayout,
     activation: str | None = "silu",
 ) -> Tensor:
-    """See `ops.causal_conv1d`."""
     C, K = weight_CK.shape
     if states is None:
         states = SlotStates.zeros(layout.num_sequences, (C, K - 1), x_TC.device, x_TC.dtype)

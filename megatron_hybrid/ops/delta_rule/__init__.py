@@ -9,10 +9,10 @@ from megatron_hybrid.ops.slot_states import SlotOp
 _CHUNKS = {"chunk_size > 0": "chunk_size is {chunk_size}; it must be at least 1"}
 gated_delta_rule = SlotOp(
     "gated_delta_rule",
-    reference.gated_delta_rule,
+    reference.delta_rule,
     {
         **{"q_THN": "T H_qk N", "k_THN": "T H_qk N", "v_THP": "T H P"},
-        **{"g_TH": "T H", "beta_TH": "T H"},
+        **{"g": "T H", "beta_TH": "T H"},
     },
     state="state H N P",
     conditions={
@@ -23,10 +23,10 @@ gated_delta_rule = SlotOp(
 )
 kimi_delta_attention = SlotOp(
     "kimi_delta_attention",
-    reference.kimi_delta_attention,
+    reference.delta_rule,
     {
         **{"q_THN": "T H N", "k_THN": "T H N", "v_THP": "T H P"},
-        **{"g_THN": "T H N", "beta_TH": "T H"},
+        **{"g": "T H N", "beta_TH": "T H"},
     },
     state="state H N P",
     conditions=_CHUNKS,

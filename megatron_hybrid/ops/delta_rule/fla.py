@@ -7,8 +7,6 @@ recurrence goes over the chunks of a sequence, from the state in the pool to the
 
 from __future__ import annotations
 
-from typing import Any
-
 from fla.ops.common.chunk_o import chunk_fwd_o
 from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
 from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
@@ -50,9 +48,7 @@ def verify(
     states: SlotStates | None,
     layout: RaggedLayout,
     chunk_size: int = 64,
-    *_: Any,
 ) -> str | None:
-    """See `Backend.verify`."""
     if (refusal := tf32_refusal(v_THP)) is not None:
         return refusal
     if not q_THN.dtype == k_THN.dtype == v_THP.dtype:
@@ -77,12 +73,9 @@ def run(
     states: SlotStates | None,
     layout: RaggedLayout,
     chunk_size: int = 64,
-    scale: float | None = None,
-    use_qk_l2norm: bool = True,
 ) -> Tensor:
     """See `ops.gated_delta_rule`; with decays `[T, H, N]`, `ops.kimi_delta_attention`."""
     (_, H, P), N = v_THP.shape, k_THN.shape[2]
-    scale = N**-0.5 if scale is None else scale
     if states is None:
         states = SlotStates.zeros(layout.num_sequences, (H, N, P), v_THP.device)
     inputs = [
@@ -94,11 +87,11 @@ def run(
     if steps:
         rows = step_rows(layout)
         first, slots_R = [t[:rows] for t in inputs], states.slot_ids_R[:steps]
-        step(*first, scale, use_qk_l2norm, states.pool_S, slots_R, o_THP[:rows])
+        step(*first, N**-0.5, states.pool_S, slots_R, o_THP[:rows])
         capture_steps(states, layout)
     if steps < layout.num_sequences:
         rest = [aligned_rows(t[steps:tokens]) for t in inputs]
-        o_THP[steps:tokens] = _scan(*rest, states, layout, chunk_size, scale, use_qk_l2norm)
+        o_THP[steps:tokens] = _scan(*rest, states, layout, chunk_size)
         o_THP[tokens:] = 0
     return o_THP
 
@@ -112,12 +105,11 @@ def _scan(
     states: SlotStates,
     layout: RaggedLayout,
     chunk_size: int,
-    scale: float,
-    use_qk_l2norm: bool,
 ) -> Tensor:
     """All other sequences, in chunks; writes final states and captures, returns outputs."""
     chunks = AnchoredChunks.of(layout, chunk_size, v_THP.device)
-    q_THN, k_THN = unit_rows(q_THN, k_THN) if use_qk_l2norm else (q_THN, k_THN)
+    scale = k_THN.shape[2] ** -0.5
+    q_THN, k_THN = unit_rows(q_THN, k_THN)
     # fla-core's tensors have a leading dimension of 1, and are contiguous.
     q, k, v, g, beta = (t.contiguous()[None] for t in (q_THN, k_THN, v_THP, g_TH, beta_TH))
     grid = {"cu_seqlens": chunks.boundaries_S, "chunk_indices": chunks.whole_S2}

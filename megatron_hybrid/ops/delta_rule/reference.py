@@ -6,8 +6,6 @@ channel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from megatron_hybrid.ops.checks import compute_dtype, pad_rows, without_autocast
@@ -24,35 +22,34 @@ SUB_BLOCK = 8
 
 
 @without_autocast
-def gated_delta_rule(
+def delta_rule(
     q_THN: torch.Tensor,
     k_THN: torch.Tensor,
     v_THP: torch.Tensor,
-    g_TH: torch.Tensor,
+    g: torch.Tensor,
     beta_TH: torch.Tensor,
     initial_states_RHNP: torch.Tensor | SlotStates | None,
     layout: RaggedLayout,
     chunk_size: int = 64,
-    scale: float | None = None,
-    use_qk_l2norm: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """S' = exp(g_t) S_{t-1};  S_t = S' + k_t (x) beta_t (v_t - k_t S');  o_t = scale q_t S_t.
+    """S' = Diag(exp(g_t)) S_{t-1};  S_t = S' + k_t (x) beta_t (v_t - k_t S');  o_t = q_t S_t.
+
+    Rows of q and k are divided by their lengths first, and those of q by sqrt(N).
 
     This function also takes states `[R, H, N, P]`, and returns final and captured ones after y: see
     `in_slots`.
 
     Args:
         q_THN, k_THN: `[T, H_qk, N]`; H_qk divides the heads H of v, and each head of q and k serves
-            H / H_qk consecutive heads of v.
+            H / H_qk consecutive heads of v. Of Kimi Delta Attention they are as many.
         v_THP: values `[T, H, P]`.
-        g_TH: log decays `[T, H]`, at most 0.
+        g: log decays, at most 0: `[T, H]` of the gated delta rule; `[T, H, N]`, best in fp32, of
+            Kimi Delta Attention.
         beta_TH: writing strengths `[T, H]`, from 0 to 1, or to 2 for negative eigenvalues.
         initial_states_RHNP: `SlotStates` `[H, N, P]`, fp32 or bf16; None: start from zeros and
             keep nothing.
         layout: lengths, positions and captures of the sequences.
         chunk_size: rows of a chunk; the result does not depend on it but for rounding.
-        scale: factor of q, N ** -0.5 by default.
-        use_qk_l2norm: divide each row of q and k by its length first.
 
     Returns:
         o `[T, H, P]` in the dtype of v, zeros in padding rows. All arithmetic is fp32, whatever the
@@ -63,15 +60,23 @@ def gated_delta_rule(
         TypeError: fp16 states, or inputs that are not floating-point.
         ValueError: shapes that do not fit the layout or each other.
     """
-    return _delta_rule(
-        _gated_chunked,
-        (q_THN, k_THN, v_THP, g_TH.unsqueeze(-1), beta_TH),
-        initial_states_RHNP,
+    is_gated, N = g.dim() == 2, k_THN.shape[-1]
+    g_THN = g.unsqueeze(-1) if is_gated else g
+    shape = (layout.num_sequences, v_THP.shape[1], N, v_THP.shape[2])
+    states_RHNP = states_or_zeros(initial_states_RHNP, shape, like=v_THP)
+    dtype = compute_dtype(v_THP)
+    q_f, k_f, v_f, g_f, beta_f = (t.to(dtype) for t in (q_THN, k_THN, v_THP, g_THN, beta_TH))
+    q_f, k_f = (t * (t.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt() for t in (q_f, k_f))
+    q_f = q_f * N**-0.5
+    o_THP, final_RHNP, captured_nHNP = ragged_scan(
+        _step,
+        _gated_chunked if is_gated else _kimi_chunked,
+        (q_f, k_f, v_f, g_f, beta_f),
+        states_RHNP,
         layout,
-        chunk_size,
-        scale,
-        use_qk_l2norm,
+        lambda: ChunkGrid.of(layout, chunk_size, v_THP.device),
     )
+    return pad_rows(o_THP.to(v_THP.dtype), layout), final_RHNP, captured_nHNP
 
 
 def _gated_chunked(
@@ -104,39 +109,6 @@ def _gated_chunked(
 def _per_head(x_SK: torch.Tensor, repeats: int) -> torch.Tensor:
     """`[S, H_qk, ...]` -> `[S, H, ...]`: each head of q and k serves `repeats` heads of v."""
     return x_SK if repeats == 1 else x_SK.repeat_interleave(repeats, dim=1)
-
-
-@without_autocast
-def kimi_delta_attention(
-    q_THN: torch.Tensor,
-    k_THN: torch.Tensor,
-    v_THP: torch.Tensor,
-    g_THN: torch.Tensor,
-    beta_TH: torch.Tensor,
-    initial_states_RHNP: torch.Tensor | SlotStates | None,
-    layout: RaggedLayout,
-    chunk_size: int = 64,
-    scale: float | None = None,
-    use_qk_l2norm: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """S' = Diag(exp(g_t)) S_{t-1};  S_t = S' + k_t (x) beta_t (v_t - k_t S');  o_t = scale q_t S_t.
-
-    The gated delta rule with a decay of its own for each key channel. Arguments, result and errors
-    are those of `gated_delta_rule`, but:
-
-    Args:
-        q_THN, k_THN: `[T, H, N]`.
-        g_THN: log decays `[T, H, N]`, at most 0; best in fp32.
-    """
-    return _delta_rule(
-        _kimi_chunked,
-        (q_THN, k_THN, v_THP, g_THN, beta_TH),
-        initial_states_RHNP,
-        layout,
-        chunk_size,
-        scale,
-        use_qk_l2norm,
-    )
 
 
 def _kimi_chunked(
@@ -199,40 +171,6 @@ def _decayed_products(
         cut_SH1N = end_SH1N
     products_SH2LL = torch.cat(rows, dim=3)
     return products_SH2LL[:, :, 0], products_SH2LL[:, :, 1]
-
-
-def _delta_rule(
-    chunked: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-    inputs_T: tuple[torch.Tensor, ...],
-    initial_states_RHNP: torch.Tensor | SlotStates | None,
-    layout: RaggedLayout,
-    chunk_size: int,
-    scale: float | None,
-    use_qk_l2norm: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The delta rule of inputs q, k, v, g and beta of any dtype.
-
-    g is `[T, H, N]`, or `[T, H, 1]` where all key channels share a decay; all else is as in
-    `gated_delta_rule`. `chunked` is the scan that `ragged_scan` needs.
-    """
-    q_THN, k_THN, v_THP, g_TH, beta_TH = inputs_T
-    N = k_THN.shape[-1]
-    shape = (layout.num_sequences, v_THP.shape[1], N, v_THP.shape[2])
-    states_RHNP = states_or_zeros(initial_states_RHNP, shape, like=v_THP)
-    dtype = compute_dtype(v_THP)
-    q_f, k_f, v_f, g_f, beta_f = (t.to(dtype) for t in (q_THN, k_THN, v_THP, g_TH, beta_TH))
-    if use_qk_l2norm:
-        q_f, k_f = (t * (t.square().sum(-1, keepdim=True) + L2NORM_EPS).rsqrt() for t in (q_f, k_f))
-    q_f = q_f * (N**-0.5 if scale is None else scale)
-    o_THP, final_RHNP, captured_nHNP = ragged_scan(
-        _step,
-        chunked,
-        (q_f, k_f, v_f, g_f, beta_f),
-        states_RHNP,
-        layout,
-        lambda: ChunkGrid.of(layout, chunk_size, v_THP.device),
-    )
-    return pad_rows(o_THP.to(v_THP.dtype), layout), final_RHNP, captured_nHNP
 
 
 def _step(

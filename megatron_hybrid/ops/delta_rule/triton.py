@@ -136,7 +136,6 @@ def step_kernel(
     stride_o_head,
     HEADS_PER_KEY: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
-    USE_L2NORM: tl.constexpr,
     EPS: tl.constexpr,
     N: tl.constexpr,
     P: tl.constexpr,
@@ -161,9 +160,8 @@ def step_kernel(
     k_ptrs = k_ptr + _at(r, h_qk, stride_k_row, stride_k_head) + n
     q = tl.load(q_ptrs, mask=n < N, other=0.0).to(tl.float32)
     k = tl.load(k_ptrs, mask=n < N, other=0.0).to(tl.float32)
-    if USE_L2NORM:
-        q *= tl.rsqrt(tl.sum(q * q, axis=0) + EPS)
-        k *= tl.rsqrt(tl.sum(k * k, axis=0) + EPS)
+    q *= tl.rsqrt(tl.sum(q * q, axis=0) + EPS)
+    k *= tl.rsqrt(tl.sum(k * k, axis=0) + EPS)
     v_ptrs = v_ptr + _at(r, h, stride_v_row, stride_v_head) + p
     v = tl.load(v_ptrs, mask=p < P, other=0.0).to(tl.float32)
     beta = tl.load(beta_ptr + _at(r, h, stride_beta_row, stride_beta_head)).to(tl.float32)
@@ -186,7 +184,6 @@ def step(
     g_RH: Tensor,
     beta_RH: Tensor,
     scale: float,
-    use_qk_l2norm: bool,
     pool_S: Tensor,
     slot_ids_R: Tensor,
     o_RHP: Tensor,
@@ -202,7 +199,6 @@ def step(
         (scale, len(slot_ids_R)),
         HEADS_PER_KEY=H // k_RHN.shape[1],
         PER_CHANNEL=g_RH.dim() == 3,
-        USE_L2NORM=use_qk_l2norm,
         EPS=L2NORM_EPS,
         N=N,
         P=P,

@@ -34,7 +34,6 @@ def verify(
     fc2_bias_Eh: PerExpert | None,
     activate: Callable[[Tensor], Tensor],
 ) -> str | None:
-    """See `Backend.verify`."""
     layers = [one for one in (fc1_Egh, fc1_bias_Eg, fc2_Ehf, fc2_bias_Eh) if one is not None]
     if not all(isinstance(layer, Tensor) for layer in layers):
         return "the experts' parameters are not stacked"
@@ -62,7 +61,6 @@ def run(
     fc2_bias_Eh: Tensor | None,
     activate: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """See `ops.expert_mlps`."""
     x_mg = F.grouped_mm(x_mh, fc1_Egh.mT, offs=ends_E)
     expert_m = None
     if fc1_bias_Eg is not None or fc2_bias_Eh is not None:

@@ -94,7 +94,6 @@ def configuration(channels: int) -> tuple[dict[str, int], int]:
 
 
 def verify(x_TGC: Tensor, *others: Any) -> str | None:
-    """See `Backend.verify`."""
     if others[-1] is not None:
         return "there is a part of each group alone"
     if not x_TGC.numel():
@@ -115,7 +114,6 @@ def run(
     rounds_norm: bool = False,
     *_: Any,
 ) -> Tensor:
-    """See `ops.gated_rms_norm`."""
     y_TGC = torch.empty(x_TGC.shape, dtype=x_TGC.dtype, device=x_TGC.device)
     form = dict(
         SILU=activation == "silu",

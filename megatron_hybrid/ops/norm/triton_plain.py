@@ -11,7 +11,6 @@ _FORM = dict.fromkeys(("SILU", "NORM_FIRST", "ZERO_CENTERED", "ROUNDS_NORM"), Fa
 
 
 def verify(x: Tensor, weight_C: Tensor, eps: float, added: Tensor | None) -> str | None:
-    """See `Backend.verify`."""
     if (channels := x.shape[-1]) > MAX_CHANNELS:
         return f"rows have {channels} channels; a program holds {MAX_CHANNELS}"
     if x.dim() not in (2, 3) or not x.numel():
@@ -22,7 +21,6 @@ def verify(x: Tensor, weight_C: Tensor, eps: float, added: Tensor | None) -> str
 
 
 def run(x: Tensor, weight_C: Tensor, eps: float, added: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See `ops.rms_norm`."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     sums = None if added is None else torch.empty_like(y)
     tensors = [t if t is None or t.dim() == 3 else t.unsqueeze(1) for t in (x, added, y, sums)]

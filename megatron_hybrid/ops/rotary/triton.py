@@ -70,7 +70,6 @@ def rotate_kernel(
 
 
 def verify(q_TKGD: Tensor, k_TKD: Tensor, cos_T1d: Tensor, sin_T1d: Tensor, *_: Any) -> str | None:
-    """See `Backend.verify`."""
     inputs = (q_TKGD, k_TKD, cos_T1d, sin_T1d)
     if any(t.dtype != q_TKGD.dtype for t in inputs):
         return "queries, keys and their angles differ in dtype"
@@ -89,7 +88,6 @@ def run(
     k_weight_D: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """See `ops.rotate_heads`."""
     T, K, G, D = q_TKGD.shape
     q_out_THD, k_out_TKD = q_TKGD.new_empty(T, K * G, D), k_TKD.new_empty(T, K, D)
     rotate_kernel(

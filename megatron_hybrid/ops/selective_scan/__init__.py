@@ -11,7 +11,7 @@ selective_scan = SlotOp(
     reference.selective_scan,
     {
         **{"x_TC": "T C", "dt_TC": "T C", "A_CN": "C N", "B_TN": "T N", "C_TN": "T N"},
-        "D_C": "C or None",
+        "D_C": "C",
     },
     state="state C N",
     conditions={"chunk_size > 0": "chunk_size is {chunk_size}; it must be at least 1"},

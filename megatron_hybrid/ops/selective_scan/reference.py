@@ -25,7 +25,7 @@ def selective_scan(
     A_CN: torch.Tensor,
     B_TN: torch.Tensor,
     C_TN: torch.Tensor,
-    D_C: torch.Tensor | None,
+    D_C: torch.Tensor,
     initial_states_RCN: torch.Tensor | None,
     layout: RaggedLayout,
     chunk_size: int = 32,
@@ -45,7 +45,7 @@ def selective_scan(
         dt_TC: step sizes `[T, C]`, after softplus and bias.
         A_CN: `[C, N]`, negative.
         B_TN, C_TN: `[T, N]`.
-        D_C: skip connection `[C]` or None.
+        D_C: skip connection `[C]`.
         initial_states_RCN: `SlotStates` `[C, N]`, fp32 or bf16; None: start from zeros and
             keep nothing.
         layout: lengths and captures of the sequences (positions do not matter here).
@@ -73,8 +73,7 @@ def selective_scan(
         layout,
         lambda: TimeOrder.of(layout, x_TC.device),
     )
-    if D_C is not None:
-        y_TC = torch.addcmul(y_TC, rows_between(x_f, 0, layout.num_tokens), D_C.to(dtype))
+    y_TC = torch.addcmul(y_TC, rows_between(x_f, 0, layout.num_tokens), D_C.to(dtype))
     return pad_rows(y_TC.to(x_TC.dtype), layout), final_RCN, captured_nCN
 
 

@@ -78,7 +78,6 @@ def scan_kernel(
     stride_out_state,
     CHANNELS: tl.constexpr,
     N: tl.constexpr,
-    HAS_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -105,8 +104,7 @@ def scan_kernel(
         x, dt = x.to(tl.float32), dt.to(tl.float32)
         h = tl.exp(dt[:, None] * A) * h + (dt * x)[:, None] * B.to(tl.float32)[None, :]
         y = tl.sum(h * C.to(tl.float32)[None, :], axis=1)
-        if HAS_D:
-            y += tl.load(D_ptr + c, mask=own, other=0.0).to(tl.float32) * x
+        y += tl.load(D_ptr + c, mask=own, other=0.0).to(tl.float32) * x
         tl.store(y_ptr + t * stride_y_row + c * stride_y_channel, y, mask=own)
         if t + 1 == wanted:
             out_ptrs = out_ptr + tl.cast(capture, tl.int64) * stride_out_capture
@@ -118,7 +116,6 @@ def scan_kernel(
 
 
 def verify(x_TC: Tensor, dt_TC: Tensor, A_CN: Tensor, *_: Any) -> str | None:
-    """See `Backend.verify`."""
     if A_CN.shape[1] > ELEMENTS:
         return f"states are {A_CN.shape[1]} wide; it takes up to {ELEMENTS}"
     return None
@@ -130,12 +127,11 @@ def run(
     A_CN: Tensor,
     B_TN: Tensor,
     C_TN: Tensor,
-    D_C: Tensor | None,
+    D_C: Tensor,
     states: SlotStates | None,
     layout: RaggedLayout,
     chunk_size: int = 32,
 ) -> Tensor:
-    """See `ops.selective_scan`."""
     channels, N = A_CN.shape
     if states is None:
         states = SlotStates.zeros(layout.num_sequences, (channels, N), x_TC.device)
@@ -155,7 +151,6 @@ def run(
         (*inputs, y_TC, out_n, *tables),
         CHANNELS=channels,
         N=N,
-        HAS_D=D_C is not None,
         BLOCK_C=block_c,
         BLOCK_N=block_n,
         num_warps=4,

@@ -11,7 +11,7 @@ ssd_scan = SlotOp(
     reference.ssd_scan,
     {
         **{"x_THP": "T H P", "dt_TH": "T H", "A_H": "H", "B_TGN": "T G N", "C_TGN": "T G N"},
-        "D_H": "H or None",
+        "D_H": "H",
     },
     state="state H P N",
     conditions={

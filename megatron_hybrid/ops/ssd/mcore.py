@@ -62,12 +62,11 @@ def verify(
     A_H: Tensor,
     B_TGN: Tensor,
     C_TGN: Tensor,
-    D_H: Tensor | None,
+    D_H: Tensor,
     states: SlotStates | None,
     layout: RaggedLayout,
     chunk_size: int = 64,
 ) -> str | None:
-    """See `Backend.verify`."""
     if (refusal := tf32_refusal(x_THP, B_TGN, C_TGN)) is not None:
         return refusal
     if chunk_size < 16 or chunk_size & (chunk_size - 1):
@@ -81,12 +80,11 @@ def run(
     A_H: Tensor,
     B_TGN: Tensor,
     C_TGN: Tensor,
-    D_H: Tensor | None,
+    D_H: Tensor,
     states: SlotStates | None,
     layout: RaggedLayout,
     chunk_size: int = 64,
 ) -> Tensor:
-    """See `ops.ssd_scan`."""
     (_, H, P), N = x_THP.shape, B_TGN.shape[2]
     if states is None:
         states = SlotStates.zeros(layout.num_sequences, (H, P, N), x_THP.device)
@@ -108,7 +106,7 @@ def run(
 def _scan(
     inputs: list[Tensor],
     A_H: Tensor,
-    D_H: Tensor | None,
+    D_H: Tensor,
     states: SlotStates,
     layout: RaggedLayout,
     chunk_size: int,

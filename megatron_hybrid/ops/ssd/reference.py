@@ -18,7 +18,7 @@ def ssd_scan(
     A_H: torch.Tensor,
     B_TGN: torch.Tensor,
     C_TGN: torch.Tensor,
-    D_H: torch.Tensor | None,
+    D_H: torch.Tensor,
     initial_states_RHPN: torch.Tensor | SlotStates | None,
     layout: RaggedLayout,
     chunk_size: int = 64,
@@ -33,7 +33,7 @@ def ssd_scan(
         dt_TH: step sizes `[T, H]`, after softplus and bias.
         A_H: `[H]`, negative.
         B_TGN, C_TGN: `[T, G, N]`; each group serves H / G consecutive heads.
-        D_H: skip connection `[H]` or None.
+        D_H: skip connection `[H]`.
         initial_states_RHPN: `SlotStates` `[H, P, N]`, fp32 or bf16; None: start from zeros and
             keep nothing.
         layout: lengths, positions and captures of the sequences.
@@ -62,9 +62,8 @@ def ssd_scan(
         layout,
         lambda: ChunkGrid.of(layout, chunk_size, x_THP.device),
     )
-    if D_H is not None:
-        x_f = rows_between(x_f, 0, layout.num_tokens)
-        y_THP = torch.addcmul(y_THP, x_f, D_H.to(dtype).unsqueeze(-1))
+    x_f = rows_between(x_f, 0, layout.num_tokens)
+    y_THP = torch.addcmul(y_THP, x_f, D_H.to(dtype).unsqueeze(-1))
     return pad_rows(y_THP.to(x_THP.dtype), layout), final_RHPN, captured_nHPN
 
 

@@ -47,7 +47,6 @@ def step_kernel(
     stride_y_row,
     stride_y_head,
     stride_y_value,
-    HAS_D: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
@@ -83,8 +82,7 @@ def step_kernel(
     decay = tl.exp(dt * tl.load(A_ptr + h))
     state = state * decay + (dt * x)[:, None] * B[None, :]
     y = tl.sum(state * C[None, :], axis=1)
-    if HAS_D:
-        y += tl.load(D_ptr + h).to(tl.float32) * x
+    y += tl.load(D_ptr + h).to(tl.float32) * x
     tl.store(state_ptrs, state, mask=inside)
     tl.store(y_ptrs, y, mask=p < P)
 
@@ -95,7 +93,7 @@ def step(
     A_H: Tensor,
     B_RGN: Tensor,
     C_RGN: Tensor,
-    D_H: Tensor | None,
+    D_H: Tensor,
     pool_S: Tensor,
     slot_ids_R: Tensor,
     y_RHP: Tensor,
@@ -110,7 +108,6 @@ def step(
         (R, H, triton.cdiv(P, block_p)),
         (x_RHP, dt_RH, A_H, B_RGN, C_RGN, D_H, pool_S, slot_ids_R, y_RHP),
         (len(slot_ids_R),),
-        HAS_D=D_H is not None,
         HEADS_PER_GROUP=H // B_RGN.shape[1],
         P=P,
         N=N,

@@ -63,7 +63,6 @@ def steps_kernel(
 
 
 def verify(x_TC: Tensor, *_: Any) -> str | None:
-    """See `Backend.verify`."""
     return None if x_TC.numel() else "there are no rows"
 
 
@@ -75,7 +74,6 @@ def run(
     beta_TH: Tensor | None,
     max_beta: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """See `ops.time_steps`."""
     T, C = x_TC.shape
     H = 0 if beta_TH is None else beta_TH.shape[1]
     steps_TC = torch.empty((T, C), dtype=torch.float32, device=x_TC.device)

@@ -1,6 +1,6 @@
 """Parsers of answers: text in pieces -> content, reasoning, and calls of functions.
 
-One file a dialect; `choice` finds the one of a model, `answer_parser` cuts its answers.
+One file a form of calls; `choice` finds the one of a model, `answer_parser` cuts its answers.
 """
 
 from megatron_hybrid.serving.parsers.answer_parser import AnswerParser

@@ -11,7 +11,6 @@ from megatron_hybrid.serving.parsers.answer_parser import AnswerParser
 from megatron_hybrid.serving.parsers.deepseek import DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32
 from megatron_hybrid.serving.parsers.dialect import Dialect
 from megatron_hybrid.serving.parsers.gemma import FUNCTIONGEMMA, GEMMA4
-from megatron_hybrid.serving.parsers.glm import GLM45
 from megatron_hybrid.serving.parsers.harmony import OPENAI, HarmonyParser
 from megatron_hybrid.serving.parsers.harmony import THOUGHTS as HARMONY_THOUGHTS
 from megatron_hybrid.serving.parsers.json_dialects import (
@@ -26,11 +25,15 @@ from megatron_hybrid.serving.parsers.json_dialects import (
     XLAM,
 )
 from megatron_hybrid.serving.parsers.kimi import KIMI_K2
-from megatron_hybrid.serving.parsers.minimax import MINIMAX_M2
 from megatron_hybrid.serving.parsers.mistral import MISTRAL, MISTRAL_NAMES
 from megatron_hybrid.serving.parsers.pythonic import LFM2, LLAMA4_PYTHONIC, OLMO3, PYTHONIC
-from megatron_hybrid.serving.parsers.qwen3_coder import QWEN3_CODER, SEED_OSS
 from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
+from megatron_hybrid.serving.parsers.tagged_parameters import (
+    GLM45,
+    MINIMAX_M2,
+    QWEN3_CODER,
+    SEED_OSS,
+)
 
 TOOL_PARSERS: dict[str, Dialect] = {
     "deepseek_v3": DEEPSEEK_V3,

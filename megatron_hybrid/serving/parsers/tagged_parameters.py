@@ -1,11 +1,17 @@
-"""Dialects that write each parameter between tags, as it is."""
+"""Dialects that write each parameter between tags, as it is.
+
+Qwen3-Coder, also Qwen3.5 and Nemotron 3: chat templates of Qwen/Qwen3-Coder-30B-A3B-Instruct and
+nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16; ByteDance-Seed/Seed-OSS-36B-Instruct. MiniMax M2:
+https://huggingface.co/MiniMaxAI/MiniMax-M2/blob/main/docs/tool_calling_guide.md. GLM 4.5 to 4.7:
+chat templates of zai-org/GLM-4.5, zai-org/GLM-4.6 and zai-org/GLM-4.7.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_hybrid.serving.parsers.dialect import (
@@ -189,3 +195,45 @@ def _call(name: str, found: Mapping[str, str | None], tools: Tools, written: str
     given = {each: value for each, value in found.items() if value is not None}
     members = (f"{json.dumps(each, ensure_ascii=False)}: {v}" for each, v in given.items())
     return Call(name, "{" + ", ".join(members) + "}") if name in tools else written
+
+
+QWEN3_CODER = TaggedParameters(
+    "<tool_call>",
+    "</tool_call>",
+    also=("<function=",),
+    openers=("<function=",),
+    function=("\n<function={}>\n", "</function>\n"),
+    parameter=("<parameter={}>", "</parameter>"),
+    gap="\n",
+    newline="\n",
+    head=named("<function=", ">"),
+    opened=named(r"\s*<parameter=", ">"),
+    closed=re.compile(r"\s*</function>"),
+    parts=re.compile(r"(?P<open><?parameter=|<parameter)|</?parameter>|/parameter>"),
+)
+SEED_OSS = replace(QWEN3_CODER, begin="<seed:tool_call>", end="</seed:tool_call>")
+MINIMAX_M2 = TaggedParameters(
+    "<minimax:tool_call>",
+    "</minimax:tool_call>",
+    function=('<invoke name="{}">\n', "</invoke>\n"),
+    is_section=True,
+    openers=("<invoke ",),
+    parameter=('<parameter name="{}">', "</parameter>"),
+    gap="\n",
+    head=named("<invoke name=", ">"),
+    opened=named(r"\s*<parameter name=", ">"),
+    closed=re.compile(r"\s*</invoke>"),
+    parts=re.compile(r'(?P<open><?parameter name="|<parameter)|</?parameter>|/parameter>'),
+)
+GLM45 = TaggedParameters(
+    "<tool_call>",
+    "</tool_call>",
+    openers=("",),
+    function=("{}\n", ""),
+    parameter=("<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>"),
+    gap="\n",
+    head=re.compile(r"(?P<name>[^\s<{]+)(?=\s*(<arg_key>|\Z))"),
+    opened=named(r"\s*<arg_key>", r"</arg_key>\s*<arg_value>"),
+    closed=re.compile(r"\s*\Z"),
+    parts=re.compile(r"(?P<open><arg_value>|(?<!/)arg_value>)|</?arg_value>|/arg_value>"),
+)

@@ -31,7 +31,7 @@ def each_of(kept: range, seeds: range) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("seeds", matrix_rows([kept, *groups], kept), ids=str)
 
 
-@each_of(range(1000, 1001), range(1000, 1080))
+@each_of(range(1001, 1002), range(1000, 1080))
 def test_mixed_runs(seeds):
     totals = run_all(seeds)
     assert totals["skipped_tokens"] > 0

@@ -15,6 +15,7 @@ from megatron.core.distributed.finalize_model_grads import reset_model_temporary
 from rank_processes import train_on_ranks
 from router_losses import forget_losses, take_losses
 from sharded_tensors import pieces
+from small_models import small_config
 from split_models import (
     assert_close,
     assert_same_checkpoint,
@@ -32,7 +33,6 @@ from megatron_hybrid.checkpoints.checkpoint import (
 from megatron_hybrid.checkpoints.megatron.torch_dist import load_megatron, save_megatron
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.checkpoints.pretrained import load_pretrained
-from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.ops.ragged import RaggedLayout
@@ -47,16 +47,10 @@ TP, EP, ETP, ROWS = (
     "sequence_parallel",
 )
 FIELDS = dict(
-    hidden_size=48,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=VOCAB_SIZE,
-    ffn_hidden_size=40,
     num_moe_experts=4,
     moe_router_topk=2,
     moe_router_score_function="sigmoid",
     moe_ffn_hidden_size=20,
-    init_method_std=0.15,
 )
 MODELS = {
     "cut": dict(
@@ -174,7 +168,7 @@ def refusals(folder):
             call(*args, **sizes)
         return type(raised.value), str(raised.value)
 
-    config = HybridConfig(**{**FIELDS, "num_moe_experts": 3}, layer_pattern="E", **{EP: 3})
+    config = small_config("E", **{**FIELDS, "num_moe_experts": 3, EP: 3})
     found = {
         "world size": of(build_hybrid_model, config),
         "no folder": of(load_pretrained, there("cut", 1), **{EP: 4}),
@@ -206,7 +200,7 @@ def run_all(folder, names):
 
 def single_process(folder, name):
     torch.manual_seed(3)
-    model = build_hybrid_model(HybridConfig(**FIELDS, **MODELS[name], **LOSSES[name]))
+    model = build_hybrid_model(small_config(**FIELDS, **MODELS[name], **LOSSES[name]))
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any():  # biases
@@ -242,9 +236,8 @@ def outcome(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     single = {name: single_process(folder, name) for name in MODELS}
     (folder / "ranks").mkdir()
-    fields = {**FIELDS, "layer_pattern": "*EE"}
     torch.manual_seed(4)
-    save_megatron(build_hybrid_model(HybridConfig(**fields)), folder / "megatron")
+    save_megatron(build_hybrid_model(small_config("*EE", **FIELDS)), folder / "megatron")
     ranks = train_on_ranks(run_all, RANKS, folder / "ranks", folder, names)
     return single, ranks, folder
 

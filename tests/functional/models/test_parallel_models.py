@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.validation import (
 from rank_processes import join_ranks, run_ranks
 from reference import greedy
 from sharded_tensors import pieces
+from small_models import small_config
 from split_models import (
     assert_same_answers,
     assert_same_checkpoint,
@@ -52,53 +53,25 @@ SIZES = dict(
     qk_layernorm=True,
     init_method_std=0.15,
 )
-ALL_BUT_FEW = HybridConfig(
-    layer_pattern="MG*SK+C-W-E",
-    hidden_size=48,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=61,  # odd: two ranks need a padded column
-    ffn_hidden_size=80,
-    sliding_window=7,
+EXPERTS = dict(num_moe_experts=5, moe_router_topk=2, moe_ffn_hidden_size=20)
+ALL_BUT_FEW = small_config(
+    "MG*SK+C-W-E",  # of 61 tokens, which is odd: two ranks need a padded column
     qk_layernorm=True,
     layer_overrides={symbol: {"add_bias_linear": True} for symbol in "MG*SK+C-W"},  # not experts
-    mamba_head_dim=16,
-    mamba_state_dim=12,
-    mamba_num_groups=2,
-    mamba_chunk_size=8,
-    linear_key_head_dim=16,
-    linear_value_head_dim=24,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_chunk_size=8,
-    q_lora_rank=20,
-    kv_lora_rank=24,
-    qk_head_dim=10,
-    qk_pos_emb_head_dim=6,
-    v_head_dim=14,
     mamba1_norm="weighted",
     mamba1_proj_bias=True,
     short_conv_bias=True,
-    num_moe_experts=5,
-    moe_router_topk=2,
     moe_router_score_function="sigmoid",
     moe_router_enable_expert_bias=True,
-    moe_ffn_hidden_size=20,
     moe_latent_size=12,
     moe_shared_expert_intermediate_size=28,
     moe_shared_expert_gate=True,
-    init_method_std=0.15,
+    **EXPERTS,
 )
 # The other layer kinds and options.
-THE_OTHERS = HybridConfig(
-    layer_pattern="LH-P*BW*",
-    hidden_size=48,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=61,
+THE_OTHERS = small_config(
+    "LH-P*BW*",
     share_embeddings_and_output_weights=True,
-    ffn_hidden_size=80,
-    sliding_window=7,
     attention_chunk_size=9,
     norm_placement="sandwich",
     layer_overrides={
@@ -109,19 +82,12 @@ THE_OTHERS = HybridConfig(
         "B": {"layer_scalar": True},
         "8": {"kv_source_layer": 5},
     },
-    mamba_head_dim=16,
-    mamba_state_dim=12,
-    mamba_num_groups=2,
-    mamba_chunk_size=8,
     mamba_gated_norm="norm_first",
     mamba_section_multipliers=[0.5, 0.75, 1.5, 2.0, 1.25],
     attention_output_multiplier=0.8,
     mamba_input_multiplier=1.2,
     per_layer_input_size=10,
-    num_moe_experts=5,
-    moe_router_topk=2,
-    moe_ffn_hidden_size=20,
-    init_method_std=0.15,
+    **EXPERTS,
 )
 MODELS = {
     # Two groups or key heads, each on two ranks; and heads of latent attention.

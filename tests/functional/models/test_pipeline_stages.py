@@ -13,11 +13,11 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from rank_processes import train_on_ranks
 from sharded_tensors import pieces
+from small_models import small_config
 from split_models import assert_close, assert_same_checkpoint, main_gradients, sharded_pieces
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict, own_tensors
-from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 RANKS, LENGTH, VOCAB_SIZE, MICRO_BATCHES = 4, 20, 61, 4
@@ -28,23 +28,14 @@ TP, PP, EP, ROWS = (
     "sequence_parallel",
 )
 FIELDS = dict(
-    hidden_size=48,
-    num_attention_heads=4,
-    num_query_groups=2,
-    vocab_size=VOCAB_SIZE,
-    ffn_hidden_size=40,
     mamba_num_heads=8,
     mamba_head_dim=12,
-    mamba_state_dim=12,
-    mamba_num_groups=2,
-    mamba_chunk_size=8,
     num_shared_blocks=2,
     shared_block_adapter_rank=6,
     shared_block_attention_adapters=True,
     num_moe_experts=4,
     moe_router_topk=2,
     moe_ffn_hidden_size=20,
-    init_method_std=0.15,
     pipeline_dtype=torch.float32,
 )
 TIED = {"share_embeddings_and_output_weights": True}
@@ -157,7 +148,7 @@ def run_all(folder, names):
 
 def single_process(folder, name):
     torch.manual_seed(3)
-    model = build_hybrid_model(HybridConfig(**FIELDS, **MODELS[name]))
+    model = build_hybrid_model(small_config(**FIELDS, **MODELS[name]))
     save_checkpoint(model, folder / name)
     losses, logits = [], []
     for inputs, labels in micro_batches():

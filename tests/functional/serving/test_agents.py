@@ -284,6 +284,11 @@ def test_a_limit_is_lowered_and_lines_stay_by_options():
         ("Message-ID: {{ message_id }}", False),
         ("x-anthropic-billing-header: is a header that Claude Code sends", False),
         ("```\nCurrent time: 12:34:56\n```", False),
+        ("~~~~ text\n~~~\nCurrent time: 12:34:56\n~~~~", False),
+        ("```\n~~~\n```\nCurrent time: 12:34:56", True),
+        ("Use ```code``` here\nCurrent time: 12:34:56", True),
+        ("\n    Current time: 12:34:56", False),
+        ("Environment:\n    Current time: 12:34:56", True),
         ("It is 19:20. You answer questions.", False),
         ("We meet at 10:30 in room 5", False),
         ("Ratio: 16:10", False),
@@ -294,7 +299,25 @@ def test_a_line_of_nothing_but_a_time_moves(line, moves):
     given = [{"role": "system", "content": f"A\n{line}\nB"}, {"role": "user", "content": "C"}]
     found, changes = with_steady_start(given)
     assert (found != given) == moves == bool(changes)
-    assert line in found[1]["content"] if moves else line in found[0]["content"]
+    moving = line.rpartition("\n")[2]
+    assert moving in found[1]["content"] if moves else line in found[0]["content"]
+    parts = [{"type": "text", "text": text, "cache_control": {}} for text in ("A", f"{line}\nB")]
+    found, _ = with_steady_start([{"role": "system", "content": parts}, given[1]])
+    assert (moving in found[1]["content"]) == moves and found[0]["content"][0] == parts[0]
+    assert (found[0]["content"][1] != parts[1]) == moves and "cache_control" in parts[1]
+
+
+def test_a_line_that_cannot_move_stays_and_a_billing_line_goes():
+    billing = "x-anthropic-billing-header: cc_version=2.1.3.abc; cch=1f3a;"
+    text = "You help.\nCurrent time: 12:34"
+    messages = [
+        {"role": "system", "content": f"{billing}\n{text}"},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "{"},
+    ]
+    found, (change,) = with_steady_start(messages)
+    assert found == [{"role": "system", "content": text}, *messages[1:]]
+    assert "billing line" in change
 
 
 def test_a_custom_tool_and_a_namespace_come_back_as_they_were_named():

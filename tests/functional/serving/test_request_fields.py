@@ -20,7 +20,8 @@ from openai.types.responses import response_create_params
 from pydantic import ValidationError
 
 from docs_tools.reference import escaped, expand
-from megatron_hybrid.serving import fields, request_mapping, responses
+from megatron_hybrid.inference.async_stream import AsyncStream
+from megatron_hybrid.serving import app, fields, request_mapping, responses
 from megatron_hybrid.serving.app import create_app, rename_error_fields
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.parsers import REASONING_PARSERS, ReasoningFormat
@@ -398,6 +399,13 @@ def test_a_known_field_without_effect_is_refused(call, route, name, value):
     assert call.refused(route, **{name: value})["param"] == name
 
 
+LABELS = (
+    *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+    *("service_tier", "store", "user"),
+)
+"""Fields that say something about a request, and nothing about its answer."""
+
+
 @pytest.mark.parametrize(
     ("kind", "given"),
     [
@@ -407,7 +415,7 @@ def test_a_known_field_without_effect_is_refused(call, route, name, value):
     ],
 )
 def test_openai_s_fields_are_used_refused_or_labels(kind, given):
-    used, refused = {*kind.model_fields, *fields.LABELS, "stream_options"}, {*kind.refused()}
+    used, refused = {*kind.model_fields, *LABELS, "stream_options"}, {*kind.refused()}
     assert {*given.__annotations__} - used - refused == set()
     assert used & refused == set()
 
@@ -557,7 +565,7 @@ def test_the_tokenizer_is_described_as_in_its_file(call):
 
 def test_a_completion_without_a_limit_takes_what_the_context_has_left(call):
     context = call.service.engine_config.max_sequence_length
-    for left, limit in ((30, 16), (5, 5), (1, 1)):
+    for left, limit in ((30, 16), (1, 1)):
         body = {"prompt": [[5], [5] * (context - left)], "ignore_eos": True}
         for given, found in ((body, limit), ({**body, "max_tokens": None}, left)):
             assert call(COMPLETION, given).json()["usage"]["completion_tokens"] == 2 * found
@@ -730,7 +738,44 @@ def test_a_prompt_is_cut_to_its_last_tokens(call):
     assert call.generated(CHAT, truncate_prompt_tokens=2, truncation_side="right")
     long = call.generated(COMPLETION, prompt=[5] * 3000, truncate_prompt_tokens=-1)
     assert long["usage"]["prompt_tokens"] == 1024 - 2
-    assert call.refused(COMPLETION, truncate_prompt_tokens=-2)["param"] == "truncate_prompt_tokens"
+    for count in (0, -2):
+        refused = call.refused(COMPLETION, truncate_prompt_tokens=count)
+        assert refused["param"] == "truncate_prompt_tokens"
+    text = "Once upon a time there was a king. " * 5000
+    messages = [{"role": "user", "content": text}]
+    for route, prompt in ((COMPLETION, {"prompt": text}), (CHAT, {"messages": messages})):
+        for side in ("left", "right"):
+            given = {"truncate_prompt_tokens": 90, "truncation_side": side, "max_tokens": 1}
+            found = call.generated(route, **prompt, **given)
+            assert found["usage"]["prompt_tokens"] == 90
+        assert call.refused(route, **prompt)["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_waits_once_the_engine_has_it(call, monkeypatch, stream):
+    """While it is prepared, the engine does not stall."""
+    found = []
+
+    def note(owner, name):
+        function = getattr(owner, name)
+
+        def noted(*given, **more):
+            (ticket,) = call.service.admission._tickets
+            found.append(ticket.waits_since is not None)
+            return function(*given, **more)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(app, "_prepared")
+    note(*((AsyncStream, "begun") if stream else (call.service.engine, "generate")))
+    assert call(COMPLETION, {**BODIES[COMPLETION], "stream": stream}).status_code == 200
+    assert found == [False, True]
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_k", -2), ("allowed_token_ids", [])])
+def test_nothing_is_no_other_name_for_all(call, name, value):
+    for route in (COMPLETION, CHAT):
+        assert call.refused(route, **{name: value})["param"] == name
 
 
 def test_a_stream_echoes_the_prompt(call):

@@ -174,6 +174,16 @@ def test_cast_rounds_rather_than_refuses():
     assert torch.equal(model.output_layer.weight, state["output_layer.weight"].bfloat16())
 
 
+def test_a_folder_with_a_number_that_becomes_infinite_changes_nothing(tmp_path):
+    wide, model = small_model("M"), small_model("M", params_dtype=torch.float16)
+    wide.output_layer.weight.data[1, 2] = 70000.0
+    save_checkpoint(wide, tmp_path)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(CheckpointError, match=r"output_layer.weight has the number 70000 in"):
+        load_checkpoint(model, tmp_path, cast=True)
+    assert same(model, before)
+
+
 def test_missing_files(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
         read_config(tmp_path)

@@ -64,6 +64,7 @@ def change_weights(folder, change):
         ({"head_dim": 8.0}, "has head_dim=8.0, which must be a whole number"),
         ({"head_dim": -8}, "kv_channels is -8; it must be a whole number from 0"),
         ({"num_hidden_layers": True}, "has num_hidden_layers=True, which must be a whole number"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers=10000000; 10000 are read at most"),
         ({"rms_norm_eps": "1e-5"}, "has rms_norm_eps='1e-5', which must be a number"),
         ({"rms_norm_eps": -1.0}, "layernorm_epsilon is -1.0; it must be a number from 0 to 1"),
         ({"rms_norm_eps": None}, "layernorm_epsilon is None; it must be a number"),

@@ -108,3 +108,18 @@ def test_added_tokens_beyond_the_vocabulary(folder):
         engine.generate(["a<image>"])
     [result] = engine.generate(["a"], SamplingParams(num_tokens_to_generate=3))
     assert result.token_ids
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"]
+)
+def test_a_link_to_nowhere_and_a_pointer_of_git_lfs_are_named(folder, name):
+    path = folder / name
+    path.unlink(missing_ok=True)
+    path.symlink_to("../blobs/0123")
+    with pytest.raises(CheckpointError, match=rf"{name} .*a link to ../blobs/0123, where nothing"):
+        load_pretrained(folder)
+    path.unlink()
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 9\n")
+    with pytest.raises(CheckpointError, match=rf"{name} .*pointer of Git LFS: run `git lfs pull`"):
+        load_pretrained(folder)

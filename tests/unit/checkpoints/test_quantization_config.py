@@ -10,11 +10,11 @@ from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 COMPRESSED = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
-    "quantization_status": "compressed",
+    "quantization_status": "frozen",
     "global_compression_ratio": 1.9,
     "ignore": ["lm_head"],
     "kv_cache_scheme": None,
-    "sparsity_config": {"format": "dense", "global_sparsity": None},
+    "sparsity_config": {"format": "dense", "global_sparsity": 0.1, "targets": ["Linear"]},
     "transform_config": {},
     "version": "0.20.0",
     "config_groups": {
@@ -50,6 +50,10 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc
     [
         (COMPRESSED, ("compressed-tensors", ((1, 64),), 0, False, ((("Linear",), ""),))),
         (GPTQ, ("gptq", ((1, 32),), 32, True)),
+        (
+            GPTQ | {"dynamic": {"-:a": {}, "b": {"bits": 16, "group_size": 64}}},
+            ("gptq", ((1, 32),), 32, True),
+        ),
         (GPTQ | {"group_size": -1}, ("gptq", ((128, 128),), 0, True)),
         (GPTQ | {"checkpoint_format": "gptq_v2"}, ("gptq", ((1, 32),), 32, False)),
         (GPTQ | {"format": "gptq_v2", "method": "gptq"}, ("gptq", ((1, 32),), 32, False)),
@@ -103,7 +107,6 @@ def nested(**weights) -> dict:
         (COMPRESSED | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config.format='sp"),
         (COMPRESSED | {"moe_sparsity_config": {"layers": [3]}}, "moe_sparsity_config=.* not read"),
         (COMPRESSED | {"format": "marlin-24"}, "format='marlin-24'; float-quantized, .* are read"),
-        (COMPRESSED | {"quantization_status": "frozen"}, "quantization_status='frozen'"),
         (COMPRESSED | {"config_groups": {"W4A16": ["Linear"]}}, r"config_groups.W4A16=\['Linear"),
         (COMPRESSED | nested(actorder="group"), "config_groups.g.weights.actorder='group'"),
         (COMPRESSED | nested(num_bits=3), "config_groups.g.weights.num_bits=3; 4, 8 are read"),
@@ -112,6 +115,11 @@ def nested(**weights) -> dict:
         (GPTQ | {"rotation": "hadamard"}, "rotation='hadamard', a field that is not read"),
         (GPTQ | {"adapter": {"name": "lora"}}, "adapter="),
         (GPTQ | {"dynamic": {"+:.*up.*": {"bits": 8}}}, r"dynamic.\+:.\*up.\*.bits=8"),
+        (GPTQ | {"dynamic": {"a": {"group_size": 64}}}, r"dynamic.a.group_size=64; .* 32, is read"),
+        (
+            {"quant_method": "auto-round", "extra_config": {"a": {"group_size": 16}}},
+            "extra_config.a.group_size=16",
+        ),
         (GPTQ | {"pack_dtype": "int16"}, "pack_dtype='int16'; int32 are read"),
         ({"quant_method": "awq", "version": "gemv"}, "version='gemv'; gemm are read"),
         ({"quant_method": "auto-round", "packing_format": "auto_round:fp8"}, "packing_format="),

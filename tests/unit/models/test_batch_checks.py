@@ -7,7 +7,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from reference import greedy, tiny_engine, tiny_model
 from small_models import ALL_MIXERS, random_tokens, small_model
 
-from megatron_hybrid.models.batch_checks import check_attention_mask, check_position_ids
+from megatron_hybrid.models.batch_layout import check_attention_mask, check_position_ids
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 EOD = 60

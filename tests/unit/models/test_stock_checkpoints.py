@@ -5,11 +5,11 @@ import stock_megatron
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from sharded_tensors import pieces
+from small_models import small_config
 from state_dicts import load_state
 from stock_megatron import scramble
 
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
-from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.models.parameter_names import canonical_name
@@ -17,28 +17,8 @@ from megatron_hybrid.ops.ragged import RaggedLayout
 
 
 def config(pattern, **fields):
-    return HybridConfig(
-        **{
-            "layer_pattern": pattern,
-            "hidden_size": 48,
-            "num_attention_heads": 6,
-            "num_query_groups": 2,
-            "vocab_size": 61,
-            "ffn_hidden_size": 80,
-            "mamba_head_dim": 16,
-            "mamba_state_dim": 12,
-            "mamba_num_groups": 2,
-            "mamba_chunk_size": 16,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 24,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_chunk_size": 16,
-            "init_method_std": 0.15,
-            "deterministic_mode": True,
-            **fields,
-        }
-    )
+    own = {"num_attention_heads": 6, "deterministic_mode": True}
+    return small_config(pattern, **{**own, **fields})
 
 
 def compare(monkeypatch, model_config, tolerance=2e-5):

@@ -7,8 +7,7 @@ padding. By random projections: recurrent ops in `test_recurrent_ops.py`, attent
 
 import pytest
 import torch
-from matrix import matrix_rows
-from recurrences import CONV, GATED_DELTA_RULE, KIMI_DELTA_ATTENTION, SSD, randn, seeded
+from recurrences import CONV, randn, seeded
 from small_models import small_config
 
 from megatron_hybrid.models.mixers.gated_norm import GatedGroupNorm, gated
@@ -17,8 +16,6 @@ from megatron_hybrid.models.norms import LocalNorm
 from megatron_hybrid.ops import AttentionPattern, RaggedLayout, paged_attention
 from megatron_hybrid.ops.activations import ACTIVATIONS
 from megatron_hybrid.ops.conv.reference import causal_conv1d
-from megatron_hybrid.ops.delta_rule.reference import gated_delta_rule, kimi_delta_attention
-from megatron_hybrid.ops.ssd.reference import ssd_scan
 
 RAGGED = RaggedLayout((1, 4), (0, 0), num_padding=1)
 
@@ -35,39 +32,9 @@ def outputs(result):
     return result if isinstance(result, tuple) else (result,)
 
 
-def case(op, layout):
-    """Inputs, parameters and states; half of the heads, where an op has heads."""
+def test_a_convolution_without_optional_inputs():
     generator = seeded(5)
-    inputs, parameters = op.inputs(layout.num_rows, generator), op.parameters(generator)
-    states = op.states(layout.num_sequences, generator)
-    if op in (SSD, GATED_DELTA_RULE, KIMI_DELTA_ATTENTION):
-        inputs = tuple(t[:, : t.shape[1] // 2] for t in inputs)
-        parameters = tuple(t[: len(t) // 2] for t in parameters)
-        states = states[:, : states.shape[1] // 2]
-    return inputs, parameters, states
-
-
-@pytest.mark.parametrize(
-    ("op", "rule"),
-    matrix_rows(
-        [(GATED_DELTA_RULE, gated_delta_rule), (KIMI_DELTA_ATTENTION, kimi_delta_attention)],
-        (GATED_DELTA_RULE, gated_delta_rule),
-    ),
-    ids=["gated_delta_rule", "kimi_delta_attention"],
-)
-def test_delta_rules_without_norm_and_with_a_scale(op, rule):
-    inputs, _, _ = case(op, RAGGED)
-
-    def call(*tensors):
-        return rule(*tensors, None, RAGGED, 3, 0.7, False)[:2]
-
-    assert_right(call, *inputs)
-
-
-def test_a_scan_and_a_convolution_without_optional_inputs():
-    (x, dt, B, C), (A, _), _ = case(SSD, RAGGED)
-    assert_right(lambda *t: ssd_scan(*t, None, None, RAGGED, 3)[:2], x, dt, A, B, C)
-    (x,), (weight, _), _ = case(CONV, RAGGED)
+    (x,), (weight, _) = CONV.inputs(RAGGED.num_rows, generator), CONV.parameters(generator)
     assert_right(lambda *t: causal_conv1d(*t, None, None, RAGGED)[:2], x, weight)
 
 
@@ -132,7 +99,8 @@ def test_gated_norms(norm_before_gate):
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary(interleaved):
     rotary = RotaryEmbedding(6, 50.0, interleaved=interleaved)
-    cos_sin = rotary.cos_sin(torch.tensor([0, 3, 3, 40]), 41, torch.float64)
+    layout = RaggedLayout((1,) * 4, (0, 3, 3, 40))
+    cos_sin = rotary.cos_sin_of_batch(layout, layout.token_positions("cpu"), torch.float64)
     assert_right(lambda x: rotary.rotate(x, cos_sin), randn(seeded(10), 4, 2, 8))
 
 

@@ -8,10 +8,8 @@ from recurrences import (
     CHANNELS,
     CONV,
     DELTA_RULES,
-    GATED_DELTA_RULE,
     KIMI_DELTA_ATTENTION,
     SELECTIVE_SCAN,
-    SSD,
     WIDTH,
     H,
     N,
@@ -24,27 +22,11 @@ from recurrences import (
 
 from megatron_hybrid.ops import RaggedLayout
 from megatron_hybrid.ops.conv.reference import causal_conv1d
-from megatron_hybrid.ops.delta_rule.reference import gated_delta_rule, kimi_delta_attention
+from megatron_hybrid.ops.delta_rule.reference import delta_rule
 from megatron_hybrid.ops.selective_scan.reference import selective_scan
-from megatron_hybrid.ops.ssd.reference import ssd_scan
 
 LAYOUT = RaggedLayout((1, 20), (3, 7))
 T = LAYOUT.num_rows
-
-
-@pytest.mark.parametrize(("op", "own"), [(ssd_scan, SSD), (selective_scan, SELECTIVE_SCAN)])
-def test_scans_without_skip_connection(op, own):
-    generator = seeded(0)
-    x, dt, B, C = to(torch.float32, own.inputs(T, generator))
-    A, D = to(torch.float32, own.parameters(generator))
-    arguments = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D}
-    y, *states = op(*arguments.values(), None, LAYOUT)
-    D = arguments["D"]
-    skip = (D.unsqueeze(-1) if op is ssd_scan else D) * arguments["x"]
-    arguments["D"] = None
-    without, *same = op(*arguments.values(), None, LAYOUT)
-    assert_near(without + skip, y)
-    assert all(torch.equal(a, b) for a, b in zip(states, same))
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 100])
@@ -65,34 +47,11 @@ def test_the_selective_scan_has_no_grid(chunk_size, monkeypatch):
             assert torch.equal(left, right)
 
 
-def delta_arguments(own):
-    names = ("q", "k", "v", "g", "beta")
-    return dict(zip(names, to(torch.float32, own.inputs(T, seeded(0)))))
-
-
 def test_a_decay_shared_by_all_channels_is_the_gated_delta_rule():
-    arguments = delta_arguments(KIMI_DELTA_ATTENTION)
-    arguments["g"] = arguments["g"][..., :1].expand(-1, -1, N)
-    results = kimi_delta_attention(*arguments.values(), None, LAYOUT)
-    arguments["g"] = arguments["g"][..., 0]
-    for left, right in zip(results, gated_delta_rule(*arguments.values(), None, LAYOUT)):
+    q, k, v, g, beta = to(torch.float32, KIMI_DELTA_ATTENTION.inputs(T, seeded(0)))
+    by_channel = delta_rule(q, k, v, g[..., :1].expand(-1, -1, N), beta, None, LAYOUT)
+    for left, right in zip(by_channel, delta_rule(q, k, v, g[..., 0], beta, None, LAYOUT)):
         assert_near(left, right)
-
-
-@pytest.mark.parametrize(
-    ("op", "own"),
-    [(gated_delta_rule, GATED_DELTA_RULE), (kimi_delta_attention, KIMI_DELTA_ATTENTION)],
-)
-def test_scale_and_l2norm_of_the_delta_rules(op, own):
-    arguments = delta_arguments(own)
-    o, final, _ = op(*arguments.values(), None, LAYOUT)
-    scaled, _, _ = op(*arguments.values(), None, LAYOUT, scale=0.25)
-    assert_near(scaled / 0.25, o / N**-0.5)
-    for name in ("q", "k"):
-        arguments[name] = torch.nn.functional.normalize(arguments[name], dim=-1)
-    plain, plain_final, _ = op(*arguments.values(), None, LAYOUT, use_qk_l2norm=False)
-    assert_near(plain, o)
-    assert_near(plain_final, final)
 
 
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)

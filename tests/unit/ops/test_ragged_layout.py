@@ -40,8 +40,6 @@ def test_lists_become_tuples_and_equal_layouts_are_equal():
         (((), ()), "at least one sequence"),
         (((2, 3), (0,)), "1 start_positions for 2 lengths"),
         (((2, 0), (0, 0)), "lengths holds 0"),
-        (((2,), (-1,)), "start_positions holds -1"),
-        (((2,), (0,), (), -1), "num_padding is -1"),
         (((2,), (0,), (0,)), "captures holds 0 after 0"),
         (((4,), (0,), (2, 2)), "captures holds 2 after 2"),
         (((4,), (0,), (3, 1)), "captures holds 1 after 3"),
@@ -53,11 +51,6 @@ def test_lists_become_tuples_and_equal_layouts_are_equal():
 def test_bad_values_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         RaggedLayout(*arguments)
-
-
-def test_chunk_size_must_be_positive():
-    with pytest.raises(ValueError, match="chunk_size is 0"):
-        ChunkGrid.of(RaggedLayout((4,), (0,)), 0, "cpu")
 
 
 @settings(max_examples=60, deadline=None)

@@ -139,6 +139,22 @@ def test_turns_of_blocks_are_a_chat():
     assert chat.shown_tools == TOOLS and chat.max_completion_tokens == 9
 
 
+def test_blocks_of_tools_that_run_elsewhere_are_left_out():
+    kinds = ("server_tool_use", "mcp_tool_use", "mcp_tool_result", "advisor_tool_result")
+    kinds += ("bash_code_execution_tool_result", "web_search_tool_result", "new_tool_result")
+    said = [{"type": kind, "tool_use_id": "a", "content": [], "input": {}} for kind in kinds]
+    found = {"type": "search_result", "title": "T", "source": "S"}
+    found["content"] = [{"type": "text", "text": "rain"}]
+    result = {"type": "tool_result", "tool_use_id": "b", "content": [found]}
+    messages = [USER, {"role": "assistant", "content": said}, {"role": "user", "content": [result]}]
+    chat = fields_of(messages=messages).to_chat()
+    assert chat.messages[1:] == [
+        {"role": "assistant", "content": ""},
+        {"role": "tool", "tool_call_id": "b", "content": "T (S)\nrain"},
+    ]
+    assert chat.changes == [f"left out a block {kind}" for kind in kinds]
+
+
 def test_wishes_become_those_of_a_chat():
     chat = fields_of(
         tool_choice={"type": "tool", "name": "time", "disable_parallel_tool_use": True},

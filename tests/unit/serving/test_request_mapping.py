@@ -64,6 +64,12 @@ def test_a_last_message_is_continued(tokenizer):
     assert text == "<user>Hi|<assistant>Well, I"
 
 
+def test_what_the_template_writes_is_measured_not_the_messages():
+    tokenizer = Tokenizer.from_folder(DEMO).limited_to(64)
+    tokenizer.set_chat_template("{{ messages[-1].content }}")
+    assert len(chat_prompt(tokenizer, ChatFields(messages=[USER] * 2000)).tokens) < 10
+
+
 @pytest.mark.parametrize(
     "messages",
     [

@@ -37,21 +37,26 @@ def test_a_request_that_waits_while_no_step_ends_is_a_stall(clock):
     look(admitting)
     clock.now += 500
     assert admitting.stall is None  # nobody waits
-    with admitting.admitted("a", ""):
+    with admitting.admitted("a", "") as ticket, admitting.admitted("prepared", ""):
+        clock.now += 500
+        assert admitting.stall is None  # the engine has none
+        ticket.waits_since = clock.now
         clock.now += 119
         assert admitting.stall is None
-        with admitting.admitted("b", ""):
+        with admitting.admitted("b", "") as other:
             clock.now += 2
+            other.waits_since = clock.now
             # One that has just come hides nothing: a client that tries again would hide all.
             assert admitting.stall == "no request has gone on for 121 s, and 2 wait"
     assert admitting.stall is None
 
 
-@pytest.mark.parametrize("sign", ["step", "pause", "output", "slow client", "prepared"])
+@pytest.mark.parametrize("sign", ["step", "pause", "output", "slow client", "answered"])
 def test_what_goes_on_or_waits_for_others_is_none(clock, sign):
     told = engine()
     admitting = Admission(told, 8, ServingConfig("m"))
     with admitting.admitted("a", "") as ticket:
+        ticket.waits_since = clock.now
         look(admitting)
         clock.now += 200
         assert admitting.stall
@@ -62,9 +67,9 @@ def test_what_goes_on_or_waits_for_others_is_none(clock, sign):
         if sign in ("output", "slow client"):
             ticket.count(SimpleNamespace(sample_index=1, token_ids=[5]))
             clock.now += 1000 * (sign == "slow client")
-        elif sign == "prepared":
-            ticket.go_on()
+        elif sign == "answered":
+            ticket.count_all([])
         assert admitting.stall is None
-        ticket.go_on()
+        ticket.waits_since = clock.now
         clock.now += 200
         assert admitting.stall

@@ -119,6 +119,45 @@ def test_same_ids_as_transformers(write, change, settings):
             assert ours.detokenize(plain, skips) == other.decode(plain, skip_special_tokens=skips)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("GPT2Tokenizer", {"add_prefix_space": True}),
+        ("Qwen2TokenizerFast", {"add_prefix_space": True}),
+        ("GPT2TokenizerFast", {}),
+        ("LlamaTokenizer", {}),
+        ("LlamaTokenizerFast", {"legacy": True}),
+        ("LlamaTokenizer", {"add_prefix_space": False}),
+        ("PreTrainedTokenizerFast", {"add_prefix_space": False}),
+        (None, {"add_prefix_space": False}),
+    ],
+)
+@pytest.mark.parametrize("model_type", ["llama", "jamba"])
+def test_the_first_word_gets_a_space_where_its_class_gives_one(write, kind, settings, model_type):
+    def change(tokenizer):
+        if kind == "Qwen2TokenizerFast":
+            parts = transformers.Qwen2Tokenizer().backend_tokenizer
+            tokenizer.normalizer, tokenizer.pre_tokenizer = parts.normalizer, parts.pre_tokenizer
+        elif kind == "GPT2TokenizerFast":  # the file says the opposite
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        elif kind != "GPT2Tokenizer":
+            tokenizer.normalizer = normalizers.Sequence(
+                [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+            )
+            tokenizer.pre_tokenizer = None
+            steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+            tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+            tokenizer.add_tokens(["▁", "▁▁", "▁Hello"])
+
+    config = {**ROLES, "unk_token": None, **settings, "tokenizer_class": kind}
+    folder = write(change, tokenizer_config=config, config={"model_type": model_type})
+    ours, other = Tokenizer.from_folder(folder), theirs(folder)
+    for text in TEXTS:
+        ids = ours.tokenize(text)
+        assert ids == other(text)["input_ids"]
+        assert ours.detokenize(ids) == other.decode(ids, skip_special_tokens=True)
+
+
 def added(content, **fields):
     return {
         "content": content,
@@ -1012,67 +1051,72 @@ def test_marks_of_calls_become_text_and_ends_stay_special(write):
     assert all(not tokenizer.token_bytes[end] for end in tokenizer.end_tokens)
 
 
-@pytest.mark.parametrize(
-    ("text", "num_tokens"),
-    [
-        ("how" * 25, 32),  # 3 bytes a token, and the longest token has 9
-        ("漢" * 40, 120),
-        ("a" * 300, 301),
-        ("how are you " * 2000, 40),
-    ],
-)
-def test_what_cannot_fit_is_refused_before_it_is_tokenized(trained, monkeypatch, text, num_tokens):
+def counting(monkeypatch) -> list[int]:
+    """The characters of each text that is tokenized from now on."""
+    sizes, encode = [], Tokenizer._encode
+
+    def counted(self, text, add_special_tokens):
+        sizes.append(len(text))
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "_encode", counted)
+    return sizes
+
+
+def test_a_long_text_is_counted_piece_by_piece(trained, monkeypatch):
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(trained))
+    long, short = "x" * 8500, " assistant system tool" * 400
+    num_tokens = len(tokenizer.tokenize(long))
+    monkeypatch.setattr("megatron_hybrid.text.tokenizer._PIECE", 1000)
+    limited, sizes = tokenizer.limited_to(1000), counting(monkeypatch)
+    with pytest.raises(TextTooLongError, match=r"first 2000 characters .* at least 1488") as error:
+        limited.tokenize(long)
+    assert sizes == [1000] * 2
+    assert 1000 < error.value.num_tokens <= num_tokens and error.value.max_tokens == 1000
+    sizes.clear()
+    assert limited.tokenize(short) == tokenizer.tokenize(short)
+    assert sizes == [1000] * 8 + [800] + [len(short)] * 2
+    with pytest.raises(TextTooLongError, match="first 900 characters"):
+        tokenizer.limited_to(100).tokenize("x" * 900)
+
+
+LETTERS = {word: index for index, word in enumerate(["[UNK]", "a", "the"])}
+
+
+def odd_tokenizer(kind: str) -> tokenizers.Tokenizer:
+    """One of whose tokens takes any number of characters, or that drops some."""
+    if kind.startswith("Word"):
+        model = getattr(models, kind)(LETTERS, unk_token="[UNK]")
+    else:
+        model = models.BPE(LETTERS, [], unk_token="[UNK]", fuse_unk=kind == "fuse_unk")
+    tokenizer = tokenizers.Tokenizer(model)
+    if kind == "removed":
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    if kind == "strips":
+        tokenizer.add_tokens([tokenizers.AddedToken("<m>", lstrip=True, rstrip=True)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["fuse_unk", "removed", "WordLevel", "WordPiece", "strips"])
+def test_a_text_that_fits_is_never_refused(kind):
+    tokenizer = Tokenizer(odd_tokenizer(kind))
+    text = {"removed": " " * 300_000 + "a", "strips": " " * 150_000 + "<m>" + " " * 150_000}
+    text = text.get(kind, "🙂" * 300_000)
     ids = tokenizer.tokenize(text)
-    limited = tokenizer.limited_to(num_tokens)
-    assert limited.longest_token == max(
-        len(tokenizer.detokenize([i], False).encode()) for i in range(tokenizer.vocab_size)
-    )
-    fits = len(text.encode()) <= num_tokens * limited.longest_token
-    if fits:
-        assert limited.tokenize(text) == ids  # too long, perhaps, and that is for the engine to say
-        return
-    monkeypatch.setattr(Tokenizer, "_encode", None)
-    with pytest.raises(TextTooLongError, match="shorten it") as error:
-        limited.tokenize(text)
-    assert num_tokens < error.value.num_tokens <= len(ids) and error.value.max_tokens == num_tokens
+    assert len(ids) == 1
+    assert tokenizer.limited_to(64).tokenize(text) == ids
 
 
-def test_a_text_of_short_tokens_is_counted_piece_by_piece(trained):
-    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(trained))
-    limited = tokenizer.limited_to(100_000)
-    with pytest.raises(TextTooLongError, match=r"tokens, more than the context of 100000 tokens"):
-        limited.tokenize("x" * 850_000)
-    text = " assistant system tool" * 40_000
-    assert limited.tokenize(text) == tokenizer.tokenize(text)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda tokenizer: setattr(tokenizer, "normalizer", normalizers.NFKC()),
-        lambda tokenizer: setattr(tokenizer, "decoder", decoders.BPEDecoder()),
-    ],
-    ids=["normalizer", "decoder"],
-)
-def test_texts_that_lose_characters_may_be_longer(write, change):
-    tokenizer = Tokenizer.from_folder(write(change))
-    assert tokenizer.longest_token == 128
-
-
-def test_a_template_is_cut_while_it_writes(trained):
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_of_a_cut_text_little_more_is_tokenized_than_what_is_left(trained, monkeypatch, side):
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(trained)).limited_to(100)
-    endless = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
-    tokenizer.set_chat_template(endless)
-    for call in (tokenizer.render_chat, tokenizer.chat_prompt):
-        with pytest.raises(TextTooLongError, match="more than 1200 characters"):
-            call([{"role": "user", "content": "a"}])
-
-
-def test_a_chat_is_measured_before_anything_is_made_of_it(trained):
-    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(trained)).limited_to(100)
-    tokenizer.check_chat_size([{"role": "user", "content": "a"}] * 100)
-    with pytest.raises(TextTooLongError, match="101 messages, and the context of 100 tokens"):
-        tokenizer.check_chat_size([{"role": "user", "content": "a"}] * 101)
-    with pytest.raises(TextTooLongError, match=r"characters of JSON, .* takes 266944 at most"):
-        tokenizer.check_chat_size([{"role": "user", "content": "a" * 267_000}])
+    tokenizer.set_chat_template("{{ messages[0].content }}")
+    text = " ".join(f"how are you {number}" for number in range(40_000))
+    ids = Tokenizer(tokenizers.Tokenizer.from_str(trained)).tokenize(text)
+    cut, sizes = tokenizer.cut_to(50, side), counting(monkeypatch)
+    end = slice(-50, None) if side == "left" else slice(50)
+    assert cut.tokenize(text)[end] == ids[end]
+    assert sum(sizes) < 3 * (64 << 10) < len(text)
+    assert cut.chat_prompt([{"role": "user", "content": text}])[0][end] == ids[end]
+    with pytest.raises(TextTooLongError):
+        cut.cut_to(None, side).tokenize(text)

@@ -206,6 +206,25 @@ def test_a_model_is_adapted_once():
     add_adapters(model, LoraFields())
 
 
+def test_numbers_that_the_weights_dtype_lacks_are_refused(tmp_path):
+    wide = small_model("M")
+    names = add_adapters(wide, LoraFields(rank=2, targets=["in_proj"]))
+    fill(wide)
+    model = small_model("M", params_dtype=torch.float16)
+    for value, found in ((70000.0, "load"), (60000.0, "merge")):
+        adapters_of(wide)[names[0]].lora.b.data[0] = value
+        save_adapters(wide, tmp_path)
+        if found == "load":
+            with pytest.raises(CheckpointError, match=r"in_proj\.lora\.b has the number 70000 in"):
+                load_adapters(model, tmp_path)
+            assert not adapters_of(model)
+    load_adapters(model, tmp_path)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=r"in_proj.weight with its adapter has .*float16, which"):
+        merge_adapters(model)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 def test_merged_weights_are_a_change_of_the_model():
     model = small_model("M")
     add_adapters(model, LoraFields())

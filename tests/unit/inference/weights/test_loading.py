@@ -179,6 +179,10 @@ MISTAKES = {
     "lazy": (with_(**{K: torch.nn.UninitializedParameter()}), f"{K} has no shape yet"),
     "quantized": (with_(**{K: torch.zeros(16, 32).to(torch.int8)}), "Quantized weights"),
     "NaN": (with_(**{K: torch.full((16, 32), torch.nan)}), f"{K} has numbers that are NaN in what"),
+    "large": (
+        with_(**{K: torch.full((16, 32), 1e300, dtype=torch.float64)}),
+        rf"{K} has the number 1e\+300 in what load_weights was given, but torch.float32",
+    ),
     "two values": (with_(**{QKV: torch.zeros(64, 32)}), f"differs from what was given .*{QKV}"),
 }
 

@@ -5,6 +5,7 @@ import torch
 from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 from torch import nn
 
+from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.inference.exclusive import EngineSuspendedError
 from megatron_hybrid.inference.weights.memory import WeightMemory
@@ -112,10 +113,54 @@ def test_a_part_for_multi_token_prediction_need_not_be_sent():
 
 
 def test_memory_that_others_hold_a_part_of_is_not_given_back():
-    buffer = torch.zeros(6)
-    model = torch.nn.Linear(2, 2, bias=False)
-    model.weight.data = buffer[:4].view(2, 2)
+    model = fresh_model()
+    parameter = model.decoder.final_norm.weight
+    buffer = torch.zeros(parameter.numel() + 2)
+    parameter.data = buffer[:-2]
     memory = WeightMemory(model)
-    with pytest.raises(ValueError, match="weight is a part of 24 bytes that are not its own"):
+    with pytest.raises(ValueError, match=f"is a part of {buffer.nbytes} bytes that are not its"):
         memory.release(keep=True)
-    assert not memory.is_released and buffer.nbytes == 24
+    assert not memory.is_released
+
+
+def test_memory_that_numpy_has_looked_at_is_given_back(tmp_path):
+    model = fresh_model()
+    save_checkpoint(model, tmp_path)
+    with tiny_engine(model) as engine:
+        expected = answer(engine)
+        engine.suspend()
+        engine.release_weights()
+        assert not model.has_memory
+        engine.reacquire_weights()
+        engine.resume()
+        assert answer(engine) == expected
+
+
+def test_no_other_engine_of_the_model_reads_weights_without_memory(tmp_path):
+    model, named = fresh_model(), own_tensors(fresh_model(1))
+    save_checkpoint(model, tmp_path / "saved")
+    with tiny_engine(model) as engine, tiny_engine(model, cache_dir=tmp_path / "cache") as other:
+        expected = answer(other)
+        engine.suspend()
+        engine.release_weights()
+        calls = {
+            "generate": lambda: answer(other),
+            "load": lambda: other.load_weights(named),
+            "update": other.update_weights,
+            "save": other.save_cache,
+            "clear": other.clear_cache,
+            "suspend": other.suspend,
+            "checkpoint": lambda: load_checkpoint(model, tmp_path / "saved"),
+            "engine": lambda: tiny_engine(model),
+        }
+        for name, call in calls.items():
+            with pytest.raises((RuntimeError, ValueError), match="reacquire_weights"):
+                call()
+                pytest.fail(name)
+        engine.reacquire_weights()
+        other.suspend()
+        engine.release_weights()
+        other.release_weights()
+        engine.reacquire_weights()
+        other.resume()
+        assert answer(other) == expected

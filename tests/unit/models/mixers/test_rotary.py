@@ -12,6 +12,12 @@ from small_models import small_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_hybrid.models.mixers.rotary import RotaryEmbedding, frequencies
+from megatron_hybrid.ops.ragged import RaggedLayout
+
+
+def cos_sin(rotary, positions, dtype):
+    layout = RaggedLayout((1,) * len(positions), tuple(positions.tolist()))
+    return rotary.cos_sin_of_batch(layout, positions, dtype)
 
 
 @pytest.mark.parametrize(("head_dim", "percent"), [(16, 1.0), (16, 0.5), (20, 0.3)])
@@ -29,7 +35,7 @@ def test_equals_core(monkeypatch, head_dim, percent):
         expected = apply_rotary_pos_emb(x.unsqueeze(1), stock(3000), config).squeeze(1)
     rotary = RotaryEmbedding(config.rotary_dim, 700)
     order = torch.randperm(3000)
-    rotated = rotary.rotate(x[order], rotary.cos_sin(order, 3000, x.dtype))
+    rotated = rotary.rotate(x[order], cos_sin(rotary, order, x.dtype))
     torch.testing.assert_close(rotated, expected[order], atol=1e-6, rtol=0)
 
 
@@ -37,9 +43,9 @@ def test_tables_made_in_inference_mode_serve_training():
     rotary = RotaryEmbedding(8, 123.0)
     positions = torch.arange(10)
     with torch.inference_mode():
-        rotary.cos_sin(positions, 10, torch.float32)
+        cos_sin(rotary, positions, torch.float32)
     x = torch.randn(10, 2, 8, requires_grad=True)
-    rotary.rotate(x, rotary.cos_sin(positions, 10, x.dtype)).sum().backward()
+    rotary.rotate(x, cos_sin(rotary, positions, x.dtype)).sum().backward()
     assert x.grad is not None
 
 
@@ -121,7 +127,7 @@ def test_interleaved_pairs_are_neighbours():
     x = torch.randn(40, 3, 16)
     positions = torch.randperm(40)
     rotary = RotaryEmbedding(12, 100.0, interleaved=True)
-    rotated = rotary.rotate(x, rotary.cos_sin(positions, 40, x.dtype))
+    rotated = rotary.rotate(x, cos_sin(rotary, positions, x.dtype))
     angles = torch.outer(positions.float(), frequencies(12, 100.0, {})[0])
     pairs = torch.view_as_complex(x[..., :12].unflatten(-1, (-1, 2)).contiguous())
     turned = pairs * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
@@ -132,5 +138,5 @@ def test_interleaved_pairs_are_neighbours():
 def test_the_amplitude_scales_cos_and_sin():
     x = torch.randn(5, 2, 8)
     rotary = RotaryEmbedding(8, 100.0, SCALINGS["yarn with a factor"])
-    rotated = rotary.rotate(x, rotary.cos_sin(torch.arange(5), 5, x.dtype))
+    rotated = rotary.rotate(x, cos_sin(rotary, torch.arange(5), x.dtype))
     torch.testing.assert_close(rotated.norm(dim=-1), 1.3 * x.norm(dim=-1))
