@@ -8,7 +8,6 @@ dropped record could come back after its pages were overwritten.
 from __future__ import annotations
 
 import errno
-import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,11 @@ import numpy as np
 
 from megatron_hybrid.offload.tier import Record
 from megatron_hybrid.utils.child_lifetime import never_free
+
+try:
+    import sqlite3
+except ImportError:  # some builds of Python lack it, and most engines have no folder
+    sqlite3 = None
 
 FORMAT = 4
 """Version of the folder and of a page's content; increased when either changes."""
@@ -67,6 +71,11 @@ class DiskIndex:
     """
 
     def __init__(self, path: Path, head: dict[str, str | int]):
+        if sqlite3 is None:
+            raise CacheFolderError(
+                "a cache folder needs Python's module sqlite3: use a Python that has it, or leave "
+                "out cache_dir"
+            )
         self._path = path
         with self._os_errors():
             self._connection = sqlite3.connect(path, timeout=0, check_same_thread=False)

@@ -254,6 +254,12 @@ def test_a_folder_for_another_model_or_configuration_is_refused(filled, made_for
     assert listing(filled) == before
 
 
+def test_a_python_without_sqlite3_has_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_index, "sqlite3", None)
+    with pytest.raises(CacheFolderError, match="leave out cache_dir"):
+        open_tier(tmp_path)
+
+
 def test_a_folder_with_other_files_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(CacheFolderError, match=r"holds 'thesis.tex' and no index\.sqlite3"):
