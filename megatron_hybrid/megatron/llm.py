@@ -492,7 +492,7 @@ class _LLM:
             bound = address.bind()
         model = self.engine.controller.inference_wrapped_model.hybrid_model
         config = ServingConfig("megatron", allowed_hosts=(serve_config.host,))
-        return partial(serve, model, tokenizer, engine.config, config, address, bound, None, None)
+        return partial(serve, model, tokenizer, engine.config, config, address, bound, None)
 
     def _shut_down(self) -> Future[None]:
         if self._replica is not None:
