@@ -43,7 +43,8 @@ class Restores:
             count,
             torch.device("cpu"),
         )
-        self.context = DynamicInferenceContext(self.memory, count, longest)
+        most = max(longest, count * num_tokens)
+        self.context = DynamicInferenceContext(self.memory, count, most, longest, 0)
         pages = iter(range(1, len(self.memory.pool)))
         self.requests = []
         for slot, tokens in enumerate(sequences):

@@ -76,7 +76,7 @@ def main() -> None:
     address = run.Address(port=0)
     model, tokenizer = {"demo": demo, "tiny": tiny}[sys.argv[1]]()
     served = model, tokenizer, CONFIG, ServingConfig("demo"), address, address.bind()
-    run.run(run.serve(*served, None, None, EndSignal()))
+    run.run(run.serve(*served, None, EndSignal()))
 
 
 if __name__ == "__main__":
