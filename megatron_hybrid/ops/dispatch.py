@@ -148,7 +148,7 @@ class Op:
         if tensors != owners:
             raise TypeError(
                 f"{self.name} has contracts for {sorted(owners)} and the tensors {sorted(tensors)}:"
-                " give each of them one"
+                " give each of them one, and annotate tensors with Tensor"
             )
         signature, head = [], []
         for name, parameter in parameters.items():
