@@ -30,7 +30,7 @@ from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorPlan
 from megatron_hybrid.checkpoints.tensor_source import checked_maps, copy_tensors
 from megatron_hybrid.distributed.ranks import fail_together
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.hybrid_model import NO_MEMORY, HybridModel
 from megatron_hybrid.utils.files import replace_file
 
 logger = logging.getLogger(__name__)
@@ -175,10 +175,7 @@ def checked_load(
         CheckpointError: unreadable, or not of this model.
     """
     if not model.has_memory:
-        raise CheckpointError(
-            "the model's weights have no memory, which an engine has given back: call its "
-            "reacquire_weights() first"
-        )
+        raise CheckpointError(NO_MEMORY)
     found = find_tensors(model, folder, names)
     with found.packed.install(model, found.maps, str(folder.path), keeps_packing):
         source = found.source(cast)

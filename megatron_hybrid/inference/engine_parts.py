@@ -31,7 +31,7 @@ from megatron_hybrid.inference.worker.allocation import allocate
 from megatron_hybrid.inference.worker.graph_runner import GraphRunner
 from megatron_hybrid.inference.worker.model_runner import ModelRunner
 from megatron_hybrid.inference.worker.warm_up import WARMED, measure_draft_costs, warm_up
-from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
+from megatron_hybrid.models.hybrid_model import NO_MEMORY, HybridModel, unwrap
 from megatron_hybrid.offload.offload import Offload
 from megatron_hybrid.offload.page_mover import PageMover
 
@@ -74,10 +74,7 @@ def check_arguments(
             f"from_megatron, bare or wrapped, got {type(given).__name__}"
         )
     if not model.has_memory:
-        raise ValueError(
-            "the model's weights have no memory, which another engine has given back: call its "
-            "reacquire_weights() first"
-        )
+        raise ValueError(NO_MEMORY)
     refuse_fsdp(given, model)
     if tokenizer is not None and not callable(getattr(tokenizer, "detokenize", None)):
         raise TypeError(

@@ -46,6 +46,11 @@ from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
 
 NO_LABEL = -100
 """Label of tokens without a label, as in torch's `cross_entropy` and transformers."""
+NO_MEMORY = (
+    "the model's weights have no memory, which an engine has given back: call its "
+    "reacquire_weights() first"
+)
+"""What an error says where not `HybridModel.has_memory`."""
 
 
 if TYPE_CHECKING:

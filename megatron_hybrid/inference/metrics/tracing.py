@@ -13,8 +13,7 @@ EXTRA = "megatron-hybrid[tracing]"
 class RequestTracer:
     """Sends the spans of each request after its end: `llm_request`, and inside of it `queue`,
     `restore` (from host memory or disk), `prefill` and `decode`. A thread of OpenTelemetry's sends
-    them in batches; a collector that does not answer for 2 s costs spans, and no
-    request.
+    them in batches; a collector that does not answer for 2 s costs spans, and no request.
 
     Args:
         endpoint: URL of a collector that takes OTLP over HTTP, such as

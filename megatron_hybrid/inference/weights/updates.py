@@ -28,7 +28,7 @@ from megatron_hybrid.inference.weights.transfer import (
     drop_unread,
     part_of,
 )
-from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.hybrid_model import NO_MEMORY, HybridModel
 from megatron_hybrid.models.parameter_names import is_of_prediction
 
 Pairs = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -230,10 +230,7 @@ class WeightUpdates:
     def reason_to_wait(self) -> str | None:
         """Why no step may use the weights; None: it may."""
         if not self._model.has_memory:
-            return (
-                "the weights have no memory: call reacquire_weights() of the engine that gave it "
-                "back"
-            )
+            return NO_MEMORY
         if self._update is not None:
             return "an update of the weights is under way: call finish_weight_update() first"
         if self._lacking and self._cause == _DROPPED:
