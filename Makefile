@@ -43,7 +43,7 @@ GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
 .PHONY: demo tour demo-curve test bits door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-serve-ranks test-attacks test-megatron megatron-tests test-dynamo dynamo-tests bench-dynamo dynamo-bench test-ray ray-tests test-quantizers quantizers-tests \
-        unit functional test-matrix test-clients test-schemas speculation-fuzz soak soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table docs docs-serve build-docs serve-docs test-docs lint format lock bench bench-replay bench-replay-models clean help
+        unit functional test-matrix test-clients test-schemas speculation-fuzz soak soak-ranks soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table docs docs-serve build-docs serve-docs test-docs lint format lock bench bench-replay bench-replay-models clean help
 
 help:
 	@echo "make demo          compare the three cache modes on the same requests"
@@ -77,6 +77,7 @@ help:
 	@echo "                   minutes, Ctrl-C in 3,000 engines, 100,000 steps with failing"
 	@echo "                   allocations, 20,000 guides of a kind, 1,000 caches; an hour"
 	@echo "make speculation-fuzz  run 20,000 requests with drafts and without; an hour"
+	@echo "make soak-ranks    kill, stop, block or fail one rank of three; half an hour"
 	@echo "make soak-training  kill a training run 30 times: a rank, all ranks or torchrun;"
 	@echo "                   a quarter of an hour"
 	@echo "make test-newest   run all tests on the newest releases, in .venv-newest"
@@ -270,6 +271,9 @@ speculation-fuzz: $(VENV)/.installed-test
 	$(BIN)/python tests/helpers/drafted.py 20000
 
 # The time until all ranks have ended, for each fault at each moment.
+soak-ranks: $(VENV)/.installed-test
+	$(BIN)/python tests/helpers/rank_faults.py
+
 # Kills of one rank, of all and of the launcher, each at ten moments; what is left of processes, and the losses after it.
 soak-training: $(VENV)/.installed-test
 	$(BIN)/python tests/helpers/training_soak.py
