@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -278,6 +279,24 @@ def test_manifests_leave_time_to_drain_and_name_the_flags_that_there_are():
     assert all(each["stop_grace_period"] == "60s" for name, each in services.items() if "w" in name)
 
 
+PICKER_FIELDS = {
+    "apiVersion", "kind", "featureGates", "plugins", "schedulingProfiles", "dataLayer",
+    "flowControl", "requestHandler",
+}  # fmt: skip
+"""Of a configuration of llm-d-router's picker, whose loader refuses others."""
+PLUGINS = {
+    "token-producer": {"modelName", "vllm", "udsTokenizerConfig", "estimate"},
+    "precise-prefix-cache-producer": {
+        "tokenProcessorConfig", "indexerConfig", "kvEventsConfig", "speculativeIndexing",
+        "speculativeTTL",
+    },
+    "prefix-cache-scorer": {"prefixMatchInfoProducerName"},
+    **{name: set() for name in ("metrics-data-source", "endpoint-notification-source")},
+    **{name: set() for name in ("core-metrics-extractor", "queue-scorer", "max-score-picker")},
+}  # fmt: skip
+"""Types of plugins that llm-d-router registers, and the parameters that they take."""
+
+
 def test_llm_d_s_manifest_loads_and_its_names_agree():
     server, service, picker = yaml.safe_load_all((EXAMPLES / "llm_d.yaml").read_text())
     template = server["spec"]["template"]
@@ -292,7 +311,19 @@ def test_llm_d_s_manifest_loads_and_its_names_agree():
         assert container[f"{kind}Probe"]["httpGet"] == {"path": path, "port": options.port}
 
     config = yaml.safe_load(picker["data"]["picker.yaml"])
+    assert config.keys() <= PICKER_FIELDS
     plugins = {each.get("name", each["type"]): each for each in config["plugins"]}
+    assert len(plugins) == len(config["plugins"])
+    for plugin in plugins.values():
+        assert plugin.keys() <= {"name", "type", "parameters"}
+        assert plugin.get("parameters", {}).keys() <= PLUGINS[plugin["type"]]
+    sources = config["dataLayer"]["sources"]
+    wired = {each["pluginRef"]: [e["pluginRef"] for e in each["extractors"]] for each in sources}
+    assert wired["endpoint-notification-source"] == ["precise-prefix-cache-producer"]
+    assert wired["metrics-data-source"] == ["core-metrics-extractor"]
+    (profile,) = config["schedulingProfiles"]
+    chosen = {each["pluginRef"] for each in profile["plugins"]}
+    assert {*wired, *chain.from_iterable(wired.values()), *chosen} <= plugins.keys()
     scorer = plugins["prefix-cache-scorer"]["parameters"]
     precise = plugins[scorer["prefixMatchInfoProducerName"]]["parameters"]
 
