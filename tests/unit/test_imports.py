@@ -83,7 +83,10 @@ def read_imports(root: Path, package: str) -> tuple[dict[str, set[str]], dict[st
     return inside, outside
 
 
-INSIDE, OUTSIDE = read_imports(ROOT, "megatron_hybrid")
+@pytest.fixture(scope="module")
+def imports() -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Those of the package; read once, and not where these tests are only collected."""
+    return read_imports(ROOT, "megatron_hybrid")
 
 
 def wing(module: str) -> str:
@@ -107,22 +110,25 @@ def first_circle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def test_every_module_has_a_place_in_the_order():
-    assert {wing(name) for name in INSIDE} <= {"__init__", *FOUNDATION, *BELOW, *DOORS}
+def test_every_module_has_a_place_in_the_order(imports):
+    inside, _ = imports
+    assert {wing(name) for name in inside} <= {"__init__", *FOUNDATION, *BELOW, *DOORS}
 
 
-def test_imports_run_one_way():
+def test_imports_run_one_way(imports):
+    inside, _ = imports
     upward = {
         (module, imported)
-        for module, names in INSIDE.items()
+        for module, names in inside.items()
         for imported in names
         if not may_import(wing(module), wing(imported))
     }
     assert upward == set()
 
 
-def test_there_is_no_circle():
-    assert first_circle(INSIDE) == []
+def test_there_is_no_circle(imports):
+    inside, _ = imports
+    assert first_circle(inside) == []
 
 
 def test_the_map_of_the_code_has_this_order():
@@ -157,24 +163,26 @@ def test_the_wings_below_import_each_other_in_one_direction():
     assert first_circle(BELOW) == []
 
 
-def test_the_cache_needs_numpy_and_the_standard_library_alone():
-    reached, waiting = set(), [name for name in INSIDE if wing(name) == "cache"]
+def test_the_cache_needs_numpy_and_the_standard_library_alone(imports):
+    inside, outside = imports
+    reached, waiting = set(), [name for name in inside if wing(name) == "cache"]
     while waiting:
         module = waiting.pop()
         if module not in reached:
             reached.add(module)
-            waiting += INSIDE[module]
-    needed = {name for module in reached for name in OUTSIDE[module]}
+            waiting += inside[module]
+    needed = {name for module in reached for name in outside[module]}
     assert needed - sys.stdlib_module_names == {"numpy"}
 
 
-def test_megatron_core_comes_in_by_compat():
+def test_megatron_core_comes_in_by_compat(imports):
     """Both wings that use it import compat, which explains what is missing, before all else; but
     for its kernels, which only a backend imports when it runs."""
-    importers = {module for module, names in OUTSIDE.items() if "megatron" in names}
+    inside, outside = imports
+    importers = {module for module, names in outside.items() if "megatron" in names}
     importers = {module for module in importers if not module.endswith(".mcore")}
     assert {wing(name) for name in importers} == {"compat", "models", "training"}
-    assert "compat" in INSIDE["models"] and "compat" in INSIDE["training"]
+    assert "compat" in inside["models"] and "compat" in inside["training"]
 
 
 @pytest.mark.parametrize(
