@@ -51,7 +51,7 @@ class LiveRequests:
         if self._ranks.size > 1:
             spec = RequestSpec.of(samples)
             if self._control.leads:
-                self._control.queue(LiveRequests.add_told, spec)
+                self._control.queue(LiveRequests.follow_add, spec)
             self._control.note("add_request()", spec.values())
         self._scheduler.add(samples[0])
 
@@ -139,7 +139,7 @@ class LiveRequests:
                 self._cancel(request)
 
     def cancel_abandoned(self) -> None:
-        """Cancel the requests of dropped streams. Not while other ranks follow: `tell` does it."""
+        """Cancel requests of dropped streams. While other ranks follow, `call_followers` does."""
         while self.abandoned and not self._control.leads:
             self._cancel(self.abandoned.popleft())
 
@@ -167,7 +167,7 @@ class LiveRequests:
         unanswered = [s for request in requests for s in request.samples if not s.done]
         with self._control.inside("end()"):
             self.abandoned.extend(requests)
-            self.tell() if self._control.leads else self.cancel_abandoned()
+            self.call_followers() if self._control.leads else self.cancel_abandoned()
         return [self._output.take(sample) for sample in unanswered]
 
     def _cancel(self, request: Request) -> None:
@@ -205,28 +205,28 @@ class LiveRequests:
 
     # Ranks that follow
 
-    def tell(self, function: object = None, *args: object, **kwargs: object) -> None:
-        """Tell the following ranks to cancel what is abandoned, and then to make a call, if any."""
+    def call_followers(self, function: object = None, *args: object, **kwargs: object) -> None:
+        """Make the following ranks cancel what is abandoned, and then make a call, if any."""
         self._guard.refuse_inside_load("step" if function is None else function.__name__)
         cancelled = []
         while self.abandoned and not self._guard.is_suspended:
             request = self.abandoned.popleft()
             if not all(sample.closed for sample in request.samples):
                 cancelled.append(request)
-                self._control.queue(LiveRequests.cancel_told, request.request_id)
+                self._control.queue(LiveRequests.follow_cancel, request.request_id)
         if function is not None:
             self._control.queue(function, *args, **kwargs)
         self._control.send()
         for request in cancelled:
             self._cancel(request)
 
-    def add_told(self, spec: RequestSpec) -> None:
+    def follow_add(self, spec: RequestSpec) -> None:
         """Queue a request of the leading rank."""
         samples = self._builder.make(spec)
         self._followed[samples[0].request_id] = samples[0]
         self._scheduler.add(samples[0])
 
-    def cancel_told(self, request_id: int) -> None:
+    def follow_cancel(self, request_id: int) -> None:
         self._cancel(self._followed[request_id])
 
     def forget_closed(self) -> None:

@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 def on_all_ranks(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """Decorate a method that all ranks run, of an object with `_guard`, `_ranks`, `_control` and
-    `_live` of the engine: a leading rank tells it to the others, and if it raises on one rank, it
+    `_live` of the engine: a leading rank sends it to the others, and if it raises on one rank, it
     raises on all. Only one thread at a time is inside of it, as with `exclusive`."""
 
     @exclusive
@@ -36,7 +36,7 @@ def on_all_ranks(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate
         with defer_sigint(), self._control.inside(name):
             self._control.note(name)
             if self._control.leads:
-                self._live.tell(method, *args, **kwargs)
+                self._live.call_followers(method, *args, **kwargs)
             with self._ranks.raise_on_all(name):
                 return method(self, *args, **kwargs)
 
@@ -69,7 +69,7 @@ class RankCalls:
                 yield
             finally:
                 if self._live.abandoned and self._control.leads and not self._control.has_failed:
-                    self._live.tell()
+                    self._live.call_followers()
 
     @exclusive
     def follow(self) -> None:

@@ -76,7 +76,7 @@ class StepLoop:
             self._live.meter.step.observe(ended - began)
         return self._live.take_outputs()
 
-    def step_told(self, weights_changed: bool) -> None:
+    def follow_step(self, weights_changed: bool) -> None:
         """Run the step that the leading rank runs. weights_changed: on that rank."""
         self._control.told_change = weights_changed
         self.step()
@@ -152,7 +152,7 @@ class StepLoop:
         changed = self._parts.epochs.watch.has_changed()
         control, offload = self._control, self._parts.offload
         if control.leads:
-            self._live.tell(StepLoop.step_told, changed)
+            self._live.call_followers(StepLoop.follow_step, changed)
         else:
             self._live.cancel_abandoned()
         if not (control.leads or control.follows) or offload.tiers:

@@ -63,7 +63,7 @@ class WeightCalls:
         self.require("load_weights")
         with self._control.inside("load_weights()"):
             if self._control.leads:
-                self._live.tell(WeightCalls.load_pairs, ())
+                self._live.call_followers(WeightCalls.load_pairs, ())
             self.load_pairs(pairs)
 
     def load_pairs(self, pairs: Pairs) -> None:

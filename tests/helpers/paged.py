@@ -1,10 +1,11 @@
-"""Attention over pages: pools as the engine lays them, patterns to try, and brute force."""
+"""Attention over pages: pools as the engine lays them, and patterns to try."""
 
 import torch
 from hypothesis import strategies as st
 from recurrences import randn
 
 from megatron_hybrid.ops import AttentionPattern
+from megatron_hybrid.ops.attention.naive import attention
 
 D, K_HEADS = 8, 2
 SCALE = 0.3
@@ -26,31 +27,6 @@ patterns = st.builds(
 )
 group_sizes = st.sampled_from((1, 2, 4))
 value_dims = st.sampled_from((D, D, 5, 11))
-
-
-def brute_force(q, k, v, visible, pattern, sinks=None):
-    """q [T, H, D], k [S, K, D], v [S, K, P], visible [T, S], sinks [H] -> [T, H, P]."""
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    scores = torch.einsum("thd,shd->hts", q, k) * pattern.scale
-    if pattern.softcap is not None:
-        scores = pattern.softcap * (scores / pattern.softcap).tanh()
-    weights = scores.masked_fill(~visible, -torch.inf).exp()
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + sinks[:, None, None].exp()
-    return torch.einsum("hts,shp->thp", weights / total, v)
-
-
-def visibility(query_positions, key_positions, pattern):
-    rows, columns = query_positions[:, None], key_positions[None]
-    visible = columns <= rows
-    if pattern.window is not None:
-        visible &= rows - columns < pattern.window
-    if pattern.chunk is not None:
-        visible &= rows // pattern.chunk == columns // pattern.chunk
-    if pattern.skips_first:
-        visible &= (columns > 0) | (rows == 0)
-    return visible
 
 
 def random_sinks(generator, heads, wanted=True):
@@ -103,9 +79,5 @@ def paged_case(layout, group, generator, P=D):
 
 
 def paged_expectation(layout, q, keys, values, pattern, sinks=None):
-    outs = []
-    for r, (first, end) in enumerate(zip(layout.cu_seqlens, layout.cu_seqlens[1:])):
-        key_positions = torch.arange(len(keys[r]))
-        visible = visibility(key_positions[layout.start_positions[r] :], key_positions, pattern)
-        outs.append(brute_force(q[first:end], keys[r], values[r], visible, pattern, sinks))
-    return torch.cat(outs)
+    parts = zip(layout.cu_seqlens, layout.cu_seqlens[1:], keys, values)
+    return torch.cat([attention(q[first:end], k, v, pattern, sinks) for first, end, k, v in parts])

@@ -72,7 +72,7 @@ OF_ONE_ANSWER = ("id", "created", "created_at", "completed_at", "description", "
 def checked_serve(arguments):
     """`megatron-hybrid`, whose ranks are compared in each step. The last one fails when it is told
     of a request with the salt "fire"."""
-    told, checked = LiveRequests.add_told, InferenceConfig.__post_init__
+    told, checked = LiveRequests.follow_add, InferenceConfig.__post_init__
 
     @wraps(told)  # ranks know it by its name
     def add(engine, spec):
@@ -85,7 +85,7 @@ def checked_serve(arguments):
         checked(config)
 
     with (
-        mock.patch.object(LiveRequests, "add_told", add),
+        mock.patch.object(LiveRequests, "follow_add", add),
         mock.patch.object(InferenceConfig, "__post_init__", check),
     ):
         return cli.main(arguments)
