@@ -15,9 +15,11 @@ _FURTHER = re.compile(r"(model\.layers\.(\d+)\.)(eh_proj|enorm|hnorm|shared_head
 
 
 class DeepseekV3(Adapter):
-    """`DeepseekV3ForCausalLM`."""
+    """`DeepseekV3ForCausalLM`, and Kimi K2, which is one under another name."""
 
-    model_types = ("deepseek_v3",)
+    model_types = ("deepseek_v3", "kimi_k2")
+    mixer = "+"
+    """Symbol of an attention layer."""
     names = TensorNames(
         {
             "+": ("self_attn", tensors.latent_attention),
@@ -30,31 +32,36 @@ class DeepseekV3(Adapter):
         hf = {"q_lora_rank": 1536, **hf}
         fields.only(hf, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc")
         fields.only(hf, moe_layer_freq=1, ep_size=1)
-        num_layers = fields.required(hf, "num_hidden_layers")
-        dense = min(hf.get("first_k_dense_replace", 3), num_layers)
+        mlps, experts = self._mlps(hf)
         found = {
             **fields.model(hf),
             **fields.latent_attention(hf),
             **fields.rotary(hf),
             "rotary_interleaved": hf.get("rope_interleave", True),
-            "layer_pattern": "+-" * dense + "+E" * (num_layers - dense),
+            "layer_pattern": "".join(f"+{mlp}" for mlp in mlps),
             "ffn_hidden_size": fields.required(hf, "intermediate_size"),
             "activation_func": fields.activation(hf),
         }
         _complete_yarn(found.get("rotary_scaling", {}))
         if (scale := _softmax_scale(found)) is not None:
             found["softmax_scale"] = scale
-        if dense < num_layers:
-            found |= fields.grouped_experts(
-                num_experts=hf.get("n_routed_experts", 256),
-                topk=hf.get("num_experts_per_tok", 8),
-                width=hf.get("moe_intermediate_size", 2048),
-                num_shared=fields.num_shared_experts(hf, "n_shared_experts"),
-                groups=hf.get("n_group", 8),
-                chosen_groups=hf.get("topk_group", 4),
-                scaling_factor=hf.get("routed_scaling_factor", 2.5),
-            )
-        return found
+        return {**found, **experts}
+
+    def _mlps(self, hf: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """- or E for each of their layers, and the fields of the experts."""
+        num_layers = fields.required(hf, "num_hidden_layers")
+        dense = min(hf.get("first_k_dense_replace", 3), num_layers)
+        if dense == num_layers:
+            return "-" * dense, {}
+        return "-" * dense + "E" * (num_layers - dense), fields.grouped_experts(
+            num_experts=hf.get("n_routed_experts", 256),
+            topk=hf.get("num_experts_per_tok", 8),
+            width=hf.get("moe_intermediate_size", 2048),
+            num_shared=fields.num_shared_experts(hf, "n_shared_experts"),
+            groups=hf.get("n_group", 8),
+            chosen_groups=hf.get("topk_group", 4),
+            scaling_factor=hf.get("routed_scaling_factor", 2.5),
+        )
 
     def tensors(self, config: HybridConfig) -> Iterator[TensorMap]:
         yield from super().tensors(config)
@@ -65,12 +72,13 @@ class DeepseekV3(Adapter):
 
     def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
         if names is None:
-            return "+E" if hf.get("num_nextn_predict_layers") == 1 else ""
+            return f"{self.mixer}E" if hf.get("num_nextn_predict_layers") == 1 else ""
         number = fields.required(hf, "num_hidden_layers")
         found, further = (f"model.layers.{n}." for n in (number, number + 1))
         if not tensors.has_tensor(names, f"{found}eh_proj.") or tensors.has_tensor(names, further):
             return ""
-        return "+E" if tensors.has_tensor(names, f"{found}mlp.experts.") else "+-"
+        has_experts = tensors.has_tensor(names, f"{found}mlp.experts.")
+        return self.mixer + ("E" if has_experts else "-")
 
     def copies(self, config: HybridConfig) -> dict[str, str]:
         if not config.pattern.predictions:

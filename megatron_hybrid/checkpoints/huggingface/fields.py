@@ -143,6 +143,49 @@ def rotary(
     return fields
 
 
+def transformer(
+    hf: Mapping[str, Any],
+    mixers: str | None = None,
+    mlps: str | None = None,
+    *,
+    base: float = 10000.0,
+    partial: bool = False,
+    attention_bias: Any = False,
+    mlp_bias: Any = False,
+) -> dict[str, Any]:
+    """Fields of a Transformer: attention, then an MLP or experts, in each of their layers.
+
+    Args:
+        mixers, mlps: a symbol for each of their layers; None: full attention, and an MLP.
+        base, partial: see `rotary`.
+        attention_bias, mlp_bias: whether all projections of an attention layer, or of an MLP, have
+            biases.
+    """
+    num_layers = required(hf, "num_hidden_layers")
+    pairs = zip(mixers or "*" * num_layers, mlps or "-" * num_layers, strict=True)
+    pattern = "".join(map("".join, pairs))
+    biased = ("*W" if attention_bias else "") + ("-" if mlp_bias else "")
+    found = {
+        **model(hf),
+        **attention(hf),
+        **rotary(hf, base, partial=partial),
+        "layer_pattern": pattern,
+        "layer_overrides": {s: {"add_bias_linear": True} for s in biased if s in pattern},
+        "activation_func": activation(hf),
+    }
+    if "-" in pattern:
+        found["ffn_hidden_size"] = required(hf, "intermediate_size")
+    if "W" in pattern:
+        found["sliding_window"] = required(hf, "sliding_window")
+    return found
+
+
+def windows(hf: Mapping[str, Any], other: str, period: int) -> str:
+    """* or W for each of their layers: see `layer_types`."""
+    types = layer_types(hf, other, period)
+    return "".join(symbols_of(types, WINDOW_SYMBOLS, hf["num_hidden_layers"]))
+
+
 def dt_rank(hf: Mapping[str, Any], key: str) -> int:
     """The rank of a Mamba-1 layer's time steps: a number or "auto"."""
     rank = hf.get(key, "auto")

@@ -7,19 +7,18 @@ from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, Shapes, TensorMap, TensorNames
+from megatron_hybrid.checkpoints.huggingface.granite import experts, multipliers
 from megatron_hybrid.checkpoints.huggingface.layouts import same, stacked
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
 def _mlp_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
     """Gate and value lie in one tensor, and experts in one, on both sides."""
-    shared, linears = ours, (("linear_fc1", "input_linear"), ("linear_fc2", "output_linear"))
+    shared = ours
     if config.num_moe_experts is not None:
-        shared, moe = f"{ours}.shared_experts", f"{theirs}.block_sparse_moe"
-        yield same(f"{ours}.router.weight", f"{moe}.router.layer.weight")
-        for own, name in linears:
-            yield same(f"{ours}.experts.{own}.weight", f"{moe}.{name}.weight")
-    for own, name in linears:
+        shared = f"{ours}.shared_experts"
+        yield from experts(config, ours, f"{theirs}.block_sparse_moe")
+    for own, name in (("linear_fc1", "input_linear"), ("linear_fc2", "output_linear")):
         yield same(f"{shared}.{own}.weight", f"{theirs}.shared_mlp.{name}.weight")
 
 
@@ -47,10 +46,7 @@ class GraniteMoeHybrid(Adapter):
             **fields.attention(hf),
             **(fields.mamba2(hf, hf.get("rms_norm_eps", 1e-6)) if "M" in symbols else {}),
             "layer_pattern": "".join(symbol + mlp for symbol in symbols),
-            "embedding_multiplier": hf.get("embedding_multiplier", 1.0),
-            "logits_multiplier": 1.0 / hf.get("logits_scaling", 1.0),
-            "residual_multiplier": hf.get("residual_multiplier", 1.0),
-            "softmax_scale": hf.get("attention_multiplier", 1.0),
+            **multipliers(hf),
             "position_embedding_type": "rope" if position == "rope" else "none",
             "activation_func": fields.activation(hf),
             "ffn_hidden_size": hf.get("shared_intermediate_size", 1024),

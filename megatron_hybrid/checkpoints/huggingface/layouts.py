@@ -22,6 +22,11 @@ class Layout:
     to_ours: Callable[[Tensors], Tensors]
     to_theirs: Callable[[Tensors], Tensors]
 
+    @property
+    def inverse(self) -> Layout:
+        """The same with the two sides swapped."""
+        return Layout(self.to_theirs, self.to_ours)
+
 
 SAME = Layout(lambda theirs: theirs, lambda ours: ours)
 """One tensor, the same in both."""

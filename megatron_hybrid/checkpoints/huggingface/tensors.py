@@ -266,3 +266,11 @@ def moe(
         if config.moe_shared_expert_gate:
             gate = f"{ours}.shared_experts.gate_weight"
             yield same(gate, f"{theirs}.shared_expert_gate.weight")
+
+
+TRANSFORMER: Parts = {
+    **dict.fromkeys("*W", ("self_attn", attention)),
+    "-": ("mlp", mlp),
+    "E": ("mlp", moe),
+}
+"""What most Transformers call their attention, and their MLPs or experts."""

@@ -61,10 +61,13 @@ class AttentionFields(LayerFields):
     reads instead of its own; set it in layer_overrides."""
 
     attention_temperature_scale: Annotated[float, Range(ge=0)] | None = None
-    """s: queries are multiplied by 1 + s log(1 + floor((position + 1) / floor))."""
+    """s: queries are multiplied by 1 + s log(1 + floor((position + offset) / floor))."""
 
     attention_temperature_floor: Annotated[int, Range(ge=1)] = 8192
     """Positions per step of the attention temperature."""
+
+    attention_temperature_offset: Annotated[int, Range(ge=0)] = 1
+    """Added to the position before it is divided: 1 in Llama 4, 0 in Ministral 3."""
 
     @property
     def num_kv_projections(self) -> int:

@@ -203,9 +203,10 @@ class AttentionMixer(Mixer):
 
     def _temperature(self, positions_T: Tensor) -> Tensor:
         """Factor of the queries, [T, 1, 1] fp32: it rises with the position, so that the softmax
-        stays sharp over long contexts (Llama 4)."""
+        stays sharp over long contexts."""
         config = self.config
-        steps = ((positions_T + 1) // config.attention_temperature_floor).float()
+        positions_T = positions_T + config.attention_temperature_offset
+        steps = (positions_T // config.attention_temperature_floor).float()
         return (1.0 + config.attention_temperature_scale * steps.log1p())[:, None, None]
 
     def _sinks(self) -> Tensor | None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from reference import full_logits, greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 from setuptools import build_meta
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import ArceeConfig, ArceeForCausalLM
 
 import megatron_hybrid as mh
 from megatron_hybrid.models.layer_pattern import LayerPattern
@@ -78,7 +78,7 @@ def test_an_architecture_is_loaded_and_written_back(installed, tmp_path):
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
     torch.manual_seed(0)
-    theirs = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, initializer_range=0.3)).eval()
+    theirs = ArceeForCausalLM(ArceeConfig(**sizes, **heads, initializer_range=0.3)).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -89,7 +89,7 @@ def test_an_architecture_is_loaded_and_written_back(installed, tmp_path):
         expected = theirs(tokens).logits
         torch.testing.assert_close(ours(tokens), expected, rtol=1e-4, atol=1e-4)
     mh.save_huggingface(ours, tmp_path / "back")
-    back = Qwen3ForCausalLM.from_pretrained(tmp_path / "back").eval()
+    back = ArceeForCausalLM.from_pretrained(tmp_path / "back").eval()
     with torch.no_grad():
         assert torch.equal(back(tokens).logits, expected)
 

@@ -1,4 +1,4 @@
-"""Qwen3, a Transformer with norms of queries and keys, from Hugging Face."""
+"""Arcee, a Transformer with plain MLPs, from Hugging Face."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from megatron_hybrid.checkpoints.huggingface import fields, tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorNames
 
 
-class Qwen3(Adapter):
-    """`Qwen3ForCausalLM` without sliding windows."""
+class Arcee(Adapter):
+    """`ArceeForCausalLM`."""
 
-    model_types = ("qwen3",)
+    model_types = ("arcee",)
     names = TensorNames({"*": ("self_attn", tensors.attention), "-": ("mlp", tensors.mlp)})
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        fields.only(hf, use_sliding_window=False, attention_bias=False)
+        fields.only(hf, attention_bias=False, mlp_bias=False)
         return {
             **fields.model(hf),
-            **fields.attention({"head_dim": 128, **hf}),
+            **fields.attention(hf),
             **fields.rotary(hf),
-            "qk_layernorm": True,
+            "gated_linear_unit": False,
             "layer_pattern": "*-" * fields.required(hf, "num_hidden_layers"),
             "ffn_hidden_size": fields.required(hf, "intermediate_size"),
-            "activation_func": fields.activation(hf),
+            "activation_func": fields.activation(hf, default="relu2"),
         }

@@ -1,0 +1,67 @@
+"""Mistral, Ministral 3 and Mixtral: attention, within a window or not, and an MLP or experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from megatron_hybrid.checkpoints.huggingface import fields, tensors
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorNames
+
+
+def _mixers(hf: Mapping[str, Any]) -> str:
+    symbol = "*" if hf.get("sliding_window") is None else "W"
+    return symbol * fields.required(hf, "num_hidden_layers")
+
+
+class Mistral(Adapter):
+    """`MistralForCausalLM`."""
+
+    model_types = ("mistral",)
+    names = TensorNames(tensors.TRANSFORMER)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        hf = {"num_key_value_heads": 8, "sliding_window": 4096, **hf}
+        return fields.transformer(hf, _mixers(hf))
+
+
+class Ministral3(Adapter):
+    """`Ministral3ForCausalLM`: queries grow with the logarithm of their position."""
+
+    model_types = ("ministral3",)
+    names = TensorNames(tensors.TRANSFORMER)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        hf = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, **hf}
+        rope = dict(fields.required(hf, "rope_parameters"))
+        scale = rope.pop("llama_4_scaling_beta", None)
+        found = fields.transformer({**hf, "rope_parameters": rope}, _mixers(hf))
+        if scale is not None:
+            found |= {
+                "attention_temperature_scale": scale,
+                "attention_temperature_floor": fields.required(
+                    rope, "original_max_position_embeddings"
+                ),
+                "attention_temperature_offset": 0,
+            }
+        return found
+
+
+class Mixtral(Adapter):
+    """`MixtralForCausalLM`."""
+
+    model_types = ("mixtral",)
+    moe = partial(tensors.moe, projections=("w1", "w3", "w2"))
+    names = TensorNames({**tensors.TRANSFORMER, "E": ("block_sparse_moe", moe)})
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        hf = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, **hf}
+        fields.only(hf, router_jitter_noise=0.0)
+        mlps = "E" * fields.required(hf, "num_hidden_layers")
+        return {
+            **fields.transformer(hf, _mixers(hf), mlps, base=1000000.0),
+            "num_moe_experts": hf.get("num_local_experts", 8),
+            "moe_router_topk": hf.get("num_experts_per_tok", 2),
+            "moe_ffn_hidden_size": fields.required(hf, "intermediate_size"),
+        }

@@ -1,0 +1,40 @@
+"""Phi-3 and Phi-4: Llama with joined projections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_hybrid.checkpoints.huggingface import fields
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
+from megatron_hybrid.checkpoints.huggingface.layouts import chained, grouped, joined, same
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+
+
+def _attention(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    heads, groups, width = config.num_attention_heads, config.num_query_groups, config.kv_channels
+    parts = joined((heads * width, groups * width, groups * width))
+    rows = grouped((heads // groups * width, width, width), groups)
+    layout = chained(parts.inverse, rows)
+    yield same(f"{ours}.linear_qkv.weight", f"{theirs}.qkv_proj.weight", layout)
+    yield same(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight")
+
+
+def joined_mlp(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    """A gated MLP whose gate_proj and up_proj are one on both sides."""
+    yield same(f"{ours}.linear_fc1.weight", f"{theirs}.gate_up_proj.weight")
+    yield same(f"{ours}.linear_fc2.weight", f"{theirs}.down_proj.weight")
+
+
+class Phi3(Adapter):
+    """`Phi3ForCausalLM`."""
+
+    model_types = ("phi3",)
+    names = TensorNames(
+        {**dict.fromkeys("*W", ("self_attn", _attention)), "-": ("mlp", joined_mlp)}
+    )
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        symbol = "*" if hf.get("sliding_window") is None else "W"
+        mixers = symbol * fields.required(hf, "num_hidden_layers")
+        return fields.transformer({"rms_norm_eps": 1e-5, **hf}, mixers, partial=True)

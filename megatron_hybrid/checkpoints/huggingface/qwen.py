@@ -1,0 +1,95 @@
+"""Qwen 2 and 3: attention, in later layers within windows, and an MLP or experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from megatron_hybrid.checkpoints.huggingface import fields, tensors
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorNames
+
+
+def _windows(hf: Mapping[str, Any]) -> str | None:
+    """* or W for each of their layers."""
+    if not hf.get("use_sliding_window") or hf.get("sliding_window", 4096) is None:
+        return None
+    if hf.get("layer_types"):
+        return fields.windows(hf, "full_attention", 1)
+    num_layers = fields.required(hf, "num_hidden_layers")
+    num_full = min(hf.get("max_window_layers", 28), num_layers)
+    return "*" * num_full + "W" * (num_layers - num_full)
+
+
+class Qwen2(Adapter):
+    """`Qwen2ForCausalLM`: biases in the projections of queries, keys and values."""
+
+    model_types = ("qwen2",)
+    names = TensorNames(tensors.TRANSFORMER)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        hf = {"num_key_value_heads": 32, "sliding_window": 4096, **hf}
+        return {**fields.transformer(hf, _windows(hf)), "add_qkv_bias": True}
+
+
+class Qwen3(Adapter):
+    """`Qwen3ForCausalLM`: norms of queries and keys."""
+
+    model_types = ("qwen3",)
+    names = TensorNames(tensors.TRANSFORMER)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        hf = {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, **hf}
+        found = fields.transformer(hf, _windows(hf), attention_bias=hf.get("attention_bias"))
+        return {**found, "qk_layernorm": True}
+
+
+def _mlps(hf: Mapping[str, Any]) -> str:
+    """E or - for each of their layers."""
+    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
+    numbers = range(fields.required(hf, "num_hidden_layers"))
+    return "".join("E" if i not in dense and (i + 1) % step == 0 else "-" for i in numbers)
+
+
+def _experts(hf: Mapping[str, Any], number: int, topk: int, width: int) -> dict[str, Any]:
+    return {
+        "num_moe_experts": hf.get("num_experts") or hf.get("num_local_experts") or number,
+        "moe_router_topk": hf.get("num_experts_per_tok", topk),
+        "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
+        "moe_ffn_hidden_size": hf.get("moe_intermediate_size", width),
+    }
+
+
+class Qwen3Moe(Adapter):
+    """`Qwen3MoeForCausalLM`: experts."""
+
+    model_types = ("qwen3_moe",)
+    names = TensorNames(tensors.TRANSFORMER)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        hf = {"num_key_value_heads": 4, "intermediate_size": 6144, "sliding_window": 4096, **hf}
+        windows = hf.get("use_sliding_window") and hf["sliding_window"] is not None
+        mixers = "W" * fields.required(hf, "num_hidden_layers") if windows else None
+        bias = hf.get("attention_bias")
+        found = fields.transformer(hf, mixers, _mlps(hf), attention_bias=bias)
+        return {**found, "qk_layernorm": True, **_experts(hf, 128, 8, 768)}
+
+
+class Qwen2Moe(Adapter):
+    """`Qwen2MoeForCausalLM`: experts, and one that is shared."""
+
+    model_types = ("qwen2_moe",)
+    moe = partial(tensors.moe, shared="shared_expert")
+    names = TensorNames({**tensors.TRANSFORMER, "E": ("mlp", moe)})
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        hf = {"num_key_value_heads": 16, "intermediate_size": 5632, **hf}
+        fields.only(hf, use_sliding_window=False)
+        shared = hf.get("shared_expert_intermediate_size", 5632)
+        return {
+            **fields.transformer(hf, mlps=_mlps(hf)),
+            "add_qkv_bias": hf.get("qkv_bias", True),
+            **_experts(hf, 60, 4, 1408),
+            "moe_shared_expert_intermediate_size": shared,
+            "moe_shared_expert_gate": True,
+        }
