@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_hybrid.checkpoints.huggingface import ADAPTERS
-from megatron_hybrid.checkpoints.huggingface.base import Adapter
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, language_part
 from megatron_hybrid.checkpoints.huggingface.fields import check_general_keys
 from megatron_hybrid.checkpoints.quantization_config import QUANT_FILE, Quantization
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles
@@ -78,6 +78,11 @@ class CheckpointFolder:
             CheckpointError: there is none for its model_type.
         """
         return _adapter(self.values, str(self.config_file))
+
+    @property
+    def is_unknown_around(self) -> bool:
+        """Whether an adapter reads the language model alone, and nothing is known of the rest."""
+        return self.values.get("model_type") not in ADAPTERS
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
@@ -219,12 +224,13 @@ def adapter_of(config: HybridConfig) -> Adapter | None:
 
 def _adapter(hf: Mapping[str, Any], source: str) -> Adapter:
     model_type = hf.get("model_type")
-    if not isinstance(model_type, str) or model_type not in ADAPTERS:
-        raise CheckpointError(
-            f"{source} has the model_type {model_type!r}, which no adapter reads. Known: "
-            f"{', '.join(sorted(ADAPTERS))}. docs/guides/own_model.md says how to add one."
-        )
-    return ADAPTERS[model_type]()
+    for part in (hf, language_part(hf) or {}):
+        if isinstance(known := part.get("model_type"), str) and known in ADAPTERS:
+            return ADAPTERS[known]()
+    raise CheckpointError(
+        f"{source} has the model_type {model_type!r}, which no adapter reads. Known: "
+        f"{', '.join(sorted(ADAPTERS))}. docs/guides/own_model.md says how to add one."
+    )
 
 
 def _is_huggingface(values: Mapping[str, Any]) -> bool:
@@ -232,9 +238,9 @@ def _is_huggingface(values: Mapping[str, Any]) -> bool:
 
 
 def _with_text_config(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """A config.json, and its text_config if it has one."""
-    text = values.get("text_config")
-    return [values, text] if isinstance(text, Mapping) else [values]
+    """A config.json, and what it says of its language model if it is a composite one."""
+    text = language_part(values)
+    return [values] if text is None else [values, text]
 
 
 def _modelopt_config(path: Path) -> dict[str, Any]:

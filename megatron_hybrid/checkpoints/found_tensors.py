@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron_hybrid.checkpoints.folder import FLOATS, CheckpointFolder
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
+from megatron_hybrid.checkpoints.huggingface.base import (
+    Adapter,
+    TensorMap,
+    is_of_language_model,
+)
 from megatron_hybrid.checkpoints.model_tensors import own_weights
 from megatron_hybrid.checkpoints.packed_files import PackedFiles
 from megatron_hybrid.checkpoints.packed_maps import PackedSource, own_source
@@ -20,6 +26,8 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.parameter_names import canonical_name, is_of_prediction
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING
+
+logger = logging.getLogger(__name__)
 
 HEAD = "lm_head.weight"  # theirs, in every architecture
 
@@ -113,7 +121,10 @@ def _find_theirs(config: HybridConfig, folder: CheckpointFolder) -> FoundTensors
     adapter, files = folder.adapter, folder.files
     weights = PackedFiles(files, folder.quantization)
     given: dict[str, str] = {}
-    for file_name in weights.names():
+    is_read = is_of_language_model if folder.is_unknown_around else bool
+    if left_out := set(itertools.filterfalse(is_read, weights.names())):
+        _warn_left_out(folder, left_out)
+    for file_name in filter(is_read, weights.names()):
         if (name := adapter.text_name(file_name)) in given:
             raise CheckpointError(
                 f"{name} is in {folder.path} twice, plain and packed or under two names. Copy the "
@@ -150,10 +161,22 @@ def _find_theirs(config: HybridConfig, folder: CheckpointFolder) -> FoundTensors
                 f"{name} differs from {original} in {folder.path}, but they are one in the model "
                 f"({why}). Config and weights do not belong together."
             )
-    packed = _packed_source(weights, given, shapes, adapter, config)
+    packed = _packed_source(weights, given, shapes, adapter, config, is_read)
     packed.unpack_mixed(maps, files.read)
     is_mixed = files.dtype(given[embedding]) == config.params_dtype
     return FoundTensors(files, maps, given, packed, is_mixed)
+
+
+def _warn_left_out(folder: CheckpointFolder, names: set[str]) -> None:
+    parts = {name.removeprefix("model.").partition(".")[0] for name in names}
+    logger.warning(
+        "%s holds a model of the model_type %r: its language model is read, and %d tensors of "
+        "other parts are left out (%s)",
+        folder.path,
+        folder.values["model_type"],
+        len(names),
+        ", ".join(sorted(parts)),
+    )
 
 
 def _packed_source(
@@ -162,6 +185,7 @@ def _packed_source(
     shapes: dict[str, tuple[int, ...]],
     adapter: Adapter,
     config: HybridConfig,
+    is_read: Callable[[str], bool],
 ) -> PackedSource:
     """The packed ones of the weights of a folder. given: their names in it, by those that they have
     in one of the text model alone; shapes: unpacked, by the same."""
@@ -170,7 +194,7 @@ def _packed_source(
         for name, file_name in given.items()
         if file_name in weights.stored
     }
-    names = {adapter.text_name(name): name for name in weights.kept}
+    names = {adapter.text_name(name): name for name in filter(is_read, weights.kept)}
     for name in adapter.ignored_names(names, config):
         del names[name]
     kept = {file_name: weights.files.read(file_name).clone() for file_name in names.values()}

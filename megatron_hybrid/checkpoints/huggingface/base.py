@@ -15,6 +15,26 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of a folder's tensors, by the names that they have in one of the language model alone."""
 
 
+_LANGUAGE_PREFIXES = {
+    "model.language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.": "",
+    "model.text_model.": "model.",
+}
+"""What names of the language model in a composite one begin with -> in a folder of that alone."""
+
+
+def language_part(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a composite config.json says of its language model."""
+    found = (hf.get(key) for key in ("text_config", "llm_config", "language_config"))
+    return next((part for part in found if isinstance(part, Mapping)), None)
+
+
+def is_of_language_model(name: str) -> bool:
+    """Return whether a tensor of a composite model's folder is of its language model."""
+    return name.startswith((*_LANGUAGE_PREFIXES, "lm_head."))
+
+
 class Adapter(ABC):
     """One architecture of Hugging Face."""
 
@@ -23,7 +43,8 @@ class Adapter(ABC):
 
     composite_types: tuple[str, ...] = ()
     """The `model_type`s of models that take images or sound too, and whose `text_config` is of one
-    of `model_types`. Their language model is read, and written as a folder of that alone."""
+    of `model_types`: those that need not say so, or have more than it in their language model.
+    Their language model is read, and written as a folder of that alone."""
 
     composite_tied: bool = False
     """`tie_word_embeddings` of such a model whose config.json does not say it."""
@@ -47,11 +68,14 @@ class Adapter(ABC):
         Raises:
             ValueError: a composite one says nothing of it, or it is another model.
         """
-        if hf["model_type"] not in self.composite_types:
+        if hf["model_type"] in self.model_types:
             return dict(hf)
-        text = hf.get("text_config")
-        if not isinstance(text, Mapping):
-            raise ValueError(f"config.json has text_config={text!r}, where its language model goes")
+        text = language_part(hf)
+        if text is None:
+            found = hf.get("text_config")
+            raise ValueError(
+                f"config.json has text_config={found!r}, where its language model goes"
+            )
         defaults = {"model_type": self.model_types[0], "tie_word_embeddings": self.composite_tied}
         text = {**defaults, **text}
         if text["model_type"] not in self.model_types:
@@ -75,8 +99,7 @@ class Adapter(ABC):
 
     def text_name(self, name: str) -> str:
         """Return what a folder of the language model alone calls a tensor of a folder."""
-        spellings = {"model.language_model.": "model.", "language_model.": ""}
-        for prefix, plain in spellings.items() if self.composite_types else ():
+        for prefix, plain in _LANGUAGE_PREFIXES.items():
             if name.startswith(prefix):
                 return plain + name.removeprefix(prefix)
         return name

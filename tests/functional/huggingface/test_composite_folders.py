@@ -44,6 +44,9 @@ COMPOSITES = {
         }
     },
 }
+OTHERS = {"lfm2_vl": "lfm2", "smolvlm": "llama", "llava": "llama"}
+"""Models whose language model alone is known, and the architecture of that."""
+
 NAMES = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
 """How transformers spells the tensors of some such models -> of others, and older -> newer."""
 
@@ -89,12 +92,15 @@ def stack_experts(folder):
         ("llama4", rename, {}),
         ("qwen3_5", None, {"tie_word_embeddings": True}),
         ("qwen3_5_moe", stack_experts, {}),
+        *((name, None, {}) for name in OTHERS),
     ],
 )
-def test_language_model_inside_another(tmp_path, name, change, values):
+def test_language_model_inside_another(tmp_path, caplog, name, change, values):
     # As a part, transformers' Gemma 3 does not cap its logits; released ones have no cap.
-    text = read_values(name) | ({"final_logit_softcapping": None} if name == "gemma3" else {})
-    config = AutoConfig.for_model(name, text_config=text, **COMPOSITES[name], **values)
+    text = read_values(OTHERS.get(name, name))
+    text |= {"final_logit_softcapping": None} if name == "gemma3" else {}
+    parts = COMPOSITES.get(name, {"vision_config": TOWER})
+    config = AutoConfig.for_model(name, text_config=text, **parts, **values)
     torch.manual_seed(0)
     theirs = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -104,6 +110,7 @@ def test_language_model_inside_another(tmp_path, name, change, values):
     if change is not None:
         change(tmp_path)
     model, _ = mh.load_pretrained(tmp_path)
+    assert ("tensors of other parts are left out" in caplog.text) == (name in OTHERS)
     tokens = torch.randint(3, text["vocab_size"], (2, 50))
     with torch.no_grad():
         whole = name != "llama4" or transformers.__version__ not in LLAMA4_WITHOUT_LOGITS
