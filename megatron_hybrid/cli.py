@@ -12,7 +12,7 @@ from megatron_hybrid.version import __version__
 
 _NAMES = (
     *("demo", "generate", "chat", "serve", "bench-serve", "explain", "profile", "plan"),
-    *("convert", "quantize", "preprocess", "train", "info"),
+    *("doctor", "convert", "quantize", "preprocess", "train", "info"),
 )
 COMMANDS = {
     name: import_module(f"megatron_hybrid.commands.{name.replace('-', '_')}") for name in _NAMES

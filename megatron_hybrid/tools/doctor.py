@@ -1,0 +1,124 @@
+"""`megatron-hybrid doctor`: what a model folder or a config.json holds, and whether it loads.
+
+It reads the config and the headers of the weights."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megatron_hybrid.checkpoints.folder import CONFIG_FILE, CheckpointFolder, huggingface_config
+from megatron_hybrid.checkpoints.found_tensors import find_tensors
+from megatron_hybrid.checkpoints.huggingface import ADAPTERS
+from megatron_hybrid.checkpoints.huggingface.base import language_part
+from megatron_hybrid.checkpoints.pretrained import hub_advice, load_tokenizer, model_folder
+from megatron_hybrid.checkpoints.tensor_files import INDEX_FILE, WEIGHTS_FILE, CheckpointError
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
+from megatron_hybrid.models.layer_pattern import LAYER_KINDS
+from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.tools.plan import spec_of
+
+
+class Examination:
+    """What is found in a folder, row by row.
+
+    Args:
+        path: a folder, "demo", or a config.json.
+
+    Raises:
+        CheckpointError: there is no config.json that can be read.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        folder = model_folder(path)
+        file = folder / CONFIG_FILE if folder.is_dir() else folder
+        if not file.exists():
+            raise CheckpointError(
+                f"{file} is not there: name a folder or a file.{hub_advice(path)}"
+            )
+        self._path, self._file = file.parent, file.name
+        self.has_weights = any((file.parent / n).is_file() for n in (WEIGHTS_FILE, INDEX_FILE))
+        self.tokenizer: Tokenizer | None = None
+        self.refusal: str | None = None
+        """Why the model does not load; None: it does, as far as headers tell."""
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yield what is found, each with its name; `refusal` is set at the end."""
+        with CheckpointFolder(self._path, self._file) as opened:
+            yield from _stated(opened.values)
+            try:
+                config = opened.config(as_announced=True, perform_initialization=False)
+                with torch.device("meta"):
+                    model = build_hybrid_model(config)
+                yield from _layers(config, model)
+                opened.check_quantization()
+                self.tokenizer = load_tokenizer(opened.path, config.vocab_size, opened.values)
+                if self.has_weights:
+                    find_tensors(model, opened)
+            except (ValueError, TypeError) as error:
+                self.refusal = str(error)
+                if opened.values.get("model_type") not in ADAPTERS:
+                    yield from _nearest(opened)
+
+
+def _stated(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what config.json says, which may be refused."""
+    yield "architecture", str(values.get("model_type", "a checkpoint of this library"))
+    text = language_part(values) or values
+    if text is not values:
+        yield "language model", str(text.get("model_type"))
+    if (context := text.get("max_position_embeddings")) is not None:
+        yield "context", f"{context:,} tokens" if isinstance(context, int) else str(context)
+    quantization = values.get("quantization_config") or text.get("quantization_config") or {}
+    yield "quantization", str(quantization.get("quant_method", "none"))
+
+
+def _layers(config: HybridConfig, model: HybridModel) -> Iterator[tuple[str, str]]:
+    yield "layer_pattern", config.layer_pattern
+    kinds = Counter(LAYER_KINDS[symbol].meaning for symbol in config.pattern.symbols)
+    yield "layers", ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
+    if config.pattern.predictions:
+        yield "MTP head", "yes; `serve --speculation mtp` drafts with it"
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    dtype = str(config.params_dtype).removeprefix("torch.")
+    yield "parameters", f"{parameters:,}"
+    yield "weights", f"{parameters * config.params_dtype.itemsize / 1e9:.2f} GB in {dtype}"
+    spec = spec_of(model, 16, "exact")
+    yield "KV per token", f"{spec.kv_bytes_per_token:,} bytes"
+    yield "states", f"{spec.state_bytes:,} bytes for each sequence or saved position"
+
+
+def _nearest(opened: CheckpointFolder) -> Iterator[tuple[str, str]]:
+    """Yield the known architecture whose tensors are most like those of an unknown one."""
+    values = opened.values
+    names = set(opened.files.names()) if _has_files(opened) else set()
+    found: list[tuple[float, str, set[str]]] = []
+    for model_type in ADAPTERS:
+        try:
+            config = huggingface_config({**values, "model_type": model_type}, "", None)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
+        theirs = {t for m in ADAPTERS[model_type]().tensors(config) for t in m.theirs}
+        found.append((len(theirs & names) / len(theirs | names), model_type, theirs ^ names))
+    if not names or not found:
+        close = difflib.get_close_matches(str(values.get("model_type")), list(ADAPTERS), 1, 0.4)
+        if close:
+            yield "nearest name", close[0]
+        return
+    _, model_type, differing = max(found)
+    yield "nearest", f"{model_type}, but for {len(differing)} tensors"
+    if differing:
+        yield "such as", ", ".join(sorted(differing)[:4])
+
+
+def _has_files(opened: CheckpointFolder) -> bool:
+    try:
+        return bool(opened.files.names())
+    except CheckpointError:
+        return False

@@ -1,0 +1,102 @@
+"""What `doctor` says of folders, against what loading them does."""
+
+import json
+import shutil
+
+import pytest
+from reference import tiny_model
+
+import megatron_hybrid as mh
+from megatron_hybrid.checkpoints.folder import config_of
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.cli import main
+from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.tools.doctor import Examination
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+def examine(path):
+    examination = Examination(path)
+    return dict(examination.rows()), examination.refusal
+
+
+def folder_of_llama(path, **changes):
+    """A folder of Hugging Face, whose config.json is changed after its weights were written."""
+    mh.save_huggingface(build_hybrid_model(config_of(LLAMA, "llama", ())), path)
+    values = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(values))
+
+
+def test_the_model_of_the_package(capsys):
+    model, _ = mh.load_pretrained("demo")
+    rows, refusal = examine("demo")
+    assert refusal is None
+    assert rows["parameters"] == f"{sum(p.numel() for p in model.parameters()):,}"
+    assert rows["layer_pattern"] == model.config.layer_pattern
+    assert main(["doctor", "demo"]) == 0
+    out = capsys.readouterr().out
+    assert "with a chat template" in out
+    assert "loads           yes" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_config_alone_is_read(tmp_path, capsys):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA | {"max_position_embeddings": 4096}))
+    rows, refusal = examine(file)
+    assert (rows["context"], refusal) == ("4,096 tokens", None)
+    assert rows["layers"] == "2 x full attention, 2 x MLP"
+    assert main(["doctor", str(file)]) == 0
+    assert "config.json alone was read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 3}, "not in "),
+        ({"hidden_act": "snake"}, "hidden_act='snake'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
+    ],
+)
+def test_a_refusal_is_that_of_loading(tmp_path, capsys, changes, said):
+    folder_of_llama(tmp_path, **changes)
+    _, refusal = examine(tmp_path)
+    assert said in refusal
+    with pytest.raises(CheckpointError) as raised:
+        mh.load_pretrained(tmp_path)
+    assert str(raised.value) == refusal
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert "loads           no:" in capsys.readouterr().out
+
+
+def test_the_nearest_architecture_of_an_unknown_one_is_named(tmp_path):
+    folder_of_llama(tmp_path, model_type="nollama")
+    rows, refusal = examine(tmp_path)
+    assert "'nollama', which no adapter reads" in refusal
+    assert rows["nearest"].endswith("but for 0 tensors")
+    (tmp_path / "model.safetensors").unlink()
+    rows, _ = examine(tmp_path)
+    assert rows["nearest name"] == "llama"
+
+
+def test_no_folder_is_one_line_and_status_2(tmp_path, capsys):
+    assert main(["doctor", str(tmp_path / "x")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_folder_of_ours(tmp_path):
+    model = tiny_model("M*-")
+    mh.save_checkpoint(model, tmp_path)
+    rows, refusal = examine(tmp_path)
+    assert refusal is None
+    assert rows["layers"] == "1 x Mamba-2, 1 x full attention, 1 x MLP"
+    shutil.copy(tmp_path / "config.json", tmp_path / "other.json")
+    assert examine(tmp_path / "other.json")[1] is None
