@@ -57,6 +57,15 @@ from megatron_hybrid.training.run_lock import RunLock
 from megatron_hybrid.training.stop_signals import stop_signals
 from megatron_hybrid.utils.child_lifetime import ends_with_launcher
 
+_LOSS_FIELDS = (
+    "params_dtype",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "mtp_loss_scaling_factor",
+)
+"""Fields of the model that change no forward pass, but what is trained."""
+
 
 @dataclass
 class Progress:
@@ -83,7 +92,8 @@ class Step:
     gradient_norm: float
     """Norm of the gradient over all parameters and ranks, before it was clipped."""
     updated: bool
-    """False: the step was skipped, since the loss or the norm is not finite."""
+    """False: the step was skipped, since the loss or the norm is not finite, or there is no
+    label."""
 
 
 class TrainingError(RuntimeError):
@@ -209,13 +219,21 @@ class Trainer:
         step is finished and saved.
 
         Raises:
-            TrainingError: too many steps in a row had no finite gradient.
+            TrainingError: too many steps in a row had no finite gradient, or all of the run.
             ImportError: the recipe asks for events for tensorboard, which is missing; on all ranks.
         """
         run, progress = self.recipe.run, self.progress
         last = min(run.steps, run.stop_at_step or run.steps)
-        if progress.step >= last:
-            return
+        if progress.step < last:
+            self._train_to(last)
+        if progress.step == progress.skipped_steps == run.steps:
+            raise TrainingError(
+                f"none of the {run.steps} steps has changed the model: no loss or gradient was "
+                "finite, or there was no label. Look at the log and at the data."
+            )
+
+    def _train_to(self, last: int) -> None:
+        run, progress = self.recipe.run, self.progress
         with fail_together(ImportError, whole_job=True):
             reports = self._reports()
         data = self.batches()
@@ -260,7 +278,7 @@ class Trainer:
         self.optimizer.zero_grad()
         loss, num_labels = self._run_batches(data, forward_only=False)
         self.schedule.step(1)
-        if math.isfinite(loss):
+        if num_labels and math.isfinite(loss):  # with no label, weights would decay all the same
             updated, norm = update(self.optimizer)
         else:
             updated, norm = False, math.nan
@@ -274,7 +292,7 @@ class Trainer:
             self.checkpoints.finish()
             raise TrainingError(
                 f"{progress.skipped_in_row} steps in a row, up to step {progress.step}, had a loss "
-                f"of {loss} or a gradient of norm {norm}, which is not finite. Lower "
+                f"of {loss} or a gradient of norm {norm}, which is not finite, or no label. Lower "
                 "optimizer.learning_rate, or look at the data; run.max_skipped_steps is "
                 f"{self.recipe.run.max_skipped_steps}."
             )
@@ -291,8 +309,9 @@ class Trainer:
             self._run_batches(data, forward_only=True) for _ in range(self.recipe.run.eval_batches)
         ]
         self.chunk.train()
-        total = math.fsum(loss * count for loss, count in losses)
-        return total / max(1, sum(count for _, count in losses))
+        total = math.fsum(loss * count for loss, count in losses if count)
+        count = sum(count for _, count in losses)
+        return total / count if count else math.nan
 
     def save(self) -> None:
         """Write a checkpoint; every rank calls it."""
@@ -337,7 +356,7 @@ class Trainer:
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
         total, count = sums.tolist()
-        return total / max(1, count), int(count)
+        return total / count if count else math.nan, int(count)
 
     def _forward(self, data: Iterator[Batch], chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
         batch = next(data).to(self.device)
@@ -395,9 +414,12 @@ class Trainer:
         return {**data, "rows": rows, "documents": contents_of(self.train_data)}
 
     def _kind_of_states(self) -> dict[str, Any]:
-        """Name what decides which states a checkpoint has, other than those of the model."""
-        optimizer, lora = self.recipe.optimizer, self.recipe.lora
+        """Name what decides which states a checkpoint has, and what the model and its losses are,
+        other than `HybridConfig.differences`."""
+        optimizer, lora, config = self.recipe.optimizer, self.recipe.lora, self.model.config
         return {
+            **{f"model.{name}": str(getattr(config, name)) for name in _LOSS_FIELDS},
+            "lora.alpha": lora and lora.alpha,
             "optimizer.name": optimizer.name,
             "optimizer.distributed": optimizer.distributed,
             "lora.rank": lora and lora.rank,
@@ -450,8 +472,9 @@ class Trainer:
             before = common.get("states", {}).get(name, value)
             if before != value:
                 raise CheckpointError(
-                    f"{path} was saved with {name}={before!r}, the recipe has {value!r}, which "
-                    "needs other states. Name another folder, or correct the recipe."
+                    f"{path} was saved with {name}={before!r}, the recipe has {value!r}, with "
+                    "which the run would be another one. Name another folder, or correct the "
+                    "recipe."
                 )
 
     def _reports(self) -> Reports | None:
