@@ -59,6 +59,8 @@ class Reports:
         self.console = console or Console(stderr=True, highlight=False)
         self._writer = _tensorboard(folder, step) if fields.tensorboard else None
         kept = [record for record in read_log(self.path) if record.get("step", 0) <= step]
+        self.evaluated = {record["step"] for record in kept if "eval_loss" in record}
+        """Steps of which there is an evaluation."""
         text = "".join(json.dumps(record) + "\n" for record in kept)
         replace_file(self.path, lambda path: path.write_text(text))
         self._bar = Progress(
@@ -84,6 +86,7 @@ class Reports:
             OSError: the log cannot be written.
         """
         line = terminal_line(step, values, self.console.width)
+        self.evaluated |= {step} if "eval_loss" in values else set()
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 values[name] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -48,6 +49,7 @@ from megatron_hybrid.training.measures import Measures
 from megatron_hybrid.training.optimizer import (
     build_optimizer,
     build_schedule,
+    describe_optimizers,
     fill_step_counts,
     update,
 )
@@ -208,6 +210,8 @@ class Trainer:
         config.finalize_model_grads_func = _finalize_gradients
         config.no_sync_func = self.chunk.no_sync
         self.optimizer = build_optimizer([self.chunk], recipe.optimizer)
+        if recipe.optimizer.name == "muon" and dist.get_rank() == 0:
+            print(describe_optimizers(self.model, recipe.optimizer), file=sys.stderr)
         self.schedule = build_schedule(self.optimizer, recipe.optimizer, run.steps)
         self.measures = Measures(self.model, recipe.reports.peak_tflops)
         self.progress = Progress()
@@ -224,8 +228,7 @@ class Trainer:
         """
         run, progress = self.recipe.run, self.progress
         last = min(run.steps, run.stop_at_step or run.steps)
-        if progress.step < last:
-            self._train_to(last)
+        self._train_to(last)
         if progress.step == progress.skipped_steps == run.steps:
             raise TrainingError(
                 f"none of the {run.steps} steps has changed the model: no loss or gradient was "
@@ -233,14 +236,16 @@ class Trainer:
             )
 
     def _train_to(self, last: int) -> None:
-        run, progress = self.recipe.run, self.progress
+        progress = self.progress
         with fail_together(ImportError, whole_job=True):
             reports = self._reports()
         data = self.batches()
-        self.measures.restart()
+        self.measures.restart_clock()
         try:
+            if self._lacks_evaluation(reports):  # a kill has interrupted it
+                self._report_evaluation(reports)
             with stop_signals() as stop:
-                ends = False
+                ends = progress.step >= last
                 while not ends:
                     step = self.step(data)
                     self.checkpoints.poll()
@@ -253,12 +258,19 @@ class Trainer:
                         self.save()
                     if ends:  # whole before the evaluation, in which a job may be killed
                         self.checkpoints.finish()
-                    is_last = progress.step == run.steps
-                    if self.eval_data and (is_last or _is_due(run.eval_every_steps, progress.step)):
+                    if self._lacks_evaluation(reports):
                         self._report_evaluation(reports)
         finally:
             if reports:
                 reports.close()
+
+    def _lacks_evaluation(self, reports: Reports | None) -> bool:
+        """Return whether the log has no evaluation of this step, which has one."""
+        step, run = self.progress.step, self.recipe.run
+        if not (self.eval_data and step):
+            return False
+        is_due = step == run.steps or _is_due(run.eval_every_steps, step)
+        return self._any_rank(bool(is_due and reports and step not in reports.evaluated))
 
     def batches(self) -> Iterator[Batch]:
         """This rank's micro-batches of training data, from the present step on."""
@@ -399,6 +411,7 @@ class Trainer:
             "model": model,
             "optimizer": self.optimizer.sharded_state_dict(model, is_loading, metadata=metadata),
             "progress": asdict(self.progress),
+            "measures": self.measures.state(),
             "config": self.model.config.to_dict(),
             "data": self._data_identity(),
             "states": self._kind_of_states(),
@@ -441,6 +454,7 @@ class Trainer:
         state = checkpoints.load(path, state)
         self.chunk.module.load_state_dict(state["model"])
         self.progress = Progress(**state["progress"])
+        self.measures.load_state(state["measures"])
         updates = self.progress.step - self.progress.skipped_steps
         fill_step_counts(state["optimizer"], updates)
         self.optimizer.load_state_dict(state["optimizer"])
@@ -502,7 +516,7 @@ class Trainer:
         with fail_together(OSError, whole_job=True):
             if reports:
                 reports.write(self.progress.step, eval_loss=loss, tokens=self.progress.tokens)
-        self.measures.restart()
+        self.measures.restart_clock()
 
 
 def _seed(seed: int) -> None:

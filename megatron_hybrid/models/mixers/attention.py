@@ -76,6 +76,8 @@ class AttentionMixer(Mixer):
         blocks = [(queries // groups, 1)] * (2 if config.attention_output_gate else 1)
         blocks += [(self.head_dim, copies)] * config.num_kv_projections
         sections, block_copies = zip(*blocks)
+        self.group_rows = sections
+        """Rows of one group's queries, gates, keys and values in the input projection."""
         if copies == 1:
             sections, block_copies = (sum(sections) * groups // repeats,), None
         self.linear_qkv = build_input_projection(

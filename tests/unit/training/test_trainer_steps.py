@@ -211,7 +211,7 @@ def test_a_step_without_a_label_changes_nothing_and_a_run_of_them_is_an_error(te
     with pytest.raises(TrainingError, match=f"none of the {STEPS} steps has changed the model"):
         train(recipe_of(text, run={"max_skipped_steps": STEPS}), tmp_path / "a", Unlabelled)
     assert {one["loss"] for one in read_log(tmp_path / "a" / LOG)} == {None}
-    with pytest.raises(TrainingError, match="2 steps in a row, .*, or no label"):
+    with pytest.raises(TrainingError, match=r"2 steps in a row, .*, or no label"):
         train(recipe_of(text, run={"max_skipped_steps": 1}), tmp_path / "b", Unlabelled)
 
 
@@ -251,19 +251,60 @@ def test_evaluation_changes_nothing(text, tmp_path):
     assert len(evaluations) == STEPS and evaluations[-1] == runs[1].evaluate()
 
 
-def test_a_run_that_is_killed_in_its_last_evaluation_has_its_last_checkpoint(text, tmp_path):
+@pytest.mark.parametrize("step", [2, STEPS])
+def test_an_evaluation_that_a_kill_interrupted_is_made_again(text, tmp_path, step):
     class Killed(Trainer):
         def evaluate(self):
-            raise KeyboardInterrupt
+            if self.progress.step == step:
+                raise KeyboardInterrupt
+            return super().evaluate()
 
     chosen = recipe_of(
         text,
-        run={"eval_every_steps": STEPS + 1, "eval_batches": 1},
-        checkpoints={"asynchronous": True},
+        run={"eval_every_steps": 2, "eval_batches": 1},
+        checkpoints={"every_steps": 2, "asynchronous": step == STEPS},
     )
+    whole = train(chosen, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         train(chosen, tmp_path, Killed)
-    assert Checkpoints(tmp_path).newest().name == f"iter_{STEPS:07d}"
+    assert Checkpoints(tmp_path).newest().name == f"iter_{step:07d}"
+    assert train(chosen, tmp_path).progress == whole.progress
+    train(chosen, tmp_path)  # nothing is left to do
+    lines = [
+        [(one["step"], one.get("loss"), one.get("eval_loss")) for one in read_log(folder / LOG)]
+        for folder in (tmp_path, tmp_path / "whole")
+    ]
+    assert lines[0] == lines[1] and len(lines[0]) == STEPS + STEPS // 2
+
+
+@pytest.mark.parametrize("name", ["adam", "muon"])
+def test_the_first_line_after_a_kill_is_that_of_no_kill(text, tmp_path, name, capfd):
+    class Killed(Trainer):
+        def step(self, data):
+            if self.progress.step == 3:
+                raise KeyboardInterrupt
+            return super().step(data)
+
+    chosen = recipe_of(
+        text,
+        model={"moe_aux_loss_coeff": 0.1, "hidden_dropout": 0.1},
+        run={"eval_every_steps": 1, "eval_batches": 1},
+        optimizer={"name": name},
+        checkpoints={"every_steps": 3},
+    )
+    chosen.reports.every_steps = STEPS
+    whole = train(chosen, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(chosen, tmp_path, Killed)
+    again = train(chosen, tmp_path)
+    for one, other in zip(weights(again).values(), weights(whole).values()):
+        assert torch.equal(one, other)
+    names = ("step", "loss", "load_balancing_loss", "gradient_norm", "tokens")
+    (line,), (expected,) = (logged(folder, *names) for folder in (tmp_path, tmp_path / "whole"))
+    assert line == pytest.approx(expected, rel=1e-6) and line[2] > 0
+    told = capfd.readouterr().err
+    assert ("Muon trains decoder.layers.*.mixer.in_proj.weight, " in told) == (name == "muon")
+    assert ("experts.linear_fc1.weight" in told) == (name == "muon")
 
 
 def test_adapters_are_trained_alone_saved_and_merged(text, tmp_path, tokenizer):
