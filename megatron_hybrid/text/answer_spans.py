@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Literal, get_args
@@ -30,7 +30,6 @@ _PIECES = re.compile(r"<[^<>]*>|\s+|[^<\s]+|<")
 """Marks, spaces and words: two texts part between them."""
 _THOUGHTS = re.compile(r"(<think>\s*(</think>)?|\[THINK\]|<\|channel>\w*\s*(<channel\|>)?)\s*\Z")
 """The start of thoughts, or empty ones, at the end of a prompt: a part of the answer."""
-_LONGEST_OPENING = 64
 
 
 def render_with_answers(
@@ -62,19 +61,14 @@ def render_with_answers(
     """
     conversation = template.conversation(messages, variables)
     answers = _Answers(template, conversation)
-    trained = _trained(conversation.messages, train_on)
+    everything, trained = _trained(conversation.messages, train_on)
     marks = marked or template
     if is_marked(marks):
         spans = _marked_spans(marks, answers)
-        everything = _trained(answers.messages, "all", ignores_fields=True)
-        if trained != everything:
-            starts = [answers.first_place(index) for index in everything]
-            spans = [
-                (start, end)
-                for start, end in spans
-                if (found := [i for i, at in zip(everything, starts) if at < end])
-                and found[-1] in trained
-            ]
+        if trained != everything:  # a span is of the last message that begins before its end
+            starts = [(answers.first_place(index), index) for index in everything]
+            owners = [max((s for s in starts if s[0] < end), default=None) for _, end in spans]
+            spans = [span for span, owner in zip(spans, owners) if owner and owner[1] in trained]
     elif marked is not None:
         raise ValueError(f"{marked.origin} has no {{% generation %}} blocks to mark answers by")
     else:
@@ -89,31 +83,23 @@ def is_marked(template: ChatTemplate) -> bool:
     return re.search(r"\{%[-+]?\s*generation\b", template.source) is not None
 
 
-def _trained(
-    messages: Sequence[Message], train_on: TrainOn, ignores_fields: bool = False
-) -> list[int]:
-    """Return the indices of the messages that are trained."""
+def _trained(messages: Sequence[Message], train_on: TrainOn) -> tuple[list[int], list[int]]:
+    """Return the indices of the assistant's messages, and of those that are trained."""
     if train_on not in get_args(TrainOn):
         raise ValueError(f"train_on is {train_on!r}; it must be one of {get_args(TrainOn)}")
     found = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    found = found[-1:] if train_on == "last" else found
-    if ignores_fields:
-        return found
+    left_out = set(found[:-1]) if train_on == "last" else set()
     for index, message in enumerate(messages):
-        for name in ("train", "weight"):
-            value = message.get(name, 0)
-            if value not in (0, 1):
+        for name in {"train", "weight"} & message.keys():
+            value = message[name]
+            if value not in (0, 1) or (value and index not in found):
                 raise ValueError(
-                    f"messages[{index}] has {name}={value!r:.80}; a message is trained (true, or "
-                    "1), or not (false, or 0)"
+                    f"messages[{index}], of the role {message['role']!r}, has {name}={value!r:.60}"
+                    ": true is for messages of the assistant that are trained, else give false"
                 )
-            if value and message["role"] != "assistant":
-                raise ValueError(
-                    f"messages[{index}] has {name}={value!r}, but is of the role "
-                    f"{message['role']!r}: only messages of the assistant are trained"
-                )
-    is_kept = {i: all(messages[i].get(name, 1) for name in ("train", "weight")) for i in found}
-    return [index for index in found if is_kept[index]]
+            if not value:
+                left_out.add(index)
+    return found, [index for index in found if index not in left_out]
 
 
 # Templates with marks ----------------------------------------------------------------------------
@@ -168,7 +154,7 @@ class _Answers:
     def __init__(self, template: ChatTemplate, conversation: Conversation):
         self.template, self.conversation = template, conversation
         self.messages = conversation.messages
-        self.text = self._run(self.messages)
+        self.text = template.run(conversation, self.messages, False)
 
     def span(self, index: int) -> tuple[int, int]:
         """Return [start, end) of an answer."""
@@ -187,8 +173,7 @@ class _Answers:
 
     def first_place(self, index: int) -> int:
         """Return the first place that depends on what a message says; the end: there is none."""
-        places = [common_length(self.text, text) for text in self._others(self.messages, index)]
-        return min(places, default=len(self.text))
+        return common_length(self.text, self._other(self.messages, index) or self.text)
 
     def _start(self, index: int) -> int | None:
         before, text = self.messages[:index], self.text
@@ -197,13 +182,11 @@ class _Answers:
             start = len(prompt)
         else:
             follows = self._after(self.messages, index - 1)
-            if prompt is None or follows is None:
-                return None
             asked = self._after(before, index - 1, True)
-            if asked is None:
+            if follows is None or asked is None:
                 return None
             start = len(text) - len(follows) + _common_pieces(follows, asked)
-        if thoughts := _THOUGHTS.search(text, max(0, start - _LONGEST_OPENING), start):
+        if thoughts := _THOUGHTS.search(text, max(0, start - 64), start):
             start = thoughts.start()
         # After a tool's answer some templates ask for no header, and write it all the same.
         header = _header(self.template, self.conversation)
@@ -229,38 +212,30 @@ class _Answers:
         text = self._try(messages, add_generation_prompt)
         if text is None:
             return None
-        others = self._others(messages, index, add_generation_prompt)
-        lengths = [common_length(text[::-1], other[::-1]) for other in others if other != text]
-        return text[len(text) - min(lengths) :] if lengths else None
+        other = self._other(messages, index, add_generation_prompt)
+        if other in (None, text):
+            return None
+        return text[len(text) - common_length(text[::-1], other[::-1]) :]
 
-    def _others(
-        self, messages: list, index: int, add_generation_prompt: bool = False
-    ) -> Iterator[str]:
-        """Renderings in which this message says something else: in all it has, or, if the template
-        refuses that, in all but its content."""
+    def _other(self, messages: list, index: int, add_generation_prompt: bool = False) -> str | None:
+        """Return a rendering in which this message says something else: in all it has, or, if the
+        template refuses that, in all but its content."""
         for with_content in (True, False):
             other = _with_other_words(messages[index], with_content)
             changed = [*messages[:index], other, *messages[index + 1 :]]
             if (text := self._try(changed, add_generation_prompt)) is not None:
-                yield text
-                return
+                return text
+        return None
 
     def _try(self, messages: list, add_generation_prompt: bool = False) -> str | None:
-        try:
-            return self._run(messages, add_generation_prompt)
-        except ValueError:
-            return None
-
-    def _run(self, messages: list, add_generation_prompt: bool = False) -> str:
-        return self.template.run(self.conversation, messages, add_generation_prompt)
+        return self.template.try_run(self.conversation, messages, add_generation_prompt)
 
 
 def _header(template: ChatTemplate, conversation: Conversation) -> str:
     """Return the header of an answer's turn, without an opening of thoughts; "": there is none."""
     question = [{"role": "user", "content": _OTHER}]
-    try:
-        plain, asked = (template.run(conversation, question, asks) for asks in (False, True))
-    except ValueError:
+    plain, asked = (template.try_run(conversation, question, asks) for asks in (False, True))
+    if plain is None or asked is None:
         return ""
     header = asked[_common_pieces(plain, asked) :]
     return header[: m.start()] if (m := _THOUGHTS.search(header)) else header
@@ -281,17 +256,15 @@ def _with_other_words(message: Mapping[str, Any], with_content: bool) -> dict[st
         is_list = isinstance(message.get("content"), list)
         other["content"] = [{"type": "text", "text": _OTHER}] if is_list else _OTHER
     if message.get("tool_calls"):
-        other["tool_calls"] = [_with_other_arguments(call) for call in message["tool_calls"]]
+        other["tool_calls"] = [
+            {**call, "function": {**function, "arguments": _other_leaves(function["arguments"])}}
+            for call in message["tool_calls"]
+            for function in [call["function"]]
+        ]
     return other
 
 
-def _with_other_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = _other_leaves(function["arguments"], _OTHER)
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _other_leaves(value: Any, text: str) -> Any:
+def _other_leaves(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _other_leaves(each, text) for key, each in value.items()} or {text: text}
-    return text
+        return {key: _other_leaves(each) for key, each in value.items()} or {_OTHER: _OTHER}
+    return _OTHER

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_hybrid.text.chat_template import ChatTemplate
 
 Message = Mapping[str, Any]
 PART_TYPES = ("text", "input_text", "output_text", "refusal")
@@ -39,27 +42,12 @@ def _check_message(index: int, message) -> None:
         raise ValueError(f"message {index} of the chat has no content: {dict(message)!r}")
 
 
-def prepare_messages(
-    messages: Sequence[Message],
-    *,
-    knows_developer: bool,
-    takes_parts: Callable[[str], bool],
-    wants_part: Callable[[str], bool],
-    takes_argument_texts: Callable[[], bool],
-) -> list[dict[str, Any]]:
+def prepare_messages(messages: Sequence[Message], template: ChatTemplate) -> list[dict[str, Any]]:
     """Return messages as a template expects them.
 
     Tool calls have objects as arguments, which OpenAI's clients send as JSON in strings, or else
-    such strings; a list of texts is one text, unless the template takes parts, and a text is
-    such a list where the template takes nothing else; a developer is the
-    system where the template knows no developer.
-
-    Args:
-        messages: as clients send them.
-        knows_developer: the template has this role.
-        takes_parts: says of a role whether its content may be a list of parts.
-        wants_part: says of a role whether its content has to be a list of one part.
-        takes_argument_texts: says whether arguments have to be JSON in a text.
+    such strings; a list of texts is one text, unless the template takes parts, and a text is such a
+    list where it takes nothing else; a developer is the system where it knows no developer.
 
     Raises:
         ValueError, TypeError: a message has no role or content, a part is no text, or the arguments
@@ -70,16 +58,16 @@ def prepare_messages(
     for index, given in enumerate(messages):
         # Programs send `"content": null` and `"tool_calls": null` for missing fields.
         message = {key: value for key, value in given.items() if value is not None}
-        was_developer = message["role"] == "developer" and not knows_developer
+        was_developer = message["role"] == "developer" and not template.knows_developer
         if was_developer:
             message["role"] = "system"
         role, content = message["role"], message.get("content")
         if isinstance(content, list):
             texts = [_part_text(index, part, role == "tool") for part in content]
             content = "\n".join(texts)
-            if takes_parts(role):
+            if template.takes_parts(role):
                 content = [{"type": "text", "text": text} for text in texts]
-        if isinstance(content, str) and wants_part(role):
+        if isinstance(content, str) and template.wants_part(role):
             content = [{"type": "text", "text": content}]
         if content is not None:
             message["content"] = content
@@ -87,7 +75,7 @@ def prepare_messages(
             if not isinstance(calls, list):
                 raise ValueError(f"message {index} of the chat has tool_calls that are no list")
             message["tool_calls"] = [
-                _with_arguments(f"call {n} of message {index}", call, takes_argument_texts())
+                _with_arguments(f"call {n} of message {index}", call, template.takes_argument_texts)
                 for n, call in enumerate(calls)
             ]
         # Three names for the same. Templates read the first, GPT-OSS the second.

@@ -131,13 +131,7 @@ class ChatTemplate:
         """
         if isinstance(messages, Mapping) or not all(isinstance(m, Mapping) for m in messages):
             raise TypeError(f"messages must be a sequence of mappings, got {messages!r:.80}")
-        return prepare_messages(
-            messages,
-            knows_developer="developer" in self.source,
-            takes_parts=self.takes_parts,
-            wants_part=self.wants_part,
-            takes_argument_texts=lambda: self.takes_argument_texts,
-        )
+        return prepare_messages(messages, self)
 
     def conversation(
         self, messages: Sequence[Message], variables: Mapping[str, Any]
@@ -146,8 +140,14 @@ class ChatTemplate:
         return Conversation(self.prepare(messages), variables)
 
     def _probe(self, messages: Sequence[Message]) -> str:
+        """Return what is written of a short chat as it is; "": it is refused."""
         conversation = Conversation(messages, {"tools": None})
-        return self.run(conversation, conversation.messages, False)
+        return self.try_run(conversation, conversation.messages) or ""
+
+    @property
+    def knows_developer(self) -> bool:
+        """Whether it has a role of the name; else a developer is the system."""
+        return "developer" in self.source
 
     def takes_parts(self, role: str) -> bool:
         """Return whether it writes the texts of a message of this role, if its content is a list of
@@ -165,19 +165,15 @@ class ChatTemplate:
                 self._forms.clear()
             texts = [f"part {letter} of {role}" for letter in "ab"]
             parts = [{"type": "text", "text": text} for text in texts]
-            both, one, text = (self._written(role, c) for c in (parts, parts[:1], texts[0]))
+            before = [] if role in ("user", *INSTRUCTING) else [{"role": "user", "content": "?"}]
+            both, one, text = (
+                self._probe([*before, {"role": role, "content": content}])
+                for content in (parts, parts[:1], texts[0])
+            )
             is_listed = re.search("['\"]text['\"]", both)
             takes_parts = all(text in both for text in texts) and not is_listed
             self._forms[role] = takes_parts, texts[0] in one and texts[0] not in text
         return self._forms[role]
-
-    def _written(self, role: str, content: Any) -> str:
-        """Return what is written of a short chat with this content; "": it is refused."""
-        before = [] if role in ("user", *INSTRUCTING) else [{"role": "user", "content": "?"}]
-        try:
-            return self._probe([*before, {"role": role, "content": content}])
-        except ValueError:
-            return ""
 
     @cached_property
     def takes_argument_texts(self) -> bool:
@@ -187,10 +183,7 @@ class ChatTemplate:
             function = {"name": "f", "arguments": arguments}
             call = {"type": "function", "id": "call00000", "function": function}
             said = {"role": "assistant", "content": "", "tool_calls": [call]}
-            try:
-                return self._probe([{"role": "user", "content": "?"}, said])
-            except ValueError:
-                return ""
+            return self._probe([{"role": "user", "content": "?"}, said])
 
         given = {"probe": "value"}
         objects = written(given)
@@ -214,20 +207,14 @@ class ChatTemplate:
     ) -> int | None:
         """Return how many characters a rendering shares with the one of messages that have
         `_OTHER`; None: it is not shown, or refused."""
-        try:
-            text = self.run(conversation, other, add_generation_prompt)
-        except ValueError:
-            return None
-        return common_length(full, text) if _OTHER in text else None
+        text = self.try_run(conversation, other, add_generation_prompt)
+        return common_length(full, text) if text and _OTHER in text else None
 
     def _prefix_length(
         self, full: str, conversation: Conversation, messages, add_generation_prompt: bool = False
     ) -> int | None:
-        try:
-            text = self.run(conversation, messages, add_generation_prompt)
-        except ValueError:
-            return None
-        return len(text) if full.startswith(text) else None
+        text = self.try_run(conversation, messages, add_generation_prompt)
+        return None if text is None or not full.startswith(text) else len(text)
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -250,6 +237,15 @@ class ChatTemplate:
             return compiled.render({**conversation.variables, **given})
         except Exception as error:  # a template can raise anything
             raise ValueError(f"{self.origin} cannot render these messages: {error}") from error
+
+    def try_run(
+        self, conversation: Conversation, messages, add_generation_prompt: bool = False
+    ) -> str | None:
+        """Return what the template writes; None: it refuses these messages."""
+        try:
+            return self.run(conversation, messages, add_generation_prompt)
+        except ValueError:
+            return None
 
 
 class Conversation:

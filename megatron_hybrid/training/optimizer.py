@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -30,7 +30,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from torch import Tensor, nn
 
 from megatron_hybrid.compat import quiet_core
-from megatron_hybrid.models.mixers.attention import AttentionMixer
 from megatron_hybrid.training.core_groups_patch import support_mixed_groups
 from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.utils.validation import Range
@@ -173,16 +172,10 @@ def build_optimizer(
         built = get_megatron_optimizer(config, list(chunks), _NO_DECAY)
         optimizers += built.chained_optimizers
     if fields.name == "muon":
-        blocks = {
-            id(module.linear_qkv.weight): module.group_rows
-            for chunk in chunks
-            for module in chunk.modules()
-            if isinstance(module, AttentionMixer)
-        }
         experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
         for is_expert, group in enumerate((chunks[0].module.pg_collection.mp, experts)):
             own = [p for p in matrices if getattr(p, "allreduce", True) != bool(is_expert)]
-            optimizers.append(_muon(own, blocks, config, fields, group, bool(is_expert)))
+            optimizers.append(_muon(own, config, fields, group, bool(is_expert)))
     optimizer = ChainedOptimizer(optimizers)
     support_mixed_groups(optimizer)
     return optimizer
@@ -256,16 +249,20 @@ class _Muon(torch.optim.Optimizer):
         super().__init__([group], defaults)
         self.rows = rows
 
+    def init_states(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not (state := self.state[parameter]):
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        self.init_states()
         for group in self.param_groups:
             rate, momentum = group["lr"], group["momentum"]
             # Of a model in bf16 core puts fp32 copies in the parameters' places, in their order.
             for parameter, rows in zip(group["params"], self.rows):
-                state = self.state[parameter]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                mean = state["momentum_buffer"]
+                mean = self.state[parameter]["momentum_buffer"]
                 mean.lerp_(parameter.grad, 1 - momentum)
                 direction = parameter.grad.lerp(mean, momentum)
                 parameter.mul_(1 - rate * group["weight_decay"])
@@ -299,20 +296,12 @@ def _orthogonal(matrix: Tensor) -> Tensor:
 
 def _muon(
     matrices: list[nn.Parameter],
-    blocks: Mapping[int, Sequence[int]],
     config: OptimizerConfig,
     fields: OptimizerFields,
     group: dist.ProcessGroup,
     is_expert: bool,
 ) -> MegatronOptimizer:
     """Muon in core's wrapper. group: ranks that have other parameters of the same copy."""
-
-    def init_states(optimizer: torch.optim.Optimizer, _: OptimizerConfig | None = None) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if not optimizer.state[parameter]:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
     optimizer = None
     if matrices:
         own = {
@@ -327,11 +316,15 @@ def _muon(
         }
         optimizer = _Muon(
             own,
-            [blocks.get(id(matrix), ()) for matrix in matrices],
+            [getattr(matrix, "group_rows", ()) for matrix in matrices],
             lr=config.lr,
             weight_decay=config.weight_decay,
             momentum=fields.momentum,
         )
+
+    def init_states(optimizer: _Muon, _: OptimizerConfig | None = None) -> None:
+        optimizer.init_states()
+
     if config.bf16:
         wrapped = Float16OptimizerWithFloat16Params(optimizer, config, None, init_states)
     else:

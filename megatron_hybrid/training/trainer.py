@@ -142,6 +142,10 @@ class Trainer:
         check_shared_folder(self.folder)
         with fail_together(OSError, whole_job=True):
             lock = RunLock(self.folder) if dist.get_rank() == 0 else None
+            for left in (
+                [*self.folder.glob(".check.*"), *self.folder.glob(".*.tmp")] if lock else ()
+            ):
+                left.unlink(missing_ok=True)  # of a run that was killed
         self._release = weakref.finalize(self, lock.release if lock else lambda: None)
         try:
             self._set_up(config)
@@ -228,18 +232,9 @@ class Trainer:
         """
         run, progress = self.recipe.run, self.progress
         last = min(run.steps, run.stop_at_step or run.steps)
-        self._train_to(last)
-        if progress.step == progress.skipped_steps == run.steps:
-            raise TrainingError(
-                f"none of the {run.steps} steps has changed the model: no loss or gradient was "
-                "finite, or there was no label. Look at the log and at the data."
-            )
-
-    def _train_to(self, last: int) -> None:
-        progress = self.progress
         with fail_together(ImportError, whole_job=True):
             reports = self._reports()
-        data = self.batches()
+        data = self.batches() if progress.step < last else iter(())
         self.measures.restart_clock()
         try:
             if self._lacks_evaluation(reports):  # a kill has interrupted it
@@ -263,14 +258,18 @@ class Trainer:
         finally:
             if reports:
                 reports.close()
+        if progress.step == progress.skipped_steps == run.steps:
+            raise TrainingError(
+                f"none of the {run.steps} steps has changed the model: no loss or gradient was "
+                "finite, or there was no label. Look at the log and at the data."
+            )
 
     def _lacks_evaluation(self, reports: Reports | None) -> bool:
         """Return whether the log has no evaluation of this step, which has one."""
         step, run = self.progress.step, self.recipe.run
-        if not (self.eval_data and step):
-            return False
-        is_due = step == run.steps or _is_due(run.eval_every_steps, step)
-        return self._any_rank(bool(is_due and reports and step not in reports.evaluated))
+        is_due = step and (step == run.steps or _is_due(run.eval_every_steps, step))
+        lacks = self.eval_data and is_due and reports and step not in reports.evaluated
+        return self._any_rank(bool(lacks))
 
     def batches(self) -> Iterator[Batch]:
         """This rank's micro-batches of training data, from the present step on."""
@@ -290,7 +289,7 @@ class Trainer:
         self.optimizer.zero_grad()
         loss, num_labels = self._run_batches(data, forward_only=False)
         self.schedule.step(1)
-        if num_labels and math.isfinite(loss):  # with no label, weights would decay all the same
+        if math.isfinite(loss):  # without a label weights would decay all the same
             updated, norm = update(self.optimizer)
         else:
             updated, norm = False, math.nan

@@ -100,13 +100,13 @@ def _checked(
     for prefix in prefixes:
         lengths = check_dataset(prefix, tokenizer, fields.kind, fields.reset_at_documents)
         sizes.append(float(lengths.sum(dtype=np.int64)))
-        is_used, what = lengths > 0, "tokens"
+        used, what = lengths, "tokens"
         if fields.kind == "sft":
-            is_used = count_labels(prefix, fields.sequence_length) > 0
+            used = count_labels(prefix, fields.sequence_length)
             what = f"an answer to train in their first {fields.sequence_length} tokens"
         for split, (start, end) in bounds.items():
             first, last = (round(bound * len(lengths)) for bound in (start, end))
-            if not is_used[first:last].any():
+            if not used[first:last].any():
                 raise ValueError(
                     f"{prefix} has {len(lengths)} documents, of which split {fields.split!r} gives "
                     f"none with {what} to {split}: use a larger part, or more documents."

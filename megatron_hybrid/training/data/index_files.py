@@ -37,18 +37,15 @@ class Sequences(IndexedDataset):
 
     def initialize(self, path_prefix: str, *options, **more) -> None:
         super().initialize(path_prefix, *options, **more)
-        self.bin_reader = _Reader(get_bin_path(path_prefix))
-
-
-class _Reader:
-    def __init__(self, path: str):
-        self._path = path
+        self.bin_reader = self
 
     def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
-        values = np.fromfile(self._path, dtype, count, offset=offset)
+        """Read a part of the .bin."""
+        path = get_bin_path(self.path_prefix)
+        values = np.fromfile(path, dtype, count, offset=offset)
         if len(values) < count:
             raise ValueError(
-                f"{self._path} was cut while it is read: {count} tokens from byte {offset} on are "
+                f"{path} was cut while it is read: {count} tokens from byte {offset} on are "
                 f"{len(values)}. Put the whole file back, or run preprocess again."
             )
         return values

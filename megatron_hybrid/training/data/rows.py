@@ -93,13 +93,11 @@ class ConversationRows(MegatronDataset):
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         self.unique_identifiers["content"] = content_of(dataset_path)
         self.indices = indices[count_labels(dataset_path, config.sequence_length)[indices] > 0]
-        self.num_unlabelled = len(indices) - len(self.indices)
-        """Conversations that are left out."""
-        if self.num_unlabelled:
+        if num_unlabelled := len(indices) - len(self.indices):
             logger.warning(
                 "%s: %d of %d conversations are left out, which have no answer to train in their "
                 "first %d tokens, the sequence_length.",
-                *(dataset_path, self.num_unlabelled, len(indices), config.sequence_length),
+                *(dataset_path, num_unlabelled, len(indices), config.sequence_length),
             )
         lengths = np.asarray(dataset.tokens.sequence_lengths)[self.indices] - 1
         self.num_truncated = int((lengths > config.sequence_length).sum())

@@ -1,7 +1,7 @@
 """Where answers are in the text of each dialect's template, and which of them are trained."""
 
 import pytest
-from dialects import NAMES, TOKENS, WITH_TEXT, compiled, message_of, turn
+from dialects import NAMES, TOKENS, compiled, message_of, turn
 
 from megatron_hybrid.text.answer_spans import render_with_answers
 from megatron_hybrid.text.chat_template import ChatTemplate
@@ -37,21 +37,6 @@ def test_answers_of_every_dialect_are_what_its_model_writes(name):
             assert not any(words in text for words in ("Zebras", "lions", "Qrain", "<|im_start|>"))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_arguments_and_contents_are_rendered_in_any_of_their_forms(name):
-    """What clients send for the same: arguments as text, contents as parts."""
-    call = message_of(name, [CITY])
-    form = '{"city": "Łódź"}' if name not in WITH_TEXT else CITY[1]
-    other = {**call, "tool_calls": [{**call["tool_calls"][0]}]}
-    other["tool_calls"][0]["function"] = {"name": "weather", "arguments": form}
-    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in (ASK, NO)]
-    texts = [
-        compiled(name).render(messages, False, **TOKENS).replace("\\u0141\\u00f3d\\u017a", "Łódź")
-        for messages in ([ASK, call, TOOL, NO], [parts[0], other, TOOL, parts[1]])
-    ]
-    assert texts[0] == texts[1]
-
-
 @pytest.mark.parametrize("source", [MARKS, PLAIN])
 @pytest.mark.parametrize(
     ("given", "train_on", "trained"),
@@ -71,8 +56,8 @@ def test_messages_are_chosen(source, given, train_on, trained):
     ("fields", "match"),
     [
         ([{}, {"train": False}], "has no answer to train"),
-        ([{}, {"weight": 0.5}], r"messages\[1\] has weight=0.5; a message is trained"),
-        ([{"train": True}, {}], r"messages\[0\] has train=True, but is of the role 'user'"),
+        ([{}, {"weight": 0.5}], r"messages\[1\], of the role 'assistant', has weight=0.5"),
+        ([{"train": True}, {}], r"messages\[0\], of the role 'user', has train=True"),
     ],
 )
 def test_messages_that_cannot_be_chosen_are_refused(fields, match):
