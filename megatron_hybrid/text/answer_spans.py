@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, Literal, get_args
 
@@ -26,7 +26,7 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around the model's words, in a rendering that marks them: no characters of any text."""
 _OTHER = "\ufdd2"
 """A text that no message ends with or begins with."""
-_PIECES = re.compile(r"<[^<>]*>|\s+|[^<\s]+|<")
+_PIECES = re.compile(r"<[^<>]*>|\s|[^<\s]+|<")
 """Marks, spaces and words: two texts part between them."""
 _THOUGHTS = re.compile(r"(<think>\s*(</think>)?|\[THINK\]|<\|channel>\w*\s*(<channel\|>)?)\s*\Z")
 """The start of thoughts, or empty ones, at the end of a prompt: a part of the answer."""
@@ -155,6 +155,7 @@ class _Answers:
         self.template, self.conversation = template, conversation
         self.messages = conversation.messages
         self.text = template.run(conversation, self.messages, False)
+        self._try = partial(template.try_run, conversation)
 
     def span(self, index: int) -> tuple[int, int]:
         """Return [start, end) of an answer."""
@@ -177,7 +178,11 @@ class _Answers:
 
     def _start(self, index: int) -> int | None:
         before, text = self.messages[:index], self.text
-        prompt = self._try(before, True) if before else ""
+        header = _header(self.template, self.conversation)
+        if not before:
+            place = self.first_place(0)
+            return max(0, text.rfind(header, 0, place)) + len(header) if header else place
+        prompt = self._try(before, True)
         if prompt is not None and text.startswith(prompt):
             start = len(prompt)
         else:
@@ -189,7 +194,6 @@ class _Answers:
         if thoughts := _THOUGHTS.search(text, max(0, start - 64), start):
             start = thoughts.start()
         # After a tool's answer some templates ask for no header, and write it all the same.
-        header = _header(self.template, self.conversation)
         return start + len(header) if header and text.startswith(header, start) else start
 
     def _end(self, index: int) -> int | None:
@@ -203,17 +207,16 @@ class _Answers:
         if follows is None or end is None:
             return None
         length = _common_pieces(follows, end)
-        if not length and end:  # the last turn ends by another mark
+        if not length and end and follows:  # the last turn ends by another mark
             length = _PIECES.match(follows).end()
         return len(self.text) - len(follows) + length
 
     def _after(self, messages: list, index: int, add_generation_prompt: bool = False) -> str | None:
         """Return what is written after a message; None: it cannot be told."""
-        text = self._try(messages, add_generation_prompt)
-        if text is None:
-            return None
+        is_whole = messages is self.messages
+        text = self.text if is_whole else self._try(messages, add_generation_prompt)
         other = self._other(messages, index, add_generation_prompt)
-        if other in (None, text):
+        if text is None or other in (None, text):
             return None
         return text[len(text) - common_length(text[::-1], other[::-1]) :]
 
@@ -226,9 +229,6 @@ class _Answers:
             if (text := self._try(changed, add_generation_prompt)) is not None:
                 return text
         return None
-
-    def _try(self, messages: list, add_generation_prompt: bool = False) -> str | None:
-        return self.template.try_run(self.conversation, messages, add_generation_prompt)
 
 
 def _header(template: ChatTemplate, conversation: Conversation) -> str:
@@ -243,15 +243,16 @@ def _header(template: ChatTemplate, conversation: Conversation) -> str:
 
 def _common_pieces(first: str, second: str) -> int:
     """Number of leading characters that two texts share, in whole pieces."""
-    pieces = [[match.group() for match in _PIECES.finditer(text)] for text in (first, second)]
+    if first.startswith(second):
+        return len(second)
+    end = common_length(first, second) + 64  # in a piece that differs, at most
+    pieces = [_PIECES.findall(text[:end]) for text in (first, second)]
     return sum(map(len, pieces[0][: common_length(*pieces)]))
 
 
 def _with_other_words(message: Mapping[str, Any], with_content: bool) -> dict[str, Any]:
-    other = dict(message)
-    for name in ("reasoning_content", "thinking", "reasoning"):
-        if name in message:
-            other[name] = _OTHER
+    thoughts = message.keys() & {"reasoning_content", "thinking", "reasoning"}
+    other = {**message, **dict.fromkeys(thoughts, _OTHER)}
     if with_content:
         is_list = isinstance(message.get("content"), list)
         other["content"] = [{"type": "text", "text": _OTHER}] if is_list else _OTHER

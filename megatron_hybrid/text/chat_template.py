@@ -32,8 +32,14 @@ _OTHER = "\ufdd2"
 
 def common_length(first: Sequence, second: Sequence) -> int:
     """Number of leading elements that two sequences share."""
-    pairs = enumerate(zip(first, second))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class TextTooLongError(ValueError):

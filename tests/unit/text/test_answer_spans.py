@@ -37,6 +37,11 @@ def test_answers_of_every_dialect_are_what_its_model_writes(name):
             assert not any(words in text for words in ("Zebras", "lions", "Qrain", "<|im_start|>"))
 
 
+def test_an_answer_that_comes_first_has_nothing_of_what_is_written_before_it():
+    for start in ("<s>You are kind.", ""):
+        assert answers(ChatTemplate(start + PLAIN), [SO, ASK]) == ["So they are.</s>"]
+
+
 @pytest.mark.parametrize("source", [MARKS, PLAIN])
 @pytest.mark.parametrize(
     ("given", "train_on", "trained"),
