@@ -62,12 +62,13 @@ def prepare_messages(messages: Sequence[Message], template: ChatTemplate) -> lis
         if was_developer:
             message["role"] = "system"
         role, content = message["role"], message.get("content")
+        takes_parts, wants_part = template.forms_of(role)
         if isinstance(content, list):
             texts = [_part_text(index, part, role == "tool") for part in content]
             content = "\n".join(texts)
-            if template.takes_parts(role):
+            if takes_parts:
                 content = [{"type": "text", "text": text} for text in texts]
-        if isinstance(content, str) and template.wants_part(role):
+        if isinstance(content, str) and wants_part:
             content = [{"type": "text", "text": content}]
         if content is not None:
             message["content"] = content

@@ -155,17 +155,10 @@ class ChatTemplate:
         """Whether it has a role of the name; else a developer is the system."""
         return "developer" in self.source
 
-    def takes_parts(self, role: str) -> bool:
-        """Return whether it writes the texts of a message of this role, if its content is a list of
-        parts: [{"type": "text", "text": ...}]. Others write the list itself, or refuse it."""
-        return self._forms_of(role)[0]
-
-    def wants_part(self, role: str) -> bool:
-        """Return whether it writes the content of a message of this role if that is a list of one
-        part, and not if it is a text, as some templates of models that see images."""
-        return self._forms_of(role)[1]
-
-    def _forms_of(self, role: str) -> tuple[bool, bool]:
+    def forms_of(self, role: str) -> tuple[bool, bool]:
+        """Return whether a message of this role may have a list of parts as its content, [{"type":
+        "text", "text": ...}], whose texts it writes; and whether it has to have one of one part, as
+        in some templates of models that see images."""
         if role not in self._forms:
             if len(self._forms) >= MAX_ROLES:  # names are the callers'
                 self._forms.clear()

@@ -54,8 +54,7 @@ class DocumentEncoder:
         chat: documents are conversations, with their tools in the field "tools".
         append_eod: end each text with the tokenizer's end token.
         train_on: messages of a conversation that are trained; see `TrainOn`.
-        marked: source of a template that marks answers; see `render_with_answers`. None: there is
-            none.
+        marked: source of a template that marks answers, or None; see `render_with_answers`.
     """
 
     def __init__(
@@ -105,6 +104,8 @@ class DocumentEncoder:
                 tools = fields.get("tools") or None
                 if isinstance(tools, str):  # as datasets have it whose columns are of one type
                     tools = json.loads(tools)
+                if not isinstance(tools, list | None):
+                    raise BrokenRecordError(f"has no list in 'tools', but {tools!r:.80}")
                 ids, answers = self.tokenizer.chat_with_answers(
                     messages, tools, train_on=self.train_on, marked=self.marked
                 )

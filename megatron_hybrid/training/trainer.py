@@ -94,8 +94,7 @@ class Step:
     gradient_norm: float
     """Norm of the gradient over all parameters and ranks, before it was clipped."""
     updated: bool
-    """False: the step was skipped, since the loss or the norm is not finite, or there is no
-    label."""
+    """False: the step was skipped, since loss or norm is not finite, as without a label."""
 
 
 class TrainingError(RuntimeError):
@@ -426,8 +425,7 @@ class Trainer:
         return {**data, "rows": rows, "documents": contents_of(self.train_data)}
 
     def _kind_of_states(self) -> dict[str, Any]:
-        """Name what decides which states a checkpoint has, and what the model and its losses are,
-        other than `HybridConfig.differences`."""
+        """Name what makes another run of it, other than `HybridConfig.differences` and the data."""
         optimizer, lora, config = self.recipe.optimizer, self.recipe.lora, self.model.config
         return {
             **{f"model.{name}": str(getattr(config, name)) for name in _LOSS_FIELDS},
@@ -485,9 +483,8 @@ class Trainer:
             before = common.get("states", {}).get(name, value)
             if before != value:
                 raise CheckpointError(
-                    f"{path} was saved with {name}={before!r}, the recipe has {value!r}, with "
-                    "which the run would be another one. Name another folder, or correct the "
-                    "recipe."
+                    f"{path} was saved with {name}={before!r}, the recipe has {value!r}, which is "
+                    "another run. Name another folder, or correct the recipe."
                 )
 
     def _reports(self) -> Reports | None:
