@@ -20,7 +20,8 @@ from pyarrow import parquet
 from rank_processes import rank_context
 
 from megatron_hybrid import cli
-from megatron_hybrid.serving.fields import TemplateFields
+from megatron_hybrid.serving.fields import ChatFields
+from megatron_hybrid.serving.request_mapping import chat_prompt
 from megatron_hybrid.text import document_files
 from megatron_hybrid.text.document_encoder import encode_all, token_dtype
 from megatron_hybrid.text.document_files import read_chunks
@@ -148,36 +149,32 @@ def test_conversations_keep_their_answers(folder, tmp_path):
 
 
 def test_conversations_are_rendered_as_by_the_server(folder, tmp_path):
-    """Contents as parts, arguments as text, and tools as text; a developer; the last answer."""
+    """Contents as parts, arguments and tools as text; a developer; a template for training."""
     call = {"function": {"name": "look", "arguments": '{"q": "sea"}'}}
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "Be kind."}]},
         {"role": "assistant", "content": "so", "tool_calls": [call]},
-        {"role": "user", "content": [{"type": "text", "text": "hi"}], "train": None},
-        {"role": "assistant", "content": [{"type": "text", "text": "yo"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "yo"}], "train": None},
     ]
-    copy = tmp_path / "model"
-    shutil.copytree(folder, copy)
-    written = (
+    shutil.copytree(folder, tmp_path / "model")
+    marked = (
         "{% for m in messages %}<|{{ m.role }}|>{% generation %}{{ m.content }}"
         "{% for c in m.tool_calls %}{{ c.function.arguments.q }}{% endfor %}{% endgeneration %}"
-        "{% endfor %}{{ tools[0].name }}"
+        "{% endfor %}{{ tools[0].function.name }}"
     )
-    marked = tmp_path / "training.jinja"
-    marked.write_text(written)
-    plain = written.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    (copy / "chat_template.jinja").write_text(plain)
-    path = write_lines(tmp_path / "a.jsonl", [{"messages": messages, "tools": '[{"name": "t"}]'}])
-    options = {"chat": True, "train_on": "last", "training_template": marked}
-    preprocess([path], copy, tmp_path / "chats", **options)
+    (tmp_path / "training.jinja").write_text(marked)
+    plain = re.sub("{% (end)?generation %}", "", marked)
+    (tmp_path / "model" / "chat_template.jinja").write_text(plain)
+    tools = [{"type": "function", "function": {"name": "t"}}]
+    record = {"messages": messages, "tools": json.dumps(tools)}
+    path = write_lines(tmp_path / "a.jsonl", [record])
+    options = {"chat": True, "train_on": "last", "training_template": tmp_path / "training.jinja"}
+    preprocess([path], tmp_path / "model", tmp_path / "chats", **options)
     ((ids,), ((start, end),)) = stored(tmp_path / "chats"), stored(tmp_path / "chats.answers")
-    tokenizer = Tokenizer.from_folder(copy)
-    fields = TemplateFields(
-        messages=messages, tools=[{"type": "function", "function": {"name": "t"}}]
-    )
-    served = tokenizer.template_of(None).render(fields.messages, False, tools=[{"name": "t"}])
-    assert tokenizer.decode(ids, False) == served
-    assert served == "<|system|>Be kind.<|assistant|>sosea<|user|>hi<|assistant|>yot"
+    tokenizer = Tokenizer.from_folder(tmp_path / "model")
+    fields = ChatFields(messages=messages, tools=tools, add_generation_prompt=False)
+    assert list(chat_prompt(tokenizer, fields).tokens) == ids
+    assert tokenizer.decode(ids, False) == "<|system|>Be kind.<|assistant|>sosea<|assistant|>yot"
     assert tokenizer.decode(ids[start:end]) == "yo"
 
 
