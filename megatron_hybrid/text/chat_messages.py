@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megatron_hybrid.text.chat_template import ChatTemplate
+from typing import Any, Protocol
 
 Message = Mapping[str, Any]
 PART_TYPES = ("text", "input_text", "output_text", "refusal")
@@ -42,7 +39,16 @@ def _check_message(index: int, message) -> None:
         raise ValueError(f"message {index} of the chat has no content: {dict(message)!r}")
 
 
-def prepare_messages(messages: Sequence[Message], template: ChatTemplate) -> list[dict[str, Any]]:
+class Forms(Protocol):
+    """The forms of messages that a `ChatTemplate` takes."""
+
+    source: str
+    takes_argument_texts: bool
+
+    def forms_of(self, role: str) -> tuple[bool, bool]: ...
+
+
+def prepare_messages(messages: Sequence[Message], template: Forms) -> list[dict[str, Any]]:
     """Return messages as a template expects them.
 
     Tool calls have objects as arguments, which OpenAI's clients send as JSON in strings, or else
@@ -58,7 +64,7 @@ def prepare_messages(messages: Sequence[Message], template: ChatTemplate) -> lis
     for index, given in enumerate(messages):
         # Programs send `"content": null` and `"tool_calls": null` for missing fields.
         message = {key: value for key, value in given.items() if value is not None}
-        was_developer = message["role"] == "developer" and not template.knows_developer
+        was_developer = message["role"] == "developer" and "developer" not in template.source
         if was_developer:
             message["role"] = "system"
         role, content = message["role"], message.get("content")

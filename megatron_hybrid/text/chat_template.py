@@ -150,11 +150,6 @@ class ChatTemplate:
         conversation = Conversation(messages, {"tools": None})
         return self.try_run(conversation, conversation.messages) or ""
 
-    @property
-    def knows_developer(self) -> bool:
-        """Whether it has a role of the name; else a developer is the system."""
-        return "developer" in self.source
-
     def forms_of(self, role: str) -> tuple[bool, bool]:
         """Return whether a message of this role may have a list of parts as its content, [{"type":
         "text", "text": ...}], whose texts it writes; and whether it has to have one of one part, as

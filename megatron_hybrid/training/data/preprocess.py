@@ -86,8 +86,7 @@ def preprocess(
     loaded = Tokenizer.from_folder(folder)
     _check(loaded, folder, output, workers, chat, append_eod)
     marked = None if training_template is None else Path(training_template).read_text("utf-8")
-    key = key or ("messages" if chat else "text")
-    arguments = folder, key, chat, append_eod, train_on, marked
+    arguments = folder, key or ("messages" if chat else "text"), chat, append_eod, train_on, marked
     chunks = (chunk for path in paths for chunk in read_chunks(path, one_per_line))
     began = time.perf_counter()
     total = sum(path.stat().st_size for path in paths)
