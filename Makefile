@@ -24,7 +24,7 @@ export PYTHONDONTWRITEBYTECODE :=
 CORES   := $(shell $(PYTHON) -c "import os; print(len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())")
 WORKERS := $(shell echo $$(($(CORES) < 8 ? $(CORES) + 1 : 8)))
 TESTED := not gpu and not matrix
-ALL    := --ignore=tests/kernels --ignore=tests/page --ignore=tests/dynamo --ignore=tests/docs --ignore=tests/ray --ignore=tests/quantizers --ignore=tests/megatron_main tests
+ALL    := --ignore=tests/kernels --ignore=tests/page --ignore=tests/dynamo --ignore=tests/docs --ignore=tests/ray --ignore=tests/quantizers --ignore=tests/trl --ignore=tests/megatron_main tests
 PYTEST  = $(BIN)/python -m pytest -m "$(TESTED)" -n $(WORKERS) --dist worksteal
 
 # Of what has the same bits whatever the width of a vector.
@@ -42,7 +42,7 @@ GPU_CONTAINER := nvcr.io/nvidia/pytorch:25.12-py3
 GPU_CORE      := $(or $(CORE),$(NEWEST_CORE))
 GPU_VENV      := .venv-gpu-core-$(GPU_CORE)
 
-.PHONY: demo tour demo-curve test bits door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-serve-ranks test-attacks test-megatron megatron-tests test-dynamo dynamo-tests bench-dynamo dynamo-bench test-ray ray-tests test-quantizers quantizers-tests \
+.PHONY: demo tour demo-curve test bits door-tests kernel-tests kernel-tests-torch-2.11 interpreted-tests compile-kernels compiled-kernels test-page test-serve-ranks test-attacks test-megatron megatron-tests test-dynamo dynamo-tests bench-dynamo dynamo-bench test-ray ray-tests test-quantizers quantizers-tests test-trl trl-tests \
         unit functional test-matrix test-clients test-schemas speculation-fuzz soak soak-ranks soak-training test-gpu gpu-tests gpu-wheels test-newest test-wheel demo-of-wheel models-table docs docs-serve build-docs serve-docs test-docs lint format lock bench bench-replay bench-replay-models clean help
 
 help:
@@ -66,6 +66,7 @@ help:
 	@echo "make test-ray      test replicas on Ray Serve, of 1 and 2 ranks; three minutes"
 	@echo "make test-quantizers  test folders that packages of quantization write; a"
 	@echo "                   quarter of an hour"
+	@echo "make test-trl      test published chat templates, as TRL has them"
 	@echo "make test-megatron MEGATRON_LM=PATH  test Megatron's interface, and its scripts"
 	@echo "                   and rollouts, on a clone of Megatron-LM; prints a table"
 	@echo "make test-attacks  test the server against hostile clients; one minute"
@@ -216,6 +217,14 @@ $(VENV)/.quantizers: $(VENV)/.installed-test tests/quantizers/requirements.txt
 	@echo "Installing packages of quantization into $(VENV)"
 	@$(BIN)/python -m pip $(QUIET) --disable-pip-version-check install --no-deps -r tests/quantizers/requirements.txt
 	@touch $@
+
+# In an environment of its own: TRL brings accelerate and datasets, unless it comes without.
+test-trl:
+	@$(MAKE) --no-print-directory trl-tests VENV=.venv-trl
+
+trl-tests: $(VENV)/.installed-test
+	@$(BIN)/python -m pip $(QUIET) --disable-pip-version-check install --no-deps -r tests/trl/requirements.txt
+	$(BIN)/python -m pytest -s tests/trl
 
 test-attacks: $(VENV)/.installed-test
 	$(BIN)/python tests/helpers/attacks.py

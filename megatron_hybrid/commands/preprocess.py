@@ -53,6 +53,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "have a training loss.",
     )
     parser.add_argument(
+        "--train-on",
+        choices=("all", "last"),
+        default="all",
+        help="With --chat, train all messages of the assistant, or the last one. In the input, "
+        '"train": false or "weight": 0 in a message leaves it out.',
+    )
+    parser.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="With --chat, find answers by the {%% generation %%} blocks of this template, which "
+        "has to write the same text as that of the tokenizer.",
+    )
+    parser.add_argument(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         help="End each document with the end token. This is the default without --chat.",
@@ -100,6 +113,8 @@ def run(options: argparse.Namespace) -> int:
         chat=options.chat,
         append_eod=options.append_eod,
         skip_broken=options.skip_broken,
+        train_on=options.train_on,
+        training_template=options.chat_template,
         tell=partial(print, file=sys.stderr),
         **read,
     )

@@ -12,7 +12,6 @@ from typing import Any
 Json = dict[str, Any]
 HEADER = "X-Request-Changes"
 _MAX_HEADER = 2048
-IMAGE_LEFT_OUT = "[An image was left out: this model reads texts alone.]"
 _MAX_LINE = 200
 _BILLING = re.compile(r"x-anthropic-billing-header:\s*cc_\w+=", re.IGNORECASE)
 _NOW = r"current|today'?s|today|local|present|utc|now|time is"

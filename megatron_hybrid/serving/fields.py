@@ -30,11 +30,11 @@ from megatron_hybrid.inference.sampling_params import (
     Temperature,
 )
 from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.text.chat_messages import PART_TYPES
 from megatron_hybrid.text.chat_template import TextTooLongError
 from megatron_hybrid.utils.field_help import fields_help
 from megatron_hybrid.utils.validation import Range
 
-PART_TYPES = ("text", "input_text", "output_text", "refusal")
 """Parts of a message's content that are texts."""
 
 

@@ -22,11 +22,11 @@ from megatron_hybrid.serving.answers import (
     num_reasoning_tokens,
     prefix_block,
 )
-from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import ChatFields, Fields, refuse_unsupported
 from megatron_hybrid.serving.json_response import encode_json
 from megatron_hybrid.serving.parsers import AnswerPart, Reasoning, ToolCall
+from megatron_hybrid.text.chat_messages import IMAGE_LEFT_OUT
 
 UNSUPPORTED = {
     "container": (),

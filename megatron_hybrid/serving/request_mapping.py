@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from megatron_hybrid.inference.requests.builder import Prompt, RenderedChat, check_messages
+from megatron_hybrid.inference.requests.builder import Prompt, RenderedChat
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams, ThinkingBudget
-from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT, with_steady_start
+from megatron_hybrid.serving.changes import with_steady_start
 from megatron_hybrid.serving.errors import ApiError, refusal_of
 from megatron_hybrid.serving.fields import (
-    PART_TYPES,
     ChatFields,
     CompletionFields,
     GenerationFields,
@@ -42,8 +40,7 @@ def chat_prompt(
     """
     tools, variables = fields.shown_tools, fields.variables
     try:
-        check_messages(fields.messages or ())
-        messages = _for_template(tokenizer, fields)
+        messages = tokenizer.template_of(tools).prepare(fields.messages or ())
         if not keeps_lines:
             messages, changes = with_steady_start(messages)
             fields.changes.extend(changes)
@@ -69,9 +66,9 @@ def is_thinking(
     """Return whether the answer begins inside of reasoning, which the template opens, or the
     message that the answer goes on with, or the model without a sign; None: the prompt has closed
     it. The chat is one that `chat_prompt` takes."""
-    messages, tools = _for_template(tokenizer, fields), fields.shown_tools
+    messages, tools = fields.messages or (), fields.shown_tools
     if fields.continue_final_message:
-        said = messages[-1]["content"]
+        said = tokenizer.template_of(tools).prepare(messages)[-1]["content"]
         return said.rfind(thoughts.open) > said.rfind(thoughts.close) or None
     given = messages, fields.add_generation_prompt, tools
     text = tokenizer.render_chat(*given, **fields.variables).rstrip()
@@ -101,88 +98,6 @@ def thinking_budget(
         raise ApiError(400, f"{text}</think>{found}: leave it out", name)
     (start,), (end,) = ids
     return ThinkingBudget(max_tokens, end, start, begins_inside)
-
-
-def _for_template(tokenizer: Tokenizer, fields: TemplateFields) -> list[dict[str, Any]]:
-    """Messages as the template expects them: tool calls have objects as arguments, which OpenAI's
-    clients send as JSON in strings, or else such strings; a list of texts is one text, unless the
-    template wants parts; a developer is the system where the template knows no developer.
-
-    Raises:
-        ValueError: a part is no text, or the arguments of a call are no JSON.
-    """
-    found, template = [], tokenizer.template_of(fields.shown_tools)
-    knows_developer = "developer" in template.source
-    for index, message in enumerate(fields.messages or ()):
-        message = dict(message)
-        was_developer = message["role"] == "developer" and not knows_developer
-        if was_developer:
-            message["role"] = "system"
-        if isinstance(message.get("content"), list):
-            is_tool = message["role"] == "tool"
-            texts = [_part_text(index, part, is_tool) for part in message["content"]]
-            message["content"] = "\n".join(texts)
-            if template.takes_parts(message["role"]):
-                message["content"] = [{"type": "text", "text": text} for text in texts]
-        calls = message.get("tool_calls")
-        if not isinstance(calls, (list, type(None))):
-            raise ValueError(f"message {index} of the chat has tool_calls that are no list")
-        if calls is not None:
-            as_text = template.takes_argument_texts
-            message["tool_calls"] = [
-                _with_arguments(f"call {number} of message {index}", call, as_text)
-                for number, call in enumerate(calls)
-            ]
-        said = [each.get("content") for each in (*found[-1:], message)]
-        are_texts = all(isinstance(each, str) for each in said)
-        if was_developer and found and found[-1]["role"] == "system" and are_texts:
-            found[-1]["content"] = "\n\n".join(said)  # templates take one, at the start
-        else:
-            found.append(message)
-    return found
-
-
-def _part_text(index: int, part: Any, is_tool: bool) -> str:
-    """The text of a part of a message's content. is_tool: a tool's, which may have images."""
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if is_tool and kind == "image_url":
-        return IMAGE_LEFT_OUT
-    text = part.get("refusal" if kind == "refusal" else "text") if kind in PART_TYPES else None
-    if not isinstance(text, str):
-        raise ValueError(
-            f"message {index} of the chat has a part that is no text, {part!r:.80}: this server "
-            'takes {"type": "text", "text": ...} alone'
-        )
-    return text
-
-
-def _with_arguments(place: str, call: Any, as_text: bool) -> dict[str, Any]:
-    """A tool call whose arguments are an object, or the JSON of one. place: of it, for errors."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        raise ValueError(f"{place} of the chat has no function")
-    if not isinstance(function.get("name"), str):
-        raise ValueError(f"{place} of the chat has a name that is no text")
-    given = function.get("arguments")
-    arguments, why = given or {}, ""
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            why = f": {error}"
-        except RecursionError:
-            why = ": they are nested too deeply"
-    if not isinstance(arguments, Mapping):
-        name = f"{function.get('name')!r:.80}"
-        raise ValueError(
-            f"the arguments of {place} of the chat, of {name}, are no JSON object{why}. Send those "
-            f"of the answer: {given!r:.80}"
-        )
-    if as_text:
-        arguments = given if isinstance(given, str) and given else json.dumps(arguments)
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def completion_prompts(tokenizer: Tokenizer, fields: CompletionFields) -> list[Sequence[int]]:

@@ -23,12 +23,10 @@ from megatron_hybrid.serving.answers import (
     num_reasoning_tokens,
     prefix_block,
 )
-from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import (
     FORMATS,
     PART,
-    PART_TYPES,
     ChatFields,
     Count,
     Fields,
@@ -43,6 +41,7 @@ from megatron_hybrid.serving.fields import (
 from megatron_hybrid.serving.fields import UNSUPPORTED as UNSUPPORTED_ANYWHERE
 from megatron_hybrid.serving.json_response import encode_json
 from megatron_hybrid.serving.parsers import AnswerPart, Reasoning, ToolCall
+from megatron_hybrid.text.chat_messages import IMAGE_LEFT_OUT, PART_TYPES
 
 STATEFUL: dict[str, tuple] = {
     "access_programs": ([],),

@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import jinja2
@@ -19,23 +18,28 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-Message = Mapping[str, Any]
+from megatron_hybrid.text.chat_messages import Message, prepare_messages
+
 INSTRUCTING = ("system", "developer")
 """Roles of messages shared at the start of many conversations."""
 MAX_ROLES = 32
 """Most roles of which a template remembers something."""
 
 
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-"""Around the model's words, in a rendering that marks them: no characters of any text."""
 _OTHER = "\ufdd2"
 """A content that no text begins with."""
 
 
 def common_length(first: Sequence, second: Sequence) -> int:
     """Number of leading elements that two sequences share."""
-    pairs = enumerate(zip(first, second))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class TextTooLongError(ValueError):
@@ -63,7 +67,7 @@ class ChatTemplate:
     def __init__(self, source: str, origin: str = "the chat template"):
         self.source = source
         self.origin = origin
-        self._takes_parts: dict[str, bool] = {}  # by role
+        self._forms: dict[str, tuple[bool, bool]] = {}  # by role
 
     def render(
         self,
@@ -85,8 +89,8 @@ class ChatTemplate:
             ValueError: no messages, or the template is broken, fails or refuses them.
             TypeError: an argument is not a JSON value.
         """
-        conversation = _Conversation(messages, {"tools": tools, **variables})
-        return self._run(conversation, conversation.messages, add_generation_prompt)
+        conversation = self.conversation(messages, {"tools": tools, **variables})
+        return self.run(conversation, conversation.messages, add_generation_prompt)
 
     def fork_points(
         self,
@@ -108,9 +112,9 @@ class ChatTemplate:
         Returns:
             Ascending character positions, each once; the last one may be the end.
         """
-        conversation = _Conversation(messages, {"tools": tools, **variables})
+        conversation = self.conversation(messages, {"tools": tools, **variables})
         plain = conversation.messages
-        full = self._run(conversation, plain, add_generation_prompt)
+        full = self.run(conversation, plain, add_generation_prompt)
         last = len(plain) - 1
         start = self._content_start(full, conversation, last, add_generation_prompt)
         forks = {self._prefix_length(full, conversation, plain[:last]) if start is None else start}
@@ -124,22 +128,46 @@ class ChatTemplate:
         forks.add(self._parting(full, conversation, [*plain, *turn], False))
         return sorted(forks - {None})
 
-    def takes_parts(self, role: str) -> bool:
-        """Return whether it writes the texts of a message of this role, if its content is a list of
-        parts: [{"type": "text", "text": ...}]. Others write the list itself, or refuse it."""
-        if role not in self._takes_parts:
-            if len(self._takes_parts) >= MAX_ROLES:  # names are the callers'
-                self._takes_parts.clear()
+    def prepare(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Return messages as this template takes them. Rendering does that itself, and nothing to
+        messages that are so already.
+
+        Raises:
+            ValueError, TypeError: as `prepare_messages`.
+        """
+        if isinstance(messages, Mapping) or not all(isinstance(m, Mapping) for m in messages):
+            raise TypeError(f"messages must be a sequence of mappings, got {messages!r:.80}")
+        return prepare_messages(messages, self)
+
+    def conversation(
+        self, messages: Sequence[Message], variables: Mapping[str, Any]
+    ) -> Conversation:
+        """Return what `run` takes: prepared messages, and variables, as plain JSON values."""
+        return Conversation(self.prepare(messages), variables)
+
+    def _probe(self, messages: Sequence[Message]) -> str:
+        """Return what is written of a short chat as it is; "": it is refused."""
+        conversation = Conversation(messages, {"tools": None})
+        return self.try_run(conversation, conversation.messages) or ""
+
+    def forms_of(self, role: str) -> tuple[bool, bool]:
+        """Return whether a message of this role may have a list of parts as its content, [{"type":
+        "text", "text": ...}], whose texts it writes; and whether it has to have one of one part, as
+        in some templates of models that see images."""
+        if role not in self._forms:
+            if len(self._forms) >= MAX_ROLES:  # names are the callers'
+                self._forms.clear()
             texts = [f"part {letter} of {role}" for letter in "ab"]
             parts = [{"type": "text", "text": text} for text in texts]
             before = [] if role in ("user", *INSTRUCTING) else [{"role": "user", "content": "?"}]
-            try:
-                written = self.render([*before, {"role": role, "content": parts}], False)
-            except ValueError:
-                written = ""
-            found = all(text in written for text in texts)
-            self._takes_parts[role] = found and not re.search("['\"]text['\"]", written)
-        return self._takes_parts[role]
+            both, one, text = (
+                self._probe([*before, {"role": role, "content": content}])
+                for content in (parts, parts[:1], texts[0])
+            )
+            is_listed = re.search("['\"]text['\"]", both)
+            takes_parts = all(text in both for text in texts) and not is_listed
+            self._forms[role] = takes_parts, texts[0] in one and texts[0] not in text
+        return self._forms[role]
 
     @cached_property
     def takes_argument_texts(self) -> bool:
@@ -149,10 +177,7 @@ class ChatTemplate:
             function = {"name": "f", "arguments": arguments}
             call = {"type": "function", "id": "call00000", "function": function}
             said = {"role": "assistant", "content": "", "tool_calls": [call]}
-            try:
-                return self.render([{"role": "user", "content": "?"}, said], False)
-            except ValueError:
-                return ""
+            return self._probe([{"role": "user", "content": "?"}, said])
 
         given = {"probe": "value"}
         objects = written(given)
@@ -160,92 +185,8 @@ class ChatTemplate:
             return False
         return json.dumps(given) in written(json.dumps(given))
 
-    @property
-    def marks_answers(self) -> bool:
-        """Whether the template has `{% generation %}` around the model's words."""
-        return re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
-
-    def render_with_answers(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping] | None = None,
-        **variables: Any,
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Render a whole conversation, and find the model's answers in it.
-
-        They are the template's `{% generation %}` blocks. A template without any is rendered up to
-        each answer and after it: the answer is the difference, with what ends its turn.
-
-        Args:
-            messages, tools, variables: as in `render`.
-
-        Returns:
-            The text, and [start, end) of each answer in it, ascending.
-
-        Raises:
-            ValueError: as `render`; or the conversation has no answer, or not one whose place can
-                be told.
-            TypeError: as `render`.
-        """
-        conversation = _Conversation(messages, {"tools": tools, **variables})
-        full = self._run(conversation, conversation.messages, False)
-        if self.marks_answers:
-            spans = self._marked_spans(full, conversation)
-        else:
-            roles = enumerate(message.get("role") for message in conversation.messages)
-            indices = [index for index, role in roles if role == "assistant"]
-            spans = [self._answer_span(full, conversation, index) for index in indices]
-        spans = [(start, end) for start, end in spans if start < end]
-        if not spans:
-            raise ValueError("the conversation has no answer: no message of the assistant's")
-        return full, spans
-
-    def _marked_spans(self, full: str, conversation: _Conversation) -> list[tuple[int, int]]:
-        try:
-            template = _environment(_MarkedGeneration).from_string(self.source)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"{self.origin} is no Jinja template: {error}") from error
-        marked = self._run(conversation, conversation.messages, False, template)
-        parts = re.split(f"[{_OPEN}{_CLOSE}]", marked)
-        if "".join(parts) != full or len(parts) % 2 == 0:
-            raise ValueError(
-                f"{self.origin} changes the text of its {{% generation %}} blocks afterwards, so "
-                "the answers cannot be found: write the blocks out where they are."
-            )
-        ends = list(accumulate(map(len, parts)))
-        return list(zip(ends[:-1:2], ends[1::2]))
-
-    def _answer_span(self, full: str, conversation: _Conversation, index: int) -> tuple[int, int]:
-        plain = conversation.messages
-        start = self._prefix_length(full, conversation, plain[:index], True)
-        end = self._prefix_length(full, conversation, plain[: index + 1])
-        if end is None and start is not None:
-            end = self._answer_end(full, conversation, index)
-        if start is None or end is None:
-            raise ValueError(
-                f"{self.origin} renders messages[{index}] in another way when the conversation "
-                "goes on, so its answer cannot be found: mark answers by {% generation %} in the "
-                "template."
-            )
-        return start, end
-
-    def _answer_end(self, full: str, conversation: _Conversation, index: int) -> int | None:
-        """Return where an answer ends that is rendered in another way as the last message, say with
-        its reasoning: after its content and what ends its turn."""
-        plain = conversation.messages
-        texts = []
-        for messages in (plain, plain[: index + 1]):
-            other = [*messages[:index], _with_content(plain[index], _OTHER), *messages[index + 1 :]]
-            whole = self._run(conversation, messages, False)
-            after = self._parting(whole, conversation, other, False, reverse=True)
-            if after is None:
-                return None
-            texts.append(whole[len(whole) - after :])
-        behind, turn_end = texts
-        return len(full) - len(behind) + len(turn_end) if behind.startswith(turn_end) else None
-
     def _content_start(
-        self, full: str, conversation: _Conversation, index: int, add_generation_prompt: bool
+        self, full: str, conversation: Conversation, index: int, add_generation_prompt: bool
     ) -> int | None:
         plain = conversation.messages
         other = [*plain[:index], _with_content(plain[index], _OTHER), *plain[index + 1 :]]
@@ -254,39 +195,31 @@ class ChatTemplate:
     def _parting(
         self,
         full: str,
-        conversation: _Conversation,
+        conversation: Conversation,
         other,
         add_generation_prompt: bool,
-        reverse: bool = False,
     ) -> int | None:
-        """Characters that a rendering shares with the one of messages that have `_OTHER`, at its
-        start or (reverse) its end; None: it is not shown, or refused."""
-        try:
-            text = self._run(conversation, other, add_generation_prompt)
-        except ValueError:
-            return None
-        step = -1 if reverse else 1
-        return common_length(full[::step], text[::step]) if _OTHER in text else None
+        """Return how many characters a rendering shares with the one of messages that have
+        `_OTHER`; None: it is not shown, or refused."""
+        text = self.try_run(conversation, other, add_generation_prompt)
+        return common_length(full, text) if text and _OTHER in text else None
 
     def _prefix_length(
-        self, full: str, conversation: _Conversation, messages, add_generation_prompt: bool = False
+        self, full: str, conversation: Conversation, messages, add_generation_prompt: bool = False
     ) -> int | None:
-        try:
-            text = self._run(conversation, messages, add_generation_prompt)
-        except ValueError:
-            return None
-        return len(text) if full.startswith(text) else None
+        text = self.try_run(conversation, messages, add_generation_prompt)
+        return None if text is None or not full.startswith(text) else len(text)
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
         try:
-            return _environment().from_string(self.source)
+            return template_environment().from_string(self.source)
         except jinja2.TemplateError as error:
             raise ValueError(f"{self.origin} is no Jinja template: {error}") from error
 
-    def _run(
+    def run(
         self,
-        conversation: _Conversation,
+        conversation: Conversation,
         messages,
         add_generation_prompt: bool,
         compiled: jinja2.Template | None = None,
@@ -299,35 +232,32 @@ class ChatTemplate:
         except Exception as error:  # a template can raise anything
             raise ValueError(f"{self.origin} cannot render these messages: {error}") from error
 
+    def try_run(
+        self, conversation: Conversation, messages, add_generation_prompt: bool = False
+    ) -> str | None:
+        """Return what the template writes; None: it refuses these messages."""
+        try:
+            return self.run(conversation, messages, add_generation_prompt)
+        except ValueError:
+            return None
 
-class _Conversation:
+
+class Conversation:
     """Input of a template, as plain JSON values: no objects with methods."""
 
     def __init__(self, messages: Sequence[Message], variables: Mapping[str, Any]):
         if len(messages) == 0:
             raise ValueError("a conversation needs one message or more")
-        if isinstance(messages, Mapping) or not all(isinstance(m, Mapping) for m in messages):
-            raise TypeError(f"messages must be a sequence of mappings, got {messages!r:.80}")
         try:
-            self.messages = json.loads(json.dumps([_tidy(message) for message in messages]))
+            self.messages = json.loads(json.dumps(list(messages)))
             # Templates read `documents` without a check that it is defined.
             self.variables = json.loads(json.dumps({"documents": None, **variables}))
+        except RecursionError as error:
+            raise ValueError("messages, tools or variables are nested too deeply") from error
         except (TypeError, ValueError) as error:
             raise TypeError(
                 f"messages, tools and variables must be JSON values: {error}"
             ) from error
-
-
-def _tidy(message: Message) -> dict[str, Any]:
-    """A message as templates expect it."""
-    # Programs send `"content": null` and `"tool_calls": null` for missing fields.
-    tidy = {key: value for key, value in message.items() if value is not None}
-    # Three names for the same. Templates read the first, GPT-OSS the second.
-    names = ("reasoning_content", "thinking", "reasoning")
-    reasoning = next((tidy[name] for name in names if name in tidy), None)
-    if reasoning is not None:
-        tidy = {"thinking": reasoning, **tidy, "reasoning_content": reasoning}
-    return tidy
 
 
 def _with_content(message: dict[str, Any], text: str) -> dict[str, Any]:
@@ -335,7 +265,7 @@ def _with_content(message: dict[str, Any], text: str) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": text}] if parts else text}
 
 
-class _Generation(Extension):
+class Generation(Extension):
     """Renders only the body of `{% generation %}...{% endgeneration %}`, which marks the model's
     words for training."""
 
@@ -350,15 +280,7 @@ class _Generation(Extension):
         return body
 
 
-class _MarkedGeneration(_Generation):
-    """Renders marks around the body."""
-
-    def around(self, body: list[nodes.Node]) -> list[nodes.Node]:
-        before, after = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_OPEN, _CLOSE))
-        return [before, *body, after]
-
-
-def _environment(generation: type[Extension] = _Generation) -> ImmutableSandboxedEnvironment:
+def template_environment(generation: type[Extension] = Generation) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,

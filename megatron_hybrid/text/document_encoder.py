@@ -3,6 +3,7 @@ so it needs no torch."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_hybrid.text.answer_spans import TrainOn
+from megatron_hybrid.text.chat_template import ChatTemplate
 from megatron_hybrid.text.document_files import BrokenRecordError, Chunk
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.child_lifetime import end_with_parent
@@ -50,10 +53,22 @@ class DocumentEncoder:
         key: field of the text or, with chat, of the messages.
         chat: documents are conversations, with their tools in the field "tools".
         append_eod: end each text with the tokenizer's end token.
+        train_on: messages of a conversation that are trained; see `TrainOn`.
+        marked: source of a template that marks answers, or None; see `render_with_answers`.
     """
 
-    def __init__(self, folder: str | os.PathLike, key: str, chat: bool, append_eod: bool):
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        key: str,
+        chat: bool,
+        append_eod: bool,
+        train_on: TrainOn = "all",
+        marked: str | None = None,
+    ):
         self.tokenizer = Tokenizer.from_folder(folder)
+        self.train_on = train_on
+        self.marked = None if marked is None else ChatTemplate(marked, "the template for training")
         self.key, self.chat = key, chat
         self.end = [self.tokenizer.eod] if append_eod else []
         self.dtype = token_dtype(self.tokenizer.vocab_size)
@@ -86,11 +101,19 @@ class DocumentEncoder:
                     continue
                 if not isinstance(messages, list):
                     raise BrokenRecordError(f"has no list in {self.key!r}, but {messages!r:.80}")
-                ids, answers = self.tokenizer.chat_with_answers(messages, fields.get("tools"))
+                tools = fields.get("tools") or None
+                if isinstance(tools, str):  # as datasets have it whose columns are of one type
+                    tools = json.loads(tools)
+                if not isinstance(tools, list | None):
+                    raise BrokenRecordError(f"has no list in 'tools', but {tools!r:.80}")
+                ids, answers = self.tokenizer.chat_with_answers(
+                    messages, tools, train_on=self.train_on, marked=self.marked
+                )
             except BrokenRecordError as error:
                 encoded.broken.append(f"{chunk.place(index)} {error}")
-            except (ValueError, TypeError) as error:
-                encoded.broken.append(f"{chunk.place(index)}: {error}")
+            except Exception as error:  # whatever is wrong with a record, its line is named
+                told = str(error) if isinstance(error, (ValueError, TypeError)) else repr(error)
+                encoded.broken.append(f"{chunk.place(index)}: {told}")
             else:
                 encoded.answers.append([place for span in answers for place in span])
                 yield ids

@@ -61,6 +61,8 @@ class Chunk:
                 return None
             try:
                 fields = json.loads(text)
+            except RecursionError as error:
+                raise BrokenRecordError("is nested too deeply") from error
             except ValueError as error:
                 raise BrokenRecordError(f"is not JSON: {error}") from error
         if not isinstance(fields, dict):

@@ -20,12 +20,9 @@ from typing import Any
 
 import tokenizers
 
-from megatron_hybrid.text.chat_template import (
-    ChatTemplate,
-    Message,
-    TextTooLongError,
-    common_length,
-)
+from megatron_hybrid.text.answer_spans import TrainOn, is_marked, render_with_answers
+from megatron_hybrid.text.chat_messages import Message
+from megatron_hybrid.text.chat_template import ChatTemplate, TextTooLongError, common_length
 from megatron_hybrid.text.token_bytes import token_bytes
 from megatron_hybrid.text.tokenizer_files import (
     CHAT_TEMPLATE_FILE,
@@ -427,24 +424,27 @@ class Tokenizer:
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        train_on: TrainOn = "all",
+        marked: ChatTemplate | None = None,
         **variables: Any,
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Tokens of a whole conversation, and which of them are the model's answers: those to
-        learn. See `ChatTemplate.render_with_answers`.
+        learn. See `render_with_answers`, also for train_on and marked.
 
-        A token that an answer begins or ends inside of belongs to it. Of an answer that the
-        template does not mark, what comes after its end token does not: nobody generates that.
+        A token that an answer begins or ends inside of belongs to it. An answer that the template
+        does not mark ends with its end token, also where that begins the next turn: what comes
+        after it nobody generates.
 
         Returns:
             Token ids; [start, end) of the answers in them, ascending, those side by side as one.
 
         Raises:
-            ValueError, TypeError: as `ChatTemplate.render_with_answers`.
+            ValueError, TypeError: as `render_with_answers`.
         """
         template = self.template_of(tools)
-        text, answers = template.render_with_answers(
-            messages, tools, **{**self._named, **variables}
-        )
+        given = {**self._named, "tools": tools, **variables}
+        text, answers = render_with_answers(template, messages, given, train_on, marked)
         check_text("the text of the chat", text)
         encoding = self._encode(text, add_special_tokens=False)
         ids, offsets = encoding.ids, encoding.offsets
@@ -452,8 +452,10 @@ class Tokenizer:
         spans = []
         for start, end in answers:
             first, last = bisect_right(ends, start), bisect_left(starts, end)
-            if not template.marks_answers:
+            if not is_marked(marked or template):
                 stops = [i for i in range(first, last) if ids[i] in self.end_tokens]
+                if not stops and ids[last : last + 1] and ids[last] in self.end_tokens:
+                    stops = [last]
                 last = stops[-1] + 1 if stops else last
             if spans and first <= spans[-1][1]:
                 first = spans.pop()[0]

@@ -16,7 +16,6 @@ import torch
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.checkpoints.pretrained import model_folder
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.requests.builder import check_messages
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -111,7 +110,6 @@ def read_requests(path: str | Path, model: str | Path, vocab_size: int) -> list[
             tokenizer = Tokenizer.from_folder(folder)
         if isinstance(text, str):
             return tokenizer.tokenize(text, add_special_tokens=not is_answer), []
-        check_messages(text)
         return tokenizer.chat_prompt(text, tools=tools)
 
     return list(load_jsonl(path, tokenize=tokenize, vocab_size=vocab_size))

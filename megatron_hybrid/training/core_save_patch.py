@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing.dummy
+import os
 import pickle
 import queue
-import secrets
 import tempfile
-from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megatron_hybrid.utils.files import replace_file
-
 
 class SaveResults:
-    """A queue of one value, in a file, for the results of a save.
+    """A queue of one value, in a file without a name, for the results of a save.
 
     Core's own queue is in another process of each rank. A launcher's SIGTERM to all processes ends
     that one, and the saves after it fail; it lives on where its rank is killed; and it imports
@@ -24,12 +21,13 @@ class SaveResults:
     """
 
     def __init__(self) -> None:
-        name = f"megatron_hybrid_save_{secrets.token_hex(16)}"
-        self._path = Path(tempfile.gettempdir()) / name
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
 
     def put(self, value: Any) -> None:
-        """Give the value, in any process."""
-        replace_file(self._path, lambda path: path.write_bytes(pickle.dumps(value)))
+        """Give the value, in this process or a fork of it."""
+        data = pickle.dumps(value)
+        os.pwrite(self._file.fileno(), data, 8)
+        os.pwrite(self._file.fileno(), len(data).to_bytes(8, "little"), 0)  # now it is whole
 
     def get_nowait(self) -> Any:
         """Take the value.
@@ -37,12 +35,12 @@ class SaveResults:
         Raises:
             queue.Empty: there is none.
         """
-        try:
-            value = self._path.read_bytes()
-        except FileNotFoundError:
-            raise queue.Empty from None
-        self._path.unlink()
-        return pickle.loads(value)
+        size = int.from_bytes(os.pread(self._file.fileno(), 8, 0), "little")
+        if not size:
+            raise queue.Empty
+        data = os.pread(self._file.fileno(), size, 8)
+        self._file.truncate(0)
+        return pickle.loads(data)
 
 
 class _Threads:

@@ -41,10 +41,25 @@ class Measures:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew, as after something that does not train."""
-        self._loss, self._labels, self._tokens, self._flops = 0.0, 0, 0, 0.0
+        """Begin anew."""
+        self._sums = {"loss": 0.0, "labels": 0, "steps": 0, "collected": 0}
+        self._balancing: dict[str, float] = {}
         self._micro_batches = 0
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Measure speed and work from here on, as after something that does not train."""
+        self._tokens, self._flops = 0, 0.0
         self._start = time.perf_counter()
+
+    def state(self) -> dict[str, Any]:
+        """Return what was measured since the last report, but for speed; every rank calls it. A run
+        that goes on from here reports the same by `load_state`."""
+        self._collect_balancing()
+        return {"sums": dict(self._sums), "balancing": dict(self._balancing)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._sums, self._balancing = dict(state["sums"]), dict(state["balancing"])
 
     def count_batch(self, batch: Batch) -> None:
         """Count the forward and backward pass of a micro-batch, without what is recomputed."""
@@ -56,9 +71,10 @@ class Measures:
 
     def add_loss(self, loss: float, num_labels: int) -> None:
         """Add the mean loss of a step, if it has one."""
+        self._sums["steps"] += 1
         if math.isfinite(loss):
-            self._loss += loss * num_labels
-            self._labels += num_labels
+            self._sums["loss"] += loss * num_labels
+            self._sums["labels"] += num_labels
 
     def take(self) -> dict[str, float]:
         """Return what was measured since the last call, by name; every rank calls it."""
@@ -67,11 +83,13 @@ class Measures:
         dist.all_reduce(flops)
         tflops = flops.item() / seconds / dist.get_world_size() / 1e12
         replicas = parallel_state.get_data_parallel_world_size()
+        self._collect_balancing()
+        sums, steps = self._sums, max(1, self._sums["steps"])
         values = {
-            "loss": self._loss / self._labels if self._labels else math.nan,
+            "loss": sums["loss"] / sums["labels"] if sums["labels"] else math.nan,
             "tokens_per_second": self._tokens * replicas / seconds,
             "tflops_per_rank": tflops,
-            **self._balancing_losses(),
+            **{name: value / steps for name, value in self._balancing.items()},
             **self._losses_ahead(),
         }
         if self._peak_tflops is not None:
@@ -79,8 +97,11 @@ class Measures:
         self.restart()
         return values
 
-    def _balancing_losses(self) -> dict[str, float]:
-        """Auxiliary losses of the routers, mean of a router and a micro-batch."""
+    def _collect_balancing(self) -> None:
+        """Add the auxiliary losses of the routers since the last call: of each step the mean of a
+        router and a micro-batch."""
+        steps = self._sums["steps"] - self._sums["collected"]
+        self._sums["collected"] += steps
         sums: dict[str, float] = take_aux_losses()
         routers = {"routers": float(self._num_routers)}
         stages = _gather(
@@ -90,7 +111,9 @@ class Measures:
         routers_of_model = total.pop("routers")
         total = _sums(_gather(total, parallel_state.get_data_parallel_group()))
         count = max(1.0, self._micro_batches * routers_of_model)
-        return {name: value / count for name, value in total.items()}
+        self._micro_batches = 0
+        for name, value in total.items():
+            self._balancing[name] = self._balancing.get(name, 0.0) + value / count * steps
 
     def _losses_ahead(self) -> dict[str, float]:
         """Losses of multi-token prediction in the last micro-batch."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
     ChainedOptimizer,
@@ -24,8 +27,7 @@ from megatron.core.optimizer.optimizer import (
 )
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
-from megatron.core.process_groups_config import ProcessGroupCollection
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_hybrid.compat import quiet_core
 from megatron_hybrid.training.core_groups_patch import support_mixed_groups
@@ -39,9 +41,10 @@ class OptimizerFields(Fields):
 
     name: Literal["adam", "muon", "sgd"] = "adam"
     """AdamW (from Transformer Engine or apex, if one is installed), SGD, or Muon (Jordan et al.
-    2024) for the weight matrices of the layers with AdamW for all other parameters. Muon's updates
-    are scaled to the size of Adam's, so both take one learning rate. Muon needs torch 2.9 and whole
-    matrices: neither tensor parallelism nor `distributed`."""
+    2024) for the weight matrices of the layers with AdamW for all other parameters. Each expert's
+    matrix is one of its own, and so are queries, keys and values. Muon's updates are scaled to the
+    size of Adam's, so both take one learning rate. Muon needs whole matrices: neither tensor
+    parallelism nor `distributed`."""
 
     learning_rate: Annotated[float, Range(gt=0)] = 3e-4
     """Highest learning rate, which is reached after the warm-up."""
@@ -103,18 +106,11 @@ class OptimizerFields(Fields):
                 f"end_weight_decay is {self.end_weight_decay}, but weight decay starts at "
                 f"{self.weight_decay} and can only rise."
             )
-        if self.name != "muon":
-            return
-        if self.distributed:
+        if self.name == "muon" and self.distributed:
             raise ValueError(
                 "optimizer muon with distributed=true: Muon needs the whole momentum of a matrix, "
                 "and the distributed optimizer splits it at any element. Use distributed=false, or "
                 "adam."
-            )
-        if not hasattr(torch.optim, "Muon"):
-            raise ValueError(
-                f"optimizer muon needs torch.optim.Muon of torch 2.9, this is {torch.__version__}. "
-                "Install a newer torch, or use adam."
             )
 
     def check_steps(self, steps: int) -> None:
@@ -150,12 +146,13 @@ def build_optimizer(
             "params_dtype is float16, whose gradients need a scaled loss to train. Use bfloat16, "
             "which has the range of float32, or float32."
         )
-    if fields.name == "muon" and model_config.tensor_model_parallel_size > 1:
-        raise ValueError(
-            "optimizer muon with tensor_model_parallel_size="
-            f"{model_config.tensor_model_parallel_size}: Muon orthogonalises whole matrices, and "
-            "these are cut. Use data or pipeline parallelism, or adam."
-        )
+    for name in ("tensor_model_parallel_size", "expert_tensor_parallel_size"):
+        if fields.name == "muon" and getattr(model_config, name) > 1:
+            raise ValueError(
+                f"optimizer muon with {name}={getattr(model_config, name)}: Muon orthogonalises "
+                "whole matrices, and these are cut. Use data, expert or pipeline parallelism, or "
+                "adam."
+            )
     config = OptimizerConfig(
         optimizer="sgd" if fields.name == "sgd" else "adam",
         lr=fields.learning_rate,
@@ -175,17 +172,32 @@ def build_optimizer(
         built = get_megatron_optimizer(config, list(chunks), _NO_DECAY)
         optimizers += built.chained_optimizers
     if fields.name == "muon":
-        optimizers.append(_muon(matrices, config, fields, chunks[0].module.pg_collection))
+        experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+        for is_expert, group in enumerate((chunks[0].module.pg_collection.mp, experts)):
+            own = [p for p in matrices if getattr(p, "allreduce", True) != bool(is_expert)]
+            optimizers.append(_muon(own, config, fields, group, bool(is_expert)))
     optimizer = ChainedOptimizer(optimizers)
     support_mixed_groups(optimizer)
     return optimizer
 
 
 def is_layer_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether a parameter is a weight matrix of a layer, as Muon updates it: neither of the
-    embedding and the output layer, nor a constant of a recurrent layer such as `A_log`."""
+    """Return whether a parameter is a weight matrix of a layer, or a stack of its experts', as Muon
+    updates it: neither of the embedding and the output layer, nor a constant of a recurrent layer
+    such as `A_log`."""
     is_outside = any(part in name for part in ("embedding", "output_layer"))
-    return parameter.dim() == 2 and name.endswith("weight") and not is_outside
+    return _decays(parameter, name) and not is_outside
+
+
+def describe_optimizers(model: nn.Module, fields: OptimizerFields) -> str:
+    """Say which of this rank's parameters go to which optimizer, with `*` for numbers of layers."""
+    found: dict[str, dict[str, None]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_muon = fields.name == "muon" and is_layer_matrix(name, parameter)
+            kind = "Muon" if is_muon else "SGD" if fields.name == "sgd" else "AdamW"
+            found.setdefault(kind, {})[re.sub(r"\.\d+\.", ".*.", name)] = None
+    return "\n".join(f"{kind} trains {', '.join(names)}" for kind, names in found.items())
 
 
 def _decays(parameter: nn.Parameter, name: str) -> bool:
@@ -224,26 +236,77 @@ def _without_matrices(
             parameter.requires_grad = True
 
 
+class _Muon(torch.optim.Optimizer):
+    """Muon with Nesterov's momentum and decoupled weight decay. Its updates are scaled to the size
+    of Adam's, so that both share a learning rate (Liu et al. 2025).
+
+    Args:
+        group: parameters: matrices, or stacks of them.
+        rows: of each, those of the matrices that its rows belong to in turn; none: it is one.
+    """
+
+    def __init__(self, group: dict[str, Any], rows: list[Sequence[int]], **defaults: Any):
+        super().__init__([group], defaults)
+        self.rows = rows
+
+    def init_states(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not (state := self.state[parameter]):
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        self.init_states()
+        for group in self.param_groups:
+            rate, momentum = group["lr"], group["momentum"]
+            # Of a model in bf16 core puts fp32 copies in the parameters' places, in their order.
+            for parameter, rows in zip(group["params"], self.rows):
+                mean = self.state[parameter]["momentum_buffer"]
+                mean.lerp_(parameter.grad, 1 - momentum)
+                direction = parameter.grad.lerp(mean, momentum)
+                parameter.mul_(1 - rate * group["weight_decay"])
+                parameter.add_(_orthogonal_blocks(direction, rows), alpha=-rate)
+
+
+def _orthogonal_blocks(matrix: Tensor, rows: Sequence[int]) -> Tensor:
+    if not rows:
+        return _orthogonal(matrix)
+    groups = matrix.unflatten(0, (-1, sum(rows)))
+    parts = [
+        _orthogonal(part.flatten(0, 1)).view_as(part) for part in groups.split(list(rows), dim=1)
+    ]
+    return torch.cat(parts, 1).view_as(matrix)
+
+
+def _orthogonal(matrix: Tensor) -> Tensor:
+    """Return the nearest orthogonal matrix, about, or those of a stack, by Newton and Schulz's
+    iteration in bf16, times the size of Adam's updates."""
+    x = matrix.bfloat16().view(-1, *matrix.shape[-2:])
+    is_tall = x.size(1) > x.size(2)
+    x = x.mT if is_tall else x
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, gram, x, beta=3.4445)
+    x = x.mT if is_tall else x
+    return x.reshape(matrix.shape).to(matrix.dtype) * (0.2 * math.sqrt(max(matrix.shape[-2:])))
+
+
 def _muon(
     matrices: list[nn.Parameter],
     config: OptimizerConfig,
     fields: OptimizerFields,
-    groups: ProcessGroupCollection,
+    group: dist.ProcessGroup,
+    is_expert: bool,
 ) -> MegatronOptimizer:
-    """torch's Muon in core's wrapper. Its updates are scaled to the size of Adam's, so that both
-    share a learning rate (Liu et al. 2025)."""
-
-    def init_states(optimizer: torch.optim.Optimizer, _: OptimizerConfig | None = None) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if not optimizer.state[parameter]:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
+    """Muon in core's wrapper. group: ranks that have other parameters of the same copy."""
     optimizer = None
     if matrices:
-        group = {
+        own = {
             "params": matrices,
-            "is_expert_parallel": False,
+            "is_expert_parallel": is_expert,
             "default_config": True,
             "wd_mult": 1.0,
             "lr_mult": 1.0,
@@ -251,19 +314,23 @@ def _muon(
             "max_lr": config.lr,
             "min_lr": config.min_lr,
         }
-        optimizer = torch.optim.Muon(
-            [group],
+        optimizer = _Muon(
+            own,
+            [getattr(matrix, "group_rows", ()) for matrix in matrices],
             lr=config.lr,
             weight_decay=config.weight_decay,
             momentum=fields.momentum,
-            adjust_lr_fn="match_rms_adamw",
         )
+
+    def init_states(optimizer: _Muon, _: OptimizerConfig | None = None) -> None:
+        optimizer.init_states()
+
     if config.bf16:
         wrapped = Float16OptimizerWithFloat16Params(optimizer, config, None, init_states)
     else:
         wrapped = FP32Optimizer(optimizer, config, init_states)
-    wrapped.grad_stats_parallel_group = groups.mp
-    wrapped.tp_group = groups.tp
+    wrapped.grad_stats_parallel_group = group
+    wrapped.tp_group = parallel_state.get_tensor_model_parallel_group()
     return wrapped
 
 

@@ -59,6 +59,8 @@ class Reports:
         self.console = console or Console(stderr=True, highlight=False)
         self._writer = _tensorboard(folder, step) if fields.tensorboard else None
         kept = [record for record in read_log(self.path) if record.get("step", 0) <= step]
+        self.evaluated = {record["step"] for record in kept if "eval_loss" in record}
+        """Steps of which there is an evaluation."""
         text = "".join(json.dumps(record) + "\n" for record in kept)
         replace_file(self.path, lambda path: path.write_text(text))
         self._bar = Progress(
@@ -83,7 +85,8 @@ class Reports:
         Raises:
             OSError: the log cannot be written.
         """
-        line = terminal_line(step, values, self.console.width)
+        line = terminal_line(step, values)
+        self.evaluated |= {step} if "eval_loss" in values else set()
         for name, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):
                 values[name] = None
@@ -96,7 +99,7 @@ class Reports:
             if self._writer is not None and value is not None:
                 self._writer.add_scalar(name, value, step)
         self._bar.update(self._task, completed=step)
-        self.console.print(line, markup=False)
+        self.console.print(line, markup=False, soft_wrap=True)
 
     def advance(self, step: int, loss: float) -> None:
         self._bar.update(self._task, completed=step, note=f"loss {loss:.3f}")
@@ -107,26 +110,14 @@ class Reports:
             self._writer.close()
 
 
-def terminal_line(step: int, values: Mapping[str, Any], width: int = 80) -> str:
-    """A report in one line. Where the width is not enough for all that a line has, it lacks what is
-    dispensable; the log has that.
-
-    Args:
-        step: the steps that are done.
-        values: by their names in the log.
-        width: most characters.
-    """
+def terminal_line(step: int, values: Mapping[str, Any]) -> str:
+    """Return a report in one line, with what the log has of `_TEXTS`."""
     texts = {name: text(values[name]) for name, text in _TEXTS.items() if name in values}
     if "flops_utilisation" in texts:
         texts.pop("tflops_per_rank", None)
     if not values.get("skipped_steps"):
         texts.pop("skipped_steps", None)
-    for dispensable in (None, *_DISPENSABLE):
-        texts.pop(dispensable, None)
-        line = "  ".join([f"step {step}", *texts.values()])
-        if len(line) <= width:
-            break
-    return line
+    return "  ".join([f"step {step}", *texts.values()])
 
 
 def _count(number: float) -> str:
@@ -151,14 +142,6 @@ _TEXTS: dict[str, Callable[[float], str]] = {
     "skipped_steps": "{} skipped".format,
 }
 """What a line has of a report, in its order."""
-_DISPENSABLE = (
-    "learning_rate",
-    "tflops_per_rank",
-    "flops_utilisation",
-    "gradient_norm",
-    "tokens_per_second",
-)
-"""What a line lacks that would be too long, the first of them first."""
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -48,6 +49,7 @@ from megatron_hybrid.training.measures import Measures
 from megatron_hybrid.training.optimizer import (
     build_optimizer,
     build_schedule,
+    describe_optimizers,
     fill_step_counts,
     update,
 )
@@ -56,6 +58,15 @@ from megatron_hybrid.training.reports import Reports
 from megatron_hybrid.training.run_lock import RunLock
 from megatron_hybrid.training.stop_signals import stop_signals
 from megatron_hybrid.utils.child_lifetime import ends_with_launcher
+
+_LOSS_FIELDS = (
+    "params_dtype",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "mtp_loss_scaling_factor",
+)
+"""Fields of the model that change no forward pass, but what is trained."""
 
 
 @dataclass
@@ -83,7 +94,7 @@ class Step:
     gradient_norm: float
     """Norm of the gradient over all parameters and ranks, before it was clipped."""
     updated: bool
-    """False: the step was skipped, since the loss or the norm is not finite."""
+    """False: the step was skipped, since loss or norm is not finite, as without a label."""
 
 
 class TrainingError(RuntimeError):
@@ -130,6 +141,10 @@ class Trainer:
         check_shared_folder(self.folder)
         with fail_together(OSError, whole_job=True):
             lock = RunLock(self.folder) if dist.get_rank() == 0 else None
+            for left in (
+                [*self.folder.glob(".check.*"), *self.folder.glob(".*.tmp")] if lock else ()
+            ):
+                left.unlink(missing_ok=True)  # of a run that was killed
         self._release = weakref.finalize(self, lock.release if lock else lambda: None)
         try:
             self._set_up(config)
@@ -198,6 +213,8 @@ class Trainer:
         config.finalize_model_grads_func = _finalize_gradients
         config.no_sync_func = self.chunk.no_sync
         self.optimizer = build_optimizer([self.chunk], recipe.optimizer)
+        if recipe.optimizer.name == "muon" and dist.get_rank() == 0:
+            print(describe_optimizers(self.model, recipe.optimizer), file=sys.stderr)
         self.schedule = build_schedule(self.optimizer, recipe.optimizer, run.steps)
         self.measures = Measures(self.model, recipe.reports.peak_tflops)
         self.progress = Progress()
@@ -209,20 +226,20 @@ class Trainer:
         step is finished and saved.
 
         Raises:
-            TrainingError: too many steps in a row had no finite gradient.
+            TrainingError: too many steps in a row had no finite gradient, or all of the run.
             ImportError: the recipe asks for events for tensorboard, which is missing; on all ranks.
         """
         run, progress = self.recipe.run, self.progress
         last = min(run.steps, run.stop_at_step or run.steps)
-        if progress.step >= last:
-            return
         with fail_together(ImportError, whole_job=True):
             reports = self._reports()
-        data = self.batches()
-        self.measures.restart()
+        data = self.batches() if progress.step < last else iter(())
+        self.measures.restart_clock()
         try:
+            if self._lacks_evaluation(reports):  # a kill has interrupted it
+                self._report_evaluation(reports)
             with stop_signals() as stop:
-                ends = False
+                ends = progress.step >= last
                 while not ends:
                     step = self.step(data)
                     self.checkpoints.poll()
@@ -235,12 +252,23 @@ class Trainer:
                         self.save()
                     if ends:  # whole before the evaluation, in which a job may be killed
                         self.checkpoints.finish()
-                    is_last = progress.step == run.steps
-                    if self.eval_data and (is_last or _is_due(run.eval_every_steps, progress.step)):
+                    if self._lacks_evaluation(reports):
                         self._report_evaluation(reports)
         finally:
             if reports:
                 reports.close()
+        if progress.step == progress.skipped_steps == run.steps:
+            raise TrainingError(
+                f"none of the {run.steps} steps has changed the model: no loss or gradient was "
+                "finite, or there was no label. Look at the log and at the data."
+            )
+
+    def _lacks_evaluation(self, reports: Reports | None) -> bool:
+        """Return whether the log has no evaluation of this step, which has one."""
+        step, run = self.progress.step, self.recipe.run
+        is_due = step and (step == run.steps or _is_due(run.eval_every_steps, step))
+        lacks = self.eval_data and is_due and reports and step not in reports.evaluated
+        return self._any_rank(bool(lacks))
 
     def batches(self) -> Iterator[Batch]:
         """This rank's micro-batches of training data, from the present step on."""
@@ -260,7 +288,7 @@ class Trainer:
         self.optimizer.zero_grad()
         loss, num_labels = self._run_batches(data, forward_only=False)
         self.schedule.step(1)
-        if math.isfinite(loss):
+        if math.isfinite(loss):  # without a label weights would decay all the same
             updated, norm = update(self.optimizer)
         else:
             updated, norm = False, math.nan
@@ -274,7 +302,7 @@ class Trainer:
             self.checkpoints.finish()
             raise TrainingError(
                 f"{progress.skipped_in_row} steps in a row, up to step {progress.step}, had a loss "
-                f"of {loss} or a gradient of norm {norm}, which is not finite. Lower "
+                f"of {loss} or a gradient of norm {norm}, which is not finite, or no label. Lower "
                 "optimizer.learning_rate, or look at the data; run.max_skipped_steps is "
                 f"{self.recipe.run.max_skipped_steps}."
             )
@@ -291,8 +319,9 @@ class Trainer:
             self._run_batches(data, forward_only=True) for _ in range(self.recipe.run.eval_batches)
         ]
         self.chunk.train()
-        total = math.fsum(loss * count for loss, count in losses)
-        return total / max(1, sum(count for _, count in losses))
+        total = math.fsum(loss * count for loss, count in losses if count)
+        count = sum(count for _, count in losses)
+        return total / count if count else math.nan
 
     def save(self) -> None:
         """Write a checkpoint; every rank calls it."""
@@ -337,7 +366,7 @@ class Trainer:
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
         total, count = sums.tolist()
-        return total / max(1, count), int(count)
+        return total / count if count else math.nan, int(count)
 
     def _forward(self, data: Iterator[Batch], chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
         batch = next(data).to(self.device)
@@ -380,6 +409,7 @@ class Trainer:
             "model": model,
             "optimizer": self.optimizer.sharded_state_dict(model, is_loading, metadata=metadata),
             "progress": asdict(self.progress),
+            "measures": self.measures.state(),
             "config": self.model.config.to_dict(),
             "data": self._data_identity(),
             "states": self._kind_of_states(),
@@ -395,9 +425,11 @@ class Trainer:
         return {**data, "rows": rows, "documents": contents_of(self.train_data)}
 
     def _kind_of_states(self) -> dict[str, Any]:
-        """Name what decides which states a checkpoint has, other than those of the model."""
-        optimizer, lora = self.recipe.optimizer, self.recipe.lora
+        """Name what makes another run of it, other than `HybridConfig.differences` and the data."""
+        optimizer, lora, config = self.recipe.optimizer, self.recipe.lora, self.model.config
         return {
+            **{f"model.{name}": str(getattr(config, name)) for name in _LOSS_FIELDS},
+            "lora.alpha": lora and lora.alpha,
             "optimizer.name": optimizer.name,
             "optimizer.distributed": optimizer.distributed,
             "lora.rank": lora and lora.rank,
@@ -419,6 +451,7 @@ class Trainer:
         state = checkpoints.load(path, state)
         self.chunk.module.load_state_dict(state["model"])
         self.progress = Progress(**state["progress"])
+        self.measures.load_state(state["measures"])
         updates = self.progress.step - self.progress.skipped_steps
         fill_step_counts(state["optimizer"], updates)
         self.optimizer.load_state_dict(state["optimizer"])
@@ -450,8 +483,8 @@ class Trainer:
             before = common.get("states", {}).get(name, value)
             if before != value:
                 raise CheckpointError(
-                    f"{path} was saved with {name}={before!r}, the recipe has {value!r}, which "
-                    "needs other states. Name another folder, or correct the recipe."
+                    f"{path} was saved with {name}={before!r}, the recipe has {value!r}, which is "
+                    "another run. Name another folder, or correct the recipe."
                 )
 
     def _reports(self) -> Reports | None:
@@ -479,7 +512,7 @@ class Trainer:
         with fail_together(OSError, whole_job=True):
             if reports:
                 reports.write(self.progress.step, eval_loss=loss, tokens=self.progress.tokens)
-        self.measures.restart()
+        self.measures.restart_clock()
 
 
 def _seed(seed: int) -> None:

@@ -1,6 +1,6 @@
 """Kills a training run under torchrun at many moments, lets it go on, and compares its losses with
-those of a run that nobody killed. A line for each kill: what was killed, at which step, seconds
-until all processes were gone.
+those of a run that nobody killed, evaluations included. A line for each kill: what was killed, at
+which step, seconds until all processes were gone.
 
 python tests/helpers/training_soak.py [MOMENTS]: kills of each kind, 10 if left out.
 """
@@ -39,9 +39,15 @@ def write_recipe(folder: Path, moments: int) -> Path:
         "data": {
             "sequence_length": 64,
             "train": [write_documents(folder / "text", documents, tokenizer)],
+            "valid": [str(folder / "text")],
             "workers": 1,
         },
-        "run": {"steps": STEPS_BETWEEN * (moments + 1), "global_batch_size": 4},
+        "run": {
+            "steps": STEPS_BETWEEN * (moments + 1),
+            "global_batch_size": 4,
+            "eval_every_steps": SAVED_EVERY,
+            "eval_batches": 1,
+        },
         "checkpoints": {"every_steps": SAVED_EVERY},
         "reports": {"every_steps": 1},
     }
@@ -56,8 +62,12 @@ def start(recipe: Path, run: Path, number: int) -> Launched:
     return Launched([*launcher, *command], run.with_name(f"{run.name} {number}"))
 
 
-def losses(run: Path) -> list[tuple[int, float]]:
-    return [(record["step"], record["loss"]) for record in read_log(run / LOG)]
+def losses(run: Path) -> list[tuple[int, float, bool]]:
+    """(step, loss, whether it is of an evaluation)."""
+    return [
+        (record["step"], record.get("loss", record.get("eval_loss")), "eval_loss" in record)
+        for record in read_log(run / LOG)
+    ]
 
 
 def has_come_to(run: Path, step: int) -> bool:

@@ -13,6 +13,7 @@ from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import Request, ThoughtMeter, bits_of
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
+from megatron_hybrid.text.chat_messages import check_messages
 from megatron_hybrid.text.guide import Guide, GuideCompiler
 from megatron_hybrid.utils.validation import check_field, check_text, is_int, takes_argument
 
@@ -427,33 +428,6 @@ def is_chat(prompt) -> bool:
     if isinstance(prompt, (str, bytes)) or not isinstance(prompt, Sequence):
         return False
     return len(prompt) > 0 and isinstance(prompt[0], Mapping)
-
-
-def check_messages(messages: Sequence) -> None:
-    """Raise TypeError or ValueError for messages that a template might render wrongly."""
-    for index, message in enumerate(messages):
-        _check_message(index, message)
-
-
-def _check_message(index: int, message) -> None:
-    if not isinstance(message, Mapping):
-        raise TypeError(
-            f"message {index} of the chat is of type {type(message).__name__}; each is a dict with "
-            "'role' and 'content'"
-        )
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        raise ValueError(
-            f"message {index} of the chat has the role {role!r}; it must say 'system', 'user', "
-            "'assistant', 'tool' or what else the template knows"
-        )
-    if not isinstance(content, (str, list, type(None))):
-        raise TypeError(
-            f"message {index} of the chat has content of type {type(content).__name__}; it must be "
-            "a str or a list of parts"
-        )
-    if content is None and all(value is None for key, value in message.items() if key != "role"):
-        raise ValueError(f"message {index} of the chat has no content: {dict(message)!r}")
 
 
 def _spread(value: T | Sequence[T] | None, count: int, kind: type[T], name: str) -> list[T | None]:

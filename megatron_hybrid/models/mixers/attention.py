@@ -76,6 +76,7 @@ class AttentionMixer(Mixer):
         blocks = [(queries // groups, 1)] * (2 if config.attention_output_gate else 1)
         blocks += [(self.head_dim, copies)] * config.num_kv_projections
         sections, block_copies = zip(*blocks)
+        rows_of_group = sections
         if copies == 1:
             sections, block_copies = (sum(sections) * groups // repeats,), None
         self.linear_qkv = build_input_projection(
@@ -89,6 +90,7 @@ class AttentionMixer(Mixer):
             bias=config.add_bias_linear or config.add_qkv_bias,
             input_size=input_size,
         )
+        self.linear_qkv.weight.group_rows = rows_of_group  # for optimizers that take matrices apart
         self.linear_proj = build_output_projection(
             place.submodules.row,
             config,

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from megatron_hybrid.distributed.ranks import fail_together
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.data.config import SPLITS, DataFields, parse_blend, parse_split
-from megatron_hybrid.training.data.index_files import check_dataset
+from megatron_hybrid.training.data.index_files import check_dataset, count_labels
 from megatron_hybrid.training.data.rows import ConversationRows, DocumentRows
 
 
@@ -100,13 +100,16 @@ def _checked(
     for prefix in prefixes:
         lengths = check_dataset(prefix, tokenizer, fields.kind, fields.reset_at_documents)
         sizes.append(float(lengths.sum(dtype=np.int64)))
+        used, what = lengths, "tokens"
+        if fields.kind == "sft":
+            used = count_labels(prefix, fields.sequence_length)
+            what = f"an answer to train in their first {fields.sequence_length} tokens"
         for split, (start, end) in bounds.items():
             first, last = (round(bound * len(lengths)) for bound in (start, end))
-            least = 1 if fields.kind == "pretraining" else 2  # tokens of a conversation
-            if not (lengths[first:last] >= least).any():
+            if not used[first:last].any():
                 raise ValueError(
                     f"{prefix} has {len(lengths)} documents, of which split {fields.split!r} gives "
-                    f"none with tokens to {split}: use a larger part, or more documents."
+                    f"none with {what} to {split}: use a larger part, or more documents."
                 )
         # Without cache_path it is where GPTDataset puts it.
         default = os.path.join(prefix, "cache", f"{DocumentRows.__name__}_indices")

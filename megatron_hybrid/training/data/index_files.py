@@ -3,6 +3,7 @@ made them. Conversations have PREFIX.answers.bin and PREFIX.answers.idx, too."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import struct
@@ -10,14 +11,75 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import DType, get_bin_path, get_idx_path
+from megatron.core.datasets.indexed_dataset import (
+    DType,
+    IndexedDataset,
+    get_bin_path,
+    get_idx_path,
+)
 
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 ANSWERS = ".answers"
 """Added to the prefix: for each conversation the [start, end) of its answers, int32."""
 _MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
+_READ_WHOLE, _SAMPLE, _NUM_SAMPLES = 64 << 20, 1 << 20, 64
+"""Bytes of a file of which `content_of` reads all; of a larger one it reads so many samples."""
 _AGAIN = "Remove it, and run `megatron-hybrid preprocess` again."
+
+
+class Sequences(IndexedDataset):
+    """An indexed dataset whose .bin is read, not mapped: one that is cut meanwhile is an error, and
+    no signal that ends the process."""
+
+    def __init__(self, prefix: str):
+        super().__init__(prefix, mmap=False)
+
+    def initialize(self, path_prefix: str, *options, **more) -> None:
+        super().initialize(path_prefix, *options, **more)
+        self.bin_reader = self
+
+    def read(self, dtype: type[np.number], count: int, offset: int) -> np.ndarray:
+        """Read a part of the .bin."""
+        path = get_bin_path(self.path_prefix)
+        values = np.fromfile(path, dtype, count, offset=offset)
+        if len(values) < count:
+            raise ValueError(
+                f"{path} was cut while it is read: {count} tokens from byte {offset} on are "
+                f"{len(values)}. Put the whole file back, or run preprocess again."
+            )
+        return values
+
+
+def content_of(prefix: str) -> str:
+    """A digest of a dataset's files, by which one that was made anew is known. Of a large file it
+    has the size and samples over its whole length."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in (
+        of(each) for each in (prefix, prefix + ANSWERS) for of in (get_idx_path, get_bin_path)
+    ):
+        if not os.path.exists(path):
+            continue
+        size = os.path.getsize(path)
+        starts, length = [0], size
+        if size > _READ_WHOLE:
+            starts, length = np.linspace(0, size - _SAMPLE, _NUM_SAMPLES).astype(np.int64), _SAMPLE
+        digest.update(size.to_bytes(8, "little"))
+        with open(path, "rb") as file:
+            for start in starts:
+                file.seek(start)
+                digest.update(file.read(length))
+    return digest.hexdigest()
+
+
+def count_labels(prefix: str, sequence_length: int) -> np.ndarray:
+    """Return how many labels the row of each conversation has: tokens of its answers, but for its
+    first one and those that are cut off."""
+    sizes = _check_index(prefix + ANSWERS) // 2
+    starts, ends = np.fromfile(get_bin_path(prefix + ANSWERS), np.int32).reshape(-1, 2).T
+    counts = np.minimum(ends, sequence_length + 1) - np.maximum(starts, 1)
+    conversations = np.repeat(np.arange(len(sizes)), sizes)
+    return np.bincount(conversations, np.maximum(counts, 0), len(sizes))
 
 
 @dataclass(frozen=True)

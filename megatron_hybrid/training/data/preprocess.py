@@ -14,6 +14,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_hybrid.checkpoints.pretrained import model_folder
+from megatron_hybrid.text.answer_spans import TrainOn
 from megatron_hybrid.text.document_encoder import EncodedChunk, encode_all, token_dtype
 from megatron_hybrid.text.document_files import check_files, read_chunks, read_texts
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -49,6 +50,8 @@ def preprocess(
     append_eod: bool | None = None,
     one_per_line: bool = False,
     skip_broken: bool = False,
+    train_on: TrainOn = "all",
+    training_template: str | os.PathLike | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Preprocessed:
     """Write the dataset `output`.bin, .idx and .json (and .answers.bin and .idx with chat).
@@ -67,6 +70,9 @@ def preprocess(
             whose ends the chat template writes.
         one_per_line: each line of a text file is a document; else the file is one.
         skip_broken: leave out records that are no documents, and tell of each.
+        train_on: the assistant's messages of a chat that are trained, "all" or the "last".
+        training_template: file of a chat template that marks answers by `{% generation %}`, and
+            writes the same text as the tokenizer's; None: see `render_with_answers`.
         tell: gets these lines.
 
     Raises:
@@ -79,7 +85,8 @@ def preprocess(
         append_eod = not chat
     loaded = Tokenizer.from_folder(folder)
     _check(loaded, folder, output, workers, chat, append_eod)
-    arguments = folder, key or ("messages" if chat else "text"), chat, append_eod
+    marked = None if training_template is None else Path(training_template).read_text("utf-8")
+    arguments = folder, key or ("messages" if chat else "text"), chat, append_eod, train_on, marked
     chunks = (chunk for path in paths for chunk in read_chunks(path, one_per_line))
     began = time.perf_counter()
     total = sum(path.stat().st_size for path in paths)

@@ -10,12 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 from torch import Tensor
 
-from megatron_hybrid.training.data.index_files import ANSWERS
+from megatron_hybrid.training.data.index_files import (
+    ANSWERS,
+    Sequences,
+    content_of,
+    count_labels,
+)
 from megatron_hybrid.training.data.packing import pack
 
 logger = logging.getLogger(__name__)
@@ -25,10 +29,14 @@ class DocumentRows(GPTDataset):
     """Rows cut from joined documents. With `config.reset_attention_mask` each piece of a document
     is a sequence of its own, else the row is one."""
 
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Sequences:
+        return Sequences(dataset_path)
+
     def _build_document_sample_shuffle_indices(self) -> Any:
         # Core finds the order of rows again by a hash of what it was asked for: by the path of the
         # dataset, which may have become another one.
-        self.unique_identifiers["content"] = content_of(self.dataset)
+        self.unique_identifiers["content"] = content_of(self.dataset_path)
         description = json.dumps(self.unique_identifiers, indent=4, default=_identifiers)
         self.unique_description = description
         self.unique_description_hash = hashlib.md5(
@@ -53,8 +61,8 @@ class Conversations:
     """Tokens of conversations, and which of them are answers."""
 
     def __init__(self, prefix: str):
-        self.tokens = IndexedDataset(prefix)
-        self.answers = IndexedDataset(prefix + ANSWERS)
+        self.tokens = Sequences(prefix)
+        self.answers = Sequences(prefix + ANSWERS)
 
     def get(self, index: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """The first tokens of a conversation, int64, and for each whether it is of an answer."""
@@ -69,8 +77,8 @@ class ConversationRows(MegatronDataset):
     """Rows packed with whole conversations, in another order in each epoch.
 
     A conversation of n tokens is a sequence of n - 1: each token but the last predicts the next
-    one. Of conversations longer than a row the beginning is used. What is left of a row is a
-    sequence of padding.
+    one. Of conversations longer than a row the beginning is used; those without a label in it are
+    left out. What is left of a row is a sequence of padding.
     """
 
     def __init__(
@@ -83,9 +91,15 @@ class ConversationRows(MegatronDataset):
         config: GPTDatasetConfig,
     ):
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
-        self.unique_identifiers["content"] = content_of(dataset.tokens)
-        lengths = np.asarray(dataset.tokens.sequence_lengths)[indices] - 1
-        self.indices, lengths = indices[lengths > 0], lengths[lengths > 0]
+        self.unique_identifiers["content"] = content_of(dataset_path)
+        self.indices = indices[count_labels(dataset_path, config.sequence_length)[indices] > 0]
+        if num_unlabelled := len(indices) - len(self.indices):
+            logger.warning(
+                "%s: %d of %d conversations are left out, which have no answer to train in their "
+                "first %d tokens, the sequence_length.",
+                *(dataset_path, num_unlabelled, len(indices), config.sequence_length),
+            )
+        lengths = np.asarray(dataset.tokens.sequence_lengths)[self.indices] - 1
         self.num_truncated = int((lengths > config.sequence_length).sum())
         """Conversations that are longer than a row."""
         if self.num_truncated:
@@ -137,12 +151,6 @@ class ConversationRows(MegatronDataset):
             "lengths": lengths,
             "padding": size - start,
         }
-
-
-def content_of(dataset: IndexedDataset) -> str:
-    """A digest of the lengths of a dataset's documents, on which the order of its rows depends."""
-    lengths = np.ascontiguousarray(dataset.sequence_lengths)
-    return hashlib.blake2b(lengths, digest_size=16).hexdigest()
 
 
 def contents_of(dataset: Any) -> list[str]:

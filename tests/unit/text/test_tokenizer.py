@@ -483,7 +483,7 @@ def test_reasoning_under_any_of_its_names(name):
 
 def test_a_null_is_as_good_as_nothing():
     template = ChatTemplate("{% for m in messages %}{{ m.content is defined }}{% endfor %}")
-    assert template.render([{"role": "assistant", "content": None}]) == "False"
+    assert template.render([{"role": "assistant", "content": None, "name": "a"}]) == "False"
 
 
 LISTED = [
@@ -543,7 +543,8 @@ def test_no_template(write, settings):
         (PLAIN, [], ValueError, "needs one message or more"),
         (PLAIN, ["hello"], TypeError, "sequence of mappings, got .'hello'"),
         (PLAIN, QUESTION, TypeError, "sequence of mappings"),
-        (PLAIN, [{"role": "user", "content": {1, 2}}], TypeError, "must be JSON values"),
+        (PLAIN, [{"role": "user", "content": {1, 2}}], TypeError, "content of type set"),
+        (PLAIN, [{"role": "user", "content": "a", "x": {1, 2}}], TypeError, "must be JSON values"),
     ],
 )
 def test_templates_that_fail(write, template, messages, error, message):
@@ -631,14 +632,14 @@ def test_the_next_turn_leaves_where_the_template_writes_an_answer_otherwise(writ
 def test_a_long_chat_takes_no_more_renderings_than_a_short_one(monkeypatch, write):
     tokenizer = Tokenizer.from_folder(folder_with(write, CHATML))
     runs = []
-    run = ChatTemplate._run
-    monkeypatch.setattr(ChatTemplate, "_run", lambda *a: runs.append(1) or run(*a))
+    run = ChatTemplate.run
+    monkeypatch.setattr(ChatTemplate, "run", lambda *a: runs.append(1) or run(*a))
     counts = []
-    for turns in (1, 20):
+    for turns in (1, 1, 20):  # the first one finds which forms the template takes
         tokenizer.chat_prompt([SYSTEM, *[QUESTION, ANSWER] * turns, QUESTION])
         counts.append(len(runs))
         runs.clear()
-    assert counts[0] == counts[1] <= 8
+    assert counts[1] == counts[2] <= 8
 
 
 # Saving ------------------------------------------------------------------------------------------
@@ -892,7 +893,7 @@ def test_marked_answers_are_those_of_transformers(write, template, messages):
 @pytest.mark.parametrize(
     ("plain", "marked", "messages"),
     [(WITHOUT_MARKS, WITH_MARKS, messages) for messages in SPEECHES]
-    + [(THINKING_WITHOUT_MARKS, THINKING_WITH_MARKS, messages) for messages in SPEECHES[:3]],
+    + [(THINKING_WITHOUT_MARKS, THINKING_WITH_MARKS, messages) for messages in SPEECHES],
 )
 def test_answers_are_found_without_marks(write, plain, marked, messages):
     """The same as of a template that marks what a model writes, up to its end token."""
@@ -920,8 +921,6 @@ def test_an_answer_in_the_middle_of_tokens_has_them_whole(write):
     [
         (WITH_MARKS, [QUESTION], "the conversation has no answer"),
         (WITHOUT_MARKS, [QUESTION], "the conversation has no answer"),
-        (THINKING_WITHOUT_MARKS, SPEECHES[3], r"renders messages\[2\] in another way"),
-        (REASONING, CHATS[2], r"renders messages\[1\] in another way .* by {% generation %}"),
         (
             "{% set x %}{% generation %} {{ messages[0].content }}{% endgeneration %}{% endset %}"
             "{{ x | trim | length }}",

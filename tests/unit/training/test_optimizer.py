@@ -19,7 +19,8 @@ from megatron_hybrid.training.optimizer import (
 CONFIG = dict(
     layer_pattern="M-*E",
     hidden_size=32,
-    num_attention_heads=2,
+    num_attention_heads=4,
+    num_query_groups=2,
     vocab_size=40,
     ffn_hidden_size=48,
     mamba_head_dim=8,
@@ -68,24 +69,59 @@ def decays(name, parameter):
     return is_matrix and name.rpartition(".")[2] not in UNDECAYED
 
 
+def matrices_of(name, parameter):
+    """Matrices of a parameter for Muon: those of a stack of experts, and queries, keys, values."""
+    if parameter.dim() == 3:
+        return list(parameter)
+    if "linear_qkv" not in name:
+        return [parameter]
+    groups = parameter.view(2, 32, 32)  # of 16 rows of queries, 8 of keys, 8 of values
+    return [groups[:, a:b].reshape(-1, 32) for a, b in ((0, 16), (16, 24), (24, 32))]
+
+
+class TorchMuon:
+    """torch's own on copies of the matrices, which are compared with those of each parameter."""
+
+    def __init__(self, mains):
+        self.mains = mains
+        self.copies = {
+            name: [torch.nn.Parameter(each.detach().clone()) for each in matrices_of(name, main)]
+            for name, main in mains.items()
+        }
+        self.optimizer = torch.optim.Muon(
+            [each for copies in self.copies.values() for each in copies],
+            lr=RATE,
+            weight_decay=DECAY,
+            momentum=0.95,
+            adjust_lr_fn="match_rms_adamw",
+        )
+
+    @torch.no_grad()
+    def step(self):
+        for name, main in self.mains.items():
+            for copy, gradient in zip(self.copies[name], matrices_of(name, main.grad)):
+                copy.grad = gradient.clone()
+        self.optimizer.step()
+        for name, main in self.mains.items():
+            copies = self.copies[name]
+            if "linear_qkv" in name:
+                whole = torch.cat([each.view(2, -1, 32) for each in copies], 1)
+            else:
+                whole = torch.stack(list(copies))
+            main.copy_(whole.view_as(main))
+
+
 def torch_optimizers(mains, is_muon):
-    matrices = [p for n, p in mains.items() if is_muon and is_layer_matrix(n, p)]
-    others = {n: p for n, p in mains.items() if all(p is not one for one in matrices)}
+    matrices = {n: p for n, p in mains.items() if is_muon and is_layer_matrix(n, p)}
+    others = {n: p for n, p in mains.items() if n not in matrices}
     groups = [
         {"params": [p for n, p in others.items() if decays(n, p) == own], "weight_decay": decay}
         for own, decay in ((True, DECAY), (False, 0.0))
     ]
     optimizers = [torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))]
     if matrices:
-        optimizers.append(
-            torch.optim.Muon(
-                matrices,
-                lr=RATE,
-                weight_decay=DECAY,
-                momentum=0.95,
-                adjust_lr_fn="match_rms_adamw",
-            )
-        )
+        assert any("experts" in name for name in matrices)
+        optimizers.append(TorchMuon(matrices))
     return optimizers
 
 

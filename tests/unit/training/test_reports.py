@@ -87,35 +87,10 @@ MEASURED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("step", "values", "line"),
-    [
-        (
-            120000,
-            {},
-            "step 120000  loss 2.3457  grad 0.12  lr 2.98e-04  1.23M tokens/s  45.3% of peak",
-        ),
-        # Without room, what the log alone has goes, skipped steps stay.
-        (
-            120000,
-            {"skipped_steps": 3},
-            "step 120000  loss 2.3457  grad 0.12  1.23M tokens/s  45.3% of peak  3 skipped",
-        ),
-        (
-            1200000,
-            {"skipped_steps": 1234, "gradient_norm": math.inf, "loss": math.nan},
-            "step 1200000  loss nan  grad inf  1.23M tokens/s  45.3% of peak  1234 skipped",
-        ),
-        (
-            10**12,
-            {"skipped_steps": 10**9, "gradient_norm": 1.234e30},
-            "step 1000000000000  loss 2.3457  1.23M tokens/s  1000000000 skipped",
-        ),
-    ],
-)
-def test_a_line_has_what_fits_into_80_columns(step, values, line):
-    assert terminal_line(step, {**MEASURED, **values}) == line
-    assert len(line) <= 80
+@pytest.mark.parametrize(("skipped", "end"), [(0, ""), (3, "  3 skipped")])
+def test_a_line_has_what_is_read_most(skipped, end):
+    line = "step 120000  loss 2.3457  grad 0.12  lr 2.98e-04  1.23M tokens/s  45.3% of peak"
+    assert terminal_line(120000, {**MEASURED, "skipped_steps": skipped}) == line + end
 
 
 @pytest.mark.parametrize(
@@ -138,13 +113,6 @@ def test_a_line_has_what_fits_into_80_columns(step, values, line):
 )
 def test_a_line_has_short_numbers(name, value, text):
     assert terminal_line(3, {name: value, "tokens": 4}) == f"step 3  {text}"
-
-
-def test_lines_fit_into_the_terminal(tmp_path):
-    one = reports(tmp_path)
-    one.console.width = 40
-    one.write(120000, **MEASURED)
-    assert one.console.file.getvalue() == "step 120000  loss 2.3457  1.23M tokens/s\n"
 
 
 def test_numbers_go_to_tensorboard(tmp_path):

@@ -149,7 +149,7 @@ def test_too_many_of_them_end_the_run_after_its_last_checkpoint(text, tmp_path):
         run={"steps": 6, "max_skipped_steps": 1},
         checkpoints={"every_steps": 2, "asynchronous": True},
     )
-    with pytest.raises(TrainingError, match="2 steps in a row, up to step 5, had a loss of"):
+    with pytest.raises(TrainingError, match=r"2 steps in a row, up to step 5, had a loss of"):
         train(chosen, tmp_path, poisoned({4, 5}, "nan"))
     assert Checkpoints(tmp_path).newest().name == "iter_0000004"
     resumed = train(chosen, tmp_path)
@@ -171,14 +171,48 @@ def test_micro_batches_add_up_to_a_large_batch(text, tmp_path):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
 
 
-def test_a_run_does_not_go_on_with_documents_of_other_lengths(tmp_path, tokenizer):
+@pytest.mark.parametrize("other", [[300], [300, 302]])
+def test_a_run_does_not_go_on_with_other_documents(tmp_path, tokenizer, other):
     path = write_documents(tmp_path / "text", [[300, 301, tokenizer.eod]] * 40, tokenizer)
     train(recipe_of(path, run={"steps": 1}), tmp_path / "run")
-    write_documents(tmp_path / "text", [[300, tokenizer.eod]] * 60, tokenizer)
+    write_documents(tmp_path / "text", [[*other, tokenizer.eod]] * 40, tokenizer)
     with pytest.raises(
         CheckpointError, match=r"was trained on other data, .* differs in documents"
     ):
         build(recipe_of(path, run={"steps": 1}), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"model": {"params_dtype": "bfloat16"}}, "model.params_dtype='torch.float32'.*bfloat16"),
+        ({"model": {"moe_aux_loss_coeff": 0.1}}, "model.moe_aux_loss_coeff='0.0'.* has '0.1'"),
+        ({"model": {"moe_z_loss_coeff": 0.1}}, "model.moe_z_loss_coeff='None'.* has '0.1'"),
+    ],
+)
+def test_a_run_does_not_go_on_with_another_loss(text, tmp_path, change, match):
+    train(recipe_of(text, run={"steps": 1}), tmp_path)
+    with pytest.raises(CheckpointError, match=f"was saved with {match}"):
+        build(recipe_of(text, run={"steps": 1}, **change), tmp_path)
+
+
+def test_a_step_without_a_label_changes_nothing_and_a_run_of_them_is_an_error(text, tmp_path):
+    class Unlabelled(Trainer):
+        def step(self, data):
+            batches = [next(data) for _ in range(self.num_micro_batches)]
+            for batch in batches:
+                batch.loss_mask.zero_()
+            before = weights(self)
+            result = super().step(iter(batches))
+            assert not result.updated and math.isnan(result.loss)
+            assert all(torch.equal(before[name], p) for name, p in weights(self).items())
+            return result
+
+    with pytest.raises(TrainingError, match=f"none of the {STEPS} steps has changed the model"):
+        train(recipe_of(text, run={"max_skipped_steps": STEPS}), tmp_path / "a", Unlabelled)
+    assert {one["loss"] for one in read_log(tmp_path / "a" / LOG)} == {None}
+    with pytest.raises(TrainingError, match=r"2 steps in a row, .*, or no label"):
+        train(recipe_of(text, run={"max_skipped_steps": 1}), tmp_path / "b", Unlabelled)
 
 
 def test_a_folder_has_one_run_at_a_time(text, tmp_path):
@@ -217,19 +251,63 @@ def test_evaluation_changes_nothing(text, tmp_path):
     assert len(evaluations) == STEPS and evaluations[-1] == runs[1].evaluate()
 
 
-def test_a_run_that_is_killed_in_its_last_evaluation_has_its_last_checkpoint(text, tmp_path):
+@pytest.mark.parametrize("step", [2, STEPS])
+def test_an_evaluation_that_a_kill_interrupted_is_made_again(text, tmp_path, step):
     class Killed(Trainer):
         def evaluate(self):
-            raise KeyboardInterrupt
+            if self.progress.step == step:
+                raise KeyboardInterrupt
+            return super().evaluate()
 
     chosen = recipe_of(
         text,
-        run={"eval_every_steps": STEPS + 1, "eval_batches": 1},
-        checkpoints={"asynchronous": True},
+        run={"eval_every_steps": 2, "eval_batches": 1},
+        checkpoints={"every_steps": 2, "asynchronous": step == STEPS},
     )
+    whole = train(chosen, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         train(chosen, tmp_path, Killed)
-    assert Checkpoints(tmp_path).newest().name == f"iter_{STEPS:07d}"
+    assert Checkpoints(tmp_path).newest().name == f"iter_{step:07d}"
+    for name in (".log.jsonl.1.tmp", ".check.x"):
+        (tmp_path / name).touch()
+    assert train(chosen, tmp_path).progress == whole.progress
+    train(chosen, tmp_path)  # nothing is left to do
+    assert not list(tmp_path.glob(".*"))
+    lines = [
+        [(one["step"], one.get("loss"), one.get("eval_loss")) for one in read_log(folder / LOG)]
+        for folder in (tmp_path, tmp_path / "whole")
+    ]
+    assert lines[0] == lines[1] and len(lines[0]) == STEPS + STEPS // 2
+
+
+@pytest.mark.parametrize("name", ["adam", "muon"])
+def test_the_first_line_after_a_kill_is_that_of_no_kill(text, tmp_path, name, capfd):
+    class Killed(Trainer):
+        def step(self, data):
+            if self.progress.step == 3:
+                raise KeyboardInterrupt
+            return super().step(data)
+
+    chosen = recipe_of(
+        text,
+        model={"moe_aux_loss_coeff": 0.1, "hidden_dropout": 0.1},
+        run={"eval_every_steps": 1, "eval_batches": 1},
+        optimizer={"name": name},
+        checkpoints={"every_steps": 3},
+    )
+    chosen.reports.every_steps = STEPS
+    whole = train(chosen, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(chosen, tmp_path, Killed)
+    again = train(chosen, tmp_path)
+    for one, other in zip(weights(again).values(), weights(whole).values()):
+        assert torch.equal(one, other)
+    names = ("step", "loss", "load_balancing_loss", "gradient_norm", "tokens")
+    (line,), (expected,) = (logged(folder, *names) for folder in (tmp_path, tmp_path / "whole"))
+    assert line == pytest.approx(expected, rel=1e-6) and line[2] > 0
+    told = capfd.readouterr().err
+    assert ("Muon trains decoder.layers.*.mixer.in_proj.weight, " in told) == (name == "muon")
+    assert ("experts.linear_fc1.weight" in told) == (name == "muon")
 
 
 def test_adapters_are_trained_alone_saved_and_merged(text, tmp_path, tokenizer):

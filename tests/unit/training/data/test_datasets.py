@@ -13,6 +13,7 @@ from index_folders import write_conversations, write_documents, write_index
 
 import megatron_hybrid
 from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.training.data import index_files
 from megatron_hybrid.training.data.config import DataFields
 from megatron_hybrid.training.data.datasets import build_datasets
 
@@ -198,6 +199,39 @@ def test_long_conversations_are_cut_and_counted(tmp_path, caplog):
     ]
     (row,) = [row for row in rows(train)[: len(train) // 9] if row["lengths"] == [48]][:1]
     assert row["loss_mask"].sum() == 9 and row["labels"][-1] == 60
+
+
+def test_conversations_without_a_label_in_a_row_are_left_out_and_a_set_of_them_is_refused(
+    tmp_path, caplog
+):
+    conversations = [list(range(10, 50)), list(range(10, 16))]
+    prefix = write_conversations(tmp_path / "a", conversations, [[(30, 40)], [(0, 3)]], TOKENIZER)
+    train, _, _ = build_datasets(
+        DataFields(16, kind="sft", train=[prefix]), TOKENIZER, (None, 0, 0)
+    )
+    assert len(train) == 1 and train[0]["loss_mask"].tolist() == [1, 1] + [0] * 14
+    assert "1 of 2 conversations are left out" in caplog.text
+    prefix = write_conversations(tmp_path / "b", conversations, [[(30, 40)], [(0, 1)]], TOKENIZER)
+    with pytest.raises(ValueError, match="an answer to train in their first 16 tokens"):
+        build_datasets(DataFields(16, kind="sft", train=[prefix]), TOKENIZER, (None, 0, 0))
+
+
+def test_a_bin_that_is_cut_while_it_is_read_is_an_error(tmp_path):
+    prefix = write_documents(tmp_path / "a", [[30, END]] * 5000, TOKENIZER)
+    train, _, _ = build_datasets(DataFields(16, train=[prefix]), TOKENIZER, (None, 0, 0))
+    os.truncate(f"{prefix}.bin", 100)
+    with pytest.raises(ValueError, match=r"a\.bin was cut while it is read"):
+        [train[i] for i in range(9)]
+
+
+def test_a_large_file_is_known_by_samples_of_all_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_files, "_READ_WHOLE", 100)
+    monkeypatch.setattr(index_files, "_SAMPLE", 10)
+    found = set()
+    for place in (None, 0, 4999):
+        texts = [[30 + (i == place), END] for i in range(5000)]
+        found.add(index_files.content_of(write_documents(tmp_path / "a", texts, TOKENIZER)))
+    assert len(found) == 3
 
 
 def test_conversations_blend(tmp_path, chats):

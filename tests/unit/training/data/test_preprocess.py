@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -19,6 +20,8 @@ from pyarrow import parquet
 from rank_processes import rank_context
 
 from megatron_hybrid import cli
+from megatron_hybrid.serving.fields import ChatFields
+from megatron_hybrid.serving.request_mapping import chat_prompt
 from megatron_hybrid.text import document_files
 from megatron_hybrid.text.document_encoder import encode_all, token_dtype
 from megatron_hybrid.text.document_files import read_chunks
@@ -145,6 +148,36 @@ def test_conversations_keep_their_answers(folder, tmp_path):
     assert sorted(filter(None, learnt)) == sorted(answers)
 
 
+def test_conversations_are_rendered_as_by_the_server(folder, tmp_path):
+    """Contents as parts, arguments and tools as text; a developer; a template for training."""
+    call = {"function": {"name": "look", "arguments": '{"q": "sea"}'}}
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be kind."}]},
+        {"role": "assistant", "content": "so", "tool_calls": [call]},
+        {"role": "assistant", "content": [{"type": "text", "text": "yo"}], "train": None},
+    ]
+    shutil.copytree(folder, tmp_path / "model")
+    marked = (
+        "{% for m in messages %}<|{{ m.role }}|>{% generation %}{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.arguments.q }}{% endfor %}{% endgeneration %}"
+        "{% endfor %}{{ tools[0].function.name }}"
+    )
+    (tmp_path / "training.jinja").write_text(marked)
+    plain = re.sub("{% (end)?generation %}", "", marked)
+    (tmp_path / "model" / "chat_template.jinja").write_text(plain)
+    tools = [{"type": "function", "function": {"name": "t"}}]
+    record = {"messages": messages, "tools": json.dumps(tools)}
+    path = write_lines(tmp_path / "a.jsonl", [record])
+    options = {"chat": True, "train_on": "last", "training_template": tmp_path / "training.jinja"}
+    preprocess([path], tmp_path / "model", tmp_path / "chats", **options)
+    ((ids,), ((start, end),)) = stored(tmp_path / "chats"), stored(tmp_path / "chats.answers")
+    tokenizer = Tokenizer.from_folder(tmp_path / "model")
+    fields = ChatFields(messages=messages, tools=tools, add_generation_prompt=False)
+    assert list(chat_prompt(tokenizer, fields).tokens) == ids
+    assert tokenizer.decode(ids, False) == "<|system|>Be kind.<|assistant|>sosea<|assistant|>yot"
+    assert tokenizer.decode(ids[start:end]) == "yo"
+
+
 # What does not fit -------------------------------------------------------------------------------
 
 BROKEN = [
@@ -185,9 +218,20 @@ def test_a_broken_conversation_is_named(folder, tmp_path):
     empty = [{"messages": []}, {"messages": None}]
     bad = [{"messages": "hello"}, {"messages": conversation(1)[:1]}, {"messages": [1]}]
     path = write_lines(tmp_path / "a.jsonl", [good, *bad, *empty])
+    with path.open("a") as file:
+        deep = "[" * 3000 + "]" * 3000
+        file.write(f'{{"messages": {deep}}}\n{{"messages": [], "tools": 1}}\n')
+        function = json.dumps({"name": "f", "arguments": deep})
+        calls = f'[{{"role": "assistant", "tool_calls": [{{"function": {function}}}]}}]'
+        file.write(f'{{"messages": {calls}}}\n')
+        asked = json.dumps(conversation(1))
+        file.write(f'{{"messages": {asked}, "tools": "{deep}"}}\n')
     told = []
     made = preprocess([path], folder, tmp_path / "d", chat=True, skip_broken=True, tell=told.append)
-    assert (made.documents, made.broken, made.empty) == (1, 3, 2)
+    assert (made.documents, made.broken, made.empty) == (1, 6, 3)
+    assert "a.jsonl:7 is nested too deeply" in told[3]
+    assert "a.jsonl:9: the arguments of call 0 of message 0" in told[4]
+    assert "a.jsonl:10: RecursionError" in told[5]
     assert "a.jsonl:2 has no list in 'messages', but 'hello'" in told[0]
     assert "a.jsonl:3: the conversation has no answer" in told[1]
     assert "a.jsonl:4: messages must be a sequence of mappings" in told[2]

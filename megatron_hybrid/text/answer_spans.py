@@ -1,0 +1,271 @@
+"""Which characters of a rendered conversation are the model's words, those to learn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import Any, Literal, get_args
+
+import jinja2
+from jinja2 import nodes
+
+from megatron_hybrid.text.chat_messages import Message
+from megatron_hybrid.text.chat_template import (
+    ChatTemplate,
+    Conversation,
+    Generation,
+    common_length,
+    template_environment,
+)
+
+TrainOn = Literal["all", "last"]
+"""The assistant's messages that are trained: all, or the last one."""
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+"""Around the model's words, in a rendering that marks them: no characters of any text."""
+_OTHER = "\ufdd2"
+"""A text that no message ends with or begins with."""
+_PIECES = re.compile(r"<[^<>]*>|\s|[^<\s]+|<")
+"""Marks, spaces and words: two texts part between them."""
+_THOUGHTS = re.compile(r"(<think>\s*(</think>)?|\[THINK\]|<\|channel>\w*\s*(<channel\|>)?)\s*\Z")
+"""The start of thoughts, or empty ones, at the end of a prompt: a part of the answer."""
+
+
+def render_with_answers(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any],
+    train_on: TrainOn = "all",
+    marked: ChatTemplate | None = None,
+) -> tuple[str, list[tuple[int, int]]]:
+    """Render a whole conversation, and find the model's answers in it.
+
+    They are the template's `{% generation %}` blocks. A template without any is rendered up to each
+    answer and after it. An answer begins after the header of its turn, with its thoughts, and ends
+    with what ends its turn. A message with `"train": false`, or `"weight": 0`, is not trained.
+
+    Args:
+        template: writes the conversation.
+        messages: as of `ChatTemplate.render`.
+        variables: of the template, tools among them.
+        train_on: see `TrainOn`.
+        marked: a template for training, with `{% generation %}` blocks, that writes the same text.
+
+    Returns:
+        The text, and [start, end) of each answer in it, ascending.
+
+    Raises:
+        ValueError, TypeError: as `ChatTemplate.render`; or no message is to be trained, or the
+            place of one cannot be told, or `marked` writes another text.
+    """
+    conversation = template.conversation(messages, variables)
+    answers = _Answers(template, conversation)
+    everything, trained = _trained(conversation.messages, train_on)
+    marks = marked or template
+    if is_marked(marks):
+        spans = _marked_spans(marks, answers)
+        if trained != everything:  # a span is of the last message that begins before its end
+            starts = [(answers.first_place(index), index) for index in everything]
+            owners = [max((s for s in starts if s[0] < end), default=None) for _, end in spans]
+            spans = [span for span, owner in zip(spans, owners) if owner and owner[1] in trained]
+    elif marked is not None:
+        raise ValueError(f"{marked.origin} has no {{% generation %}} blocks to mark answers by")
+    else:
+        spans = [answers.span(index) for index in trained]
+    if not (spans := [(start, end) for start, end in spans if start < end]):
+        raise ValueError("the conversation has no answer to train: no message of the assistant's")
+    return answers.text, spans
+
+
+def is_marked(template: ChatTemplate) -> bool:
+    """Return whether the template has `{% generation %}` around the model's words."""
+    return re.search(r"\{%[-+]?\s*generation\b", template.source) is not None
+
+
+def _trained(messages: Sequence[Message], train_on: TrainOn) -> tuple[list[int], list[int]]:
+    """Return the indices of the assistant's messages, and of those that are trained."""
+    if train_on not in get_args(TrainOn):
+        raise ValueError(f"train_on is {train_on!r}; it must be one of {get_args(TrainOn)}")
+    found = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    left_out = set(found[:-1]) if train_on == "last" else set()
+    for index, message in enumerate(messages):
+        for name in {"train", "weight"} & message.keys():
+            value = message[name]
+            if value not in (0, 1) or (value and index not in found):
+                raise ValueError(
+                    f"messages[{index}], of the role {message['role']!r}, has {name}={value!r:.60}"
+                    ": true is for messages of the assistant that are trained, else give false"
+                )
+            if not value:
+                left_out.add(index)
+    return found, [index for index in found if index not in left_out]
+
+
+# Templates with marks ----------------------------------------------------------------------------
+
+
+class _MarkedGeneration(Generation):
+    """Renders marks around the body."""
+
+    def around(self, body: list[nodes.Node]) -> list[nodes.Node]:
+        before, after = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_OPEN, _CLOSE))
+        return [before, *body, after]
+
+
+@lru_cache(maxsize=8)
+def _with_marks(source: str, origin: str) -> jinja2.Template:
+    try:
+        return template_environment(_MarkedGeneration).from_string(source)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"{origin} is no Jinja template: {error}") from error
+
+
+def _marked_spans(template: ChatTemplate, answers: _Answers) -> list[tuple[int, int]]:
+    compiled = _with_marks(template.source, template.origin)
+    text = template.run(answers.conversation, answers.messages, False, compiled)
+    parts = re.split(f"[{_OPEN}{_CLOSE}]", text)
+    if (plain := "".join(parts)) != answers.text and template is not answers.template:
+        place = common_length(plain, answers.text)
+        there, here = (text[place : place + 40] for text in (answers.text, plain))
+        raise ValueError(
+            f"{template.origin} writes another text than {answers.template.origin}, from character "
+            f"{place} on {here!r} in place of {there!r}"
+        )
+    if plain != answers.text or len(parts) % 2 == 0:
+        raise ValueError(
+            f"{template.origin} changes the text of its {{% generation %}} blocks afterwards, so "
+            "the answers cannot be found: write the blocks out where they are."
+        )
+    ends = list(accumulate(map(len, parts)))
+    return list(zip(ends[:-1:2], ends[1::2]))
+
+
+# Templates without -------------------------------------------------------------------------------
+
+
+class _Answers:
+    """Finds the answers of one conversation by what renderings of its beginnings have in common.
+
+    Where a template writes a message in another way when the conversation goes on, such as without
+    its thoughts, only what is next to the message is compared: the text between it and the next.
+    """
+
+    def __init__(self, template: ChatTemplate, conversation: Conversation):
+        self.template, self.conversation = template, conversation
+        self.messages = conversation.messages
+        self.text = template.run(conversation, self.messages, False)
+        self._try = partial(template.try_run, conversation)
+
+    def span(self, index: int) -> tuple[int, int]:
+        """Return [start, end) of an answer."""
+        start, end = self._start(index), self._end(index)
+        following = self.messages[index + 1 : index + 2]
+        if end is not None and following and following[0]["role"] == "tool":
+            # Some templates write what the tool says before the content of the call's message.
+            end = None if self.first_place(index + 1) < end else end
+        if start is None or end is None or start > end:
+            raise ValueError(
+                f"{self.template.origin} renders messages[{index}] among others, or in another way "
+                "when the conversation goes on, so its answer cannot be found: mark answers by "
+                "{% generation %} in the template, or in one for training (--chat-template)."
+            )
+        return start, end
+
+    def first_place(self, index: int) -> int:
+        """Return the first place that depends on what a message says; the end: there is none."""
+        return common_length(self.text, self._other(self.messages, index) or self.text)
+
+    def _start(self, index: int) -> int | None:
+        before, text = self.messages[:index], self.text
+        header = _header(self.template, self.conversation)
+        if not before:
+            place = self.first_place(0)
+            return max(0, text.rfind(header, 0, place)) + len(header) if header else place
+        prompt = self._try(before, True)
+        if prompt is not None and text.startswith(prompt):
+            start = len(prompt)
+        else:
+            follows = self._after(self.messages, index - 1)
+            asked = self._after(before, index - 1, True)
+            if follows is None or asked is None:
+                return None
+            start = len(text) - len(follows) + _common_pieces(follows, asked)
+        if thoughts := _THOUGHTS.search(text, max(0, start - 64), start):
+            start = thoughts.start()
+        # After a tool's answer some templates ask for no header, and write it all the same.
+        return start + len(header) if header and text.startswith(header, start) else start
+
+    def _end(self, index: int) -> int | None:
+        if index == len(self.messages) - 1:
+            return len(self.text)
+        upto = self.messages[: index + 1]
+        whole = self._try(upto)
+        if whole is not None and self.text.startswith(whole):
+            return len(whole)
+        follows, end = self._after(self.messages, index), self._after(upto, index)
+        if follows is None or end is None:
+            return None
+        length = _common_pieces(follows, end)
+        if not length and end and follows:  # the last turn ends by another mark
+            length = _PIECES.match(follows).end()
+        return len(self.text) - len(follows) + length
+
+    def _after(self, messages: list, index: int, add_generation_prompt: bool = False) -> str | None:
+        """Return what is written after a message; None: it cannot be told."""
+        is_whole = messages is self.messages
+        text = self.text if is_whole else self._try(messages, add_generation_prompt)
+        other = self._other(messages, index, add_generation_prompt)
+        if text is None or other in (None, text):
+            return None
+        return text[len(text) - common_length(text[::-1], other[::-1]) :]
+
+    def _other(self, messages: list, index: int, add_generation_prompt: bool = False) -> str | None:
+        """Return a rendering in which this message says something else: in all it has, or, if the
+        template refuses that, in all but its content."""
+        for with_content in (True, False):
+            other = _with_other_words(messages[index], with_content)
+            changed = [*messages[:index], other, *messages[index + 1 :]]
+            if (text := self._try(changed, add_generation_prompt)) is not None:
+                return text
+        return None
+
+
+def _header(template: ChatTemplate, conversation: Conversation) -> str:
+    """Return the header of an answer's turn, without an opening of thoughts; "": there is none."""
+    question = [{"role": "user", "content": _OTHER}]
+    plain, asked = (template.try_run(conversation, question, asks) for asks in (False, True))
+    if plain is None or asked is None:
+        return ""
+    header = asked[_common_pieces(plain, asked) :]
+    return header[: m.start()] if (m := _THOUGHTS.search(header)) else header
+
+
+def _common_pieces(first: str, second: str) -> int:
+    """Number of leading characters that two texts share, in whole pieces."""
+    if first.startswith(second):
+        return len(second)
+    end = common_length(first, second) + 64  # in a piece that differs, at most
+    pieces = [_PIECES.findall(text[:end]) for text in (first, second)]
+    return sum(map(len, pieces[0][: common_length(*pieces)]))
+
+
+def _with_other_words(message: Mapping[str, Any], with_content: bool) -> dict[str, Any]:
+    thoughts = message.keys() & {"reasoning_content", "thinking", "reasoning"}
+    other = {**message, **dict.fromkeys(thoughts, _OTHER)}
+    if with_content:
+        is_list = isinstance(message.get("content"), list)
+        other["content"] = [{"type": "text", "text": _OTHER}] if is_list else _OTHER
+    if message.get("tool_calls"):
+        other["tool_calls"] = [
+            {**call, "function": {**function, "arguments": _other_leaves(function["arguments"])}}
+            for call in message["tool_calls"]
+            for function in [call["function"]]
+        ]
+    return other
+
+
+def _other_leaves(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _other_leaves(each) for key, each in value.items()} or {_OTHER: _OTHER}
+    return _OTHER
