@@ -46,6 +46,7 @@ setup(
             "serving/page/*",
             "serving/page/vendor/*",
             "training/recipes/*.yaml",
+            "utils/other_names.toml",
         ]
     },
     python_requires=">=3.11",

@@ -25,6 +25,7 @@ from megatron_hybrid.text.tokenizer_files import find_tokenizer
 from megatron_hybrid.utils.other_names import advice
 
 DEMO = "demo"
+_ARGUMENTS = ("folder", "device", "dtype", "mtp")
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
 
 
@@ -54,9 +55,12 @@ def load_pretrained(
         TypeError: there is no such argument; the message gives the right one.
         ValueError: this machine has no such device.
     """
-    known = [field.name for field in fields(HybridConfig)]
+    known = [*_ARGUMENTS, *(field.name for field in fields(HybridConfig))]
     for name in overrides.keys() - set(known):
-        remedy = advice("load_pretrained", name, known) or "use a field of HybridConfig"
+        remedy = advice("load_pretrained", name, known) or (
+            f"its arguments are {', '.join(_ARGUMENTS)}, and the fields of HybridConfig "
+            "(docs/reference/config.md)"
+        )
         raise TypeError(f"load_pretrained() has no argument {name!r}: {remedy}")
     if isinstance(dtype, str):
         raise TypeError(f"dtype is {dtype!r}: give a dtype, such as torch.bfloat16")

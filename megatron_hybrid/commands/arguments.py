@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,25 +42,34 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, name: str, about: str):
         super().__init__(
-            prog=f"megatron-hybrid {name}", description=about, formatter_class=_Formatter
+            prog=f"megatron-hybrid {name}",
+            description=about,
+            formatter_class=_Formatter,
+            allow_abbrev=False,
         )
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The options, and the `arguments` that they were read from. Positional arguments may stand
         before, between and after others."""
+        self._check_names(arguments)
         options = self.parse_intermixed_args(arguments)
         options.arguments = list(arguments)
         if getattr(options, "model", "") is None:
             self.error(GIVE_MODEL)
         return options
 
+    def _check_names(self, arguments: Sequence[str]) -> None:
+        """Exit with 2 at the first option that there is not: before what else is wrong, which may
+        follow from it."""
+        known = self._option_string_actions
+        for argument in takewhile(lambda argument: argument != "--", arguments):
+            found = re.fullmatch(r"(--?[A-Za-z][\w.-]*)(=.*)?", argument, re.DOTALL)
+            if found and found[1] not in known:
+                remedy = advice(self.prog, found[1], known)
+                self.error(f"there is no {found[1]}" + (f": {remedy}" if remedy else ""))
+
     def error(self, message: str) -> NoReturn:
         """Exit with 2."""
-        start = "unrecognized arguments: "
-        name = message.removeprefix(start).split()[0].partition("=")[0]
-        if message.startswith(start) and name.startswith("--"):
-            remedy = advice(self.prog, name, self._option_string_actions)
-            message = f"there is no {name}" + (f": {remedy}" if remedy else "")
         self.exit(2, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
 
 

@@ -1,200 +1,171 @@
 """Names of other libraries for what has another name here. Errors, docs/reference/other_names.md
-and tests are made from one table."""
+and tests are made from one table, other_names.toml."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Collection
-from difflib import get_close_matches
-from typing import Any, TypeVar
+import tomllib
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from megatron_hybrid.utils.field_help import fields_help
 
 T = TypeVar("T")
-_VLLM, _SGLANG, _HF = "vLLM", "SGLang", "transformers"
-_TRT, _MEGATRON = "TensorRT-LLM", "Megatron-LM"
-_BOTH = f"{_VLLM}, {_SGLANG}"
-
-OTHER_NAMES: dict[str, tuple[tuple[str, str, str], ...]] = {
-    "SamplingParams": (
-        ("max_tokens", f"{_VLLM}, {_TRT}", "use num_tokens_to_generate"),
-        ("max_new_tokens", f"{_HF}, {_SGLANG}", "use num_tokens_to_generate"),
-        ("max_completion_tokens", "OpenAI", "use num_tokens_to_generate"),
-        ("max_length", _HF, "use num_tokens_to_generate, which counts the answer alone"),
-        ("min_new_tokens", f"{_HF}, {_SGLANG}", "use min_tokens"),
-        ("stop", f"{_BOTH}, OpenAI", "use stop_words"),
-        ("stop_strings", _HF, "use stop_words"),
-        ("eos_token_id", _HF, "use termination_id, or stop_token_ids for several"),
-        ("end_id", _TRT, "use termination_id"),
-        ("ignore_eos", f"{_BOTH}, {_TRT}", "use ignore_termination"),
-        ("include_stop_str_in_output", _VLLM, "use detokenize_stop_sequence"),
-        ("no_stop_trim", _SGLANG, "use detokenize_stop_sequence"),
-        ("logprobs", _VLLM, "use return_log_probs, and top_n_logprobs for the likeliest tokens"),
-        ("prompt_logprobs", _VLLM, "use return_log_probs, which has those of the prompt"),
-        ("bad_words", f"{_VLLM}, {_TRT}", "use bad_words_ids, the tokens of each word"),
-        ("thinking_token_budget", _VLLM, "use thinking_budget"),
-        ("do_sample", _HF, "use top_k=1 for greedy decoding"),
-        ("use_beam_search", _TRT, "leave it out: there is no beam search"),
-        ("num_beams", _HF, "leave it out: there is no beam search"),
-        ("random_seed", _TRT, "use seed"),
-        ("sampling_seed", _SGLANG, "use seed"),
-        ("n", f"{_BOTH}, {_TRT}", "use RequestOptions(n=...)"),
-        ("num_return_sequences", _HF, "use RequestOptions(n=...)"),
-        ("cache_salt", _VLLM, "use RequestOptions(salt=...)"),
-        ("structured_outputs", _VLLM, "use RequestOptions(guide=Guide.json_schema(...))"),
-        ("guided_decoding", f"{_VLLM}, {_TRT}", "use RequestOptions(guide=...)"),
-        ("json_schema", _SGLANG, "use RequestOptions(guide=Guide.json_schema(...))"),
-        ("regex", _SGLANG, "use RequestOptions(guide=Guide.regex(...))"),
-    ),
-    "RequestOptions": (
-        ("cache_salt", _VLLM, "use salt"),
-        ("extra_key", _SGLANG, "use salt"),
-        ("structured_outputs", _VLLM, "use guide=Guide.json_schema(...)"),
-        ("best_of", _TRT, "use n, and choose one yourself"),
-        ("num_return_sequences", _HF, "use n"),
-        ("lora_request", f"{_VLLM}, {_TRT}", "leave it out: merge the adapter into the weights"),
-    ),
-    "InferenceConfig": (
-        ("max_model_len", _VLLM, "use max_sequence_length"),
-        ("context_length", _SGLANG, "use max_sequence_length"),
-        ("max_seq_len", _TRT, "use max_sequence_length"),
-        ("max_num_seqs", _VLLM, "use max_requests"),
-        ("max_running_requests", _SGLANG, "use max_requests"),
-        ("max_batch_size", _TRT, "use max_requests"),
-        ("max_num_batched_tokens", _VLLM, "use max_tokens"),
-        ("chunked_prefill_size", _SGLANG, "use max_tokens, of prefill and decoding together"),
-        ("max_num_tokens", _TRT, "use max_tokens"),
-        ("gpu_memory_utilization", _VLLM, "use memory_fraction, of what the weights leave"),
-        ("mem_fraction_static", _SGLANG, "use memory_fraction, of what the weights leave"),
-        ("free_gpu_memory_fraction", _TRT, "use memory_fraction"),
-        ("kv_cache_memory_bytes", _VLLM, "use cache_bytes"),
-        ("buffer_size_gb", _MEGATRON, "use cache_bytes"),
-        ("block_size", _VLLM, "use block_size_tokens"),
-        ("page_size", _SGLANG, "use block_size_tokens"),
-        ("tokens_per_block", _TRT, "use block_size_tokens"),
-        ("enable_prefix_caching", f"{_VLLM}, {_MEGATRON}", "use prefix_caching='restore'"),
-        ("disable_radix_cache", _SGLANG, "use prefix_caching='off'"),
-        ("enable_block_reuse", _TRT, "use prefix_caching='restore'"),
-        ("prefix_caching_mamba_gb", _MEGATRON, "use prefix_caching='restore' and cache_bytes"),
-        ("enforce_eager", _VLLM, "leave it out: steps are eager unless cuda_graphs=True"),
-        ("disable_cuda_graph", _SGLANG, "leave it out: steps are eager unless cuda_graphs=True"),
-        ("swap_space", _VLLM, "use host_cache_bytes"),
-        ("hicache_size", _SGLANG, "use host_cache_bytes"),
-        ("host_cache_size", _TRT, "use host_cache_bytes"),
-        ("speculative_config", f"{_VLLM}, {_TRT}", "use speculation and num_speculative_tokens"),
-        ("speculative_algorithm", _SGLANG, "use speculation"),
-        ("speculative_num_draft_tokens", _SGLANG, "use num_speculative_tokens"),
-        ("seed", _VLLM, "use random_seed"),
-        ("dtype", f"{_BOTH}, {_TRT}", "use load_pretrained(dtype=torch.bfloat16)"),
-        (
-            "tensor_parallel_size",
-            f"{_VLLM}, {_TRT}",
-            "start the program with torchrun, and use "
-            "load_pretrained(tensor_model_parallel_size=...)",
-        ),
-    ),
-    "load_pretrained": (
-        ("tensor_parallel_size", f"{_VLLM}, {_TRT}", "use tensor_model_parallel_size"),
-        ("tp_size", _SGLANG, "use tensor_model_parallel_size"),
-        ("pipeline_parallel_size", f"{_VLLM}, {_TRT}", "use pipeline_model_parallel_size"),
-        ("pp_size", _SGLANG, "use pipeline_model_parallel_size"),
-        ("ep_size", _SGLANG, "use expert_model_parallel_size"),
-        ("enable_expert_parallel", _VLLM, "use expert_model_parallel_size"),
-        ("torch_dtype", _HF, "use dtype"),
-        ("device_map", _HF, "use device, such as 'cuda'"),
-        ("trust_remote_code", f"{_BOTH}, {_HF}", "leave it out: code of a folder never runs"),
-        ("quantization", _BOTH, "leave it out: the folder's config.json says it"),
-        ("quantization_config", _HF, "leave it out: the folder's config.json says it"),
-        ("attn_implementation", _HF, "leave it out: `megatron-hybrid info` lists the backends"),
-        ("revision", f"{_VLLM}, {_HF}", "leave it out: models are read from folders alone"),
-        ("gpu_memory_utilization", _VLLM, "use InferenceConfig(memory_fraction=...)"),
-        ("max_model_len", _VLLM, "use InferenceConfig(max_sequence_length=...)"),
-    ),
-    "megatron-hybrid serve": (
-        ("--model-path", _SGLANG, "give the folder as MODEL"),
-        ("--max-model-len", _VLLM, "use --context"),
-        ("--context-length", _SGLANG, "use --context"),
-        ("--max_seq_len", _TRT, "use --context"),
-        ("--inference-max-seq-length", _MEGATRON, "use --context"),
-        ("--max-num-seqs", _VLLM, "use --max-requests"),
-        ("--max-running-requests", _SGLANG, "use --max-requests"),
-        ("--max_batch_size", _TRT, "use --max-requests"),
-        ("--max-num-queued-reqs", _VLLM, "use --max-waiting"),
-        ("--max-queued-requests", _SGLANG, "use --max-waiting"),
-        ("--max-num-batched-tokens", _VLLM, "use InferenceConfig(max_tokens=...) in Python"),
-        ("--chunked-prefill-size", _SGLANG, "use InferenceConfig(max_tokens=...) in Python"),
-        ("--gpu-memory-utilization", _VLLM, "use --memory-fraction, of what the weights leave"),
-        ("--mem-fraction-static", _SGLANG, "use --memory-fraction, of what the weights leave"),
-        ("--kv_cache_free_gpu_memory_fraction", _TRT, "use --memory-fraction"),
-        ("--kv-cache-memory-bytes", _VLLM, "use --cache-mib"),
-        ("--enable-prefix-caching", _VLLM, "leave it out: --mode restore is the default"),
-        ("--no-enable-prefix-caching", _VLLM, "use --mode off"),
-        ("--disable-radix-cache", _SGLANG, "use --mode off"),
-        ("--mamba-cache-mode", _VLLM, "leave it out: prompts resume at any token"),
-        ("--mamba-block-size", _VLLM, "leave it out: prompts resume at any token"),
-        ("--block-size", _VLLM, "use InferenceConfig(block_size_tokens=...) in Python"),
-        ("--page-size", _SGLANG, "use InferenceConfig(block_size_tokens=...) in Python"),
-        ("--kv-cache-dtype", _BOTH, "use InferenceConfig(kv_cache_dtype=...) in Python"),
-        ("--mamba-ssm-cache-dtype", _VLLM, "use --state-encoding"),
-        ("--kv-offloading-size", _VLLM, "use --host-cache-mib, and --cache-dir"),
-        ("--kv-transfer-config", _VLLM, "use --host-cache-mib, and --cache-dir"),
-        ("--swap-space", _VLLM, "use --host-cache-mib"),
-        ("--enable-hierarchical-cache", _SGLANG, "use --host-cache-mib"),
-        ("--hicache-size", _SGLANG, "use --host-cache-mib"),
-        ("--tensor-parallel-size", _VLLM, "use --tp"),
-        ("--tensor-model-parallel-size", _MEGATRON, "use --tp"),
-        ("--tp-size", _BOTH, "use --tp"),
-        ("--tp_size", _TRT, "use --tp"),
-        ("--pipeline-parallel-size", _VLLM, "use --pp"),
-        ("--pipeline-model-parallel-size", _MEGATRON, "use --pp"),
-        ("--pp-size", _SGLANG, "use --pp"),
-        ("--pp_size", _TRT, "use --pp"),
-        ("--enable-expert-parallel", _VLLM, "use --ep N"),
-        ("--ep-size", _SGLANG, "use --ep"),
-        ("--ep_size", _TRT, "use --ep"),
-        ("--dp-size", _SGLANG, "start several servers with a router before them"),
-        ("--data-parallel-size", _VLLM, "start several servers with a router before them"),
-        ("--quantization", _BOTH, "leave it out: the folder's config.json says it"),
-        ("--load-format", _BOTH, "leave it out: the folder says it"),
-        ("--trust-remote-code", _BOTH, "leave it out: code of a folder never runs"),
-        ("--tokenizer", _VLLM, "put tokenizer.json into the model's folder"),
-        ("--tokenizer-path", _SGLANG, "put tokenizer.json into the model's folder"),
-        ("--revision", _VLLM, "leave it out: models are read from folders alone"),
-        ("--speculative-config", _VLLM, "use --speculation, and --num-speculative-tokens"),
-        ("--speculative-algorithm", _SGLANG, "use --speculation"),
-        ("--enforce-eager", _VLLM, "leave it out: steps are eager without --cuda-graphs"),
-        ("--disable-cuda-graph", _SGLANG, "leave it out: steps are eager without --cuda-graphs"),
-        ("--enable-auto-tool-choice", _VLLM, "leave it out: it is always on"),
-        ("--enable-prompt-tokens-details", _VLLM, "leave it out: it is always on"),
-        ("--enable-chunked-prefill", _VLLM, "leave it out: it is always on"),
-        ("--enable-cache-report", _SGLANG, "leave it out: it is always on"),
-        ("--enable-metrics", _SGLANG, "leave it out: it is always on"),
-        ("--scheduling-policy", _VLLM, "leave it out: a request's priority always counts"),
-        ("--grammar-backend", _SGLANG, "leave it out: guides are llguidance's"),
-        ("--structured-outputs-config", _VLLM, "leave it out: guides are llguidance's"),
-        ("--generation-config", _VLLM, "leave it out: the folder's generation_config.json counts"),
-        ("--allowed-origins", _VLLM, "use --cors-origin"),
-        ("--kv-events-config", _VLLM, "use --kv-events-endpoint"),
-        ("--enable-sleep-mode", _VLLM, "use --take-weights"),
-        ("--weight-transfer-config", _VLLM, "use --take-weights"),
-        ("--seed", _VLLM, "give a seed with each request"),
-        ("--random-seed", _SGLANG, "give a seed with each request"),
-        ("--enable-lora", _VLLM, "leave it out: merge the adapter into the weights"),
-        ("--lora-modules", _VLLM, "leave it out: merge the adapter into the weights"),
-        ("--uvicorn-log-level", _VLLM, "leave it out: the log has one line for each request"),
-        ("--disable-log-requests", _VLLM, "leave it out: prompts are not logged"),
-    ),
+PROGRAM = "megatron-hybrid "
+CONFIGS = {
+    "SamplingParams": "megatron_hybrid.inference.sampling_params.SamplingParams",
+    "RequestOptions": "megatron_hybrid.inference.requests.options.RequestOptions",
+    "InferenceConfig": "megatron_hybrid.inference.config.InferenceConfig",
 }
-"""Who has no such name -> (name, the libraries that have it, what to do here)."""
+_LOADER = "load_pretrained"
+SECTIONS = ("run", "optimizer", "data", "checkpoints", "reports", "model", "lora", "the recipe")
 
 
-def advice(owner: str, name: str, known: Collection[str]) -> str | None:
-    """Return what to do in place of an unknown name: by the table, or the one of the `known` names
-    that it is likely to mean; None: neither has it."""
-    for other, _, remedy in OTHER_NAMES.get(owner, ()):
-        if name == other:
-            return remedy
-    near = get_close_matches(name, known, 1)
-    return f"did you mean {near[0]}?" if near else None
+class Target(NamedTuple):
+    """A name that is there, such as that of `InferenceConfig.max_requests`."""
+
+    owner: str
+    """A class of CONFIGS, load_pretrained, a section of a recipe, or a command; "": every command
+    that has the option."""
+    name: str
+    value: str
+    """The value that it is to have; "": one's own."""
+
+    @classmethod
+    def read(cls, text: str) -> Target:
+        path, _, value = text.partition("=")
+        owner, dot, name = path.partition(".")
+        return cls(owner, name, value) if dot else cls("", path, value)
+
+    @property
+    def is_option(self) -> bool:
+        return self.name.startswith("--")
+
+    @property
+    def setting(self) -> str:
+        """The name, and the value that it is to have."""
+        return f"{self.name}={self.value}" if self.value else self.name
+
+
+class Row(NamedTuple):
+    """One row of the table."""
+
+    targets: tuple[Target, ...]
+    """What is to be used; empty: there is nothing, and `text` is the advice."""
+    text: str
+    """The end of the sentence, or the whole of it."""
+    place: str | None
+    """The only place where the row holds; None: it holds everywhere."""
+    libraries: dict[str, tuple[str, ...]]
+    """Library -> its names."""
+
+
+@functools.cache
+def rows() -> tuple[Row, ...]:
+    """Read the table."""
+    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    found = []
+    for row in tomllib.loads(text)["name"]:
+        targets = tuple(map(Target.read, row.pop("here", "").split()))
+        text = row.pop("more", "") if targets else row.pop("advice")
+        place = row.pop("at", None)
+        libraries = {library: tuple(names.split()) for library, names in row.items()}
+        found.append(Row(targets, text, place, libraries))
+    return tuple(found)
+
+
+def advice(place: str, name: str, known: Collection[str]) -> str | None:
+    """Return what to do in place of an unknown name; None: nothing is known of it.
+
+    Args:
+        place: where it was given: a class of CONFIGS, load_pretrained, a section of a recipe, or
+            `megatron-hybrid` with a command.
+        name: a field, or an option.
+        known: the names that are there.
+    """
+    field = _field(name)
+    is_of_table = place in (*CONFIGS, _LOADER, *SECTIONS) or place.startswith(PROGRAM)
+    foreign, ours = _rows_of(field) if is_of_table else ((), ())
+    for row in foreign:
+        if row.place in (None, place):
+            return f"{_use(place, row.targets, known)}{row.text}" if row.targets else row.text
+    if ours:  # the right name, in a wrong place
+        return _use(place, ours[0].targets, known)
+    own = [Target(owner, field, "") for owner, of in CONFIGS.items() if field in fields_help(of)]
+    if own and is_of_table:
+        return _use(place, own, known)
+    near = _near(name, known)
+    return f"did you mean {near}?" if near else None
+
+
+@functools.cache
+def _rows_of(field: str) -> tuple[list[Row], list[Row]]:
+    """Return the rows of a name of another library, and those of a name of ours."""
+    foreign = [row for row in rows() if field in chain.from_iterable(row.libraries.values())]
+    ours = [row for row in rows() if field in (_field(target.name) for target in row.targets)]
+    return foreign, ours
+
+
+def _field(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def _use(place: str, targets: Iterable[Target], known: Collection[str]) -> str:
+    """Return the sentence that gives the targets their best form at a place."""
+    command = place.removeprefix(PROGRAM) if place.startswith(PROGRAM) else None
+    mine = [t for t in targets if t.name in known and t.owner in ("", command, place, _LOADER)]
+    if mine:
+        return f"use {' and '.join(target.setting for target in mine)}"
+    rest = [target for target in targets if target.owner]
+    if command == "serve" and rest[0].owner in ("SamplingParams", "RequestOptions"):
+        return "give it with each request"
+    in_recipe = [target for target in rest if target.owner in SECTIONS]
+    outside = [target for target in rest if target not in in_recipe]
+    trains = command == "train" or place in SECTIONS
+    chosen = (in_recipe or outside) if trains else (outside or in_recipe)
+    return f"use {', or '.join(_elsewhere(chosen, in_python=command is None or trains))}"
+
+
+def _elsewhere(targets: Iterable[Target], in_python: bool) -> Iterator[str]:
+    """Yield for each owner how its targets are written. in_python: it is clear which of them are
+    Python."""
+    for owner, group in groupby(targets, lambda target: target.owner):
+        names = list(group)
+        if names[0].is_option:
+            yield f"`{PROGRAM}{owner} {' '.join(target.setting for target in names)}`"
+        elif owner in SECTIONS:
+            yield f"the recipe's {' and '.join(f'{owner}.{target.name}' for target in names)}"
+        else:
+            settings = (f"{target.name}={target.value or '...'}" for target in names)
+            yield f"{owner}({', '.join(settings)}){'' if in_python else ' in Python'}"
+
+
+def _near(name: str, known: Iterable[str]) -> str | None:
+    """Return the one of the known names that `name` is a typing error of, or the beginning of; None
+    if there is none, or several."""
+    begun = [one for one in known if one.startswith(name) and 5 * len(name) >= 3 * len(one)]
+    found = begun or [one for one in known if _is_slip(name, one)]
+    return found[0] if len(found) == 1 else None
+
+
+def _is_slip(name: str, meant: str) -> bool:
+    """Return whether one letter is missing, too much or wrong, or swapped with the next."""
+    if abs(len(name) - len(meant)) > 1:
+        return False
+    start = _num_shared(name, meant)
+    given, wanted = name[start:][::-1], meant[start:][::-1]
+    end = _num_shared(given, wanted)
+    given, wanted = given[end:], wanted[end:]
+    return max(len(given), len(wanted)) <= 1 or (len(given) == 2 and given == wanted[::-1])
+
+
+def _num_shared(one: str, other: str) -> int:
+    """Return how many letters two names begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def names_fields(owner: type[T]) -> type[T]:
@@ -215,8 +186,20 @@ def names_fields(owner: type[T]) -> type[T]:
 
 def table() -> str:
     """Return docs/reference/other_names.md's table."""
-    lines = ["| name | of | here, for | do this |", "| --- | --- | --- | --- |"]
-    for owner, rows in OTHER_NAMES.items():
-        for name, libraries, remedy in rows:
-            lines.append(f"| `{name}` | {libraries} | `{owner}` | {remedy} |")
+    lines = ["| name, of | do this |", "| --- | --- |"]
+    for row in rows():
+        fields = [target for target in row.targets if not target.is_option]
+        options = [target for target in row.targets if target.is_option]
+        uses = [*_elsewhere(fields, in_python=True), *(_option(target) for target in options)]
+        names: dict[str, list[str]] = {}
+        for library, given in row.libraries.items():
+            for name in given:
+                names.setdefault(name, []).append(library)
+        theirs = "; ".join(f"`{name}`, {', '.join(of)}" for name, of in names.items())
+        lines.append(f"| {theirs} | {', '.join(uses)}{row.text} |")
     return "\n".join(lines)
+
+
+def _option(target: Target) -> str:
+    of = f"{PROGRAM}{target.owner} " if target.owner else ""
+    return f"`{of}{target.setting}`"

@@ -13,7 +13,7 @@ from doc_blocks import blocks
 
 def main(page: Path) -> None:
     """Run the blocks in order; the first that fails ends it."""
-    names: dict[str, object] = {"__name__": "__main__"}
+    names = vars(sys.modules["__main__"])  # so that "__main__:Name" is found, as in a script
     for block in blocks(page):
         if not block.runs:
             continue

@@ -96,26 +96,26 @@ def _megatron_core(geometry: Geometry, budget: float, in_flight: int) -> Candida
     return {share: lambda share=share: MegatronCore(geometry, budget, share) for share in shares}
 
 
-def _vllm(fine: bool) -> Entry:
+def _vllm(what: str, **options: bool) -> Entry:
     def build(geometry: Geometry, budget: float, in_flight: int) -> Candidates:
         from benchmarks.replay.engines.vllm import CHECKPOINT_ALIGNMENTS, Vllm
 
         return {
             alignment: lambda alignment=alignment: Vllm(
-                geometry, budget, in_flight, alignment, fine
+                geometry, budget, in_flight, alignment, **options
             )
             for alignment in CHECKPOINT_ALIGNMENTS[geometry.state_kind]
         }
 
-    what = "vLLM's KVCacheManager" + (", matching in units of 16 tokens" if fine else "")
-    return Entry(what, build, module="vllm.v1.core.kv_cache_manager")
+    return Entry(f"vLLM's KVCacheManager{what}", build, module="vllm.v1.core.kv_cache_manager")
 
 
 ENGINES = {
     "ours": _ours("exact"),
     "ours-int8": _ours("int8"),
-    "vllm": _vllm(fine=False),
-    "vllm-fine": _vllm(fine=True),
+    "vllm": _vllm(""),
+    "vllm-fine": _vllm(", matching in units of 16 tokens", fine=True),
+    "vllm-junctions": _vllm(", the same with states where prompts part", junctions=True),
     "sglang": Entry(
         f"SGLang's rule: a radix tree, a state each {GRID} tokens at most, with its extra buffer",
         _sglang,

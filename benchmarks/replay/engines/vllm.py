@@ -65,6 +65,9 @@ class Vllm:
         alignment: one of `CHECKPOINT_ALIGNMENTS` for the geometry.
         fine: its opt-in `prefix_match_unit`, here 16 tokens: what was saved at the end of a prompt
             is found in units of 16 tokens instead of whole blocks.
+        junctions: its opt-in `enable_mamba_shared_prefix_checkpoint` in addition to `fine`: a state
+            is also saved where a prompt leaves another one. vLLM has it only with the drafts of
+            EAGLE or MTP; their memory, and the tokens that they compute again, are not counted.
     """
 
     def __init__(
@@ -74,8 +77,9 @@ class Vllm:
         in_flight: int,
         alignment: int | None,
         fine: bool = False,
+        junctions: bool = False,
     ):
-        groups, layers, block = make_groups(geometry, alignment)
+        groups, layers, block = make_groups(geometry, alignment, junctions)
         block_bytes = layers * block * geometry.kv_bytes_per_layer
         states = sum(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
         # The null block; of each group the running states, and one that is given out inside a
@@ -85,10 +89,14 @@ class Vllm:
         extra = 1 + self._request_blocks * in_flight + states * inside
         config = KVCacheConfig(int(budget_bytes // block_bytes) + extra, [], groups)
         init_none_hash(sha256)
-        unit = BLOCK_TOKENS if fine else block
+        unit = BLOCK_TOKENS if fine or junctions else block
         self._hasher = get_request_block_hasher(unit, sha256)
         self._manager = KVCacheManager(
-            config, MAX_LENGTH, scheduler_block_size=block, hash_block_size=unit
+            config,
+            MAX_LENGTH,
+            scheduler_block_size=block,
+            hash_block_size=unit,
+            enable_mamba_shared_prefix_checkpoint=junctions,
         )
         self._block = block
         self._aligned = states > 0
@@ -103,7 +111,7 @@ class Vllm:
             mamba_partial_cache_hit=self._manager.coordinator.enable_partial_hash_hits,
             mamba_has_prefill_checkpoint_blocks=inside,
             mamba_prefill_checkpoint_alignment=alignment,
-            mamba_shared_prefix_checkpoint=False,
+            mamba_shared_prefix_checkpoint=self._manager.mamba_shared_prefix_checkpoint,
         )
         self._params = SamplingParams(max_tokens=MAX_LENGTH)
         self._names = count()
@@ -179,9 +187,10 @@ class Vllm:
 
 
 def make_groups(
-    geometry: Geometry, alignment: int | None
+    geometry: Geometry, alignment: int | None, drafts: bool = False
 ) -> tuple[list[KVCacheGroupSpec], int, int]:
-    """Groups of equally many layers with pages of one size; layers of a group, block size."""
+    """Groups of equally many layers with pages of one size; layers of a group, block size. drafts:
+    the groups of states belong to a model that drafts."""
     kv = {
         "num_kv_heads": geometry.kv_heads,
         "head_size": geometry.head_dim,
@@ -210,7 +219,11 @@ def make_groups(
     layers = min(number for number, _ in specs)
     return (
         [
-            KVCacheGroupSpec([f"{type(spec).__name__}.{i}"], spec)
+            KVCacheGroupSpec(
+                [f"{type(spec).__name__}.{i}"],
+                spec,
+                is_eagle_group=drafts and isinstance(spec, MambaSpec),
+            )
             for number, spec in specs
             for i in range(-(-number // layers))
         ],

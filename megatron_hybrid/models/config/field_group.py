@@ -33,6 +33,7 @@ class FieldGroup:
         pipeline_model_parallel_size: int
         expert_model_parallel_size: int
         expert_tensor_parallel_size: int | None
+        layer_options: dict[str, Any]
 
     followers: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Field -> the fields whose defaults depend on it; they are None until `check`."""
