@@ -16,7 +16,11 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from megatron_hybrid.checkpoints.megatron.core_config import hybrid_config_fields, rotary_fields
+from megatron_hybrid.checkpoints.megatron.core_config import (
+    MUP_FIELDS,
+    hybrid_config_fields,
+    rotary_fields,
+)
 from megatron_hybrid.checkpoints.megatron.pickles import Unknown
 from megatron_hybrid.compat import MLATransformerConfig, activations
 from megatron_hybrid.models.config.architecture import ArchitectureFields
@@ -24,6 +28,7 @@ from megatron_hybrid.models.config.common import CommonFields
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.mlp import MLPFields
 from megatron_hybrid.models.config.position import yarn_amplitude, yarn_scale
+from megatron_hybrid.models.config.unsupported import RESULT_FIELDS
 from megatron_hybrid.models.layer_pattern import (
     LAYER_KINDS,
     STAGE_BOUNDARY,
@@ -49,6 +54,7 @@ _YARN_WITHOUT_PREFIX = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 """Arguments that YaRN has in common with latent attention."""
 
 _CORE_FIELDS = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+_CORE_FIELDS |= {*RESULT_FIELDS, *MUP_FIELDS}  # those that the installed core does not have yet
 
 # A parameter that only this layer kind of core's hybrid models has.
 _KIND_MARKS = {
@@ -186,6 +192,9 @@ _WRITTEN = "MG*W-E"
 _WRITTEN_OF_GPT = ("G*W+", "-E")
 """Those that a layer of a GPTModel can hold, attention and MLP."""
 
+_READ_BY_NORMS_ALONE = {*"M*W-E", STAGE_BOUNDARY}
+"""Those whose norms of `layernorm_epsilon` all read the residual stream."""
+
 
 def is_written_as_gpt(config: HybridConfig) -> bool:
     """Return whether a checkpoint for Megatron holds a GPTModel: the model comes from one, or from
@@ -198,15 +207,39 @@ def is_written_as_gpt(config: HybridConfig) -> bool:
     )
 
 
+def megatron_form(config: HybridConfig) -> HybridConfig:
+    """Return a config that computes the same in fields that Megatron has, as far as it can.
+
+    Output norms of Gated DeltaNet are centered as all norms there: `torch_dist` shifts their
+    weights. A residual stream to which layers add r times their output is r times one to which
+    they add all of it; norms see the same numbers if their epsilon is divided by r^2.
+    """
+    factor = 1.0
+    by_layer = {name for fields in config.layer_overrides.values() for name in fields}
+    if (
+        set(config.layer_pattern) <= _READ_BY_NORMS_ALONE
+        and by_layer.isdisjoint(("residual_multiplier", "layernorm_epsilon", "norm_placement"))
+        and config.norm_placement == "pre"
+        and not (config.qk_layernorm or "qk_layernorm" in by_layer)
+    ):
+        factor = config.residual_multiplier
+    return replace(
+        config,
+        linear_norm_zero_centered_gamma=None,
+        residual_multiplier=config.residual_multiplier / factor,
+        embedding_multiplier=config.embedding_multiplier / factor,
+        layernorm_epsilon=config.layernorm_epsilon / factor**2,
+    )
+
+
 def args_of_config(config: HybridConfig) -> Namespace:
     """Arguments with which Megatron builds a model, a GPTModel if `is_written_as_gpt`: the inverse
-    of `fields_of_args`. Output norms of Gated DeltaNet are centered as all norms there, whatever
-    the config says: `torch_dist` shifts their weights.
+    of `fields_of_args`, of the config's `megatron_form`.
 
     Raises:
         ValueError: Megatron has no argument for a field of the config; all such fields are named.
     """
-    config = replace(config, linear_norm_zero_centered_gamma=None)
+    config = megatron_form(config)
     symbols = config.pattern.symbols
     is_gpt = is_written_as_gpt(config)
     kind = "GPT models" if is_gpt else "hybrid models"
@@ -229,6 +262,7 @@ def args_of_config(config: HybridConfig) -> Namespace:
             "untie_embeddings_and_output_weights": not config.share_embeddings_and_output_weights,
             "group_query_attention": config.num_query_groups is not None,
             **_activation_arguments(config),
+            **_factor_arguments(config),
             **_layer_arguments(config, symbols, is_gpt),
         }
     )
@@ -255,6 +289,8 @@ def _values_of_fields(config: HybridConfig) -> dict[str, Any]:
         first, *others = read.get(name) or [getattr(config, name)]
         # Where layers differ, the comparison with the config finds it.
         values[name] = first if all(other == first for other in others) else getattr(config, name)
+    if not config.has_attention:  # core divides it by the tensor-parallel size all the same
+        values["num_attention_heads"] = config.hidden_size
     return {name: value for name, value in values.items() if not callable(value)}
 
 
@@ -319,6 +355,19 @@ def _activation_arguments(config: HybridConfig) -> dict[str, Any]:
         "squared_relu": function is squared_relu,
         "bias_gelu_fusion": function is gelu_tanh and config.add_bias_linear,
         "bias_swiglu_fusion": False,
+    }
+
+
+def _factor_arguments(config: HybridConfig) -> dict[str, Any]:
+    """Return the factors of embedding and logits, which core has since 0.17 as part of MuP."""
+    if config.embedding_multiplier == config.logits_multiplier == 1.0:
+        return {}
+    return {
+        "use_mup": True,
+        "mup_base_hidden_size": config.hidden_size,  # with which it scales nothing by width
+        "mup_embedding_mult": config.embedding_multiplier,
+        "mup_output_mult": config.logits_multiplier,
+        "softmax_scale": config.softmax_scale or (config.kv_channels or 1) ** -0.5,
     }
 
 

@@ -43,8 +43,19 @@ _TRANSLATED = {
     "linear_attention_freq",
     "moe_layer_freq",
     "no_rope_freq",
+    "use_mup",
 }
-"""Fields that become symbols of the layer pattern or overrides of single layers."""
+"""Fields that become symbols of the layer pattern, overrides of single layers, or multipliers."""
+
+MUP_FIELDS = {
+    "mup_base_hidden_size": None,
+    "mup_embedding_mult": 1.0,
+    "mup_output_mult": 1.0,
+    "mup_base_head_dim": None,
+    "mup_attn_scale_power": 1.0,
+}
+"""Fields of Maximal Update Parameterization, `use_mup`, with their defaults; core has them since
+0.17."""
 
 _DELTA_NETS = ("gated_delta_net", "gdn")
 """Core's name of Gated DeltaNet, and that of 0.20, which takes both and keeps the second."""
@@ -93,6 +104,7 @@ def hybrid_config_fields(
         "params_dtype": _params_dtype(values),
         **_carried(values, pattern),
         **_refused(values),
+        **(_multipliers(values, pattern) if values.get("use_mup") else {}),
         **fields,
         "layer_pattern": PREDICTION_BOUNDARY.join((pattern, *parts)),
         "mtp_num_layers": None,  # it follows from the pattern
@@ -327,6 +339,20 @@ def _activation(values: Mapping[str, Any]) -> Any:
             f"{', '.join(ACTIVATIONS)}."
         )
     return function
+
+
+def _multipliers(values: Mapping[str, Any], pattern: str) -> dict[str, Any]:
+    """Fields of what Maximal Update Parameterization multiplies, as core completes its own."""
+    found = {name: values.get(name, default) for name, default in MUP_FIELDS.items()}
+    logits = found["mup_output_mult"]
+    if logits == 1.0 and found["mup_base_hidden_size"]:
+        logits = found["mup_base_hidden_size"] / values["hidden_size"]
+    result = {"embedding_multiplier": found["mup_embedding_mult"], "logits_multiplier": logits}
+    if values["softmax_scale"] is None and set("*W") & set(pattern):
+        width = values["kv_channels"] or values["hidden_size"] // values["num_attention_heads"]
+        base = math.sqrt(found["mup_base_head_dim"] or 1.0)
+        result["softmax_scale"] = base / width ** found["mup_attn_scale_power"]
+    return result
 
 
 def _latent_attention(values: Mapping[str, Any]) -> dict[str, Any]:
