@@ -16,11 +16,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from megatron_hybrid.checkpoints.megatron.core_config import (
-    MUP_FIELDS,
-    hybrid_config_fields,
-    rotary_fields,
-)
+from megatron_hybrid.checkpoints.megatron.core_config import hybrid_config_fields, rotary_fields
 from megatron_hybrid.checkpoints.megatron.pickles import Unknown
 from megatron_hybrid.compat import MLATransformerConfig, activations
 from megatron_hybrid.models.config.architecture import ArchitectureFields
@@ -28,7 +24,6 @@ from megatron_hybrid.models.config.common import CommonFields
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.mlp import MLPFields
 from megatron_hybrid.models.config.position import yarn_amplitude, yarn_scale
-from megatron_hybrid.models.config.unsupported import RESULT_FIELDS
 from megatron_hybrid.models.layer_pattern import (
     LAYER_KINDS,
     STAGE_BOUNDARY,
@@ -54,7 +49,6 @@ _YARN_WITHOUT_PREFIX = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 """Arguments that YaRN has in common with latent attention."""
 
 _CORE_FIELDS = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-_CORE_FIELDS |= {*RESULT_FIELDS, *MUP_FIELDS}  # those that the installed core does not have yet
 
 # A parameter that only this layer kind of core's hybrid models has.
 _KIND_MARKS = {
@@ -142,7 +136,7 @@ def _layer_pattern(values: Mapping[str, Any], names: Collection[str]) -> str | N
 
 def _core_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of core's config, as Megatron makes them from its arguments."""
-    core = {name: value for name, value in values.items() if name in _CORE_FIELDS}
+    core = dict(values)  # with fields of newer cores, and some of none
     core |= {ours: values[theirs] for theirs, ours in _RENAMED.items() if theirs in values}
     if values.get("group_query_attention") is False:
         core["num_query_groups"] = None
@@ -192,9 +186,6 @@ _WRITTEN = "MG*W-E"
 _WRITTEN_OF_GPT = ("G*W+", "-E")
 """Those that a layer of a GPTModel can hold, attention and MLP."""
 
-_READ_BY_NORMS_ALONE = {*"M*W-E", STAGE_BOUNDARY}
-"""Those whose norms of `layernorm_epsilon` all read the residual stream."""
-
 
 def is_written_as_gpt(config: HybridConfig) -> bool:
     """Return whether a checkpoint for Megatron holds a GPTModel: the model comes from one, or from
@@ -217,7 +208,7 @@ def megatron_form(config: HybridConfig) -> HybridConfig:
     factor = 1.0
     by_layer = {name for fields in config.layer_overrides.values() for name in fields}
     if (
-        set(config.layer_pattern) <= _READ_BY_NORMS_ALONE
+        set(config.layer_pattern) <= {*"M*W-E", STAGE_BOUNDARY}  # their norms read the stream
         and by_layer.isdisjoint(("residual_multiplier", "layernorm_epsilon", "norm_placement"))
         and config.norm_placement == "pre"
         and not (config.qk_layernorm or "qk_layernorm" in by_layer)

@@ -43,19 +43,8 @@ _TRANSLATED = {
     "linear_attention_freq",
     "moe_layer_freq",
     "no_rope_freq",
-    "use_mup",
 }
-"""Fields that become symbols of the layer pattern, overrides of single layers, or multipliers."""
-
-MUP_FIELDS = {
-    "mup_base_hidden_size": None,
-    "mup_embedding_mult": 1.0,
-    "mup_output_mult": 1.0,
-    "mup_base_head_dim": None,
-    "mup_attn_scale_power": 1.0,
-}
-"""Fields of Maximal Update Parameterization, `use_mup`, with their defaults; core has them since
-0.17."""
+"""Fields that become symbols of the layer pattern or overrides of single layers."""
 
 _DELTA_NETS = ("gated_delta_net", "gdn")
 """Core's name of Gated DeltaNet, and that of 0.20, which takes both and keeps the second."""
@@ -343,15 +332,16 @@ def _activation(values: Mapping[str, Any]) -> Any:
 
 def _multipliers(values: Mapping[str, Any], pattern: str) -> dict[str, Any]:
     """Fields of what Maximal Update Parameterization multiplies, as core completes its own."""
-    found = {name: values.get(name, default) for name, default in MUP_FIELDS.items()}
-    logits = found["mup_output_mult"]
-    if logits == 1.0 and found["mup_base_hidden_size"]:
-        logits = found["mup_base_hidden_size"] / values["hidden_size"]
-    result = {"embedding_multiplier": found["mup_embedding_mult"], "logits_multiplier": logits}
+    embedding, logits = values.get("mup_embedding_mult", 1.0), values.get("mup_output_mult", 1.0)
+    if logits == 1.0:
+        logits = (values.get("mup_base_hidden_size") or values["hidden_size"]) / values[
+            "hidden_size"
+        ]
+    result = {"embedding_multiplier": embedding, "logits_multiplier": logits}
     if values["softmax_scale"] is None and set("*W") & set(pattern):
         width = values["kv_channels"] or values["hidden_size"] // values["num_attention_heads"]
-        base = math.sqrt(found["mup_base_head_dim"] or 1.0)
-        result["softmax_scale"] = base / width ** found["mup_attn_scale_power"]
+        base = math.sqrt(values.get("mup_base_head_dim") or 1.0)
+        result["softmax_scale"] = base / width ** values.get("mup_attn_scale_power", 1.0)
     return result
 
 
