@@ -8,7 +8,9 @@ from reference import greedy_tokens, is_greedy, random_tokens, tiny_model
 from megatron_hybrid.megatron import (
     DynamicInferenceEvent,
     DynamicInferenceEventType,
+    DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
+    MegatronLLM,
     SamplingParams,
     TextGenerationController,
 )
@@ -34,6 +36,28 @@ def cached(engine, prompt, **fields):
 def test_a_prompt_that_comes_again_is_skipped_whole(model, length):
     engine = door_engine(model)
     assert [cached(engine, LONG[:length]) for _ in range(2)] == [0, length]
+
+
+def test_a_fork_is_skipped_to_where_it_parts(model):
+    """Where recurrent layers have a state there from the second time on, before at an interval."""
+    engine, recurrent = door_engine(model), "M" in model.config.layer_pattern
+    forks = [LONG[:80], *([*LONG[:50], n, *LONG[51:70]] for n in (93, 94))]
+    assert [cached(engine, fork) for fork in forks] == [0, 48 if recurrent else 50, 50]
+
+
+def test_what_scripts_read_of_engines_and_what_is_not_there():
+    engine = door_engine()
+    context = engine.context
+    assert context.async_sched_step_count == context.async_sched_compaction_step_count == 0
+    assert not engine.use_coordinator and engine.pg_collection.dp.size() == 1
+    for part, names in (
+        (engine, ("schedule_waiting_requests", "schedule_chunked_prefill")),
+        (engine.context.kv_block_allocator, ("block_ref_counts", "kv_hash_to_block_id")),
+        (DynamicInferenceRequest(request_id=1), ("precomputed_block_hashes",)),
+        (DynamicInferenceRequestRecord, ("checkpoint",)),
+        (MegatronLLM, ("submit", "run_sync")),
+    ):
+        assert not any(hasattr(part, name) for name in names)
 
 
 def test_a_second_turn_skips_the_answer_of_the_first(model):
@@ -73,7 +97,8 @@ def test_cached_chunked_and_fresh_prefills_in_a_step_are_right(model):
 def test_scores_over_chunks_are_those_of_one_pass(model, length):
     """Also where a chunk has one token alone; a prompt is scored without an answer, too."""
     params = {"return_log_probs": True, "top_n_logprobs": 2}
-    whole, parts = (door_engine(model, max_tokens=most) for most in (512, 32))
+    whole = door_engine(model, track_generated_token_events=True)
+    parts = door_engine(model, max_tokens=32)
     one, other = (
         answer(each, LONG[:length], greedy_params(4, **params)) for each in (whole, parts)
     )
@@ -82,7 +107,12 @@ def test_scores_over_chunks_are_those_of_one_pass(model, length):
     scored = answer(parts, LONG[:length], greedy_params(0, **params))
     assert scored.succeeded() and scored.generated_tokens == []
     assert scored.prompt_log_probs == pytest.approx(one.prompt_log_probs, abs=1e-5)
-    assert [each.type.name for each in scored.events] == ["ADD_ENGINE", "ADD_CONTEXT", "FINISH"]
+    for request, tokens in ((scored, 0), (other, 0), (one, 4)):
+        names = [each.type.name for each in request.events]
+        assert names == ["ADD_ENGINE", "ADD_CONTEXT", *["GENERATED_TOKEN"] * tokens, "FINISH"]
+        times = [each.timestamp for each in request.events]
+        assert times == sorted(times) and request.latency > 0
+    assert 0 < one.ttft < one.latency and len(one.tpot) == len(other.tpot) == 4
 
 
 def test_a_small_pool_evicts_and_answers(model):
