@@ -68,7 +68,8 @@ help:
 	@echo "                   quarter of an hour"
 	@echo "make test-trl      test published chat templates, as TRL has them"
 	@echo "make test-megatron MEGATRON_LM=PATH  test Megatron's interface, and its scripts"
-	@echo "                   and rollouts, on a clone of Megatron-LM; prints a table"
+	@echo "                   and rollouts, on a clone of Megatron-LM; prints the tables of"
+	@echo "                   docs/reference/megatron_tests.md; a quarter of an hour"
 	@echo "make test-attacks  test the server against hostile clients; one minute"
 	@echo "make test-gpu      run the tests for GPUs, in NVIDIA's container for PyTorch"
 	@echo "make gpu-wheels    download the wheels of benchmarks.gpu.first_run to wheels/gpu"
@@ -188,7 +189,7 @@ test-megatron:
 
 megatron-tests: $(VENV)/.megatron
 	PYTHONPATH=$(CURDIR)/tests/megatron_main:$(abspath $(MEGATRON_LM)) \
-	    $(BIN)/python -m pytest -rA --show-capture=no -m "$(TESTED)" tests/megatron_main $(DOOR_TESTS)
+	    $(BIN)/python -m pytest --show-capture=no -m "$(TESTED)" tests/megatron_main $(DOOR_TESTS)
 
 $(VENV)/.megatron: $(VENV)/.installed-test tests/megatron_main/requirements.txt
 	@$(BIN)/python -m pip $(QUIET) --disable-pip-version-check install -r tests/megatron_main/requirements.txt

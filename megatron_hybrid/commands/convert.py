@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="ours",
         help="Write a checkpoint of this kind. ours is the form of this package; huggingface is "
         "that of the architecture that the model came from; torch_dist is for Megatron-LM, "
-        "if megatron-core's hybrid models can hold the model.",
+        "if megatron-core's GPT or hybrid models can hold the model.",
     )
     parser.add_argument(
         "--huggingface-config",

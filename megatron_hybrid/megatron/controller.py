@@ -62,11 +62,11 @@ class TextGenerationController:
         """Token ids of a text, with one BOS token in front, or none.
 
         Raises:
-            ValueError: `add_BOS`, and the tokenizer has no BOS token.
+            AssertionError: `add_BOS`, and the tokenizer has no BOS token.
         """
         bos = getattr(tokenizer, "bos", None)
         if add_BOS and bos is None:
-            raise ValueError("add_BOS is set, but the tokenizer has no bos token: leave it False")
+            raise AssertionError("add_BOS is set, but the tokenizer has no bos token: leave it out")
         tokens = list(tokenizer.tokenize(prompt))
         while bos is not None and tokens[:1] == [bos]:
             del tokens[0]

@@ -58,6 +58,14 @@ class DynamicInferenceEvent:
     type: DynamicInferenceEventType
     payload: Any = None
 
+    def __post_init__(self) -> None:
+        if self.type is DynamicInferenceEventType.GENERATED_TOKEN:
+            fits = isinstance(self.payload, dict) and "token_id" in self.payload
+        else:
+            fits = (self.payload is not None) == (self.type in _ERRORS)
+        if not (fits and isinstance(self.type, DynamicInferenceEventType)):
+            raise AssertionError(f"an event of type {self.type} has the payload {self.payload!r}")
+
     def __str__(self) -> str:
         text = ""
         if self.type is DynamicInferenceEventType.GENERATED_TOKEN:
@@ -196,10 +204,15 @@ class DynamicInferenceRequest:
         return cls(**data)
 
 
+_OF_TOKENS = ("tokens", "length", "text", "log_probs", "top_n_logprobs")
+_JOINED = ("tpot", "events", *(f"generated_{name}" for name in _OF_TOKENS))
+"""Fields of a whole request that are the sums of those of its segments."""
+
+
 @dataclass(kw_only=True)
 class DynamicInferenceRequestRecord:
-    """The engine's record of a request. A preempted request goes on where it was, so a record
-    of ours has one request only; Megatron's engine begins a new one there."""
+    """A request in segments: Megatron's engine begins a new one where a preempted request goes on,
+    ours goes on in the first."""
 
     requests: list[DynamicInferenceRequest] = field(default_factory=list)
     latency: float | None = None
@@ -229,9 +242,15 @@ class DynamicInferenceRequestRecord:
         return self.requests[0].request_id
 
     def merge(self, tokenizer: object = None) -> DynamicInferenceRequest:
-        """The request, with the record's latency. tokenizer: not used."""
+        """Return the whole request, with the record's latency. tokenizer: not used."""
         merged = copy(self.requests[0])
         merged.latency = self.latency
+        for each in self.requests[1:]:
+            for name in _JOINED:
+                one, other = getattr(merged, name), getattr(each, name)
+                setattr(merged, name, None if one is None or other is None else one + other)
+            for name in ("status", "policy_epoch", "kv_cache_epoch"):
+                setattr(merged, name, getattr(each, name))
         return merged
 
     def serialize(self) -> dict[str, Any]:

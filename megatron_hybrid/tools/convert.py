@@ -18,7 +18,9 @@ from megatron_hybrid.checkpoints.checkpoint import (
     save_huggingface,
 )
 from megatron_hybrid.checkpoints.folder import CONFIG_FILE
+from megatron_hybrid.checkpoints.megatron.args import megatron_form
 from megatron_hybrid.checkpoints.megatron.torch_dist import (
+    DistributedTensors,
     is_torch_dist,
     load_megatron,
     save_megatron,
@@ -99,19 +101,22 @@ def _load_as(
     theirs = read_config(folder)
     if theirs.huggingface_config is None:
         raise CheckpointError(f"{folder / CONFIG_FILE} is not one of Hugging Face.")
-    if load is _load_torch_dist:
-        # Megatron pads the one, and stores all norms alike.
-        names = ("vocab_size", "linear_norm_zero_centered_gamma")
+    if load is _load_torch_dist:  # Megatron pads the vocabulary, and spells some fields otherwise
+        found = megatron_form(DistributedTensors(source).config(vocab_size=theirs.vocab_size))
+        expected = megatron_form(theirs)
+        names = ("vocab_size", *theirs.differences(expected))
         options |= {name: getattr(theirs, name) for name in names}
-    elif read_config(source).huggingface_config is not None:
+    else:
+        found, expected = read_config(source), theirs
+        if found.huggingface_config is not None:
+            raise CheckpointError(
+                f"{source} has a Hugging Face config of its own, which another one would "
+                f"contradict. Leave out {path}."
+            )
+    for name in found.differences(expected):
         raise CheckpointError(
-            f"{source} has a Hugging Face config of its own, which another one would contradict. "
-            f"Leave out {path}."
+            f"{source} has {name}={getattr(found, name)!r}, but {folder / CONFIG_FILE} says "
+            f"{getattr(expected, name)!r}. They are of different models."
         )
     model, tokenizer = load(source, huggingface_config=theirs.huggingface_config, **options)
-    for name in model.config.differences(theirs):
-        raise CheckpointError(
-            f"{source} has {name}={getattr(model.config, name)!r}, but {folder / CONFIG_FILE} says "
-            f"{getattr(theirs, name)!r}. They are of different models."
-        )
     return model, tokenizer or load_tokenizer(folder, theirs.vocab_size)

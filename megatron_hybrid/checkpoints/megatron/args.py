@@ -136,7 +136,7 @@ def _layer_pattern(values: Mapping[str, Any], names: Collection[str]) -> str | N
 
 def _core_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of core's config, as Megatron makes them from its arguments."""
-    core = {name: value for name, value in values.items() if name in _CORE_FIELDS}
+    core = dict(values)  # with fields of newer cores, and some of none
     core |= {ours: values[theirs] for theirs, ours in _RENAMED.items() if theirs in values}
     if values.get("group_query_attention") is False:
         core["num_query_groups"] = None
@@ -198,15 +198,39 @@ def is_written_as_gpt(config: HybridConfig) -> bool:
     )
 
 
+def megatron_form(config: HybridConfig) -> HybridConfig:
+    """Return a config that computes the same in fields that Megatron has, as far as it can.
+
+    Output norms of Gated DeltaNet are centered as all norms there: `torch_dist` shifts their
+    weights. A residual stream to which layers add r times their output is r times one to which
+    they add all of it; norms see the same numbers if their epsilon is divided by r^2.
+    """
+    factor = 1.0
+    by_layer = {name for fields in config.layer_overrides.values() for name in fields}
+    if (
+        set(config.layer_pattern) <= {*"M*W-E", STAGE_BOUNDARY}  # their norms read the stream
+        and by_layer.isdisjoint(("residual_multiplier", "layernorm_epsilon", "norm_placement"))
+        and config.norm_placement == "pre"
+        and not (config.qk_layernorm or "qk_layernorm" in by_layer)
+    ):
+        factor = config.residual_multiplier
+    return replace(
+        config,
+        linear_norm_zero_centered_gamma=None,
+        residual_multiplier=config.residual_multiplier / factor,
+        embedding_multiplier=config.embedding_multiplier / factor,
+        layernorm_epsilon=config.layernorm_epsilon / factor**2,
+    )
+
+
 def args_of_config(config: HybridConfig) -> Namespace:
     """Arguments with which Megatron builds a model, a GPTModel if `is_written_as_gpt`: the inverse
-    of `fields_of_args`. Output norms of Gated DeltaNet are centered as all norms there, whatever
-    the config says: `torch_dist` shifts their weights.
+    of `fields_of_args`, of the config's `megatron_form`.
 
     Raises:
         ValueError: Megatron has no argument for a field of the config; all such fields are named.
     """
-    config = replace(config, linear_norm_zero_centered_gamma=None)
+    config = megatron_form(config)
     symbols = config.pattern.symbols
     is_gpt = is_written_as_gpt(config)
     kind = "GPT models" if is_gpt else "hybrid models"
@@ -229,6 +253,7 @@ def args_of_config(config: HybridConfig) -> Namespace:
             "untie_embeddings_and_output_weights": not config.share_embeddings_and_output_weights,
             "group_query_attention": config.num_query_groups is not None,
             **_activation_arguments(config),
+            **_factor_arguments(config),
             **_layer_arguments(config, symbols, is_gpt),
         }
     )
@@ -255,6 +280,8 @@ def _values_of_fields(config: HybridConfig) -> dict[str, Any]:
         first, *others = read.get(name) or [getattr(config, name)]
         # Where layers differ, the comparison with the config finds it.
         values[name] = first if all(other == first for other in others) else getattr(config, name)
+    if not config.has_attention:  # core divides it by the tensor-parallel size all the same
+        values["num_attention_heads"] = config.hidden_size
     return {name: value for name, value in values.items() if not callable(value)}
 
 
@@ -319,6 +346,19 @@ def _activation_arguments(config: HybridConfig) -> dict[str, Any]:
         "squared_relu": function is squared_relu,
         "bias_gelu_fusion": function is gelu_tanh and config.add_bias_linear,
         "bias_swiglu_fusion": False,
+    }
+
+
+def _factor_arguments(config: HybridConfig) -> dict[str, Any]:
+    """Return the factors of embedding and logits, which core has since 0.17 as part of MuP."""
+    if config.embedding_multiplier == config.logits_multiplier == 1.0:
+        return {}
+    return {
+        "use_mup": True,
+        "mup_base_hidden_size": config.hidden_size,  # with which it scales nothing by width
+        "mup_embedding_mult": config.embedding_multiplier,
+        "mup_output_mult": config.logits_multiplier,
+        "softmax_scale": config.softmax_scale or (config.kv_channels or 1) ** -0.5,
     }
 
 

@@ -93,6 +93,7 @@ def hybrid_config_fields(
         "params_dtype": _params_dtype(values),
         **_carried(values, pattern),
         **_refused(values),
+        **(_multipliers(values, pattern) if values.get("use_mup") else {}),
         **fields,
         "layer_pattern": PREDICTION_BOUNDARY.join((pattern, *parts)),
         "mtp_num_layers": None,  # it follows from the pattern
@@ -327,6 +328,21 @@ def _activation(values: Mapping[str, Any]) -> Any:
             f"{', '.join(ACTIVATIONS)}."
         )
     return function
+
+
+def _multipliers(values: Mapping[str, Any], pattern: str) -> dict[str, Any]:
+    """Fields of what Maximal Update Parameterization multiplies, as core completes its own."""
+    embedding, logits = values.get("mup_embedding_mult", 1.0), values.get("mup_output_mult", 1.0)
+    if logits == 1.0:
+        logits = (values.get("mup_base_hidden_size") or values["hidden_size"]) / values[
+            "hidden_size"
+        ]
+    result = {"embedding_multiplier": embedding, "logits_multiplier": logits}
+    if values["softmax_scale"] is None and set("*W") & set(pattern):
+        width = values["kv_channels"] or values["hidden_size"] // values["num_attention_heads"]
+        base = math.sqrt(values.get("mup_base_head_dim") or 1.0)
+        result["softmax_scale"] = base / width ** values.get("mup_attn_scale_power", 1.0)
+    return result
 
 
 def _latent_attention(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,7 +103,6 @@ RESULT_FIELDS = (
     "moe_expert_rank_capacity_factor",
     "moe_mlp_glu_interleave_size",
     "moe_shared_expert_glu_interleave_size",
-    "use_mup",
 )
 """Those of the refused fields that change what a trained model computes. The others are of
 training, sharding, speed or rounding: a model that was trained with them can be served without."""

@@ -65,8 +65,11 @@ def released_rows(folder: Path) -> list[str]:
             cells = "no", str(error)
         else:
             kind = "HybridModel" if args.is_hybrid_model else "GPTModel"
-            has_head = config.pattern.predictions
-            cells = f"both ways, {kind}", "with its MTP head" if has_head else ""
+            kept = ["with its MTP head"] if config.pattern.predictions else []
+            kept += ["by megatron-core 0.17 and newer"] if hasattr(args, "use_mup") else []
+            if config.mamba_num_groups == 1 and "M" in config.pattern.symbols:
+                kept.append("core does not split its one group over TP ranks")
+            cells = f"both ways, {kind}", "; ".join(kept)
         model_type = config.huggingface_config["model_type"]
         rows.append(f"| {path.stem} | {model_type} | both ways | {' | '.join(cells)} |")
     return rows

@@ -7,18 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from commands import Command, run_script
-from reference import full_logits, greedy_tokens, random_tokens, tiny_model
+from reference import greedy_tokens, random_tokens, tiny_model
 
 from megatron_hybrid import compat
 from megatron_hybrid.megatron.__main__ import main
 
 ROOT = Path(__file__).parents[3]
-EVERY_CALL = Path(__file__).with_name("every_call.py")
 COORDINATED = Path(__file__).with_name("coordinated.py")
 EXAMPLE = ROOT / "examples" / "megatron_inference.py"
-PROMPT = random_tokens(48, vocab_size=95)
 
 
 def printed_by(
@@ -27,43 +24,6 @@ def printed_by(
     command = Command([str(script), *arguments], folder, main=main)
     assert command.wait() == [0], command.printed()
     return command.out()
-
-
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory) -> dict:
-    """What every_call.py read."""
-    folder = tmp_path_factory.mktemp("seen") / "printed"
-    return json.loads(printed_by(EVERY_CALL, main, folder, "--flag", "3"))
-
-
-def test_the_script_is_main_and_has_its_arguments(seen):
-    assert (seen["argv"], seen["name"]) == (["--flag", "3"], "__main__")
-
-
-@pytest.mark.parametrize(
-    ("request_id", "prompt"), [("20", PROMPT), ("10", PROMPT[:30]), ("30", PROMPT[5:])]
-)
-def test_every_field_of_a_request(seen, request_id, prompt):
-    request, model = seen[request_id], tiny_model("M*-M*-")
-    tokens = request["generated_tokens"]
-    assert tokens == greedy_tokens(model, prompt, 60 - len(prompt))
-    assert request["prompt_tokens"] == prompt and request["prompt_length"] == len(prompt)
-    assert request["prompt"] == "".join(chr(token + 32) for token in prompt)
-    assert request["generated_text"] == "".join(chr(t + 32) for t in tokens if t < 95)
-    # Greedy, and processed: a token that is the most likely one has all of the probability.
-    assert request["generated_log_probs"] == [0.0] * len(tokens)
-    best = full_logits(model, prompt).argmax(-1)[:-1]
-    expected = [0.0 if hit else -torch.inf for hit in best == torch.tensor(prompt[1:])]
-    assert request["prompt_log_probs"] == expected
-    assert request["prompt_top_n_logprobs"] == len(prompt) - 1
-    assert len(request["generated_top_n_logprobs"]) == len(tokens)
-    events = ["ADD_ENGINE", "ADD_CONTEXT", *["GENERATED_TOKEN"] * len(tokens), "FINISH"]
-    assert request["events"] == events
-    assert request["event"] == ["payload", "timestamp", "type"]
-    assert request["times"] and request["status"] == "COMPLETED" and request["top_k"] == 1
-    assert request["routing_indices"] is None
-    assert len({seen[other]["uid"] for other in ("10", "20", "30")}) == 3
-    assert request["num_cached_tokens"] == 0  # all asked for log-probs of their prompts
 
 
 def test_every_module_that_scripts_import_resolves(tmp_path):
@@ -89,39 +49,6 @@ print(len(NAMES))
     path = tmp_path / "script.py"
     path.write_text(script)
     assert int(printed_by(path, run_script, tmp_path / "printed")) > 10
-
-
-def test_every_counter_of_the_context(seen):
-    context = seen["context"]
-    assert context.pop("step_count") > 12
-    assert context == {
-        "lifetime_prefill_token_count": 48 + 30 + 43,
-        "async": 0,
-        "max_tokens": 64,
-        "max_requests": 8,
-        "max_sequence_length": 256,
-        "unified_memory_level": 0,
-        "graphs": 0,
-        "blocks": True,
-        "block_size_tokens": 16,
-        "enable_prefix_caching": True,
-    }
-
-
-def test_every_other_entry(seen):
-    expected = [greedy_tokens(tiny_model("M*-M*-"), p, 4) for p in (PROMPT, PROMPT[:20])]
-    assert seen["suspended"] is True
-    assert seen["generate"] == expected
-    assert seen["cached"] == len(PROMPT)
-    assert seen["legacy"] == [1, 0]
-    assert seen["failed"] == ["FAILED", "FAIL"]
-    first, second, *static = seen["refused"]
-    for text in (first, second):
-        assert "await start_listening_to_data_parallel_coordinator() first" in text
-    for name, text in zip(("Context", "Engine"), static, strict=True):
-        assert text.startswith(f"StaticInference{name} is not supported")
-        assert "DynamicInferenceEngine(controller, context).generate(" in text
-    assert seen["llm"] == expected[:1] and seen["async_llm"] == expected[0]
 
 
 def test_the_example_runs_unchanged_and_with_changed_imports(tmp_path):

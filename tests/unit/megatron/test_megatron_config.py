@@ -105,6 +105,7 @@ def test_values_of_enums_become_members():
     ("fields", "error", "message"),
     [
         ((0.004, 8, 7), ValueError, "max_tokens is 7, less than max_requests=8"),
+        ((0.004, 0, 7), ValueError, "max_requests is 0; it must be a whole number from 1"),
         ((0.001, 64, None), ValueError, r"max_requests=64 .*buffer_size_gb=0\.001"),
         ((1_000_000, 64, None), MemoryError, r"cpu has \d+ .* for \d+ .*buffer_size_gb=1000000"),
     ],

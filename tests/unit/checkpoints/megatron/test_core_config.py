@@ -63,7 +63,6 @@ def test_what_concerns_training_or_the_run_is_left_out():
 @pytest.mark.parametrize(
     ("fields", "pattern", "message"),
     [
-        ({"use_mup": True}, "M*-", "use_mup"),
         ({"moe_mlp_glu_interleave_size": 32}, "M*-", "moe_mlp_glu_interleave_size is 32"),
         ({"activation_func": torch.tanh}, "M*-", "activation_func is"),
         ({"num_moe_experts": 4, "moe_router_load_balancing_type": "sinkhorn"}, "*E", "sinkhorn"),

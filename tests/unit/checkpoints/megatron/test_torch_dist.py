@@ -424,7 +424,7 @@ def test_a_tensor_saved_in_part(saved):
         ({"layer_pattern": "M*", "qk_layernorm": True}, "qk_layernorm=True"),
         ({"layer_pattern": "M", "mamba_conv_kernel": 3}, "mamba_conv_kernel=3"),
         ({"layer_pattern": "M-", "gated_linear_unit": False}, "activation_func='silu'"),
-        ({"layer_pattern": "M", "logits_multiplier": 2.0}, "logits_multiplier=2.0"),
+        ({"layer_pattern": "M", "final_logit_softcap": 2.0}, "final_logit_softcap=2.0"),
         (
             {"layer_pattern": "MM", "layer_overrides": {"2": {"layernorm_epsilon": 1.0}}},
             "layernorm_epsilon=1.0 in layer 2",
