@@ -612,3 +612,25 @@ def is_served(frontend: Program) -> bool:
 def plain_log(program: Program) -> str:
     """Its log without colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", program.log.read_text())
+
+
+def test_a_request_through_the_frontend_has_one_trace(tmp_path):
+    """That of its caller, or else one of the frontend's, whose spans the collector gets, too."""
+    with span_collector() as collector:
+        settings = {"OTEL_EXPORT_ENABLED": "1"}
+        settings |= {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": collector.endpoint}
+        settings |= {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+        with cluster(tmp_path, **settings) as made:
+            made.worker("--cache-mib", str(CACHE_MIB), "--otlp-traces-endpoint", collector.endpoint)
+            frontend = made.frontend(*HYBRID_FLAGS)
+            made.wait_until_ready(frontend, 1)
+            names = ("http-request", "handle_payload", "llm_request")
+            for headers in ({"traceparent": TRACEPARENT}, {}):
+                collector.spans.clear()
+                body = {"model": MODEL, **ANSWER}
+                httpx.post(f"{frontend.url}/v1/completions", json=body, headers=headers, timeout=60)
+                wait_until(lambda: collector.spans.keys() >= {*names})
+                first, worker, ours = (collector.spans[name] for name in names)
+                assert first.trace_id == worker.trace_id == ours.trace_id
+                assert ours.parent_span_id == worker.span_id
+                assert first.parent_span_id.hex() == headers.get("traceparent", "")[36:52]
