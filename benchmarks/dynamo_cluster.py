@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-READY_SECONDS = 120
+READY_SECONDS = 300
 MODEL = "demo"
 HYBRID_FLAGS = ("--router-mode", "kv", "--no-router-track-active-blocks")
 """Of a router before hybrids, see docs/guides/many_machines.md."""

@@ -139,8 +139,8 @@ def read_request(
 
 def _calls_alone(tag: Any) -> Any:
     """Return a structural tag in which calls that must come are all of the answer, as `serve` has
-    it; one alone if one tool may be called. Dynamo lets any text follow them. Its own tags have a
-    style, which callers leave out."""
+    it. One tool is called once: Dynamo's tag for a named one is that for the only one. It lets any
+    text follow the calls. Its own tags have a style, which callers leave out."""
     form = _object(_object(tag).get("format"))
     tags = form.get("tags")
     if not (form.get("type") == "triggered_tags" and form.get("at_least_one")):
@@ -148,7 +148,8 @@ def _calls_alone(tag: Any) -> Any:
     if not isinstance(tags, list) or not all(map(_has_style, tags)):
         return tag
     only = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}
-    return {**tag, "format": {**only, "stop_after_first": len(tags) == 1}}
+    once = bool(form.get("stop_after_first")) or len(tags) == 1
+    return {**tag, "format": {**only, "stop_after_first": once}}
 
 
 def _object(value: Any) -> Mapping[str, Any]:
@@ -184,11 +185,11 @@ class Chunks:
         num_top = self._asked.fields.num_top
         if num_top is not None and output.log_probs:
             chunk["log_probs"] = [max(value, LEAST_LOG_PROB) for value in output.log_probs]
-            if num_top:
-                chunk["top_logprobs"] = [
-                    [self._top(rank, *pair) for rank, pair in enumerate(few, 1)]
-                    for few in (islice(top.items(), num_top) for top in output.top_n_logprobs or ())
-                ]
+            tops = output.top_n_logprobs or [{}] * len(output.log_probs)
+            chunk["top_logprobs"] = [
+                [self._top(rank, *pair) for rank, pair in enumerate(few, 1)]
+                for few in (islice(top.items(), num_top) for top in tops)
+            ]
         if output.finish_reason is not None:
             chunk["finish_reason"] = output.finish_reason
             counts = usage([output.prefix], self._num_generated)

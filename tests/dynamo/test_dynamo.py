@@ -25,6 +25,7 @@ import yaml
 from dynamo.common.configuration.groups.kv_router_args import KvRouterArgGroup
 from http_server import DEMO, demo_service, run_apart, running_server
 from safetensors.torch import load_file, save_file
+from span_collector import TRACEPARENT, span_collector
 from waiting import wait_until
 
 from benchmarks.dynamo_cluster import (
@@ -63,43 +64,169 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer", "maximum":
 SCHEMA |= {"required": ["age"], "additionalProperties": False}
 FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
 TOOLS = {"tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]}
-COMPLETIONS = {
-    # What is asked of both; or of Dynamo, and of the server.
-    "greedy": {},
-    "samples": {"n": 3, "temperature": 0.8, "seed": 3, "max_tokens": 40},
-    "log-probabilities": {"logprobs": 3, **SEEDED},
-    "a stop string": {"stop": ["the"], "max_tokens": 40},
-    "a stop string that stays": {
-        **{"stop": ["the", "king"], "max_tokens": 40, "include_stop_str_in_output": True}
-    },
-    "a stop token": {"stop_token_ids": [12], "max_tokens": 40},
-    "stop strings of samples": {"n": 3, "stop": [","], **SEEDED, "max_tokens": 40},
-    "the least tokens": {"min_tokens": 30, "stop_token_ids": [12], "max_tokens": 40},
-    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.9, "max_tokens": 30},
-    "a penalty of the prompt, too": {"repetition_penalty": 1.4, "max_tokens": 30},
-    "rows": {"top_k": 5, "top_p": 0.8, "min_p": 0.02, **SEEDED, "max_tokens": 30},
-    "a regex": (
-        {"guided_regex": "(yes|no), [0-9]{3}"},
-        {"structured_outputs": {"regex": "(yes|no), [0-9]{3}"}},
-    ),
-    "choices": (
-        {"guided_choice": ["a fox", "a wolf"]},
-        {"structured_outputs": {"choice": ["a fox", "a wolf"]}},
-    ),
-    "a grammar": (
-        {"guided_grammar": 'root ::= "ab" [0-9]+ "c"', "max_tokens": 8},
-        {"structured_outputs": {"grammar": 'root ::= "ab" [0-9]+ "c"'}, "max_tokens": 8},
-    ),
-    "several prompts": {"prompt": [PROMPT, "The fox"]},
-    "token ids": {"prompt": [5, 6, 7, 8]},
+OTHER = {"type": "function", "function": {"name": "g", "parameters": SCHEMA}}
+TWO = {"tools": [*TOOLS["tools"], OTHER]}
+NAMED = {"tool_choice": {"type": "function", "function": {"name": "f"}}, "max_tokens": 200}
+FORCED = {"tool_choice": "required", "max_tokens": 200}
+ONCE = {"parallel_tool_calls": False}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+REGEX, GRAMMAR = "(yes|no), [0-9]{3}", 'root ::= "ab" [0-9]+ "c"'
+TURNS = [*CHAT["messages"], {"role": "assistant", "content": "a fox"}]
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"age": 3}'}}
+CALLED = [
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c", "content": "ok"},
+]
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+REASONED = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+def guided(theirs: str, ours: str, value: object, **more: object) -> tuple[dict, dict]:
+    """A guide by the frontend's field, and by that of `serve`."""
+    return {f"guided_{theirs}": value, **more}, {"structured_outputs": {ours: value}, **more}
+
+
+EQUAL = {
+    # To the token. A pair: what Dynamo is asked, and what `serve` is.
+    "completions": [
+        {},
+        SEEDED,
+        {"n": 3, **SEEDED, "max_tokens": 40},
+        {"best_of": 1},
+        {"logprobs": 3, **SEEDED},
+        {"logprobs": 0},
+        {"logprobs": 1, "return_tokens_as_token_ids": True},
+        {"stop": "the", "max_tokens": 40},
+        {"stop": ["the", "king"], "max_tokens": 40, "include_stop_str_in_output": True},
+        {"n": 3, "stop": [","], **SEEDED, "max_tokens": 40},
+        {"stop_token_ids": [12], "max_tokens": 40},
+        {"min_tokens": 30, "stop_token_ids": [12], "max_tokens": 40},
+        ({"min_tokens": 30}, {"min_tokens": 12}),
+        {"ignore_eos": True, "max_tokens": 60},
+        {"prompt": [5, 6, 7, 8] * 500, "max_tokens": None},  # as many as there is room for
+        {"presence_penalty": 0.7, "frequency_penalty": 0.9, "max_tokens": 30},
+        {"repetition_penalty": 1.4, "max_tokens": 30},
+        {"top_k": 5, "top_p": 0.8, "min_p": 0.02, **SEEDED, "max_tokens": 30},
+        {"top_k": -1, **SEEDED},
+        {"temperature": 1e-6, "seed": 1},
+        {"temperature": 0.9, "seed": -3},
+        {"temperature": 0.9, "seed": 2**63 - 1},
+        {"allowed_token_ids": [5, 6, 7]},
+        guided("json", "json", SCHEMA, max_tokens=80),
+        guided("regex", "regex", REGEX),
+        guided("choice", "choice", ["a fox", "a wolf"]),
+        guided("grammar", "grammar", GRAMMAR, max_tokens=8),
+        {"prompt": [PROMPT, "The fox"]},
+        {"prompt": [PROMPT, "The fox"], "n": 2, **SEEDED},
+        {"prompt": [5, 6, 7, 8]},
+        {"prompt": [[5, 6, 7, 8], [9, 10, 11]]},
+        {"user": "somebody"},
+        {"cache_salt": "tenant"},
+        ({"nvext": {"agent_hints": {"priority": 2}}}, {"priority": -2}),
+        {"skip_special_tokens": False, "max_tokens": 60},
+        STREAM,
+        {"n": 2, **SEEDED, **STREAM},
+        {"logprobs": 2, **STREAM},
+        {"stop": ["king", "the"], "max_tokens": 40, **STREAM},
+        {"prompt": [PROMPT, "The fox"], **STREAM},
+    ],
+    "chat/completions": [
+        {},
+        SEEDED,
+        {"n": 2, **SEEDED},
+        {"logprobs": True, "top_logprobs": 2, **SEEDED},
+        {"logprobs": True},
+        {"response_format": FORM, "max_tokens": 80},
+        {"response_format": FORM, "max_tokens": 80, **STREAM},
+        {"response_format": {"type": "json_object"}, "max_tokens": 20},
+        {"response_format": {"type": "text"}},
+        guided("regex", "regex", REGEX),
+        TOOLS,
+        TOOLS | {"tool_choice": "none"},
+        TOOLS | NAMED,
+        TOOLS | FORCED | ONCE,
+        (TOOLS | FORCED, TOOLS | FORCED | ONCE),
+        TOOLS | FORCED | ONCE | STREAM,
+        (TOOLS | FORCED | {"n": 2} | SEEDED, TOOLS | FORCED | ONCE | {"n": 2} | SEEDED),
+        TWO | NAMED,
+        TWO | FORCED | ONCE,
+        {"stop": ["the"], "max_tokens": 40},
+        {"stop": ["the"], "max_tokens": 40, **STREAM},
+        {"stop_token_ids": [12], "max_tokens": 40},
+        {"max_completion_tokens": 5, "max_tokens": None},
+        {"max_completion_tokens": 5},
+        {"min_tokens": 8},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.9, "max_tokens": 30},
+        {"top_k": 5, "top_p": 0.8, "min_p": 0.02, **SEEDED},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]},
+        {"messages": [{"role": "developer", "content": "Be short."}, *CHAT["messages"]]},
+        {"messages": [*TURNS, {"role": "user", "content": "and?"}]},
+        TOOLS | {"messages": [*CHAT["messages"], *CALLED]},
+        {"messages": TURNS, "add_generation_prompt": False, "continue_final_message": True},
+        REASONED,
+        {"reasoning_effort": "low"},
+        {"cache_salt": "tenant"},
+        {"metadata": {"a": "b"}, "store": False, "user": "u", "service_tier": "auto"},
+        STREAM,
+        {"n": 2, **SEEDED, **STREAM},
+        {"logprobs": True, "top_logprobs": 2, **STREAM},
+    ],
 }
-CHATS = {
-    "greedy": {},
-    "log-probabilities": {"logprobs": True, "top_logprobs": 2, **SEEDED},
-    "a JSON schema": {"response_format": FORM, "max_tokens": 80},
-    "a JSON object": {"response_format": {"type": "json_object"}, "max_tokens": 20},
-    "samples": {"n": 2, **SEEDED},
+DROPPED = {
+    # The frontend answers as if these were not there. `serve` uses them, or refuses them.
+    "completions": [
+        {"echo": True},
+        {"suffix": "The end."},
+        {"logit_bias": {"12": 50}},
+        {"prompt_logprobs": 1},
+    ],
+    "chat/completions": [
+        {"logit_bias": {"12": 50}},
+        {"prediction": {"type": "content", "content": "x"}},
+        {"modalities": ["text", "audio"]},
+        {"top_logprobs": 2},
+    ],
 }
+REFUSED = {
+    # By the frontend alone.
+    "completions": [
+        *({"max_tokens": 0}, {"top_p": 0}, {"temperature": 3}, {"stop": []}, {"stop": ""}),
+        *({"bad_words": ["the"]}, {"response_format": FORM, "max_tokens": 80}, {"priority": 2}),
+        *({"structured_outputs": {"regex": REGEX}}, {"return_token_ids": True}),
+        *({"truncate_prompt_tokens": 5}, {"request_id": "r"}, {"num_speculative_tokens": 0}),
+        *({"cache_breakpoints": [4]}, {"add_special_tokens": False}, {"nonsense": 1}),
+        *({"n": 2}, {"model": None}),
+    ],
+    "chat/completions": [
+        *({"max_tokens": 0}, {"max_completion_tokens": 0}, {"echo": True}),
+        *({"structured_outputs": {"regex": REGEX}}, {"messages": [{"role": "x", "content": "x"}]}),
+    ],
+    "messages": [{}],
+    "chat/completions/render": [{}],
+}
+WRONG = {
+    # Both refuse them.
+    "completions": [
+        *({"max_tokens": -1}, {"max_tokens": 5000}, {"max_tokens": 5000, **STREAM}),
+        *({"presence_penalty": 3}, {"temperature": -1}, {"temperature": "hot"}, {"n": 0}),
+        *({"n": "two"}, {"n": 100, **SEEDED}, {"seed": 2**64}, {"logprobs": 21}, {"best_of": 2}),
+        *({"logit_bias": {"x": 1}}, {"prompt": ""}, {"prompt": [PROMPT, ""]}, {"prompt": None}),
+        *({"prompt": [10**6]}, {"prompt": 300 * PROMPT}, {"model": "other"}),
+        *({"stream_options": {}}, guided("regex", "regex", "(?=a)b")),
+    ],
+    "chat/completions": [
+        *({"messages": []}, {"messages": "hi"}, {"tools": [{"type": "function"}]}),
+        *(TOOLS | NAMED | {"tools": TWO["tools"][1:]}, {"thinking_token_budget": 3}),
+        *({"messages": [{"role": "user", "content": [PICTURE]}]}, {"chat_template": "x"}),
+        *({"logprobs": True, "top_logprobs": 21}, {"response_format": {"type": "xml"}}),
+    ],
+}
+KINDS = [
+    pytest.param(relation, path, fields, id=f"{relation}-{path}-{number}")
+    for relation in ("EQUAL", "DROPPED", "REFUSED", "WRONG")
+    for path, kinds in globals()[relation].items()
+    for number, fields in enumerate(kinds)
+]
 
 
 @pytest.fixture(scope="module")
@@ -133,60 +260,95 @@ def ask(program, path: str, body: dict) -> dict:
     return answer.json()
 
 
-def shown(answer: dict) -> list[tuple]:
-    """What choices say: texts, reasons, log-probabilities."""
+def asked(program, path: str, fields: dict) -> tuple[int, list]:
+    """The status, and what an answer or a stream says; of a refusal nothing."""
+    body = {"model": MODEL, **(ANSWER if path == "completions" else CHAT), **fields}
+    body = {name: value for name, value in body.items() if name != "model" or value}
+    answer = httpx.post(f"{program.url}/v1/{path}", json=body, timeout=60)
+    if not body.get("stream") or answer.status_code != 200:
+        found = answer.json() if answer.status_code == 200 else {}
+        return answer.status_code, shown(found) if "choices" in found else []
+    events = [json.loads(line[6:]) for line in answer.text.split("\n") if line[:7] == "data: {"]
+    refused = [event["error"]["code"] for event in events if event.get("error")]
+    return (refused[0], []) if refused else (200, shown(joined(events)))
+
+
+def joined(events: list[dict]) -> dict:
+    """The answer that a stream's events are the pieces of."""
+    choices: dict[int, dict] = {}
+    for piece in (piece for event in events for piece in event["choices"]):
+        whole = choices.setdefault(piece["index"], {"index": piece["index"], "text": ""})
+        delta = piece.get("delta", piece)
+        whole["text"] += delta.get("text") or delta.get("content") or ""
+        for call in delta.get("tool_calls") or ():
+            (own,) = whole.setdefault("message", {"tool_calls": [{"function": {}}]})["tool_calls"]
+            for name, value in call["function"].items():
+                own["function"][name] = own["function"].get(name, "") + (value or "")
+        whole["finish_reason"] = piece.get("finish_reason") or whole.get("finish_reason")
+        logprobs = whole.setdefault("logprobs", {})
+        for name, values in (piece.get("logprobs") or {}).items():
+            logprobs[name] = (logprobs.get(name) or []) + (values or [])
+    return {"choices": list(choices.values()), "usage": events[-1]["usage"]}
+
+
+def shown(answer: dict) -> list:
+    """What choices say: texts, calls, reasons, log-probabilities; and the counts of tokens."""
     found = []
-    for choice in answer["choices"]:
-        message = choice.get("message", {})
-        logprobs = choice.get("logprobs") or {}
-        values = logprobs.get("token_logprobs")
-        if (content := logprobs.get("content")) is not None:
-            values = [entry["logprob"] for entry in content]
-            # Dynamo adds the drawn token to the most likely ones.
+    for choice in sorted(answer["choices"], key=lambda each: each["index"]):
+        message, logprobs = choice.get("message", {}), choice.get("logprobs") or {}
+        values = [
+            [*pair] for pair in zip(logprobs.get("tokens", ()), logprobs.get("token_logprobs", ()))
+        ]
+        tops = logprobs.get("top_logprobs") or ()
+        # Dynamo adds the drawn token to the most likely ones of chats.
+        for entry in logprobs.get("content") or ():
+            values.append([entry["token"], entry["logprob"]])
             values += [
-                top["logprob"]
-                for entry in content
+                [top["token"], top["logprob"]]
                 for top in entry["top_logprobs"]
                 if top["token"] != entry["token"]
             ]
-        text = choice.get("text") or message.get("content")
-        rounded = values and [round(value, 3) for value in values]
-        found.append((choice["index"], text, choice["finish_reason"], rounded))
-    return sorted(found, key=lambda each: each[0])
+        values += [list(pair) for top in tops for pair in sorted((top or {}).items())]
+        found.append(
+            [
+                choice.get("text") or message.get("content") or "",
+                [call["function"] for call in message.get("tool_calls") or ()],
+                choice["finish_reason"],
+                [[token, round(value, 3)] for token, value in values],
+                choice.get("prompt_logprobs") is not None,
+            ]
+        )
+    return [*found, [answer["usage"][name] for name in ("prompt_tokens", "completion_tokens")]]
 
 
-@pytest.mark.parametrize("name", COMPLETIONS)
-def test_completions_are_those_of_the_server(frontend, plain, name):
-    asked = COMPLETIONS[name]
-    theirs, ours = asked if isinstance(asked, tuple) else (asked, asked)
-    found = ask(frontend, "completions", ANSWER | theirs)
-    expected = ask(plain, "completions", ANSWER | ours)
-    assert shown(found) == shown(expected)
-    for count in ("prompt_tokens", "completion_tokens"):
-        if "a stop token" not in name:  # Dynamo may count what it does not show
-            assert found["usage"][count] == expected["usage"][count]
+@pytest.mark.parametrize(("relation", "path", "fields"), KINDS)
+def test_each_kind_of_request_is_answered_as_by_the_server(frontend, plain, relation, path, fields):
+    """Or dropped, or refused, as docs/guides/many_machines.md has it."""
+    theirs, ours = fields if isinstance(fields, tuple) else (fields, fields)
+    found, expected = asked(frontend, path, theirs), asked(plain, path, ours)
+    if relation == "EQUAL":
+        assert found == expected and found[0] == 200
+    elif relation == "DROPPED":
+        assert found == asked(plain, path, {}) != expected
+    else:
+        assert 400 <= found[0] < 500
+        assert expected[0] == 200 if relation == "REFUSED" else 400 <= expected[0] < 500
 
 
-@pytest.mark.parametrize("name", CHATS)
-def test_chats_are_those_of_the_server(frontend, plain, name):
-    found, expected = (
-        ask(each, "chat/completions", CHAT | CHATS[name]) for each in (frontend, plain)
-    )
-    assert shown(found) == shown(expected)
+def test_the_frontend_drops_the_reason_of_a_stop_and_offsets_of_texts(frontend, plain):
+    fields = ANSWER | {"stop": ["the"], "logprobs": 1, "max_tokens": 40}
+    theirs, ours = (ask(each, "completions", fields)["choices"][0] for each in (frontend, plain))
+    assert ours["stop_reason"] == "the" and "stop_reason" not in theirs
+    assert ours["logprobs"]["text_offset"] and not theirs["logprobs"]["text_offset"]
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_calls_of_tools_are_read_and_forced(frontend, plain, choice):
-    """Without a word after them. `serve` is asked for one call."""
-    body = CHAT | TOOLS | {"tool_choice": choice, "max_tokens": 300}
-    (found,) = ask(frontend, "chat/completions", body)["choices"]
-    one = {"parallel_tool_calls": False}
-    (expected,) = ask(plain, "chat/completions", body | one)["choices"]
-    (call,), (right,) = (each["message"]["tool_calls"] for each in (found, expected))
-    assert call["function"] == right["function"]
-    assert found["finish_reason"] == expected["finish_reason"] == "tool_calls"
-    assert not found["message"].get("content")
-    assert json.loads(call["function"]["arguments"])["age"] <= 99
+def test_responses_are_those_of_the_server(frontend, plain):
+    body = {"input": PROMPT, "max_output_tokens": 12, "temperature": 0}
+    texts = [
+        ask(each, "responses", body)["output"][0]["content"][0]["text"]
+        for each in (frontend, plain)
+    ]
+    assert texts[0] == texts[1] != ""
 
 
 def test_salts_divide_caches_and_priorities_are_taken(frontend):
@@ -451,3 +613,25 @@ def is_served(frontend: Program) -> bool:
 def plain_log(program: Program) -> str:
     """Its log without colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", program.log.read_text())
+
+
+def test_a_request_through_the_frontend_has_one_trace(tmp_path):
+    """That of its caller, or else one of the frontend's, whose spans the collector gets, too."""
+    with span_collector() as collector:
+        settings = {"OTEL_EXPORT_ENABLED": "1"}
+        settings |= {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": collector.endpoint}
+        settings |= {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+        with cluster(tmp_path, **settings) as made:
+            made.worker("--cache-mib", str(CACHE_MIB), "--otlp-traces-endpoint", collector.endpoint)
+            frontend = made.frontend(*HYBRID_FLAGS)
+            made.wait_until_ready(frontend, 1)
+            names = ("http-request", "handle_payload", "llm_request")
+            for headers in ({"traceparent": TRACEPARENT}, {}):
+                collector.spans.clear()
+                body = {"model": MODEL, **ANSWER}
+                httpx.post(f"{frontend.url}/v1/completions", json=body, headers=headers, timeout=60)
+                wait_until(lambda: collector.spans.keys() >= {*names})
+                first, worker, ours = (collector.spans[name] for name in names)
+                assert first.trace_id == worker.trace_id == ours.trace_id
+                assert ours.parent_span_id == worker.span_id
+                assert first.parent_span_id.hex() == headers.get("traceparent", "")[36:52]

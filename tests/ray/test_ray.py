@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -50,7 +51,7 @@ class Cluster:
             self.process = subprocess.Popen(
                 command, cwd=EXAMPLE, stdout=file, stderr=subprocess.STDOUT
             )
-        self.client = httpx.Client(base_url=self.url, timeout=60)
+        self.client = httpx.Client(base_url=self.url, timeout=300)
 
     def ask(self, fields: dict, session: str = "") -> dict:
         """The answer to a completion."""
@@ -188,6 +189,21 @@ def test_metrics_are_sums_over_replicas(two):
     for session in range(8):
         two.ask(GREEDY, f"counted-{session}")
     assert {sum(requests()) for _ in range(6)} == {before + 8} and min(requests()) > 0
+
+
+def test_a_request_of_whose_answer_nothing_was_sent_goes_to_another_replica(two):
+    fields = {**LONG, "stream": False, "max_tokens": 600}
+    expected = told(two.ask(fields))
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(two.ask, fields)
+        replicas = two.processes("ray::ServeReplica:megatron_hybrid:Server")
+        for replica in replicas:
+            replica.cpu_percent()
+        time.sleep(1)
+        assert not answer.done()
+        max(replicas, key=psutil.Process.cpu_percent).kill()
+        assert told(answer.result()) == expected
+    wait_until(lambda: len(two.processes("ray::ServeReplica:megatron_hybrid:Server")) == 2)
 
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "stream": True}

@@ -66,6 +66,20 @@ def test_calls_that_must_come_are_all_of_the_answer(tokenizer, style, most_calls
     assert (found == form) is not bool(most_calls)
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_one_call_of_several_tools_is_one(tokenizer, once):
+    content = {"type": "json_schema", "json_schema": {"type": "object"}, "style": "json"}
+    tags = [
+        {"type": "tag", "begin": f"<call>{name}", "content": content, "end": "</call>"}
+        for name in "fg"
+    ]
+    form = {"type": "triggered_tags", "triggers": ["<call>"], "tags": tags}
+    form |= {"at_least_one": True, "stop_after_first": once}
+    given = {"structural_tag": {"type": "structural_tag", "format": form}}
+    guide, _ = asked(tokenizer, sampling_options={"guided_decoding": given}).guide
+    assert json.loads(guide.source)["format"]["stop_after_first"] is once
+
+
 def with_template(source):
     other = Tokenizer.from_folder(DEMO)
     other.set_chat_template(source)
@@ -224,6 +238,8 @@ def test_chunks_have_tokens_logprobs_and_counts(tokenizer):
     shown = last["engine_data"]["prompt_logprobs"]
     assert shown[0] is None and [each[str(t)]["logprob"] for each, t in zip(shown[1:], PROMPT[1:])]
     json.dumps([first, last])
+    few = Chunks(asked(tokenizer, output_options={"logprobs": 0}), tokenizer)
+    assert few.of(output(log_probs=[-1.0]))["top_logprobs"] == [[]]  # Dynamo adds the drawn token
 
 
 def card(folder, tokenizer, dtype="torch.float32"):

@@ -1,50 +1,21 @@
 """Spans as a collector of OpenTelemetry gets them."""
 
 import sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 
 import httpx
 import pytest
 from http_server import running_server
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from reference import random_tokens, tiny_engine, tiny_model
+from span_collector import CALLER, TRACE, TRACEPARENT, span_collector
 
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 
-TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-TRACEPARENT = f"00-{TRACE}-{CALLER}-01"
-
-
-class Collector(HTTPServer):
-    """Keeps the spans that it is sent, the last one of each name."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.spans = {}
-        self.endpoint = f"http://127.0.0.1:{self.server_port}/v1/traces"
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            for scope in resource.scope_spans:
-                self.server.spans |= {span.name: span for span in scope.spans}
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_):
-        pass
-
 
 @pytest.fixture
 def collector():
-    with Collector() as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
+    with span_collector() as made:
+        yield made
 
 
 def attributes(span) -> dict:
