@@ -22,7 +22,7 @@ DEEPSEEK_V31 = HeadedJson(
 )
 DEEPSEEK_V3 = replace(
     DEEPSEEK_V31,
-    head=re.compile(rf"{_CALL}function{_SEP}(?P<name>[^\s<]+)"),
+    head=re.compile(rf"{_CALL}function{_SEP}(?P<name>[^\s<]+)(?=[\s<])"),
     write=lambda name: (f"{_CALL}function{_SEP}{name}\n```json\n", f"\n```{_END}"),
     gap="\n",
 )

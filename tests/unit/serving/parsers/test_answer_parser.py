@@ -215,6 +215,19 @@ def test_a_long_call_is_looked_at_once(name):
     assert time.process_time() - began < 5  # 0.2 s alone
 
 
+@pytest.mark.parametrize("name", WAYS)
+def test_marks_that_begin_no_call_cost_what_their_bytes_do(name):
+    """CPU seconds as the input grows to ten times."""
+    one, costs = WAYS[name].write(*PUT), []
+    unit = WAYS[name].begin + one[: len(one) // 2]
+    for size in (15_000, 150_000):
+        parser, began = style_of("", name).parser(CALLED), time.process_time()
+        parser.add(unit * (size // len(unit)))
+        parser.end()
+        costs.append(time.process_time() - began)
+    assert costs[1] < 12 * costs[0] + 0.3, costs
+
+
 def test_a_reading_parser_holds_nothing_back_without_reason():
     parser = style_of("<think>", "hermes").parser(TOOLS)
     assert parser.add("Once") == [Content("Once")]
