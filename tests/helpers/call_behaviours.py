@@ -131,6 +131,7 @@ WAYS = {
     "deepseek_v3": Way(SECTION[0], v3_call, "\n", SECTION[1]),
     "deepseek_v31": Way(SECTION[0], v31_call, "", SECTION[1]),
     "deepseek_v32": Way(f"<{DSML}function_calls>\n", dsml_call, "", f"</{DSML}function_calls>"),
+    "deepseek_v4": Way(f"<{DSML}tool_calls>\n", dsml_call, "", f"</{DSML}tool_calls>"),
     "ernie45": Way("<tool_call>\n", json_call, "\n", "\n</tool_call>\n", each=True),
     "functiongemma": Way(
         "<start_function_call>", gemma_call("<escape>"), "", "<end_function_call>", each=True
@@ -158,7 +159,11 @@ WAYS = {
     "seed_oss": Way("<seed:tool_call>", coder_call, "\n", "</seed:tool_call>", each=True),
     "xlam": Way("[", json_call, ", ", "]", bare=True),
 }
-TAGGED = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32")
+NOT_READ = """\
+Calls of these are content, as the shared readers do not know their forms: Kimi K3 (`<|open|>` and
+`<|close|>` around all parts of an answer), MiniMax M3 (a tag for each parameter, nested as its
+value is), Cohere Command (marks around content, too) and Step 3 (tags inside of marks)."""
+TAGGED = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "deepseek_v4")
 VALUES = {
     "a text": {"s": "Łódź"},
     "a text of several lines": {"s": "a\n  b\n\nc"},
@@ -457,6 +462,10 @@ def page() -> str:
         shown = "all" if len(names) == len(WAYS) else ", ".join(names)
         lines.append(f"| {code(behaviour)} | {shown} | {code(rows[0].text)} |")
     lines += [
+        "",
+        "## Not read",
+        "",
+        NOT_READ,
         "",
         "## By dialect",
         "",
