@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,10 +160,13 @@ WAYS = {
     "seed_oss": Way("<seed:tool_call>", coder_call, "\n", "</seed:tool_call>", each=True),
     "xlam": Way("[", json_call, ", ", "]", bare=True),
 }
-NOT_READ = """\
-Calls of these are content, as the shared readers do not know their forms: Kimi K3 (`<|open|>` and
-`<|close|>` around all parts of an answer), MiniMax M3 (a tag for each parameter, nested as its
-value is), Cohere Command (marks around content, too) and Step 3 (tags inside of marks)."""
+NOT_READ = {
+    "Kimi K3": "marks of their own are around all parts of an answer",
+    "MiniMax M3": "a tag for each parameter, nested as its value is",
+    "Cohere Command": "marks around content, too",
+    "Step 3": "tags inside of marks",
+}
+"""Dialects whose calls are content, as the shared readers do not know their forms."""
 TAGGED = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "deepseek_v4")
 VALUES = {
     "a text": {"s": "Łódź"},
@@ -452,9 +456,20 @@ MISSES = [row for name, way in WAYS.items() for row in misses(name, way)]
 
 def page() -> str:
     """The table as a page."""
-    rule = inspect.getdoc(Dialect).partition("\n\n")[2]
-    lines = ["# Calls that are read", "", rule, "", "## Near misses", ""]
-    lines += ["Each is a test of each dialect that is named, whole and in letters.", ""]
+    rules = re.split("\n- ", inspect.getdoc(Dialect).replace("\n  ", " "))[1:]
+    lines = [
+        "# Calls that are read",
+        "",
+        "What is a call, and what content, in all dialects:",
+        "",
+        "| rule |",
+        "| --- |",
+        *(f"| {each.replace(chr(60), chr(38) + 'lt;')} |" for each in rules),
+        "",
+        "## Near misses",
+        "",
+    ]
+    lines += ["Each is a test of each dialect named.", ""]
     lines += ["| near miss | dialects | for instance |", "| --- | --- | --- |"]
     for behaviour in dict.fromkeys(row.behaviour for row in MISSES):
         rows = [row for row in MISSES if row.behaviour == behaviour]
@@ -465,11 +480,13 @@ def page() -> str:
         "",
         "## Not read",
         "",
-        NOT_READ,
+        "| family | what the shared readers do not know |",
+        "| --- | --- |",
+        *(f"| {name} | {why} |" for name, why in NOT_READ.items()),
         "",
         "## By dialect",
         "",
-        "Each row is a test: a text that a model may write, whole and",
+        "Each row is a test of a text, whole and",
     ]
     lines[-1] += " in letters, and what it is.\n`put` and `now` are given functions."
     lines[-1] += " `serve --tool-call-parser` names the dialects.\n"
