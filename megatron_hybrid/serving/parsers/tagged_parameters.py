@@ -35,7 +35,7 @@ Found = tuple[dict[str, str | None] | None, int]
 def named(before: str, after: str) -> re.Pattern:
     """A pattern of a tag with the group `name`: space and quotes around a name are none of it."""
     name = r"(?P<name>[^\s<>\"'](?:[^<>\n\"']*[^\s<>\"'])?)"
-    return re.compile(rf"{before}\s*[\"']?\s*{name}\s*[\"']?\s*{after}")
+    return re.compile(rf"{before}\s*(?:[\"']\s*)?{name}\s*(?:[\"']\s*)?{after}")
 
 
 @dataclass(frozen=True)

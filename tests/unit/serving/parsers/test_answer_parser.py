@@ -7,7 +7,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from call_behaviours import NONE, NOW, PUT, WAYS
+from call_behaviours import NONE, NOW, PUT, TAGGED, WAYS
 from call_behaviours import TOOLS as CALLED
 from dialects import NAMES, WITH_TEXT, message_of, template, turn
 from hypothesis import assume, given, settings
@@ -226,6 +226,14 @@ def test_marks_that_begin_no_call_cost_what_their_bytes_do(name):
         parser.end()
         costs.append(time.process_time() - began)
     assert costs[1] < 12 * costs[0] + 0.3, costs
+
+
+@pytest.mark.parametrize("name", [each for each in TAGGED if each != "glm45"])
+def test_space_in_a_tag_is_read_once(name):
+    tag = WAYS[name].begin + WAYS[name].write(*PUT).partition("put")[0].rstrip('"')
+    parser, began = style_of("", name).parser(CALLED), time.process_time()
+    parser.add(tag + " " * 20_000 + WAYS[name].end), parser.end()
+    assert time.process_time() - began < 2  # 20 s, if each place was tried with each other
 
 
 def test_a_reading_parser_holds_nothing_back_without_reason():
