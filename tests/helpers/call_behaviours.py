@@ -5,10 +5,14 @@ Run it to write docs/reference/tool_calls.md again.
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from megatron_hybrid.serving.parsers.dialect import Dialect
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "tool_calls.md"
 Calls = list[tuple[str, dict[str, Any]]]
@@ -46,7 +50,10 @@ class Way(NamedTuple):
     """Calls begin the answer, without a mark."""
 
     def __call__(self, calls: Calls) -> str:
-        written = [self.write(*call) for call in calls]
+        return self.around([self.write(*call) for call in calls])
+
+    def around(self, written: list[str]) -> str:
+        """Marks around calls."""
         if self.each:
             return self.between.join(self.begin + one + self.end for one in written)
         return self.begin + self.between.join(written) + self.end
@@ -125,6 +132,7 @@ WAYS = {
     "deepseek_v3": Way(SECTION[0], v3_call, "\n", SECTION[1]),
     "deepseek_v31": Way(SECTION[0], v31_call, "", SECTION[1]),
     "deepseek_v32": Way(f"<{DSML}function_calls>\n", dsml_call, "", f"</{DSML}function_calls>"),
+    "deepseek_v4": Way(f"<{DSML}tool_calls>\n", dsml_call, "", f"</{DSML}tool_calls>"),
     "ernie45": Way("<tool_call>\n", json_call, "\n", "\n</tool_call>\n", each=True),
     "functiongemma": Way(
         "<start_function_call>", gemma_call("<escape>"), "", "<end_function_call>", each=True
@@ -152,7 +160,14 @@ WAYS = {
     "seed_oss": Way("<seed:tool_call>", coder_call, "\n", "</seed:tool_call>", each=True),
     "xlam": Way("[", json_call, ", ", "]", bare=True),
 }
-TAGGED = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32")
+NOT_READ = {
+    "Kimi K3": "marks of their own are around all parts of an answer",
+    "MiniMax M3": "a tag for each parameter, nested as its value is",
+    "Cohere Command": "marks around content, too",
+    "Step 3": "tags inside of marks",
+}
+"""Dialects whose calls are content, as the shared readers do not know their forms."""
+TAGGED = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "deepseek_v4")
 VALUES = {
     "a text": {"s": "Łódź"},
     "a text of several lines": {"s": "a\n  b\n\nc"},
@@ -215,6 +230,87 @@ def common_rows() -> Iterator[Row]:
             yield Row(name, "its end mark in a text", way([("put", quoted)]), [("put", quoted)])
 
 
+def unreadable(way: Way) -> str:
+    """A call of a given function with a parameter twice, or a value that is none."""
+    written = way.write("put", {"s": "QQ", "n": 5})
+    for name in ("=n>", '"n" ', '"n">', "<arg_key>n<"):
+        written = written.replace(name, name.replace("n", "s", 1))
+    for quote in ('"', "'", '<|"|>', "<escape>"):
+        written = written.replace(f"{quote}QQ{quote}", "[1 2]")
+    return written
+
+
+JSON = json_call(*PUT)
+JSON_MISSES: dict[str, tuple[str, int, str]] = {
+    "a list": (f"[{JSON}]", 1, ""),
+    "a list of two": (f"[{JSON}, {JSON}]", 2, ""),
+    "two, a line each": (f"{JSON}\n{JSON}", 2, ""),
+    "two, nothing between them": (JSON * 2, 2, ""),
+    "two, with a comma": (f"{JSON}, {JSON}", 2, ""),
+    "two, with a semicolon": (f"{JSON}; {JSON}", 2, ""),
+    "in a fence": (f"\n```json\n{JSON}\n```\n", 1, ""),
+    "a list in a fence of no language": (f"```\n[{JSON}]\n```", 1, ""),
+    "a list that is open": (f"[{JSON}", 1, ""),
+    "a list with a comma at its end": (f"[{JSON},]", 1, ""),
+    "arguments as a text of JSON": (JSON.replace('{"s": "x"}', dumps('{"s": "x"}')), 1, ""),
+    "parameters for arguments": (JSON.replace("arguments", "parameters"), 1, ""),
+    "inside of a function": (f'{{"type": "function", "function": {JSON}}}', 1, ""),
+    "an id and a type": (JSON.replace("{", '{"id": "1", "type": "function", ', 1), 1, ""),
+    "one of two unreadable": (f'[{{"name": "put", "s": 1}}, {JSON}]', 1, '{"name": "put", "s": 1}'),
+    "one of two unknown": (f'[{{"name": "nope"}}, {JSON}]', 1, '{"name": "nope"}'),
+}
+"""JSON of calls, the number of them and what else is said."""
+
+
+def misses(name: str, way: Way) -> Iterator[Row]:
+    """The near misses that each dialect reads alike."""
+    put, now, bad = way.write(*PUT), way.write(*NOW), unreadable(way)
+    left = way.begin + bad + way.end if way.each else bad
+    whole = way.around([bad])
+    yield Row(name, "an unreadable call", whole, [], whole)
+    for place, written, calls in (
+        ("after a right one", [now, bad], [NOW]),
+        ("before a right one", [bad, put], [PUT]),
+        ("between right ones", [now, bad, put], [NOW, PUT]),
+    ):
+        yield Row(name, f"an unreadable call {place}", way.around(written), calls, left)
+    if "{}" in now:
+        nothing = now.replace(', "arguments": {}', "").replace("{}", "")
+        given = [("nothing", nothing)]
+        if way.write is not WAYS["gemma4"].write and way.write is not WAYS["functiongemma"].write:
+            given += [("null", now.replace("{}", "null")), ('""', now.replace("{}", '""'))]
+        for what, written in given:
+            yield Row(name, f"{what} for no arguments", way.around([written, put]), [NOW, PUT])
+    raw = way.write("put", {"s": "a\nb\tc"}).replace("\\n", "\n").replace("\\t", "\t")
+    yield Row(name, "raw lines and tabs", way.around([raw]), [("put", {"s": "a\nb\tc"})])
+    comma = put
+    for close in ('"}', "')", '<|"|>}', "<escape>}"):
+        comma = comma.replace(f"x{close}", f"x{close[:-1]}, {close[-1]}")
+    yield Row(name, "a comma at the arguments' end", way.around([comma]), [PUT])
+    begin, end = ("", "") if way.bare else (way.begin.rstrip("[\n"), way.end.lstrip("]"))
+    if way.bare:
+        text = f"\n {way.begin}\n {put}\n {way.end}"
+    else:
+        text = f"{way.begin}\n {put}\n {way.end}"
+        yield Row(name, "the begin mark twice", way.begin + way([PUT]), [PUT], way.begin)
+        yield Row(
+            name, "a call after words in a thought", f"Hm. {way([PUT])}", [PUT], "", "Hm.", True
+        )
+    yield Row(name, "space around a call", text, [PUT])
+    yield Row(name, "text after a call", f"{way([PUT])}\nDone.", [PUT], "Done.")
+    for size in range(1, len(end.strip())):
+        text = way([PUT])
+        yield Row(name, "an end mark that is cut", text[: text.rindex(end.strip()) + size], [PUT])
+    cut = way.around([now, put])
+    cut = cut[: cut.rindex("put") + 3 + (way.write is python_call)]
+    rest = cut[cut.rindex(way.begin if way.each else put[: put.index("put") + 3]) :]
+    if name != "glm45":  # whose name alone is a call
+        yield Row(name, "a right call, then one that is cut", cut, [NOW], rest)
+    for behaviour, (written, count, content) in JSON_MISSES.items():
+        text = begin + written + end
+        yield Row(name, f"JSON: {behaviour}", text, [PUT] * count, content)
+
+
 def near_misses() -> Iterator[Row]:
     """What models are known to write, and vLLM's and SGLang's own tests read."""
     for behaviour, written, given in (
@@ -227,6 +323,7 @@ def near_misses() -> Iterator[Row]:
         ("an unknown escape", r"s='\d+'", {"s": r"\d+"}),
         ("underscores in a number", "i=1_000", {"i": 1000}),
         ("a zero before a number", "i=07", {"i": 7}),
+        ("a sign before a number", "i=+7", {"i": 7}),
         ("a text with its own quotes", "s='sed -n '1,5p' f'", {"s": "sed -n '1,5p' f"}),
         ("an apostrophe", "s='it's'", {"s": "it's"}),
         ("JSON's words", "b=true, i=null", {"b": True, "i": None}),
@@ -283,12 +380,11 @@ def near_misses() -> Iterator[Row]:
         ("an id with a name alone", kimi.replace("functions.put:0", "put")),
         ("no section", kimi.replace("<|tool_calls_section_begin|>", "")),
         ("lines between marks", kimi.replace("|><|", "|>\n<|")),
+        ("space around names", kimi.replace("functions.put:0", " functions.put:0 ")),
         ("an end is missing where a call begins", kimi * 2),
     ):
         text = text.replace("<|tool_call_end|><|tool_calls_section_end|><", "<")
         yield Row("kimi_k2", behaviour, text, [PUT] * text.count("put"))
-    text = WAYS["kimi_k2"]([NOW]).replace("{}", "")
-    yield Row("kimi_k2", "nothing for arguments", text, [NOW])
     for name in ("deepseek_v3", "deepseek_v31"):
         text = WAYS[name]([PUT, NOW]).replace(ONE.format("end"), "", 1)
         yield Row(name, "an end is missing where a call begins", text, [PUT, NOW])
@@ -296,8 +392,6 @@ def near_misses() -> Iterator[Row]:
         ("no [ARGS]", '[TOOL_CALLS]put{"s": "x"}'),
         ("space around the name", '[TOOL_CALLS] put [ARGS] {"s": "x"}'),
         ("an id", '[TOOL_CALLS]put[CALL_ID]abc123def[ARGS]{"s": "x"}'),
-        ("one object, no list", '[TOOL_CALLS]{"name": "put", "arguments": {"s": "x"}}'),
-        ("a list that is open", '[TOOL_CALLS] [{"name": "put", "arguments": {"s": "x"}}'),
     ):
         text = text.replace("put [ARGS]", "put[ARGS]")
         yield Row("mistral", behaviour, text, [PUT])
@@ -315,27 +409,14 @@ def near_misses() -> Iterator[Row]:
         yield Row(name, behaviour, WAYS[name]([PUT]).replace(old, new), [PUT])
     text = f"Well.<|python_start|>[{python_call(*PUT)}]<|python_end|>"
     yield Row("llama4_pythonic", "marks", text, [PUT], "Well.")
-    text = ", ".join([json_call(*PUT)] * 2)
-    yield Row("llama3_json", "a comma between calls", text, [PUT, PUT])
-    hermes = '{"name": "put", "arguments": {"s": "x"}}'
-    for behaviour, text, calls, content in (
-        (
-            "arguments as a text of JSON",
-            hermes.replace('{"s": "x"}', dumps('{"s": "x"}')),
-            [PUT],
-            "",
-        ),
-        ("parameters for arguments", hermes.replace("arguments", "parameters"), [PUT], ""),
-        ("an id and a type", hermes.replace("{", '{"id": "1", "type": "function", ', 1), [PUT], ""),
-        ("two calls between marks", f"{hermes}\n{hermes}", [PUT, PUT], ""),
-        ("a list", f"[{hermes}]", [PUT], ""),
-        ("a fence", f"\n```json\n{hermes}\n```\n", [PUT], ""),
-        ("raw lines", hermes.replace("x", "a\n\tb"), [("put", {"s": "a\n\tb"})], ""),
-        ("null for arguments", '{"name": "now", "arguments": null}', [NOW], ""),
-        ("an empty text for arguments", '{"name": "now", "arguments": ""}', [NOW], ""),
-    ):
-        text = f"<tool_call>{text}</tool_call>"
-        yield Row("hermes", behaviour, text, calls, content)
+    text = f"Here is it: {JSON} Would you like more?"
+    for name in ("llama3_json", "llama4_json"):
+        content = "Here is it: Would you like more?"
+        yield Row(name, "a call in a text", text, [PUT], content)
+    for name, quote in (("gemma4", '<|"|>'), ("functiongemma", "<escape>")):
+        given = {"s": "a b: {c}"}
+        text = WAYS[name]([("put", given)]).replace(quote, '"')
+        yield Row(name, "quotes of JSON", text, [("put", given)])
     for behaviour, inside in (
         ("JSON that is cut", '{"name": "put", "arguments": {"s": '),
         ("no JSON", "put(x)"),
@@ -370,24 +451,52 @@ def near_misses() -> Iterator[Row]:
 
 
 ROWS = [*common_rows(), *near_misses()]
+MISSES = [row for name, way in WAYS.items() for row in misses(name, way)]
 
 
 def page() -> str:
     """The table as a page."""
-    head = (
-        "# Calls that are read\n\nEach row is a test: a text that a model may write, whole and in "
-    )
-    head += (
-        "letters, and what it is.\n`put` and `now` are given functions. `serve --tool-call-parser`"
-    )
-    head += " names the dialects.\n\n"
-    lines = ["| dialect | written | text | calls | else |", "| --- | --- | --- | --- | --- |"]
+    rules = re.split("\n- ", inspect.getdoc(Dialect).replace("\n  ", " "))[1:]
+    lines = [
+        "# Calls that are read",
+        "",
+        "What is a call, and what content, in all dialects:",
+        "",
+        "| rule |",
+        "| --- |",
+        *(f"| {each.replace(chr(60), chr(38) + 'lt;')} |" for each in rules),
+        "",
+        "## Near misses",
+        "",
+    ]
+    lines += ["Each is a test of each dialect named.", ""]
+    lines += ["| near miss | dialects | for instance |", "| --- | --- | --- |"]
+    for behaviour in dict.fromkeys(row.behaviour for row in MISSES):
+        rows = [row for row in MISSES if row.behaviour == behaviour]
+        names = list(dict.fromkeys(row.dialect for row in rows))
+        shown = "all" if len(names) == len(WAYS) else ", ".join(names)
+        lines.append(f"| {code(behaviour)} | {shown} | {code(rows[0].text)} |")
+    lines += [
+        "",
+        "## Not read",
+        "",
+        "| family | what the shared readers do not know |",
+        "| --- | --- |",
+        *(f"| {name} | {why} |" for name, why in NOT_READ.items()),
+        "",
+        "## By dialect",
+        "",
+        "Each row is a test of a text, whole and",
+    ]
+    lines[-1] += " in letters, and what it is.\n`put` and `now` are given functions."
+    lines[-1] += " `serve --tool-call-parser` names the dialects.\n"
+    lines += ["| dialect | written | text | calls | else |", "| --- | --- | --- | --- | --- |"]
     for row in ROWS:
         calls = " ".join(f"{name} {dumps(given)}" for name, given in row.calls)
         rest = f"thought {row.reasoning}; {row.content}" if row.reasoning else row.content
         cells = (row.dialect, row.behaviour, code(row.text), code(calls), code(rest))
         lines.append(f"| {' | '.join(cells)} |")
-    return head + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def code(text: str) -> str:

@@ -8,15 +8,15 @@ from typing import Any
 
 from megatron_hybrid.serving.parsers.block import Block
 from megatron_hybrid.serving.parsers.brackets import any_of
-from megatron_hybrid.serving.parsers.dialect import Call, Dialect, Pieces
+from megatron_hybrid.serving.parsers.dialect import JSON_OPENERS, Call, Dialect, Pieces, begins_with
 from megatron_hybrid.serving.parsers.parts import AnswerPart, Content, Reasoning, ToolCall, new_id
 from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
 
 _SPACE = re.compile(r"\s*")
 _BETWEEN = re.compile(r"[\s,;]*")
-_FEW, _MAX_FAILED = 256, 32
-"""Limit: after so many texts of more than a few characters that look like calls and are none, the
-rest of an answer is content: so that it is read in time that grows with its length."""
+_MAX_REREAD = 1 << 20
+"""Most characters that are read for calls and then again; the rest of an answer is content, so that
+the time grows with its length."""
 
 
 class AnswerParser:
@@ -51,7 +51,7 @@ class AnswerParser:
         self._searched = 0  # so far no mark begins
         self._block: Block | None = None  # that is being read
         self._is_blank = False  # all that is held is space
-        self._failed = 0
+        self._reread = 0
         self._space = ""  # before what may be a call
         self._gap = ""  # space that was left out around calls
         self._has_content = False
@@ -100,7 +100,7 @@ class AnswerParser:
                     return
                 cost, self._block = self._block.cost, None
                 yield from self._read(*read, cost)
-            elif (begins := self._begins_bare()) or (begins is None and not is_last):
+            elif (begins := self._begins_bare(is_last)) or (begins is None and not is_last):
                 if begins is None:
                     return
                 self._block = Block(self._dialect, self._held, self._at, self._tools)
@@ -149,25 +149,29 @@ class AnswerParser:
 
     @property
     def _reads_calls(self) -> bool:
-        return bool(self._tools) and self._failed <= _MAX_FAILED
+        return bool(self._tools) and self._reread <= _MAX_REREAD
 
-    def _begins_bare(self) -> bool | None:
-        """Whether what is held begins a call without a mark; None: only space is there so far."""
+    def _begins_bare(self, is_last: bool) -> bool | None:
+        """Whether what is held begins a call without a mark; None: more has to come."""
         if not self._may_be_bare or self._in_thought or not self._reads_calls:
             return False
         at = _BETWEEN.match(self._held, self._at).end()
-        if not self._held.startswith(self._dialect.bare, at):
-            return None if at == len(self._held) else False
+        openers = (*filter(None, [self._dialect.bare]), *JSON_OPENERS)
+        if not (begins := begins_with(openers, self._held, at, is_last)):
+            return begins
         self._space += self._held[self._at : at]
         self._at = at
         return True
 
     def _read(self, stop: int, pieces: Pieces, cost: int) -> Iterator[AnswerPart]:
-        """A block was read, up to a place. cost: characters that were looked at."""
+        """A block was read, up to a place. cost: characters that were read."""
         written, self._at = self._held[self._at : stop], stop
         self._searched = stop
+        self._reread += max(0, cost - len(written))
         calls = [each for each in pieces if isinstance(each, Call)]
-        may_be_bare = self._may_be_bare and bool(pieces)
+        # Without an end mark others may follow, alone.
+        goes_on = self._may_be_bare or (bool(calls) and not self._dialect.end)
+        may_be_bare = bool(pieces) and goes_on
         if calls and self._in_thought:
             self._late += calls
             self._late_texts.append(self._space + written)
@@ -180,7 +184,6 @@ class AnswerParser:
                 yield from self._called([each]) if is_call else self._said(each)
             self._skips_space = True
         else:
-            self._failed += cost > _FEW
             yield from self._said(written)
         self._may_be_bare = may_be_bare
 

@@ -8,7 +8,12 @@ from typing import Any
 
 from megatron_hybrid.serving.parsers import reasoning_format
 from megatron_hybrid.serving.parsers.answer_parser import AnswerParser
-from megatron_hybrid.serving.parsers.deepseek import DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32
+from megatron_hybrid.serving.parsers.deepseek import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V4,
+    DEEPSEEK_V31,
+    DEEPSEEK_V32,
+)
 from megatron_hybrid.serving.parsers.dialect import Dialect
 from megatron_hybrid.serving.parsers.gemma import FUNCTIONGEMMA, GEMMA4
 from megatron_hybrid.serving.parsers.harmony import OPENAI, HarmonyParser
@@ -39,6 +44,7 @@ TOOL_PARSERS: dict[str, Dialect] = {
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
     "deepseek_v32": DEEPSEEK_V32,
+    "deepseek_v4": DEEPSEEK_V4,
     "ernie45": HERMES,
     "functiongemma": FUNCTIONGEMMA,
     "gemma4": GEMMA4,
@@ -80,6 +86,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>",)),
     ("deepseek_v3", ("<｜tool▁sep｜>", "```json")),  # noqa: RUF001
     ("deepseek_v31", ("<｜tool▁sep｜>",)),  # noqa: RUF001
+    ("deepseek_v4", ("｜DSML｜", "tool_calls>")),  # noqa: RUF001
     ("deepseek_v32", ("｜DSML｜",)),  # noqa: RUF001
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("minimax_m2", ("<minimax:tool_call>",)),

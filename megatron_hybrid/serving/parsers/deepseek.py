@@ -1,7 +1,7 @@
-"""DeepSeek V3, R1 and V3.1: a name and JSON between marks, several in a section; V3.2: tags.
+"""DeepSeek V3, R1 and V3.1: a name and JSON between marks, several in a section; V3.2, V4: tags.
 
 Chat templates of deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-R1 and deepseek-ai/DeepSeek-V3.1;
-encoding/README.md of deepseek-ai/DeepSeek-V3.2.
+encoding/README.md of deepseek-ai/DeepSeek-V3.2; V4 has another mark around calls.
 """
 
 import re
@@ -22,7 +22,7 @@ DEEPSEEK_V31 = HeadedJson(
 )
 DEEPSEEK_V3 = replace(
     DEEPSEEK_V31,
-    head=re.compile(rf"{_CALL}function{_SEP}(?P<name>[^\s<]+)"),
+    head=re.compile(rf"{_CALL}function{_SEP}(?P<name>[^\s<]+)(?=[\s<])"),
     write=lambda name: (f"{_CALL}function{_SEP}{name}\n```json\n", f"\n```{_END}"),
     gap="\n",
 )
@@ -40,3 +40,4 @@ DEEPSEEK_V32 = TaggedParameters(
     closed=re.compile(rf"\s*</{_DSML}invoke>"),
     parts=re.compile(rf"(?P<open><?{_DSML}parameter name)|</?{_DSML}parameter>"),
 )
+DEEPSEEK_V4 = replace(DEEPSEEK_V32, begin=f"<{_DSML}tool_calls>", end=f"</{_DSML}tool_calls>")

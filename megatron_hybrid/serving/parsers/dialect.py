@@ -14,7 +14,9 @@ from megatron_hybrid.serving.parsers.schemas import Schema
 
 _SPACE = re.compile(r"\s*")
 _FENCE = re.compile(r"\s*(?:```(?:json)?\s*)?")
-JSON_OPENERS = ("{", "[", "```")
+_NOTHING = re.compile(r'(?:""|null)?')
+FENCE = "```"
+JSON_OPENERS = ("{", "[", FENCE)
 Json = dict[str, Any]
 Tools = Mapping[str, Json]
 """Functions that may be called, as in OpenAI's requests, by name."""
@@ -40,17 +42,22 @@ class Dialect:
 
     What is a call, and what content, in all dialects:
 
-    - Calls begin at a mark that one of the form follows; without a mark, at the answer's start.
+    - Calls begin at a mark that one of the form follows. Where a dialect may leave out the mark,
+      they begin the answer, or at a text that only a call begins with, such as <function=. Where it
+      has no end mark, others may follow.
     - Each that is whole, names a given function and has arguments that read is a call. One that
       is not is content, as the model wrote it, and drops no other: if there is none, so are marks.
-    - An end mark may be missing where the answer ends, or the next call begins. Arguments
-      that were cut, or whose end cannot be told, are none.
+    - An end mark may be missing, or cut, where the answer ends, and missing where the next call
+      begins. Arguments that were cut, or whose end cannot be told, are none.
     - No arguments may be written as nothing, an empty text or null.
-    - JSON of calls is read between all marks. Around it may be a fence, at its end a list's bracket
-      be missing, and lines and tabs stand in its texts as they are.
+    - JSON of calls is read in the place of all forms: an object, several with or without a comma
+      between them, or a list, also in a fence, and one as a value of "function". At its end may a
+      list's bracket be missing; before a bracket may be a comma; lines and tabs stand in its texts
+      as they are.
     - Space and quotes around a name in a tag are not part of it.
     - Of two calls with one id the second gets another.
     - Inside of reasoning calls count if the answer says nothing after it.
+    - After a million characters that were read for calls and are none, all is content.
     """
 
     begin: str = ""
@@ -90,20 +97,17 @@ class Dialect:
         at = _SPACE.match(text, at).end()
         if at == len(text):
             return -1 if is_last else None
-        openers = (*self.openers, *JSON_OPENERS)
-        rest = text[at : at + max(map(len, openers))]
-        if rest.startswith(openers):
-            return at
-        is_cut = at + len(rest) == len(text) and any(o.startswith(rest) for o in openers)
-        return None if is_cut and not is_last else -1
+        begins = begins_with((*self.openers, *JSON_OPENERS), text, at, is_last)
+        return begins and at if begins is not False else -1
 
     def inside(self, text: str, tools: Tools) -> Pieces | None:
         """The calls between the marks; None: it has not the form."""
         return None
 
     def mended(self, text: str, tools: Tools, has_end: bool) -> Pieces | None:
-        """The same of a text that is a near miss of the form. has_end: the end mark follows."""
-        return None
+        """The same of a text that is a near miss of the form, or was cut. has_end: the end mark
+        follows."""
+        return json_calls(text, tools, may_be_cut=True)
 
     def form(self, functions: Sequence[Json], several: bool) -> Json:
         """A format of a structural tag: one call, or several, of some functions.
@@ -113,10 +117,19 @@ class Dialect:
         raise NotImplementedError
 
 
-def json_calls(text: str, tools: Tools) -> Pieces | None:
-    """The calls in objects of JSON with a name and arguments."""
+def begins_with(openers: tuple[str, ...], text: str, at: int, is_last: bool) -> bool | None:
+    """Whether one of some texts stands at a place; None: more has to come."""
+    rest = text[at : at + max(map(len, openers))]
+    if rest.startswith(openers):
+        return True
+    is_cut = at + len(rest) == len(text) and any(each.startswith(rest) for each in openers)
+    return None if is_cut and not is_last else False
+
+
+def json_calls(text: str, tools: Tools, may_be_cut: bool = False) -> Pieces | None:
+    """The calls in objects of JSON with a name and arguments. may_be_cut: the last may be open."""
     try:
-        return [_json_call(one, tools) for one in json_text.objects(text)]
+        return [_json_call(one, tools) for one in json_text.objects(text, may_be_cut)]
     except ValueError:
         return None
 
@@ -144,6 +157,8 @@ def call_or_text(name: str, arguments: str, tools: Tools, text: str, id: str = "
 def _json_call(text: str, tools: Tools) -> Call | str:
     try:
         members = json_text.members(text)
+        if not members.keys() - {"id", "type", "function"}:
+            members = json_text.members(members.get("function", ""))
         given = [members.pop(key) for key in ("arguments", "parameters") if key in members]
         name = json_text.decoded(members.pop("name", "null"))
         if not isinstance(name, str) or len(given) > 1 or members.keys() - {"id", "type"}:
@@ -206,7 +221,10 @@ class HeadedJson(Dialect):
             if (head := self.head.match(text, at)) is None:
                 return [*pieces, text[at:]] if pieces else None
             start = _FENCE.match(text, head.end()).end()
-            stop = json_text.value_end(text, start) if text.startswith("{", start) else start
+            is_object = text.startswith("{", start)
+            stop = (
+                json_text.value_end(text, start) if is_object else _NOTHING.match(text, start).end()
+            )
             after = None if stop is None else tail.match(text, stop)
             arguments = text[start:stop]
             if after is None:

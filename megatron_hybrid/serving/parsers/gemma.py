@@ -26,6 +26,7 @@ from megatron_hybrid.serving.parsers.json_text import value_end
 from megatron_hybrid.serving.parsers.schemas import Schema
 
 _HEAD = re.compile(r"\s*:?call:(?P<name>[\w.-]{1,256})\s*(?=\{)")
+_TEXT = r'"(?:\\.|[^"\\])*"'
 _WORD = r"([^\W\d][\w.-]*)(?=\s*:)"
 
 
@@ -40,9 +41,13 @@ class Gemma(Dialect):
         if head is None or value_end(text, head.end(), self.quotes) != len(text.rstrip()):
             return None
         quote = re.escape(self.quotes[0])
-        words = re.compile(rf"{quote}(.*?){quote}|{_WORD}", re.DOTALL)
+        words = re.compile(rf"{quote}(.*?){quote}|{_TEXT}|{_WORD}", re.DOTALL)
         arguments = words.sub(_as_json, text[head.end() :])
         return [call_or_text(head["name"], arguments, tools, text)]
+
+    def mended(self, text: str, tools: Tools, has_end: bool) -> Pieces | None:
+        pieces = self.inside(text.rstrip() + "{}", tools) if has_end else None
+        return super().mended(text, tools, has_end) if pieces is None else pieces
 
     def form(self, functions: Sequence[Json], several: bool) -> Json:
         def parts(each: Json) -> tuple[str, Json, str]:
@@ -60,16 +65,18 @@ class Gemma(Dialect):
             return {"type": "json_schema", "json_schema": schema.alone(name)}
         texts: list[Any] = list(map(text_format, schema.choices(name)))
         one = {"type": "or", "elements": texts} if texts else None
-        (quote,) = self.quotes
+        quote = self.quotes[0]
         return sequence(quote, one or {"type": "any_text", "excludes": [quote]}, quote)
 
 
 def _as_json(found: re.Match) -> str:
-    """A text without its marks, or the name of a member."""
+    """A text without its marks, the name of a member, or a text of JSON as it is."""
+    if found[1] is None and found[2] is None:
+        return found[0]
     return json.dumps(found[2] if found[1] is None else found[1], ensure_ascii=False)
 
 
-GEMMA4 = Gemma("<|tool_call>", "<tool_call|>", inner=('<|"|>',), quotes=('<|"|>',))
+GEMMA4 = Gemma("<|tool_call>", "<tool_call|>", inner=('<|"|>',), quotes=('<|"|>', '"'))
 FUNCTIONGEMMA = Gemma(
-    "<start_function_call>", "<end_function_call>", inner=("<escape>",), quotes=("<escape>",)
+    "<start_function_call>", "<end_function_call>", inner=("<escape>",), quotes=("<escape>", '"')
 )

@@ -9,11 +9,16 @@ nvidia/NVIDIA-Nemotron-Nano-9B-v2 (Nemotron 3 writes as Qwen3-Coder does).
 
 from megatron_hybrid.serving.parsers.dialect import TaggedJson
 
+_CALL = '{"name": "'
 GRANITE = TaggedJson("<|tool_call|>", is_list=True)
 HERMES = TaggedJson("<tool_call>", "</tool_call>", gap="\n")
 JAMBA = TaggedJson("<tool_calls>", "</tool_calls>", is_list=True)
-LLAMA3_JSON = TaggedJson("<|python_tag|>", bare="{", separator=";", arguments="parameters")
-LLAMA4_JSON = TaggedJson("<|python_start|>", "<|python_end|>", bare="{", arguments="parameters")
+LLAMA3_JSON = TaggedJson(
+    "<|python_tag|>", bare="{", also=(_CALL,), separator=";", arguments="parameters"
+)
+LLAMA4_JSON = TaggedJson(
+    "<|python_start|>", "<|python_end|>", bare="{", also=(_CALL,), arguments="parameters"
+)
 MINIMAX_M1 = TaggedJson("<tool_calls>", "</tool_calls>", gap="\n")
 NEMOTRON_JSON = TaggedJson("<TOOLCALL>", "</TOOLCALL>", is_list=True)
 PHI4_MINI = TaggedJson("functools", is_list=True)

@@ -11,7 +11,7 @@ from megatron_hybrid.serving.parsers.brackets import Brackets
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _BETWEEN = re.compile(r"[\s,;]*")
-_TEXTS = re.compile(r'"(?:\\.|[^"\\])*"?', re.DOTALL)
+_LOOSE = re.compile(r'"(?:\\.|[^"\\])*"?|,(?=\s*[}\]])', re.DOTALL)
 _RAW = re.compile(r"(?<!\\)[\x00-\x1f]")
 
 
@@ -50,12 +50,13 @@ def decoded(text: str) -> Any:
 
 
 def object_text(text: str) -> str:
-    """The text of a JSON object, without space around it, and with raw lines and tabs escaped.
+    """The text of a JSON object, without space around it or a comma before a bracket's end, and
+    with raw lines and tabs escaped.
 
     Raises:
         ValueError: it is none.
     """
-    text = _TEXTS.sub(_escaped, text.strip())
+    text = _LOOSE.sub(_mended, text.strip())
     if not isinstance(decoded(text), dict):
         raise ValueError("it is no object")
     return text
@@ -79,8 +80,10 @@ def members(text: str) -> dict[str, str]:
     return found
 
 
-def objects(text: str) -> list[str]:
+def objects(text: str, may_be_cut: bool = False) -> list[str]:
     """The texts of the objects in a list, or one after the other, also in a fence.
+
+    may_be_cut: the last may be open.
 
     Raises:
         ValueError: something else is there, or an object is open.
@@ -89,8 +92,9 @@ def objects(text: str) -> list[str]:
     text, found, at = text.strip().removeprefix("[").removesuffix("]"), [], 0
     while (at := _BETWEEN.match(text, at).end()) < len(text):
         stop = value_end(text, at) if text[at] == "{" else None
-        if stop is None:
+        if stop is None and not (may_be_cut and text[at] == "{"):
             raise ValueError(f"there is no object at {at}")
+        stop = stop or len(text)
         found.append(text[at:stop])
         at = stop
     return found
@@ -102,8 +106,8 @@ def value_end(text: str, at: int = 0, quotes: tuple[str, ...] = ('"',)) -> int |
     return Brackets(quotes, at=at).find(text, is_last=True)
 
 
-def _escaped(found: re.Match) -> str:
-    return _RAW.sub(lambda raw: json.dumps(raw[0])[1:-1], found[0])
+def _mended(found: re.Match) -> str:
+    return "" if found[0] == "," else _RAW.sub(lambda raw: json.dumps(raw[0])[1:-1], found[0])
 
 
 def _next(text: str, at: int) -> int:

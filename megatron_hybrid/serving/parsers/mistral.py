@@ -18,7 +18,7 @@ from megatron_hybrid.serving.parsers.dialect import (
 )
 
 _HEAD = re.compile(
-    r"\s*(?P<name>[^\s\[\]{}]{1,256})(?:\[CALL_ID\](?P<id>\w{1,64}))?(?:\[ARGS\]|\s*(?=\{))"
+    r"\s*(?P<name>[^\s\[\]{}`]{1,256})(?:\[CALL_ID\](?P<id>\w{1,64}))?(?:\[ARGS\]|\s*(?=\{))"
 )
 _CUT = re.compile(r"\s*[^\s\[\]{}]{0,256}(?:\[(?:C[A-Z_]*|A[A-Z]*)?\]?\w{0,64})*\s*")
 """A header that may go on."""

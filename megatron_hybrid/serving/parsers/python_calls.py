@@ -20,8 +20,8 @@ _TOKENS = re.compile(
     r"|(?<![\w.])0+(?=[1-9]\d*(?![\w.]))",
     re.DOTALL,
 )
-_ESCAPES = re.compile(r"\\(.)|[\r\n]", re.DOTALL)
-_LINES = {"\r": "\\r", "\n": "\\n"}
+_ESCAPES = re.compile(r"\\(.)|[\r\n\0]", re.DOTALL)
+_LINES = {"\r": "\\r", "\n": "\\n", "\0": "\\x00"}
 _TEXT_ENDS = r"\s*(?:[,)\]}:]|\Z)"
 _LOOSE = re.compile(
     rf"(['\"])((?:\\.|(?!\1{_TEXT_ENDS}).)*)\1(?={_TEXT_ENDS})",
@@ -31,17 +31,20 @@ _NEXT_ARGUMENT = re.compile(r"['\"]\s*,|,\s*\w+\s*=")
 _WORDS = {"true": True, "false": False, "null": None}
 
 
-def calls(text: str) -> list[tuple[str, str, str]] | None:
+def calls(text: str, may_be_cut: bool = False) -> list[tuple[str, str, str]] | None:
     """The calls in a list, or one after the other: name, arguments and the whole call, each as it
-    is written; None: something else is there, or one is open."""
+    is written; None: something else is there, or one is open.
+
+    may_be_cut: the last may be open, which has no name then.
+    """
     text, found, at = text.strip(), [], 0
-    if text.startswith("[") and text.endswith("]"):
-        text = text[1:-1]
+    if text.startswith("[") and (may_be_cut or text.endswith("]")):
+        text = text[1:].removesuffix("]")
     while (at := _BETWEEN.match(text, at).end()) < len(text):
         head = _HEAD.match(text, at)
         stop = head and value_end(text, head.end() - 1, PYTHON_QUOTES)
         if stop is None:
-            return None
+            return [*found, ("", "", text[at:])] if head and may_be_cut else None
         found.append((head[1], text[head.end() : stop - 1], text[at:stop]))
         at = stop
     return found
@@ -130,8 +133,9 @@ def _value(node: ast.expr, depth: int) -> Any:
             return text.encode("utf-16", "surrogatepass").decode("utf-16")
         case ast.Constant(value=bool() | int() | float() | None as value):
             return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-            return -number
+        case ast.UnaryOp(op=sign, operand=ast.Constant(value=int() | float() as number)):
+            if isinstance(sign, (ast.UAdd, ast.USub)):
+                return -number if isinstance(sign, ast.USub) else number
         case ast.List(elts=each) | ast.Tuple(elts=each) | ast.Set(elts=each):
             return [_value(one, depth - 1) for one in each]
         case ast.Dict(keys=keys, values=values):

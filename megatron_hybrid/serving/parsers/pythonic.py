@@ -43,8 +43,13 @@ class Pythonic(Dialect):
         try:
             pieces = self.inside(python_calls.with_quotes_escaped(text), tools)
         except ValueError:
-            return None
-        return pieces if pieces and all(isinstance(each, Call) for each in pieces) else None
+            pieces = None
+        if pieces and all(isinstance(each, Call) for each in pieces):
+            return pieces
+        found = python_calls.calls(text, may_be_cut=True)
+        if found is None:
+            return super().mended(text, tools, has_end)
+        return [_call(*each, tools) for each in found]
 
     def form(self, functions: Sequence[Json], several: bool) -> Json:
         def parts(each: Json) -> tuple[str, Json, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,12 +28,14 @@ from megatron_hybrid.serving.parsers.dialect import (
 from megatron_hybrid.serving.parsers.schemas import Schema
 
 _SPACE = re.compile(r"\s*")
+Found = tuple[dict[str, str | None] | None, int]
+"""The parameters of a call, and its end."""
 
 
 def named(before: str, after: str) -> re.Pattern:
     """A pattern of a tag with the group `name`: space and quotes around a name are none of it."""
     name = r"(?P<name>[^\s<>\"'](?:[^<>\n\"']*[^\s<>\"'])?)"
-    return re.compile(rf"{before}\s*[\"']?\s*{name}\s*[\"']?\s*{after}")
+    return re.compile(rf"{before}\s*(?:[\"']\s*)?{name}\s*(?:[\"']\s*)?{after}")
 
 
 @dataclass(frozen=True)
@@ -65,56 +67,64 @@ class TaggedParameters(Dialect):
 
     def inside(self, text: str, tools: Tools) -> Pieces | None:
         # What is no parameter of the function is rather a part of a text, if both would do.
-        return self._calls(text, tools, True) or self._calls(text, tools, False)
+        return self._calls(
+            text, tools, lambda at, schema: self._parameters(text, at, schema, schema.properties)
+        ) or self._calls(text, tools, lambda at, schema: self._parameters(text, at, schema, ()))
 
-    def _calls(self, text: str, tools: Tools, declared: bool) -> Pieces | None:
-        """declared: parameters are those of the schema, if it has any."""
+    def mended(self, text: str, tools: Tools, has_end: bool) -> Pieces | None:
+        def loose(at: int, schema: Schema) -> Found | None:
+            found = self._parameters(text, at, schema, ())
+            found = found or self._loose_parameters(text, at, schema, has_end)
+            if found is None and self.is_section:
+                following = self.head.search(text, at)
+                return None, following.start() if following else len(text)
+            return found
+
+        pieces = self._calls(text, tools, loose, self.is_section)
+        return super().mended(text, tools, has_end) if pieces is None else pieces
+
+    def _calls(
+        self,
+        text: str,
+        tools: Tools,
+        read: Callable[[int, Schema], Found | None],
+        may_be_cut: bool = False,
+    ) -> Pieces | None:
+        """read: the parameters of the call whose head ends at a place."""
         pieces: Pieces = []
         at = _SPACE.match(text).end()
         while at < len(text):
             if (head := self.head.match(text, at)) is None:
+                return [*pieces, text[at:]] if may_be_cut and pieces else None
+            found = read(head.end(), Schema(tools.get(head["name"], {})))
+            if found is None:
                 return None
-            schema = Schema(tools.get(head["name"], {}))
-            names = schema.properties if declared and schema.properties else None
-            if (found := self._parameters(text, head.end(), schema, names)) is None:
-                return None
-            pieces.append(_call(head["name"], found[0], tools, text[at : found[1]]))
+            pieces.append(_call(head["name"], found[0], tools, text[at : found[1]].rstrip()))
             at = _SPACE.match(text, found[1]).end()
         return pieces
 
-    def mended(self, text: str, tools: Tools, has_end: bool) -> Pieces | None:
-        """Values end at the next tag, and so does a call if the end mark follows: none of their
-        texts may hold an angle bracket."""
-        pieces: Pieces = []
-        at = _SPACE.match(text).end()
-        while at < len(text):
-            if (head := self.head.match(text, at)) is None:
+    def _loose_parameters(self, text: str, at: int, schema: Schema, has_end: bool) -> Found | None:
+        """The same where tags are missing: values end at the next tag, and so does a call if the
+        end mark follows: none of their texts may hold an angle bracket."""
+        found: dict[str, str | None] = {}
+        while (opened := self.opened.match(text, at)) is not None:
+            stop = text.find("<", opened.end())
+            stop = len(text) if stop < 0 and has_end else stop
+            value, name = text[opened.end() : stop], opened["name"]
+            if stop < 0 or ">" in value or name in found:
                 return None
-            schema, found = Schema(tools.get(head["name"], {})), {}
-            end = head.end()
-            while (opened := self.opened.match(text, end)) is not None:
-                stop = text.find("<", opened.end())
-                stop = len(text) if stop < 0 and has_end else stop
-                value, name = text[opened.end() : stop], opened["name"]
-                if stop < 0 or ">" in value or name in found:
-                    return None
-                value = value.rstrip() if self.newline else value
-                found[name] = schema.value(name, self._unwrapped(value))
-                is_closed = text.startswith(self.parameter[1], stop)
-                end = stop + len(self.parameter[1]) if is_closed else stop
-            closed = self.closed.match(text, end)
-            end = end if closed is None else closed.end()
-            after = _SPACE.match(text, end).end()
-            if closed is None and not (has_end and after == len(text)):
-                return None
-            pieces.append(_call(head["name"], found, tools, text[at:end]))
-            at = after
-        return pieces
+            value = value.rstrip() if self.newline else value
+            found[name] = schema.value(name, self._unwrapped(value))
+            is_closed = text.startswith(self.parameter[1], stop)
+            at = stop + len(self.parameter[1]) if is_closed else stop
+        if (closed := self.closed.match(text, at)) is not None:
+            return found, closed.end()
+        return (found, at) if has_end and not text[at:].strip() else None
 
     def _parameters(
-        self, text: str, at: int, schema: Schema, names: Container[str] | None
-    ) -> tuple[dict[str, str | None], int] | None:
-        """Names and values (JSON) of a call, and its end. names: of parameters; None: any."""
+        self, text: str, at: int, schema: Schema, names: Container[str]
+    ) -> Found | None:
+        """Names and values (JSON) of a call, and its end. names: of parameters; none: any."""
         found: dict[str, str | None] = {}
         while (opened := self.opened.match(text, at)) is not None:
             name, close = opened["name"], self.parameter[1]
@@ -133,11 +143,11 @@ class TaggedParameters(Dialect):
         closed = self.closed.match(text, at)
         return None if closed is None else (found, closed.end())
 
-    def _follows(self, text: str, at: int, known: set[str], names: Container[str] | None) -> bool:
+    def _follows(self, text: str, at: int, known: set[str], names: Container[str]) -> bool:
         """Return whether a call's end or another parameter follows."""
         if (opened := self.opened.match(text, at)) is not None:
             name = opened["name"]
-            return name not in known and (names is None or name in names)
+            return name not in known and (not names or name in names)
         if (closed := self.closed.match(text, at)) is None:
             return False
         at = _SPACE.match(text, closed.end()).end()
@@ -190,8 +200,12 @@ class TaggedParameters(Dialect):
         return form if name in schema.required else optional(form)
 
 
-def _call(name: str, found: Mapping[str, str | None], tools: Tools, written: str) -> Call | str:
-    """found: the JSON of each parameter; None: it is left out."""
+def _call(
+    name: str, found: Mapping[str, str | None] | None, tools: Tools, written: str
+) -> Call | str:
+    """found: the JSON of each parameter; None: it is left out; instead of all: there is no call."""
+    if found is None:
+        return written
     given = {each: value for each, value in found.items() if value is not None}
     members = (f"{json.dumps(each, ensure_ascii=False)}: {v}" for each, v in given.items())
     return Call(name, "{" + ", ".join(members) + "}") if name in tools else written

@@ -7,7 +7,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from call_behaviours import NONE, NOW, PUT, WAYS
+from call_behaviours import NONE, NOW, PUT, TAGGED, WAYS
 from call_behaviours import TOOLS as CALLED
 from dialects import NAMES, WITH_TEXT, message_of, template, turn
 from hypothesis import assume, given, settings
@@ -213,6 +213,27 @@ def test_a_long_call_is_looked_at_once(name):
     (call,) = [part for piece in pieces for part in parser.add(piece)] + parser.end()
     assert json.loads(call.arguments) == {"path": written}
     assert time.process_time() - began < 5  # 0.2 s alone
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_marks_that_begin_no_call_cost_what_their_bytes_do(name):
+    """CPU seconds as the input grows to ten times."""
+    one, costs = WAYS[name].write(*PUT), []
+    unit = WAYS[name].begin + one[: len(one) // 2]
+    for size in (15_000, 150_000):
+        parser, began = style_of("", name).parser(CALLED), time.process_time()
+        parser.add(unit * (size // len(unit)))
+        parser.end()
+        costs.append(time.process_time() - began)
+    assert costs[1] < 12 * costs[0] + 0.3, costs
+
+
+@pytest.mark.parametrize("name", [each for each in TAGGED if each != "glm45"])
+def test_space_in_a_tag_is_read_once(name):
+    tag = WAYS[name].begin + WAYS[name].write(*PUT).partition("put")[0].rstrip('"')
+    parser, began = style_of("", name).parser(CALLED), time.process_time()
+    parser.add(tag + " " * 20_000 + WAYS[name].end), parser.end()
+    assert time.process_time() - began < 2  # 20 s, if each place was tried with each other
 
 
 def test_a_reading_parser_holds_nothing_back_without_reason():

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from call_behaviours import PAGE, ROWS, TOOLS, page
+from call_behaviours import MISSES, PAGE, ROWS, TOOLS, WAYS, page
 
-from megatron_hybrid.serving.parsers import Content, Reasoning, ToolCall, style_of
+from megatron_hybrid.serving.parsers import TOOL_PARSERS, Content, Reasoning, ToolCall, style_of
 
 
 def read(row, texts):
@@ -25,13 +25,19 @@ def read(row, texts):
 @pytest.mark.parametrize("dialect", sorted({row.dialect for row in ROWS}))
 def test_each_row(dialect):
     wrong = []
-    for row in ROWS:
+    for row in [*ROWS, *MISSES]:
         if row.dialect == dialect:
             right = row.calls, row.content.strip(), row.reasoning.strip()
             for texts in ([row.text], list(row.text)):
                 if (got := read(row, texts)) != right:
                     wrong.append((row.behaviour, len(texts), row.text, got, right))
     assert not wrong
+
+
+def test_each_dialect_has_its_rows():
+    """Harmony, of which a call is a message, has its own."""
+    shown = [TOOL_PARSERS[name] for name in (*WAYS, "openai")]
+    assert all(any(dialect is each for each in shown) for dialect in TOOL_PARSERS.values())
 
 
 def test_the_page_shows_all_rows():
