@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_hybrid.checkpoints.huggingface import ADAPTERS
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, language_part
+from megatron_hybrid.checkpoints.huggingface.base import PLAIN_AROUND, Adapter, language_part
 from megatron_hybrid.checkpoints.huggingface.fields import check_general_keys
 from megatron_hybrid.checkpoints.quantization_config import QUANT_FILE, Quantization
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles
@@ -82,7 +82,7 @@ class CheckpointFolder:
     @property
     def is_unknown_around(self) -> bool:
         """Whether an adapter reads the language model alone, and nothing is known of the rest."""
-        return self.values.get("model_type") not in ADAPTERS
+        return self.values.get("model_type") in PLAIN_AROUND
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
@@ -179,7 +179,7 @@ def config_of(
         return HybridConfig.from_dict(values, **overrides)
     except CheckpointError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError) as error:
         if overrides:
             # This raises CheckpointError if the file is at fault.
             config_of(values, source, tensor_names, mtp)
@@ -224,9 +224,11 @@ def adapter_of(config: HybridConfig) -> Adapter | None:
 
 def _adapter(hf: Mapping[str, Any], source: str) -> Adapter:
     model_type = hf.get("model_type")
-    for part in (hf, language_part(hf) or {}):
-        if isinstance(known := part.get("model_type"), str) and known in ADAPTERS:
-            return ADAPTERS[known]()
+    part = hf
+    if isinstance(model_type, str) and model_type in PLAIN_AROUND:
+        part = language_part(hf) or {}
+    if isinstance(known := part.get("model_type"), str) and known in ADAPTERS:
+        return ADAPTERS[known]()
     raise CheckpointError(
         f"{source} has the model_type {model_type!r}, which no adapter reads. Known: "
         f"{', '.join(sorted(ADAPTERS))}. docs/guides/own_model.md says how to add one."
@@ -254,7 +256,7 @@ def _modelopt_config(path: Path) -> dict[str, Any]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         if os.path.lexists(path):
             why = read_failure(path, error)
             raise CheckpointError(f"{path} cannot be read as JSON: {why}") from error

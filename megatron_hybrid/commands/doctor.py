@@ -27,10 +27,11 @@ def run(options: argparse.Namespace) -> int:
         rows.append(("tool calls", f"--tool-call-parser {shown_tool_parser(template)}"))
         thoughts = style_of(template).thoughts
         rows.append(("reasoning", f"in {thoughts.open}" if thoughts else "none in the template"))
-    files = "they fit" if found.has_weights else "there are none here: config.json alone was read"
+    files = "they fit" if found.is_folder else "config.json alone was read"
     rows.append(("files", "" if found.refusal else files))
     rows.append(("loads", f"no: {found.refusal}" if found.refusal else "yes"))
     for name, text in rows:
+        text = text if text.isprintable() else ascii(text)
         if text:
             print(fill(f"{name:16}{text}", 80, subsequent_indent=" " * 16, break_on_hyphens=False))
     return 1 if found.refusal else 0

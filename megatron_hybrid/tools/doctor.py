@@ -12,12 +12,17 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid.checkpoints.folder import CONFIG_FILE, CheckpointFolder, huggingface_config
+from megatron_hybrid.checkpoints.folder import (
+    CONFIG_FILE,
+    CheckpointFolder,
+    huggingface_config,
+    quantization_of,
+)
 from megatron_hybrid.checkpoints.found_tensors import find_tensors
 from megatron_hybrid.checkpoints.huggingface import ADAPTERS
 from megatron_hybrid.checkpoints.huggingface.base import language_part
 from megatron_hybrid.checkpoints.pretrained import hub_advice, load_tokenizer, model_folder
-from megatron_hybrid.checkpoints.tensor_files import INDEX_FILE, WEIGHTS_FILE, CheckpointError
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.layer_pattern import LAYER_KINDS
@@ -43,7 +48,7 @@ class Examination:
                 f"{file} is not there: name a folder or a file.{hub_advice(path)}"
             )
         self._path, self._file = file.parent, file.name
-        self.has_weights = any((file.parent / n).is_file() for n in (WEIGHTS_FILE, INDEX_FILE))
+        self.is_folder = folder.is_dir()
         self.tokenizer: Tokenizer | None = None
         self.refusal: str | None = None
         """Why the model does not load; None: it does, as far as headers tell."""
@@ -59,7 +64,7 @@ class Examination:
                 yield from _layers(config, model)
                 opened.check_quantization()
                 self.tokenizer = load_tokenizer(opened.path, config.vocab_size, opened.values)
-                if self.has_weights:
+                if self.is_folder:
                     find_tensors(model, opened)
             except (ValueError, TypeError) as error:
                 self.refusal = str(error)
@@ -69,14 +74,14 @@ class Examination:
 
 def _stated(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield what config.json says, which may be refused."""
-    yield "architecture", str(values.get("model_type", "a checkpoint of this library"))
+    own = "a checkpoint of this library" if "layer_pattern" in values else "unknown"
+    yield "architecture", str(values.get("model_type", own))
     text = language_part(values) or values
     if text is not values:
         yield "language model", str(text.get("model_type"))
     if (context := text.get("max_position_embeddings")) is not None:
         yield "context", f"{context:,} tokens" if isinstance(context, int) else str(context)
-    quantization = values.get("quantization_config") or text.get("quantization_config") or {}
-    yield "quantization", str(quantization.get("quant_method", "none"))
+    yield "quantization", str((quantization_of(values) or {}).get("quant_method", "none"))
 
 
 def _layers(config: HybridConfig, model: HybridModel) -> Iterator[tuple[str, str]]:
@@ -102,12 +107,12 @@ def _nearest(opened: CheckpointFolder) -> Iterator[tuple[str, str]]:
     for model_type in ADAPTERS:
         try:
             config = huggingface_config({**values, "model_type": model_type}, "", None)
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, ArithmeticError, LookupError, AttributeError):
             continue
         theirs = {t for m in ADAPTERS[model_type]().tensors(config) for t in m.theirs}
         found.append((len(theirs & names) / len(theirs | names), model_type, theirs ^ names))
     if not names or not found:
-        close = difflib.get_close_matches(str(values.get("model_type")), list(ADAPTERS), 1, 0.4)
+        close = difflib.get_close_matches(str(values.get("model_type", "")), list(ADAPTERS), 1, 0.4)
         if close:
             yield "nearest name", close[0]
         return

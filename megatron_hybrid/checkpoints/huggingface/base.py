@@ -24,6 +24,16 @@ _LANGUAGE_PREFIXES = {
 """What names of the language model in a composite one begin with -> in a folder of that alone."""
 
 
+PLAIN_AROUND = {
+    *("aya_vision", "deepseek_vl", "deepseek_vl_hybrid", "glmasr", "idefics3", "internvl"),
+    *("janus", "lfm2_vl", "llava", "llava_next", "llava_next_video", "llava_onevision"),
+    *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "mistral3", "nemotron_h_omni", "omniasr"),
+    *("shieldgemma2", "smolvlm", "video_llava", "vipllava", "voxtral"),
+}
+"""Composite models that compute a text as their language model alone does. Others may not: the
+prompt of PaliGemma is attended both ways."""
+
+
 def language_part(hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """What a composite config.json says of its language model."""
     found = (hf.get(key) for key in ("text_config", "llm_config", "language_config"))

@@ -125,8 +125,9 @@ def rotary(
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     if "type" in rope:  # the oldest spelling
         rope.setdefault("rope_type", rope.pop("type"))
-    base = rope.pop("rope_theta", None) or hf.get("rope_theta") or default_base
-    percent = rope.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or 1.0
+    base = _first(rope.pop("rope_theta", None), hf.get("rope_theta"), default_base)
+    found = rope.pop("partial_rotary_factor", None)
+    percent = _first(found, hf.get("partial_rotary_factor"), 1.0)
     if rope.get("rope_type") == "proportional":  # it goes by all dimensions of the head
         rope["partial_rotary_factor"], percent = percent, 1.0
     fields = {"rotary_base": float(base), "rotary_percent": float(percent)}
@@ -138,9 +139,16 @@ def rotary(
             )
     else:
         if rope["rope_type"] in ("yarn", "llama3"):
-            rope.setdefault("original_max_position_embeddings", hf.get("max_position_embeddings"))
+            key = "original_max_position_embeddings"  # beside the others it wins in transformers
+            length = _first(hf.get(key), rope.get(key), hf.get("max_position_embeddings"))
+            rope[key] = length
         fields["rotary_scaling"] = rope
     return fields
+
+
+def _first(*values: Any) -> Any:
+    """The first value that is given; None: there is none."""
+    return next((value for value in values if value is not None), None)
 
 
 def transformer(

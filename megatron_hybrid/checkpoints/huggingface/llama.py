@@ -55,9 +55,13 @@ class SmolLM3(Adapter):
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = {"num_key_value_heads": 4, "tie_word_embeddings": True, **hf}
-        fields.only(hf, use_sliding_window=False)
+        mixers = None
+        if hf.get("layer_types"):
+            mixers = fields.windows(hf, "full_attention", 1)
+        else:
+            fields.only(hf, use_sliding_window=False)
         biases = {key: hf.get(key) for key in ("attention_bias", "mlp_bias")}
-        found = fields.transformer(hf, base=2000000.0, **biases)
+        found = fields.transformer(hf, mixers, base=2000000.0, **biases)
         interval = hf.get("no_rope_layer_interval", 4)
         numbers = range(1, hf["num_hidden_layers"] + 1)
         has_rope = hf.get("no_rope_layers") or [number % interval for number in numbers]

@@ -11,6 +11,8 @@ from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorNames
 
 
 def _mixers(hf: Mapping[str, Any]) -> str:
+    if hf.get("layer_types"):  # transformers reads such a Mistral as a Ministral
+        return fields.windows(hf, "full_attention", 1)
     symbol = "*" if hf.get("sliding_window") is None else "W"
     return symbol * fields.required(hf, "num_hidden_layers")
 
@@ -26,6 +28,20 @@ class Mistral(Adapter):
         return fields.transformer(hf, _mixers(hf))
 
 
+_MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""What Ministral 3 has where its config.json leaves it out."""
+
+
 class Ministral3(Adapter):
     """`Ministral3ForCausalLM`: queries grow with the logarithm of their position."""
 
@@ -34,9 +50,9 @@ class Ministral3(Adapter):
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, **hf}
-        rope = dict(fields.required(hf, "rope_parameters"))
+        rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or _MINISTRAL_ROPE)
         scale = rope.pop("llama_4_scaling_beta", None)
-        found = fields.transformer({**hf, "rope_parameters": rope}, _mixers(hf))
+        found = fields.transformer({**hf, "rope_scaling": rope}, _mixers(hf))
         if scale is not None:
             found |= {
                 "attention_temperature_scale": scale,
@@ -61,7 +77,7 @@ class Mixtral(Adapter):
         mlps = "E" * fields.required(hf, "num_hidden_layers")
         return {
             **fields.transformer(hf, _mixers(hf), mlps, base=1000000.0),
-            "num_moe_experts": hf.get("num_local_experts", 8),
+            "num_moe_experts": hf.get("num_local_experts", hf.get("num_experts", 8)),
             "moe_router_topk": hf.get("num_experts_per_tok", 2),
             "moe_ffn_hidden_size": fields.required(hf, "intermediate_size"),
         }

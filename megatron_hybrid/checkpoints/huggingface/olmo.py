@@ -73,9 +73,9 @@ class Exaone4(Adapter):
         left_out = {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096}
         hf = {**left_out, "sliding_window_pattern": 4, **hf}
         mixers = None
-        if hf["sliding_window"] is not None:
+        if hf["sliding_window"] is not None or hf.get("layer_types"):
             mixers = fields.windows(hf, "sliding_attention", hf["sliding_window_pattern"])
         found = fields.transformer(hf, mixers)
-        if mixers is not None and "*" in mixers:
+        if mixers is not None and hf["sliding_window"] is not None and "*" in mixers:
             found["layer_overrides"]["*"] = {"position_embedding_type": "none"}
         return {**found, "norm_placement": "post", "qk_layernorm": True}

@@ -10,12 +10,18 @@ from megatron_hybrid.checkpoints.huggingface import fields, tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorNames
 
 
-def _windows(hf: Mapping[str, Any]) -> str | None:
+def _with_window(hf: Mapping[str, Any], **left_out: Any) -> dict[str, Any]:
+    """A config.json with what it leaves out, and no window where it does not use one."""
+    hf = {"sliding_window": 4096, **left_out, **hf}
+    return hf if hf.get("use_sliding_window") else {**hf, "sliding_window": None}
+
+
+def _mixers(hf: Mapping[str, Any]) -> str | None:
     """* or W for each of their layers."""
-    if not hf.get("use_sliding_window") or hf.get("sliding_window", 4096) is None:
-        return None
     if hf.get("layer_types"):
         return fields.windows(hf, "full_attention", 1)
+    if hf["sliding_window"] is None:
+        return None
     num_layers = fields.required(hf, "num_hidden_layers")
     num_full = min(hf.get("max_window_layers", 28), num_layers)
     return "*" * num_full + "W" * (num_layers - num_full)
@@ -28,8 +34,8 @@ class Qwen2(Adapter):
     names = TensorNames(tensors.TRANSFORMER)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        hf = {"num_key_value_heads": 32, "sliding_window": 4096, **hf}
-        return {**fields.transformer(hf, _windows(hf)), "add_qkv_bias": True}
+        hf = _with_window(hf, num_key_value_heads=32)
+        return {**fields.transformer(hf, _mixers(hf)), "add_qkv_bias": True}
 
 
 class Qwen3(Adapter):
@@ -39,8 +45,8 @@ class Qwen3(Adapter):
     names = TensorNames(tensors.TRANSFORMER)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        hf = {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, **hf}
-        found = fields.transformer(hf, _windows(hf), attention_bias=hf.get("attention_bias"))
+        hf = _with_window(hf, num_key_value_heads=32, head_dim=128)
+        found = fields.transformer(hf, _mixers(hf), attention_bias=hf.get("attention_bias"))
         return {**found, "qk_layernorm": True}
 
 
@@ -53,7 +59,7 @@ def _mlps(hf: Mapping[str, Any]) -> str:
 
 def _experts(hf: Mapping[str, Any], number: int, topk: int, width: int) -> dict[str, Any]:
     return {
-        "num_moe_experts": hf.get("num_experts") or hf.get("num_local_experts") or number,
+        "num_moe_experts": hf.get("num_experts", hf.get("num_local_experts", number)),
         "moe_router_topk": hf.get("num_experts_per_tok", topk),
         "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
         "moe_ffn_hidden_size": hf.get("moe_intermediate_size", width),
@@ -67,9 +73,9 @@ class Qwen3Moe(Adapter):
     names = TensorNames(tensors.TRANSFORMER)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        hf = {"num_key_value_heads": 4, "intermediate_size": 6144, "sliding_window": 4096, **hf}
-        windows = hf.get("use_sliding_window") and hf["sliding_window"] is not None
-        mixers = "W" * fields.required(hf, "num_hidden_layers") if windows else None
+        hf = _with_window(hf, num_key_value_heads=4, intermediate_size=6144)
+        symbol = "*" if hf["sliding_window"] is None else "W"
+        mixers = symbol * fields.required(hf, "num_hidden_layers")
         bias = hf.get("attention_bias")
         found = fields.transformer(hf, mixers, _mlps(hf), attention_bias=bias)
         return {**found, "qk_layernorm": True, **_experts(hf, 128, 8, 768)}
@@ -83,11 +89,11 @@ class Qwen2Moe(Adapter):
     names = TensorNames({**tensors.TRANSFORMER, "E": ("mlp", moe)})
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        hf = {"num_key_value_heads": 16, "intermediate_size": 5632, **hf}
         fields.only(hf, use_sliding_window=False)
+        hf = _with_window(hf, num_key_value_heads=16, intermediate_size=5632)
         shared = hf.get("shared_expert_intermediate_size", 5632)
         return {
-            **fields.transformer(hf, mlps=_mlps(hf)),
+            **fields.transformer(hf, _mixers(hf), _mlps(hf)),
             "add_qkv_bias": hf.get("qkv_bias", True),
             **_experts(hf, 60, 4, 1408),
             "moe_shared_expert_intermediate_size": shared,

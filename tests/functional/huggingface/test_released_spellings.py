@@ -1,17 +1,20 @@
 """Folders as they were released, where transformers writes other names, cuts or config keys."""
 
+import json
 from math import log
 
 import pytest
 import torch
-from huggingface import Reference, build
+from huggingface import Reference, build, read_values
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.checkpoint import save_huggingface
 from megatron_hybrid.checkpoints.huggingface import ADAPTERS
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
+from megatron_hybrid.tools.plan import read_model_config
 
 
 def names(folder):
@@ -51,6 +54,61 @@ OLMO = {**KIMI, "rope_parameters": {"rope_theta": None}}
 
 def config_of(model_type, **values):
     return ADAPTERS[model_type]().config(values)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0}
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mistral", {"layer_types": MIXED}),
+        ("llama", {"rope_scaling": YARN, "original_max_position_embeddings": 16}),
+        (
+            "qwen3",
+            {
+                "rope_scaling": {**YARN, "original_max_position_embeddings": 32},
+                "original_max_position_embeddings": 16,
+            },
+        ),
+        ("smollm3", {"num_hidden_layers": 3, "layer_types": MIXED, "sliding_window": 9}),
+        ("ministral3", {"rope_parameters": None}),
+    ],
+)
+def test_keys_mean_what_they_mean_to_transformers(tmp_path, name, changes):
+    config = {**read_values(name), **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    known = AutoConfig.from_pretrained(tmp_path)
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(known, attn_implementation="eager").eval()
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, _ = mh.load_pretrained(tmp_path)
+    tokens = torch.randint(3, config["vocab_size"], (1, 60))
+    with torch.no_grad():
+        expected = Reference(theirs).logits(tokens)
+        torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("phi3", {"rope_parameters": None, "rope_scaling": YARN}, "only 'default' is supported"),
+        ("qwen2", {"layer_types": MIXED}, "lacks 'sliding_window'"),
+        ("qwen2_moe", {"layer_types": MIXED}, "lacks 'sliding_window'"),
+        ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.0}}, "rotary_percent is 0.0"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "no usable config"),
+        ("qwen3_moe", {"num_experts": 0}, "num_moe_experts"),
+        ("gemma2", {"model_type": "paligemma"}, "'paligemma', which no adapter reads"),
+    ],
+)
+def test_a_folder_that_would_be_another_model_is_refused(tmp_path, name, changes, said):
+    values = read_values(name)
+    values = {**values, "text_config": values, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(mh.CheckpointError, match=said):
+        read_model_config(tmp_path)
 
 
 def test_layers_that_predict_further_tokens(tmp_path):
