@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -229,9 +230,11 @@ def _adapter(hf: Mapping[str, Any], source: str) -> Adapter:
         part = language_part(hf) or {}
     if isinstance(known := part.get("model_type"), str) and known in ADAPTERS:
         return ADAPTERS[known]()
+    near = difflib.get_close_matches(str(model_type), list(ADAPTERS), 1)
     raise CheckpointError(
-        f"{source} has the model_type {model_type!r}, which no adapter reads. Known: "
-        f"{', '.join(sorted(ADAPTERS))}. docs/guides/own_model.md says how to add one."
+        f"{source} has the model_type {model_type!r}, which no adapter reads."
+        f"{f' The nearest name is {near[0]!r}.' if near else ''} docs/reference/models.md has "
+        "those that are read, docs/guides/own_model.md says how to add one."
     )
 
 

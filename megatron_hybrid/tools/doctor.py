@@ -4,7 +4,6 @@ It reads the config and the headers of the weights."""
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -112,9 +111,6 @@ def _nearest(opened: CheckpointFolder) -> Iterator[tuple[str, str]]:
         theirs = {t for m in ADAPTERS[model_type]().tensors(config) for t in m.theirs}
         found.append((len(theirs & names) / len(theirs | names), model_type, theirs ^ names))
     if not names or not found:
-        close = difflib.get_close_matches(str(values.get("model_type", "")), list(ADAPTERS), 1, 0.4)
-        if close:
-            yield "nearest name", close[0]
         return
     _, model_type, differing = max(found)
     yield "nearest", f"{model_type}, but for {len(differing)} tensors"

@@ -55,7 +55,7 @@ def change_weights(folder, change):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "gpt2"}, "has the model_type 'gpt2', which no adapter reads. Known: "),
+        ({"model_type": "gpt2"}, "has the model_type 'gpt2', which no adapter reads. docs/"),
         ({"model_type": None}, "has the model_type None"),
         ({"model_type": ["llama"]}, "has the model_type ['llama']"),
         ({"hidden_act": "mish"}, "has hidden_act='mish'; supported are silu"),
