@@ -335,12 +335,12 @@ class RequestBuilder:
     def _check_length(self, length: int, params: SamplingParams) -> int:
         """Check and return the tokens of a request, prompt and answer together."""
         limit = self.config.max_sequence_length
-        if length > limit:
+        total = length + params.num_tokens_to_generate
+        if length > limit or length == limit < total:
             raise ValueError(
                 f"the prompt has {length} tokens, max_sequence_length is {limit}: shorten the "
-                "prompt or raise max_sequence_length"
+                "prompt or raise max_sequence_length (an answer needs at least one token more)"
             )
-        total = length + params.num_tokens_to_generate
         if total > limit:
             raise ValueError(
                 f"{length} prompt tokens and num_tokens_to_generate="

@@ -18,7 +18,8 @@ const EVICTED = {
 const percentiles = (name) => [50, 90, 99].map((part) => [`p${part}`, `p${part}`, (h) => h.columns[`${name}_p${part}`]]);
 
 // Each chart: how its values are written, its lines or bars as [class, name, values of a history],
-// what they come to in the whole time, what stands for it where nothing has happened.
+// what they come to in the whole time, what is written and not drawn, what stands for it where nothing
+// has happened.
 const CHARTS = {
   tokens: {
     write: (value) => `${short(value)}/s`,
@@ -49,10 +50,11 @@ const CHARTS = {
   queue: {
     write: (value) => count(value),
     series: [
-      ["started", "started", (h) => h.growth("requests")],
       ["running", "running", (h) => h.running()],
       ["waiting", "waiting", (h) => h.columns.requests_waiting],
     ],
+    // Drawn, thousands of them would press the other lines flat.
+    written: (h) => `${count(h.sum("requests"))} started`,
     empty: "No request ran or waited in this time.",
   },
   evictions: {
@@ -119,7 +121,7 @@ export function skipped() {
   return `${CHARTS.rate.write(CHARTS.rate.total(history))} of ${counted(prompts, "prompt token")} skipped in ${span}`;
 }
 
-function drawChart(svg, { write, series, total, most, bars, empty }) {
+function drawChart(svg, { write, series, total, written, most, bars, empty }) {
   const { time } = history.columns;
   const width = Math.max(60, svg.clientWidth - MARGIN);
   const begin = history.end - history.span;
@@ -147,9 +149,10 @@ function drawChart(svg, { write, series, total, most, bars, empty }) {
     const sign = name ? [make("i", { className: `sign ${className}` }), `${name} `] : [];
     return make("span", {}, ...sign, make("b", { textContent: text }));
   });
-  const when = hovered === null ? [] : [make("span", { textContent: clock(time[hovered]) })];
+  const first = hovered === null ? written?.(history) : clock(time[hovered]);
+  if (first) parts.unshift(make("span", { textContent: first }));
   const told = find(`${svg.id}-now`);
-  told.replaceChildren(...(isEmpty ? [] : [...when, ...parts]));
+  told.replaceChildren(...(isEmpty ? [] : parts));
   svg.setAttribute("aria-label", `${svg.previousElementSibling.firstChild.textContent}: ${told.textContent || empty}`);
 }
 

@@ -70,7 +70,10 @@ class AnswerParser:
 
     def add(self, text: str) -> list[AnswerPart]:
         """The parts that a text completes."""
-        self._held += text
+        # Python appends in place to a text that nothing else refers to: a long call is not copied.
+        held, self._held = self._held, ""
+        held += text
+        self._held = held
         if self._is_blank and text.isspace():  # decides nothing
             return []
         return self._given(is_last=False)

@@ -33,7 +33,7 @@ def test_a_length_that_nobody_asked_for_ends_where_the_sequence_does():
     assert len(result.token_ids) == 64 - len(PROMPT)
     with pytest.raises(ValueError, match="num_tokens_to_generate=45 exceed max_sequence_length=64"):
         engine.generate([PROMPT], SamplingParams(num_tokens_to_generate=45))
-    with pytest.raises(ValueError, match="ask for at most 0"):
+    with pytest.raises(ValueError, match="64 tokens, max_sequence_length is 64: shorten"):
         engine.generate([random_tokens(64)])
 
 

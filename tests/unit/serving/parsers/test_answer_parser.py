@@ -215,6 +215,14 @@ def test_a_long_call_is_looked_at_once(name):
     assert time.process_time() - began < 5  # 0.2 s alone
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "openai"])
+def test_an_open_call_is_not_copied_at_each_token(name):
+    begun = turn(name, message_of(name, [("edit", {"path": "x" * 8_000_000})]))[:8_000_000]
+    parser, began = style_of("", name, "openai_gptoss").parser([FUZZED]), time.process_time()
+    assert parser.add(begun) + [part for _ in range(10_000) for part in parser.add("x")] == []
+    assert time.process_time() - began < 2  # 10 s, if it was
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_marks_that_begin_no_call_cost_what_their_bytes_do(name):
     """CPU seconds as the input grows to ten times."""
