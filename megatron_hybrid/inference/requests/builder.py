@@ -348,12 +348,11 @@ class RequestBuilder:
                 f"most {limit - length}, or raise max_sequence_length"
             )
         if not self.cache.longest_forward(total, self.config.max_tokens):
-            answer = f"num_tokens_to_generate={params.num_tokens_to_generate}"
-            remedy = f"raise cache_bytes, or shorten the prompt or the answer ({answer})"
             raise ValueError(
                 f"a request of {total} tokens does not fit in cache_bytes="
                 f"{self.config.cache_bytes} ({self.cache.allocator.num_pages - 1} pages of "
-                f"{self.cache.spec.page_bytes} bytes): {remedy}"
+                f"{self.cache.spec.page_bytes} bytes): raise cache_bytes, or shorten the "
+                f"prompt or the answer (num_tokens_to_generate={params.num_tokens_to_generate})"
             )
         return total
 

@@ -183,8 +183,7 @@ class AnswerParser:
             self._gap, self._space, self._skips_space = self._gap + self._space, "", True
             yield from self._thought()
             for each in pieces:
-                is_call = isinstance(each, Call)
-                yield from self._called([each]) if is_call else self._said(each)
+                yield from self._called([each]) if isinstance(each, Call) else self._said(each)
             self._skips_space = True
         else:
             yield from self._said(written)
@@ -205,9 +204,8 @@ class AnswerParser:
             text = self._space + text
         self._space = ""
         if before:
-            said = text.rstrip()
-            self._space = text[len(said) :]
-            text = said
+            whole, text = text, text.rstrip()
+            self._space = whole[len(text) :]
         if not text:
             return []
         self._skips_space = False
