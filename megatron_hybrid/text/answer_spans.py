@@ -38,7 +38,7 @@ def render_with_answers(
     variables: Mapping[str, Any],
     train_on: TrainOn = "all",
     marked: ChatTemplate | None = None,
-) -> tuple[str, list[tuple[int, int]]]:
+) -> tuple[str, list[tuple[int, int]], list[int] | None]:
     """Render a whole conversation, and find the model's answers in it.
 
     They are the template's `{% generation %}` blocks. A template without any is rendered up to each
@@ -53,7 +53,8 @@ def render_with_answers(
         marked: a template for training, with `{% generation %}` blocks, that writes the same text.
 
     Returns:
-        The text, and [start, end) of each answer in it, ascending.
+        The text, [start, end) of each answer in it, ascending, and where the words of each end,
+        after which there is what ends its turn (None: the template marks the answers).
 
     Raises:
         ValueError, TypeError: as `ChatTemplate.render`; or no message is to be trained, or the
@@ -73,14 +74,18 @@ def render_with_answers(
         raise ValueError(f"{marked.origin} has no {{% generation %}} blocks to mark answers by")
     else:
         spans = [answers.span(index) for index in trained]
+        trained = [index for index, (start, end) in zip(trained, spans) if start < end]
     if not (spans := [(start, end) for start, end in spans if start < end]):
-        raise ValueError("the conversation has no answer to train: no message of the assistant's")
-    return answers.text, spans
+        left_out = "those of the assistant are left out, or empty"
+        why = left_out if everything else "no message of the assistant's"
+        raise ValueError(f"the conversation has no answer to train: {why}")
+    return answers.text, spans, None if is_marked(marks) else list(map(answers.words_end, trained))
 
 
 def is_marked(template: ChatTemplate) -> bool:
     """Return whether the template has `{% generation %}` around the model's words."""
-    return re.search(r"\{%[-+]?\s*generation\b", template.source) is not None
+    written = re.sub(r"\{#.*?#\}", "", template.source, flags=re.DOTALL)
+    return re.search(r"\{%[-+]?\s*generation\b", written) is not None
 
 
 def _trained(messages: Sequence[Message], train_on: TrainOn) -> tuple[list[int], list[int]]:
@@ -176,6 +181,11 @@ class _Answers:
         """Return the first place that depends on what a message says; the end: there is none."""
         return common_length(self.text, self._other(self.messages, index) or self.text)
 
+    def words_end(self, index: int) -> int:
+        """Return where the words of a message end; the start of the text: it cannot be told."""
+        follows = self._after(self.messages, index)
+        return 0 if follows is None else len(self.text) - len(follows)
+
     def _start(self, index: int) -> int | None:
         before, text = self.messages[:index], self.text
         header = _header(self.template, self.conversation)
@@ -194,7 +204,9 @@ class _Answers:
         if thoughts := _THOUGHTS.search(text, max(0, start - 64), start):
             start = thoughts.start()
         # After a tool's answer some templates ask for no header, and write it all the same.
-        return start + len(header) if header and text.startswith(header, start) else start
+        is_written = header and text.startswith(header, start)
+        after = start + len(header)
+        return after if is_written and after <= self.first_place(index) else start
 
     def _end(self, index: int) -> int | None:
         if index == len(self.messages) - 1:

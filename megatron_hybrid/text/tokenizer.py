@@ -20,7 +20,7 @@ from typing import Any
 
 import tokenizers
 
-from megatron_hybrid.text.answer_spans import TrainOn, is_marked, render_with_answers
+from megatron_hybrid.text.answer_spans import TrainOn, render_with_answers
 from megatron_hybrid.text.chat_messages import Message
 from megatron_hybrid.text.chat_template import ChatTemplate, TextTooLongError, common_length
 from megatron_hybrid.text.token_bytes import token_bytes
@@ -444,16 +444,17 @@ class Tokenizer:
         """
         template = self.template_of(tools)
         given = {**self._named, "tools": tools, **variables}
-        text, answers = render_with_answers(template, messages, given, train_on, marked)
+        text, answers, words = render_with_answers(template, messages, given, train_on, marked)
         check_text("the text of the chat", text)
         encoding = self._encode(text, add_special_tokens=False)
         ids, offsets = encoding.ids, encoding.offsets
         starts, ends = zip(*offsets)
         spans = []
-        for start, end in answers:
+        for number, (start, end) in enumerate(answers):
             first, last = bisect_right(ends, start), bisect_left(starts, end)
-            if not is_marked(marked or template):
-                stops = [i for i in range(first, last) if ids[i] in self.end_tokens]
+            if words is not None:
+                after = max(first, bisect_left(starts, words[number]))  # an answer may name one
+                stops = [i for i in range(after, last) if ids[i] in self.end_tokens]
                 if not stops and ids[last : last + 1] and ids[last] in self.end_tokens:
                     stops = [last]
                 last = stops[-1] + 1 if stops else last

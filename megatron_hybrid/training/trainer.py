@@ -422,7 +422,7 @@ class Trainer:
         data, run = asdict(self.recipe.data), self.recipe.run
         del data["workers"], data["cache_path"]
         rows = run.steps * run.global_batch_size
-        return {**data, "rows": rows, "documents": contents_of(self.train_data)}
+        return {**data, "rows": rows, "contents": contents_of(self.train_data)}
 
     def _kind_of_states(self) -> dict[str, Any]:
         """Name what makes another run of it, other than `HybridConfig.differences` and the data."""

@@ -99,7 +99,7 @@ def test_texts_and_masks_of_published_templates(name, chat):
         text, _ = theirs(source, given, tools)
     except Exception as error:
         pytest.skip(f"the template takes no such chat: {error}")
-    ours, spans = render_with_answers(ChatTemplate(source), messages, {"tools": tools, **TOKENS})
+    ours, spans, _ = render_with_answers(ChatTemplate(source), messages, {"tools": tools, **TOKENS})
     assert ours == text
     answers = [message for message in messages if message["role"] == "assistant"]
     written = [text[start:end] for start, end in joined(text, spans)]

@@ -19,7 +19,7 @@ PLAIN = MARKS.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
 def answers(kind, messages, **options):
-    text, spans = render_with_answers(kind, messages, {"tools": None, **TOKENS}, **options)
+    text, spans, _ = render_with_answers(kind, messages, {"tools": None, **TOKENS}, **options)
     return [text[start:end] for start, end in spans]
 
 
@@ -40,6 +40,17 @@ def test_answers_of_every_dialect_are_what_its_model_writes(name):
 def test_an_answer_that_comes_first_has_nothing_of_what_is_written_before_it():
     for start in ("<s>You are kind.", ""):
         assert answers(ChatTemplate(start + PLAIN), [SO, ASK]) == ["So they are.</s>"]
+
+
+def test_an_answer_may_begin_with_the_header_of_its_turn():
+    named = {"role": "assistant", "content": "<assistant>is a header."}
+    found = answers(ChatTemplate(PLAIN), [ASK, named, AGAIN, NO])
+    assert found == ["<assistant>is a header.</s>", "No.</s>"]
+
+
+def test_a_comment_marks_nothing():
+    commented = ChatTemplate("{# {% generation %} #}" + PLAIN)
+    assert answers(commented, [ASK, SO]) == ["So they are.</s>"]
 
 
 @pytest.mark.parametrize("source", [MARKS, PLAIN])

@@ -867,6 +867,7 @@ SPEECHES = [
     [QUESTION, {"role": "assistant", "content": " two  words"}, QUESTION, ANSWER],
     [QUESTION, ANSWER, ANSWER, {"role": "tool", "content": "🙂"}, {**ANSWER, "content": ""}],
     [{"role": "assistant", "content": "hi there 漢字🙂"}, QUESTION],
+    [QUESTION, {"role": "assistant", "content": f"Say {END} twice."}, QUESTION, ANSWER],
 ]
 
 

@@ -176,9 +176,7 @@ def test_a_run_does_not_go_on_with_other_documents(tmp_path, tokenizer, other):
     path = write_documents(tmp_path / "text", [[300, 301, tokenizer.eod]] * 40, tokenizer)
     train(recipe_of(path, run={"steps": 1}), tmp_path / "run")
     write_documents(tmp_path / "text", [[*other, tokenizer.eod]] * 40, tokenizer)
-    with pytest.raises(
-        CheckpointError, match=r"was trained on other data, .* differs in documents"
-    ):
+    with pytest.raises(CheckpointError, match=r"was trained on other data, .* differs in contents"):
         build(recipe_of(path, run={"steps": 1}), tmp_path / "run")
 
 
