@@ -82,7 +82,7 @@ class CheckpointFolder:
 
     @property
     def is_unknown_around(self) -> bool:
-        """Whether an adapter reads the language model alone, and nothing is known of the rest."""
+        """Whether the folder is of `PLAIN_AROUND`: its language model is told by its prefix."""
         return self.values.get("model_type") in PLAIN_AROUND
 
     @property

@@ -188,6 +188,19 @@ def transformer(
     return found
 
 
+def windows_everywhere(hf: Mapping[str, Any]) -> str:
+    """W for each of their layers if there is a `sliding_window`, else *."""
+    symbol = "*" if hf.get("sliding_window") is None else "W"
+    return symbol * required(hf, "num_hidden_layers")
+
+
+def sparse_mlps(hf: Mapping[str, Any]) -> str:
+    """E or - for each of their layers, by `decoder_sparse_step` and `mlp_only_layers`."""
+    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
+    numbers = range(required(hf, "num_hidden_layers"))
+    return "".join("E" if i not in dense and (i + 1) % step == 0 else "-" for i in numbers)
+
+
 def windows(hf: Mapping[str, Any], other: str, period: int) -> str:
     """* or W for each of their layers: see `layer_types`."""
     types = layer_types(hf, other, period)

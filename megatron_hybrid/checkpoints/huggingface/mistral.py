@@ -13,8 +13,7 @@ from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorNames
 def _mixers(hf: Mapping[str, Any]) -> str:
     if hf.get("layer_types"):  # transformers reads such a Mistral as a Ministral
         return fields.windows(hf, "full_attention", 1)
-    symbol = "*" if hf.get("sliding_window") is None else "W"
-    return symbol * fields.required(hf, "num_hidden_layers")
+    return fields.windows_everywhere(hf)
 
 
 class Mistral(Adapter):

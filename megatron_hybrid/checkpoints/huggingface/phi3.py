@@ -35,8 +35,7 @@ class Phi3(Adapter):
     )
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        symbol = "*" if hf.get("sliding_window") is None else "W"
-        mixers = symbol * fields.required(hf, "num_hidden_layers")
+        mixers = fields.windows_everywhere(hf)
         found = fields.transformer({"rms_norm_eps": 1e-5, **hf}, mixers, partial=True)
         fields.only(found.get("rotary_scaling", {}), rope_type="default")  # it means LongRoPE
         return found

@@ -50,13 +50,6 @@ class Qwen3(Adapter):
         return {**found, "qk_layernorm": True}
 
 
-def _mlps(hf: Mapping[str, Any]) -> str:
-    """E or - for each of their layers."""
-    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
-    numbers = range(fields.required(hf, "num_hidden_layers"))
-    return "".join("E" if i not in dense and (i + 1) % step == 0 else "-" for i in numbers)
-
-
 def _experts(hf: Mapping[str, Any], number: int, topk: int, width: int) -> dict[str, Any]:
     return {
         "num_moe_experts": hf.get("num_experts", hf.get("num_local_experts", number)),
@@ -74,10 +67,9 @@ class Qwen3Moe(Adapter):
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         hf = _with_window(hf, num_key_value_heads=4, intermediate_size=6144)
-        symbol = "*" if hf["sliding_window"] is None else "W"
-        mixers = symbol * fields.required(hf, "num_hidden_layers")
+        mixers = fields.windows_everywhere(hf)
         bias = hf.get("attention_bias")
-        found = fields.transformer(hf, mixers, _mlps(hf), attention_bias=bias)
+        found = fields.transformer(hf, mixers, fields.sparse_mlps(hf), attention_bias=bias)
         return {**found, "qk_layernorm": True, **_experts(hf, 128, 8, 768)}
 
 
@@ -93,7 +85,7 @@ class Qwen2Moe(Adapter):
         hf = _with_window(hf, num_key_value_heads=16, intermediate_size=5632)
         shared = hf.get("shared_expert_intermediate_size", 5632)
         return {
-            **fields.transformer(hf, _mixers(hf), _mlps(hf)),
+            **fields.transformer(hf, _mixers(hf), fields.sparse_mlps(hf)),
             "add_qkv_bias": hf.get("qkv_bias", True),
             **_experts(hf, 60, 4, 1408),
             "moe_shared_expert_intermediate_size": shared,

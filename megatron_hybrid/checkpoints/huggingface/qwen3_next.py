@@ -92,14 +92,9 @@ class Qwen3Next(Adapter):
 
     def _mlps(self, hf: Mapping[str, Any]) -> str:
         """E or - for each of their layers."""
-        step = hf.get("decoder_sparse_step", 1)
-        dense = hf.get("mlp_only_layers") or ()
         if not hf.get("num_experts", 512):
             return "-" * fields.required(hf, "num_hidden_layers")
-        return "".join(
-            "E" if i not in dense and (i + 1) % step == 0 else "-"
-            for i in range(fields.required(hf, "num_hidden_layers"))
-        )
+        return fields.sparse_mlps(hf)
 
     def _mlp_fields(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         found = {"ffn_hidden_size": hf.get("intermediate_size", 5632)}
