@@ -9,6 +9,7 @@ from typing import Annotated, Literal, get_args
 import torch
 
 from megatron_hybrid.cache.matching import PrefixCachingMode
+from megatron_hybrid.cache.pages.spec import BlockSize
 from megatron_hybrid.cache.policy.protocol import POLICIES
 from megatron_hybrid.inference.drafters import DRAFTERS
 from megatron_hybrid.inference.sampling_params import Seed
@@ -37,8 +38,8 @@ class InferenceConfig:
     and every prompt token is computed. "restore": recurrent states are restored, too, and the
     prefill starts at the end of the match."""
 
-    block_size_tokens: int = 16
-    """Tokens of one KV block: a power of two from 16 to 256."""
+    block_size_tokens: BlockSize = 16
+    """Tokens of one KV block."""
 
     cache_bytes: Positive | None = None
     """Size of the page pool on each rank, which holds the KV of running requests and the cache. By
@@ -149,9 +150,6 @@ class InferenceConfig:
                 f"host_cache_bytes and cache_dir need prefix_caching='restore', it is "
                 f"{self.prefix_caching!r}: where every token is computed nothing is fetched."
             )
-        block = self.block_size_tokens
-        if not 16 <= block <= 256 or block & (block - 1):
-            raise ValueError(f"block_size_tokens is {block}; use a power of two from 16 to 256.")
         if self.kv_cache_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"kv_cache_dtype is {self.kv_cache_dtype}; use torch.float32, torch.bfloat16, "

@@ -154,7 +154,7 @@ def _taker(hint: Any) -> Callable[[Any], bool]:
         return lambda value: any(takes(value) for takes in takers)
     origin, arguments = get_origin(kind) or kind, get_args(kind)
     if origin is Literal:
-        return lambda value: value in arguments
+        return lambda value: value in arguments and (is_int(value) or not is_number(value))
     if origin is Annotated:
         base, limits = arguments[0], _limits_of(*arguments)
         if base is int:

@@ -11,7 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated, Literal
 
+from megatron_hybrid.utils.validation import Range, check_fields
+
+BlockSize = Literal[16, 32, 64, 128, 256]
+"""Tokens of a KV block: 16 shares most, 256 keeps tables short."""
 STATE_ONLY_PAGE_BYTES = 64 << 10
 """Page size of a model without attention."""
 ALIGNMENT = 16
@@ -30,19 +35,16 @@ class KVGroup:
         ValueError: a size is less than 1, or both window and chunk are given.
     """
 
-    num_layers: int
-    bytes_per_token: int
+    num_layers: Annotated[int, Range(ge=1)]
+    bytes_per_token: Annotated[int, Range(ge=1)]
     """K and V of ONE layer, one token."""
-    window: int | None = None
+    window: Annotated[int, Range(ge=1)] | None = None
     """The token at position t sees (t - window, t]; None: not windowed."""
-    chunk: int | None = None
+    chunk: Annotated[int, Range(ge=1)] | None = None
     """The token at position t sees [t // chunk * chunk, t]; None: not chunked."""
 
     def __post_init__(self):
-        for name in ("num_layers", "bytes_per_token", "window", "chunk"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"KVGroup.{name} is {value}; it must be at least 1")
+        check_fields(self, "KVGroup.")
         if self.window is not None and self.chunk is not None:
             raise ValueError(
                 f"KVGroup.window is {self.window} and KVGroup.chunk is {self.chunk}; a layer has "
@@ -66,11 +68,10 @@ class CacheSpec:
     """Sizes that determine all page arithmetic.
 
     Raises:
-        ValueError: a size is negative, or the block size is not a power of two in 16..256.
+        ValueError: a size is negative, or not one of `BlockSize`.
     """
 
-    block_size_tokens: int
-    """Tokens per KV block: a power of two, 16 to 256."""
+    block_size_tokens: BlockSize
     groups: tuple[KVGroup, ...]
     """Full-attention groups and local ones (window or chunk), in any order."""
     state_bytes: int
@@ -79,24 +80,14 @@ class CacheSpec:
     """Last hidden state of one sequence; 0 if the end of a prompt needs no logits."""
     encoded_state_bytes: int | None = None
     """Bytes of these states in a checkpoint; None: `state_bytes`."""
-    attention_parity: float = math.inf
+    attention_parity: Annotated[float, Range(gt=0, le=math.inf)] = math.inf
     """Tokens of context at which full attention is half of a token's work."""
     model_bytes: tuple[int, int] | None = None
     """Bytes of a checkpoint of the whole model over all ranks, without local blocks, and of its
     full-attention KV per token. So interval states have the same positions as on one rank."""
 
     def __post_init__(self):
-        b = self.block_size_tokens
-        if not 16 <= b <= 256 or b & (b - 1):
-            raise ValueError(
-                f"block_size_tokens is {b}; it must be a power of two from 16 to 256 "
-                f"(16 shares most, 256 keeps tables short)"
-            )
-        if not self.attention_parity > 0:
-            raise ValueError(f"attention_parity is {self.attention_parity}; it must be above 0")
-        for name in ("state_bytes", "hidden_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        check_fields(self, "CacheSpec.")
 
     @cached_property
     def full_groups(self) -> tuple[int, ...]:

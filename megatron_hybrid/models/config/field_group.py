@@ -7,19 +7,21 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
-from megatron_hybrid.utils.validation import Range, check_field, kinds_of
+from megatron_hybrid.utils.validation import Range, check_field
 
 Epsilon = Annotated[float, Range(ge=0, le=1)]
 
-_LIMITS_OF_CORE = {
-    "embedding_init_method_std": Range(ge=0),
-    "mtp_loss_scaling_factor": Range(ge=0),
-    "moe_z_loss_coeff": Range(ge=0),
-    "moe_input_jitter_eps": Range(ge=0, le=1),
-    "moe_expert_capacity_factor": Range(gt=0),
-    "moe_router_bias_update_rate": Range(ge=0),
+_Factor = Annotated[float, Range(ge=0)]
+_FIELDS_OF_CORE = {
+    "embedding_init_method_std": _Factor | None,
+    "mtp_loss_scaling_factor": _Factor | None,
+    "moe_aux_loss_coeff": _Factor | list[_Factor],
+    "moe_z_loss_coeff": _Factor | None,
+    "moe_input_jitter_eps": Epsilon | None,
+    "moe_expert_capacity_factor": Annotated[float, Range(gt=0)] | None,
+    "moe_router_bias_update_rate": _Factor,
 }
-"""Limits of fields that megatron-core declares."""
+"""Annotations, with limits, of fields that megatron-core declares."""
 
 
 class FieldGroup:
@@ -116,9 +118,4 @@ def set_fields(config: FieldGroup) -> dict[str, Any]:
 @cache
 def _hints(config_class: type[FieldGroup]) -> dict[str, Any]:
     """Annotation of each field, with its limits."""
-    hints = get_type_hints(config_class, include_extras=True)
-    for name, limits in _LIMITS_OF_CORE.items():
-        limited = Annotated[float, limits]
-        is_optional = type(None) in kinds_of(hints[name])
-        hints[name] = limited | None if is_optional else limited
-    return hints
+    return get_type_hints(config_class, include_extras=True) | _FIELDS_OF_CORE

@@ -157,8 +157,7 @@ class MoEFields(LayerFields):
                 f"{factors!r}. Give one loss and one coefficient, or a list of each, of the same "
                 "length."
             )
-        if not lists[0]:
-            kinds, factors = [kinds], [factors]
+        kinds = kinds if lists[0] else [kinds]
         names = (*AUXILIARY_LOSSES, "none")
         for kind in kinds:
             if kind in _UNSUPPORTED_BALANCING:
@@ -174,10 +173,6 @@ class MoEFields(LayerFields):
             raise ValueError(
                 f"moe_router_load_balancing_type is {kinds!r}; name each loss once, with the sum "
                 "of its coefficients."
-            )
-        if any(factor < 0 for factor in factors):
-            raise ValueError(
-                f"moe_aux_loss_coeff is {self.moe_aux_loss_coeff!r}; it must be 0 or more."
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from os import PathLike, fspath
 from typing import Annotated, Any, Literal
 
 from megatron_hybrid.training.fields import Fields
-from megatron_hybrid.utils.validation import Range, is_int, is_number
+from megatron_hybrid.utils.validation import Range, check_field, is_int
 
 SPLITS = ("train", "valid", "test")
 
@@ -126,8 +125,7 @@ def _parse_entry(name: str, entry: Any) -> tuple[float | None, str]:
     weight, prefix = None, entry
     if isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2:
         weight, prefix = entry
-        if not is_number(weight) or not 0 < weight < math.inf:
-            raise ValueError(f"{name} has the weight {weight!r}; it must be a number above 0.")
+        check_field(f"{name}: a weight", weight, Annotated[float, Range(gt=0)])
         weight = float(weight)
     if not isinstance(prefix, (str, PathLike)) or not fspath(prefix):
         raise ValueError(f"{name} has the entry {entry!r}; use a prefix, or [weight, prefix].")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -22,6 +23,7 @@ from megatron_hybrid.text.tokenizer_files import find_tokenizer
 from megatron_hybrid.text.train_tokenizer import train_tokenizer
 from megatron_hybrid.training.data.index_files import ANSWERS, Description
 from megatron_hybrid.utils.progress import progress
+from megatron_hybrid.utils.validation import Range, check_field
 
 
 @dataclass(frozen=True)
@@ -144,8 +146,7 @@ def _check(
     index = Path(f"{os.fspath(output)}.idx")
     if index.exists():
         raise ValueError(f"{index} exists: remove it, or name another output.")
-    if workers < 1:
-        raise ValueError(f"workers is {workers}; it must be 1 or more.")
+    check_field("workers", workers, Annotated[int, Range(ge=1)])
     if chat and append_eod:
         raise ValueError("with --chat the template writes the end tokens: leave out --append-eod.")
     if append_eod and tokenizer.eod is None:

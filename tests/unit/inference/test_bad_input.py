@@ -294,7 +294,7 @@ def test_params_changed_after_the_request_was_added_do_not_reach_it():
     "fields, message",
     [
         (dict(prefix_caching="on"), "prefix_caching is 'on'.*off.*memory_only.*restore"),
-        (dict(block_size_tokens=24), "block_size_tokens is 24.*power of two from 16 to 256"),
+        (dict(block_size_tokens=24), "block_size_tokens is 24; use 16, 32, 64, 128 or 256"),
         (dict(cache_bytes=10**25), rf"cache_bytes is {10**25}; .* from 1 to {2**63 - 1}"),
         (dict(max_sequence_length=2**63), rf"max_sequence_length is {2**63}; .* to {2**63 - 1}"),
         (dict(host_cache_bytes=-1), "host_cache_bytes is -1; .* from 0 to"),

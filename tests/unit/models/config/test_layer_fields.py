@@ -92,8 +92,12 @@ REFUSED = {
             "name each loss once",
         ),
         (
+            {"moe_aux_loss_coeff": [0.1, -0.1], "moe_router_load_balancing_type": ["a", "b"]},
+            r"moe_aux_loss_coeff\[1\] is -0.1; it must be a number of 0 or more",
+        ),
+        (
             {"moe_aux_loss_coeff": "1e-3"},
-            "moe_aux_loss_coeff is '1e-3'; it must be a number or a list of numbers",
+            "moe_aux_loss_coeff is '1e-3'; it must be a number of 0 or more or a list",
         ),
         ({"add_bias_linear": True, "tensor_model_parallel_size": 2}, "needs whole experts"),
         (

@@ -369,7 +369,7 @@ def test_data_that_nobody_named_are_refused(prefix):
     [
         ({"train": []}, "give either blend .*; got none"),
         ({"blend": ["b"]}, r"got \['train'\] beside blend"),
-        ({"train": [[0, "a"]]}, "train has the weight 0; it must be a number above 0"),
+        ({"train": [[0, "a"]]}, "train: a weight is 0; it must be a number above 0"),
         ({"train": [[1, "a"], "b"]}, "train has weights for 1 of 2 datasets; give all or none"),
         ({"train": [3]}, r"train has the entry 3; use a prefix, or \[weight, prefix\]"),
         ({"split": "9;1"}, "split is '9;1'; use three numbers"),

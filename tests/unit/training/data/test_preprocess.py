@@ -302,7 +302,7 @@ def test_parquet_needs_pyarrow(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"workers": 0}, "workers is 0; it must be 1 or more"),
+        ({"workers": 0}, "workers is 0; it must be a whole number from 1"),
         ({"chat": True, "append_eod": True}, "the template writes the end tokens"),
     ],
 )
