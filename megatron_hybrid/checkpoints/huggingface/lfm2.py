@@ -29,7 +29,10 @@ class Lfm2(Adapter):
     names = TensorNames(
         {
             "C": ("conv", _conv_tensors),
-            "*": ("self_attn", partial(tensors.attention, output="out_proj", norm="layernorm")),
+            "*": (
+                "self_attn",
+                partial(tensors.attention, output="out_proj", norms=("q_layernorm", "k_layernorm")),
+            ),
             "-": ("feed_forward", partial(tensors.mlp, projections=_PROJECTIONS)),
             "E": (
                 "feed_forward",

@@ -1,12 +1,14 @@
-"""Llama 2 and 3, and models that differ from them by biases: full attention and a gated MLP."""
+"""Llama 2 and 3, and models that differ from them by biases or experts alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorNames
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
+from megatron_hybrid.checkpoints.huggingface.layouts import reshaped, same
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 
 class Llama(Adapter):
@@ -45,6 +47,44 @@ class Ernie(Adapter):
         hf = {**left_out, "tie_word_embeddings": True, **hf}
         biases = dict.fromkeys(("attention_bias", "mlp_bias"), hf.get("use_bias"))
         return {**fields.transformer(hf, base=500000.0, **biases), "rotary_interleaved": True}
+
+
+def _moe(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+    bias = "moe_statics.e_score_correction_bias"
+    for each in tensors.moe(config, ours, theirs, expert_bias=bias):
+        if each.theirs == (f"{theirs}.{bias}",):
+            experts = config.num_moe_experts
+            each = same(*each.ours, *each.theirs, reshaped((experts,), (1, experts)))
+        yield each
+
+
+class ErnieMoe(Adapter):
+    """`Ernie4_5_MoeForCausalLM`: experts, chosen by their softmax scores and a bias."""
+
+    model_types = ("ernie4_5_moe",)
+    names = TensorNames({**tensors.TRANSFORMER, "E": ("mlp", _moe)})
+    ignored = (r"model\.mtp_.*",)
+
+    def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
+        left_out = {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "intermediate_size": 12288}
+        hf = {**left_out, "tie_word_embeddings": True, **hf}
+        fields.only(hf, use_bias=False, moe_use_aux_free=(True, None))
+        numbers = range(fields.required(hf, "num_hidden_layers"))
+        first, last = hf.get("moe_layer_start_index", 1), hf.get("moe_layer_end_index", -1)
+        interval, last = hf.get("moe_layer_interval", 1), len(numbers) - 1 if last == -1 else last
+        mlps = ["E" if first <= i <= last and (i + 1) % interval == 0 else "-" for i in numbers]
+        width = hf.get("moe_intermediate_size", 1536)
+        return {
+            **fields.transformer(hf, mlps="".join(mlps), base=500000.0),
+            "rotary_interleaved": True,
+            "num_moe_experts": hf.get("moe_num_experts", 64),
+            "moe_ffn_hidden_size": width,
+            "moe_shared_expert_intermediate_size": hf.get("moe_num_shared_experts", 2) * width
+            or None,
+            "moe_router_topk": hf.get("moe_k", 6),
+            "moe_router_enable_expert_bias": True,
+            "moe_router_topk_epsilon": hf.get("moe_norm_min", 1e-12),
+        }
 
 
 class SmolLM3(Adapter):

@@ -99,7 +99,12 @@ def has_tensor(names: Collection[str], prefix: str) -> bool:
 
 
 def attention(
-    config: HybridConfig, ours: str, theirs: str, *, output: str = "o_proj", norm: str = "norm"
+    config: HybridConfig,
+    ours: str,
+    theirs: str,
+    *,
+    output: str = "o_proj",
+    norms: Sequence[str] = ("q_norm", "k_norm"),
 ) -> Iterator[TensorMap]:
     """q_proj, k_proj, v_proj and o_proj, q_norm and k_norm: those of them that the config has.
 
@@ -108,7 +113,7 @@ def attention(
         ours: prefix, such as "decoder.layers.0.self_attention".
         theirs: prefix, such as "model.layers.0.self_attn".
         output: what they call o_proj.
-        norm: what they call q_norm and k_norm, after the q_ and k_.
+        norms: what they call q_norm and k_norm.
     """
     names = "qkv"[: 1 + config.num_kv_projections]
     groups, head_dim = config.num_query_groups, config.kv_channels
@@ -128,8 +133,8 @@ def attention(
     if config.add_bias_linear:
         yield same(f"{ours}.linear_proj.bias", f"{theirs}.{output}.bias")
     if config.qk_layernorm:
-        for name in names[:2]:
-            yield same(f"{ours}.{name}_layernorm.weight", f"{theirs}.{name}_{norm}.weight")
+        for name, norm in zip(names[:2], norms):
+            yield same(f"{ours}.{name}_layernorm.weight", f"{theirs}.{norm}.weight")
 
 
 def latent_attention(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:

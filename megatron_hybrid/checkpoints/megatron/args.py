@@ -240,6 +240,11 @@ def args_of_config(config: HybridConfig) -> Namespace:
                 f"layer_pattern has layers {symbol!r} ({LAYER_KINDS[symbol].meaning}), which "
                 f"megatron-core's {kind} do not have, or not with the same parts."
             )
+    if config.moe_router_enable_expert_bias and config.moe_router_score_function == "softmax":
+        raise ValueError(
+            "moe_router_enable_expert_bias is True with moe_router_score_function='softmax', but "
+            "in megatron-core such a bias needs sigmoid scores."
+        )
     args = Namespace(
         **{
             **_values_of_fields(config),

@@ -47,6 +47,9 @@ class AttentionFields(LayerFields):
     qk_layernorm_scope: Literal["head", "all_heads"] = "head"
     """Whether qk_layernorm norms each head, or all heads of a token as one vector."""
 
+    qk_layernorm_after_rope: bool = False
+    """Norm queries and keys after RoPE instead."""
+
     qk_l2_norm: bool = False
     """Give each query and key head a mean square of 1, after RoPE."""
 

@@ -104,10 +104,14 @@ class HybridConfig(
         left_out = {name for name in _FOLLOWERS if getattr(self, name) is None}
         self._check_predictions()
         self.check_recompute()
-        granularity, self.recompute_granularity = self.recompute_granularity, None
+        hidden = {"recompute_granularity": None}  # ours does what core would refuse
+        if self.moe_router_enable_expert_bias:
+            hidden["moe_router_score_function"] = "sigmoid"
+        own = {name: getattr(self, name) for name in hidden}
+        vars(self).update(hidden)
         with core_refusals("this model", given):
             super().__post_init__()
-        self.recompute_granularity = granularity
+        vars(self).update(own)
         check_unsupported(self)  # core has derived some of them from others
         self.check()
         self._check_overrides(left_out)

@@ -54,7 +54,7 @@ class MoEFields(LayerFields):
     """Function from the router's logits to scores."""
 
     moe_router_pre_softmax: bool = False
-    """Softmax over all experts, before the top-k, not over the chosen ones."""
+    """Softmax scores of all experts are the weights of the chosen ones; else these sum to 1."""
 
     moe_router_enable_expert_bias: bool = False
     """A bias per expert that affects the top-k choice, not the weights."""
@@ -69,7 +69,8 @@ class MoEFields(LayerFields):
     """Factor of the weights of the chosen experts."""
 
     moe_router_topk_epsilon: Epsilon = 1e-20
-    """Added to the sum of the chosen experts' sigmoid scores before they are divided by it."""
+    """Added to the sum of the chosen experts' scores before they are divided by it, where these are
+    sigmoids or a bias selects."""
 
     def check(self) -> None:
         if self.num_moe_experts is None:
@@ -113,11 +114,6 @@ class MoEFields(LayerFields):
             raise ValueError(
                 "moe_router_topk=1 with a softmax over the one chosen expert weighs it 1 whatever "
                 "the router says. Set moe_router_pre_softmax=True or use 'sigmoid' scores."
-            )
-        if softmax and self.moe_router_enable_expert_bias:
-            raise ValueError(
-                "moe_router_enable_expert_bias=True needs moe_router_score_function='sigmoid': "
-                "a bias that only selects is defined for independent scores."
             )
         if self.moe_apply_probs_on_input and topk != 1:
             raise ValueError(

@@ -139,10 +139,8 @@ class AttentionMixer(Mixer):
         k, v = kv or (None, None)
         weights = None if k is None else self._weights_of_norms(q_TKGD.dtype)
         q = q_TKGD.flatten(1, 2) if weights is None else q_TKGD
-        if weights is None and self.q_layernorm is not None:
-            q = self._norm(self.q_layernorm, q)
-        if weights is None and self.k_layernorm is not None:
-            k = self._norm(self.k_layernorm, k)
+        if weights is None and not self.config.qk_layernorm_after_rope:
+            q, k = self._normed(q, k)
         if self.rotary is not None:
             positions_T = context.token_positions()
             cos_sin = self.rotary.cos_sin_of_batch(context.ragged_layout(), positions_T, q.dtype)
@@ -152,6 +150,8 @@ class AttentionMixer(Mixer):
                 q_TKGD = q.unflatten(1, (self.num_groups, -1)) if weights is None else q
                 form = *(weights or (None, None)), self.config.layernorm_epsilon
                 q, k = rotate_heads(q_TKGD, k, *cos_sin, self.rotary.interleaved, *form)
+        if self.config.qk_layernorm_after_rope:
+            q, k = self._normed(q, k)
         if self.config.qk_l2_norm:
             q, k = (None if x is None else self._l2_norm(x) for x in (q, k))
         if self.config.attention_temperature_scale is not None:
@@ -186,11 +186,18 @@ class AttentionMixer(Mixer):
     def _weights_of_norms(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Weights of the norms of q and k, where one launch may norm and rotate both."""
         norms = self.q_layernorm, self.k_layernorm
-        fits = self.rotary is not None and self.config.qk_layernorm_scope == "head"
+        config = self.config
+        fits = config.qk_layernorm_scope == "head" and not config.qk_layernorm_after_rope
+        fits = fits and self.rotary is not None
         if not (fits and all(map(is_plain, norms))) or torch.is_grad_enabled():
             return None
         dtype = torch.promote_types(dtype, torch.float32)
         return norms[0].factor(dtype), norms[1].factor(dtype)
+
+    def _normed(self, q_THD: Tensor, k_TKD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        pairs = (self.q_layernorm, q_THD), (self.k_layernorm, k_TKD)
+        q, k = (x if norm is None else self._norm(norm, x) for norm, x in pairs)
+        return q, k
 
     def _norm(self, norm: nn.Module, x_THD: Tensor) -> Tensor:
         if self.config.qk_layernorm_scope == "head":

@@ -117,24 +117,26 @@ class Router(nn.Module):
         """The weight of each expert, and the chosen ones, bool, both [T, E]."""
         config = self.config
         by_sigmoid = config.moe_router_score_function == "sigmoid"
-        if by_sigmoid:
-            # core's own sigmoid gives a score other bits next to other rows. Its choice by the
-            # largest "logits" is that by scores. They are rounded once, as by core 0.19.
+        has_bias = config.moe_router_enable_expert_bias
+        by_scores = by_sigmoid or has_bias
+        if by_scores:
+            # core's own sigmoid gives a score other bits next to other rows, and its softmax takes
+            # no bias. Its choice by the largest "logits" is that by scores. They are rounded once,
+            # as by core 0.19.
             given, logits_TE = logits_TE, logits_TE.to(compute_dtype(logits_TE))
-            scores_TE = sigmoid(logits_TE)
-            has_bias = config.moe_router_enable_expert_bias
+            scores_TE = sigmoid(logits_TE) if by_sigmoid else logits_TE.softmax(-1)
             logits_TE = scores_TE + self.expert_bias if has_bias else scores_TE
         weights_TE, chosen_TE = topk_routing_with_score_function(
             logits_TE,
             config.moe_router_topk,
-            use_pre_softmax=config.moe_router_pre_softmax and not by_sigmoid,
+            use_pre_softmax=config.moe_router_pre_softmax and not by_scores,
             num_groups=config.moe_router_num_groups,
             group_topk=config.moe_router_group_topk,
             scaling_factor=config.moe_router_topk_scaling_factor,
         )
-        if by_sigmoid:
+        if by_scores:
             weights_TE = scores_TE * chosen_TE
-            if config.moe_router_topk > 1:
+            if config.moe_router_topk > 1 and (by_sigmoid or not config.moe_router_pre_softmax):
                 sums_T1 = weights_TE.sum(-1, keepdim=True)
                 weights_TE = weights_TE / (sums_T1 + config.moe_router_topk_epsilon)
             if (factor := config.moe_router_topk_scaling_factor) is not None:

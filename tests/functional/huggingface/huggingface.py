@@ -20,8 +20,8 @@ CONFIGS = Path(__file__).parent / "configs"
 NOISE = 0.08
 WITH_OTHER_PARTS = ("falcon_h1_ungated_norm", "gemma4_experts", "nemotron_h_moe")
 PLAIN = {
-    *("ernie4_5", "exaone4", "granite", "granitemoe", "mistral", "mixtral", "olmo2"),
-    *("qwen2", "qwen2_moe", "qwen3", "seed_oss", "smollm3"),
+    *("ernie4_5", "exaone4", "granite", "granitemoe", "hunyuan_v1_dense", "mistral", "mixtral"),
+    *("olmo2", "qwen2", "qwen2_moe", "qwen3", "seed_oss", "smollm3"),
 }
 """Transformers of layers that others have, too: `make test` compares their logits alone."""
 

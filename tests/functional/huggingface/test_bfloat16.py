@@ -24,7 +24,9 @@ _ROUTER = {"gate.weight", "gate.e_score_correction_bias"}
 KEPT = {
     "deepseek_v3": _ROUTER,
     "deepseek_v3_tied": _ROUTER,
+    "ernie4_5_moe": {"gate.weight", "moe_statics.e_score_correction_bias"},
     "glm4_moe": _ROUTER,
+    "hunyuan_moe": {"wg.weight"},
     "kimi_linear": {*_ROUTER, "self_attn.dt_bias"},
     "kimi_linear_ranks": {*_ROUTER, "self_attn.dt_bias"},
     "lfm2_moe": {"feed_forward.expert_bias"},

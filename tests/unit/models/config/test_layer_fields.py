@@ -60,7 +60,6 @@ REFUSED = {
         ({"moe_token_dropping": True}, "use moe_expert_capacity_factor"),
         ({"moe_router_topk": 9}, "moe_router_topk is 9, but num_moe_experts is 8"),
         ({"moe_router_topk": 1}, "moe_router_pre_softmax=True"),
-        ({"moe_router_enable_expert_bias": True}, "moe_router_score_function='sigmoid'"),
         ({"moe_router_score_function": "tanh"}, "use 'softmax' or 'sigmoid'"),
         ({"moe_apply_probs_on_input": True}, "needs moe_router_topk=1"),
         ({"moe_shared_expert_gate": True}, "there is none"),

@@ -42,6 +42,7 @@ KINDS = {
             "rotary_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
         },
     ),
+    "norms after RoPE": ("W", {"qk_layernorm": True, "qk_layernorm_after_rope": True}),
     "norm of all heads": ("*", {"qk_layernorm": True, "qk_layernorm_scope": "all_heads"}),
     "gates, partial rotary": ("*", {"attention_output_gate": True, "rotary_percent": 0.25}),
 }
