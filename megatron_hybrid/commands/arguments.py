@@ -285,10 +285,7 @@ def load_for_chats(options: argparse.Namespace, **sizes: int):
     mtp = getattr(options, "speculation", None) == "mtp"
     model, tokenizer = load(options.model, options.device, options.dtype, mtp, **sizes)
     if options.chat_template:
-        try:
-            source = Path(options.chat_template).read_text(encoding="utf-8")
-        except OSError as error:
-            raise OSError(f"--chat-template {options.chat_template}: {error.strerror}") from error
+        source = read_text("--chat-template", options.chat_template)
         tokenizer.set_chat_template(source, options.chat_template)
     return model, tokenizer
 
@@ -303,6 +300,15 @@ def planned_config(model: str, mtp: bool = False):
     if model != "demo" and Recipe.path_of(model).suffix == ".yaml":
         return Recipe.load(model).whole_model_config(mtp)
     return read_model_config(model, mtp)
+
+
+def read_text(option: str, path: str) -> str:
+    """Read the UTF-8 text of a file. Raises ValueError that names the option."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", "is not UTF-8")
+        raise ValueError(f"{option} {path}: {reason}; name a file of text") from error
 
 
 def check_file(option: str, path: str) -> None:

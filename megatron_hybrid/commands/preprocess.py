@@ -4,6 +4,8 @@ import argparse
 import os
 import sys
 
+from megatron_hybrid.commands.arguments import whole_number
+
 HELP = "Turn texts or conversations into a dataset of tokens, for training."
 
 
@@ -19,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="Read this file: .jsonl, .txt (also .gz) or .parquet. A text file is one document.",
+        help="Read this file: .jsonl, .json, .txt, .md, any of them as .gz, or .parquet.",
     )
     parser.add_argument(
         "--tokenizer",
@@ -41,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--workers",
-        type=int,
+        type=whole_number,
         default=os.cpu_count(),
         metavar="N",
         help="Encode in N processes.",

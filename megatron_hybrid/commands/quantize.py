@@ -1,7 +1,8 @@
 """`megatron-hybrid quantize`."""
 
 import argparse
-from pathlib import Path
+
+from megatron_hybrid.commands.arguments import read_text, whole_number
 
 HELP = "Write a model with weights of 8 or 4 bits."
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokens",
-        type=int,
+        type=whole_number,
         default=2048,
         metavar="N",
         help="Compare them on this many tokens of the text.",
@@ -41,17 +42,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from megatron_hybrid.checkpoints.pretrained import checked_device
+    from megatron_hybrid.checkpoints.pretrained import checked_device, checked_folder
+    from megatron_hybrid.text.tokenizer import Tokenizer
     from megatron_hybrid.tools.quantize import compare, quantize, render
 
     if options.device is not None:
+        checked_device(options.device)
         if options.text is None:
             raise ValueError("--device is where models are compared, which needs --text FILE")
-        checked_device(options.device)
-    text = None if options.text is None else Path(options.text).read_text(encoding="utf-8")
+    ids = []
+    if options.text is not None:
+        text = read_text("--text", options.text)
+        ids = Tokenizer.from_folder(checked_folder(options.source)).tokenize(text)[: options.tokens]
+        if len(ids) < 2:
+            raise ValueError(f"--text and --tokens leave {len(ids)} tokens: compare at least 2")
     report = quantize(options.source, options.target, options.to)
-    if text is not None:
-        report.text = compare(options.source, options.target, text, options.tokens, options.device)
+    if ids:
+        report.text = compare(options.source, options.target, ids, options.device)
     print(render(report))
     print(f"wrote {options.target}")
     return 0

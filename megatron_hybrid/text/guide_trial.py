@@ -35,7 +35,7 @@ def library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise ImportError("guided answers need llguidance: pip install '.[serve]'") from error
+        raise ImportError("guides need llguidance: pip install 'megatron_hybrid[serve]'") from error
     return llguidance
 
 

@@ -487,29 +487,19 @@ def _config(
 def compare(
     source: str | os.PathLike,
     target: str | os.PathLike,
-    text: str,
-    num_tokens: int,
+    ids: list[int],
     device: str | None = None,
 ) -> dict[str, float]:
     """Compare two models on a text: `kl` (nats a token, of the second from the first),
     `perplexity_before`, `perplexity_after`, and `same_top_1`, a share.
 
     Args:
-        text: at least two tokens.
-        num_tokens: take this many of its first tokens, in one sequence.
+        ids: of the text, in one sequence; at least two.
         device: see `load_pretrained`.
-
-    Raises:
-        ValueError: the folder has no tokenizer, or the text is too short.
     """
     log_probs = []
     for folder in (source, target):
-        model, tokenizer = load_pretrained(folder, device=device)
-        if tokenizer is None:
-            raise ValueError(f"{folder} has no tokenizer, which a text needs. Leave the text out.")
-        ids = tokenizer.tokenize(text)[:num_tokens]
-        if len(ids) < 2:
-            raise ValueError("the text has less than 2 tokens. Name a longer one.")
+        model, _ = load_pretrained(folder, device=device)
         tokens = torch.tensor([ids], device=next(model.parameters()).device)
         positions = torch.arange(len(ids), device=tokens.device)[None]
         log_probs.append(model(tokens, positions, None)[0].float().log_softmax(-1))

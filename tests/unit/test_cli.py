@@ -353,10 +353,8 @@ def test_errors_are_one_line_and_where_help_is(known, unknown, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["chat", "demo", "--tokens", "0"],
-            "argument --tokens: '0': give a whole number from 1 on",
-        ),
+        (["chat", "demo", "--tokens", "0"], "argument --tokens: '0': give a whole number from 1"),
+        (["quantize", "demo", "q", "--to", "int4", "--text", __file__, "--tokens", "1"], "least 2"),
         (["quantize", "demo", "q", "--to", "int4", "--device", "cpu"], "which needs --text FILE"),
         (["bench-serve", "http://127.0.0.1:8000"], "give a file, and the URL as --base-url"),
         (["train", "demo", "--folder", "a/b"], "train.idx does not exist"),

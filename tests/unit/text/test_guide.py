@@ -412,7 +412,7 @@ def test_a_guide_is_plain_data():
 
 def test_without_llguidance_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ImportError, match=r"need llguidance: pip install '\.\[serve\]'"):
+    with pytest.raises(ImportError, match=r"llguidance: pip install 'megatron_hybrid\[serve\]'"):
         GuideCompiler(PIECES, VOCAB_SIZE)
 
 

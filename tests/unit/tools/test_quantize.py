@@ -114,7 +114,8 @@ def test_parts_that_steer_states_stay_as_they_are(tmp_path, capsys):
     assert rest
     for name, rows in rest.items():
         assert torch.equal(rows, before[name.removesuffix(".rest")][-len(rows) :])
-    found = compare("demo", tmp_path / "out", ALICE.read_text(), 256)
+    ids = mh.load_pretrained("demo")[1].encode(ALICE.read_text())[:256]
+    found = compare("demo", tmp_path / "out", ids)
     assert 0 < found["kl"] < 1e-3
     assert found["perplexity_after"] == pytest.approx(found["perplexity_before"], rel=0.02)
     assert found["same_top_1"] > 0.95
