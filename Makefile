@@ -13,9 +13,11 @@ TORCH   ?= torch
 
 # Of pip only errors show; QUIET= shows the rest, such as which requirements conflict.
 QUIET   ?= -qq
+# A line every 10 seconds, for what is silent for longer.
+TICKS := sh tests/helpers/ticks.sh
 # The pins bind the builds, too; pip 26.2 and newer ask for that by a variable of its own.
 HELD := $(if $(PINS),PIP_CONSTRAINT=$(VENV)/constraints.txt PIP_BUILD_CONSTRAINT=$(VENV)/constraints.txt)
-PIP  := $(HELD) $(BIN)/python -m pip $(QUIET) --disable-pip-version-check
+PIP  := $(HELD) $(TICKS) $(BIN)/python -m pip $(QUIET) --disable-pip-version-check
 
 # Hundreds of processes of the tests import the package: it is compiled once, whatever the caller's environment says.
 export PYTHONDONTWRITEBYTECODE :=
@@ -104,7 +106,7 @@ demo: $(VENV)/.installed
 	$(BIN)/megatron-hybrid demo
 
 tour: $(VENV)/.installed
-	$(BIN)/python tests/helpers/notebook.py examples/tour.ipynb
+	$(TICKS) $(BIN)/python tests/helpers/notebook.py examples/tour.ipynb
 
 # npm and apt-get fetch the text. Under 10 minutes on two quiet cores; a run that was stopped goes on.
 demo-curve: $(VENV)/.installed
@@ -153,7 +155,7 @@ compile-kernels:
 	@$(MAKE) --no-print-directory compiled-kernels VENV=.venv-kernels CORE=$(NEWEST_CORE)
 
 compiled-kernels: $(VENV)/.installed-kernels
-	$(BIN)/python tests/helpers/ahead_of_time.py
+	$(TICKS) $(BIN)/python tests/helpers/ahead_of_time.py
 
 # Screenshots are in runs/page.
 test-page: $(VENV)/.installed-test $(VENV)/.installed-page
@@ -162,24 +164,24 @@ test-page: $(VENV)/.installed-test $(VENV)/.installed-page
 
 # A server a layout; the launcher's ranks are killed, and the launcher. Two minutes.
 test-serve-ranks: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not gpu" -s tests/functional/serving/test_serve_over_ranks.py
+	$(TICKS) $(BIN)/python -m pytest -m "not gpu" -s tests/functional/serving/test_serve_over_ranks.py
 
 # In an environment of its own: what Dynamo asks for would not go together with the rest.
 test-dynamo:
 	@$(MAKE) --no-print-directory dynamo-tests VENV=.venv-dynamo
 
 dynamo-tests: $(VENV)/.dynamo
-	$(BIN)/python -m pytest -s tests/dynamo
+	$(TICKS) $(BIN)/python -m pytest -s tests/dynamo
 
 bench-dynamo:
 	@$(MAKE) --no-print-directory dynamo-bench VENV=.venv-dynamo
 
 dynamo-bench: $(VENV)/.dynamo
-	$(BIN)/python -m benchmarks.dynamo
+	$(TICKS) $(BIN)/python -m benchmarks.dynamo
 
 $(VENV)/.dynamo: $(VENV)/.installed-test tests/dynamo/requirements.txt
 	@echo "Installing Dynamo into $(VENV)"
-	@$(BIN)/python -m pip $(QUIET) --disable-pip-version-check install --no-deps -r tests/dynamo/requirements.txt
+	@$(TICKS) $(BIN)/python -m pip $(QUIET) --disable-pip-version-check install --no-deps -r tests/dynamo/requirements.txt
 	@touch $@
 
 # core is that of the clone, and its server needs packages that ours does not.
@@ -192,7 +194,7 @@ megatron-tests: $(VENV)/.megatron
 	    $(BIN)/python -m pytest --show-capture=no -m "$(TESTED)" tests/megatron_main $(DOOR_TESTS)
 
 $(VENV)/.megatron: $(VENV)/.installed-test tests/megatron_main/requirements.txt
-	@$(BIN)/python -m pip $(QUIET) --disable-pip-version-check install -r tests/megatron_main/requirements.txt
+	@$(TICKS) $(BIN)/python -m pip $(QUIET) --disable-pip-version-check install -r tests/megatron_main/requirements.txt
 	@touch $@
 
 # In an environment of its own: Ray brings some forty packages.
@@ -200,7 +202,7 @@ test-ray:
 	@$(MAKE) --no-print-directory ray-tests VENV=.venv-ray
 
 ray-tests: $(VENV)/.ray
-	$(BIN)/python -m pytest -s tests/ray
+	$(TICKS) $(BIN)/python -m pytest -s tests/ray
 
 $(VENV)/.ray: $(VENV)/.installed-test tests/ray/requirements.txt
 	@echo "Installing Ray into $(VENV)"
@@ -212,11 +214,11 @@ test-quantizers:
 	@$(MAKE) --no-print-directory quantizers-tests VENV=.venv-quantizers
 
 quantizers-tests: $(VENV)/.quantizers
-	$(BIN)/python -m pytest -s tests/quantizers
+	$(TICKS) $(BIN)/python -m pytest -s tests/quantizers
 
 $(VENV)/.quantizers: $(VENV)/.installed-test tests/quantizers/requirements.txt
 	@echo "Installing packages of quantization into $(VENV)"
-	@$(BIN)/python -m pip $(QUIET) --disable-pip-version-check install --no-deps -r tests/quantizers/requirements.txt
+	@$(TICKS) $(BIN)/python -m pip $(QUIET) --disable-pip-version-check install --no-deps -r tests/quantizers/requirements.txt
 	@touch $@
 
 # In an environment of its own: TRL brings accelerate and datasets, unless it comes without.
@@ -224,11 +226,11 @@ test-trl:
 	@$(MAKE) --no-print-directory trl-tests VENV=.venv-trl
 
 trl-tests: $(VENV)/.installed-test
-	@$(BIN)/python -m pip $(QUIET) --disable-pip-version-check install --no-deps -r tests/trl/requirements.txt
-	$(BIN)/python -m pytest -s tests/trl
+	@$(TICKS) $(BIN)/python -m pip $(QUIET) --disable-pip-version-check install --no-deps -r tests/trl/requirements.txt
+	$(TICKS) $(BIN)/python -m pytest -s tests/trl
 
 test-attacks: $(VENV)/.installed-test
-	$(BIN)/python tests/helpers/attacks.py
+	$(TICKS) $(BIN)/python tests/helpers/attacks.py
 
 # A client that no test of `make test` needs, beside the environment.
 test-clients: $(VENV)/.installed-test
@@ -239,7 +241,7 @@ test-clients: $(VENV)/.installed-test
 test-schemas: $(VENV)/.installed-test
 	$(BIN)/python -m pip $(QUIET) --disable-pip-version-check download --no-deps --no-binary :all: --dest .schemas jsonschema==4.26.0
 	tar xzf .schemas/jsonschema-4.26.0.tar.gz -C .schemas
-	PYTHONPATH=. $(BIN)/python tests/helpers/json_schema_suite.py .schemas/jsonschema-4.26.0/json/tests/draft2020-12
+	PYTHONPATH=. $(TICKS) $(BIN)/python tests/helpers/json_schema_suite.py .schemas/jsonschema-4.26.0/json/tests/draft2020-12
 
 unit: $(VENV)/.installed-test
 	$(PYTEST) tests/unit
@@ -265,28 +267,28 @@ gpu-tests: $(VENV)/.installed-test $(VENV)/.installed-gpu
 # For Python 3.12 on Linux, whatever runs here. The first run installs them.
 gpu-wheels:
 	rm -rf wheels/gpu
-	$(PYTHON) -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+	$(TICKS) $(PYTHON) -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 	    --platform manylinux_2_28_x86_64 --dest wheels/gpu megatron-core==$(NEWEST_CORE) $(shell grep "^fla-core==" constraints/torch2.11.txt)
 
 # Clients of a server that leave, lag and err; Ctrl-C at random moments; engine steps of which every other one meets failing allocations;
 # random guides; random calls of the cache.
 soak: $(VENV)/.installed-test
-	$(BIN)/python tests/helpers/server_soak.py
-	$(BIN)/python tests/helpers/interrupted.py
-	$(BIN)/python tests/helpers/memory_fuzz.py && $(BIN)/python tests/helpers/extreme_sampling.py 18000 2000
+	$(TICKS) $(BIN)/python tests/helpers/server_soak.py
+	$(TICKS) $(BIN)/python tests/helpers/interrupted.py
+	$(TICKS) $(BIN)/python tests/helpers/memory_fuzz.py && $(TICKS) $(BIN)/python tests/helpers/extreme_sampling.py 18000 2000
 	GUIDE_EXAMPLES=20000 CACHE_EXAMPLES=1000 PARSER_EXAMPLES=20000 $(BIN)/python -m pytest tests/unit/serving/parsers/test_answer_parser.py tests/unit/text/test_guide_fuzz.py tests/unit/cache/test_prefix_cache_machine.py
 
 # Random runs of engines with drafts, of 20,000 requests; an hour.
 speculation-fuzz: $(VENV)/.installed-test
-	$(BIN)/python tests/helpers/drafted.py 20000
+	$(TICKS) $(BIN)/python tests/helpers/drafted.py 20000
 
 # The time until all ranks have ended, for each fault at each moment.
 soak-ranks: $(VENV)/.installed-test
-	$(BIN)/python tests/helpers/rank_faults.py
+	$(TICKS) $(BIN)/python tests/helpers/rank_faults.py
 
 # Kills of one rank, of all and of the launcher, each at ten moments; what is left of processes, and the losses after it.
 soak-training: $(VENV)/.installed-test
-	$(BIN)/python tests/helpers/training_soak.py
+	$(TICKS) $(BIN)/python tests/helpers/training_soak.py
 
 test-newest:
 	rm -rf .venv-newest
@@ -309,7 +311,7 @@ demo-of-wheel: $(VENV)/.base
 	@ls $(VENV)/lib/*/site-packages/megatron_hybrid/serving/page/index.html
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m benchmarks
+	$(TICKS) $(BIN)/python -m benchmarks
 
 bench-replay: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.replay --memory --json benchmarks/results/replay.json \
@@ -334,7 +336,7 @@ docs-serve:
 
 build-docs: $(VENV)/.docs
 	@echo "Building the docs site: pages of docs/, and references from the package's source"
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@NO_MKDOCS_2_WARNING=1 $(TICKS) $(BIN)/python -m mkdocs build
 	@echo "Built it: open site/index.html"
 
 serve-docs: $(VENV)/.docs
@@ -389,7 +391,7 @@ $(VENV)/.installed-%: $(VENV)/.base setup.py
 
 # $(call resolve,file,Python,what is pinned beside what setup.py asks for), from metadata alone.
 define resolve
-printf "%s\n" pip setuptools $(3) | .venv-lock/bin/uv pip compile --quiet --upgrade \
+printf "%s\n" pip setuptools $(3) | $(TICKS) .venv-lock/bin/uv pip compile --quiet --upgrade \
     --python-version $(2) --python-platform linux --no-annotate --custom-compile-command "make lock" \
     --extra test --extra kernels --extra page --extra bench --extra dev --extra docs --output-file constraints/$(1).txt setup.py -
 endef

@@ -115,10 +115,9 @@ def checked_device(device: str | torch.device | None) -> torch.device:
     """A device, None: torch's default one. Raises ValueError if it cannot be used."""
     if device is None:
         return torch.get_default_device()
-    try:
-        checked = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device is {device!r}; use 'cpu', 'cuda' or 'cuda:1' ({error})") from None
+    if not re.fullmatch(r"(cpu|cuda|meta)(:\d{1,2})?", str(device)):
+        raise ValueError(f"device is {device!r}; use 'cpu', 'cuda' or 'cuda:1'")
+    checked = torch.device(device)
     if checked.type == "cuda" and (checked.index or 0) >= torch.cuda.device_count():
         has_cuda = torch.version.cuda or torch.version.hip
         why = f"finds {torch.cuda.device_count()} GPUs" if has_cuda else "is a build for CPUs"

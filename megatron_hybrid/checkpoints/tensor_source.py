@@ -103,8 +103,8 @@ def copy_tensors(model: HybridModel, maps: list[TensorMap], source: TensorSource
     """Copy this rank's pieces into the model."""
     own = own_tensors(model)
     sizes = [sum(source.num_bytes(name) for name in tensor_map.theirs) for tensor_map in maps]
-    drawn = sum(sizes) if own_member().rank == 0 else 0  # one bar for all ranks
-    with progress(f"loading {source.name}", drawn) as advance:
+    is_first = own_member().rank == 0  # one bar for all ranks
+    with progress(f"loading {source.name}", sum(sizes), is_shown=is_first) as advance:
         for tensor_map, num_bytes in zip(maps, sizes, strict=True):
             theirs = [source.read(source.given[name]) for name in tensor_map.theirs]
             for name, value in zip(tensor_map.ours, tensor_map.layout.to_ours(theirs), strict=True):

@@ -16,7 +16,4 @@ def run(options: argparse.Namespace) -> int:
 
     from megatron_hybrid.tools.demo import run_demo
 
-    console = Console()
-    with console.status("loading the model"):
-        model, tokenizer = load(options.model)
-    return 0 if run_demo(model, tokenizer, console) else 1
+    return 0 if run_demo(*load(options.model), Console()) else 1

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from megatron_hybrid.commands.arguments import whole_number
+from megatron_hybrid.commands.arguments import read_text
 
 HELP = "Turn texts or conversations into a dataset of tokens, for training."
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--workers",
-        type=whole_number,
+        type=int,
         default=os.cpu_count(),
         metavar="N",
         help="Encode in N processes.",
@@ -95,6 +95,9 @@ def run(options: argparse.Namespace) -> int:
 
     from megatron_hybrid.training.data.preprocess import preprocess, train_and_save_tokenizer
 
+    marked = options.chat_template and read_text("--chat-template", options.chat_template)
+    if not options.chat and (options.train_on != "all" or marked):
+        raise ValueError("--train-on and --chat-template are for conversations: add --chat")
     if options.output is None and options.train_tokenizer is None:
         raise ValueError("--output PREFIX is missing: where to write the dataset")
     read = {"key": options.key, "one_per_line": options.one_per_line}
@@ -116,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
         append_eod=options.append_eod,
         skip_broken=options.skip_broken,
         train_on=options.train_on,
-        training_template=options.chat_template,
+        training_template=marked,
         tell=partial(print, file=sys.stderr),
         **read,
     )

@@ -171,8 +171,6 @@ def _run(options: argparse.Namespace, end: EndSignal) -> int:
         from megatron_hybrid.serving.run import Address, follow, log_lines, run, serve
     except ImportError as error:
         raise ImportError(f"{error}: serving needs pip install 'megatron_hybrid[serve]'") from error
-    from rich.console import Console
-
     from megatron_hybrid.serving.config import ServingConfig
 
     address = Address(
@@ -198,9 +196,8 @@ def _run(options: argparse.Namespace, end: EndSignal) -> int:
             return
         bound = address.bind()  # fail now, not after the model is loaded
         with _kv_publisher(options) as publisher:
-            with Console(stderr=True).status(f"loading {options.model}"):
-                model, tokenizer = load_for_chats(options, **sizes_of(options))
-            run(serve(model, tokenizer, config, serving, address, bound, publisher, end))
+            loaded = load_for_chats(options, **sizes_of(options))
+            run(serve(*loaded, config, serving, address, bound, publisher, end))
 
     def check() -> None:
         if (bound := address.bind()) is not None:  # the first rank binds it anew

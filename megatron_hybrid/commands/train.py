@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides",
         nargs="*",
+        default=[],
         metavar="SECTION.FIELD=VALUE",
         help="Set this field of the recipe, such as run.steps=100.",
     )

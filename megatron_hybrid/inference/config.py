@@ -150,6 +150,9 @@ class InferenceConfig:
                 f"host_cache_bytes and cache_dir need prefix_caching='restore', it is "
                 f"{self.prefix_caching!r}: where every token is computed nothing is fetched."
             )
+        url = self.otlp_traces_endpoint
+        if url and not url.startswith(("http://", "https://")):
+            raise ValueError(f"otlp_traces_endpoint is {url!r}; give a URL that begins with http.")
         if self.kv_cache_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
                 f"kv_cache_dtype is {self.kv_cache_dtype}; use torch.float32, torch.bfloat16, "

@@ -231,6 +231,7 @@ class DynamicInferenceEngine:
                 for request in requests:
                     while not request.closed:
                         self.step()
+                        advance(0)
                     advance(1)
         except BaseException:
             with defer_sigint(), ExitStack() as ends:  # all of them, even if one raises

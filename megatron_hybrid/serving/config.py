@@ -94,7 +94,7 @@ class ServingConfig:
     """Refuse with 503 a request that has waited this long. A request of several prompts waits until
     its first prompt starts. By default there is no limit."""
 
-    request_seconds: Annotated[float, Range(ge=0)] | None = None
+    request_seconds: Annotated[float, Range(gt=0)] | None = None
     """End with 504 a request that has taken this long, waiting included. By default there is no
     limit."""
 
@@ -103,6 +103,8 @@ class ServingConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.root_path and self.root_path[0] != "/":
+            raise ValueError(f"root_path is {self.root_path!r}; it must begin with a /.")
         for origin in self.cors_origins:
             if origin != "*" and "://" not in origin:
                 raise ValueError(

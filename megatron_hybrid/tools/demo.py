@@ -8,7 +8,6 @@ from itertools import cycle, islice
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from megatron_hybrid.cache.matching import PREFIX_CACHING_MODES
@@ -18,6 +17,7 @@ from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import GenerationResult
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.layer_pattern import LAYER_KINDS
+from megatron_hybrid.utils.progress import progress
 
 SYSTEM_PROMPT = (
     "You are the teller of stories at a long winter fire. The company has come a great way through "
@@ -63,8 +63,8 @@ class Run:
         return sum(getattr(result.prefix, attribute) for result in self.results.values())
 
 
-def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Run:
-    """Run the demo's requests in a new engine, one after the other."""
+def run_mode(model, tokenizer, mode: str, advance: Callable[[int], None]) -> Run:
+    """Run the demo's 8 requests in a new engine, one after the other."""
     engine = DynamicInferenceEngine(
         model,
         tokenizer,
@@ -82,7 +82,6 @@ def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Ru
         options: RequestOptions | None = None,
     ) -> list:
         """Answer prompts that run at the same time; each arrives a step after the one before."""
-        progress(f"{mode}: {names[0]}")
         requests = []
         for prompt in prompts:
             requests.append(engine.add_request(prompt, params, options))
@@ -92,6 +91,7 @@ def run_mode(model, tokenizer, mode: str, progress: Callable[[str], None]) -> Ru
             engine.step()
         results = [request.result() for request in requests]
         run.results |= zip(names, results)
+        advance(1)
         return results
 
     # The first forward pass of a process includes one-time set-up; so it is not measured.
@@ -140,26 +140,8 @@ def run_demo(model, tokenizer, console: Console) -> bool:
         f"[bold]{pattern}[/bold]: {kinds}; "
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters\n"
     )
-    runs = []
-    num_jobs = 8
-    with Progress(
-        TextColumn("{task.description:<40}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    ) as bar:
-        task = bar.add_task("", total=num_jobs * len(PREFIX_CACHING_MODES))
-        for mode in PREFIX_CACHING_MODES:
-            runs.append(
-                run_mode(
-                    model,
-                    tokenizer,
-                    mode,
-                    lambda text: bar.update(task, description=text, advance=1),
-                )
-            )
+    with progress("requests", 8 * len(PREFIX_CACHING_MODES), in_bytes=False) as advance:
+        runs = [run_mode(model, tokenizer, mode, advance) for mode in PREFIX_CACHING_MODES]
     console.print(_requests_table(runs))
     console.print()
     console.print(_totals_table(runs))

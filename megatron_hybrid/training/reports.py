@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.utils.files import replace_file
+from megatron_hybrid.utils.progress import new_bar
 from megatron_hybrid.utils.validation import Range
 
 LOG = "log.jsonl"
@@ -63,15 +63,8 @@ class Reports:
         """Steps of which there is an evaluation."""
         text = "".join(json.dumps(record) + "\n" for record in kept)
         replace_file(self.path, lambda path: path.write_text(text))
-        self._bar = Progress(
-            TextColumn("{task.fields[note]}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.completed}/{task.total}"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=steps, completed=step, note="")
+        self._bar = new_bar("", steps, False, self.console)
+        self._bar.update(self._bar.task_ids[0], completed=step)
         self._bar.start()
 
     def write(self, step: int, **values: Any) -> None:
@@ -98,11 +91,11 @@ class Reports:
         for name, value in values.items():
             if self._writer is not None and value is not None:
                 self._writer.add_scalar(name, value, step)
-        self._bar.update(self._task, completed=step)
+        self._bar.update(self._bar.task_ids[0], completed=step)
         self.console.print(line, markup=False, soft_wrap=True)
 
     def advance(self, step: int, loss: float) -> None:
-        self._bar.update(self._task, completed=step, note=f"loss {loss:.3f}")
+        self._bar.update(self._bar.task_ids[0], completed=step, description=f"loss {loss:.3f}")
 
     def close(self) -> None:
         self._bar.stop()

@@ -7,7 +7,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,7 @@ from megatron_hybrid.training.reports import Reports
 from megatron_hybrid.training.run_lock import RunLock
 from megatron_hybrid.training.stop_signals import stop_signals
 from megatron_hybrid.utils.child_lifetime import ends_with_launcher
+from megatron_hybrid.utils.files import no_new_folders
 
 _LOSS_FIELDS = (
     "params_dtype",
@@ -137,23 +138,19 @@ class Trainer:
         with fail_together(ValueError, whole_job=True):
             self.tokenizer = _tokenizer(recipe)
             config = _model_config(recipe, self.tokenizer)
-        new_folders = [each for each in (self.folder, *self.folder.parents) if not each.exists()]
-        check_shared_folder(self.folder)
-        with fail_together(OSError, whole_job=True):
-            lock = RunLock(self.folder) if dist.get_rank() == 0 else None
-            for left in (
-                [*self.folder.glob(".check.*"), *self.folder.glob(".*.tmp")] if lock else ()
-            ):
-                left.unlink(missing_ok=True)  # of a run that was killed
-        self._release = weakref.finalize(self, lock.release if lock else lambda: None)
-        try:
-            self._set_up(config)
-        except BaseException:
-            self.close()
-            with suppress(OSError):  # one that is not empty stays
-                for each in new_folders:
-                    each.rmdir()
-            raise
+        with no_new_folders(self.folder):
+            check_shared_folder(self.folder)
+            with fail_together(OSError, whole_job=True):
+                lock = RunLock(self.folder) if dist.get_rank() == 0 else None
+                globs = (".check.*", ".*.tmp") if lock else ()
+                for left in (path for each in globs for path in self.folder.glob(each)):
+                    left.unlink(missing_ok=True)  # of a run that was killed
+            self._release = weakref.finalize(self, lock.release if lock else lambda: None)
+            try:
+                self._set_up(config)
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
         """Unlock the folder for another run, after all checkpoints are saved. The end of the object

@@ -1,8 +1,8 @@
 """Files that are replaced as a whole, and why others cannot be read."""
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,19 @@ def read_failure(path: Path, error: object) -> str:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             return "it is a pointer of Git LFS: run `git lfs pull` in its repository"
     return str(error)
+
+
+@contextmanager
+def no_new_folders(folder: Path) -> Iterator[None]:
+    """Remove a folder and its parents after an error, as far as they are new and empty."""
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for each in new:
+                each.rmdir()
+        raise
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:

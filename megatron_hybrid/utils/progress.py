@@ -25,24 +25,23 @@ LINE_SECONDS = 10.0
 @contextmanager
 def progress(
     description: str,
-    total: int,
+    total: int | None,
     in_bytes: bool = True,
     has_lines: bool = True,
     is_shown: bool = True,
-    console: Console | None = None,
 ) -> Iterator[Callable[[int], None]]:
-    """Yield `advance(count)`. A terminal shows a bar, which vanishes at the end.
+    """Yield `advance(count)`. A terminal shows a bar, which vanishes at the end. Call it at least
+    every few seconds, with 0 where nothing is done.
 
     Args:
         description: stands before the bar.
-        total: sum of all counts.
+        total: sum of all counts, None where it is not known.
         in_bytes: counts are bytes; else they are numbers of things.
         has_lines: without a terminal there is a line from time to time; else there is nothing.
         is_shown: False on the ranks that show nothing.
-        console: default stderr.
     """
     began = last_line = monotonic()
-    done, bar = 0, None
+    done, bar, console = 0, None, None
 
     def advance(count: int) -> None:
         nonlocal last_line, done, bar, console
@@ -53,12 +52,13 @@ def progress(
         console = console or Console(stderr=True)
         if console.is_terminal:
             if bar is None:
-                bar = _bar(description, total, in_bytes, console)
+                bar = new_bar(description, total, in_bytes, console)
                 bar.start()
             bar.update(bar.task_ids[0], completed=done)
         elif has_lines and now - last_line >= LINE_SECONDS:
             last_line = now
-            console.print(f"{description}: {100 * done / total:.0f} %", markup=False)
+            shown = f"{100 * done / total:.0f} %" if total else f"{done:,}"
+            console.print(f"{description}: {shown}", markup=False)
 
     try:
         yield advance
@@ -67,7 +67,8 @@ def progress(
             bar.stop()
 
 
-def _bar(description: str, total: int, in_bytes: bool, console: Console) -> Progress:
+def new_bar(description: str, total: int | None, in_bytes: bool, console: Console) -> Progress:
+    """Make a bar with one task; without a terminal it shows nothing."""
     bar = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -75,6 +76,7 @@ def _bar(description: str, total: int, in_bytes: bool, console: Console) -> Prog
         TimeRemainingColumn(),
         console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
     bar.add_task(description, total=total)
     return bar

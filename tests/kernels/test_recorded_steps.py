@@ -107,8 +107,8 @@ def step(engine, plan, *recorded):
         first + j for first, count in zip(context.first_captures, counts) for j in range(count - 1)
     ]
     captured = context.captured_states()[places]
-    layers = range(1, engine.model.config.num_layers + 1)
-    states = [(layer, name) for layer in layers for name in memory.state_names(layer)]
+    layers = enumerate(engine.model.cache_requirements(), start=1)
+    states = [(number, state.name) for number, layer in layers for state in layer.states]
     found = Step(
         logits,
         memory.pool[1:].clone(),

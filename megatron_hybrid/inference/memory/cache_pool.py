@@ -265,9 +265,6 @@ class CachePool:
             return self._live_states[layer_number, name]
         return self._layout.fields[layer_number, name].view(slots)
 
-    def state_names(self, layer_number: int) -> list[str]:
-        return [name for number, name in self._layout.fields if number == layer_number]
-
     def hidden(self, slots: Tensor | None = None) -> Tensor:
         """The last hidden state in every live slot (or in `slots`), [S, hidden_size] view."""
         return self._layout.hidden.view(self.slots if slots is None else slots)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import length_hint
 from time import thread_time
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from megatron_hybrid.tools.replay.protocol import Engine
 from megatron_hybrid.tools.replay.request import Request
+from megatron_hybrid.utils.progress import progress
 
 TURN = 50
 """Requests that each engine serves in its turn."""
@@ -60,10 +62,12 @@ def side_by_side(
             requests = list(requests)
             engine.foresee(requests)
     rest = iter(requests)
-    while turn := list(islice(rest, TURN)):
-        for run in runs:
-            for request in turn:
-                run.serve(request)
+    with progress("replaying", length_hint(requests) or None, in_bytes=False) as advance:
+        while turn := list(islice(rest, TURN)):
+            for run in runs:
+                for request in turn:
+                    run.serve(request)
+            advance(len(turn))
     for run in runs:
         run.finish()
     return [run.result for run in runs]

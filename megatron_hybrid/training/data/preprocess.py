@@ -22,6 +22,7 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.tokenizer_files import find_tokenizer
 from megatron_hybrid.text.train_tokenizer import train_tokenizer
 from megatron_hybrid.training.data.index_files import ANSWERS, Description
+from megatron_hybrid.utils.files import no_new_folders
 from megatron_hybrid.utils.progress import progress
 from megatron_hybrid.utils.validation import Range, check_field
 
@@ -53,7 +54,7 @@ def preprocess(
     one_per_line: bool = False,
     skip_broken: bool = False,
     train_on: TrainOn = "all",
-    training_template: str | os.PathLike | None = None,
+    training_template: str | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Preprocessed:
     """Write the dataset `output`.bin, .idx and .json (and .answers.bin and .idx with chat).
@@ -73,7 +74,7 @@ def preprocess(
         one_per_line: each line of a text file is a document; else the file is one.
         skip_broken: leave out records that are no documents, and tell of each.
         train_on: the assistant's messages of a chat that are trained, "all" or the "last".
-        training_template: file of a chat template that marks answers by `{% generation %}`, and
+        training_template: text of a chat template that marks answers by `{% generation %}`, and
             writes the same text as the tokenizer's; None: see `render_with_answers`.
         tell: gets these lines.
 
@@ -87,13 +88,13 @@ def preprocess(
         append_eod = not chat
     loaded = Tokenizer.from_folder(folder)
     _check(loaded, folder, output, workers, chat, append_eod)
-    marked = None if training_template is None else Path(training_template).read_text("utf-8")
-    arguments = folder, key or ("messages" if chat else "text"), chat, append_eod, train_on, marked
+    field = key or ("messages" if chat else "text")
+    arguments = folder, field, chat, append_eod, train_on, training_template
     chunks = (chunk for path in paths for chunk in read_chunks(path, one_per_line))
     began = time.perf_counter()
     total = sum(path.stat().st_size for path in paths)
     empty = broken = 0
-    with _Output(Path(output), loaded, chat) as files:
+    with no_new_folders(Path(output).parent), _Output(Path(output), loaded, chat) as files:
         # Closed, so that no worker outlives an error.
         with (
             progress("preprocess", total) as advance,
@@ -127,7 +128,7 @@ def train_and_save_tokenizer(
     Raises:
         ValueError: the folder has a tokenizer, or as `preprocess` and `train_tokenizer`.
     """
-    if (found := find_tokenizer(folder)) is not None:
+    if (found := find_tokenizer(model_folder(folder))) is not None:
         raise ValueError(f"{found} exists: name another folder, or leave out --train-tokenizer.")
     texts = read_texts(check_files(inputs), key or "text", one_per_line)
     tokenizer = train_tokenizer(texts, vocab_size)

@@ -71,12 +71,10 @@ def test_a_hub_id_is_told_from_a_folder(name, is_hub_id):
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        (
-            "cuda",
-            r"device is 'cuda', and torch .* is a build for CPUs: use another device, or inst",
-        ),
+        ("cuda", "device is 'cuda', and torch .* is a build for CPUs: use another device, or "),
         ("cuda:99", "device is 'cuda:99', and torch "),
         ("gpu", "device is 'gpu'; use 'cpu', 'cuda' or 'cuda:1'"),
+        ("mps", "device is 'mps'; use 'cpu', 'cuda' or 'cuda:1'"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused_before_anything_is_read(

@@ -63,8 +63,8 @@ def test_a_decode_reads_and_writes_what_an_engine_keeps_of_a_request(pattern):
     memory = engine.memory
     position, state, kv = 100, 0, 0
     for number, layer in enumerate(model.cache_requirements(), start=1):
-        for name in memory.state_names(number):
-            state += num_bytes([memory.state(number, name)[0]])
+        for each in layer.states:
+            state += num_bytes([memory.state(number, each.name)[0]])
         if layer.kv is not None:
             row = num_bytes(pages[0, 0] for pages in memory.kv_pages(number))
             pattern_of = AttentionPattern(1.0, window=layer.kv.window, chunk=layer.kv.chunk)

@@ -16,7 +16,8 @@ def drawn(monkeypatch, terminal, total, advances=(3,), seconds=20.0, **options):
     monkeypatch.setattr(module, "monotonic", lambda: next(times))
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, width=80)
-    with progress("reading [model]", total, console=console, **options) as advance:
+    monkeypatch.setattr(module, "Console", lambda stderr: console)
+    with progress("reading [model]", total, **options) as advance:
         for count in advances:
             advance(count)
     return stream.getvalue()
@@ -31,6 +32,7 @@ def test_a_terminal_shows_a_bar(monkeypatch):
 def test_without_a_terminal_there_is_a_line_from_time_to_time(monkeypatch):
     assert drawn(monkeypatch, False, 6, [3, 3]) == "reading [model]: 50 %\nreading [model]: 100 %\n"
     assert drawn(monkeypatch, False, 6, [3, 3], seconds=6.0) == "reading [model]: 100 %\n"
+    assert drawn(monkeypatch, False, None, [3, 3]) == "reading [model]: 3\nreading [model]: 6\n"
     assert drawn(monkeypatch, False, 6, has_lines=False) == ""
 
 

@@ -109,7 +109,6 @@ def test_shapes_and_dtypes(layers, dtype):
             for width, view in zip(widths, memory.kv_pages(number)):
                 assert view.shape == (14, 16, layer.kv.num_heads, width)
                 assert view.dtype == dtype and view.stride(-1) == 1
-        assert memory.state_names(number) == [state.name for state in layer.states]
         for state in layer.states:
             view = memory.state(number, state.name)
             assert (view.shape, view.dtype) == ((3, *state.shape), state.dtype)

@@ -162,13 +162,12 @@ def test_conversations_are_rendered_as_by_the_server(folder, tmp_path):
         "{% for c in m.tool_calls %}{{ c.function.arguments.q }}{% endfor %}{% endgeneration %}"
         "{% endfor %}{{ tools[0].function.name }}"
     )
-    (tmp_path / "training.jinja").write_text(marked)
     plain = re.sub("{% (end)?generation %}", "", marked)
     (tmp_path / "model" / "chat_template.jinja").write_text(plain)
     tools = [{"type": "function", "function": {"name": "t"}}]
     record = {"messages": messages, "tools": json.dumps(tools)}
     path = write_lines(tmp_path / "a.jsonl", [record])
-    options = {"chat": True, "train_on": "last", "training_template": tmp_path / "training.jinja"}
+    options = {"chat": True, "train_on": "last", "training_template": marked}
     preprocess([path], tmp_path / "model", tmp_path / "chats", **options)
     ((ids,), ((start, end),)) = stored(tmp_path / "chats"), stored(tmp_path / "chats.answers")
     tokenizer = Tokenizer.from_folder(tmp_path / "model")
@@ -205,7 +204,7 @@ def test_nothing_is_written_of_a_file_with_a_broken_line_unless_it_may_be_left_o
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n{"text": 2}\n\n{"text": "two"}\n')
     with pytest.raises(ValueError, match=r"a.jsonl:2 has no text in 'text', but 2.*--skip-broken"):
-        preprocess([path], folder, tmp_path / "data")
+        preprocess([path], folder, tmp_path / "new" / "data")
     assert list(tmp_path.iterdir()) == [path]
     told = []
     made = preprocess([path], folder, tmp_path / "data", skip_broken=True, tell=told.append)
