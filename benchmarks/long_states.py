@@ -279,7 +279,7 @@ def plot(results: dict[str, dict[str, Errors]]) -> None:
 
     def draw(plt, faint: str):
         figure, panels = plt.subplots(
-            1, len(shown), figsize=(11, 3.6), sharey=True, squeeze=False, layout="constrained"
+            1, len(shown), figsize=(7.5, 3), sharey=True, squeeze=False, layout="constrained"
         )
         for panel, (kind, ways) in zip(panels[0], shown.items(), strict=True):
             for way, errors in ways.items():

@@ -21,7 +21,7 @@ ROWS = (
 )
 """What it is called, workload, size of the cache."""
 BARS = (
-    ("vLLM 0.33", ("vllm", "vllm-fine"), "#afb8c1"),
+    ("vLLM 0.33", ("vllm", "vllm-fine", "vllm-junctions"), "#afb8c1"),
     ("SGLang's rule", ("sglang",), "#9aa2ab"),
     ("megatron-core 0.19", ("mcore",), "#8c959f"),
     ("Marconi", ("marconi",), "#6e7781"),

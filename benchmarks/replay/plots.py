@@ -32,9 +32,9 @@ def hit_rates(cells: Sequence[Cell], folder: Path) -> list[Path]:
         panels = by(group, "workload")
 
         def draw(plt, faint: str, panels=panels, geometry=geometry, in_flight=in_flight):
-            columns = min(4, len(panels))
+            columns = min(3, len(panels))
             rows = -(-len(panels) // columns)
-            size = (3.2 * columns, 2.9 * rows)
+            size = (2.5 * columns, 2.4 * rows)
             figure, axes = plt.subplots(
                 rows, columns, figsize=size, squeeze=False, layout="constrained"
             )
@@ -63,7 +63,7 @@ def models(cells: Sequence[Cell], folder: Path) -> list[Path]:
         workloads, geometries = (list(dict.fromkeys(names)) for names in zip(*panels))
 
         def draw(plt, faint: str, panels=panels, rows=workloads, columns=geometries, n=in_flight):
-            size = (2.1 * len(columns), 1.6 * len(rows) + 1)
+            size = (1.5 * len(columns), 1.3 * len(rows) + 1)
             figure, axes = plt.subplots(
                 len(rows),
                 len(columns),
@@ -122,7 +122,7 @@ def cliffs(found: Sequence[Cliff], folder: Path) -> list[Path]:
     for (geometry,), group in by(found, "geometry").items():
 
         def draw(plt, faint: str, group=group, geometry=geometry):
-            figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+            figure, axes = plt.subplots(1, 2, figsize=(7.5, 3.6), layout="constrained")
             for cliff in group:
                 if cliff.engine not in STYLES:
                     continue

@@ -69,8 +69,7 @@ def markdown(cells: Sequence[Cell]) -> str:
         tables = {workload: table for (workload,), table in by(group, "workload").items()}
         shapes = {name: next(grouped(table))[1:] for name, table in tables.items()}
         heads = [
-            f"{name}, {joined(f'{budget:g}' for budget in budgets) or 'no limit'}"
-            for name, (budgets, _) in shapes.items()
+            joined([name, *map("{:g}".format, budgets)]) for name, (budgets, _) in shapes.items()
         ]
         engines = dict.fromkeys(cell.engine for cell in group)
         lines += [f"**{geometry}, {in_flight} in flight: % of the prompt tokens skipped**", ""]
@@ -125,7 +124,7 @@ def cells_behind(cells: Sequence[Cell]) -> str:
 
 
 def joined(parts: Iterable[str]) -> str:
-    return " / ".join(parts)
+    return "<br>".join(parts)
 
 
 def skipped(cell: Cell) -> float:
