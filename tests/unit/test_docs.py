@@ -67,10 +67,10 @@ def broken_links(page: Path) -> list[str]:
 def prose(text: str) -> list[str]:
     """Words outside of code, tables, headings, pictures and comments, of what is not generated."""
     text = re.sub(
-        r"<!-- generated:[^\n]*|<!--.*?-->|!\[[^\]]*\]\([^)]*\)(\{[^}]*\})?",
+        r"<!-- generated:[^\n]*|<!--.*?-->|!\[[^\]]*\]\([^)]*\)(\{[^}]*\})?|^:::([^\n]+\n)+",
         "",
         without_code(text),
-        flags=re.S,
+        flags=re.S | re.M,
     )
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     lines = [line for line in text.split("\n") if not re.match(r"\s*(\||#|:::|<)", line)]
