@@ -53,7 +53,8 @@ class ResidualSums:
 
 
 class HybridLayer(MegatronModule):
-    """x + dropout(residual_multiplier * post_norm(mixer(norm(x)))), times the layer scalar.
+    """stream_multiplier * x + dropout(residual_multiplier * post_norm(mixer(norm(x)))), times the
+    layer scalar; norm(x) in place of x where `norm_placement` says so.
 
     Args:
         config: configuration of the layer.
@@ -113,6 +114,11 @@ class HybridLayer(MegatronModule):
         """[T, hidden] -> [T, hidden]; this rank's rows under sequence parallelism. With
         `fp32_residual_connection` both are fp32, the mixer runs in `params_dtype`."""
         sums = sums or ResidualSums()
+        if self.config.norm_placement == "stream":
+            # The mixer norms it again, by the same launch: it may be computed again on its own.
+            stream_Th = sums.normed(self._modules[self.norm_name], hidden_Th)
+        else:
+            stream_Th = hidden_Th
         output, bias = recompute_if(
             self.recomputes_mixer, self, self._mix, hidden_Th, context, inputs, sums
         )
@@ -128,7 +134,9 @@ class HybridLayer(MegatronModule):
         if self.training and self.config.hidden_dropout:
             with rank_generator(self.config.sequence_parallel):
                 output = F.dropout(output, self.config.hidden_dropout)
-        hidden_Th = sums.add(hidden_Th, output)
+        if self.config.stream_multiplier != 1.0:
+            stream_Th = stream_Th * self.config.stream_multiplier
+        hidden_Th = sums.add(stream_Th, output)
         return hidden_Th if self.layer_scalar is None else hidden_Th * self.layer_scalar
 
     def _mix(

@@ -80,7 +80,7 @@ def get_layer_spec(config: HybridConfig, symbol: str) -> LayerSpec:
     if resolve_layer_spec(config) == "transformer_engine":
         te = compat.transformer_engine_modules()
         # A projection of all of the layer's input normalises it itself.
-        fused = mixer.input_projection is not None and config.norm_placement != "post"
+        fused = mixer.input_projection is not None and config.norm_placement in ("pre", "sandwich")
         modules = MixerSubmodules(
             input_projection=te.TELayerNormColumnParallelLinear
             if fused
@@ -97,5 +97,5 @@ def get_layer_spec(config: HybridConfig, symbol: str) -> LayerSpec:
             row=LocalRowLinear,
             norm=norm,
         )
-    post_norm = IdentityOp if config.norm_placement == "pre" else norm
+    post_norm = norm if config.norm_placement in ("post", "sandwich") else IdentityOp
     return LayerSpec(pre_norm, mixer, modules, post_norm)

@@ -104,7 +104,7 @@ def single_process(config, folder):
     model = build_hybrid_model(dataclasses.replace(config))
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.dim() == 1 and not name.endswith("multipliers"):  # which no checkpoint holds
+            if tensor.dim() == 1 and not name.endswith(("multipliers", "A_H")):  # of no checkpoint
                 tensor.add_(torch.randn_like(tensor), alpha=0.1)
     save_checkpoint(model, folder)
     return {"pieces": pieces(model.sharded_state_dict()), **logits_loss_gradients(model)}

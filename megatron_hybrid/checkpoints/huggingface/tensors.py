@@ -85,7 +85,7 @@ class TensorNames:
         kind, theirs = LAYER_KINDS[symbol], f"{layers}.{number}"
         if config.norm_placement != "post":
             yield same(f"{ours}.{kind.norm_name}.weight", f"{theirs}.{self.norms[place]}.weight")
-        if config.norm_placement != "pre":
+        if config.norm_placement in ("post", "sandwich"):
             after = self.post_norms[place]
             yield same(f"{ours}.post_layernorm.weight", f"{theirs}.{after}.weight")
         name, tensors = self.parts[symbol]

@@ -16,8 +16,8 @@ from megatron_hybrid.ops.activations import ACTIVATIONS
 class CommonFields(LayerFields):
     """Fields of every layer."""
 
-    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
-    """x + f(norm(x)), x + norm(f(x)), or x + norm(f(norm(x)))."""
+    norm_placement: Literal["pre", "post", "sandwich", "stream"] = "pre"
+    """x + f(norm(x)), x + norm(f(x)), x + norm(f(norm(x))), or norm(x) + f(norm(x))."""
 
     layernorm_epsilon: Epsilon = 1e-5
     """Epsilon of every norm without a field of its own."""
@@ -27,6 +27,9 @@ class CommonFields(LayerFields):
 
     residual_multiplier: float = 1.0
     """Factor of a layer's output, before it is added to the residual stream."""
+
+    stream_multiplier: float = 1.0
+    """Factor of the residual stream, before a layer's output is added."""
 
     layer_scalar: bool = False
     """Multiply the residual stream after a layer by a scalar stored with the weights."""

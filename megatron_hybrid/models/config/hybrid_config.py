@@ -32,6 +32,7 @@ from megatron_hybrid.models.config.precision import DTYPES, PrecisionFields
 from megatron_hybrid.models.config.recurrent import (
     DeltaRuleFields,
     GatedDeltaNetFields,
+    LightningAttentionFields,
     Mamba1Fields,
     Mamba2Fields,
     ShortConvFields,
@@ -59,6 +60,7 @@ class HybridConfig(
     ShortConvFields,
     DeltaRuleFields,
     GatedDeltaNetFields,
+    LightningAttentionFields,
     SharedBlockFields,
     ParallelHeadsFields,
     MLPFields,

@@ -162,8 +162,8 @@ class DeltaRuleFields(LayerFields):
     """Width of a value head."""
 
     linear_num_key_heads: Annotated[int, Range(ge=1)] | None = None
-    """Query and key heads of a Gated DeltaNet layer, all heads of a Kimi Delta Attention layer;
-    None: hidden_size // linear_key_head_dim."""
+    """Query and key heads of a Gated DeltaNet layer, all heads of a layer of Kimi Delta Attention
+    or lightning attention; None: hidden_size // linear_key_head_dim."""
 
     linear_chunk_size: Annotated[int, Range(ge=1)] = 32
     """Tokens per chunk of a delta rule: speed only, as mamba_chunk_size."""
@@ -173,8 +173,7 @@ class DeltaRuleFields(LayerFields):
     of the state may have negative eigenvalues (arXiv 2411.12537)."""
 
     linear_norm_epsilon: Epsilon | None = None
-    """Epsilon of the output norm of a Gated DeltaNet or Kimi Delta Attention layer; None:
-    layernorm_epsilon."""
+    """Epsilon of the output norm of a linear attention layer; None: layernorm_epsilon."""
 
     linear_norm_zero_centered_gamma: bool | None = None
     """Whether the output norm's factor is 1 + weight; None: layernorm_zero_centered_gamma, as for
@@ -189,6 +188,18 @@ class DeltaRuleFields(LayerFields):
 @dataclass
 class KimiDeltaAttentionFields(LayerFields):
     """A Kimi Delta Attention layer: no fields besides those of every delta rule."""
+
+    def check(self) -> None:
+        """See `FieldGroup.check`. It comes after that of `DeltaRuleFields`."""
+        self._require_divisible("linear_num_key_heads")
+
+
+@dataclass
+class LightningAttentionFields(LayerFields):
+    """Fields of a lightning attention layer besides the heads of a delta rule."""
+
+    lightning_decay_factor: Annotated[float, Range(ge=0)] = 1.0
+    """f: head h of H of a lightning attention layer decays by exp(-f 2^(-8 h / H)) per token."""
 
     def check(self) -> None:
         """See `FieldGroup.check`. It comes after that of `DeltaRuleFields`."""

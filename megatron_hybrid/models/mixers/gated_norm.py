@@ -55,8 +55,8 @@ def gated(y_TC: Tensor, z_TC: Tensor) -> Tensor:
 
 
 class GatedGroupNorm(nn.Module):
-    """RMSNorm(y * SiLU(z)) * weight, the mean square taken over each group of channels; or, with
-    the norm before the gate, RMSNorm(y) * weight * SiLU(z).
+    """RMSNorm(y * a(z)) * weight, the mean square taken over each group of channels; or, with the
+    norm before the gate, RMSNorm(y) * weight * a(z).
 
     With as many groups as tensor-parallel ranks, no rank needs another one's channels (Mamba-2,
     arXiv 2405.21060, section 8.2); else the ranks that share a group sum their squares.
@@ -68,6 +68,7 @@ class GatedGroupNorm(nn.Module):
         eps: added to the mean square.
         dtype: dtype of the weight.
         norm_before_gate: the second of the two forms.
+        activation: a, "silu" or "sigmoid".
     """
 
     def __init__(
@@ -78,11 +79,12 @@ class GatedGroupNorm(nn.Module):
         eps: float,
         dtype: torch.dtype,
         norm_before_gate: bool = False,
+        activation: str = "silu",
     ):
         super().__init__()
         self.group_size = group_size
         self.eps = eps
-        self.norm_before_gate = norm_before_gate
+        self.form = activation, norm_before_gate
         self.tp_group = tp_group
         local = channels // tp_group.size()
         self.spread_groups = channels // group_size if local < group_size else 0
@@ -94,7 +96,7 @@ class GatedGroupNorm(nn.Module):
         """Gate and normalise in fp32 (float64 for float64); returns [T, C] in the dtype of y."""
         size = min(self.group_size, y_TC.shape[-1])
         y_TGC, z_TGC = y_TC.unflatten(-1, (-1, size)), z_TC.unflatten(-1, (-1, size))
-        inputs = y_TGC, z_TGC, self.weight.view(-1, size), self.eps, "silu", self.norm_before_gate
+        inputs = y_TGC, z_TGC, self.weight.view(-1, size), self.eps, *self.form
         mean_square = self._mean_square if self.spread_groups else None
         return gated_rms_norm(*inputs, mean_square=mean_square).flatten(-2)
 

@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 from matrix import matrix_rows
+from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 CONFIGS = Path(__file__).parent / "configs"
 NOISE = 0.08
+FROM_THE_CONFIG = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+"""How the names of buffers end that a model computes, and saves."""
 WITH_OTHER_PARTS = ("falcon_h1_ungated_norm", "gemma4_experts", "nemotron_h_moe")
 PLAIN = {
     *("ernie4_5", "exaone4", "granite", "granitemoe", "hunyuan_v1_dense", "mistral", "mixtral"),
@@ -26,6 +29,12 @@ PLAIN = {
 """Transformers of layers that others have, too: `make test` compares their logits alone."""
 
 logging.disable_progress_bar()
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a folder that are weights."""
+    tensors = load_file(folder / "model.safetensors")
+    return {name: each for name, each in tensors.items() if not name.endswith(FROM_THE_CONFIG)}
 
 
 def config_names() -> list[str]:
@@ -69,8 +78,8 @@ def build_of(values: dict[str, Any], *, seed: int = 0, noise: float = NOISE) -> 
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
-        for tensor in dict(model.state_dict(keep_vars=True)).values():
-            if tensor.is_floating_point():
+        for name, tensor in dict(model.state_dict(keep_vars=True)).items():
+            if tensor.is_floating_point() and not name.endswith(FROM_THE_CONFIG):
                 tensor.add_(torch.randn(tensor.shape, generator=generator) * noise)
     return model
 

@@ -11,10 +11,10 @@ from huggingface import (
     in_float64,
     kept_names,
     read_values,
+    stored,
     twin_in_float64,
 )
 from matrix import matrix_rows
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import megatron_hybrid as mh
@@ -54,10 +54,6 @@ def write(name, folder, rounded=False):
         model.bfloat16()
     model.save_pretrained(folder)
     return model.eval()
-
-
-def stored(folder):
-    return load_file(folder / "model.safetensors")
 
 
 def assert_same(given, written):

@@ -6,8 +6,7 @@ transformers runs in float64, so that what is compared is our error alone.
 import pytest
 import torch
 import torch.nn.functional as F
-from huggingface import build, config_rows, in_float64, twin_in_float64
-from safetensors.torch import load_file
+from huggingface import build, config_rows, in_float64, stored, twin_in_float64
 
 import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.huggingface import ADAPTERS
@@ -26,7 +25,7 @@ def gradients_of_theirs(model, tokens, labels, folder):
         for buffer in model.buffers():
             buffer.zero_()
     model.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
+    return stored(folder)
 
 
 def gradients_of_ours(model, tokens, labels, shapes):

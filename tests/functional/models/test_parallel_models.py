@@ -55,7 +55,7 @@ SIZES = dict(
 )
 EXPERTS = dict(num_moe_experts=5, moe_router_topk=2, moe_ffn_hidden_size=20)
 ALL_BUT_FEW = small_config(
-    "MG*SK+C-W-E",  # of 61 tokens, which is odd: two ranks need a padded column
+    "MG*SKA+C-W-E",  # of 61 tokens, which is odd: two ranks need a padded column
     qk_layernorm=True,
     layer_overrides={symbol: {"add_bias_linear": True} for symbol in "MG*SK+C-W"},  # not experts
     mamba1_norm="weighted",

@@ -18,7 +18,7 @@ from megatron_hybrid.ops.selective_scan.naive import selective_scan
 from megatron_hybrid.ops.ssd.naive import ssd_scan
 
 LENGTHS = (23, 1, 17)
-PATTERN = "MGSK*W-"
+PATTERN = "MGSKA*W-"
 
 
 def rms(x, weight, eps):
@@ -86,6 +86,16 @@ def kimi_delta_attention(c, p, x):
     return o @ p["out_proj.weight"].T
 
 
+def lightning_attention(c, p, x):
+    H, N, P = c.linear_num_key_heads, c.linear_key_head_dim, c.linear_value_head_dim
+    z, qkv = (x @ p["in_proj.weight"].T).split([H * P, 2 * H * N + H * P], -1)
+    q, k, v = (part.unflatten(1, (H, -1)) for part in F.silu(qkv).split([H * N, H * N, H * P], -1))
+    rates = 2.0 ** (-8 * torch.arange(1, H + 1).double() / H)
+    o, _ = ssd_scan(v, x.new_ones(len(x), H), -rates, k, q, rates * 0, x.new_zeros(H, P, N))
+    o = rms(o.flatten(1), p["norm.weight"], c.layernorm_epsilon) * z.sigmoid()
+    return o @ p["out_proj.weight"].T
+
+
 def rotated(x, base):
     """[T, heads, D]: the pair (i, i + D/2) as a complex number, turned."""
     half = x.shape[-1] // 2
@@ -123,6 +133,7 @@ MIXERS = {
     "S": mamba1,
     "G": gated_delta_net,
     "K": kimi_delta_attention,
+    "A": lightning_attention,
     "*": attention,
     "W": lambda c, p, x: attention(c, p, x, c.sliding_window),
     "-": mlp,

@@ -1,0 +1,90 @@
+"""Lightning attention (MiniMax-01, arXiv 2501.08313): linear attention with a fixed decay."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerPlace, StateTensor
+from megatron_hybrid.models.mixers.gated_norm import GatedGroupNorm
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
+from megatron_hybrid.models.mixers.projections import (
+    build_input_projection,
+    build_output_projection,
+)
+from megatron_hybrid.ops import activate, ssd_scan
+
+
+class LightningAttentionMixer(Mixer):
+    """S_t = d S_{t-1} + v_t (x) k_t,  o_t = S_t q_t,  normed over all heads, then gated.
+
+    Head h of H decays by d = exp(-f 2^(-8 h / H)), h from 1; f is `lightning_decay_factor`. This is
+    Mamba-2's scan with time steps of 1, and keys and queries of each head.
+    """
+
+    recompute_name = "lightning_attention"
+    input_projection = "in_proj"
+    splits_rows = True
+
+    def __init__(self, config: HybridConfig, place: MixerPlace):
+        super().__init__(config)
+        self.layer_number, tp = place.layer_number, place.pg_collection.tp
+        heads = config.linear_num_key_heads
+        keys, values = heads * config.linear_key_head_dim, heads * config.linear_value_head_dim
+        sections = {"z": values, "query": keys, "key": keys, "value": values}
+        self.in_proj = build_input_projection(
+            place.submodules.input_projection,
+            config,
+            tuple(sections.values()),
+            place.pg_collection,
+            comm_buffer="fc1",
+            section_names=tuple(sections),
+        )
+        self.split_sizes = self.in_proj.weight.cut.local_sections
+        self.num_heads = heads // tp.size()
+        numbers_H = torch.arange(self.num_heads) + tp.rank() * self.num_heads + 1
+        rates_H = config.lightning_decay_factor * torch.exp2(-8.0 * numbers_H / heads)
+        self.register_buffer("A_H", -rates_H.float(), persistent=False)
+        self.norm = GatedGroupNorm(
+            values,
+            values,
+            tp,
+            eps=config.linear_norm_epsilon or config.layernorm_epsilon,
+            dtype=config.params_dtype,
+            norm_before_gate=True,
+            activation="sigmoid",
+        )
+        self.out_proj = build_output_projection(
+            place.submodules.row, config, values, place.pg_collection, comm_buffer="fc2"
+        )
+
+    def cache_requirements(self) -> LayerCache:
+        """The state, [H, P, N]."""
+        config = self.config
+        shape = self.num_heads, config.linear_value_head_dim, config.linear_key_head_dim
+        dtype, decay_HPN = config.recurrent_state_dtype, self.A_H.exp()[:, None, None]
+        full = config.linear_num_key_heads
+        return LayerCache(states=(StateTensor("lightning", shape, dtype, decay_HPN, full),))
+
+    def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
+        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        projected, _ = self.in_proj(hidden_Th)
+        z, qkv = projected.split([self.split_sizes[0], sum(self.split_sizes[1:])], -1)
+        q_THN, k_THN, v_THP = (
+            part.unflatten(-1, (self.num_heads, -1))
+            for part in activate(qkv, F.silu).split(self.split_sizes[1:], -1)
+        )
+        o_THP = ssd_scan(
+            v_THP,
+            self.A_H.new_ones(v_THP.shape[:2]),
+            self.A_H,
+            k_THN,
+            q_THN,
+            torch.zeros_like(self.A_H),
+            context.states(self.layer_number, "lightning"),
+            context.ragged_layout(),
+            self.config.linear_chunk_size,
+        )
+        return self.out_proj(self.norm(o_THP.flatten(1), z))
