@@ -38,6 +38,10 @@ MEGATRON_STATES = 3
 """Most states that Megatron extracts from one request in a step."""
 
 
+class InvalidConfigError(AssertionError, ValueError):
+    """A setting is refused. It is both, since Megatron asserts some and checks others."""
+
+
 class PrefixCachingEvictionPolicy(StrEnum):
     """Which cached blocks go first."""
 
@@ -147,7 +151,7 @@ class InferenceConfig:
     does here. One of megatron-core itself does as well.
 
     Raises:
-        ValueError: a field has a value that it never has; the message names the legal ones.
+        InvalidConfigError: a field has a value that it never has; the message names the legal ones.
     """
 
     block_size_tokens: int = 256
@@ -199,11 +203,13 @@ class InferenceConfig:
     verbose: InitVar[bool] = False
 
     def __post_init__(self, verbose: bool):
-        self._verbose = verbose
         for name, kind in type_hints(InferenceConfig).items():
             if isinstance(kind, type) and issubclass(kind, StrEnum):
                 setattr(self, name, _member(name, kind, getattr(self, name)))
-        check_fields(self, "InferenceConfig.")
+        try:
+            check_fields(self, "InferenceConfig.")
+        except ValueError as error:
+            raise InvalidConfigError(*error.args) from error
 
     @classmethod
     def of(cls, config: Any) -> InferenceConfig:
@@ -227,7 +233,7 @@ def _member(name: str, kind: type[StrEnum], value: object) -> StrEnum:
     try:
         return kind(getattr(value, "value", value))
     except ValueError:
-        raise ValueError(
+        raise InvalidConfigError(
             f"InferenceConfig.{name} is {value!r}; use one of {', '.join(kind)}"
         ) from None
 
@@ -259,11 +265,11 @@ def check(config: InferenceConfig) -> None:
     """Check a config, and warn of its fields without effect.
 
     Raises:
-        ValueError: a field has a value that is not supported; the message says why.
+        InvalidConfigError: a field has a value that is not supported; the message says why.
     """
     defaults = {field.name: field.default for field in fields(config)}
     if (images := config.image_preprocessing_config) is not None:
-        raise ValueError(
+        raise InvalidConfigError(
             f"InferenceConfig.image_preprocessing_config is {images!r}: prompts are text; leave it "
             "None"
         )
@@ -324,7 +330,7 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
         captured as CUDA graphs.
 
     Raises:
-        ValueError: the buffer is too small for this model, or a field has an illegal value.
+        InvalidConfigError: the buffer is too small for this model, or a field has an illegal value.
     """
     parameter = next(model.parameters())
     spec = cache_spec_of(
@@ -338,12 +344,12 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
     max_requests = config.max_requests
     tp_size = model.pg_collection.tp.size()
     if (max_requests or 0) % tp_size:
-        raise ValueError(
+        raise InvalidConfigError(
             f"InferenceConfig.max_requests is {max_requests}; it must be a multiple of the "
             f"tensor-parallel size {tp_size}"
         )
     if max_tokens < (max_requests or 0):
-        raise ValueError(
+        raise InvalidConfigError(
             f"InferenceConfig.max_tokens is {max_tokens}, less than max_requests={max_requests}: "
             "each running request has a token in a forward pass, so raise one or lower the other"
         )
@@ -352,7 +358,7 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
         max_requests = _derived_requests(spec, total, int(total * share), max_tokens, model)
     left = total - max_requests * spec.slot_bytes
     if left <= 0:
-        raise ValueError(
+        raise InvalidConfigError(
             f"max_requests={max_requests} take {max_requests * spec.slot_bytes} bytes of states, "
             f"and buffer_size_gb={config.buffer_size_gb} is {total}: raise the buffer or lower "
             "max_requests"
@@ -364,19 +370,22 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
     states = _states_budget(config, spec, max_requests, max_tokens)
     skips = states or not spec.state_bytes
     mode = ("restore" if skips else "memory_only") if config.enable_prefix_caching else "off"
-    return EngineConfig(
-        prefix_caching=mode,
-        block_size_tokens=config.block_size_tokens,
-        cache_bytes=left + states,
-        max_requests=max_requests,
-        max_tokens=max_tokens,
-        max_sequence_length=config.max_sequence_length,
-        speculation="lookup" if config.num_speculative_tokens else "off",
-        num_speculative_tokens=config.num_speculative_tokens or 1,
-        cuda_graphs=_wants_graphs(model_config),
-        logprobs_mode=config.logprobs_mode,
-        random_seed=seed,
-    )
+    try:
+        return EngineConfig(
+            prefix_caching=mode,
+            block_size_tokens=config.block_size_tokens,
+            cache_bytes=left + states,
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+            max_sequence_length=config.max_sequence_length,
+            speculation="lookup" if config.num_speculative_tokens else "off",
+            num_speculative_tokens=config.num_speculative_tokens or 1,
+            cuda_graphs=_wants_graphs(model_config),
+            logprobs_mode=config.logprobs_mode,
+            random_seed=seed,
+        )
+    except ValueError as error:
+        raise InvalidConfigError(*error.args) from error
 
 
 def _wants_graphs(model_config: Any) -> bool:
