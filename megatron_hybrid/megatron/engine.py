@@ -62,9 +62,6 @@ class DecodeOnly:
     launched: bool | None = None
     consumed: bool | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self.launched)
-
 
 @dataclass
 class RequestEntry:
@@ -111,13 +108,13 @@ def _check_prompt(prompt: Any) -> None:
         )
 
 
-_IMAGES = ("imgs", "num_tiles", "num_img_embeddings_per_tile", "imgs_sizes")
+_MEDIA = ("imgs", "num_tiles", "num_img_embeddings_per_tile", "imgs_sizes", "multi_modal_data")
 
 
-def refuse_images(given: dict[str, Any]) -> None:
+def refuse_media(given: dict[str, Any]) -> None:
     """Raise ValueError for what is not None or 0, TypeError for a name that Megatron has not."""
     for name, value in given.items():
-        if name not in _IMAGES:
+        if name not in _MEDIA:
             raise TypeError(f"add_request() got an unexpected keyword argument {name!r}")
         if value is not None and not (is_int(value) and value == 0):
             raise ValueError(f"{name} is not supported: prompts are text or tokens; leave it out")
@@ -196,7 +193,7 @@ class DynamicInferenceEngine:
         prompt: str | Sequence[int] | Tensor,
         sampling_params: SamplingParams | None = None,
         precomputed_block_hashes: Sequence[int] | None = None,
-        **images: Any,
+        **media: Any,
     ) -> asyncio.Future[DynamicInferenceRequestRecord]:
         """Queue a request. The future has its record, the same one as `step_modern`'s.
 
@@ -206,7 +203,7 @@ class DynamicInferenceEngine:
             sampling_params: ours, or megatron-core's own, which stay as they are; default
                 `SamplingParams()`.
             precomputed_block_hashes: not used; prefixes are compared by their tokens.
-            images: Megatron's `imgs`, `num_tiles` and so on, None or 0.
+            media: Megatron's `imgs`, `multi_modal_data` and so on, None or 0.
 
         Raises:
             ValueError: an unfinished request has this id, there are images, or a parameter has a
@@ -214,7 +211,7 @@ class DynamicInferenceEngine:
             AssertionError: both numbers of tokens are given, as in Megatron.
             TypeError: the prompt is of another type. Nothing has changed in all cases.
         """
-        refuse_images(images)
+        refuse_media(media)
         if request_id in self.requests:
             raise ValueError(
                 f"request_id {request_id} belongs to an unfinished request: give each its own"
@@ -430,11 +427,6 @@ class DynamicInferenceEngine:
         return active, finished, result["step_time"]
 
     step = step_legacy
-
-    @property
-    def is_decode_only(self) -> bool:
-        """True where the last step computed decodes only."""
-        return bool(self.decode_only)
 
     def generate(
         self,

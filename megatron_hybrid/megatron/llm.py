@@ -24,7 +24,7 @@ from megatron_hybrid.megatron.client import InferenceClient
 from megatron_hybrid.megatron.config import InferenceConfig
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.megatron.controller import GPTInferenceWrapper, TextGenerationController
-from megatron_hybrid.megatron.engine import DynamicInferenceEngine, coordinator_needed
+from megatron_hybrid.megatron.engine import DynamicInferenceEngine, coordinator_needed, refuse_media
 from megatron_hybrid.megatron.request import DynamicInferenceRequest
 from megatron_hybrid.megatron.sampling_params import SamplingParams
 from megatron_hybrid.megatron.states import EngineState
@@ -81,11 +81,6 @@ def _to_tokenizer(given: Any) -> Tokenizer:
     with tempfile.TemporaryDirectory() as folder:
         inner.save_pretrained(folder)
         return Tokenizer.from_folder(folder)
-
-
-def _refuse_media(multi_modal_data: Any) -> None:
-    if multi_modal_data is not None:
-        raise ValueError("multi_modal_data is not supported: prompts are text or tokens")
 
 
 def _as_list(prompts: Prompts) -> tuple[list[str] | list[list[int]], bool]:
@@ -538,7 +533,7 @@ class MegatronLLM(_LLM):
             RuntimeError: the engine is paused, suspended or shut down, or this is not the primary
                 rank.
         """
-        _refuse_media(multi_modal_data)
+        refuse_media({"multi_modal_data": multi_modal_data})
         self._require_primary("generate")
         prompts, _ = _as_list(prompts)
         params = sampling_params or SamplingParams()
@@ -627,7 +622,7 @@ class MegatronAsyncLLM(_LLM):
             ValueError: there is `multi_modal_data`.
             RuntimeError: the engine was shut down, or this is not the primary rank.
         """
-        _refuse_media(multi_modal_data)
+        refuse_media({"multi_modal_data": multi_modal_data})
         self._require_primary("generate")
         prompts, is_batch = _as_list(prompts)
         replica = self._replica

@@ -170,9 +170,6 @@ class DynamicInferenceRequest:
         self.add_event_error_nontransient(error)
         self.add_event_fail()
 
-    def finalize_text(self, tokenizer: object) -> None:
-        """No effect: the texts of a finished request are there."""
-
     def succeeded(self) -> bool:
         return self.status is Status.COMPLETED
 

@@ -445,7 +445,6 @@ def test_the_step_of_newer_scripts():
     engine = door_engine()
     engine.add_request(2, PROMPT, greedy_params(1))
     (request,) = engine.step_modern()["finished_requests"]
-    request.finalize_text(engine.controller.tokenizer)
     assert request.generated_text == LetterTokenizer().detokenize(request.generated_tokens)
 
 
@@ -528,14 +527,13 @@ def test_a_reset_drops_unfinished_requests():
 
 def test_decode_only_tells_of_the_last_step():
     engine = door_engine(max_tokens=32)
-    assert engine.decode_only.launched is None and not engine.is_decode_only
+    assert engine.decode_only.launched is None
     engine.add_request(1, PROMPT, greedy_params(4))
     seen = []
     while engine.has_unfinished_requests():
         engine.step_modern()
         seen.append((engine.decode_only.launched, engine.decode_only.consumed))
     assert seen[:3] == [(False, False), (False, False), (True, True)]
-    assert engine.is_decode_only
 
 
 @pytest.mark.parametrize("mode", ["persist", "offload", "recompute"])
