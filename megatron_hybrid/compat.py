@@ -78,18 +78,19 @@ def _compiled_at_first_call() -> Iterator[None]:
 
 
 _ACCELERATORS = (
-    "transformer_engine.pytorch",
     "apex.optimizers",
     "amp_C",
     "fused_weight_gradient_mlp_cuda",
+    "transformer_engine.pytorch",
 )
 """Modules of NVIDIA's Transformer Engine and apex that megatron-core uses where they are there."""
 
 
 def _try_accelerators() -> dict[str, str]:
     """Import them before megatron-core does, which expects ImportError alone of a broken one; a
-    package that fails is hidden from it. Returns module -> why it is not used."""
-    reasons = {}
+    package that fails, or that it fails with, is hidden from it. Returns module -> why it is not
+    used."""
+    reasons, before = {}, set(sys.modules)
     for name in _ACCELERATORS:
         package = name.partition(".")[0]
         if importlib.util.find_spec(package) is None:
@@ -97,10 +98,13 @@ def _try_accelerators() -> dict[str, str]:
             continue
         try:
             importlib.import_module(name)
+            if package == "transformer_engine":  # old releases lack what core imports unguarded
+                importlib.import_module("megatron.core")
         except Exception as error:  # a library of another CUDA or torch raises whatever it likes
             reasons[name] = f"{package} is installed, but {type(error).__name__}: {error}"
-            for loaded in [each for each in sys.modules if each.startswith(f"{package}.")]:
-                del sys.modules[loaded]
+            for loaded in sys.modules.keys() - before:
+                if loaded.startswith((f"{package}.", "megatron.core")):
+                    del sys.modules[loaded]
             sys.modules[package] = None
     return reasons
 

@@ -137,6 +137,15 @@ def test_an_old_transformer_engine_is_not_used_and_says_so(monkeypatch):
         compat.transformer_engine_modules()
 
 
+def test_a_transformer_engine_that_core_fails_with_is_hidden(tmp_path, monkeypatch):
+    (tmp_path / "transformer_engine" / "pytorch").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    reason = compat._try_accelerators()["transformer_engine.pytorch"]
+    assert "transformer_engine is installed, but ModuleNotFoundError: import of megatron" in reason
+    assert sys.modules.pop("transformer_engine", "absent") is None
+
+
 def test_no_warning_for_a_default():
     """core warns about the default of a field of CUDA graphs whenever a config is made."""
     with warnings.catch_warnings():
