@@ -35,17 +35,6 @@ logger = logging.getLogger(__name__)
 _SYMBOLS = "MG*+-E"
 """Layer symbols of megatron-core's hybrid models that HybridModel serves, with its own meanings."""
 
-_TRANSLATED = {
-    "window_size",
-    "window_attn_skip_freq",
-    "multi_latent_attention",
-    "experimental_attention_variant",
-    "linear_attention_freq",
-    "moe_layer_freq",
-    "no_rope_freq",
-}
-"""Fields that become symbols of the layer pattern or overrides of single layers."""
-
 _DELTA_NETS = ("gated_delta_net", "gdn")
 """Core's name of Gated DeltaNet, and that of 0.20, which takes both and keeps the second."""
 
@@ -301,9 +290,7 @@ def _refused(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     refused = {}
-    for name in RESULT_FIELDS:
-        if name in _TRANSLATED or name not in values:
-            continue
+    for name in sorted(RESULT_FIELDS & values.keys()):
         if name in defaults and values[name] != defaults[name]:
             refused[name] = values[name]
         elif name not in defaults and values[name]:

@@ -90,22 +90,16 @@ _REASONS = (
     (NOT_SUPPORTED, "which HybridModel does not support", "and"),
 )
 
-RESULT_FIELDS = (
-    "window_size",
-    "window_attn_skip_freq",
-    "multi_latent_attention",
-    "experimental_attention_variant",
-    "linear_attention_freq",
-    "moe_layer_freq",
-    "no_rope_freq",
+RESULT_FIELDS = {
     "heterogeneous_block_specs",
     "mrope_section",
     "moe_expert_rank_capacity_factor",
     "moe_mlp_glu_interleave_size",
     "moe_shared_expert_glu_interleave_size",
-)
-"""Those of the refused fields that change what a trained model computes. The others are of
-training, sharding, speed or rounding: a model that was trained with them can be served without."""
+}
+"""Those of the refused fields that change what a trained model computes, in no way that the layer
+pattern or overrides of layers say. The others are of training, sharding, speed or rounding: a model
+that was trained with them can be served without."""
 
 WITHOUT_EFFECT = (
     "transformer_impl",
