@@ -104,7 +104,7 @@ def _load_as(
     if load is _load_torch_dist:  # Megatron pads the vocabulary, and spells some fields otherwise
         found = megatron_form(DistributedTensors(source).config(vocab_size=theirs.vocab_size))
         expected = megatron_form(theirs)
-        names = ("vocab_size", *theirs.differences(expected))
+        names = ("vocab_size", "layer_overrides", *theirs.differences(expected))
         options |= {name: getattr(theirs, name) for name in names}
     else:
         found, expected = read_config(source), theirs

@@ -111,11 +111,6 @@ def fields_of_args(args: Namespace, names: Collection[str], num_stages: int = 1)
     return fields
 
 
-def is_gpt(args: Namespace, names: Collection[str]) -> bool:
-    """Return whether a checkpoint is of a GPTModel, not of a hybrid model."""
-    return _layer_pattern(vars(args), names) is None
-
-
 def _layer_pattern(values: Mapping[str, Any], names: Collection[str]) -> str | None:
     """A hybrid model's pattern in core's symbols, with the MTP heads that
     are among the tensors; None: the model is a GPTModel. Megatron before 0.17 could also place
@@ -186,6 +181,12 @@ _WRITTEN = "MG*W-E"
 _WRITTEN_OF_GPT = ("G*W+", "-E")
 """Those that a layer of a GPTModel can hold, attention and MLP."""
 
+_OF_CORE = {
+    "norm_placement": "core has norms before attention and MLP alone",
+    "qk_layernorm_scope": "core norms queries and keys a head at a time",
+}
+"""What core has in place of a field's other values."""
+
 
 def is_written_as_gpt(config: HybridConfig) -> bool:
     """Return whether a checkpoint for Megatron holds a GPTModel: the model comes from one, or from
@@ -202,11 +203,22 @@ def megatron_form(config: HybridConfig) -> HybridConfig:
     """Return a config that computes the same in fields that Megatron has, as far as it can.
 
     Output norms of Gated DeltaNet are centered as all norms there: `torch_dist` shifts their
-    weights. A residual stream to which layers add r times their output is r times one to which
-    they add all of it; norms see the same numbers if their epsilon is divided by r^2.
+    weights. Biases are in all projections of attention and MLPs, or in none: it adds zeros where
+    one of the two has them alone. A residual stream to which layers add r times their output is r
+    times one to which they add all of it; norms see the same numbers if their epsilon is divided by
+    r^2.
     """
+    overrides = config.layer_overrides
+    numbers = [n for n, symbol in enumerate(config.pattern.symbols, 1) if symbol in "*W-"]
+    has_bias = {config.for_layer(number).add_bias_linear for number in numbers}
+    if len(has_bias) > 1 and set(config.symbols) <= {*"MG*W-"}:
+        overrides = {
+            layers: {name: value for name, value in fields.items() if name != "add_bias_linear"}
+            for layers, fields in overrides.items()
+        }
+        config = replace(config, add_bias_linear=True, layer_overrides=overrides)
     factor = 1.0
-    by_layer = {name for fields in config.layer_overrides.values() for name in fields}
+    by_layer = {name for fields in overrides.values() for name in fields}
     if (
         set(config.layer_pattern) <= {*"M*W-E", STAGE_BOUNDARY}  # their norms read the stream
         and by_layer.isdisjoint(("residual_multiplier", "layernorm_epsilon", "norm_placement"))
@@ -317,7 +329,9 @@ def _lost(config: HybridConfig, again: HybridConfig) -> list[str]:
                 lost.setdefault(name, f"{name}={value!r} in layer {number}")
     if config.pattern.predictions != again.pattern.predictions:
         lost["mtp"] = f"MTP heads of the layers {config.pattern.predictions[0]!r} for this pattern"
-    return list(lost.values())
+    return [
+        f"{text} ({_OF_CORE[name]})" if name in _OF_CORE else text for name, text in lost.items()
+    ]
 
 
 def _layer_arguments(config: HybridConfig, symbols: str, is_gpt: bool) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron_hybrid.checkpoints.folder import FLOATS, config_of
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout, joined
-from megatron_hybrid.checkpoints.megatron.args import args_of_config, fields_of_args, is_gpt
+from megatron_hybrid.checkpoints.megatron.args import args_of_config, fields_of_args
 from megatron_hybrid.checkpoints.megatron.checksums import Checksums, write_checksums
 from megatron_hybrid.checkpoints.megatron.names import (
     gpt_to_hybrid_name,
@@ -84,6 +84,8 @@ Qwen3-Next and Qwen3.5 have it of all but this one, so that Megatron's weight is
 _PROJECTION_OF_LATENT = "_down_proj.weight"  # parallel linears in core's local layers, plain here
 _LATENT_NORM = re.compile(r"\.self_attention\.(q|kv)_layernorm\.")
 _FUSED_LATENT_NORM = r".self_attention.linear_\1_up_proj.layer_norm_"
+_BIASED = re.compile(r".*\.(self_attention\.linear_(qkv|proj)|mlp\.linear_fc[12])\.weight")
+"""Weights to which core has biases with `add_bias_linear`."""
 _VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 
 
@@ -103,8 +105,7 @@ def load_megatron(
     layout saved it.
 
     Hybrid models and GPT models are read; optimizer and random states are left, and over several
-    pipeline stages MTP heads. Such folders hold no
-    tokenizer: give the engine the one that the model was trained with.
+    pipeline stages MTP heads. Such folders hold no tokenizer: give the engine that of the training.
 
     Args:
         folder: that of `--save`, of which the latest iteration is taken, or one iteration in it.
@@ -132,7 +133,11 @@ def load_megatron(
     sections = {name: _sections(tensor) for name, tensor in own_tensors(model).items()}
     sections = of_all_stages(model, sections)
     with fail_together(CheckpointError, groups=model.pg_collection):
-        given = files.given()
+        given = {
+            name: key
+            for name, key in files.given().items()
+            if name in sections or not name.endswith(".bias") or files.read(key).any()
+        }
         of_parts = [name for name in given if name.startswith(_PREDICTION)]
         if of_parts and not hasattr(model, "mtp"):
             if own_member().rank == 0:
@@ -191,6 +196,9 @@ def save_megatron(model: HybridModel, folder: str | os.PathLike[str]) -> None:
         if EXPERTS in key and key.endswith(".weight"):
             path, num_experts = key.removesuffix("weight"), len(state[name])
             extra += [f"{path}_extra_state/shard_{i}_{num_experts}" for i in range(num_experts)]
+        bias = f"{key.removesuffix('weight')}bias"
+        if args.add_bias_linear and _BIASED.fullmatch(key) and bias not in keys:
+            stored[bias] = torch.zeros(len(state[name]), dtype=state[name].dtype)
     stored |= {key: [None] for key in extra}
     if not args.is_hybrid_model:
         stored = _as_gpt(stored, args)
@@ -293,7 +301,7 @@ class DistributedTensors:
 
     def given(self) -> dict[str, str]:
         """Our name of each tensor, or of each block of one that core keeps in blocks -> name."""
-        gpt = self._own_config is None and is_gpt(self.args, self._layers)
+        gpt = self._own_config is None and self.config().is_gpt_model
         return {
             canonical_name(gpt_to_hybrid_name(name) if gpt else name).replace(
                 EXPERTS, ".mlp.experts."

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
+from huggingface import CONFIGS, kept_names
+
 from megatron_hybrid.checkpoints.megatron.args import args_of_config
 from megatron_hybrid.inference.memory.cache_pool import cache_spec_of
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -55,10 +57,16 @@ def merge_rows(path: Path, rows: list[Row], names: list[str]) -> None:
 
 
 def released_rows(folder: Path) -> list[str]:
-    """Each released model and what comes of it in each direction, as a row in Markdown."""
-    rows = []
-    for path in sorted(folder.glob("*.json")):
+    """Each released model, and the tiny one of each other architecture, with what comes of it in
+    each direction, as a row in Markdown."""
+    rows, types = [], set()
+    tiny = [CONFIGS / f"{name}.json" for name in kept_names(())]
+    for path in [*sorted(folder.glob("*.json")), *tiny]:
         config = read_model_config(path, mtp=True)
+        model_type = config.huggingface_config["model_type"]
+        if path in tiny and model_type.removesuffix("_text") in types:
+            continue
+        types.add(model_type.removesuffix("_text"))
         try:
             args = args_of_config(config)
         except ValueError as error:
@@ -70,14 +78,13 @@ def released_rows(folder: Path) -> list[str]:
             if config.mamba_num_groups == 1 and "M" in config.pattern.symbols:
                 kept.append("core does not split its one group over TP ranks")
             cells = f"both ways, {kind}", "; ".join(kept)
-        model_type = config.huggingface_config["model_type"]
         rows.append(f"| {path.stem} | {model_type} | both ways | {' | '.join(cells)} |")
     return rows
 
 
 def write_released(page: Path, folder: Path) -> None:
     """Puts the rows of all released models in place of the table's."""
-    names = "released model | model_type | Hugging Face | Megatron | why not, or what is kept"
+    names = "model | model_type | Hugging Face | Megatron | why not, or what is kept"
     lines = [f"| {names} |", "| --- | --- | --- | --- | --- |", *released_rows(folder)]
     _write(page, *_MEGATRON, lines)
 

@@ -15,7 +15,6 @@ import transformers
 from megatron_folders import PATTERN_ARGUMENT, load_folder, megatron_args, save_folder
 
 import megatron_hybrid as mh
-from megatron_hybrid import cli
 from megatron_hybrid.checkpoints.megatron.torch_dist import DistributedTensors, save_megatron
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.compat import activations
@@ -79,12 +78,6 @@ MODELS = {
         ROPE,
         {"num_layers": 2, "swiglu": False, "add_bias_linear": True, "bias_gelu_fusion": True}
         | {"group_query_attention": False, "num_query_groups": 1},
-    ),
-    "gpt experts": (
-        None,
-        {**EXPERTS, "num_layers": 2, "num_moe_experts": 4},
-        ROPE,
-        {**EXPERTS, "num_layers": 2, "num_experts": 4},
     ),
     "gpt of unlike layers": (
         None,
@@ -441,14 +434,6 @@ def test_models_that_megatron_cannot_hold_are_not_written(fields, message, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_release_is_not_overwritten(tmp_path):
-    sizes = {"hidden_size": 48, "vocab_size": VOCAB, "mamba_head_dim": 16}
-    model = mh.build_hybrid_model(mh.HybridConfig(layer_pattern="M", **sizes))
-    save_megatron(model, tmp_path)
-    with pytest.raises(mh.CheckpointError, match=r"cannot write a checkpoint to .* exists"):
-        save_megatron(model, tmp_path)
-
-
 def test_convert_in_all_directions(tmp_path):
     """Around the circle of Hugging Face, Megatron, ours, Megatron and Hugging Face."""
     transformers.LlamaForCausalLM(LLAMA).save_pretrained(tmp_path / "hf")
@@ -488,19 +473,13 @@ def test_a_hugging_face_config_of_another_model_is_refused(tmp_path):
         convert(tmp_path / "hf", tmp_path / "x", "ours", huggingface_config=tmp_path / "hf")
 
 
-def test_a_model_that_megatron_cannot_hold_is_not_converted(tmp_path, capsys):
-    config = mh.HybridConfig(layer_pattern="CC", hidden_size=48, vocab_size=VOCAB)
-    mh.save_checkpoint(mh.build_hybrid_model(config), tmp_path / "ours")
-    arguments = ["convert", str(tmp_path / "ours"), str(tmp_path / "x"), "--to", "torch_dist"]
-    assert cli.main(arguments) == 2
-    assert "cannot be written for Megatron: layer_pattern has layers 'C'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp", "checksums.txt"])
-def test_flipped_bytes_are_found(tmp_path, name):
+def test_a_release_is_not_overwritten_and_flipped_bytes_are_found(tmp_path, name):
     sizes = {"hidden_size": 48, "vocab_size": VOCAB, "mamba_head_dim": 16}
     model = mh.build_hybrid_model(mh.HybridConfig(layer_pattern="M", **sizes))
     save_megatron(model, tmp_path)
+    with pytest.raises(mh.CheckpointError, match=r"cannot write a checkpoint to .* exists"):
+        save_megatron(model, tmp_path)
     mh.load_megatron(tmp_path)
     file = tmp_path / "release" / name
     content = bytearray(file.read_bytes())
