@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.cache.pages.spec import BlockSize, CacheSpec
 from megatron_hybrid.distributed.ranks import replica_of
 from megatron_hybrid.inference.config import InferenceConfig as EngineConfig
-from megatron_hybrid.inference.config import LogprobsMode
+from megatron_hybrid.inference.config import LogprobsMode, Positive
 from megatron_hybrid.inference.memory.cache_pool import cache_spec_of
 from megatron_hybrid.inference.sampling_params import Share
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -154,13 +154,13 @@ class InferenceConfig:
         InvalidConfigError: a field has a value that it never has; the message names the legal ones.
     """
 
-    block_size_tokens: int = 256
+    block_size_tokens: BlockSize = 256
     buffer_size_gb: Annotated[float, Range(gt=0)] = 20
     paused_buffer_size_gb: float | None = None
     mamba_inference_state_config: Any = None
     mamba_memory_ratio: Annotated[float, Range(gt=0, lt=1)] | None = None
-    max_requests: int | None = None
-    max_tokens: int | None = None
+    max_requests: Positive | None = None
+    max_tokens: Positive | None = None
     unified_memory_level: int = 0
     kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
     num_cuda_graphs: Annotated[int, Range(ge=-1)] | None = None
@@ -172,7 +172,7 @@ class InferenceConfig:
     cuda_graph_all_prefills: bool = False
     cuda_graph_max_tokens: int = 512
     static_kv_memory_pointers: bool = False
-    max_sequence_length: int = 2560
+    max_sequence_length: Positive = 2560
     pg_collection: Any = None
     use_flashinfer_fused_rope: bool | None = False
     materialize_only_last_token_logits: bool = True
@@ -276,9 +276,13 @@ def check(config: InferenceConfig) -> None:
     for name, reason in WITHOUT_EFFECT.items():
         if (value := getattr(config, name)) != defaults[name]:
             warnings.warn(f"InferenceConfig.{name}={value!r} has no effect: {reason}", stacklevel=3)
-    states = config.mamba_inference_state_config
-    if states is not None and states.ssm_states_dtype != torch.float32:
-        _warn_of_states(states.ssm_states_dtype)
+    if (states := config.mamba_inference_state_config) is not None:
+        if not hasattr(states, "ssm_states_dtype"):
+            raise InvalidConfigError(
+                f"InferenceConfig.mamba_inference_state_config is {states!r}; leave it None"
+            )
+        if states.ssm_states_dtype != torch.float32:
+            _warn_of_states(states.ssm_states_dtype)
 
 
 @cache
@@ -370,22 +374,19 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
     states = _states_budget(config, spec, max_requests, max_tokens)
     skips = states or not spec.state_bytes
     mode = ("restore" if skips else "memory_only") if config.enable_prefix_caching else "off"
-    try:
-        return EngineConfig(
-            prefix_caching=mode,
-            block_size_tokens=config.block_size_tokens,
-            cache_bytes=left + states,
-            max_requests=max_requests,
-            max_tokens=max_tokens,
-            max_sequence_length=config.max_sequence_length,
-            speculation="lookup" if config.num_speculative_tokens else "off",
-            num_speculative_tokens=config.num_speculative_tokens or 1,
-            cuda_graphs=_wants_graphs(model_config),
-            logprobs_mode=config.logprobs_mode,
-            random_seed=seed,
-        )
-    except ValueError as error:
-        raise InvalidConfigError(*error.args) from error
+    return EngineConfig(
+        prefix_caching=mode,
+        block_size_tokens=config.block_size_tokens,
+        cache_bytes=left + states,
+        max_requests=max_requests,
+        max_tokens=max_tokens,
+        max_sequence_length=config.max_sequence_length,
+        speculation="lookup" if config.num_speculative_tokens else "off",
+        num_speculative_tokens=config.num_speculative_tokens or 1,
+        cuda_graphs=_wants_graphs(model_config),
+        logprobs_mode=config.logprobs_mode,
+        random_seed=seed,
+    )
 
 
 def _wants_graphs(model_config: Any) -> bool:

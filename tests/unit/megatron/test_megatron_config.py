@@ -71,6 +71,8 @@ def test_the_defaults_warn_of_nothing():
     ("field", "value", "legal"),
     [
         ("image_preprocessing_config", object(), "prompts are text; leave it None"),
+        ("mamba_inference_state_config", 3, "leave it None"),
+        ("block_size_tokens", 3, "16, 32, 64"),
         ("buffer_size_gb", 0, "a number above 0"),
         ("buffer_size_gb", "20", "a number above 0"),
         ("buffer_size_gb", float("nan"), "a finite number"),
