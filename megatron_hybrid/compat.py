@@ -88,8 +88,7 @@ _ACCELERATORS = (
 
 def _try_accelerators() -> dict[str, str]:
     """Import them before megatron-core does, which expects ImportError alone of a broken one; a
-    package that fails, or that it fails with, is hidden from it. Returns module -> why it is not
-    used."""
+    package that fails, or that core fails with, is hidden from it. Returns module -> the reason."""
     reasons, before = {}, set(sys.modules)
     for name in _ACCELERATORS:
         package = name.partition(".")[0]
