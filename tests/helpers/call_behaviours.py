@@ -85,9 +85,25 @@ def glm_call(name: str, given: dict) -> str:
     return f"{name}\n{''.join(tags)}"
 
 
-def invoke(name: str, given: dict) -> str:
-    tags = (f'<parameter name="{key}">{text}</parameter>\n' for key, text in texts(given))
-    return f'<invoke name="{name}">\n{"".join(tags)}</invoke>\n'
+def invoke(name: str, given: dict, space: str = "", flag: str = "") -> str:
+    def tag(key: str, text: str) -> str:
+        is_text = str(isinstance(given[key], str)).lower()
+        begin = f'<{space}parameter name="{key}"{flag.format(is_text)}>'
+        return f"{begin}{text}</{space}parameter>\n"
+
+    tags = "".join(tag(*each) for each in texts(given))
+    return f'<{space}invoke name="{name}">\n{tags}</{space}invoke>\n'
+
+
+STEP = "<｜tool_call_begin｜>function<｜tool_sep｜>", "<｜tool_call_end｜>\n"  # noqa: RUF001
+
+
+def step_call(name: str, given: dict) -> str:
+    return f"{STEP[0]}{invoke(name, given, 'steptml:').strip()}{STEP[1]}"
+
+
+def cohere_call(name: str, given: dict) -> str:
+    return dumps({"tool_call_id": "0", "tool_name": name, "parameters": given})
 
 
 def gemma_call(quote: str) -> Callable[[str, dict], str]:
@@ -119,16 +135,12 @@ DSML = "｜DSML｜"  # noqa: RUF001
 
 
 def dsml_call(name: str, given: dict) -> str:
-    tags = "".join(
-        f'<{DSML}parameter name="{key}" string="{str(isinstance(given[key], str)).lower()}">'
-        f"{text}</{DSML}parameter>\n"
-        for key, text in texts(given)
-    )
-    return f'<{DSML}invoke name="{name}">\n{tags}</{DSML}invoke>\n'
+    return invoke(name, given, DSML, ' string="{}"')
 
 
 SECTION = ALL.format("begin"), ALL.format("end")
 WAYS = {
+    "cohere_command4": Way("<|START_ACTION|>[", cohere_call, ", ", "]<|END_ACTION|>"),
     "deepseek_v3": Way(SECTION[0], v3_call, "\n", SECTION[1]),
     "deepseek_v31": Way(SECTION[0], v31_call, "", SECTION[1]),
     "deepseek_v32": Way(f"<{DSML}function_calls>\n", dsml_call, "", f"</{DSML}function_calls>"),
@@ -158,16 +170,15 @@ WAYS = {
     "pythonic": Way("[", python_call, ", ", "]", bare=True),
     "qwen3_coder": Way("<tool_call>", coder_call, "\n", "</tool_call>", each=True),
     "seed_oss": Way("<seed:tool_call>", coder_call, "\n", "</seed:tool_call>", each=True),
+    "step3": Way("<｜tool_calls_begin｜>\n", step_call, "", "<｜tool_calls_end｜>"),  # noqa: RUF001
     "xlam": Way("[", json_call, ", ", "]", bare=True),
 }
 NOT_READ = {
-    "Kimi K3": "marks of their own are around all parts of an answer",
+    "Kimi K3": "its calls are numbered, and parameters typed, in tags",
     "MiniMax M3": "a tag for each parameter, nested as its value is",
-    "Cohere Command": "marks around content, too",
-    "Step 3": "tags inside of marks",
 }
-"""Dialects whose calls are content, as the shared readers do not know their forms."""
-TAGGED = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "deepseek_v4")
+"""Dialects whose calls are content, of models that do not load here."""
+TAGGED = ("qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "deepseek_v4", "step3")
 VALUES = {
     "a text": {"s": "Łódź"},
     "a text of several lines": {"s": "a\n  b\n\nc"},
@@ -275,7 +286,7 @@ def misses(name: str, way: Way) -> Iterator[Row]:
     ):
         yield Row(name, f"an unreadable call {place}", way.around(written), calls, left)
     if "{}" in now:
-        nothing = now.replace(', "arguments": {}', "").replace("{}", "")
+        nothing = re.sub(', "(arguments|parameters)": {}', "", now).replace("{}", "")
         given = [("nothing", nothing)]
         if way.write is not WAYS["gemma4"].write and way.write is not WAYS["functiongemma"].write:
             given += [("null", now.replace("{}", "null")), ('""', now.replace("{}", '""'))]
@@ -313,6 +324,7 @@ def misses(name: str, way: Way) -> Iterator[Row]:
 
 def near_misses() -> Iterator[Row]:
     """What models are known to write, and vLLM's and SGLang's own tests read."""
+    yield Row("cohere_command4", "its marks of content", "<|START_TEXT|>Hi.<|END_TEXT|>", [], "Hi.")
     for behaviour, written, given in (
         ("a text of several lines in single quotes", "s='a\nb'", {"s": "a\nb"}),
         ("a set", "a={'a', 'b'}", {"a": ["a", "b"]}),
@@ -480,7 +492,7 @@ def page() -> str:
         "",
         "## Not read",
         "",
-        "| family | what the shared readers do not know |",
+        "| family, which does not load here | what the shared readers do not know |",
         "| --- | --- |",
         *(f"| {name} | {why} |" for name, why in NOT_READ.items()),
         "",

@@ -114,8 +114,9 @@ class AnswerParser:
                 self._at = self._searched = found.start()
                 if found[0] in self._dialect.begins:
                     self._block = Block(self._dialect, self._held, self._at, self._tools)
-                else:
-                    self._at = found.end()
+                    continue
+                self._at = found.end()
+                if found[0] not in self._dialect.unsaid:
                     self._in_thought, self._space, self._skips_space = False, "", True
             else:
                 longest = max(map(len, self._marks), default=0)
@@ -147,7 +148,8 @@ class AnswerParser:
 
     @property
     def _marks(self) -> tuple[str, ...]:
-        marks = (self._thoughts.close,) if self._thoughts and self._in_thought else ()
+        marks = self._dialect.unsaid
+        marks += (self._thoughts.close,) if self._thoughts and self._in_thought else ()
         return (*marks, *self._dialect.begins) if self._reads_calls else marks
 
     @property

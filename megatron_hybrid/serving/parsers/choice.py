@@ -6,73 +6,56 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_hybrid.serving.parsers import reasoning_format
-from megatron_hybrid.serving.parsers.answer_parser import AnswerParser
-from megatron_hybrid.serving.parsers.deepseek import (
-    DEEPSEEK_V3,
-    DEEPSEEK_V4,
-    DEEPSEEK_V31,
-    DEEPSEEK_V32,
+from megatron_hybrid.serving.parsers import (
+    gemma,
+    headed_json,
+    json_dialects,
+    mistral,
+    pythonic,
+    reasoning_format,
+    tagged_parameters,
 )
+from megatron_hybrid.serving.parsers.answer_parser import AnswerParser
 from megatron_hybrid.serving.parsers.dialect import Dialect
-from megatron_hybrid.serving.parsers.gemma import FUNCTIONGEMMA, GEMMA4
 from megatron_hybrid.serving.parsers.harmony import OPENAI, HarmonyParser
 from megatron_hybrid.serving.parsers.harmony import THOUGHTS as HARMONY_THOUGHTS
-from megatron_hybrid.serving.parsers.json_dialects import (
-    GRANITE,
-    HERMES,
-    JAMBA,
-    LLAMA3_JSON,
-    LLAMA4_JSON,
-    MINIMAX_M1,
-    NEMOTRON_JSON,
-    PHI4_MINI,
-    XLAM,
-)
-from megatron_hybrid.serving.parsers.kimi import KIMI_K2
-from megatron_hybrid.serving.parsers.mistral import MISTRAL, MISTRAL_NAMES
-from megatron_hybrid.serving.parsers.pythonic import LFM2, LLAMA4_PYTHONIC, OLMO3, PYTHONIC
 from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
-from megatron_hybrid.serving.parsers.tagged_parameters import (
-    GLM45,
-    MINIMAX_M2,
-    QWEN3_CODER,
-    SEED_OSS,
-)
 
 TOOL_PARSERS: dict[str, Dialect] = {
-    "deepseek_v3": DEEPSEEK_V3,
-    "deepseek_v31": DEEPSEEK_V31,
-    "deepseek_v32": DEEPSEEK_V32,
-    "deepseek_v4": DEEPSEEK_V4,
-    "ernie45": HERMES,
-    "functiongemma": FUNCTIONGEMMA,
-    "gemma4": GEMMA4,
-    "glm45": GLM45,
-    "glm47": GLM45,
-    "granite": GRANITE,
-    "granite4": HERMES,
-    "hermes": HERMES,
-    "hunyuan_a13b": JAMBA,
-    "jamba": JAMBA,
-    "kimi_k2": KIMI_K2,
-    "lfm2": LFM2,
-    "llama3_json": LLAMA3_JSON,
-    "llama4_json": LLAMA4_JSON,
-    "llama4_pythonic": LLAMA4_PYTHONIC,
-    "minimax_m1": MINIMAX_M1,
-    "minimax_m2": MINIMAX_M2,
-    "mistral": MISTRAL,
-    "mistral_names": MISTRAL_NAMES,
-    "nemotron_json": NEMOTRON_JSON,
-    "olmo3": OLMO3,
+    "cohere_command4": json_dialects.COHERE,
+    "deepseek_v3": headed_json.DEEPSEEK_V3,
+    "deepseek_v31": headed_json.DEEPSEEK_V31,
+    "deepseek_v32": tagged_parameters.DEEPSEEK_V32,
+    "deepseek_v4": tagged_parameters.DEEPSEEK_V4,
+    "ernie45": json_dialects.HERMES,
+    "functiongemma": gemma.FUNCTIONGEMMA,
+    "gemma4": gemma.GEMMA4,
+    "glm45": tagged_parameters.GLM45,
+    "glm47": tagged_parameters.GLM45,
+    "granite": json_dialects.GRANITE,
+    "granite4": json_dialects.HERMES,
+    "hermes": json_dialects.HERMES,
+    "hunyuan_a13b": json_dialects.JAMBA,
+    "jamba": json_dialects.JAMBA,
+    "kimi_k2": headed_json.KIMI_K2,
+    "lfm2": pythonic.LFM2,
+    "llama3_json": json_dialects.LLAMA3_JSON,
+    "llama4_json": json_dialects.LLAMA4_JSON,
+    "llama4_pythonic": pythonic.LLAMA4_PYTHONIC,
+    "minimax_m1": json_dialects.MINIMAX_M1,
+    "minimax_m2": tagged_parameters.MINIMAX_M2,
+    "mistral": mistral.MISTRAL,
+    "mistral_names": mistral.MISTRAL_NAMES,
+    "nemotron_json": json_dialects.NEMOTRON_JSON,
+    "olmo3": pythonic.OLMO3,
     "openai": OPENAI,
-    "phi4_mini": PHI4_MINI,
-    "pythonic": PYTHONIC,
-    "qwen3_coder": QWEN3_CODER,
-    "qwen3_xml": QWEN3_CODER,
-    "seed_oss": SEED_OSS,
-    "xlam": XLAM,
+    "phi4_mini": json_dialects.PHI4_MINI,
+    "pythonic": pythonic.PYTHONIC,
+    "qwen3_coder": tagged_parameters.QWEN3_CODER,
+    "qwen3_xml": tagged_parameters.QWEN3_CODER,
+    "seed_oss": tagged_parameters.SEED_OSS,
+    "step3": tagged_parameters.STEP3,
+    "xlam": json_dialects.XLAM,
 }
 """Dialects by their names for `--tool-call-parser`."""
 REASONING_PARSERS: dict[str, ReasoningFormat | None] = {
@@ -84,6 +67,8 @@ REASONING_PARSERS: dict[str, ReasoningFormat | None] = {
 _JSON_SIGN = '"parameters": dictionary of argument'
 _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>",)),
+    ("cohere_command4", ("<|START_ACTION|>",)),
+    ("step3", ("<steptml:invoke",)),
     ("deepseek_v3", ("<｜tool▁sep｜>", "```json")),  # noqa: RUF001
     ("deepseek_v31", ("<｜tool▁sep｜>",)),  # noqa: RUF001
     ("deepseek_v4", ("｜DSML｜", "tool_calls>")),  # noqa: RUF001
@@ -135,7 +120,7 @@ class Style:
     @property
     def marks(self) -> list[str]:
         """Return marks that may be special tokens, and have to be seen."""
-        given = [self.dialect.begin, self.dialect.end, *self.dialect.inner]
+        given = [self.dialect.begin, self.dialect.end, *self.dialect.inner, *self.dialect.unsaid]
         return [*given, self.thoughts.open, self.thoughts.close] if self.thoughts else given
 
 

@@ -78,6 +78,8 @@ class Dialect:
     """Length of the ids of calls that its templates require; 0 accepts any."""
     content_begin: str = ""
     """Mark before what is said to the user."""
+    unsaid: tuple[str, ...] = ()
+    """Marks around what is said to the user, which are no part of it."""
     quotes: tuple[str, ...] = JSON_QUOTES
     """Around texts in calls; none: they are bare, so that marks may stand in them."""
 
@@ -160,8 +162,9 @@ def _json_call(text: str, tools: Tools) -> Call | str:
         if not members.keys() - {"id", "type", "function"}:
             members = json_text.members(members.get("function", ""))
         given = [members.pop(key) for key in ("arguments", "parameters") if key in members]
-        name = json_text.decoded(members.pop("name", "null"))
-        if not isinstance(name, str) or len(given) > 1 or members.keys() - {"id", "type"}:
+        name = json_text.decoded(members.pop("name", None) or members.pop("tool_name", "null"))
+        others = members.keys() - {"id", "type", "tool_call_id"}
+        if not isinstance(name, str) or len(given) > 1 or others:
             return text
         (arguments,) = given or ["{}"]
         if arguments.startswith('"'):  # JSON in a text
@@ -175,8 +178,8 @@ def _json_call(text: str, tools: Tools) -> Call | str:
 class TaggedJson(Dialect):
     """JSON between marks: an object, or a list of them."""
 
-    arguments: str = "arguments"
-    """Name of that member in forms."""
+    before: str = '"name": {}, "arguments": '
+    """Members before the arguments in forms, with {} for the name in JSON."""
     is_list: bool = False
     """Several calls are a list between the marks, not each between marks of its own."""
     gap: str = ""
@@ -186,8 +189,7 @@ class TaggedJson(Dialect):
         begin, end = self.marks[0] + self.gap, self.gap + self.marks[1] if self.end else ""
 
         def parts(each: Json) -> tuple[str, Json, str]:
-            name = json.dumps(each["name"], ensure_ascii=False)
-            before = f'{{"name": {name}, "{self.arguments}": '
+            before = "{" + self.before.format(json.dumps(each["name"], ensure_ascii=False))
             if self.is_list:
                 return before, json_schema(each), "}"
             return begin + before, json_schema(each), "}" + end

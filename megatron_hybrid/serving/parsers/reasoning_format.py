@@ -17,6 +17,7 @@ class ReasoningFormat:
 
 TAGS = ReasoningFormat("<think>", "</think>")
 STYLES = {
+    "cohere_command4": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
     "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),
     "deepseek_v3": TAGS,
     "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>"),

@@ -3,7 +3,8 @@
 Qwen3-Coder, also Qwen3.5 and Nemotron 3: chat templates of Qwen/Qwen3-Coder-30B-A3B-Instruct and
 nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16; ByteDance-Seed/Seed-OSS-36B-Instruct. MiniMax M2:
 https://huggingface.co/MiniMaxAI/MiniMax-M2/blob/main/docs/tool_calling_guide.md. GLM 4.5 to 4.7:
-chat templates of zai-org/GLM-4.5, zai-org/GLM-4.6 and zai-org/GLM-4.7.
+chat templates of zai-org/GLM-4.5, zai-org/GLM-4.6 and zai-org/GLM-4.7. Step 3: stepfun-ai/step3.
+DeepSeek V3.2: encoding/README.md of deepseek-ai/DeepSeek-V3.2; V4 has another mark around calls.
 """
 
 from __future__ import annotations
@@ -226,18 +227,48 @@ QWEN3_CODER = TaggedParameters(
     parts=re.compile(r"(?P<open><?parameter=|<parameter)|</?parameter>|/parameter>"),
 )
 SEED_OSS = replace(QWEN3_CODER, begin="<seed:tool_call>", end="</seed:tool_call>")
-MINIMAX_M2 = TaggedParameters(
-    "<minimax:tool_call>",
-    "</minimax:tool_call>",
-    function=('<invoke name="{}">\n', "</invoke>\n"),
-    is_section=True,
-    openers=("<invoke ",),
-    parameter=('<parameter name="{}">', "</parameter>"),
-    gap="\n",
-    head=named("<invoke name=", ">"),
-    opened=named(r"\s*<parameter name=", ">"),
-    closed=re.compile(r"\s*</invoke>"),
-    parts=re.compile(r'(?P<open><?parameter name="|<parameter)|</?parameter>|/parameter>'),
+
+
+def invoke_tags(
+    section: tuple[str, str], space: str = "", flag: str = "", call: tuple[str, ...] = ()
+) -> TaggedParameters:
+    """Return a dialect of tags `invoke` with tags `parameter`.
+
+    Args:
+        section: marks around all calls.
+        space: before the names of the tags.
+        flag: further attribute of a parameter, with {} for whether it is a text.
+        call: marks around each call, and the one after the word for its kind.
+    """
+    begin, end = (f"{call[0]}function{call[1]}", call[2]) if call else ("", "")
+    invoke, parameter = f"<{space}invoke name=", f"<{space}parameter name="
+    return TaggedParameters(
+        *section,
+        inner=call,
+        openers=(*call[:1], invoke),
+        function=(f'{begin}{invoke}"{{}}">\n', f"</{space}invoke>{end}\n"),
+        is_section=True,
+        parameter=(f'{parameter}"{{}}"{flag}>', f"</{space}parameter>"),
+        gap="\n",
+        head=named(rf"(?:{re.escape(begin)}\s*)?{invoke}", ">"),
+        opened=named(rf"\s*{parameter}", r'(?:\w+="\w+")?>'),
+        closed=re.compile(rf"\s*</{space}invoke>(?:\s*{re.escape(end)})?"),
+        parts=re.compile(
+            rf'(?P<open><?{parameter[1:]}"|<{space}parameter)|</?{space}parameter>|/parameter>'
+        ),
+    )
+
+
+MINIMAX_M2 = invoke_tags(("<minimax:tool_call>", "</minimax:tool_call>"))
+_DSML = "｜DSML｜"  # noqa: RUF001
+DEEPSEEK_V32 = invoke_tags(
+    (f"<{_DSML}function_calls>", f"</{_DSML}function_calls>"), _DSML, ' string="{}"'
+)
+DEEPSEEK_V4 = replace(DEEPSEEK_V32, begin=f"<{_DSML}tool_calls>", end=f"</{_DSML}tool_calls>")
+STEP3 = invoke_tags(
+    ("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),  # noqa: RUF001
+    "steptml:",
+    call=("<｜tool_call_begin｜>", "<｜tool_sep｜>", "<｜tool_call_end｜>"),  # noqa: RUF001
 )
 GLM45 = TaggedParameters(
     "<tool_call>",
