@@ -21,9 +21,11 @@ KEYS = {"attacker": "mallory", "other": "alice"}
 NUM_PROMPTS = 3000
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 COMPLETION = {"prompt": "hi", "max_tokens": 2}
+FULL = {"prompt": [[5, 6]] * 64, "max_tokens": 8}
+"""As many requests as run at a time: their memory is no growth."""
 SHUTDOWN_SECONDS = 5.0
 GROWTH = 1.2
-"""Most of the memory after the attacks, in that of a server with one chat behind it."""
+"""Most of the memory after the attacks, in that of a server that has run full."""
 
 
 def large_schema(number: int) -> dict:
@@ -126,6 +128,7 @@ def main() -> None:
                     break
             time.sleep(0.1)
         attacks = Attacks(url, port)
+        asyncio.run(attacks.other("/v1/completions", FULL))
         quiet = asyncio.run(attacks.other("/v1/chat/completions", CHAT))
         before = resident_bytes(server.pid)
         print(f"a chat on the quiet server: {quiet:.2f} s, {before >> 20} MiB")

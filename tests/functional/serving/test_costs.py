@@ -6,6 +6,7 @@
 import asyncio
 import gc
 import json
+import math
 import re
 import time
 import tracemalloc
@@ -18,7 +19,7 @@ from megatron_hybrid.serving.app import create_app
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/operate.md"
 SMALL, LARGE = 50_000, 200_000
-NOISE_SECONDS = 0.2
+NOISE_SECONDS, ROUNDS = 0.05, 5
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 USER = {"role": "user", "content": "hi"}
 FUNCTION = {"type": "function", "function": {"name": "f"}}
@@ -124,18 +125,15 @@ def ask(app, path: str, body: bytes) -> int:
 
 
 def seconds(app, path: str, body: bytes) -> float:
-    """CPU seconds of this process for a request: the least of two, without collections of all that
-    other tests have left."""
-    found = []
+    """CPU seconds of this process for a request, without collections of all that other tests have
+    left."""
     gc.disable()
     try:
-        for _ in range(2):
-            began = time.process_time()
-            assert ask(app, path, body) in (200, 400)
-            found.append(time.process_time() - began)
+        began = time.process_time()
+        assert ask(app, path, body) in (200, 400)
+        return time.process_time() - began
     finally:
         gc.enable()
-    return min(found)
 
 
 def peak_bytes(app, path: str, body: bytes) -> int:
@@ -168,9 +166,14 @@ def test_the_guide_lists_each_input():
 def test_the_cost_of_an_input_grows_with_its_bytes(app, name):
     small, large = request(name, SMALL), request(name, LARGE)
     ask(app, *small)
-    few = seconds(app, *small)
-    assert seconds(app, *large) < 2 * len(large[1]) / len(small[1]) * few + NOISE_SECONDS
-    assert peak_bytes(app, *large) < 1.5 * table()[name] * len(large[1]) + (1 << 20)
+    few = many = math.inf
+    for _ in range(ROUNDS):  # a busy machine costs CPU seconds, too: the least of both tell
+        few, many = min(few, seconds(app, *small)), min(many, seconds(app, *large))
+        if many < (most := 2 * len(large[1]) / len(small[1]) * few + NOISE_SECONDS):
+            break
+    assert many < most
+    for path, body in (small, large):
+        assert peak_bytes(app, path, body) < 1.5 * table()[name] * len(body) + (1 << 19)
 
 
 if __name__ == "__main__":
@@ -181,7 +184,7 @@ if __name__ == "__main__":
         for size in (SMALL, LARGE, 1_000_000):
             path, body = request(name, size)
             ask(served, path, body)
-            took = seconds(served, path, body)
+            took = min(seconds(served, path, body) for _ in range(ROUNDS))
             costs.append((took * 1e9 / len(body), peak_bytes(served, path, body) / len(body)))
         print(f"{name}: {max(c[0] for c in costs):.0f} ns, {max(c[1] for c in costs):.0f} bytes")
     run_apart(service.close())
