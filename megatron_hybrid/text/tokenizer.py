@@ -397,6 +397,8 @@ class Tokenizer:
         text = text[start:end]
         encoding = self._encode(text, add_special_tokens=False)
         ids, spans = encoding.ids, encoding.offsets  # each access makes a new list
+        if self._kept is None and self._limit is not None and len(ids) > self._limit:
+            return ids, []  # it will be refused: looking for junctions costs twice as much again
         added = self._tokenizer.get_added_tokens_decoder()
         anchors = [  # written in the text; a byte's fallback token may be an added one, too
             index

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_hybrid.serving.parsers import (
     gemma,
+    harmony,
     headed_json,
     json_dialects,
     mistral,
@@ -17,8 +18,6 @@ from megatron_hybrid.serving.parsers import (
 )
 from megatron_hybrid.serving.parsers.answer_parser import AnswerParser
 from megatron_hybrid.serving.parsers.dialect import Dialect
-from megatron_hybrid.serving.parsers.harmony import OPENAI, HarmonyParser
-from megatron_hybrid.serving.parsers.harmony import THOUGHTS as HARMONY_THOUGHTS
 from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
 
 TOOL_PARSERS: dict[str, Dialect] = {
@@ -48,7 +47,7 @@ TOOL_PARSERS: dict[str, Dialect] = {
     "mistral_names": mistral.MISTRAL_NAMES,
     "nemotron_json": json_dialects.NEMOTRON_JSON,
     "olmo3": pythonic.OLMO3,
-    "openai": OPENAI,
+    "openai": harmony.OPENAI,
     "phi4_mini": json_dialects.PHI4_MINI,
     "pythonic": pythonic.PYTHONIC,
     "qwen3_coder": tagged_parameters.QWEN3_CODER,
@@ -61,7 +60,7 @@ TOOL_PARSERS: dict[str, Dialect] = {
 REASONING_PARSERS: dict[str, ReasoningFormat | None] = {
     **reasoning_format.STYLES,
     "none": None,
-    "openai_gptoss": HARMONY_THOUGHTS,
+    "openai_gptoss": harmony.THOUGHTS,
 }
 """Formats by their names for `--reasoning-parser`."""
 _JSON_SIGN = '"parameters": dictionary of argument'
@@ -114,7 +113,7 @@ class Style:
         must_call: bool = False,
     ) -> AnswerParser:
         """Return the parser of one answer. See `AnswerParser`."""
-        kind = HarmonyParser if self.dialect is OPENAI else AnswerParser
+        kind = harmony.HarmonyParser if self.dialect is harmony.OPENAI else AnswerParser
         return kind(self.dialect, self.thoughts, tools, is_thinking, max_calls, must_call)
 
     @property
@@ -147,6 +146,6 @@ def style_of(template: str | None, tool_parser: str = "", reasoning_parser: str 
     dialect = TOOL_PARSERS[tool_parser or shown_tool_parser(template)]
     if reasoning_parser:
         return Style(dialect, REASONING_PARSERS[reasoning_parser])
-    if dialect is OPENAI:
-        return Style(dialect, HARMONY_THOUGHTS)
+    if dialect is harmony.OPENAI:
+        return Style(dialect, harmony.THOUGHTS)
     return Style(dialect, reasoning_format.thoughts_of(template))

@@ -23,11 +23,16 @@ NOISE_SECONDS, ROUNDS = 0.05, 5
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 USER = {"role": "user", "content": "hi"}
 FUNCTION = {"type": "function", "function": {"name": "f"}}
+FLAT = {"type": "function", "name": "f"}
 TIME = "Time: 12:30:10\n"
 
 
 def chat(content="hi", role="user", **fields):
     return CHAT, {"messages": [{"role": role, "content": content}, USER], "max_tokens": 1, **fields}
+
+
+def responses(given="a", **fields):
+    return RESPONSES, {"input": given, "max_output_tokens": 1, **fields}
 
 
 def tool_result(blocks):
@@ -51,10 +56,7 @@ CASES = {
     "a text": lambda size: chat("hello world, it is " * (size // 19)),
     "lines of the system": lambda size: chat(TIME * (size // 16), "system"),
     "messages": lambda size: (CHAT, {"messages": [USER] * (size // 34), "max_tokens": 1}),
-    "items of a response": lambda size: (
-        RESPONSES,
-        {"input": [USER] * (size // 34), "max_output_tokens": 1},
-    ),
+    "items of a response": lambda size: responses([USER] * (size // 34)),
     "parts of a content": lambda size: chat([{"type": "text", "text": "a"}] * (size // 30)),
     "calls of a message": lambda size: calls(size // 85),
     "images": lambda size: tool_result([{"type": "image", "source": {"data": "A" * size}}]),
@@ -64,19 +66,8 @@ CASES = {
     "/tokenize": lambda size: ("/tokenize", {"prompt": "a b" * (size // 3)}),
     "/detokenize": lambda size: ("/detokenize", {"tokens": [300] * (size // 5)}),
     "tools": lambda size: chat(tools=[FUNCTION] * (size // 52)),
-    "tools in namespaces": lambda size: (
-        RESPONSES,
-        {
-            "input": "a",
-            "max_output_tokens": 1,
-            "tools": [
-                {
-                    "type": "namespace",
-                    "name": "a",
-                    "tools": [{"type": "function", "name": "f"}] * (size // 35),
-                }
-            ],
-        },
+    "tools in namespaces": lambda size: responses(
+        tools=[{"type": "namespace", "name": "a", "tools": [FLAT] * (size // 35)}]
     ),
     "logit_bias": lambda size: chat(logit_bias={str(i): 1 for i in range(size // 10)}),
     "stop": lambda size: chat(stop=["a"] * (size // 5)),

@@ -7,7 +7,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from call_behaviours import NONE, NOW, PUT, TAGGED, WAYS
+from call_behaviours import NONE, NOW, PUT, SEP, TAGGED, WAYS
 from call_behaviours import TOOLS as CALLED
 from dialects import NAMES, WITH_TEXT, message_of, template, turn
 from hypothesis import assume, given, settings
@@ -18,7 +18,6 @@ from megatron_hybrid.serving.parsers import TOOL_PARSERS, Content, Reasoning, To
 
 EXAMPLES = int(os.environ.get("PARSER_EXAMPLES", "40"))
 """Of each property; `make soak` asks for more."""
-SEP = "<｜tool▁sep｜>"  # noqa: RUF001
 BEGINS, CALLS = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"  # noqa: RUF001
 END, ENDS = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
 
@@ -151,7 +150,6 @@ def test_a_tagged_value_keeps_every_byte_and_its_type(given, expected):
         ("qwen3_coder", xml(path="a > b").replace("</parameter>", "")),
         ("qwen3_coder", xml(path="1", text="2").replace("<parameter=t", "parameter=t")),
         ("qwen3_coder", "<tool_call>\n<function=edit>\n<parameter=path>\n/a\n</parameter>\n"),
-        ("qwen3_coder", "<tool_call>\n<function=edit>\n<parameter=text>\nhello wor"),
         ("llama3_json", '{"name": "time", "parameters": {"a": 1'),
         ("llama3_json", '{"a": 1} is JSON'),
         ("llama4_pythonic", "[1, 2] is a list"),
@@ -181,7 +179,6 @@ def test_an_odd_call_is_content(name, text):
         ("never ends", {"is_thinking": True}, ("never ends", "", [])),
         (f"<think>a</think>{CALL} ok", {}, ("a", "ok", [WEATHER])),
         (CALL[:-12], {}, ("", "", [WEATHER])),  # the end mark was a stop
-        ('<tool_call>{"name": "time", "arguments": "{}"}</tool_call>', {}, ("", "", [TIME])),
         ("a <tool_ca", {}, ("", "a <tool_ca", [])),
     ],
 )
@@ -354,16 +351,8 @@ def test_calls_that_a_template_writes_are_read_back(name, data):
 
 HARMONY_PIECES = (
     *("<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|message|>", "<|channel|>", "<|", "|>"),
-    *(
-        "assistant",
-        "analysis",
-        "final",
-        " to=functions.put",
-        "<|constrain|>json",
-        "{}",
-        "x, y",
-        "!",
-    ),
+    *("assistant", "analysis", "final", " to=functions.put", "<|constrain|>json"),
+    *("{}", "x, y", "!"),
 )
 
 
@@ -372,15 +361,8 @@ def pieces_of(name):
     if (way := WAYS.get(name)) is None:
         return HARMONY_PIECES
     whole = [way([PUT]), way([NOW]), way([NONE]), way.write(*PUT), way.begin, way.end]
-    whole += [
-        *TOOL_PARSERS[name].inner,
-        "</think>",
-        "<think>",
-        "text ",
-        " ",
-        "\n",
-        *"\"'{}[](),;\\",
-    ]
+    dialect, more = TOOL_PARSERS[name], ("</think>", "<think>", "text ", " ", "\n")
+    whole += [*dialect.inner, *dialect.unsaid, *more, *"\"'{}[](),;\\"]
     return [*whole, *(half for each in whole for half in (each[: len(each) // 2], each[-3:]))]
 
 
