@@ -1,7 +1,7 @@
 """Dialects that write a name, then JSON, between marks, several in a section.
 
 DeepSeek V3, R1 and V3.1: chat templates of deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-R1 and
-deepseek-ai/DeepSeek-V3.1. Kimi K2: docs/tool_call_guidance.md of moonshotai/Kimi-K2-Instruct.
+deepseek-ai/DeepSeek-V3.1. Kimi K2: the guide to its calls in moonshotai/Kimi-K2-Instruct.
 """
 
 import re
