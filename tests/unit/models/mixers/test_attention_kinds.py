@@ -5,9 +5,6 @@ import torch
 from small_models import random_tokens, small_config, small_model
 from test_mixer_context import DictContext, run
 
-from megatron_hybrid.models.mixers.mixer_context import UncachedContext
-from megatron_hybrid.ops.ragged import RaggedLayout
-
 LENGTH, WINDOW, CHUNK = 37, 7, 8
 YARN = {
     "rope_type": "yarn",
@@ -80,27 +77,6 @@ def test_a_sink_of_nought_is_one_that_learned_nothing():
     assert torch.equal(models[0](tokens), models[1](tokens))
 
 
-def test_shared_keys_and_values_are_those_of_their_source():
-    """With the source's projection of keys and values beside its own of the queries, and the same
-    input, a layer with keys and values of its own does the same."""
-    model = small_model("WW", layer_overrides={"2": {"kv_source_layer": 1}}, qk_layernorm=True)
-    source, reader = (layer.self_attention for layer in model.decoder.layers)
-    alone = small_model("W", qk_layernorm=True).decoder.layers[0].self_attention
-    theirs, queries = (m.linear_qkv.weight.unflatten(0, (2, -1)) for m in (source, reader))
-    with torch.no_grad():
-        weight = torch.cat([queries, theirs[:, queries.shape[1] :]], 1).flatten(0, 1)
-        alone.linear_qkv.weight.copy_(weight)
-        alone.linear_proj.weight.copy_(reader.linear_proj.weight)
-    hidden_Th = torch.randn(LENGTH, 48)
-    layout = RaggedLayout.uniform(1, LENGTH)
-    context = UncachedContext(layout, hidden_Th.device, shared_kv_layers={1})
-    source(hidden_Th, context)
-    output, _ = reader(hidden_Th, context)
-    expected, _ = alone(hidden_Th, UncachedContext(layout, hidden_Th.device))
-    torch.testing.assert_close(output, expected)
-    assert reader.k_layernorm is None
-
-
 @torch.inference_mode()
 def test_shared_keys_and_values_from_a_cache():
     overrides = {"3": {"kv_source_layer": 1}, "5": {"kv_source_layer": 2}}
@@ -109,16 +85,6 @@ def test_shared_keys_and_values_from_a_cache():
     kept = [layer.kv for layer in model.cache_requirements()]
     assert [kv is None for kv in kept] == [False, False, True, True, True]
     check_pieces(model, tokens, model(tokens))
-
-
-def test_gradients_reach_the_shared_projection_from_both_layers():
-    model = small_model("WW", layer_overrides={"2": {"kv_source_layer": 1}})
-    source = model.decoder.layers[0].self_attention
-    with torch.no_grad():
-        source.linear_proj.weight.zero_()  # so that only the reader uses its keys and values
-    model(random_tokens(1, 9)).square().sum().backward()
-    keys_values = source.linear_qkv.weight.grad.unflatten(0, (2, -1))[:, -24:]
-    assert keys_values.abs().amax(-1).min() > 0
 
 
 @pytest.mark.parametrize(

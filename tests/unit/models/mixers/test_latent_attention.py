@@ -5,7 +5,6 @@ import torch
 from small_models import random_tokens, small_model
 from test_mixer_context import DictContext, run
 
-from megatron_hybrid.models.mixers.base import KVShape
 from megatron_hybrid.models.mixers.mixer_context import UncachedContext
 from megatron_hybrid.ops.ragged import RaggedLayout
 
@@ -64,9 +63,3 @@ def test_equals_plain_attention_written_out(width):
         heads.append(scores.softmax(-1) @ kv_h[10:].T)
     expected = torch.cat(heads, 1) @ mixer.linear_proj.weight.T
     torch.testing.assert_close(output, expected, atol=1e-6, rtol=0)
-
-
-def test_only_the_latent_is_cached():
-    (cache,) = small_model("+").cache_requirements()
-    assert cache.kv == KVShape(num_heads=1, head_dim=28 + 6, value_dim=0)
-    assert cache.states == ()

@@ -3,9 +3,6 @@
 import torch
 from small_models import small_config, small_model
 
-from megatron_hybrid.models.mixers.mixer_context import UncachedContext
-from megatron_hybrid.ops.ragged import RaggedLayout
-
 
 def test_initial_time_steps_and_decays():
     mixer = small_model("S", hidden_size=128).decoder.layers[0].mixer
@@ -15,21 +12,6 @@ def test_initial_time_steps_and_decays():
     expected = torch.arange(1.0, 17.0).expand(256, 16)
     torch.testing.assert_close(mixer.A_log.exp(), expected)
     assert mixer.A_log.dtype == mixer.D.dtype == torch.float32
-
-
-@torch.inference_mode()
-def test_bfloat16():
-    torch.manual_seed(0)
-    model = small_model("S", params_dtype=torch.bfloat16, mamba1_norm="weighted")
-    mixer = model.decoder.layers[0].mixer
-    exact = small_model("S", mamba1_norm="weighted").decoder.layers[0].mixer
-    exact.load_state_dict(mixer.state_dict())
-    assert mixer.A_log.dtype == torch.float32
-    hidden = torch.randn(30, 48, dtype=torch.bfloat16)
-    context = UncachedContext(RaggedLayout.uniform(1, 30), "cpu")
-    output, expected = mixer(hidden, context)[0], exact(hidden.float(), context)[0]
-    assert output.dtype == torch.bfloat16
-    assert (output - expected).abs().max() < 0.03 * expected.abs().max()
 
 
 def test_default_sizes():

@@ -140,8 +140,8 @@ def test_inference_is_the_context_alone():
 
 
 def test_cache_requirements():
-    model = small_model("MG*W-", recurrent_state_dtype=torch.bfloat16)
-    mamba, delta, full, window, mlp = model.cache_requirements()
+    model = small_model("MG*W-CK", recurrent_state_dtype=torch.bfloat16)
+    mamba, delta, full, window, mlp, conv, kimi = model.cache_requirements()
     assert [(s.name, s.shape, s.dtype) for s in mamba.states] == [
         ("conv", (96 + 2 * 24, 3), torch.float32),
         ("ssm", (6, 16, 12), torch.bfloat16),
@@ -150,10 +150,15 @@ def test_cache_requirements():
         ("conv", (2 * 32 + 96, 3), torch.float32),
         ("delta", (4, 16, 24), torch.bfloat16),
     ]
+    assert [(s.name, s.shape) for s in conv.states] == [("conv", (48, 2))]
+    assert [(s.name, s.shape) for s in kimi.states] == [
+        ("conv", (2 * (32 + 24), 3)),
+        ("delta", (2, 16, 24)),
+    ]
     assert (full.kv.num_heads, full.kv.head_dim, full.kv.window) == (2, 12, None)
     assert (window.kv.num_heads, window.kv.head_dim, window.kv.window) == (2, 12, 7)
     assert mlp == LayerCache()
-    assert mamba.kv is None
+    assert mamba.kv is delta.kv is conv.kv is kimi.kv is None
     assert full.states == ()
 
 

@@ -78,16 +78,6 @@ def test_a_row_has_the_same_bits_in_every_batch(variant, backend):
             assert torch.equal(part[: len(rows)], whole[rows])
 
 
-def test_padding_is_counted_nowhere():
-    mixer = build(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
-    mixer.train()
-    mixer(inputs(16), context(11, padding=5))
-    assert mixer.router.local_tokens_per_expert.sum() == 11 * 3
-    with torch.no_grad():
-        mixer(inputs(16), context(16))
-    assert mixer.router.local_tokens_per_expert.sum() == 11 * 3  # nothing was trained on them
-
-
 @pytest.mark.parametrize("name", ["moe_latent_size", "moe_shared_expert_intermediate_size"])
 def test_experts_beside_an_mlp_have_no_latent_and_no_shared_expert(name):
     with pytest.raises(ValueError, match=f"{name} is 12, but the experts of a layer B work on"):

@@ -120,23 +120,3 @@ def test_frequencies_are_those_of_transformers(name, base):
     torch.testing.assert_close(radians, expected, atol=0, rtol=2e-6)
     assert own_amplitude == pytest.approx(amplitude)
     assert not torch.allclose(radians, frequencies(64, base, {})[0], atol=0, rtol=1e-3)
-
-
-def test_interleaved_pairs_are_neighbours():
-    """As complex numbers, of which each turns by its angle (Llama 4)."""
-    x = torch.randn(40, 3, 16)
-    positions = torch.randperm(40)
-    rotary = RotaryEmbedding(12, 100.0, interleaved=True)
-    rotated = rotary.rotate(x, cos_sin(rotary, positions, x.dtype))
-    angles = torch.outer(positions.float(), frequencies(12, 100.0, {})[0])
-    pairs = torch.view_as_complex(x[..., :12].unflatten(-1, (-1, 2)).contiguous())
-    turned = pairs * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
-    torch.testing.assert_close(rotated[..., :12], torch.view_as_real(turned).flatten(-2))
-    assert torch.equal(rotated[..., 12:], x[..., 12:])
-
-
-def test_the_amplitude_scales_cos_and_sin():
-    x = torch.randn(5, 2, 8)
-    rotary = RotaryEmbedding(8, 100.0, SCALINGS["yarn with a factor"])
-    rotated = rotary.rotate(x, cos_sin(rotary, torch.arange(5), x.dtype))
-    torch.testing.assert_close(rotated.norm(dim=-1), 1.3 * x.norm(dim=-1))
