@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformer_engine_stub
 from huggingface import Reference, build, config_names, kept_names, read_values
 from matrix import matrix_rows
 from models_table import TABLE, Row, merge_rows, read_rows
@@ -148,23 +147,6 @@ def test_new_weights_come_under_its_names_in_any_order(pair):
     expected = own_tensors(pair.model)
     for name, tensor in own_tensors(other).items():
         assert torch.equal(tensor, expected[name]), name
-
-
-@kept(FEW)
-def test_under_the_names_of_transformer_engine(pair, tmp_path, monkeypatch):
-    """Read into layers with fused norms it computes the same, and is written back to the bit."""
-    transformer_engine_stub.install(monkeypatch)
-    fused, _ = mh.load_pretrained(pair.folder, layer_spec="transformer_engine")
-    names = {type(module).__name__ for module in fused.modules()}
-    assert "TENorm" in names and "LocalNorm" not in names
-    tokens = torch.tensor([pair.tokens(40)])
-    with torch.no_grad():
-        torch.testing.assert_close(fused(tokens), pair.model(tokens))
-    for model, folder in ((fused, "fused"), (pair.model, "local")):
-        save_huggingface(model, tmp_path / folder)
-    fused, local = (load_file(tmp_path / name / FILE) for name in ("fused", "local"))
-    assert fused.keys() == local.keys()
-    assert all(torch.equal(fused[name], local[name]) for name in local)
 
 
 def test_every_adapter_is_tried():

@@ -155,21 +155,6 @@ def test_the_number_of_a_further_layer_is_that_of_a_layer_in_a_larger_model(tmp_
         torch.testing.assert_close(model(tokens), expected, atol=1e-5, rtol=0)
 
 
-def test_kimi_layers_by_number():
-    linear = {
-        "full_attn_layers": [4],
-        "kda_layers": [1, 2, 3],
-        "head_dim": 8,
-        "num_heads": 3,
-        "short_conv_kernel_size": 5,
-    }
-    fields = config_of("kimi_linear", **KIMI, linear_attn_config=linear, first_k_dense_replace=2)
-    assert fields["layer_pattern"] == "K-K-KE+E"
-    assert fields["linear_key_head_dim"] == fields["linear_value_head_dim"] == 8
-    assert fields["linear_num_key_heads"] == 3
-    assert fields["linear_conv_kernel_dim"] == 5
-
-
 @pytest.mark.parametrize(
     ("values", "share"),
     [

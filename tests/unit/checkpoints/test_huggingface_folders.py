@@ -15,10 +15,9 @@ from megatron_hybrid.tools.plan import read_model_config
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A tiny Llama as transformers saves it, in four shards."""
-    folder = tmp_path_factory.mktemp("llama")
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny Llama as transformers saves it, to be broken."""
     config = LlamaConfig(
         hidden_size=32,
         intermediate_size=48,
@@ -27,16 +26,7 @@ def llama(tmp_path_factory):
         num_key_value_heads=2,
         vocab_size=53,
     )
-    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="12KB")
-    assert len(list(folder.glob("*.safetensors"))) >= 3
-    return folder
-
-
-@pytest.fixture
-def folder(llama, tmp_path):
-    """A copy to be broken, with one file of weights."""
-    model = LlamaForCausalLM.from_pretrained(llama)
-    model.save_pretrained(tmp_path / "model")
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -120,15 +110,6 @@ def test_tensors(folder, change, message):
     assert str(folder) in str(error.value)
 
 
-def test_nothing_is_half_loaded(folder):
-    model, _ = mh.load_pretrained(folder)
-    before = {name: value.clone() for name, value in model.named_parameters()}
-    change_weights(folder, lambda t: [t.update({n: v + 1 for n, v in t.items()}), t.pop(K_PROJ)])
-    with pytest.raises(mh.CheckpointError):
-        pretrained.load_checkpoint(model, folder)
-    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
-
-
 def test_output_layer_stored_beside_the_embedding_that_it_is_tied_to(folder):
     change_config(folder, tie_word_embeddings=True)
     embedding = "model.embed_tokens.weight"
@@ -192,19 +173,11 @@ def test_a_dtype_that_is_left_out_is_that_of_the_weights(folder, dtype):
     assert read_model_config(folder).params_dtype == torch.float32
 
 
-def test_dtype_and_shards(llama):
-    model, _ = mh.load_pretrained(llama, dtype=torch.bfloat16)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    theirs = LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
-    weight = model.embedding.word_embeddings.weight
-    assert torch.equal(weight, theirs.model.embed_tokens.weight)
-
-
-def test_what_did_not_come_from_there_does_not_go_back(llama, tmp_path):
+def test_what_did_not_come_from_there_does_not_go_back(folder, tmp_path):
     model, _ = mh.load_pretrained("demo")
     with pytest.raises(mh.CheckpointError, match="has no huggingface_config"):
-        save_huggingface(model, tmp_path)
-    changed, _ = mh.load_pretrained(llama, layernorm_epsilon=1e-3)
+        save_huggingface(model, tmp_path / "back")
+    changed, _ = mh.load_pretrained(folder, layernorm_epsilon=1e-3)
     with pytest.raises(mh.CheckpointError, match=r"layernorm_epsilon=0\.001, but its config"):
-        save_huggingface(changed, tmp_path)
-    assert not list(tmp_path.iterdir())
+        save_huggingface(changed, tmp_path / "back")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

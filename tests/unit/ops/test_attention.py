@@ -127,21 +127,6 @@ def test_nothing_is_read_before_the_first_visible_position(local, first_seen, wi
     assert_near(o, paged_expectation(layout, q, keys, values, pattern, sinks))
 
 
-@each_pattern
-@with_or_without_sinks
-def test_values_may_be_a_part_of_the_keys(pattern, with_sinks):
-    """Latents of multi-head latent attention: one row of a page is key and value at once."""
-    generator, P = seeded(8), 5
-    layout = RaggedLayout((1, 1, 90), (100, 7, 30))
-    q, keys, _ = paged_case(layout, 4, generator)
-    values = [k[..., :P] for k in keys]
-    sinks = random_sinks(generator, 4 * K_HEADS, with_sinks)
-    pool = Pool(keys, keys, 16, generator)
-    pages = pool.k_pages, pool.k_pages[..., :P]
-    o = paged_attention(q.float(), *pages, pool.block_table, layout, pattern, as_float(sinks))
-    assert_near(o, paged_expectation(layout, q, keys, values, pattern, sinks))
-
-
 @with_or_without_sinks
 def test_one_layout_serves_layers_of_all_patterns(with_sinks):
     generator, layout = seeded(7), RaggedLayout((1, 1), (100, 130))

@@ -114,34 +114,6 @@ def test_sums_and_gradients_over_all_and_over_some_experts(backend, data):
         torch.testing.assert_close(one.double() / scale, expected / scale, atol=atol, rtol=0)
 
 
-@each_backend
-@pytest.mark.parametrize(("tokens", "experts"), [(TOKENS, range(5, 6)), (0, range(6))])
-def test_experts_without_rows_get_gradients_of_zero(backend, tokens, experts):
-    hidden, weights, chosen, layers = draw(tokens)
-    layers = [layer.requires_grad_() for layer in layers]
-    with BACKENDS[backend]():
-        output = mixed(hidden, weights, chosen, layers, experts)
-    assert output.shape == (tokens, HIDDEN)
-    assert not output.any()
-    output.sum().backward()
-    assert all(layer.grad is not None and not layer.grad.any() for layer in layers)
-
-
-def test_weights_of_rows_are_those_of_their_pairs():
-    hidden, weights, chosen, _ = draw(5)
-    chosen[2, :3] = False
-    for experts in (range(6), range(1, 4)):
-        pairs = ExpertPairs(chosen, CHOSEN, experts, may_lack=True)
-        rows, factors = pairs.tokens(hidden), pairs.weights(weights)
-        ends = pairs.ends_E.tolist()
-        for e, first, end in zip(experts, [0, *ends], ends):
-            tokens = chosen[:, e].nonzero().flatten()
-            assert torch.equal(rows[first : first + len(tokens)], hidden[tokens])
-            assert torch.equal(factors[first : first + len(tokens), 0], weights[tokens, e])
-            assert not factors[first + len(tokens) : end].any()
-        assert not rows[ends[-1] :].any() and not factors[ends[-1] :].any()
-
-
 def test_rows_of_each_expert_are_aligned_and_their_number_is_that_of_any_choice():
     lengths = set()
     for seed in range(20):

@@ -8,11 +8,7 @@ padding. By random projections: recurrent ops in `test_recurrent_ops.py`, attent
 import pytest
 import torch
 from recurrences import CONV, randn, seeded
-from small_models import small_config
 
-from megatron_hybrid.models.mixers.gated_norm import GatedGroupNorm, gated
-from megatron_hybrid.models.mixers.rotary import RotaryEmbedding
-from megatron_hybrid.models.norms import LocalNorm
 from megatron_hybrid.ops import AttentionPattern, RaggedLayout, paged_attention
 from megatron_hybrid.ops.activations import ACTIVATIONS
 from megatron_hybrid.ops.conv.reference import causal_conv1d
@@ -63,45 +59,6 @@ def test_paged_attention(name, with_sinks):
         return paged_attention(q, k, v, table, layout, PATTERNS[name], sinks)
 
     assert_right(call, *tensors)
-
-
-@pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
-def test_norms(kind, zero_centered):
-    norm = LocalNorm(
-        small_config("-", normalization=kind, layernorm_zero_centered_gamma=zero_centered), 7, 1e-2
-    ).double()
-    names = [name for name, _ in norm.named_parameters()]
-    generator = seeded(8)
-
-    def call(x, *parameters):
-        return torch.func.functional_call(norm, dict(zip(names, parameters)), x)
-
-    assert_right(call, randn(generator, 5, 7), *(randn(generator, 7) for _ in names))
-
-
-@pytest.mark.parametrize("norm_before_gate", [False, True])
-def test_gated_norms(norm_before_gate):
-    class OneRank:
-        def size(self):
-            return 1
-
-    norm = GatedGroupNorm(8, 4, OneRank(), 1e-2, torch.float64, norm_before_gate)
-    generator = seeded(9)
-
-    def call(y, z, weight):
-        return torch.func.functional_call(norm, {"weight": weight}, (y, z))
-
-    assert_right(call, *(randn(generator, *shape) for shape in ((5, 8), (5, 8), (8,))))
-    assert_right(gated, randn(generator, 5, 8), randn(generator, 5, 8))
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotary(interleaved):
-    rotary = RotaryEmbedding(6, 50.0, interleaved=interleaved)
-    layout = RaggedLayout((1,) * 4, (0, 3, 3, 40))
-    cos_sin = rotary.cos_sin_of_batch(layout, layout.token_positions("cpu"), torch.float64)
-    assert_right(lambda x: rotary.rotate(x, cos_sin), randn(seeded(10), 4, 2, 8))
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -8,7 +8,6 @@ from recurrences import (
     CHANNELS,
     CONV,
     DELTA_RULES,
-    KIMI_DELTA_ATTENTION,
     SELECTIVE_SCAN,
     WIDTH,
     H,
@@ -22,7 +21,6 @@ from recurrences import (
 
 from megatron_hybrid.ops import RaggedLayout
 from megatron_hybrid.ops.conv.reference import causal_conv1d
-from megatron_hybrid.ops.delta_rule.reference import delta_rule
 from megatron_hybrid.ops.selective_scan.reference import selective_scan
 
 LAYOUT = RaggedLayout((1, 20), (3, 7))
@@ -47,13 +45,6 @@ def test_the_selective_scan_has_no_grid(chunk_size, monkeypatch):
             assert torch.equal(left, right)
 
 
-def test_a_decay_shared_by_all_channels_is_the_gated_delta_rule():
-    q, k, v, g, beta = to(torch.float32, KIMI_DELTA_ATTENTION.inputs(T, seeded(0)))
-    by_channel = delta_rule(q, k, v, g[..., :1].expand(-1, -1, N), beta, None, LAYOUT)
-    for left, right in zip(by_channel, delta_rule(q, k, v, g[..., 0], beta, None, LAYOUT)):
-        assert_near(left, right)
-
-
 @pytest.mark.parametrize("op", DELTA_RULES, ids=lambda op: op.name)
 def test_equal_keys_stay_stable(op):
     """The system of a chunk is at its worst when every key is the same and is written in full."""
@@ -71,13 +62,6 @@ def conv_arguments():
     generator = seeded(0)
     (x,), (weight, bias) = CONV.inputs(T, generator), CONV.parameters(generator)
     return [*to(torch.float32, (x, weight, bias))]
-
-
-def test_causal_conv1d_without_bias_or_activation():
-    x, weight, bias = conv_arguments()
-    y, _, _ = causal_conv1d(x, weight, bias, None, LAYOUT)
-    linear, _, _ = causal_conv1d(x, weight, None, None, LAYOUT, None)
-    assert_near(torch.nn.functional.silu(linear + bias), y)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

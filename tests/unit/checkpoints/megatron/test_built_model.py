@@ -186,27 +186,6 @@ def ask(engine):
     return [result.token_ids for result in results], skipped
 
 
-@pytest.mark.parametrize(
-    ("pattern", "fields"),
-    [
-        ("M*-ME", {**GATED, **MOE}),
-        (None, {**GATED, **MOE, "qk_layernorm": True}),
-        (None, {**GATED, **LATENT}),
-        (None, {**GATED, **DELTA}),
-    ],
-)
-def test_answers_are_those_of_the_stock_model_cached_or_not(build, logits_of, pattern, fields):
-    stock = build(pattern, core_config(**fields), **ROPE)
-    engine = engine_of(stock)
-    answers, skipped = ask(engine)
-    assert skipped == [0, 0]
-    for prompt, answer in zip(PROMPTS, answers):
-        assert greedy(logits_of, stock, prompt, answer)
-    again, skipped = ask(engine)
-    assert again == answers
-    assert min(skipped) >= 32
-
-
 def step_of_an_optimizer(stock):
     for parameter in stock.parameters():
         parameter.grad = torch.randn_like(parameter)
