@@ -8,6 +8,7 @@ import time
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -82,3 +83,9 @@ def running_server(engine_fields: dict | None = None, **fields) -> Iterator[Runn
     finally:
         server.stop()
         run_apart(service.close())
+
+
+def set_config(monkeypatch, server, **fields) -> None:
+    """Change the `ServingConfig` of a server's `service` until the end of a test."""
+    config = replace(server.service.config, **fields)
+    monkeypatch.setattr(server.service, "config", config)

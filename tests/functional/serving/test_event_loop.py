@@ -73,28 +73,29 @@ def requests():
     yield "/cache/explain", {"prompt": "Once"}
 
 
-def test_what_takes_long_runs_beside_the_event_loop(threads, monkeypatch):
-    monkeypatch.setattr(json_response, "FEW_TOKENS", 0)
+@pytest.fixture(scope="module")
+def server():
     with running_server() as server:
-        loop = server.thread.ident
-        threads.clear()
-        for path, body in requests():
-            answer = httpx.post(server.url + path, json=body, timeout=LIMIT_S)
-            assert answer.status_code == 200 and '"error":{' not in answer.text, answer.text
-        assert httpx.get(server.url + "/metrics", timeout=LIMIT_S).status_code == 200
-        seen = {name: idents for name, idents in threads.items() if loop in idents}
-    assert not seen
+        yield server
+
+
+def test_what_takes_long_runs_beside_the_event_loop(server, threads, monkeypatch):
+    monkeypatch.setattr(json_response, "FEW_TOKENS", 0)
+    for path, body in requests():
+        answer = httpx.post(server.url + path, json=body, timeout=LIMIT_S)
+        assert answer.status_code == 200 and '"error":{' not in answer.text, answer.text
+    assert httpx.get(server.url + "/metrics", timeout=LIMIT_S).status_code == 200
+    assert not {name for name, idents in threads.items() if server.thread.ident in idents}
     assert set(threads) == {name for _, name in TAKE_LONG}
 
 
-def test_answers_of_few_tokens_alone_are_encoded_in_the_event_loop(threads, monkeypatch):
+def test_answers_of_few_tokens_alone_are_encoded_in_the_event_loop(server, threads, monkeypatch):
     monkeypatch.setattr(json_response, "FEW_TOKENS", 50)
     body = {"prompt": "Once", "max_tokens": 20, "ignore_eos": True}
-    with running_server() as server:
-        for more, is_beside in (({}, False), ({"logprobs": 2}, True), ({"n": 3}, True)):
-            threads.clear()
-            httpx.post(server.url + "/v1/completions", json={**body, **more}, timeout=LIMIT_S)
-            assert (server.thread.ident not in threads["encode_json"]) == is_beside, more
+    for more, is_beside in (({}, False), ({"logprobs": 2}, True), ({"n": 3}, True)):
+        threads.clear()
+        httpx.post(server.url + "/v1/completions", json={**body, **more}, timeout=LIMIT_S)
+        assert (server.thread.ident not in threads["encode_json"]) == is_beside, more
 
 
 def test_the_names_of_tokens_are_there_before_the_first_request():

@@ -9,7 +9,6 @@ import openai
 import pydantic
 import pytest
 from http_server import running_server
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from megatron_hybrid.inference.sampling_params import SamplingParams
 
@@ -65,45 +64,6 @@ def test_a_stream_has_the_whole_text_and_ends_with_the_usage(client, greedy_text
     assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
 
 
-def test_a_chat_and_its_stream_say_the_same(client):
-    whole = ChatCompletion.model_validate(chat(client).model_dump())
-    chunks = [ChatCompletionChunk.model_validate(c.model_dump()) for c in chat(client, stream=True)]
-    first, *rest = (chunk.choices[0] for chunk in chunks)
-    assert first.delta.role == "assistant" and first.delta.content == ""
-    text = "".join(choice.delta.content or "" for choice in rest)
-    assert text == whole.choices[0].message.content
-    assert [choice.finish_reason for choice in rest][:-1] == [None] * (len(rest) - 1)
-
-
-def test_the_second_turn_skips_what_the_first_computed(client):
-    said = chat(client).choices[0].message.content
-    messages = [
-        {"role": "user", "content": PROMPT},
-        {"role": "assistant", "content": said},
-        {"role": "user", "content": "And then?"},
-    ]
-    usage = chat(client, messages=messages).usage
-    cached = usage.prompt_tokens_details.cached_tokens
-    assert cached >= len(PROMPT) // 6
-    assert usage.prefix["skipped_tokens"] == cached <= usage.prefix["shared_tokens"]
-
-
-def test_an_identical_prompt_is_not_computed_at_all(client):
-    complete(client)
-    usage = complete(client).usage
-    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens
-    assert usage.prefix["miss_reason"] is None
-
-
-def test_samples_and_several_prompts_have_an_index_each(client):
-    found = complete(client, prompt=[PROMPT, "The wolf"], n=2, temperature=1.0, seed=3)
-    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
-    again = complete(client, prompt=[PROMPT, "The wolf"], n=2, temperature=1.0, seed=3)
-    assert [c.text for c in found.choices] == [c.text for c in again.choices]
-    assert found.choices[0].text != found.choices[1].text
-    assert found.usage.completion_tokens == 64
-
-
 def test_a_stream_of_samples_has_the_texts_of_whole_answers(client):
     fields = {"prompt": [PROMPT, "The wolf"], "n": 2, "temperature": 1.0, "seed": 3}
     texts = dict.fromkeys(range(4), "")
@@ -112,37 +72,19 @@ def test_a_stream_of_samples_has_the_texts_of_whole_answers(client):
         (choice,) = chunk.choices
         texts[choice.index] += choice.text
         ends += [choice.index] * (choice.finish_reason is not None)
-    assert list(texts.values()) == [choice.text for choice in complete(client, **fields).choices]
-    assert sorted(ends) == [0, 1, 2, 3]
+    whole = complete(client, **fields)
+    assert texts == {choice.index: choice.text for choice in whole.choices}
+    assert sorted(ends) == [0, 1, 2, 3] and texts[0] != texts[1]
+    assert whole.usage.completion_tokens == 64
 
 
 def test_penalties_and_biases_reach_the_engine(client, server, greedy_text):
     tokens = server.service.tokenizer.tokenize(greedy_text, add_special_tokens=False)
     assert complete(client, logit_bias={str(tokens[0]): -100}).choices[0].text != greedy_text
-    repeated = complete(client, max_tokens=60).choices[0].text.split()
-    penalised = complete(client, max_tokens=60, frequency_penalty=2.0, presence_penalty=2.0)
+    repeated = complete(client, max_tokens=40).choices[0].text.split()
+    penalised = complete(client, max_tokens=40, frequency_penalty=2.0, presence_penalty=2.0)
     words = penalised.choices[0].text.split()
     assert len(set(words)) / len(words) > len(set(repeated)) / len(repeated)
-
-
-def test_a_stop_string_ends_an_answer(client, greedy_text):
-    stop = greedy_text[len(greedy_text) // 2 :][:3]
-    found = complete(client, stop=[stop, "never said"]).choices[0]
-    assert found.finish_reason == "stop"
-    assert found.text == greedy_text[: greedy_text.index(stop)]
-    streamed = "".join(chunk.choices[0].text for chunk in complete(client, stop=stop, stream=True))
-    assert streamed == found.text
-
-
-def test_log_probs_of_completions(client):
-    found = complete(client, logprobs=3).choices[0]
-    entries = found.logprobs
-    assert "".join(entries.tokens) == found.text
-    assert len(entries.token_logprobs) == len(entries.top_logprobs) == 16
-    for token, value, top in zip(entries.tokens, entries.token_logprobs, entries.top_logprobs):
-        assert len(top) == 3 and top[token] == value == max(top.values())  # it is greedy
-    assert entries.text_offset[0] == 0
-    assert entries.text_offset[-1] == len(found.text) - len(entries.tokens[-1])
 
 
 def test_log_probs_of_chats_in_whole_and_in_streams(client):

@@ -11,9 +11,8 @@ from unittest import mock
 import httpx
 import jsonschema
 import pytest
-from dialects import template
 from extreme_sampling import over_http
-from http_server import demo_service
+from http_server import demo_service, set_config
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
@@ -178,9 +177,7 @@ def test_a_field_of_another_route_may_ask_for_nothing(call):
 def test_reasoning_ends_after_so_many_tokens(call, set_template, monkeypatch, budget):
     start, end = " maid", " clothes"  # a token each
     monkeypatch.setitem(REASONING_PARSERS, "maids", ReasoningFormat(start, end))
-    monkeypatch.setattr(
-        call.service, "config", replace(call.service.config, reasoning_parser="maids")
-    )
+    set_config(monkeypatch, call, reasoning_parser="maids")
     set_template("{{ messages[0].content }}" + start)
     given = {"temperature": 0}
     more = {"max_tokens": 5, "return_token_ids": True, "n": 2, "bad_words": ["clothes"]}
@@ -270,7 +267,7 @@ KINDS = {
 }
 VALUES = (
     *(True, False, 0, 1, 1.0, -1, 5.5, "5", "true", [], {}, [False], ["5"], [5.0], [5.5]),
-    *({"5": "5"}, None),
+    *([[False]], [[5.5]], {"5": "5"}, None),
 )
 
 
@@ -336,24 +333,6 @@ def test_a_whole_number_is_an_int_however_it_is_written(call):
     texts = [call("/detokenize", {"tokens": [token, 6]}).json()["prompt"] for token in (5, 5.0)]
     assert texts[0] == texts[1] != ""
     assert len(call.generated(COMPLETION, n=2.0, prompt=[[5.0]], seed=7.0)["choices"]) == 2
-
-
-@pytest.mark.parametrize("token", [False, -1, {}, 5.5, None])
-@pytest.mark.parametrize(
-    ("route", "name"),
-    [
-        (COMPLETION, "prompt"),
-        (CHAT, "allowed_token_ids"),
-        (CHAT, "stop_token_ids"),
-        ("/detokenize", "tokens"),
-    ],
-)
-def test_a_token_is_an_int(call, route, name, token):
-    for value in ([token], [[token]]):
-        answer = call(route, {**BODIES.get(route, {}), name: value})
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, name)
-    assert error["message"].startswith(f"{name}.0"), error
 
 
 def test_a_refusal_says_which_methods_and_spans_there_are(call):
@@ -535,10 +514,6 @@ def test_head_is_answered_as_get(call, route):
     assert head.headers["content-type"] == get.headers["content-type"]
 
 
-def test_ping_is_health(call):
-    assert call("/ping", {}).status_code == 200
-
-
 def test_an_invocation_is_a_chat_or_a_completion(call):
     for route in (CHAT, COMPLETION):
         given = BODIES[route] | {"temperature": 0}
@@ -680,6 +655,7 @@ def test_the_stop_reason_is_the_string_or_token_that_ended_an_answer(call):
     for more, reason in (({"stop_token_ids": [token]}, token), ({"stop": [word, "~"]}, word)):
         (found,) = call.generated(COMPLETION, **GREEDY, **more)["choices"]
         assert (found["finish_reason"], found["stop_reason"]) == ("stop", reason)
+        assert reason == token or found["text"] == plain["text"][: plain["text"].index(word)]
         last = streamed(call, COMPLETION, **GREEDY, **more)[-1]["choices"][0]
         assert (last["finish_reason"], last["stop_reason"]) == ("stop", reason)
 
@@ -918,48 +894,6 @@ def test_messages_are_chats_in_another_form(call):
         error = answer.json()
         assert (error["type"], error["error"]["param"]) == ("error", named)
         assert answer.status_code == (404 if named == "model" else 400)
-
-
-def test_an_agent_s_turns_skip_the_same_by_messages_and_by_chat(call, set_template):
-    """A recorded conversation: a thought and a call, its result, an answer, a question."""
-    set_template(template("hermes"))
-    parameters = {"type": "object", "properties": {"path": {"type": "string"}}}
-    chat = [{"role": "system", "content": "You read files."}, {"role": "user", "content": "Read a"}]
-    blocks = [{"role": "user", "content": [{"type": "text", "text": "Read a"}]}]
-    use = {"name": "read", "arguments": '{"path": "a"}'}
-    chat_turns = [
-        [
-            {
-                "role": "assistant",
-                "content": "",
-                "reasoning": "hm",
-                "tool_calls": [{"id": "c1", "type": "function", "function": use}],
-            },
-            {"role": "tool", "tool_call_id": "c1", "content": "one\ntwo"},
-        ],
-        [{"role": "assistant", "content": "Two lines."}, {"role": "user", "content": "And b?"}],
-    ]
-    result = {"type": "tool_result", "tool_use_id": "c1", "content": "one\ntwo"}
-    thinking = {"type": "thinking", "thinking": "hm", "signature": ""}
-    used = {"type": "tool_use", "id": "c1", "name": "read", "input": {"path": "a"}}
-    block_turns = [
-        [{"role": "assistant", "content": [thinking, used]}, {"role": "user", "content": [result]}],
-        [{"role": "assistant", "content": "Two lines."}, {"role": "user", "content": "And b?"}],
-    ]
-    tool = {"type": "function", "function": {"name": "read", "parameters": parameters}}
-    custom = {"name": "read", "input_schema": parameters}
-    skipped = []
-    for turn in range(3):
-        of_chat = {"messages": chat, "tools": [tool], "max_tokens": 3, "cache_salt": "chat"}
-        usage = call.generated(CHAT, **of_chat)["usage"]
-        body = {"system": "You read files.", "messages": blocks, "tools": [custom]}
-        found = call("/v1/messages", {**body, "max_tokens": 3, "cache_salt": "messages"}).json()
-        skipped.append(usage["prompt_tokens_details"]["cached_tokens"])
-        assert found["usage"]["cache_read_input_tokens"] == skipped[-1]
-        assert found["usage"]["input_tokens"] + skipped[-1] == usage["prompt_tokens"]
-        if turn < 2:
-            chat, blocks = chat + chat_turns[turn], blocks + block_turns[turn]
-    assert skipped[0] == 0 and skipped[1] > 0 and skipped[2] > 0
 
 
 @pytest.mark.parametrize("route", [CHAT, COMPLETION, RESPONSE])

@@ -66,18 +66,6 @@ def test_texts_have_the_log_probs_of_a_chat(client):
     assert respond(client).output[0].content[0].logprobs == []
 
 
-def test_turns_are_items(client):
-    first = respond(client)
-    items = [
-        {"role": "user", "content": [{"type": "input_text", "text": "Once upon a time there was"}]},
-        *(item.model_dump(exclude_none=True) for item in first.output),
-        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "1", "output": "rain"},
-    ]
-    usage = respond(client, input=items, instructions="Be brief").usage
-    assert usage.input_tokens > first.usage.total_tokens
-
-
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -20,7 +20,7 @@ import msgpack
 import psutil
 import pytest
 import zmq
-from http_server import demo_service, running_server
+from http_server import demo_service, running_server, set_config
 from matrix import matrix_rows
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import LIMIT_S, wait_until
@@ -128,8 +128,7 @@ def test_a_body_over_the_limit_is_refused(server, chunked):
 
 
 def test_bodies_of_one_key_that_come_at_a_time_are_bounded(keyed, monkeypatch):
-    config = replace(keyed.service.config, max_body_bytes=1000)
-    monkeypatch.setattr(keyed.service, "config", config)
+    set_config(monkeypatch, keyed, max_body_bytes=1000)
     head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer alice\r\n"
     head += b"Content-Length: 900\r\n\r\n"
     with ExitStack() as undo:
@@ -160,19 +159,25 @@ def connect(server, body):
     return connection
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_ends_its_request_also_while_it_waits(stream):
+@pytest.fixture(scope="module")
+def single():
+    """A server that runs one request at a time."""
     with running_server({"max_requests": 1}) as server:
-        first = connect(server, {**LONG, "stream": stream})
-        wait_until(lambda: running(server) == 1)
-        waiting = connect(server, {**LONG, "stream": stream})
-        wait_until(lambda: running(server) == 2)
-        waiting.close()
-        wait_until(lambda: running(server) == 1)
-        assert asyncio.run(server.service.engine.stats())["requests_running"] == 1
-        first.close()
-        wait_until(lambda: running(server) == 0)
-        asyncio.run(server.service.engine.check_integrity())
+        yield server
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_ends_its_request_also_while_it_waits(single, stream):
+    first = connect(single, {**LONG, "stream": stream})
+    wait_until(lambda: running(single) == 1)
+    waiting = connect(single, {**LONG, "stream": stream})
+    wait_until(lambda: running(single) == 2)
+    waiting.close()
+    wait_until(lambda: running(single) == 1)
+    assert asyncio.run(single.service.engine.stats())["requests_running"] == 1
+    first.close()
+    wait_until(lambda: running(single) == 0)
+    asyncio.run(single.service.engine.check_integrity())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -199,21 +204,14 @@ def test_more_requests_than_may_wait_are_refused_before_they_are_tokenized(serve
     assert not tokenized.called
 
 
-def test_metrics_are_prometheus_s(server):
-    call(server, "/v1/models")
-    call(server, "/v1/completions", {"prompt": "Once", "max_tokens": 1})
-    families = {f.name: f for f in text_string_to_metric_families(call(server, "/metrics").text)}
-    assert families["megatron_hybrid_prompt_tokens"].samples[0].value > 0
-    samples = families["megatron_hybrid_http_responses"].samples
-    assert {"route": "/v1/models", "status": "200"} in [sample.labels for sample in samples]
-
-
 def test_every_metric_of_the_dashboard_is_scraped(server):
     for stream in (False, True):
         body = {"prompt": "Once upon", "max_tokens": 3, "ignore_eos": True, "stream": stream}
         assert call(server, "/v1/completions", body).status_code == 200
-    families = text_string_to_metric_families(call(server, "/metrics").text)
+    families = list(text_string_to_metric_families(call(server, "/metrics").text))
     values = {sample.name: sample.value for family in families for sample in family.samples}
+    labels = [sample.labels for family in families for sample in family.samples]
+    assert {"route": "/v1/completions", "status": "200"} in labels
     panels = json.loads((EXAMPLES / "grafana.json").read_text())["panels"]
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]
     named = {name for each in expressions for name in re.findall(r"megatron_hybrid_\w+", each)}
@@ -327,9 +325,7 @@ def test_each_sample_of_each_prompt_counts(server):
     ],
 )
 def test_fields_that_cost_more_than_their_bytes_have_limits(server, monkeypatch, param, value):
-    monkeypatch.setattr(
-        server.service, "config", replace(server.service.config, max_body_bytes=1 << 20)
-    )
+    set_config(monkeypatch, server, max_body_bytes=1 << 20)
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, param: value}
     answer = call(server, "/v1/chat/completions", body)
     assert answer.status_code == 400
@@ -408,13 +404,13 @@ def test_a_plain_chat_ends_while_guides_of_clients_that_have_left_wait(server, m
     assert set(compiled) == {"0+", "last"}  # those between have left, so none compiles them
 
 
-def test_a_request_that_takes_too_long_ends():
-    with running_server(request_seconds=0.3) as server:
-        answer = call(server, "/v1/completions", LONG)
-        assert answer.status_code == 504 and "0.3 s" in answer.json()["error"]["message"]
-        lines = call(server, "/v1/completions", {**LONG, "stream": True}).text.split("\n\n")
-        assert "0.3 s" in lines[-3] and lines[-2] == "data: [DONE]"
-        wait_until(lambda: running(server) == 0)
+def test_a_request_that_takes_too_long_ends(server, monkeypatch):
+    set_config(monkeypatch, server, request_seconds=0.3)
+    answer = call(server, "/v1/completions", LONG)
+    assert answer.status_code == 504 and "0.3 s" in answer.json()["error"]["message"]
+    lines = call(server, "/v1/completions", {**LONG, "stream": True}).text.split("\n\n")
+    assert "0.3 s" in lines[-3] and lines[-2] == "data: [DONE]"
+    wait_until(lambda: running(server) == 0)
 
 
 @pytest.mark.parametrize("n", matrix_rows([1, 2], 2))
@@ -440,16 +436,16 @@ def test_a_request_that_waits_too_long_in_the_queue_is_told_to_come_again(stream
         asyncio.run(server.service.engine.check_integrity())
 
 
-def test_a_stream_of_several_prompts_begins_with_the_first():
-    with running_server({"max_requests": 1}, queue_seconds=0.0) as server:
-        body = {"prompt": ["Once", "And then"] * 3, "max_tokens": 3, "ignore_eos": True}
-        text = call(server, "/v1/completions", {**body, "stream": True}).text
-        assert text.count('"finish_reason":"length"') == 6 and "error" not in text
-        # What cannot be served is refused before the answer begins.
-        late = {**body, "prompt": [[5, 6], [7], [8], [5] * 2000], "stream": True}
-        refused = call(server, "/v1/completions", late)
-        assert refused.status_code == 400
-        assert refused.json()["error"]["code"] == "context_length_exceeded"
+def test_a_stream_of_several_prompts_begins_with_the_first(single, monkeypatch):
+    set_config(monkeypatch, single, queue_seconds=0.0)
+    body = {"prompt": ["Once", "And then"] * 3, "max_tokens": 3, "ignore_eos": True}
+    text = call(single, "/v1/completions", {**body, "stream": True}).text
+    assert text.count('"finish_reason":"length"') == 6 and "error" not in text
+    # What cannot be served is refused before the answer begins.
+    late = {**body, "prompt": [[5, 6], [7], [8], [5] * 2000], "stream": True}
+    refused = call(single, "/v1/completions", late)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_the_time_of_a_request_is_that_of_all_its_prompts():
@@ -469,13 +465,12 @@ def test_the_time_of_a_request_is_that_of_all_its_prompts():
     asyncio.run(service.close())
 
 
-def test_a_server_that_drains_says_so_and_takes_nothing_new():
-    with running_server() as server:
-        server.service.admission.is_draining = True
-        assert call(server, "/health").status_code == call(server, "/ready").status_code == 503
-        assert call(server, "/live").status_code == 200
-        answer = call(server, "/v1/completions", LONG)
-        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+def test_a_server_that_drains_says_so_and_takes_nothing_new(server, monkeypatch):
+    monkeypatch.setattr(server.service.admission, "is_draining", True)
+    assert call(server, "/health").status_code == call(server, "/ready").status_code == 503
+    assert call(server, "/live").status_code == 200
+    answer = call(server, "/v1/completions", LONG)
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
 
 
 def test_health_and_refusals_name_a_rank_that_has_failed(server, monkeypatch):
