@@ -23,7 +23,6 @@ from megatron_hybrid.checkpoints.checkpoint import (
     save_checkpoint,
     save_huggingface,
 )
-from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.weights.change_detector import WeightWatch
 from megatron_hybrid.inference.weights.fingerprint import weights_hash
 from megatron_hybrid.models.flops import layer_widths, token_flops
@@ -294,25 +293,6 @@ def test_stacked_experts_are_quantized_one_by_one(tmp_path, name, to):
                 torch.testing.assert_close(state[key], value, rtol=2.0**-7, atol=1e-6)
 
 
-def test_a_packed_model_serves_alike_alone_together_and_restored(qwen):
-    packed, plain = (mh.load_pretrained(folder)[0] for folder in qwen)
-    prompts = [[3 + (7 * i + k) % 90 for k in range(40 + i)] for i in range(4)]
-    params = SamplingParams(num_tokens_to_generate=8, top_k=1, return_log_probs=True)
-
-    def said(engine, prompts):
-        return [(r.token_ids, r.log_probs) for r in engine.generate(prompts, params)]
-
-    engine = tiny_engine(packed, cache_bytes=16 << 20, max_tokens=48)
-    together = said(engine, prompts)
-    assert said(tiny_engine(plain, cache_bytes=16 << 20, max_tokens=48), prompts) == together
-    restored = [said(engine, [prompt])[0] for prompt in prompts]
-    assert [tokens for tokens, _ in restored] == [tokens for tokens, _ in together]
-    fresh = tiny_engine(packed, cache_bytes=16 << 20, max_tokens=48)
-    assert [said(fresh, [prompt])[0] for prompt in prompts] == together
-    skipped = engine.generate(prompts[:1], greedy(1))[0].prefix.skipped_tokens
-    assert skipped == len(prompts[0])
-
-
 def test_writes_to_codes_and_to_scales_change_the_model(qwen):
     model, _ = mh.load_pretrained(qwen[0])
     weight = next(module for module in model.modules() if isinstance(module, PackedWeight))
@@ -467,15 +447,6 @@ def test_new_weights_are_quantized_when_they_arrive(tmp_path, name, kind):
             torch.testing.assert_close(weight.unpacked(), again[name].unpacked())
     names = stored_bytes(tmp_path / "back").keys()
     assert names == stored_bytes(old).keys()
-
-
-def test_names_of_ours_reach_packed_weights(qwen):
-    engine = tiny_engine(mh.load_pretrained(qwen[0])[0])
-    name = "decoder.layers.6.self_attention.linear_qkv.weight"
-    weight = engine.model.get_submodule(name)
-    wanted = torch.randn(weight.shape).bfloat16()
-    engine.load_weights({name: wanted})
-    assert (weight.unpacked() - wanted).float().norm() < 0.05 * wanted.float().norm()
 
 
 def test_an_output_layer_may_be_packed_and_a_word_embedding_not(tmp_path):

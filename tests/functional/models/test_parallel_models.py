@@ -28,11 +28,10 @@ from split_models import (
     single_process,
 )
 
-from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
+from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
 pytestmark = pytest.mark.matrix
 
@@ -185,33 +184,6 @@ def run_sequence_parallel(folder, tp):
     return {**results, "answers": answers(model) if folder.name in SERVED else None}
 
 
-def run_stages(folder):
-    """Two pipeline stages of two ranks each, which split the rows."""
-    parallel_state.initialize_model_parallel(2, 2)
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    pp = parallel_state.get_pipeline_model_parallel_group()
-    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    sizes |= {"sequence_parallel": True, "pipeline_dtype": torch.float32}
-    config = read_config(folder, **sizes)
-    model = build_hybrid_model(config, pre_process=stage == 0, post_process=stage == 1)
-    load_checkpoint(model, folder)
-    tokens, _ = batch()
-    with torch.no_grad():
-        if stage == 0:
-            hidden = model(tokens)
-            dist.send(hidden, dist.get_global_rank(pp, 1))
-            logits = None
-        else:
-            hidden = torch.empty(tokens.shape[1] // 2, len(tokens), config.hidden_size)
-            dist.recv(hidden, dist.get_global_rank(pp, 0))
-            model.set_input_tensor([hidden])
-            logits = model(tokens, runtime_gather_output=True)
-    try:
-        model(tokens[:, :-1])
-    except ValueError as error:
-        return {"hidden_shape": tuple(hidden.shape), "logits": logits, "error": str(error)}
-
-
 def worker(rank, folder, names):
     join_ranks(rank, RANKS, f"{folder}/rendezvous")
     results = {}
@@ -222,7 +194,6 @@ def worker(rank, folder, names):
         if name in SPLIT_ROWS:
             results[name]["sequence"] = run_sequence_parallel(folder / name, tp)
         parallel_state.destroy_model_parallel()
-    results["two"]["stages"] = run_stages(folder / "two")
     torch.save(results, folder / f"results{rank}.pt")
     dist.destroy_process_group()
 
@@ -231,7 +202,7 @@ def worker(rank, folder, names):
 def outcomes(request, tmp_path_factory):
     """For each model that is asked for (one process, the ranks, folder)."""
     folder = tmp_path_factory.mktemp("four")
-    names = ["two", *(name for name in asked(request, "model", MODELS) if name != "two")]
+    names = asked(request, "model", MODELS)
     single = {name: single_process(MODELS[name], folder / name) for name in names}
     run_ranks(worker, (folder, names), RANKS)
     ranks = [torch.load(folder / f"results{rank}.pt") for rank in range(RANKS)]
@@ -271,17 +242,6 @@ def test_ranks_serve_as_one_process_does(outcomes, model):
     for rank in ranks:
         for found in (rank["answers"], rank["sequence"]["answers"]):
             assert_same_answers(found, expected)
-
-
-def test_split_rows_in_stages(outcomes):
-    single, ranks, _ = outcomes["two"]
-    found = [rank["stages"] for rank in ranks]
-    assert all(one["hidden_shape"] == (15, 2, 32) for one in found)
-    assert all("splits the 29 tokens of each row over" in one["error"] for one in found)
-    logits = [one["logits"] for one in found if one["logits"] is not None]
-    assert len(logits) == 2
-    for one in logits:
-        torch.testing.assert_close(one, single["logits"], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("model", matrix_rows(MODELS, "two"))

@@ -89,13 +89,7 @@ def test_configs(folder, values, message):
     ("change", "message"),
     [
         (lambda t: t.pop(K_PROJ), f"but the model has {K_PROJ}"),
-        (lambda t: t.update(extra=torch.zeros(1)), "but the model does not have extra"),
         (lambda t: t.update({K_PROJ: torch.zeros(16, 31)}), f"{K_PROJ} has shape [16, 31] in"),
-        (lambda t: t.update({K_PROJ: torch.zeros(16, 32).double()}), f"{K_PROJ} is torch.float64"),
-        (
-            lambda t: t.update({K_PROJ: torch.zeros(16, 32).to(torch.int8)}),
-            f"{K_PROJ} is torch.int8",
-        ),
         (
             lambda t: t.update({K_PROJ: torch.zeros(16, 32).to(torch.float8_e4m3fn)}),
             "float32 in the model. Quantized weights are read with the scales",

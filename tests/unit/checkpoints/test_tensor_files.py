@@ -82,17 +82,6 @@ def write_index(folder, weight_map):
 # Reading -----------------------------------------------------------------------------------------
 
 
-def test_a_single_file(tmp_path):
-    tensors = {"b": torch.randn(3, 5).bfloat16(), "a": torch.arange(4)}
-    save_file(tensors, tmp_path / SINGLE)
-    with TensorFiles.open(str(tmp_path)) as files:
-        assert files.names() == ["a", "b"]
-        assert files.shape("b") == (3, 5)
-        assert files.dtype("b") == torch.bfloat16
-        assert files.dtype("a") == torch.int64
-        assert torch.equal(files.read("b"), tensors["b"])
-
-
 def test_the_single_file_counts_before_shards(tmp_path):
     sharded(tmp_path)
     save_file({"only": torch.zeros(1)}, tmp_path / SINGLE)

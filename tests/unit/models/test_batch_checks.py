@@ -1,5 +1,7 @@
 """Positions and masks of the caller: megatron-core's tell the documents, others are refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
@@ -7,7 +9,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from reference import greedy, tiny_engine, tiny_model
 from small_models import ALL_MIXERS, random_tokens, small_model
 
-from megatron_hybrid.models.batch_layout import check_attention_mask, check_position_ids
+from megatron_hybrid.models.batch_layout import (
+    check_attention_mask,
+    check_position_ids,
+    row_padding,
+)
 from megatron_hybrid.ops.ragged import RaggedLayout
 
 EOD = 60
@@ -71,18 +77,6 @@ def test_one_row_of_positions_holds_for_all_rows():
     assert torch.equal(model(tokens, positions), expected)
     assert torch.equal(model(tokens, positions[None]), expected)
     assert not torch.equal(model(tokens), expected)
-
-
-def test_gradients_stop_at_documents():
-    model, tokens = small_model().train(), documents()
-    _, positions = masks_and_positions(tokens, reset_position_ids=True)
-    rows = {}
-    model.embedding.register_forward_hook(lambda module, args, out: rows.update(out=out))
-    logits = model(tokens, positions)
-    rows["out"].retain_grad()
-    logits[0, 5:].sum().backward()
-    moved = rows["out"].grad.abs().amax((1, 2)) > 0  # rows of both sequences, one after the other
-    assert moved.tolist() == [False] * 5 + [True] * 7 + [False] * 12
 
 
 def moved(token, value):
@@ -168,3 +162,11 @@ def test_values_of_a_known_layout_are_not_waited_for():
     check_attention_mask(mask, (2, 12), layout, inference=False)
     with pytest.raises(ValueError, match=r"it must be torch\.bool"):
         check_attention_mask(mask[:, 0], (2, 12), layout, inference=False)
+
+
+def test_rows_that_do_not_divide_over_the_ranks_are_refused():
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    config = SimpleNamespace(sequence_parallel=True, **sizes)
+    assert row_padding(config, 2, 30, inference=False) == 0
+    with pytest.raises(ValueError, match="splits the 29 tokens of each row over"):
+        row_padding(config, 2, 29, inference=False)

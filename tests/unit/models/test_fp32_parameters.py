@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.module import Float16Module
 from small_models import random_tokens, small_config
-from stock_megatron import core_groups
 
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
@@ -58,27 +56,3 @@ def test_gradients_keep_the_dtype_of_their_parameters():
 
 def test_a_model_of_fp32_is_converted_whole():
     assert {t.dtype for t in tensors(model(torch.float32).bfloat16()).values()} == {torch.bfloat16}
-
-
-def test_experts_are_balanced_under_float16_module():
-    """By counts that bf16 does not have."""
-    wrapped = Float16Module((inner := model(pattern="E")).config, inner).train()
-    router = inner.decoder.layers[0].mlp.router
-    wrapped(random_tokens(3, 111))
-    wrapped(random_tokens(3, 111))
-    counts = router.local_tokens_per_expert.clone()
-    assert counts.sum() == 2 * 3 * 111 * 2
-    assert not torch.equal(counts.bfloat16().float(), counts)
-    finalize_model_grads_without_gradients(wrapped)
-    expected = 0.125 * (counts.mean() - counts).sign()
-    assert torch.equal(router.expert_bias, expected) and expected.any()
-    assert not router.local_tokens_per_expert.any()
-
-
-def finalize_model_grads_without_gradients(wrapped):
-    """core's update of the biases, on groups of one rank."""
-    wrapped.finish_grad_sync = lambda **_: None
-    for parameter in wrapped.parameters():
-        parameter.main_grad = torch.zeros_like(parameter)
-    core_groups()
-    finalize_model_grads([wrapped])

@@ -36,9 +36,7 @@ def test_a_convolution_without_optional_inputs():
 
 PATTERNS = {
     "all": AttentionPattern(0.3),
-    "window": AttentionPattern(0.3, window=3),
     "chunk": AttentionPattern(0.3, chunk=4),
-    "softcap": AttentionPattern(0.3, softcap=0.8),
     "window and softcap": AttentionPattern(0.3, window=3, softcap=0.8),
 }
 

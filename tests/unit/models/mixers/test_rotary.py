@@ -2,13 +2,8 @@
 scaling, and its tables outlive inference mode."""
 
 import pytest
-import stock_megatron
 import torch
 import transformers
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding as Stock
-from megatron.core.process_groups_config import ProcessGroupCollection
-from small_models import small_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_hybrid.models.mixers.rotary import RotaryEmbedding, frequencies
@@ -18,25 +13,6 @@ from megatron_hybrid.ops.ragged import RaggedLayout
 def cos_sin(rotary, positions, dtype):
     layout = RaggedLayout((1,) * len(positions), tuple(positions.tolist()))
     return rotary.cos_sin_of_batch(layout, positions, dtype)
-
-
-@pytest.mark.parametrize(("head_dim", "percent"), [(16, 1.0), (16, 0.5), (20, 0.3)])
-def test_equals_core(monkeypatch, head_dim, percent):
-    config = small_model("*", kv_channels=head_dim, rotary_percent=percent).config
-    x = torch.randn(3000, 5, head_dim)
-    with stock_megatron.on_cpu(monkeypatch):
-        stock = Stock(
-            head_dim,
-            percent,
-            rotary_base=700,
-            use_cpu_initialization=True,
-            cp_group=ProcessGroupCollection.use_mpu_process_groups().cp,
-        )
-        expected = apply_rotary_pos_emb(x.unsqueeze(1), stock(3000), config).squeeze(1)
-    rotary = RotaryEmbedding(config.rotary_dim, 700)
-    order = torch.randperm(3000)
-    rotated = rotary.rotate(x[order], cos_sin(rotary, order, x.dtype))
-    torch.testing.assert_close(rotated, expected[order], atol=1e-6, rtol=0)
 
 
 def test_tables_made_in_inference_mode_serve_training():
