@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
 
@@ -58,6 +59,20 @@ def train_on_ranks(work: Callable, num_ranks: int, folder: Path, *args: Any) -> 
     """
     run_ranks(_train_rank, (num_ranks, folder, work, args), num_ranks)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def run_micro_batches(step: Callable, model: torch.nn.Module, batches: list, length: int) -> list:
+    """Run core's schedule, forward and backward, over micro batches of one row of this length.
+    Returns the reports of its forward steps."""
+    return get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=length,
+        micro_batch_size=1,
+        forward_only=False,
+    )
 
 
 def _train_rank(rank: int, num_ranks: int, folder: Path, work: Callable, args: tuple) -> None:

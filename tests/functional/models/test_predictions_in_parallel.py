@@ -8,8 +8,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from rank_processes import train_on_ranks
+from rank_processes import run_micro_batches, train_on_ranks
 from reference import greedy, tiny_engine
 from small_models import small_config
 from split_models import assert_close
@@ -58,15 +57,7 @@ def train(folder, layout):
         model.zero_grad_buffer()
         generator = torch.Generator().manual_seed(7)
         rows = torch.randint(0, 61, (MICRO_BATCHES, 1, LENGTH + 1), generator=generator)
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(rows),
-            model=[model],
-            num_microbatches=MICRO_BATCHES,
-            seq_length=LENGTH,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        run_micro_batches(forward_step, model, list(rows), LENGTH)
         for parameter in model.parameters():
             parameter.grad = parameter.main_grad
         optimizer.step()

@@ -4,8 +4,7 @@ import pytest
 import torch
 from matrix import matrix_rows
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from rank_processes import train_on_ranks
+from rank_processes import run_micro_batches, train_on_ranks
 from small_models import random_tokens, small_config
 
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
@@ -57,15 +56,7 @@ def gradients(sizes: dict, recompute: dict) -> dict[str, torch.Tensor]:
     model = build_hybrid_model(config).train()
     torch.manual_seed(5 + parallel_state.get_expert_model_parallel_rank())
     rows = [random_tokens(1, LENGTH + 1) for _ in range(MICRO_BATCHES)]
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(rows),
-        model=[model],
-        num_microbatches=MICRO_BATCHES,
-        seq_length=LENGTH,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    run_micro_batches(forward_step, model, rows, LENGTH)
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
     counts = {name: b for name, b in model.named_buffers() if name.endswith("tokens_per_expert")}
     assert all(count.sum() == LENGTH * 2 * MICRO_BATCHES for count in counts.values())

@@ -18,9 +18,8 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from rank_processes import train_on_ranks
+from rank_processes import run_micro_batches, train_on_ranks
 from router_losses import forget_losses, take_losses
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
@@ -102,15 +101,7 @@ def train_with_core(folder, sizes):
         model.zero_grad_buffer()
         optimizer.zero_grad()
         batches = micro_batches(step)[group.rank() :: group.size()]
-        outputs = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=[model],
-            num_microbatches=len(batches),
-            seq_length=LENGTH,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        outputs = run_micro_batches(forward_step, model, batches, LENGTH)
         _, norm, _ = optimizer.step()
         loss = torch.stack([output["loss"] for output in outputs]).mean()
         dist.all_reduce(loss, group=group)

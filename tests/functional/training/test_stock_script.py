@@ -12,9 +12,8 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
-from rank_processes import train_on_ranks
+from rank_processes import run_micro_batches, train_on_ranks
 from small_models import small_config
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, save_checkpoint
@@ -97,15 +96,7 @@ def losses(folder, num_stages: int, resets: bool, packed: bool, **fields) -> lis
     for _ in range(STEPS):
         model.zero_grad_buffer()
         data = [batch(i, resets) for i in range(MICRO_BATCHES)]
-        reports = get_forward_backward_func()(
-            forward_step_func=partial(forward_step, packed),
-            data_iterator=iter(data),
-            model=[model],
-            num_microbatches=MICRO_BATCHES,
-            seq_length=LENGTH,
-            micro_batch_size=1,
-            forward_only=False,
-        )
+        reports = run_micro_batches(partial(forward_step, packed), model, data, LENGTH)
         for parameter in model.parameters():
             parameter.grad = parameter.main_grad
         optimizer.step()
