@@ -164,12 +164,6 @@ def assert_gradients_equal_those_of_the_recurrence(op, layout, inputs, parameter
 
 
 @each_op
-def test_gradients_in_float32_equal_those_of_the_recurrence(op):
-    layout = RaggedLayout((64, 64, 17), (0, 0, 0))
-    assert_gradients_equal_those_of_the_recurrence(op, layout, *case(op, layout, 2))
-
-
-@each_op
 def test_a_layout_used_in_inference_mode_serves_training_too(op):
     layout = RaggedLayout((1, 20, 9), (0, 0, 0), (5,))
     inputs, parameters, states = case(op, layout, 0)

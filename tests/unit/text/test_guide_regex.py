@@ -51,6 +51,8 @@ def test_what_no_grammar_holds_is_refused_by_name(pattern, what):
         (r"[^\W\d]+", ["ab_"], ["a1", "é", ""]),
         (r"(?P<x>a)(?:b)??", ["a", "ab"], ["b"]),
         ("[]a]{,2}", ["", "]a", "a"], ["aaa"]),
+        ("a.[^a]", ["a\nb", "aéé"], ["ab", "a\na"]),
+        (r"\W\D\S", ["- a", "éé."], ["a-a", "-1-", "-- "]),
     ],
 )
 def test_a_regex_holds_from_end_to_end(pattern, yes, no):

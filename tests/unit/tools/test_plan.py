@@ -1,7 +1,6 @@
 """What a model costs, against arithmetic by hand and against a real engine."""
 
 import itertools
-import json
 from functools import cache
 
 import pytest
@@ -9,10 +8,9 @@ import torch
 from matrix import matrix_rows
 from reference import random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid.checkpoints.checkpoint import CheckpointError
 from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.tools.plan import parse_count, plan, read_model_config, render, size
+from megatron_hybrid.tools.plan import parse_count, plan, render, size
 
 # Nemotron-H-8B (arXiv 2504.03624): 24 Mamba-2, 4 attention and 24 MLP layers.
 NEMOTRON_H_8B = HybridConfig(
@@ -170,11 +168,3 @@ def test_counts(text, count):
 def test_no_counts(text):
     with pytest.raises(ValueError, match="is no number of tokens"):
         parse_count(text)
-
-
-def test_config_files(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(NEMOTRON_H_8B.to_dict()))
-    for path in (tmp_path, tmp_path / "config.json"):
-        assert read_model_config(str(path)).to_dict() == NEMOTRON_H_8B.to_dict()
-    with pytest.raises(CheckpointError, match="does not exist"):
-        read_model_config(str(tmp_path / "no.json"))

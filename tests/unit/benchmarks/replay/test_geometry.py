@@ -52,22 +52,6 @@ def test_the_cache_is_told_what_the_engine_tells_it_of_the_published_model(name)
         assert GEOMETRIES[name].spec(encoding) == by_tokens
 
 
-def test_encodings_of_the_nemotron_state():
-    geometry = GEOMETRIES["nemotron-h-8b"]
-    exact, half, quarter = (geometry.recurrent_bytes(e) for e in ("exact", "bf16", "int8"))
-    conv = 24 * 3 * 10240 * 2
-    assert (round(exact / 1e6, 1), round(half / 1e6, 1)) == (102.1, 51.8)
-    assert 4 * (quarter - conv) == 2 * (half - conv) == exact - conv
-    assert geometry.spec("int8").checkpoint_bytes == quarter + 2 * 4096
-
-
-def test_windows_are_the_state_of_gemma():
-    spec = GEOMETRIES["gemma-3-27b"].spec("int8")
-    full, local = spec.groups
-    assert (full.num_layers, local.num_layers, local.window) == (10, 52, 1024)
-    assert spec.state_bytes == 0 and spec.needs_state
-
-
 def test_prefill_flops_grow_with_the_square_only_where_something_attends_to_everything():
     attending, gemma = GEOMETRIES["llama-3-8b"], GEOMETRIES["gemma-3-27b"]
     for geometry in (attending, gemma):

@@ -95,31 +95,6 @@ def test_layers_for_multi_token_prediction_are_taken_or_left_out(caplog):
     assert "the last pipeline stage has no embedding" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("fields", "pattern"),
-    [
-        ({}, "*-*-*-*-"),
-        ({"num_moe_experts": 4}, "*E*E*E*E"),
-        ({"num_moe_experts": 4, "moe_layer_freq": 2}, "*E*-*E*-"),
-        ({"num_moe_experts": 4, "moe_layer_freq": [0, 1, 1, 0]}, "*-*E*E*-"),
-        (
-            {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2}
-            | {"activation_func": F.silu},
-            "G-*-G-*-",
-        ),
-        ({"window_size": (7, 0)}, "W-W-W-W-"),
-        ({"window_size": (7, 0), "window_attn_skip_freq": 2}, "W-*-W-*-"),
-        ({"window_size": (7, 0), "window_attn_skip_freq": [1, 1, 0, 1]}, "W-W-*-W-"),
-        ({"multi_latent_attention": True, "qk_layernorm": True}, "+-+-+-+-"),
-    ],
-)
-def test_layers_of_a_gpt_model(fields, pattern):
-    made = served(fields)
-    assert made.layer_pattern == pattern
-    assert made.sliding_window == (8 if "W" in pattern else None)
-    assert not made.layer_overrides
-
-
 def test_layers_without_rope():
     made = served({"no_rope_freq": 2}, position_embedding_type="rope")
     assert made.layer_overrides.keys() == {"3", "7"}
