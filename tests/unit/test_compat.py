@@ -79,20 +79,11 @@ def test_a_part_that_a_newer_release_lacks_fails_after_the_warning(monkeypatch):
     [
         ("decoder.layers.3.mixer.conv1d_weight", "decoder.layers.3.mixer.conv1d.weight"),
         ("decoder.layers.3.mixer.conv1d_bias", "decoder.layers.3.mixer.conv1d.bias"),
-        ("decoder.layers.3.mixer.conv1d.weight", "decoder.layers.3.mixer.conv1d.weight"),
-        ("mixer.conv1d_weight", "mixer.conv1d.weight"),
         ("output_layer.weight", "output_layer.weight"),
     ],
 )
 def test_names_of_both_releases(name, expected):
     assert compat.canonical_parameter_name(name) == expected
-
-
-def test_missing_transformer_engine_is_explained(monkeypatch):
-    monkeypatch.setattr(compat, "have_transformer_engine", lambda: False)
-    with pytest.raises(ImportError, match="needs NVIDIA's Transformer Engine") as error:
-        compat.transformer_engine_modules()
-    assert "layer_spec='local'" in str(error.value)
 
 
 @pytest.mark.parametrize(

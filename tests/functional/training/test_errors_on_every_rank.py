@@ -39,7 +39,6 @@ MODEL = {
     "mamba_state_dim": 8,
     "mamba_num_groups": 1,
 }
-EXPERTS = ["model.layer_pattern=ME", "model.num_moe_experts=3", "model.moe_ffn_hidden_size=16"]
 CASES = {
     # Of the recipe.
     "a key that does not exist": (["run.stesp=3"], r"run has no field 'stesp': did you mean steps"),
@@ -47,30 +46,15 @@ CASES = {
         ["model.tensor_model_parallel_size=4", "model.num_attention_heads=4"],
         "tensor_model_parallel_size=4.* needs a multiple of 4 processes, but there are 2",
     ),
-    "expert parallelism over more ranks": (
-        [*EXPERTS, "model.expert_model_parallel_size=3"],
-        "expert_model_parallel_size=3.* needs a multiple of 3 processes, but there are 2",
-    ),
     "rows that do not divide": (
         ["run.global_batch_size=3"],
         "run.global_batch_size is 3, no multiple of the 2 rows",
     ),
     "a vocabulary below the tokenizer's": (["model.vocab_size=61"], "vocab_size is 61, but 'demo'"),
     "no tensorboard": (["reports.tensorboard=true"], "pip install tensorboard"),
-    "a warm-up longer than the run": (["optimizer.warmup_steps=9"], "the run has 2 steps, too few"),
     # Of what it names.
     "no tokenizer": (["tokenizer={shared}"], r"there is no tokenizer\.json in .*shared"),
     "no pretrained model": (["model={{pretrained: /nowhere}}"], r"/nowhere/config\.json"),
-    "no documents": (["data.train=[{shared}/no_bin]"], r"no_bin\.bin does not exist, though"),
-    "no index": (["data.train=[{shared}/no_idx]"], r"no_idx\.idx does not exist, though"),
-    "documents that are cut off": (
-        ["data.train=[{shared}/cut]"],
-        r"cut\.bin has 10 bytes, \d+ belong to",
-    ),
-    "documents of another tokenizer": (
-        ["data.train=[{shared}/foreign]"],
-        "foreign was made with another tokenizer",
-    ),
     "a folder that cannot be written": (["--folder", "{shared}/text.bin/run"], "cannot be written"),
     "a recipe.yaml that cannot be written": (["--folder", "{shared}/blocked"], "recipe.yaml"),
     # Of the run's checkpoint.
@@ -149,13 +133,7 @@ def outcomes(tmp_path_factory):
     machines = [tmp_path_factory.mktemp(f"machine_{rank}") for rank in range(RANKS)]
     tokenizer = Tokenizer.from_folder(DEMO_FOLDER)
     documents = [[300 + i % 20] * (i % 40 + 1) + [tokenizer.eod] for i in range(60)]
-    for name in ("text", "no_bin", "no_idx", "cut", "foreign"):
-        write_documents(shared / name, documents, tokenizer)
-    (shared / "no_bin.bin").unlink()
-    (shared / "no_idx.idx").unlink()
-    os.truncate(shared / "cut.bin", 10)
-    description = shared / "foreign.json"
-    description.write_text(description.read_text().replace(tokenizer.fingerprint, "another"))
+    write_documents(shared / "text", documents, tokenizer)
     (shared / "blocked" / "recipe.yaml").mkdir(parents=True)
     (shared / "full").mkdir()
     (shared / "full" / "exported").touch()

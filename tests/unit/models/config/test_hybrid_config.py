@@ -41,6 +41,8 @@ def test_derived_sizes():
     assert made.mamba_num_heads == 2  # 2 * 64 / 64
     assert (made.linear_num_key_heads, made.linear_num_value_heads) == (1, 2)
     assert config(hidden_size=512).linear_num_key_heads == 4
+    kimi = config("K", hidden_size=512)
+    assert (kimi.linear_num_key_heads, kimi.linear_num_value_heads) == (4, None)
     assert config(rotary_percent=0.25).rotary_dim == 4
 
 
@@ -84,8 +86,6 @@ def test_a_pattern_without_attention_needs_no_heads():
         ({"recurrent_state_dtype": torch.float64}, "recurrent_state_dtype is torch.float64; use"),
         ({"params_dtype": torch.float64}, "params_dtype is torch.float64; use one of"),
         ({"bf16": True, "params_dtype": torch.float16}, "contradict params_dtype=torch.float16"),
-        ({"layer_spec": "apex"}, "layer_spec is 'apex'; use 'auto', 'local' or"),
-        ({"normalization": "L2Norm"}, "normalization is 'L2Norm'; use 'LayerNorm' or 'RMSNorm'"),
         ({"activation_func": F.elu}, "use one of ops.activations.ACTIVATIONS: silu, gelu"),
         ({"layer_overrides": {"-": {"activation_func": F.elu}}}, "ops.activations.ACTIVATIONS"),
         (

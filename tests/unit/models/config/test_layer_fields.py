@@ -6,28 +6,30 @@ from small_models import small_config
 EXPERTS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 20, "moe_router_topk": 3}
 REFUSED = {
     "S": [
-        ({"mamba1_norm": "rms"}, "mamba1_norm is 'rms'; use 'none', 'weighted' or 'weightless'"),
-        ({"mamba1_conv_kernel": 1}, "mamba1_conv_kernel is 1; it must be a whole number from 2"),
         (
             {"mamba1_inner_size": 95, "tensor_model_parallel_size": 2},
             "mamba1_inner_size is 95, which does not divide evenly",
         ),
     ],
     "C": [
-        ({"short_conv_kernel": 1}, "short_conv_kernel is 1; it must be a whole number from 2"),
         (
             {"hidden_size": 49, "tensor_model_parallel_size": 2},
             "hidden_size is 49, which does not divide evenly",
         ),
     ],
     "K": [
-        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
         ({"linear_num_key_heads": 3, "tensor_model_parallel_size": 2}, "linear_num_key_heads"),
     ],
     "+": [
         ({"qk_pos_emb_head_dim": 5}, "qk_pos_emb_head_dim=5"),
-        ({"position_embedding_type": "alibi"}, "'alibi'"),
-        ({"rotary_scaling": {"rope_type": "ntk"}}, "'ntk'"),
+        ({"rotary_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'; use one of"),
+        ({"rotary_scaling": {"factor": 2.0}}, "rope_type None"),
+        ({"rotary_scaling": {"rope_type": "linear"}}, r"\['factor'\] is None"),
+        ({"rotary_scaling": {"rope_type": "yarn", "factor": -1}}, "is -1"),
+        (
+            {"rotary_scaling": {"rope_type": "proportional", "partial_rotary_factor": "0.5"}},
+            "is '0.5'",
+        ),
         (
             {
                 "tensor_model_parallel_size": 2,
@@ -37,7 +39,6 @@ REFUSED = {
         ),
     ],
     "M": [
-        ({"mamba_gated_norm": "last"}, "use 'gate_first', 'norm_first' or 'none'"),
         ({"mamba_dt_min": 0.5, "mamba_dt_max": 0.1}, r"mamba_dt_max are \(0.5, 0.1\)"),
     ],
     "H": [
@@ -60,7 +61,6 @@ REFUSED = {
         ({"moe_token_dropping": True}, "use moe_expert_capacity_factor"),
         ({"moe_router_topk": 9}, "moe_router_topk is 9, but num_moe_experts is 8"),
         ({"moe_router_topk": 1}, "moe_router_pre_softmax=True"),
-        ({"moe_router_score_function": "tanh"}, "use 'softmax' or 'sigmoid'"),
         ({"moe_apply_probs_on_input": True}, "needs moe_router_topk=1"),
         ({"moe_shared_expert_gate": True}, "there is none"),
         ({"moe_router_num_groups": 4}, "moe_router_group_topk is None"),

@@ -92,8 +92,6 @@ def test_sessions_turns_and_empty_lines(tmp_path):
         ({"prompt": [1], "output": "ab"}, "`output` is text, and there is no tokenizer"),
         ({"prompt_tokens": 12}, "`prompt_tokens` is 12: give text, or a flat list"),
         ({"prompt": [[1, 2]]}, r"`prompt` is \[\[1, 2\]\]: give text, or a flat list"),
-        ({"prompt": [True]}, r"`prompt` is \[true\]: give text, or a flat list"),
-        ({"prompt": [1.5]}, r"`prompt` is \[1.5\]: give text, or a flat list"),
         ({"prompt": [1, -3]}, "`prompt` has the token id -3, ids go from 0 to 99: tokenize it"),
         ({"prompt": [100]}, "`prompt` has the token id 100, ids go from 0 to 99"),
         ({"prompt": [1], "session": [1]}, r"`session` is \[1\]: give a string or a number"),
