@@ -1,4 +1,4 @@
-"""Agents as they are: turns in the shape of each client's requests, written after what their
+"""Agents as they are: twenty turns in the shape of each client's requests, written after what their
 sources send, reuse what stood in the turn before."""
 
 import json
@@ -18,7 +18,7 @@ from megatron_hybrid.serving.parsers import style_of
 from megatron_hybrid.serving.request_mapping import chat_prompt
 from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
 
-NUM_TURNS = 8
+NUM_TURNS = 20
 ABOUT = "You are an agent that edits files. Read a file before you write it, and be brief. " * 36
 SHELL = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 IMAGE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
@@ -204,7 +204,7 @@ def test_each_turn_begins_with_the_turn_before(server, client):
 def test_each_turn_skips_what_stood_in_the_turn_before(server, client):
     post(server.url, "/cache/reset", {})
     before = 0
-    for turn in range(0, NUM_TURNS, 2):
+    for turn in range(0, NUM_TURNS, 4):
         status, body, _ = post(server.url, *client(turn))
         assert status == 200, body
         prompt, skipped = counts(body["usage"])
