@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class Measures:
 
     def restart(self) -> None:
         """Begin anew."""
-        self._sums = {"loss": 0.0, "labels": 0, "steps": 0, "collected": 0}
+        self._sums = {"loss": 0.0, "count": 0, "steps": 0, "collected": 0}
+        self._metrics: dict[str, tuple[float, float]] = {}
         self._balancing: dict[str, float] = {}
         self._micro_batches = 0
         self.restart_clock()
@@ -56,10 +58,15 @@ class Measures:
         """Return what was measured since the last report, but for speed; every rank calls it. A run
         that goes on from here reports the same by `load_state`."""
         self._collect_balancing()
-        return {"sums": dict(self._sums), "balancing": dict(self._balancing)}
+        return {
+            "sums": dict(self._sums),
+            "balancing": dict(self._balancing),
+            "metrics": dict(self._metrics),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._sums, self._balancing = dict(state["sums"]), dict(state["balancing"])
+        self._metrics = dict(state["metrics"])
 
     def count_batch(self, batch: Batch) -> None:
         """Count the forward and backward pass of a micro-batch, without what is recomputed."""
@@ -69,12 +76,17 @@ class Measures:
         self._micro_batches += 1
         self._flops += self._per_token * tokens + self._per_pair * pairs
 
-    def add_loss(self, loss: float, num_labels: int) -> None:
-        """Add the mean loss of a step, if it has one."""
+    def add_loss(
+        self, loss: float, count: int, metrics: Mapping[str, tuple[float, float]] | None = None
+    ) -> None:
+        """Add the mean loss of a step, if it has one, and sums and counts of its metrics."""
         self._sums["steps"] += 1
         if math.isfinite(loss):
-            self._sums["loss"] += loss * num_labels
-            self._sums["labels"] += num_labels
+            self._sums["loss"] += loss * count
+            self._sums["count"] += count
+            for name, (value, number) in (metrics or {}).items():
+                total, numbers = self._metrics.get(name, (0.0, 0.0))
+                self._metrics[name] = total + value, numbers + number
 
     def take(self) -> dict[str, float]:
         """Return what was measured since the last call, by name; every rank calls it."""
@@ -86,7 +98,8 @@ class Measures:
         self._collect_balancing()
         sums, steps = self._sums, max(1, self._sums["steps"])
         values = {
-            "loss": sums["loss"] / sums["labels"] if sums["labels"] else math.nan,
+            "loss": sums["loss"] / sums["count"] if sums["count"] else math.nan,
+            **{name: total / max(1, count) for name, (total, count) in self._metrics.items()},
             "tokens_per_second": self._tokens * replicas / seconds,
             "tflops_per_rank": tflops,
             **{name: value / steps for name, value in self._balancing.items()},
