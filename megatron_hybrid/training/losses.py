@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_hybrid.training.data.batches import Batch
@@ -53,3 +55,12 @@ class CrossEntropy:
 
     def __call__(self, log_probs: Tensor, batch: Batch) -> LossSums:
         return LossSums(-(log_probs * batch.loss_mask).sum(), batch.loss_mask.sum())
+
+
+def sum_by_sequence(values: Tensor, batch: Batch) -> Tensor:
+    """Sum values [1, T] over each sequence, [sequences], but those that only fill a row."""
+    sums = torch.stack([part.sum() for part in values[0].split(batch.lengths)])
+    if batch.padding_mask is None:
+        return sums
+    starts = [end - length for end, length in zip(accumulate(batch.lengths), batch.lengths)]
+    return sums[~batch.padding_mask[0, starts]]

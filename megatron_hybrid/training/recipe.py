@@ -15,6 +15,7 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig, decode_fie
 from megatron_hybrid.models.layer_pattern import split_predictions
 from megatron_hybrid.training.checkpoints import CheckpointFields
 from megatron_hybrid.training.data.config import DataFields
+from megatron_hybrid.training.dpo import DpoFields
 from megatron_hybrid.training.fields import Fields, as_number, check_known
 from megatron_hybrid.training.lora import LoraFields
 from megatron_hybrid.training.optimizer import OptimizerFields
@@ -87,6 +88,8 @@ class Recipe:
     lora: LoraFields | None = None
     """Adapters of `model.pretrained`, which alone are trained; `{}` takes all defaults. None: all
     parameters are trained."""
+    dpo: DpoFields | None = None
+    """The loss of preferences; `{}` takes all defaults. None: cross entropy."""
     checkpoints: CheckpointFields = field(default_factory=CheckpointFields)
     """When the run saves checkpoints, and how many it keeps."""
     reports: ReportFields = field(default_factory=ReportFields)
@@ -148,16 +151,23 @@ class Recipe:
             raise ValueError(f"tokenizer is {tokenizer!r}; it must be a folder, or 'demo'.")
         if values.get("lora") is not None and "pretrained" not in model:
             raise ValueError("lora trains adapters of a trained model: set model.pretrained.")
+        optional = {"lora": LoraFields, "dpo": DpoFields}
+        chosen = {name: kind for name, kind in optional.items() if values.get(name) is not None}
         recipe = cls(
             model,
             tokenizer,
             DataFields.of("data", values["data"]),
             RunFields.of("run", values.get("run")),
             OptimizerFields.of("optimizer", values.get("optimizer")),
-            None if values.get("lora") is None else LoraFields.of("lora", values["lora"]),
-            CheckpointFields.of("checkpoints", values.get("checkpoints")),
-            ReportFields.of("reports", values.get("reports")),
+            checkpoints=CheckpointFields.of("checkpoints", values.get("checkpoints")),
+            reports=ReportFields.of("reports", values.get("reports")),
+            **{name: kind.of(name, values[name]) for name, kind in chosen.items()},
         )
+        if recipe.dpo is not None and recipe.data.kind != "preferences":
+            raise ValueError(
+                f"dpo trains on preferences, and data.kind is {recipe.data.kind!r}: set it to "
+                "preferences, or leave dpo out."
+            )
         recipe.optimizer.check_steps(recipe.run.steps)
         return recipe
 

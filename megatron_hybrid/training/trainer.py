@@ -44,6 +44,7 @@ from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
 from megatron_hybrid.training.data.batches import Batch, batches
 from megatron_hybrid.training.data.datasets import build_datasets
 from megatron_hybrid.training.data.rows import contents_of
+from megatron_hybrid.training.dpo import DpoLoss
 from megatron_hybrid.training.lora import add_adapters, merge_adapters, save_adapters
 from megatron_hybrid.training.losses import CrossEntropy, Loss
 from megatron_hybrid.training.measures import Measures
@@ -145,7 +146,7 @@ class Trainer:
         recipe: sizes, data and settings of the run.
         folder: of the run: checkpoints, log.
         device: as `training_device` gave it.
-        loss: what is minimised; None: cross entropy.
+        loss: what is minimised; None: that of the recipe.
 
     Raises:
         ValueError: the recipe or the loss does not fit the ranks, the data, the model or the
@@ -162,7 +163,7 @@ class Trainer:
         loss: Loss | None = None,
     ):
         self.recipe, self.folder, self.device = recipe, Path(folder), device
-        self.loss = CrossEntropy() if loss is None else loss
+        self.loss = loss or (CrossEntropy() if recipe.dpo is None else DpoLoss(recipe.dpo))
         with fail_together(ValueError, whole_job=True):
             self.tokenizer = _tokenizer(recipe)
             config = _model_config(recipe, self.tokenizer)
@@ -487,9 +488,11 @@ class Trainer:
     def _kind_of_states(self) -> dict[str, Any]:
         """Name what makes another run of it, other than `HybridConfig.differences` and the data."""
         optimizer, lora, config = self.recipe.optimizer, self.recipe.lora, self.model.config
+        dpo = self.recipe.dpo
         return {
             **{f"model.{name}": str(getattr(config, name)) for name in _LOSS_FIELDS},
             "lora.alpha": lora and lora.alpha,
+            "dpo": dpo and asdict(dpo),
             "optimizer.name": optimizer.name,
             "optimizer.distributed": optimizer.distributed,
             "lora.rank": lora and lora.rank,
@@ -602,6 +605,8 @@ def _unpatched() -> AbstractContextManager:
 def _check_loss(loss: Loss, recipe: Recipe, config: HybridConfig) -> None:
     """Raise ValueError if the loss cannot be trained with this recipe."""
     name = type(loss).__name__
+    if recipe.data.kind == "preferences" and isinstance(loss, CrossEntropy):
+        raise ValueError("data.kind is 'preferences', which cross entropy cannot rank: set dpo.")
     if loss.needs_reference and "pretrained" not in recipe.model:
         raise ValueError(
             f"the loss {name} compares with the model that the run begins with: set "

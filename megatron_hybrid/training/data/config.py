@@ -26,9 +26,10 @@ class DataFields(Fields):
     sequence_length: Annotated[int, Range(ge=1, le=2**31 - 1)]
     """Tokens of a row."""
 
-    kind: Literal["pretraining", "sft"] = "pretraining"
+    kind: Literal["pretraining", "sft", "preferences"] = "pretraining"
     """"pretraining": documents are joined, and cut into rows. "sft": whole conversations are packed
-    into rows, with loss on the answers alone."""
+    into rows, with loss on the answers alone. "preferences": pairs of conversations, a chosen and a
+    rejected one, for `dpo`."""
 
     blend: list = field(default_factory=list)
     """The blend that `split` divides into training, validation and test data."""
@@ -96,6 +97,8 @@ class DataFields(Fields):
         )
         for column in zip(*pairs) if sound else ():
             sound = sound and list(column) == sorted(set(column)) and column[0] > 0
+        if pairs and self.kind == "preferences":
+            raise ValueError("sequence_length_warmup cuts sequences, which preferences compare.")
         if not sound or any(tokens >= self.sequence_length for _, tokens in pairs):
             raise ValueError(
                 f"sequence_length_warmup is {pairs!r}; it must be a list of pairs [step, tokens] "
