@@ -45,9 +45,10 @@ from megatron_hybrid.training.data.batches import Batch, batches
 from megatron_hybrid.training.data.datasets import build_datasets
 from megatron_hybrid.training.data.rows import contents_of
 from megatron_hybrid.training.dpo import DpoLoss
+from megatron_hybrid.training.grpo import GrpoLoss
 from megatron_hybrid.training.lora import add_adapters, merge_adapters, save_adapters
 from megatron_hybrid.training.losses import CrossEntropy, Loss
-from megatron_hybrid.training.measures import Measures
+from megatron_hybrid.training.measures import Measures, mean_of
 from megatron_hybrid.training.optimizer import (
     build_optimizer,
     build_schedule,
@@ -58,6 +59,7 @@ from megatron_hybrid.training.optimizer import (
 from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.training.reference_policy import ReferencePolicy
 from megatron_hybrid.training.reports import Reports
+from megatron_hybrid.training.rollouts import Prompts, Rollouts
 from megatron_hybrid.training.run_lock import RunLock
 from megatron_hybrid.training.stop_signals import stop_signals
 from megatron_hybrid.utils.child_lifetime import ends_with_launcher
@@ -105,19 +107,6 @@ class Step:
     """False: the step was skipped, since loss or norm is not finite, as without a label."""
 
 
-@dataclass(frozen=True)
-class BatchLoss:
-    """The loss of a global batch, over all ranks."""
-
-    mean: float
-    """Mean of what the loss counts; NaN: there is nothing."""
-    count: int
-    labels: int
-    """Tokens with a label."""
-    metrics: dict[str, tuple[float, float]]
-    """Sums and counts of the loss's metrics."""
-
-
 class TrainingError(RuntimeError):
     """A run that cannot go on."""
 
@@ -163,7 +152,7 @@ class Trainer:
         loss: Loss | None = None,
     ):
         self.recipe, self.folder, self.device = recipe, Path(folder), device
-        self.loss = loss or (CrossEntropy() if recipe.dpo is None else DpoLoss(recipe.dpo))
+        self.loss = _loss_of(recipe) if loss is None else loss
         with fail_together(ValueError, whole_job=True):
             self.tokenizer = _tokenizer(recipe)
             config = _model_config(recipe, self.tokenizer)
@@ -185,6 +174,8 @@ class Trainer:
     def close(self) -> None:
         """Unlock the folder for another run, after all checkpoints are saved. The end of the object
         does the same."""
+        if getattr(self, "rollouts", None) is not None:
+            self.rollouts.engine.close()
         self._release()
 
     def _set_up(self, config: HybridConfig) -> None:
@@ -197,6 +188,11 @@ class Trainer:
                 f"run.global_batch_size is {run.global_batch_size}, no multiple of the {rows} rows "
                 f"of micro_batch_size={run.micro_batch_size} on {dp_size} data-parallel ranks. "
                 "Change one of them."
+            )
+        if recipe.grpo is not None and run.global_batch_size % (recipe.grpo.group_size * dp_size):
+            raise ValueError(
+                f"run.global_batch_size is {run.global_batch_size}, no multiple of grpo.group_size="
+                f"{recipe.grpo.group_size} times the {dp_size} data-parallel ranks."
             )
         self.num_micro_batches = run.global_batch_size // rows
         kept = recipe.checkpoints
@@ -226,15 +222,14 @@ class Trainer:
         dp_rank, pp_rank = parallel_state.get_data_parallel_rank(), groups.pp.rank()
         torch.manual_seed(run.seed + 1 + dp_rank * groups.pp.size() + pp_rank)
 
-        self.train_data, self.eval_data, _ = build_datasets(
-            recipe.data,
-            self.tokenizer,
-            (
-                run.steps * run.global_batch_size,
-                run.eval_batches * run.global_batch_size if run.eval_every_steps else 0,
-                0,
-            ),
-        )
+        if recipe.grpo is None:
+            sizes = run.steps, run.eval_batches if run.eval_every_steps else 0, 0
+            self.train_data, self.eval_data, _ = build_datasets(
+                recipe.data, self.tokenizer, tuple(size * run.global_batch_size for size in sizes)
+            )
+        else:
+            with fail_together(ValueError, whole_job=True):
+                self.train_data, self.eval_data = Prompts(recipe, self.tokenizer), None
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=recipe.optimizer.distributed,
@@ -252,6 +247,9 @@ class Trainer:
         self.progress = Progress()
         if saved is not None:
             self._resume(saved)
+        self.rollouts: Rollouts | None = None
+        if recipe.grpo is not None:
+            self.rollouts = Rollouts(self.chunk, self.tokenizer, recipe, self.train_data)
 
     def train(self) -> None:
         """Train to the recipe's last step, or until SIGINT or SIGTERM. After a signal the running
@@ -304,6 +302,8 @@ class Trainer:
 
     def batches(self) -> Iterator[Batch]:
         """This rank's micro-batches of training data, from the present step on."""
+        if self.rollouts is not None:
+            return self.rollouts.batches(self.progress.step)
         data, fields = self._batches(self.train_data, self.progress.samples), self.recipe.data
         return (batch.cut(fields.longest_sequence(self.progress.step)) for batch in data)
 
@@ -319,8 +319,8 @@ class Trainer:
         progress = self.progress
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        found = self._run_batches(data, forward_only=False)
-        loss = found.mean
+        metrics, num_labels = self._run_batches(data, forward_only=False)
+        loss = mean_of(metrics["loss"])
         self.schedule.step(1)
         if math.isfinite(loss):  # without a label weights would decay all the same
             updated, norm = update(self.optimizer)
@@ -328,10 +328,10 @@ class Trainer:
             updated, norm = False, math.nan
         progress.step += 1
         progress.samples += self.recipe.run.global_batch_size
-        progress.tokens += found.labels
+        progress.tokens += num_labels
         progress.skipped_in_row = 0 if updated else progress.skipped_in_row + 1
         progress.skipped_steps += not updated
-        self.measures.add_loss(loss, found.count, found.metrics)
+        self.measures.add_step(metrics)
         if progress.skipped_in_row > self.recipe.run.max_skipped_steps:
             self.checkpoints.finish()
             raise TrainingError(
@@ -351,12 +351,12 @@ class Trainer:
         data = self._batches(self.eval_data, 0)
         self.chunk.eval()
         losses = [
-            self._run_batches(data, forward_only=True) for _ in range(self.recipe.run.eval_batches)
+            self._run_batches(data, forward_only=True)[0]["loss"]
+            for _ in range(self.recipe.run.eval_batches)
         ]
         self.chunk.train()
-        total = math.fsum(loss.mean * loss.count for loss in losses if loss.count)
-        count = sum(loss.count for loss in losses)
-        return total / count if count else math.nan
+        total, count = (math.fsum(each) for each in zip(*losses))
+        return mean_of((total, count))
 
     def save(self) -> None:
         """Write a checkpoint; every rank calls it."""
@@ -379,20 +379,26 @@ class Trainer:
             if dist.get_rank() == 0:
                 self.tokenizer.save(folder)
 
-    def _run_batches(self, data: Iterator[Batch], forward_only: bool) -> BatchLoss:
-        """Run a global batch forward, and backward if not forward_only."""
+    def _run_batches(
+        self, data: Iterator[Batch], forward_only: bool
+    ) -> tuple[dict[str, tuple[float, float]], int]:
+        """Run a global batch forward, and backward if not forward_only.
+
+        Returns:
+            Over all ranks: sums and counts of the loss and its metrics, by name; and the number of
+            tokens with a label.
+        """
         if self.reference is not None:
             data = self._with_reference([next(data) for _ in range(self.num_micro_batches)])
         outputs = self._schedule(data, self.chunk, forward_only=forward_only)
-        names = self.loss.metrics
-        sums = torch.zeros(3 + 2 * len(names), dtype=torch.float64, device=self.device)
+        names = ("loss", *self.loss.metrics)
+        sums = torch.zeros(2 * len(names) + 1, dtype=torch.float64, device=self.device)
         for output in outputs:  # on the last pipeline stage
             sums += output["sums"]
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-        total, count, labels, *rest = sums.tolist()
-        metrics = dict(zip(names, zip(rest[::2], rest[1::2])))
-        return BatchLoss(total / count if count else math.nan, int(count), int(labels), metrics)
+        *values, num_labels = sums.tolist()
+        return dict(zip(names, zip(values[::2], values[1::2]))), int(num_labels)
 
     @torch.no_grad()
     def _with_reference(self, given: list[Batch]) -> Iterator[Batch]:
@@ -442,9 +448,8 @@ class Trainer:
             return -losses
         found = self.loss(-losses, batch)
         metrics = [value for name in self.loss.metrics for value in found.metrics[name]]
-        sums = [found.total.detach(), found.count, batch.loss_mask.sum(), *metrics]
-        sums = torch.stack([torch.as_tensor(value).double() for value in sums])
-        return found.total, found.count.int(), {"sums": sums}
+        sums = [found.total.detach(), found.count, *metrics, batch.loss_mask.sum()]
+        return found.total, found.count.int(), {"sums": torch.stack(sums).double()}
 
     def _any_rank(self, flag: bool) -> bool:
         flags = torch.tensor([float(flag)], device=self.device)
@@ -487,12 +492,13 @@ class Trainer:
 
     def _kind_of_states(self) -> dict[str, Any]:
         """Name what makes another run of it, other than `HybridConfig.differences` and the data."""
-        optimizer, lora, config = self.recipe.optimizer, self.recipe.lora, self.model.config
-        dpo = self.recipe.dpo
+        recipe, config = self.recipe, self.model.config
+        optimizer, lora = recipe.optimizer, recipe.lora
         return {
             **{f"model.{name}": str(getattr(config, name)) for name in _LOSS_FIELDS},
             "lora.alpha": lora and lora.alpha,
-            "dpo": dpo and asdict(dpo),
+            "dpo": recipe.dpo and asdict(recipe.dpo),
+            "grpo": recipe.grpo and asdict(recipe.grpo),
             "optimizer.name": optimizer.name,
             "optimizer.distributed": optimizer.distributed,
             "lora.rank": lora and lora.rank,
@@ -602,11 +608,26 @@ def _unpatched() -> AbstractContextManager:
     return nullcontext() if torch.cuda.is_available() else torch._C.DisableTorchFunction()
 
 
+def _loss_of(recipe: Recipe) -> Loss:
+    if recipe.grpo is not None:
+        return GrpoLoss(recipe.grpo)
+    return CrossEntropy() if recipe.dpo is None else DpoLoss(recipe.dpo)
+
+
 def _check_loss(loss: Loss, recipe: Recipe, config: HybridConfig) -> None:
     """Raise ValueError if the loss cannot be trained with this recipe."""
-    name = type(loss).__name__
-    if recipe.data.kind == "preferences" and isinstance(loss, CrossEntropy):
-        raise ValueError("data.kind is 'preferences', which cross entropy cannot rank: set dpo.")
+    name, kind = type(loss).__name__, recipe.data.kind
+    section = {"preferences": "dpo", "prompts": "grpo"}.get(kind)
+    if section is not None and isinstance(loss, CrossEntropy):
+        raise ValueError(
+            f"data.kind is {kind!r}, of which cross entropy learns nothing: set {section}."
+        )
+    for field in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
+        if recipe.grpo is not None and (size := getattr(config, field)) > 1:
+            raise ValueError(
+                f"grpo with {field}={size}: each replica draws its completions alone, and its "
+                "batches have lengths of their own. Use data or tensor parallelism."
+            )
     if loss.needs_reference and "pretrained" not in recipe.model:
         raise ValueError(
             f"the loss {name} compares with the model that the run begins with: set "
