@@ -36,7 +36,7 @@ class Batch:
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]]) -> Batch:
-        """Join rows of a dataset of `build_datasets`."""
+        """Join rows of a dataset of `build_datasets`; those of others may have "columns"."""
         tokens, labels, loss_mask = (
             torch.cat([row[name] for row in rows])[None]
             for name in ("tokens", "labels", "loss_mask")
@@ -46,7 +46,11 @@ class Batch:
             sizes = [(len(row["tokens"]), row.get("padding", 0)) for row in rows]
             padding_mask = torch.cat([torch.arange(n) >= n - fill for n, fill in sizes])[None]
         lengths = [n for row in rows for n in row["lengths"]]
-        return cls(tokens, labels, loss_mask, lengths, padding_mask)
+        columns = {
+            name: torch.cat([row["columns"][name] for row in rows])[None]
+            for name in rows[0].get("columns", ())
+        }
+        return cls(tokens, labels, loss_mask, lengths, padding_mask, columns)
 
     @property
     def position_ids(self) -> Tensor:

@@ -265,7 +265,7 @@ def test_rewards_rise_and_the_engine_drew_with_the_weights_that_are_trained(
             "no multiple of grpo.group_size=8 times the 1 data-par",
         ),
         (["grpo.max_tokens=31"], r"p.jsonl:1: the prompt has \d+ tokens; a row of 32 has room"),
-        (["model.expert_model_parallel_size=2"], "grpo with expert_model_parallel_size=2"),
+        (["model.pipeline_model_parallel_size=2"], "grpo with pipeline_model_parallel_size=2"),
         (["run.eval_every_steps=1"], "run.eval_every_steps has no meaning with grpo"),
         (["grpo=null"], "data.kind is 'prompts', of which cross entropy learns nothing: set grpo"),
         (["grpo.mean_over=sequences", "model.moe_aux_loss_coeff=0.1"], "GrpoLoss does not count"),
