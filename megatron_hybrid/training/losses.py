@@ -23,7 +23,7 @@ class LossSums:
     """Number of these items. A step divides the totals of its global batch by their number, so
     that accumulation and layouts change no result."""
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """By the names in `Loss.metrics`: (sum, number of what was summed). The log has the means."""
+    """(sum, number of what was summed) by the names in `Loss.metrics`. The log has the means."""
 
 
 class Loss(Protocol):
