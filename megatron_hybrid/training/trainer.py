@@ -498,7 +498,7 @@ class Trainer:
             **{f"model.{name}": str(getattr(config, name)) for name in _LOSS_FIELDS},
             "lora.alpha": lora and lora.alpha,
             "dpo": recipe.dpo and asdict(recipe.dpo),
-            "grpo": recipe.grpo and asdict(recipe.grpo),
+            "grpo": recipe.grpo and {**asdict(recipe.grpo), "cache_bytes": None},
             "optimizer.name": optimizer.name,
             "optimizer.distributed": optimizer.distributed,
             "lora.rank": lora and lora.rank,
