@@ -55,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "have a training loss.",
     )
     parser.add_argument(
+        "--preferences",
+        action="store_true",
+        help='Read documents as preferences, {"prompt": ..., "chosen": ..., "rejected": ...}, of '
+        "texts or of lists of messages, for DPO.",
+    )
+    parser.add_argument(
         "--train-on",
         choices=("all", "last"),
         default="all",
@@ -116,6 +122,7 @@ def run(options: argparse.Namespace) -> int:
         options.output,
         workers=options.workers,
         chat=options.chat,
+        preferences=options.preferences,
         append_eod=options.append_eod,
         skip_broken=options.skip_broken,
         train_on=options.train_on,
@@ -123,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
         tell=partial(print, file=sys.stderr),
         **read,
     )
-    of_answers = f" ({made.answer_tokens:,} of answers)" if options.chat else ""
+    of_answers = f" ({made.answer_tokens:,} of answers)" if made.answer_tokens else ""
     left_out = f", {made.empty:,} empty left out" if made.empty else ""
     left_out += f", {made.broken:,} broken left out" if made.broken else ""
     print(

@@ -8,18 +8,22 @@ import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from megatron_hybrid.text.answer_spans import TrainOn
-from megatron_hybrid.text.chat_template import ChatTemplate
+from megatron_hybrid.text.chat_template import ChatTemplate, common_length
 from megatron_hybrid.text.document_files import BrokenRecordError, Chunk
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.child_lifetime import end_with_parent
+
+Encoded = tuple[list[int], list[tuple[int, int]]]
+"""Tokens of a conversation, and [start, end) of its answers."""
 
 
 def token_dtype(vocab_size: int) -> type[np.integer]:
@@ -50,11 +54,12 @@ class DocumentEncoder:
 
     Args:
         folder: of the tokenizer.
-        key: field of the text or, with chat, of the messages.
+        key: field of the text or, with chat, of the messages; of preferences "chosen".
         chat: documents are conversations, with their tools in the field "tools".
         append_eod: end each text with the tokenizer's end token.
         train_on: messages of a conversation that are trained; see `TrainOn`.
         marked: source of a template that marks answers, or None; see `render_with_answers`.
+        preferences: with chat: records are preferences, of which each makes two conversations.
     """
 
     def __init__(
@@ -65,11 +70,12 @@ class DocumentEncoder:
         append_eod: bool,
         train_on: TrainOn = "all",
         marked: str | None = None,
+        preferences: bool = False,
     ):
         self.tokenizer = Tokenizer.from_folder(folder)
         self.train_on = train_on
         self.marked = None if marked is None else ChatTemplate(marked, "the template for training")
-        self.key, self.chat = key, chat
+        self.key, self.chat, self.preferences = key, chat, preferences
         self.end = [self.tokenizer.eod] if append_eod else []
         self.dtype = token_dtype(self.tokenizer.vocab_size)
 
@@ -99,24 +105,54 @@ class DocumentEncoder:
                 if not (messages := fields[self.key]) and messages in (None, "", []):
                     encoded.empty += 1
                     continue
-                if not isinstance(messages, list):
+                if not isinstance(messages, list) and not self.preferences:
                     raise BrokenRecordError(f"has no list in {self.key!r}, but {messages!r:.80}")
                 tools = fields.get("tools") or None
                 if isinstance(tools, str):  # as datasets have it whose columns are of one type
                     tools = json.loads(tools)
                 if not isinstance(tools, list | None):
                     raise BrokenRecordError(f"has no list in 'tools', but {tools!r:.80}")
-                ids, answers = self.tokenizer.chat_with_answers(
-                    messages, tools, train_on=self.train_on, marked=self.marked
-                )
+                if self.preferences:
+                    found = self._pair(fields, tools)
+                else:
+                    found = [self._conversation(messages, tools)]
             except BrokenRecordError as error:
                 encoded.broken.append(f"{chunk.place(index)} {error}")
             except Exception as error:  # whatever is wrong with a record, its line is named
                 told = str(error) if isinstance(error, (ValueError, TypeError)) else repr(error)
                 encoded.broken.append(f"{chunk.place(index)}: {told}")
             else:
-                encoded.answers.append([place for span in answers for place in span])
-                yield ids
+                for ids, answers in found:
+                    encoded.answers.append([place for span in answers for place in span])
+                    yield ids
+
+    def _conversation(self, messages: list, tools: list | None) -> Encoded:
+        return self.tokenizer.chat_with_answers(
+            messages, tools, train_on=self.train_on, marked=self.marked
+        )
+
+    def _pair(self, fields: Mapping[str, Any], tools: list | None) -> list[Encoded]:
+        """The chosen conversation of a preference, and the rejected one. They are texts after a
+        prompt, or messages after those in "prompt" or after their common beginning."""
+        prompt, *pair = (fields.get(name) for name in ("prompt", "chosen", "rejected"))
+        kind = str if isinstance(pair[0], str) else list
+        if not all(isinstance(each, kind) and each for each in pair):
+            raise BrokenRecordError(
+                'has no two texts, or lists of messages, in "chosen" and "rejected", but '
+                f"{pair[0]!r:.60} and {pair[1]!r:.60}"
+            )
+        if kind is str:
+            if not isinstance(prompt, str):
+                raise BrokenRecordError(f'has no text in "prompt", but {prompt!r:.80}')
+            asked, end = self.tokenizer.encode(prompt), self.tokenizer.eod
+            whole = [[*self.tokenizer.encode(prompt + each), end] for each in pair]
+            start = min(common_length(asked, each) for each in whole)
+            return [(ids, [(start, len(ids))]) for ids in whole]
+        if not isinstance(prompt, list):
+            prompt = pair[0][: common_length(*pair)]
+            pair = [each[len(prompt) :] for each in pair]
+        asked = [{**message, "train": False} for message in prompt]
+        return [self._conversation([*asked, *each], tools) for each in pair]
 
 
 # Workers -----------------------------------------------------------------------------------------

@@ -93,6 +93,7 @@ class LowRankAdapter(nn.Module):
         self.by_column = isinstance(projection, RowParallelLinear)
         self.group, self.splits_rows = projection.tp_group, projection.sequence_parallel
         self.scale, self.dropout = fields.alpha / fields.rank, fields.dropout
+        self.is_on = True  # else the projection computes as its base
         weight = projection.weight
         input_size = full_shape(weight)[1]
         drawn = torch.Generator().manual_seed(zlib.crc32(f"{fields.seed} {name}".encode()))
@@ -378,5 +379,7 @@ def _check_targets(
 
 
 def _add_to_output(projection: nn.Module, inputs: tuple, output: tuple) -> tuple:
+    if not projection.lora.is_on:
+        return output
     result, bias = output
     return result + projection.lora(inputs[0]), bias

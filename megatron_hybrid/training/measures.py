@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class Measures:
 
     def restart(self) -> None:
         """Begin anew."""
-        self._sums = {"loss": 0.0, "labels": 0, "steps": 0, "collected": 0}
+        self._sums = {"steps": 0, "collected": 0}
+        self._metrics: dict[str, tuple[float, float]] = {"loss": (0.0, 0.0)}
         self._balancing: dict[str, float] = {}
         self._micro_batches = 0
         self.restart_clock()
@@ -56,10 +58,12 @@ class Measures:
         """Return what was measured since the last report, but for speed; every rank calls it. A run
         that goes on from here reports the same by `load_state`."""
         self._collect_balancing()
-        return {"sums": dict(self._sums), "balancing": dict(self._balancing)}
+        found = {"sums": self._sums, "balancing": self._balancing, "metrics": self._metrics}
+        return {name: dict(values) for name, values in found.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._sums, self._balancing = dict(state["sums"]), dict(state["balancing"])
+        self._metrics = dict(state["metrics"])
 
     def count_batch(self, batch: Batch) -> None:
         """Count the forward and backward pass of a micro-batch, without what is recomputed."""
@@ -69,12 +73,12 @@ class Measures:
         self._micro_batches += 1
         self._flops += self._per_token * tokens + self._per_pair * pairs
 
-    def add_loss(self, loss: float, num_labels: int) -> None:
-        """Add the mean loss of a step, if it has one."""
+    def add_step(self, metrics: Mapping[str, tuple[float, float]]) -> None:
+        """Add the sums and counts of a step by name, "loss" among them, if that is finite."""
         self._sums["steps"] += 1
-        if math.isfinite(loss):
-            self._sums["loss"] += loss * num_labels
-            self._sums["labels"] += num_labels
+        for name, (value, count) in metrics.items() if math.isfinite(metrics["loss"][0]) else ():
+            total, counts = self._metrics.get(name, (0.0, 0.0))
+            self._metrics[name] = total + value, counts + count
 
     def take(self) -> dict[str, float]:
         """Return what was measured since the last call, by name; every rank calls it."""
@@ -84,9 +88,9 @@ class Measures:
         tflops = flops.item() / seconds / dist.get_world_size() / 1e12
         replicas = parallel_state.get_data_parallel_world_size()
         self._collect_balancing()
-        sums, steps = self._sums, max(1, self._sums["steps"])
+        steps = max(1, self._sums["steps"])
         values = {
-            "loss": sums["loss"] / sums["labels"] if sums["labels"] else math.nan,
+            **{name: mean_of(sums) for name, sums in self._metrics.items()},
             "tokens_per_second": self._tokens * replicas / seconds,
             "tflops_per_rank": tflops,
             **{name: value / steps for name, value in self._balancing.items()},
@@ -121,6 +125,11 @@ class Measures:
         if ahead is None or ahead.losses is None:
             return {}
         return {f"mtp_loss_{i}": loss for i, loss in enumerate(ahead.losses.tolist(), start=1)}
+
+
+def mean_of(sums: tuple[float, float]) -> float:
+    """Return the mean of a sum and a count; NaN: there is nothing."""
+    return sums[0] / sums[1] if sums[1] else math.nan
 
 
 def _gather(values: dict[str, float], group: dist.ProcessGroup) -> list[dict[str, float]]:

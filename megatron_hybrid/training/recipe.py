@@ -15,7 +15,9 @@ from megatron_hybrid.models.config.hybrid_config import HybridConfig, decode_fie
 from megatron_hybrid.models.layer_pattern import split_predictions
 from megatron_hybrid.training.checkpoints import CheckpointFields
 from megatron_hybrid.training.data.config import DataFields
+from megatron_hybrid.training.dpo import DpoFields
 from megatron_hybrid.training.fields import Fields, as_number, check_known
+from megatron_hybrid.training.grpo import GrpoFields
 from megatron_hybrid.training.lora import LoraFields
 from megatron_hybrid.training.optimizer import OptimizerFields
 from megatron_hybrid.training.reports import ReportFields
@@ -87,6 +89,10 @@ class Recipe:
     lora: LoraFields | None = None
     """Adapters of `model.pretrained`, which alone are trained; `{}` takes all defaults. None: all
     parameters are trained."""
+    dpo: DpoFields | None = None
+    """The loss of preferences; `{}` takes all defaults. None: cross entropy."""
+    grpo: GrpoFields | None = None
+    """Reinforcement learning on prompts."""
     checkpoints: CheckpointFields = field(default_factory=CheckpointFields)
     """When the run saves checkpoints, and how many it keeps."""
     reports: ReportFields = field(default_factory=ReportFields)
@@ -148,16 +154,28 @@ class Recipe:
             raise ValueError(f"tokenizer is {tokenizer!r}; it must be a folder, or 'demo'.")
         if values.get("lora") is not None and "pretrained" not in model:
             raise ValueError("lora trains adapters of a trained model: set model.pretrained.")
+        optional = {"lora": LoraFields, "dpo": DpoFields, "grpo": GrpoFields}
+        chosen = {name: kind for name, kind in optional.items() if values.get(name) is not None}
         recipe = cls(
             model,
             tokenizer,
             DataFields.of("data", values["data"]),
             RunFields.of("run", values.get("run")),
             OptimizerFields.of("optimizer", values.get("optimizer")),
-            None if values.get("lora") is None else LoraFields.of("lora", values["lora"]),
-            CheckpointFields.of("checkpoints", values.get("checkpoints")),
-            ReportFields.of("reports", values.get("reports")),
+            checkpoints=CheckpointFields.of("checkpoints", values.get("checkpoints")),
+            reports=ReportFields.of("reports", values.get("reports")),
+            **{name: kind.of(name, values[name]) for name, kind in chosen.items()},
         )
+        for name, kind in (("dpo", "preferences"), ("grpo", "prompts")):
+            if getattr(recipe, name) is not None and recipe.data.kind != kind:
+                raise ValueError(
+                    f"{name} trains on {kind}, and data.kind is {recipe.data.kind!r}: set it to "
+                    f"{kind}, or leave {name} out."
+                )
+        if recipe.grpo is not None and recipe.run.eval_every_steps:
+            raise ValueError(
+                "run.eval_every_steps has no meaning with grpo, whose log has rewards."
+            )
         recipe.optimizer.check_steps(recipe.run.steps)
         return recipe
 

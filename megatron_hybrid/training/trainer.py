@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import model_folder
@@ -44,8 +44,11 @@ from megatron_hybrid.training.core_cpu_patch import core_cpu_patch
 from megatron_hybrid.training.data.batches import Batch, batches
 from megatron_hybrid.training.data.datasets import build_datasets
 from megatron_hybrid.training.data.rows import contents_of
+from megatron_hybrid.training.dpo import DpoLoss
+from megatron_hybrid.training.grpo import GrpoLoss
 from megatron_hybrid.training.lora import add_adapters, merge_adapters, save_adapters
-from megatron_hybrid.training.measures import Measures
+from megatron_hybrid.training.losses import CrossEntropy, Loss
+from megatron_hybrid.training.measures import Measures, mean_of
 from megatron_hybrid.training.optimizer import (
     build_optimizer,
     build_schedule,
@@ -54,7 +57,9 @@ from megatron_hybrid.training.optimizer import (
     update,
 )
 from megatron_hybrid.training.recipe import Recipe
+from megatron_hybrid.training.reference_policy import ReferencePolicy
 from megatron_hybrid.training.reports import Reports
+from megatron_hybrid.training.rollouts import Prompts, Rollouts
 from megatron_hybrid.training.run_lock import RunLock
 from megatron_hybrid.training.stop_signals import stop_signals
 from megatron_hybrid.utils.child_lifetime import ends_with_launcher
@@ -68,6 +73,9 @@ _LOSS_FIELDS = (
     "mtp_loss_scaling_factor",
 )
 """Fields of the model that change no forward pass, but what is trained."""
+
+_LOSSES_BY_LABEL = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+"""Coefficients of losses that core adds to each label's."""
 
 
 @dataclass
@@ -91,7 +99,8 @@ class Step:
     """An optimizer step."""
 
     loss: float
-    """Mean loss of a token with a label, in nats, over all ranks."""
+    """Mean loss of a token with a label, in nats, over all ranks; of a loss of one's own, the mean
+    of what it counts."""
     gradient_norm: float
     """Norm of the gradient over all parameters and ranks, before it was clipped."""
     updated: bool
@@ -126,18 +135,28 @@ class Trainer:
         recipe: sizes, data and settings of the run.
         folder: of the run: checkpoints, log.
         device: as `training_device` gave it.
+        loss: what is minimised; None: that of the recipe.
 
     Raises:
-        ValueError: the recipe does not fit the ranks, the data or the tokenizer; on all ranks.
+        ValueError: the recipe or the loss does not fit the ranks, the data, the model or the
+            tokenizer; on all ranks.
         CheckpointError: a checkpoint cannot be read, or is of another model; on all ranks.
         OSError: the folder cannot be written, or belongs to a run that is under way; on all ranks.
     """
 
-    def __init__(self, recipe: Recipe, folder: str | os.PathLike, device: torch.device):
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: str | os.PathLike,
+        device: torch.device,
+        loss: Loss | None = None,
+    ):
         self.recipe, self.folder, self.device = recipe, Path(folder), device
+        self.loss = _loss_of(recipe) if loss is None else loss
         with fail_together(ValueError, whole_job=True):
             self.tokenizer = _tokenizer(recipe)
             config = _model_config(recipe, self.tokenizer)
+            _check_loss(self.loss, recipe, config)
         with no_new_folders(self.folder):
             check_shared_folder(self.folder)
             with fail_together(OSError, whole_job=True):
@@ -155,6 +174,8 @@ class Trainer:
     def close(self) -> None:
         """Unlock the folder for another run, after all checkpoints are saved. The end of the object
         does the same."""
+        if getattr(self, "rollouts", None) is not None:
+            self.rollouts.engine.close()
         self._release()
 
     def _set_up(self, config: HybridConfig) -> None:
@@ -167,6 +188,11 @@ class Trainer:
                 f"run.global_batch_size is {run.global_batch_size}, no multiple of the {rows} rows "
                 f"of micro_batch_size={run.micro_batch_size} on {dp_size} data-parallel ranks. "
                 "Change one of them."
+            )
+        if recipe.grpo is not None and run.global_batch_size % (recipe.grpo.group_size * dp_size):
+            raise ValueError(
+                f"run.global_batch_size is {run.global_batch_size}, no multiple of grpo.group_size="
+                f"{recipe.grpo.group_size} times the {dp_size} data-parallel ranks."
             )
         self.num_micro_batches = run.global_batch_size // rows
         kept = recipe.checkpoints
@@ -187,19 +213,23 @@ class Trainer:
             require_unpacked(self.model, "the model cannot be trained")
         if recipe.lora is not None:
             add_adapters(self.model, recipe.lora)
+        self.reference: ReferencePolicy | None = None
+        """The policy that the run began with, if the loss needs it."""
+        if self.loss.needs_reference:
+            with device:
+                self.reference = ReferencePolicy(self.model, recipe.lora is not None)
         # Ranks with the same activations drop the same of them, others not.
         dp_rank, pp_rank = parallel_state.get_data_parallel_rank(), groups.pp.rank()
         torch.manual_seed(run.seed + 1 + dp_rank * groups.pp.size() + pp_rank)
 
-        self.train_data, self.eval_data, _ = build_datasets(
-            recipe.data,
-            self.tokenizer,
-            (
-                run.steps * run.global_batch_size,
-                run.eval_batches * run.global_batch_size if run.eval_every_steps else 0,
-                0,
-            ),
-        )
+        if recipe.grpo is None:
+            sizes = run.steps, run.eval_batches if run.eval_every_steps else 0, 0
+            self.train_data, self.eval_data, _ = build_datasets(
+                recipe.data, self.tokenizer, tuple(size * run.global_batch_size for size in sizes)
+            )
+        else:
+            with fail_together(ValueError, whole_job=True):
+                self.train_data, self.eval_data = Prompts(recipe, self.tokenizer), None
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=recipe.optimizer.distributed,
@@ -217,6 +247,9 @@ class Trainer:
         self.progress = Progress()
         if saved is not None:
             self._resume(saved)
+        self.rollouts: Rollouts | None = None
+        if recipe.grpo is not None:
+            self.rollouts = Rollouts(self.chunk, self.tokenizer, recipe, self.train_data)
 
     def train(self) -> None:
         """Train to the recipe's last step, or until SIGINT or SIGTERM. After a signal the running
@@ -269,7 +302,10 @@ class Trainer:
 
     def batches(self) -> Iterator[Batch]:
         """This rank's micro-batches of training data, from the present step on."""
-        return self._batches(self.train_data, self.progress.samples)
+        if self.rollouts is not None:
+            return self.rollouts.batches(self.progress.step)
+        data, fields = self._batches(self.train_data, self.progress.samples), self.recipe.data
+        return (batch.cut(fields.longest_sequence(self.progress.step)) for batch in data)
 
     def step(self, data: Iterator[Batch]) -> Step:
         """Train on the next global batch; every rank calls it.
@@ -283,7 +319,8 @@ class Trainer:
         progress = self.progress
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss, num_labels = self._run_batches(data, forward_only=False)
+        metrics, num_labels = self._run_batches(data, forward_only=False)
+        loss = mean_of(metrics["loss"])
         self.schedule.step(1)
         if math.isfinite(loss):  # without a label weights would decay all the same
             updated, norm = update(self.optimizer)
@@ -294,7 +331,7 @@ class Trainer:
         progress.tokens += num_labels
         progress.skipped_in_row = 0 if updated else progress.skipped_in_row + 1
         progress.skipped_steps += not updated
-        self.measures.add_loss(loss, num_labels)
+        self.measures.add_step(metrics)
         if progress.skipped_in_row > self.recipe.run.max_skipped_steps:
             self.checkpoints.finish()
             raise TrainingError(
@@ -307,18 +344,19 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss of a validation token, in nats, the same on all ranks."""
+        """Mean loss of a validation token, in nats, or of what the loss counts; the same on all
+        ranks."""
         if self.eval_data is None:
             raise ValueError("the recipe has no validation data: set run.eval_every_steps.")
         data = self._batches(self.eval_data, 0)
         self.chunk.eval()
         losses = [
-            self._run_batches(data, forward_only=True) for _ in range(self.recipe.run.eval_batches)
+            self._run_batches(data, forward_only=True)[0]["loss"]
+            for _ in range(self.recipe.run.eval_batches)
         ]
         self.chunk.train()
-        total = math.fsum(loss * count for loss, count in losses if count)
-        count = sum(count for _, count in losses)
-        return total / count if count else math.nan
+        total, count = (math.fsum(each) for each in zip(*losses))
+        return mean_of((total, count))
 
     def save(self) -> None:
         """Write a checkpoint; every rank calls it."""
@@ -341,34 +379,56 @@ class Trainer:
             if dist.get_rank() == 0:
                 self.tokenizer.save(folder)
 
-    def _run_batches(self, data: Iterator[Batch], forward_only: bool) -> tuple[float, int]:
-        """Mean loss of a global batch over all ranks, and its tokens with a label."""
-        run, sequence_length = self.recipe.run, self.recipe.data.sequence_length
-        options = {}
-        if self.model.boundary_width != self.model.config.hidden_size:
-            options["adjust_tensor_shapes_fn"] = self.model.adjust_tensor_shapes
-        outputs = get_forward_backward_func()(
-            forward_step_func=self._forward,
-            data_iterator=data,
-            model=[self.chunk],
-            num_microbatches=self.num_micro_batches,
-            seq_length=run.micro_batch_size * sequence_length,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            **options,
-        )
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+    def _run_batches(
+        self, data: Iterator[Batch], forward_only: bool
+    ) -> tuple[dict[str, tuple[float, float]], int]:
+        """Run a global batch forward, and backward if not forward_only.
+
+        Returns:
+            Over all ranks: sums and counts of the loss and its metrics, by name; and the number of
+            tokens with a label.
+        """
+        if self.reference is not None:
+            data = self._with_reference([next(data) for _ in range(self.num_micro_batches)])
+        outputs = self._schedule(data, self.chunk, forward_only=forward_only)
+        names = ("loss", *self.loss.metrics)
+        sums = torch.zeros(2 * len(names) + 1, dtype=torch.float64, device=self.device)
         for output in outputs:  # on the last pipeline stage
             sums += output["sums"]
         dist.all_reduce(sums, group=parallel_state.get_pipeline_model_parallel_group())
         dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
-        total, count = sums.tolist()
-        return total / count if count else math.nan, int(count)
+        *values, num_labels = sums.tolist()
+        return dict(zip(names, zip(values[::2], values[1::2]))), int(num_labels)
 
-    def _forward(self, data: Iterator[Batch], chunk: DistributedDataParallel) -> tuple[Tensor, Any]:
+    @torch.no_grad()
+    def _with_reference(self, given: list[Batch]) -> Iterator[Batch]:
+        """The same with what the reference policy says, on the last pipeline stage."""
+        with self.reference.policy() as policy:
+            outputs = self._schedule(
+                iter(given), policy, forward_only=True, collect_non_loss_data=True
+            )
+        if outputs:
+            columns = [{**one.columns, "reference": found} for one, found in zip(given, outputs)]
+            given = [replace(one, columns=each) for one, each in zip(given, columns)]
+        return iter(given)
+
+    def _schedule(self, data: Iterator[Batch], model: nn.Module, **options: Any) -> list[Any]:
+        """Run core's schedule over the micro-batches of a step."""
+        if self.model.boundary_width != self.model.config.hidden_size:
+            options["adjust_tensor_shapes_fn"] = self.model.adjust_tensor_shapes
+        return get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=data,
+            model=[model],
+            num_microbatches=self.num_micro_batches,
+            seq_length=self.recipe.run.micro_batch_size * self.recipe.data.sequence_length,
+            micro_batch_size=1,
+            **options,
+        )
+
+    def _forward(self, data: Iterator[Batch], chunk: nn.Module) -> tuple[Tensor, Any]:
         batch = next(data).to(self.device)
         if chunk.training:
-            batch = batch.cut(self.recipe.data.longest_sequence(self.progress.step))
             self.measures.count_batch(batch)
         with _unpatched():
             output = chunk(
@@ -380,7 +440,16 @@ class Trainer:
                 padding_mask=batch.padding_mask,
                 packed_seq_params=batch.packed_seq_params(),
             )
-        return output, partial(_loss, batch.loss_mask)
+        return output, partial(self._loss, batch)
+
+    def _loss(self, batch: Batch, losses: Tensor, non_loss_data: bool = False) -> Any:
+        """What core's schedules take: the sum of the losses, and the number of what they count."""
+        if non_loss_data:
+            return -losses
+        found = self.loss(-losses, batch)
+        metrics = [value for name in self.loss.metrics for value in found.metrics[name]]
+        sums = [found.total.detach(), found.count, *metrics, batch.loss_mask.sum()]
+        return found.total, found.count.int(), {"sums": torch.stack(sums).double()}
 
     def _any_rank(self, flag: bool) -> bool:
         flags = torch.tensor([float(flag)], device=self.device)
@@ -423,10 +492,13 @@ class Trainer:
 
     def _kind_of_states(self) -> dict[str, Any]:
         """Name what makes another run of it, other than `HybridConfig.differences` and the data."""
-        optimizer, lora, config = self.recipe.optimizer, self.recipe.lora, self.model.config
+        recipe, config = self.recipe, self.model.config
+        optimizer, lora = recipe.optimizer, recipe.lora
         return {
             **{f"model.{name}": str(getattr(config, name)) for name in _LOSS_FIELDS},
             "lora.alpha": lora and lora.alpha,
+            "dpo": recipe.dpo and asdict(recipe.dpo),
+            "grpo": recipe.grpo and {**asdict(recipe.grpo), "cache_bytes": None},
             "optimizer.name": optimizer.name,
             "optimizer.distributed": optimizer.distributed,
             "lora.rank": lora and lora.rank,
@@ -522,13 +594,6 @@ def _is_due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _loss(mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum of the losses and number of the tokens with a label, as core's schedules take them."""
-    total, count = (losses * mask).sum(), mask.sum()
-    sums = torch.stack((total.detach(), count)).double()
-    return total, count.int(), {"sums": sums}
-
-
 def _finalize_gradients(
     chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | None = None, **options: Any
 ) -> None:
@@ -541,6 +606,41 @@ def _finalize_gradients(
 def _unpatched() -> AbstractContextManager:
     """Leave the patch of core: the model does not need it, and its many calls would be slower."""
     return nullcontext() if torch.cuda.is_available() else torch._C.DisableTorchFunction()
+
+
+def _loss_of(recipe: Recipe) -> Loss:
+    if recipe.grpo is not None:
+        return GrpoLoss(recipe.grpo)
+    return CrossEntropy() if recipe.dpo is None else DpoLoss(recipe.dpo)
+
+
+def _check_loss(loss: Loss, recipe: Recipe, config: HybridConfig) -> None:
+    """Raise ValueError if the loss cannot be trained with this recipe."""
+    name, kind = type(loss).__name__, recipe.data.kind
+    section = {"preferences": "dpo", "prompts": "grpo"}.get(kind)
+    if section is not None and isinstance(loss, CrossEntropy):
+        raise ValueError(
+            f"data.kind is {kind!r}, of which cross entropy learns nothing: set {section}."
+        )
+    for field in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
+        if recipe.grpo is not None and (size := getattr(config, field)) > 1:
+            raise ValueError(
+                f"grpo with {field}={size}: each replica draws its completions alone, and its "
+                "batches have lengths of their own. Use data or tensor parallelism."
+            )
+    if loss.needs_reference and "pretrained" not in recipe.model:
+        raise ValueError(
+            f"the loss {name} compares with the model that the run begins with: set "
+            "model.pretrained, which it finds again when it goes on."
+        )
+    others = [each for each in _LOSSES_BY_LABEL if getattr(config, each)]
+    others += ["layer_pattern"] if config.pattern.predictions else []
+    if others and not loss.counts_labels:
+        raise ValueError(
+            f"the loss {name} does not count labels, by which model.{others[0]}="
+            f"{getattr(config, others[0])!r} is weighed: set it to 0, or leave the parts after / "
+            "out of the pattern."
+        )
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer:

@@ -32,12 +32,13 @@ def write_conversations(
     conversations: Sequence[Sequence[int]],
     answers: Sequence[Sequence[tuple[int, int]]],
     tokenizer: Tokenizer,
+    kind: str = "sft",
 ) -> str:
-    """A dataset of sft; answers: [start, end) in the tokens of each conversation."""
+    """A dataset of this kind; answers: [start, end) in the tokens of each conversation."""
     write_index(prefix, conversations)
     flat = [[place for span in spans for place in span] for spans in answers]
     write_index(f"{prefix}{ANSWERS}", flat, np.int32)
-    _describe(prefix, "sft", conversations, tokenizer)
+    _describe(prefix, kind, conversations, tokenizer)
     return str(prefix)
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import Any
 
@@ -30,10 +30,13 @@ class Batch:
     """Lengths of the sequences in the row; their sum is T."""
     padding_mask: Tensor | None = None
     """bool [1, T]: True for tokens that only fill the row; None: there are none."""
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    """What a loss needs in addition, [1, T] by name; "reference": fp32 log-probabilities of the
+    labels by the reference policy."""
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]]) -> Batch:
-        """Join rows of a dataset of `build_datasets`."""
+        """Join rows of a dataset of `build_datasets`; those of others may have "columns"."""
         tokens, labels, loss_mask = (
             torch.cat([row[name] for row in rows])[None]
             for name in ("tokens", "labels", "loss_mask")
@@ -43,7 +46,11 @@ class Batch:
             sizes = [(len(row["tokens"]), row.get("padding", 0)) for row in rows]
             padding_mask = torch.cat([torch.arange(n) >= n - fill for n, fill in sizes])[None]
         lengths = [n for row in rows for n in row["lengths"]]
-        return cls(tokens, labels, loss_mask, lengths, padding_mask)
+        columns = {
+            name: torch.cat([row["columns"][name] for row in rows])[None]
+            for name in rows[0].get("columns", ())
+        }
+        return cls(tokens, labels, loss_mask, lengths, padding_mask, columns)
 
     @property
     def position_ids(self) -> Tensor:
@@ -72,6 +79,7 @@ class Batch:
             labels=self.labels.to(device),
             loss_mask=self.loss_mask.to(device),
             padding_mask=None if self.padding_mask is None else self.padding_mask.to(device),
+            columns={name: column.to(device) for name, column in self.columns.items()},
         )
 
     def cut(self, most: int) -> Batch:

@@ -26,9 +26,11 @@ class DataFields(Fields):
     sequence_length: Annotated[int, Range(ge=1, le=2**31 - 1)]
     """Tokens of a row."""
 
-    kind: Literal["pretraining", "sft"] = "pretraining"
+    kind: Literal["pretraining", "sft", "preferences", "prompts"] = "pretraining"
     """"pretraining": documents are joined, and cut into rows. "sft": whole conversations are packed
-    into rows, with loss on the answers alone."""
+    into rows, with loss on the answers alone. "preferences": pairs of conversations, a chosen and a
+    rejected one, for `dpo`. "prompts": `train` names files of JSONL whose records have a `prompt`,
+    a text or messages, for `grpo`."""
 
     blend: list = field(default_factory=list)
     """The blend that `split` divides into training, validation and test data."""
@@ -78,6 +80,8 @@ class DataFields(Fields):
                 f"give either blend (with split), or train, valid and test; got {given or 'none'}"
                 f"{' beside blend' if self.blend else ''}."
             )
+        if self.kind == "prompts" and (self.blend or parse_blend("train", self.train)[1]):
+            raise ValueError("prompts are files in train, without weights, and no blend.")
         parse_split(self.split)
         self._check_warmup()
 
@@ -96,6 +100,8 @@ class DataFields(Fields):
         )
         for column in zip(*pairs) if sound else ():
             sound = sound and list(column) == sorted(set(column)) and column[0] > 0
+        if pairs and self.kind in ("preferences", "prompts"):
+            raise ValueError(f"sequence_length_warmup would cut the answers to {self.kind}.")
         if not sound or any(tokens >= self.sequence_length for _, tokens in pairs):
             raise ValueError(
                 f"sequence_length_warmup is {pairs!r}; it must be a list of pairs [step, tokens] "

@@ -16,7 +16,7 @@ from megatron_hybrid.distributed.ranks import fail_together
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.data.config import SPLITS, DataFields, parse_blend, parse_split
 from megatron_hybrid.training.data.index_files import check_dataset, count_labels
-from megatron_hybrid.training.data.rows import ConversationRows, DocumentRows
+from megatron_hybrid.training.data.rows import ConversationRows, DocumentRows, PreferenceRows
 
 
 def build_datasets(
@@ -55,8 +55,11 @@ def build_datasets(
     if fields.blend:  # core would look for the documents of a part that nobody asks for
         parts = zip(config.split_matrix, num_samples)
         config.split_matrix = [None if size == 0 else part for part, size in parts]
-    rows = ConversationRows if fields.kind == "sft" else DocumentRows
-    return tuple(BlendedMegatronDatasetBuilder(rows, num_samples, lambda: True, config).build())
+    rows, builder = _ROWS[fields.kind], BlendedMegatronDatasetBuilder
+    return tuple(builder(rows, num_samples, lambda: True, config).build())
+
+
+_ROWS = {"pretraining": DocumentRows, "sft": ConversationRows, "preferences": PreferenceRows}
 
 
 def _checked_blends(fields: DataFields, tokenizer: Tokenizer, num_samples: tuple) -> dict:
@@ -101,9 +104,10 @@ def _checked(
         lengths = check_dataset(prefix, tokenizer, fields.kind, fields.reset_at_documents)
         sizes.append(float(lengths.sum(dtype=np.int64)))
         used, what = lengths, "tokens"
-        if fields.kind == "sft":
-            used = count_labels(prefix, fields.sequence_length)
-            what = f"an answer to train in their first {fields.sequence_length} tokens"
+        if fields.kind != "pretraining":
+            most = fields.sequence_length // _ROWS[fields.kind].group
+            used = count_labels(prefix, most)
+            what = f"an answer to train in their first {most} tokens"
         for split, (start, end) in bounds.items():
             first, last = (round(bound * len(lengths)) for bound in (start, end))
             if not used[first:last].any():

@@ -25,6 +25,11 @@ ANSWERS = ".answers"
 _MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
 _READ_WHOLE, _SAMPLE, _NUM_SAMPLES = 64 << 20, 1 << 20, 64
 """Bytes of a file of which `content_of` reads all; of a larger one it reads so many samples."""
+_OPTIONS = {
+    "pretraining": "without --chat and --preferences",
+    "sft": "with --chat",
+    "preferences": "with --preferences",
+}
 _AGAIN = "Remove it, and run `megatron-hybrid preprocess` again."
 
 
@@ -87,7 +92,7 @@ class Description:
     """Content of PREFIX.json."""
 
     kind: str
-    """"pretraining" or "sft", as in `DataFields`."""
+    """"pretraining", "sft" or "preferences", as in `DataFields`."""
     tokenizer: str
     """Fingerprint of the tokenizer."""
     vocab_size: int
@@ -124,7 +129,7 @@ def check_dataset(prefix: str, tokenizer: Tokenizer, kind: str, ends_documents: 
     """Check a dataset's files against each other and against the tokenizer.
 
     Args:
-        kind: "pretraining" or "sft".
+        kind: "pretraining", "sft" or "preferences".
         ends_documents: whether documents must end with the tokenizer's `eod`.
 
     Returns:
@@ -138,9 +143,11 @@ def check_dataset(prefix: str, tokenizer: Tokenizer, kind: str, ends_documents: 
     found = read_description(prefix)
     if found is not None:
         _check_description(prefix, found, tokenizer, kind, lengths)
-    elif kind == "sft":
-        raise ValueError(f"{description_path(prefix)} is missing: {prefix} is not a dataset of sft")
-    if kind == "sft":
+    elif kind != "pretraining":
+        raise ValueError(
+            f"{description_path(prefix)} is missing: {prefix} is not a dataset of {kind}"
+        )
+    if kind != "pretraining":
         spans = _check_index(prefix + ANSWERS)
         if len(spans) != len(lengths):
             raise ValueError(
@@ -188,9 +195,8 @@ def _check_description(
 ) -> None:
     path = description_path(prefix)
     if found.kind != kind:
-        option = "with" if kind == "sft" else "without"
         raise ValueError(
-            f"{prefix} was made for {found.kind}, not for {kind}: make it anew {option} --chat."
+            f"{prefix} was made for {found.kind}, not for {kind}: make it anew {_OPTIONS[kind]}."
         )
     if found.tokenizer != tokenizer.fingerprint:
         raise ValueError(

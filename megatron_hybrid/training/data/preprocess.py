@@ -50,6 +50,7 @@ def preprocess(
     key: str | None = None,
     workers: int = 1,
     chat: bool = False,
+    preferences: bool = False,
     append_eod: bool | None = None,
     one_per_line: bool = False,
     skip_broken: bool = False,
@@ -66,9 +67,12 @@ def preprocess(
         inputs: files of JSONL, text or parquet, by their endings.
         tokenizer: folder of the model that is to be trained, or "demo".
         output: prefix of the files to write; there must be no such dataset.
-        key: field of the text, None: "text"; with chat of the messages, None: "messages".
+        key: field of the text, None: "text"; with chat of the messages, None: "messages". Of
+            preferences None.
         workers: processes that encode; this one reads and writes.
         chat: documents are conversations, for supervised fine-tuning.
+        preferences: records have a "chosen" and a "rejected" answer to a "prompt"; each makes two
+            conversations, one after the other.
         append_eod: end each document with the tokenizer's end token; None: all but conversations,
             whose ends the chat template writes.
         one_per_line: each line of a text file is a document; else the file is one.
@@ -84,17 +88,21 @@ def preprocess(
         RuntimeError: a worker died.
     """
     paths, folder = check_files(inputs), model_folder(tokenizer)
+    if preferences and (chat or key is not None):
+        raise ValueError("preferences have fields of their own: leave out --chat and --key.")
+    chat, key = chat or preferences, "chosen" if preferences else key
     if append_eod is None:
         append_eod = not chat
     loaded = Tokenizer.from_folder(folder)
     _check(loaded, folder, output, workers, chat, append_eod)
     field = key or ("messages" if chat else "text")
-    arguments = folder, field, chat, append_eod, train_on, training_template
+    arguments = folder, field, chat, append_eod, train_on, training_template, preferences
     chunks = (chunk for path in paths for chunk in read_chunks(path, one_per_line))
     began = time.perf_counter()
     total = sum(path.stat().st_size for path in paths)
     empty = broken = 0
-    with no_new_folders(Path(output).parent), _Output(Path(output), loaded, chat) as files:
+    kind = "preferences" if preferences else "sft" if chat else "pretraining"
+    with no_new_folders(Path(output).parent), _Output(Path(output), loaded, kind) as files:
         # Closed, so that no worker outlives an error.
         with (
             progress("preprocess", total) as advance,
@@ -162,8 +170,8 @@ def _check(
 class _Output:
     """Files of a dataset, in a folder next to it until they are whole."""
 
-    def __init__(self, prefix: Path, tokenizer: Tokenizer, chat: bool):
-        self.prefix, self.tokenizer, self.chat = prefix, tokenizer, chat
+    def __init__(self, prefix: Path, tokenizer: Tokenizer, kind: str):
+        self.prefix, self.tokenizer, self.kind = prefix, tokenizer, kind
         self.folder = prefix.with_name(f"{prefix.name}.partial")
         self.documents = self.tokens = self.answer_tokens = 0
 
@@ -171,7 +179,7 @@ class _Output:
         shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
         self.folder.mkdir(parents=True)
         self.text = self._builder("", token_dtype(self.tokenizer.vocab_size))
-        self.answers = self._builder(ANSWERS, np.int32) if self.chat else None
+        self.answers = self._builder(ANSWERS, np.int32) if self.kind != "pretraining" else None
         return self
 
     def __exit__(self, *error) -> None:
@@ -201,7 +209,7 @@ class _Output:
             suffixes = [f"{ANSWERS}.bin", f"{ANSWERS}.idx", *suffixes]
         tokenizer = self.tokenizer
         Description(
-            "sft" if self.chat else "pretraining",
+            self.kind,
             tokenizer.fingerprint,
             tokenizer.vocab_size,
             tokenizer.eod,

@@ -81,6 +81,9 @@ class ConversationRows(MegatronDataset):
     left out. What is left of a row is a sequence of padding.
     """
 
+    group = 1
+    """Conversations that stay together in a row, each in its own part of it."""
+
     def __init__(
         self,
         dataset: Conversations,
@@ -92,28 +95,34 @@ class ConversationRows(MegatronDataset):
     ):
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         self.unique_identifiers["content"] = content_of(dataset_path)
-        self.indices = indices[count_labels(dataset_path, config.sequence_length)[indices] > 0]
-        if num_unlabelled := len(indices) - len(self.indices):
+        size, group = config.sequence_length // self.group, self.group
+        part = "the sequence_length" if group == 1 else f"1/{group} of the sequence_length"
+        groups = np.unique(indices // group)[:, None] * group + np.arange(group)
+        has_labels = count_labels(dataset_path, size) > 0
+        groups = groups[np.isin(groups, indices).all(1)]  # a split may divide one
+        self.indices = groups[has_labels[groups].all(1)]
+        if num_unlabelled := len(groups) - len(self.indices):
             logger.warning(
                 "%s: %d of %d conversations are left out, which have no answer to train in their "
-                "first %d tokens, the sequence_length.",
-                *(dataset_path, num_unlabelled, len(indices), config.sequence_length),
+                "first %d tokens, %s.",
+                *(dataset_path, num_unlabelled * group, groups.size, size, part),
             )
         lengths = np.asarray(dataset.tokens.sequence_lengths)[self.indices] - 1
-        self.num_truncated = int((lengths > config.sequence_length).sum())
-        """Conversations that are longer than a row."""
+        self.num_truncated = int((lengths > size).sum())
+        """Conversations that are longer than their part of a row."""
         if self.num_truncated:
             logger.warning(
-                "%s: %d of %d conversations are cut off after %d tokens, the sequence_length.",
-                *(dataset_path, self.num_truncated, len(lengths), config.sequence_length),
+                "%s: %d of %d conversations are cut off after %d tokens, %s.",
+                *(dataset_path, self.num_truncated, lengths.size, size, part),
             )
-        self.lengths = np.minimum(lengths, config.sequence_length)
+        self.lengths = np.minimum(lengths, size)
         self.rows: list[np.ndarray] = []
-        """Places in `indices` of the conversations of each row."""
+        """Places in `indices` of the groups of each row."""
         epoch = 0
         while not epoch or len(self.rows) < (num_samples or 0):
             seed = [config.random_seed, index_split.value, epoch]
-            self.rows += pack(self.lengths, config.sequence_length, np.random.RandomState(seed))
+            random = np.random.RandomState(seed)
+            self.rows += pack(self.lengths.sum(1), config.sequence_length, random)
             epoch += 1
 
     @staticmethod
@@ -133,9 +142,10 @@ class ConversationRows(MegatronDataset):
         tokens, labels = (torch.full((size,), padding) for _ in range(2))
         loss_mask = torch.zeros(size)
         start, lengths = 0, []
-        for place in self.rows[index]:
-            length = int(self.lengths[place])
-            piece, is_answer = self.dataset.get(self.indices[place], length + 1)
+        places = self.rows[index]
+        for number, length in zip(self.indices[places].flat, self.lengths[places].flat):
+            length = int(length)
+            piece, is_answer = self.dataset.get(number, length + 1)
             part = slice(start, start + length)
             tokens[part], labels[part] = torch.from_numpy(piece[:-1]), torch.from_numpy(piece[1:])
             loss_mask[part] = torch.from_numpy(is_answer[1:]).float()
@@ -151,6 +161,13 @@ class ConversationRows(MegatronDataset):
             "lengths": lengths,
             "padding": size - start,
         }
+
+
+class PreferenceRows(ConversationRows):
+    """Rows packed with preferences: a chosen conversation, and after it the rejected one. Each has
+    half of a row at most."""
+
+    group = 2
 
 
 def contents_of(dataset: Any) -> list[str]:

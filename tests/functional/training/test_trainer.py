@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from index_folders import write_documents
+from index_folders import write_conversations, write_documents
 from matrix import matrix_rows
 from megatron.core import parallel_state
 from rank_processes import train_on_ranks
@@ -93,6 +93,13 @@ def recipe(folder: Path, layout: str | None = None, **run) -> Recipe:
     )
 
 
+def preferences(folder: Path, layout: str | None = None) -> Recipe:
+    """A recipe of DPO: both of a pair stay on one rank, and the reference is in the same layout."""
+    values, pairs = recipe(folder, layout).to_dict(), [str(folder / "pairs")]
+    data = {"kind": "preferences", "sequence_length": 2 * LENGTH, "train": pairs}
+    return Recipe.of({**values, "data": data, "dpo": {}})
+
+
 def train(folder: Path, name: str, chosen: Recipe) -> Trainer:
     parallel_state.destroy_model_parallel()
     trainer = Trainer(chosen, folder / name, torch.device("cpu"))
@@ -132,6 +139,8 @@ def train_all(layouts: list[str], folder: Path) -> None:
         trainer.optimizer.step()  # as a script without `update`
     for layout in layouts:
         train(folder, layout, recipe(folder, layout))
+        if layout in FP32:
+            train(folder, f"pairs of {layout}", preferences(folder, layout))
     for saved, resumed in dict.fromkeys([*RESUMED, *zip(SAME, SAME)]):
         if resumed in layouts and (folder / saved).exists():
             name = f"{saved} to {resumed}"
@@ -168,6 +177,8 @@ def folder(tmp_path):
         for size in sizes
     ]
     write_documents(folder / "text", documents, tokenizer)
+    answers = [[(2, len(document))] for document in documents]
+    write_conversations(folder / "pairs", documents, answers, tokenizer, "preferences")
     return folder
 
 
@@ -240,8 +251,10 @@ def test_two_ranks_train_as_plain_torch_and_go_on_from_any_layout(folder, layout
             rendezvous = folder / f"ranks of {group[0]}"
             rendezvous.mkdir()
             train_on_ranks(train_all, RANKS, rendezvous, group, folder)
+    train_alone(folder, "pairs alone", preferences(folder))
     for layout in set(FP32).intersection(layouts):
         check(folder, layout, expected)
+        check(folder, f"pairs of {layout}", rows(folder / "pairs alone"))
     for saved, resumed in RESUMED:
         if {saved, resumed} <= set(layouts):
             check(folder, f"{saved} to {resumed}", expected[SAVED_STEP:])

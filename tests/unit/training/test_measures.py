@@ -47,7 +47,7 @@ def test_speed_is_of_all_tokens_and_work_of_full_attention_grows_with_a_sequence
 def test_the_loss_is_that_of_a_token_and_leaves_out_what_is_not_finite():
     measures = Measures(small_model("M"))
     for loss, labels in ((1.0, 30), (math.nan, 40), (2.0, 10)):
-        measures.add_loss(loss, labels)
+        measures.add_step({"loss": (loss * labels, labels)})
     assert measures.take()["loss"] == pytest.approx(1.25)
     assert math.isnan(measures.take()["loss"])  # each call begins anew
 

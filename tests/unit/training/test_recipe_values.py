@@ -22,7 +22,11 @@ MODEL = {
 }
 HINTS = get_type_hints(Recipe)
 del HINTS["model"], HINTS["tokenizer"]
-NEEDED = {"model": MODEL, "data": {"sequence_length": 16, "train": ["text"]}}
+NEEDED = {
+    "model": MODEL,
+    "data": {"sequence_length": 16, "train": ["text"]},
+    "grpo": {"reward": "module:function"},
+}
 OTHERS = {"tokenizer": "demo", "data": NEEDED["data"]}
 SECTIONS = {
     "model": HybridConfig,

@@ -121,13 +121,13 @@ def poisoned(steps, value):
             return result
 
         def _run_batches(self, data, **options):
-            sums = super()._run_batches(data, **options)
+            metrics, num_labels = super()._run_batches(data, **options)
             if self.progress.step + 1 in steps:
                 if value == "loss":
-                    sums = math.nan, sums[1]
+                    metrics = {"loss": (math.nan, num_labels)}
                 else:
                     next(self.model.parameters()).main_grad.view(-1)[3] = float(value)
-            return sums
+            return metrics, num_labels
 
     return Poisoned
 

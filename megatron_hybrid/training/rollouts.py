@@ -1,0 +1,197 @@
+"""Rollouts: completions that the model draws for prompts while it is trained, as batches."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pkgutil import resolve_name
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+from megatron_hybrid.distributed.ranks import fail_together
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.requests.request import GenerationResult
+from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.text.document_files import Chunk, check_files, read_chunks
+from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.training.data.batches import Batch
+from megatron_hybrid.training.data.config import parse_blend
+from megatron_hybrid.training.recipe import Recipe
+
+_SAMPLING = {
+    **{"temperature": 1.0, "top_k": 0, "top_p": 0.0, "min_p": 0.0, "repetition_penalty": 1.0},
+    **{"return_log_probs": True, "skip_prompt_log_probs": True, "detokenize_stop_sequence": True},
+    "min_tokens": 0,
+}
+"""The model's own distribution, whatever its generation_config.json says, and its end token."""
+
+
+class Prompts:
+    """The records of files with the tokens of their prompts, and the function that rewards them.
+
+    Raises:
+        ValueError: a file or record cannot be read, or a prompt has no room in a row; or there is
+            no such function.
+    """
+
+    def __init__(self, recipe: Recipe, tokenizer: Tokenizer):
+        self.reward = _find_reward(recipe.grpo.reward)
+        self.records: list[dict[str, Any]] = []
+        self.tokens: list[list[int]] = []
+        digest, size = hashlib.blake2b(digest_size=16), recipe.data.sequence_length
+        room = size - recipe.grpo.max_tokens
+        for path in check_files(parse_blend("train", recipe.data.train)[0]):
+            for chunk in read_chunks(path):
+                for place, record, tokens in _prompts_of(chunk, tokenizer):
+                    if not 0 < len(tokens) <= room:
+                        raise ValueError(
+                            f"{place}: the prompt has {len(tokens)} tokens; a row of {size} has "
+                            f"room for 1 to {room} and grpo.max_tokens={recipe.grpo.max_tokens}."
+                        )
+                    self.records.append(record)
+                    self.tokens.append(tokens)
+                    digest.update(repr(record).encode())
+        if not self.records:
+            raise ValueError(f"{recipe.data.train} have no prompts: name files in data.train.")
+        self.unique_identifiers = {"content": digest.hexdigest()}
+
+    def place(self, number: int, seed: int) -> int:
+        """Place of a record in epochs, each of which has an order of its own."""
+        epoch, place = divmod(number, len(self.records))
+        return int(np.random.RandomState([seed, epoch]).permutation(len(self.records))[place])
+
+
+class Rollouts:
+    """Draws groups of completions by an engine on the model's own weights.
+
+    Args:
+        model: as it is trained, with its gradients and optimizer.
+        prompts: those of all ranks.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Tokenizer, recipe: Recipe, prompts: Prompts):
+        self.model, self.tokenizer, self.recipe, self.prompts = model, tokenizer, recipe, prompts
+        sizes = {
+            "cache_bytes": recipe.grpo.cache_bytes,
+            "max_sequence_length": recipe.data.sequence_length,
+            "max_requests": max(64, recipe.grpo.group_size),
+        }
+        self.engine = DynamicInferenceEngine(model, tokenizer, InferenceConfig(**sizes))
+        self.engine.suspend("drop")
+        model.train()
+
+    def batches(self, step: int) -> Iterator[Batch]:
+        """Micro-batches of this rank from a step on, without end. Completions are drawn when the
+        first batch of a step is asked for, with the weights of then."""
+        updates, size = self.recipe.grpo.updates, self.recipe.run.micro_batch_size
+        rows: list[dict[str, Any]] = []
+        while True:
+            if not rows or step % updates == 0:
+                rows = self._draw(step // updates)
+            for start in range(0, len(rows), size):
+                yield Batch.of(rows[start : start + size])
+            step += 1
+
+    def _draw(self, number: int) -> list[dict[str, Any]]:
+        """Draw the completions of a batch of prompts, as rows. number: of the batch."""
+        fields, run, data = self.recipe.grpo, self.recipe.run, self.recipe.data
+        rank, ranks = self.engine.replica
+        own = run.global_batch_size // fields.group_size // ranks
+        numbers = range((number * ranks + rank) * own, (number * ranks + rank + 1) * own)
+        places = [self.prompts.place(each, data.seed) for each in numbers]
+        length = fields.max_tokens
+        params = [
+            SamplingParams(**_SAMPLING, num_tokens_to_generate=length, seed=run.seed + each)
+            for each in numbers
+        ]
+        prompts = [self.prompts.tokens[place] for place in places]
+        self.engine.update_weights()
+        self.engine.resume()
+        options = RequestOptions(n=fields.group_size)
+        results = self.engine.generate(prompts, params, options, progress=False)
+        self.engine.suspend("drop")
+        self.model.train()
+        samples = [sample for result in results for sample in result.samples]
+        records = [self.prompts.records[place] for place in places for _ in range(options.n)]
+        rewards = self._rewards(records, samples).view(-1, options.n)
+        advantages = rewards - rewards.mean(1, keepdim=True)
+        if fields.scale_rewards:
+            advantages /= rewards.std(1, keepdim=True) + 1e-4
+        return list(map(_row, samples, advantages.flatten(), rewards.flatten()))
+
+    def _rewards(
+        self, records: Sequence[dict[str, Any]], samples: Sequence[GenerationResult]
+    ) -> Tensor:
+        """Ask for the rewards on the first rank of each model, fp32 [samples]."""
+        group, found = parallel_state.get_tensor_model_parallel_group(), [None]
+        with fail_together(ValueError, whole_job=True):
+            if group.rank() == 0:
+                ids = [sample.token_ids for sample in samples]
+                texts: list[Any] = list(map(self.tokenizer.decode, ids))
+                for place, record in enumerate(records):
+                    if not isinstance(record["prompt"], str):
+                        texts[place] = [{"role": "assistant", "content": texts[place]}]
+                names = {name for record in records for name in record} - {"prompt"}
+                columns = {name: [record.get(name) for record in records] for name in names}
+                columns["prompts"] = [record["prompt"] for record in records]
+                rewards = self.prompts.reward(completions=texts, completion_ids=ids, **columns)
+                found = [torch.tensor(rewards, dtype=torch.float32)]
+                if found[0].shape != (len(samples),) or not found[0].isfinite().all():
+                    raise ValueError(
+                        f"grpo.reward {self.recipe.grpo.reward} returned {rewards!r:.80}; it must "
+                        f"be a list of {len(samples)} finite numbers."
+                    )
+        dist.broadcast_object_list(found, group=group, group_src=0)
+        return found[0]
+
+
+def _prompts_of(
+    chunk: Chunk, tokenizer: Tokenizer
+) -> Iterator[tuple[str, dict[str, Any], list[int]]]:
+    """The place of each record, its fields, and the tokens of its prompt."""
+    for index in range(len(chunk.records)):
+        place = chunk.place(index)
+        try:
+            if (record := chunk.parse(index, "prompt")) is None:
+                continue
+            prompt = record["prompt"]
+            if isinstance(prompt, str):
+                tokens = tokenizer.encode(prompt)
+            else:
+                tokens, _ = tokenizer.chat_prompt(prompt, tools=record.get("tools"))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{place}: {error}") from error
+        yield place, record, tokens
+
+
+def _find_reward(name: str) -> Callable[..., Sequence[float]]:
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        return resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"grpo.reward is {name!r}; it must be module:function, of a module in {folder} or one "
+            f"that is installed ({error})."
+        ) from error
+
+
+def _row(sample: GenerationResult, advantage: Tensor, reward: Tensor) -> dict[str, Any]:
+    """A completion with its prompt: tokens that predict the next one."""
+    ids = torch.tensor([*sample.prompt_tokens, *sample.token_ids])
+    mask = (torch.arange(1, len(ids)) >= len(sample.prompt_tokens)).float()
+    drawn = torch.zeros_like(mask)
+    drawn[mask > 0] = torch.tensor(sample.log_probs)
+    columns = {"drawn": drawn, "advantage": advantage * mask, "reward": reward * mask}
+    row = {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": mask, "lengths": [len(mask)]}
+    return {**row, "columns": columns}
