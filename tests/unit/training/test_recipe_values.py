@@ -33,7 +33,7 @@ SECTIONS = {
     **{name: get_args(hint)[0] if get_args(hint) else hint for name, hint in HINTS.items()},
 }
 NEGATIVE = {
-    *("glu_linear_offset", "moe_router_force_biased", "residual_multiplier"),
+    *("glu_linear_offset", "moe_router_force_biased", "residual_multiplier", "stream_multiplier"),
     *("embedding_multiplier", "logits_multiplier", "mlp_gate_multiplier", "mlp_output_multiplier"),
     *(f"{part}_{way}_multiplier" for part in ("attention", "mamba") for way in ("input", "output")),
     *(field.name for field in dataclasses.fields(HybridConfig) if field.name not in SAVED_FIELDS),
