@@ -21,15 +21,12 @@ import torch.distributed as dist
 from ingress import Call, Exchange, Ingress
 from pydantic import BaseModel
 from ray import serve
-from ray.serve.config import RequestRouterConfig
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.service import Service
-
-ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
 class Options(BaseModel, extra="forbid"):
@@ -45,8 +42,6 @@ class Options(BaseModel, extra="forbid"):
     """CPUs of each rank."""
     inference: dict = {}
     """Fields of `InferenceConfig`, such as cache_bytes."""
-    router: str = ROUTER
-    """A class of Ray's that picks the replica."""
 
 
 def load(options: Options):
@@ -143,6 +138,5 @@ def build(options: Options) -> serve.Application:
     server = Server.options(
         placement_group_bundles=[rank] * options.tp,
         ray_actor_options={"num_cpus": options.cpus, "num_gpus": int(options.on_gpus)},
-        request_router_config=RequestRouterConfig(request_router_class=options.router),
     )
     return Ingress.bind(server.bind(options))
