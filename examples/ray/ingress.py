@@ -35,12 +35,14 @@ class Call:
 
     @property
     def prompt(self) -> str:
-        """Return what Ray's prefix-aware router compares: the chat or the text as JSON."""
-        with suppress(ValueError, AttributeError):
+        """Return what Ray's prefix-aware router compares, as JSON: a chat's contents, a text or
+        token ids; of other requests the path. It is never empty, as Ray divides by its length."""
+        found: Any = self.scope["path"]
+        with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
             fields = json.loads(self.body)
-            found = (fields.get(name) for name in ("messages", "prompt", "input"))
-            return json.dumps(next(filter(None, found), ""))
-        return ""
+            found = next(filter(None, map(fields.get, ("messages", "prompt", "input"))), found)
+            found = [each["content"] for each in found]  # a text has no messages: it stays
+        return json.dumps(found)
 
 
 def merged(texts: list[tuple[str, str]]) -> bytes:
@@ -129,7 +131,7 @@ async def _pieces(messages: Any, start: dict[str, Any], path: str) -> AsyncItera
         if path.startswith("/v1/messages"):
             event = b"event: error\n"
         elif path.startswith("/v1/responses"):
-            event, body = b"event: error\n", {"type": "error", **body["error"]}
+            event, body = b"event: error\n", body["error"] | {"type": "error"}
         yield event + b"data: %b\n\n" % json.dumps(body).encode()
     finally:
         messages.cancel()
