@@ -16,7 +16,7 @@ import pytest
 import yaml
 from http_server import running_server
 from prometheus_client.parser import text_string_to_metric_families
-from ray.serve.schema import ServeDeploySchema
+from span_collector import CALLER, TRACEPARENT, span_collector
 from waiting import wait_until
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray"
@@ -36,7 +36,7 @@ ASKED = {
 class Cluster:
     """A `serve run` on this machine. Attributes: url (of HTTP)."""
 
-    def __init__(self, folder: Path, port: int, **changed: int):
+    def __init__(self, folder: Path, port: int, **changed: object):
         settings = yaml.safe_load((EXAMPLE / "ray_serve.yaml").read_text())
         settings["http_options"]["port"] = port
         (application,) = settings["applications"]
@@ -92,7 +92,7 @@ class Cluster:
 
 
 @contextmanager
-def cluster(folder: Path, port: int, **changed: int) -> Iterator[Cluster]:
+def cluster(folder: Path, port: int, **changed: object) -> Iterator[Cluster]:
     made = Cluster(folder, port, **changed)
     try:
         wait_until(made.answers)
@@ -119,12 +119,6 @@ def plain() -> Iterator[httpx.Client]:
 
 def told(answer: dict) -> list:
     return [[each["text"], each["finish_reason"], each["logprobs"]] for each in answer["choices"]]
-
-
-def test_the_file_is_what_ray_serve_reads():
-    settings = yaml.safe_load((EXAMPLE / "ray_serve.yaml").read_text())
-    (application,) = ServeDeploySchema(**settings).applications
-    assert application.import_path == "ray_serve:build"
 
 
 @pytest.mark.parametrize("what", ASKED)
@@ -228,7 +222,8 @@ def test_a_replica_that_is_killed_is_replaced_and_its_streams_end_with_an_error(
         for path, lines in streams.items():
             last = [line for line in lines if line.startswith("data: ")][-1]
             event = json.loads(last.removeprefix("data: "))
-            assert "replica ended" in str(event.get("error", event)["message"]), path
+            assert "replica ended" in event.get("error", event)["message"], path
+            assert event.get("type", "error") == "error", path
     began = time.monotonic()
     wait_until(two.answers)
     print(f"answered {time.monotonic() - began:.1f} s after both replicas were killed")
@@ -236,15 +231,20 @@ def test_a_replica_that_is_killed_is_replaced_and_its_streams_end_with_an_error(
 
 
 def test_a_replica_of_two_ranks_answers_and_is_replaced_when_a_rank_is_killed(tmp_path, two, plain):
+    """Its spans belong to the caller's trace."""
     two.end()
     expected = told(plain.post("/v1/completions", json=GREEDY).json())
-    with cluster(tmp_path, 18_652, tp=2) as split:
-        assert told(split.ask(GREEDY))[0][0] == expected[0][0]
-        (rank,) = split.processes("ray::Rank")
-        rank.kill()
-        rank.wait()
-        began = time.monotonic()
-        wait_until(lambda: len(split.processes("ray::Rank")) == 1)
-        wait_until(split.answers)
-        print(f"answered {time.monotonic() - began:.1f} s after a rank was killed")
-        assert told(split.ask(GREEDY))[0][0] == expected[0][0]
+    with span_collector() as collector:
+        settings = {"cache_bytes": 64 << 20, "otlp_traces_endpoint": collector.endpoint}
+        with cluster(tmp_path, 18_652, tp=2, inference=settings) as split:
+            split.client.headers["traceparent"] = TRACEPARENT
+            assert told(split.ask(GREEDY))[0][0] == expected[0][0]
+            wait_until(lambda: CALLER in {s.parent_span_id.hex() for s in collector.spans.values()})
+            (rank,) = split.processes("ray::Rank")
+            rank.kill()
+            rank.wait()
+            began = time.monotonic()
+            wait_until(lambda: len(split.processes("ray::Rank")) == 1)
+            wait_until(split.answers)
+            print(f"answered {time.monotonic() - began:.1f} s after a rank was killed")
+            assert told(split.ask(GREEDY))[0][0] == expected[0][0]
