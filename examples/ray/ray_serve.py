@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.serving.app import create_app
 from megatron_hybrid.serving.config import ServingConfig
+from megatron_hybrid.serving.end_steps import SAVE_SECONDS, STEP_SECONDS, run_steps
 from megatron_hybrid.serving.service import Service
 
 
@@ -128,8 +129,11 @@ class Server:
             raise RankFailedError(str(self._engine.rank_failure))
 
     async def __del__(self) -> None:
-        await self._lifespan.aclose()
-        await self._service.close()
+        """End as `serve` does: a step that fails stops no other. Ray has the last deadline."""
+        await run_steps(
+            ("the application's end", self._lifespan.aclose, STEP_SECONDS),
+            ("the service's end", self._service.close, SAVE_SECONDS),
+        )
 
 
 def build(options: Options) -> serve.Application:
