@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -28,6 +28,7 @@ from megatron_hybrid.checkpoints.megatron.torch_dist import (
 from megatron_hybrid.checkpoints.pretrained import load_pretrained, load_tokenizer, model_folder
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.utils.validation import check_field
 
 _SAVE = {"ours": save_checkpoint, "huggingface": save_huggingface, "torch_dist": save_megatron}
 
@@ -55,7 +56,9 @@ def convert(
     Raises:
         CheckpointError: the source cannot be read or is not of that architecture, the target is not
             free, or its kind cannot hold the model.
+        ValueError: `to` is none of these.
     """
+    check_field("to", to, Literal[tuple(_SAVE)])
     folder = Path(target)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is not empty. Name a folder that does not exist yet.")
