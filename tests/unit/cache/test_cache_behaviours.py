@@ -134,15 +134,6 @@ def test_intervals_of_an_answer_go_on_where_those_of_the_prompt_end():
     sim.check()
 
 
-def test_a_interval_of_an_answer_is_valued_as_one():
-    sim = simulator()
-    running = sim.start(tokens(100), room=100)
-    assert sim.forward(running, 100)
-    kinds = {p: sim.cache.reserve_checkpoint(running.lease, p).kind for p in (159, 160, 161)}
-    assert kinds == {159: Kind.ANSWER_END, 160: Kind.INTERVAL, 161: Kind.ANSWER_END}
-    sim.cancel(running)
-
-
 def test_an_answer_that_stops_at_a_interval_is_the_end_of_an_answer():
     sim, followed = simulator(), FollowedTree()
     for length, kind in ((60, Kind.ANSWER_END), (61, Kind.INTERVAL)):
@@ -213,22 +204,6 @@ def test_the_most_used_interval_outlives_its_neighbours():
         assert sim.cache.evict(1)
         skips(sim, joined(old[:810], tokens(30, 6)))
     assert sim.cache.match(old[:900]).skipped_tokens in (800, 810)
-
-
-def test_starts_of_messages_are_saved_and_learnt_as_such():
-    sim = simulator()
-    system, question = tokens(100), tokens(50, 1)
-    skips(sim, joined(system, question), messages=[100])
-    positions = sim.cache.explain(joined(system, question)).positions
-    assert {p.position: p.kind for p in positions}[100] == Kind.MESSAGE
-    assert skips(sim, joined(system, tokens(50, 2)), messages=[100]) == 100
-    # the next turn starts two tokens behind the last answer: no other state for that
-    turn = joined(system, question, tokens(40, 3))
-    skips(sim, turn, tokens(20, 4))
-    before = len(states(sim))
-    skips(sim, joined(turn, tokens(20, 4), tokens(60, 5)), messages=[100, 212])
-    assert 212 not in states(sim)
-    assert len(states(sim)) > before
 
 
 def test_a_resumed_prefill_saves_what_it_wanted_as_what_it_was():
@@ -367,15 +342,3 @@ def test_what_a_waiting_request_resumes_from_outlives_what_was_used_later(states
         skips(sim, prompt)
     sim.cache.evict(per_prompt)
     assert sim.cache.match(prompts[0]).skipped_tokens < 319
-
-
-def test_behaviour_10_cancelling_between_acquire_and_restore():
-    sim = simulator(window=40)
-    sim.run(tokens(60))
-    before = sim.cache.allocator.ref_counts.copy()
-    lease = sim.cache.acquire(tokens(60), capacity_tokens=100)
-    assert lease.copies
-    assert lease.checkpoint_pages is not None
-    sim.cache.release(lease)
-    assert np.array_equal(sim.cache.allocator.ref_counts, before)
-    sim.check()

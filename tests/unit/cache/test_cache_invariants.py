@@ -24,7 +24,7 @@ def test_invariant_2_a_hit_is_token_exact(spec):
     """Whatever is matched is what was inserted, token by token; nothing is compared by hash."""
     sim = Simulator(PrefixCache(spec, 2000))
     seen = []
-    for seed in range(60):
+    for seed in range(40):
         prompt = tokens(1 + seed * 7 % 50, seed, alphabet=2)
         best = max(
             (int((np.cumprod(prompt[: len(s)] == s[: len(prompt)])).sum()) for s in seen),
@@ -72,30 +72,6 @@ def test_invariant_3_pages_add_up(spec):
 
 
 @every_spec
-def test_invariant_3_a_failed_operation_changes_nothing(spec):
-    sim = Simulator(PrefixCache(spec, 21))
-    sim.run(tokens(40))
-    holder = sim.start(tokens(60, 1), chunk=60)
-    assert holder is not None
-    sim.forward(holder, 60)
-    pool, tree = sim.cache.allocator, [path for path in cached_paths(sim.cache)]
-    before = pool.ref_counts.copy(), pool.cached_counts.copy(), sim.cache.digest()
-    huge = 30 * 16
-    if spec.groups:
-        assert sim.start(tokens(40), room=huge) is None
-        assert not sim.cache.extend(holder.lease, huge)
-        assert sim.cache.fork(holder.lease, tokens(60, 1), 60, capacity_tokens=huge) is None
-    else:  # nothing but states takes pages
-        assert sim.start(tokens(40), room=huge) is not None
-        return
-    assert np.array_equal(pool.ref_counts, before[0])
-    assert np.array_equal(pool.cached_counts, before[1])
-    assert sim.cache.digest() == before[2]
-    assert [path[:2] for path in cached_paths(sim.cache)] == [path[:2] for path in tree]
-    sim.check()
-
-
-@every_spec
 def test_invariant_4_nothing_visible_is_written(spec):
     """The simulator refuses such a write; here all ways to continue from one prefix meet it."""
     sim = Simulator(PrefixCache(spec, 400))
@@ -136,18 +112,6 @@ def test_invariant_5_nothing_is_visible_before_its_forward_finished(spec):
 
 
 @every_spec
-def test_invariant_5_a_cancelled_forward_leaves_nothing(spec):
-    sim = Simulator(PrefixCache(spec, 400))
-    running = sim.start(tokens(50))
-    sim.forward(running, 20)
-    assert sim.cache.reserve_checkpoint(running.lease, 50) is not None
-    sim.cancel(running)
-    assert known_tokens(sim.cache, tokens(50)) == 20
-    assert not sim.cache.allocator.ref_counts.any()
-    sim.check()
-
-
-@every_spec
 def test_invariant_7_decisions_depend_only_on_the_order_of_operations(spec):
     def play():
         sim = Simulator(PrefixCache(spec, 40))
@@ -175,27 +139,3 @@ def test_invariant_8_optional_work_is_skipped_and_counted(spec):
     assert report.checkpoints_saved == 0
     assert report.checkpoints_skipped >= 1
     assert sim.cache.stats()["checkpoints_no_room"] == report.checkpoints_skipped
-
-
-@every_spec
-@pytest.mark.parametrize("mode", ["off", "memory_only", "restore"])
-def test_invariant_9_every_report_adds_up(spec, mode):
-    sim = Simulator(PrefixCache(spec, 40, mode))
-    random = np.random.default_rng(1)
-    reasons = set()
-    for _ in range(80):
-        length, seed = int(random.integers(1, 100)), int(random.integers(3))
-        if not sim.cache.fits(length):
-            continue
-        prompt = np.append(
-            tokens(length, seed)[: length // 2], tokens(length - length // 2, length)
-        )
-        report = sim.run(prompt).lease.report
-        assert report.skipped_tokens + report.computed_tokens == report.prompt_tokens == length
-        assert 0 <= report.skipped_tokens <= report.shared_tokens <= length
-        missed = report.skipped_tokens < report.shared_tokens or report.shared_tokens == 0
-        assert (report.miss_reason is not None) or not missed
-        assert report.skipped_tokens < length or report.miss_reason is None
-        reasons.add(report.miss_reason)
-    if mode != "restore":
-        assert reasons <= {MissReason.MODE, MissReason.NO_SHARED_PREFIX, MissReason.KV_EVICTED}

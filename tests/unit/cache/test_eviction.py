@@ -1,5 +1,7 @@
 """Eviction: its order, and that room is made or nothing happens."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 from simulator import Simulator
@@ -54,17 +56,6 @@ def test_an_edge_with_held_children_has_no_tail():
     assert tail_key(upper, HYBRID, Rates()) == (0, 0.0, 0)
     assert tail_key(lower, HYBRID, Rates()) is None
     assert tail_key(upper.parent, HYBRID, Rates()) is None
-
-
-class Counted:
-    """A function and how often it was called."""
-
-    def __init__(self, function):
-        self.function, self.calls = function, 0
-
-    def __call__(self, *arguments):
-        self.calls += 1
-        return self.function(*arguments)
 
 
 class Room:
@@ -190,15 +181,15 @@ class TestEvictor:
         room = Room(num_pages=1001)
         for start in range(0, 100_000, 1000):
             room.pool.retain(room.add(part(96, start)))
-        keys = Counted(room.evictor.tails.key)
+        keys = Mock(wraps=room.evictor.tails.key)
         room.evictor.tails.key = keys
         for expected in (200, 0, 0):  # once on the way, once before it goes
-            keys.calls = 0
-            assert not room.make_room(401) and keys.calls <= expected
+            keys.reset_mock()
+            assert not room.make_room(401) and keys.call_count <= expected
         held = room.walk(part(96, 50_000)).pages(6)
         room.pool.release(held)
-        keys.calls = 0
-        assert room.make_room(6) and keys.calls < 10
+        keys.reset_mock()
+        assert room.make_room(6) and keys.call_count < 10
         assert room.walk(part(96, 50_000)).depth == 0
         assert sum(room.walk(part(96, start)).depth for start in range(0, 100_000, 1000)) == 99 * 96
 
@@ -366,16 +357,6 @@ def serve(sim, tokens, *positions):
     sim.finish(running, save=False)
     sim.check()
     return running
-
-
-def test_what_is_used_again_outlives_what_is_not():
-    """One page budget for three prompts; A is used between all others and stays."""
-    sim = simulator(num_pages=3 * 12 + 1)
-    a = prompt(160, 0)
-    serve(sim, a)
-    for seed in range(1, 12):
-        serve(sim, prompt(160, seed))
-        assert serve(sim, a).lease.report.skipped_tokens == 160
 
 
 def test_what_is_never_used_again_sinks():

@@ -56,21 +56,6 @@ def test_every_position_on_the_way(sim):
     assert used == {40: 0, 100: 0, 130: 1, 150: 0}
 
 
-def test_what_was_evicted_is_told(sim):
-    prompt = tokens(100)
-    sim.run(prompt)
-    sim.cache.evict(1)
-    explanation = sim.cache.explain(prompt)
-    assert fates(explanation) == [(100, Kind.PROMPT_END, False, True)]
-    assert (explanation.held_tokens, explanation.known_tokens) == (100, 100)
-    assert "100  evicted     end of a prompt" in str(explanation)
-    assert str(explanation).endswith("(state_evicted): a state after it was evicted")
-    sim.cache.evict(10_000)
-    explanation = sim.cache.explain(prompt)
-    assert (explanation.held_tokens, explanation.known_tokens) == (0, 100)
-    assert explanation.match.miss_reason is MissReason.KV_EVICTED
-
-
 # Against what the request then gets ---------------------------------------------------------------
 
 

@@ -57,15 +57,6 @@ class TestLazyHeap:
         queue, (a, b, c, d) = self.make(3.0, 1.0, 2.0, 1.0)
         assert drain(queue) == [b, d, c, a]
 
-    def test_an_item_without_a_key_is_dropped_and_may_return(self):
-        queue, (a, b) = self.make(1.0, 2.0)
-        a.key = None
-        assert queue.least() == (0, 2.0, 0)
-        a.key = (0, 5.0, 0)
-        queue.add(a)
-        queue.add(a)
-        assert drain(queue) == [b, a]
-
     def test_refresh_covers_all_items_a_part_at_a_time(self):
         queue, items = self.make(*map(float, range(1, 8)))
         looked_at = []

@@ -4,7 +4,7 @@ from itertools import count
 
 import numpy as np
 import pytest
-from cache_prompts import joined
+from cache_prompts import joined, tokens
 from matrix import matrix_rows
 from settled import settled
 from simulator import Simulator
@@ -21,10 +21,6 @@ from megatron_hybrid.tools.replay.ours import Ours
 
 WINDOW = CacheSpec(16, (FULL, KVGroup(2, 64, window=32)), state_bytes=4000, hidden_bytes=64)
 TWO_GROUPS = CacheSpec(16, (FULL, KVGroup(6, 64)), state_bytes=4000, hidden_bytes=64)
-
-
-def tokens(n, seed=0):
-    return np.random.default_rng(seed).integers(0, 1000, n).astype(np.int32)
 
 
 def simulator(spec=HYBRID, num_pages=400, mode="restore"):
@@ -185,24 +181,6 @@ def test_the_second_of_two_equal_checkpoints_is_given_back():
 # ---- room ----
 
 
-@pytest.mark.parametrize(
-    ("capacity", "chunk", "fits"),
-    [
-        (16 * 9, None, True),
-        (16 * 10, None, False),
-        (16 * 12, 16, True),
-        (16 * 15, 16, True),
-        (16 * 16, 16, False),
-    ],
-)
-def test_fits(capacity, chunk, fits):
-    """19 pages; the window (32 tokens) holds all blocks of one long forward, or 4 of short ones."""
-    cache = PrefixCache(WINDOW, 20)
-    assert cache.fits(capacity, chunk) is fits
-    lease = cache.acquire(tokens(10), capacity_tokens=capacity, chunk_tokens=chunk)
-    assert (lease is not None) or not fits
-
-
 def test_tables_are_replaced_never_changed():
     sim = simulator(WINDOW)
     running = sim.start(tokens(100), chunk=20)
@@ -226,18 +204,6 @@ def test_alone_a_prompt_that_is_cached_whole_still_computes_its_last_token():
     lease = cache.acquire(prompt, capacity_tokens=48)
     assert (lease.shared_tokens, lease.skipped_tokens) == (32, 31)
     assert lease.report.miss_reason is MissReason.NO_ROOM
-
-
-def test_beside_others_a_request_waits_rather_than_lose_its_state():
-    sim = simulator(num_pages=1 + 13)
-    prompt = tokens(100)
-    sim.run(prompt)
-    other = sim.start(tokens(10, 1))
-    assert sim.start(prompt, room=16 * 12 - 100) is None
-    assert sim.cache.stats()["refused"] == 1
-    sim.cancel(other)
-    assert sim.start(prompt, room=16 * 12 - 100) is not None
-    sim.check()
 
 
 # ---- forks ----

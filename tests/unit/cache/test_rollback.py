@@ -174,27 +174,6 @@ def test_an_acquire_that_breaks_off_leaks_no_page(monkeypatch, part, method, whe
     assert sim.cache.stats()["leases"] == 0
 
 
-@pytest.mark.parametrize("method", ["allocate", "retain"])
-def test_a_reservation_that_breaks_off_leaks_no_page(monkeypatch, method):
-    sim = Simulator(PrefixCache(SPECS["hybrid with window"], 60))
-    running = sim.start(tokens(70).tolist())
-    refs = sim.cache.allocator.ref_counts.copy()
-    original = getattr(PageAllocator, method)
-
-    def broken(self, *args):
-        original(self, *args)
-        raise Broken
-
-    with monkeypatch.context() as patch:
-        patch.setattr(PageAllocator, method, broken)
-        with pytest.raises(Broken):
-            sim.cache.reserve_checkpoint(running.lease, 40)
-    assert np.array_equal(sim.cache.allocator.ref_counts, refs)
-    sim.forward(running, 70)
-    sim.finish(running)
-    sim.check()
-
-
 def test_a_release_needs_no_memory():
     sim = Simulator(PrefixCache(SPECS["hybrid with window"], 60))
     running = sim.start(tokens(70).tolist())

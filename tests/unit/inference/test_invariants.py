@@ -75,26 +75,6 @@ def test_invariant_2_a_hit_is_token_exact_and_within_one_salt():
     assert engine.cache.match(np.asarray(BASE, dtype=np.int32), "tenant").skipped_tokens == 120
 
 
-# 3. Pages ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("pattern", ["MG*-W-", "*-", "M", "W"])
-def test_invariant_3_pages_add_up_after_every_step(pattern):
-    model = tiny_model(pattern)
-    page = tiny_engine(model).cache.spec.page_bytes
-    engine = tiny_engine(model, cache_bytes=60 * page, max_tokens=40)
-
-    def check():
-        engine.check_integrity()
-        stats = engine.stats()
-        assert stats["pages_free"] + stats["pages_cached"] + stats["pages_in_use"] == 59
-
-    run_family(engine, after_step=check)
-    assert engine.stats()["pages_in_use"] == 0
-    engine.cache.clear()
-    assert engine.cache.allocator.num_free == 59
-
-
 # 4 and 5. What is visible ------------------------------------------------------------------------
 
 

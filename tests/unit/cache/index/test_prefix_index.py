@@ -11,7 +11,7 @@ from megatron_hybrid.cache.index.prefix_index import (
     MAX_WATCHED,
     PrefixIndex,
 )
-from megatron_hybrid.cache.index.tree import Edge, Kind, common_prefix
+from megatron_hybrid.cache.index.tree import Edge, Kind
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 
 B = 16
@@ -107,31 +107,7 @@ LEFT, RIGHT = counting(40), [*counting(20), *counting(30, 500)]
 """They part at 20, inside block 1."""
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "expected"),
-    [
-        ([], [], 0),
-        ([1], [], 0),
-        ([1], [1], 1),
-        ([1], [2], 0),
-        ([1, 2, 3], [1, 2], 2),
-        ([1, 2, 3], [1, 5, 3], 1),
-    ],
-)
-def test_common_prefix(a, b, expected):
-    assert common_prefix(np.array(a, np.int32), np.array(b, np.int32)) == expected
-
-
 # ---- walking and growing ----
-
-
-def test_walk_of_an_empty_tree_or_another_salt_finds_nothing():
-    tree = Tree()
-    assert tree.walk([1, 2]).depth == 0
-    tree.add([1, 2], "a")
-    assert (tree.walk([1, 2]).depth, tree.walk([1, 2]).known) == (0, 0)
-    assert tree.walk([1, 2], "a").depth == 2
-    assert tree.walk([2, 2], "a").depth == 0
 
 
 def test_a_root_keeps_no_prompt_in_memory():
@@ -139,21 +115,6 @@ def test_a_root_keeps_no_prompt_in_memory():
     tree.add(counting(40))
     root = tree.walk(counting(40)).root
     assert root._tokens.base is None and root._pages.base is None  # no views of what was given
-
-
-def test_a_split_inside_a_block_leaves_its_page_with_both_edges():
-    tree = Tree()
-    first = tree.add(LEFT)
-    second = tree.add(RIGHT)
-    assert tree.spans() == [(0, 20), (20, 40), (20, 50)]
-    # block 1 of the first: held by the edge above the split and by the one below
-    assert tree.pool.cached_counts[first.ravel()].tolist() == [1, 2, 1]
-    # the second's first block was there already; its own is given back
-    assert tree.pool.cached_counts[second.ravel()].tolist() == [0, 1, 1, 1]
-    assert tree.walk(LEFT).pages(3).ravel().tolist() == first.ravel().tolist()
-    assert tree.walk(RIGHT).pages(4).ravel().tolist() == [first[0, 0], *second[1:, 0]]
-    # of the shared part alone, the rows of block 1 that count are in the upper edge's page
-    assert tree.walk(counting(20)).pages(2).ravel().tolist() == first[:2].ravel().tolist()
 
 
 def test_edges_used_apart_stay_apart_and_used_together_are_joined():
@@ -207,61 +168,7 @@ def test_a_fork_is_where_prompts_part():
 # ---- KV that was dropped ----
 
 
-def test_a_leaf_without_kv_leaves_its_parent_a_held_leaf():
-    tree = Tree()
-    tree.add(LEFT)
-    tree.add(RIGHT)
-    upper = tree.walk(counting(20)).edges[0]
-    assert not upper.is_held_leaf()
-    tree.drop(LEFT, 30)
-    tree.drop(RIGHT, 0)
-    assert not upper.is_held_leaf()
-    tree.tails.clear()
-    tree.drop(LEFT, 20)
-    assert upper.is_held_leaf()
-    assert upper in tree.tails
-    tree.drop(counting(20), 17)
-    assert tree.held() == [(0, 17, 20), (20, 20, 40), (20, 20, 50)]
-    assert upper.is_held_leaf()
-    tree.drop(counting(20), 0)
-    assert not upper.is_held_leaf()
-    assert tree.pool.num_free == 999
-
-
 # ---- states ----
-
-
-def test_a_dropped_checkpoint_leaves_its_position():
-    tree = Tree()
-    tree.add(counting(40))
-    tree.watch(counting(35))  # never stored: nothing was evicted there
-    checkpoint = tree.save(counting(30))
-    assert tree.walk(counting(40)).missed_state(above=0) is None
-    tree.index.drop_checkpoint(checkpoint)
-    tree.check()
-    assert checkpoint.pages is None
-    path = tree.walk(counting(40))
-    assert path.deepest_checkpoint() is None
-    assert path.missed_state(above=0) is checkpoint
-    assert path.missed_state(above=29) is checkpoint
-    assert path.missed_state(above=30) is None
-    assert tree.walk(counting(29)).missed_state(above=0) is None
-    assert tree.save(counting(30)) is checkpoint
-    assert tree.walk(counting(40)).missed_state(above=0) is None
-
-
-def test_checkpoints_are_watched_until_they_are_forgotten():
-    tree = Tree()
-    tree.add(counting(40))
-    watched = [tree.watch(counting(position)) for position in (10, 20, 30, 35)]
-    assert len(list(tree.index.checkpoints())) == 4
-    tree.drop(counting(40), 20)
-    tree.index.forget(20)
-    assert list(tree.index.checkpoints()) == watched[:2]
-    assert [each.edge is None for each in watched] == [False, False, True, True]
-    tree.index.clear()
-    assert not list(tree.index.checkpoints())
-    assert all(each.edge is None for each in watched)
 
 
 def test_watching_a_position_again_finds_its_record():
@@ -407,19 +314,6 @@ def test_a_split_announces_the_tail_that_it_makes():
     tree.tails.clear()
     tree.touch(counting(18))
     assert (18, 20) in [(edge.start, edge.end) for edge in tree.tails]
-
-
-def test_dropping_a_state_and_growing_announce_a_tail():
-    tree = Tree()
-    tree.add(counting(40))
-    point = tree.save(counting(40))
-    (edge,) = tree.index.edges()
-    tree.tails.clear()
-    tree.index.drop_checkpoint(point)
-    assert tree.tails == [edge]
-    tree.tails.clear()
-    tree.add(counting(45))
-    assert edge in tree.tails
 
 
 # ---- the whole ----

@@ -48,9 +48,6 @@ TAIL, INTERVAL = Kind.TAIL, Kind.INTERVAL
         (0, 0, (), 100, 32, {32: INTERVAL, 64: INTERVAL, 96: INTERVAL, 100: END}),
         (31, 0, (), 100, 32, {32: INTERVAL, 64: INTERVAL, 96: INTERVAL, 100: END}),
         (32, 0, (), 100, 32, {64: INTERVAL, 96: INTERVAL, 100: END}),
-        (33, 0, (), 100, 32, {64: INTERVAL, 96: INTERVAL, 100: END}),
-        (0, 0, (), 100, 50, {50: INTERVAL, 100: END}),
-        (0, 0, (), 100, 128, {100: END}),
         (100, 100, (), 100, 32, {}),
     ],
 )

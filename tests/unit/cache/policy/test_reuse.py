@@ -9,7 +9,6 @@ import pytest
 from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.index.tree import NO_ORIGIN, Checkpoint, Kind, Origin
 from megatron_hybrid.cache.pages.allocator import PageAllocator
-from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
 from megatron_hybrid.cache.policy.flags import PolicyFlags
 from megatron_hybrid.cache.policy.reuse import (
     MEMORY,
@@ -22,8 +21,6 @@ from megatron_hybrid.cache.policy.reuse import (
     whole_power,
 )
 from megatron_hybrid.cache.policy.tail_distances import PRIOR_DISTANCES
-from megatron_hybrid.cache.policy.values import checkpoint_value
-from megatron_hybrid.cache.prefix_cache import PrefixCache
 
 FOUND_MORE = Origin(mostly_known=True)
 AFTER_PROMPT, AFTER_ANSWER = Origin(Kind.PROMPT_END), Origin(Kind.ANSWER_END)
@@ -311,70 +308,3 @@ def test_without_a_part_uses_and_origins_are_not_told_apart():
     for _ in range(3):
         assert tree.observe(counting(100)) == (FOUND_MORE, 0)
     assert fork.uses == 3
-
-
-# ---- after traffic ----
-
-
-def prompt(n, *seed):
-    return np.random.default_rng(seed).integers(0, 50_000, n).tolist()
-
-
-def serve(cache, tokens, answer):
-    """A whole request, without a model."""
-    whole = np.array(tokens + answer, np.int32)
-    lease = cache.acquire(whole[: len(tokens)], capacity_tokens=len(whole))
-    for end in (len(tokens), len(whole)):
-        wanted = {*lease.wanted, end}
-        wanted = [p for p in sorted(wanted) if lease.done < p <= end]
-        reserved = [cache.reserve_checkpoint(lease, position) for position in wanted]
-        cache.commit(lease, whole, end, flush=end == len(whole))
-        for reservation in filter(None, reserved):
-            cache.publish_checkpoint(reservation)
-    cache.release(lease)
-
-
-def chats(cache, num_chats, seed):
-    """Chats of one to four turns behind one system prompt, a few at a time, and one-off prompts."""
-    random = np.random.default_rng(seed)
-    system = prompt(200, 0)
-    waiting, started = [], 0
-    while waiting or started < num_chats:
-        if started < num_chats and (not waiting or random.random() < 0.3):
-            started += 1
-            waiting.append((system + prompt(60, 1, seed, started), int(random.integers(1, 5))))
-            serve(cache, prompt(260, 2, seed, started), prompt(20, 3, seed, started))
-        tokens, turns = waiting.pop(int(random.integers(min(4, len(waiting)))))
-        answer = prompt(30, 4, seed, started, len(tokens), turns)
-        serve(cache, tokens, answer)
-        if turns > 1:
-            waiting.append((tokens + answer + prompt(30, 5, seed, len(tokens)), turns - 1))
-
-
-SPEC = CacheSpec(16, (KVGroup(2, 64),), state_bytes=80_000, hidden_bytes=64)
-
-
-def after_chats(num_pages):
-    cache = PrefixCache(SPEC, num_pages)
-    chats(cache, 60, seed=1)
-    cache.check_integrity()
-    return cache
-
-
-def test_traffic_tells_forks_tips_and_finished_turns_apart():
-    served = after_chats(num_pages=60_000)
-    reuse, now = served.policy.reuse, served.policy.reuse.now
-    states = [state for state in served._index.checkpoints() if state.pages is not None]
-    (fork,) = [state for state in states if state.position == 200 and state.is_fork()]
-    assert fork.uses >= 30
-    recent = [s for s in states if now - s.last_use < 40 and s is not fork]
-    tips = [s for s in recent if s.kind is Kind.ANSWER_END]
-    inner = [s for s in recent if s.kind is Kind.PROMPT_END]
-    assert tips and inner  # chats go on from answers, never from prompts
-
-    def values(group):
-        refs = served.allocator.ref_counts
-        return [checkpoint_value(state, SPEC, reuse, refs) for state in group]
-
-    assert min(values([fork])) > max(values(tips))
-    assert np.mean(values(tips)) > 3 * np.mean(values(inner))

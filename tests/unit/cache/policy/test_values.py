@@ -19,39 +19,7 @@ from megatron_hybrid.cache.policy.values import (
     equal_start,
     exclusive_tokens,
     kv_is_held,
-    rebuild_work,
 )
-
-
-@pytest.mark.parametrize(
-    ("above", "on_edge", "position", "expected"),
-    [
-        ((), (80,), 80, 80),
-        ((20,), (80,), 80, 60),
-        ((20,), (60, 80, 90), 80, 20),
-        ((20,), (80, 90), 90, 10),
-    ],
-)
-def test_rebuild_work_counts_from_the_next_best_state(above, on_edge, position, expected):
-    lower = edge(50, 100, on_edge, parent=edge(0, 50, above))
-    checkpoint = lower.checkpoints[position]
-    previous = checkpoint.previous()
-    assert rebuild_work(previous, position, HYBRID) == expected
-    assert rebuild_work(previous, position, replace(HYBRID, state_bytes=0)) == 1
-
-
-def test_exclusive_tokens():
-    """(0, 50] with a state at 20, beneath it (50, 100] and (50, 200]."""
-    upper = edge(0, 50, (20,))
-    left = edge(50, 100, (60, 90), parent=upper)
-    assert exclusive(left.checkpoints[90]) == 30
-    right = edge(50, 200, (150,), parent=upper)
-    assert exclusive(right.checkpoints[150]) == 100  # back to the fork
-    assert exclusive(left.checkpoints[90]) == 30
-
-
-def exclusive(checkpoint):
-    return exclusive_tokens(checkpoint, checkpoint.previous())
 
 
 def test_no_kv_goes_with_a_state_above_another():
@@ -67,18 +35,11 @@ def test_exclusive_tokens_reach_over_a_fork_without_another_state():
     upper = edge(0, 50)
     edge(50, 100, parent=upper)  # known, or KV that goes first
     right = edge(50, 200, (150,), parent=upper)
-    assert exclusive(right.checkpoints[150]) == 150
+    assert exclusive_tokens(right.checkpoints[150], None) == 150
     middle = edge(0, 30)
     lower = edge(30, 60, (), parent=middle)
     tip = edge(60, 90, (80,), parent=lower)
-    assert exclusive(tip.checkpoints[80]) == 80
-
-
-def test_exclusive_tokens_reach_up_to_a_state_above_a_fork():
-    upper = edge(0, 50, (20,))
-    edge(50, 100, parent=upper)
-    right = edge(50, 200, (150,), parent=upper)
-    assert exclusive(right.checkpoints[150]) == 130
+    assert exclusive_tokens(tip.checkpoints[80], None) == 80
 
 
 def test_unreachable_kv_goes_before_any_state():
