@@ -26,6 +26,7 @@ from megatron_hybrid.checkpoints import pretrained
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.distributed import watchdog
 from megatron_hybrid.distributed.ranks import RankError
+from megatron_hybrid.inference import rank_checks
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.memory.cache_pool import CachePool
@@ -345,6 +346,15 @@ def another_config(make, rank):
     make(max_tokens=64 * (1 + rank))
 
 
+def a_folder_on_one_rank(make, rank):
+    make(cache_dir="/tmp/not-made" if rank else None)
+
+
+def another_version(make, rank):
+    with mock.patch.object(rank_checks, "__version__", f"0.{rank}"):
+        make()
+
+
 def other_weights(make, rank):
     usual = make().model.decoder.final_norm.weight.data.clone()
     try:
@@ -370,6 +380,8 @@ DIFFERENCES = {
     another_suspension: r"{} .* suspend\(\) with keep_cache 'drop', {} .* keep_cache 'host'",
     one_rank_follows: r"{} has called add_request\(\) .*, {} has called follow\(\)",
     another_config: r"InferenceConfig.max_tokens differs .*: {} has '64', {} has '128'",
+    a_folder_on_one_rank: "the use of InferenceConfig.cache_dir differs",
+    another_version: "the version of megatron_hybrid differs .*: {} has '0.0', {} has '0.1'",
     other_weights: r"the hash of decoder.final_norm.weight differs .*: {} has .*, {} has ",
     another_draw: r"the seed of the random weights differs .*: {} has 0, {} has 1",
 }
