@@ -68,6 +68,13 @@ def tiny_engine(model: HybridModel | None = None, tokenizer=None, **fields):
     return DynamicInferenceEngine(model or tiny_model(), tokenizer, config)
 
 
+def finish(engine, *requests) -> None:
+    """Run an engine until these requests are closed, or all of its work is done, and check it."""
+    while not all(each.closed for each in requests) if requests else engine.has_work:
+        engine.step()
+    engine.check_integrity()
+
+
 def random_tokens(length: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> list[int]:
     return np.random.default_rng(seed).integers(0, vocab_size, length).tolist()
 

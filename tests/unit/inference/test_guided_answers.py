@@ -9,9 +9,10 @@ import threading
 from functools import partial
 
 import pytest
+from coroutines import in_loop
 from differential import InjectedError, failing_forward
 from matrix import matrix_rows
-from reference import full_logits, random_tokens, tiny_engine, tiny_model
+from reference import finish, full_logits, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
@@ -159,8 +160,7 @@ def test_another_process_makes_the_same_answers_of_the_spec(expected):
     spec = pickle.loads(pickle.dumps(RequestSpec.of(samples)))
     request, *_ = other.request_builder.make(spec)
     other.scheduler.add(request)
-    while other.has_work:
-        other.step()
+    finish(other)
     assert [sample.token_ids for sample in request.samples] == expected
 
 
@@ -250,25 +250,19 @@ def test_an_async_engine_compiles_off_its_thread(monkeypatch, expected):
     assert any("async-engine" not in name for name in threads)
 
 
-def test_a_stream_with_a_bad_guide_that_nobody_reads_logs_nothing():
-    logged = []
-
-    async def run():
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda loop, context: logged.append(context["message"]))
-        engine = AsyncEngine(MODEL, Tokenizer(), InferenceConfig(cache_bytes=4 << 20))
-        async with engine:
-            stream = engine.stream(PROMPT, options=RequestOptions(guide=Guide.regex("(")))
+@in_loop
+async def test_a_stream_with_a_bad_guide_that_nobody_reads_logs_nothing():
+    logged, loop = [], asyncio.get_running_loop()
+    loop.set_exception_handler(lambda loop, context: logged.append(context["message"]))
+    async with AsyncEngine(MODEL, Tokenizer(), InferenceConfig(cache_bytes=4 << 20)) as engine:
+        stream = engine.stream(PROMPT, options=RequestOptions(guide=Guide.regex("(")))
+        for read in (stream.queued, partial(anext, stream)):
             with pytest.raises(ValueError, match="the guide's regex cannot be used"):
-                await stream.queued()
-            with pytest.raises(ValueError, match="the guide's regex cannot be used"):
-                await anext(stream)
-            unread = engine.stream(PROMPT, options=RequestOptions(guide=Guide.regex("(a")))
-            while not unread._added.done():
-                await asyncio.sleep(0.01)
-            del unread, stream
-            gc.collect()
+                await read()
+        unread = engine.stream(PROMPT, options=RequestOptions(guide=Guide.regex("(a")))
+        while not unread._added.done():
             await asyncio.sleep(0.01)
-
-    asyncio.run(run())
+        del unread, stream, read
+        gc.collect()
+        await asyncio.sleep(0.01)
     assert logged == []
