@@ -216,21 +216,6 @@ def test_a_file_that_was_cut_off(filled, name, share):
     tier.store.close()
 
 
-def test_a_damaged_record_is_forgotten_and_can_come_again(filled):
-    content = bytearray((filled / "pages.bin").read_bytes())
-    content[PAGE // 2] ^= 1  # the first block of the first prompt
-    (filled / "pages.bin").write_bytes(content)
-    tier = open_tier(filled)
-    assert Prompt(0).read_from(tier)[0] is None
-    tier.remove(tier.find(Prompt(0).keys).chain()[0])
-    assert tier.find(Prompt(0).keys) is None
-    assert Prompt(0).keep_in(tier)
-    tier.store.close()
-    tier = open_tier(filled)
-    assert all(Prompt(i).is_right_in(tier) for i in range(10))
-    tier.store.close()
-
-
 # Folders that are not ours ---------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ import torch
 from differential import InjectedError, LogitsRecorder, failing_forward, poison
 from matrix import matrix_rows
 from reference import (
+    finish,
     greedy,
     greedy_tokens,
     is_greedy,
@@ -35,7 +36,6 @@ from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import RequestStatus
 from megatron_hybrid.offload import disk_store, fetch
 from megatron_hybrid.offload.disk_store import CacheFolderError
-from megatron_hybrid.offload.page_mover import Arrival
 from megatron_hybrid.offload.prefix_keys import PrefixKeys
 
 PATTERNS = {
@@ -221,8 +221,10 @@ def test_explain_tells_what_can_be_fetched():
     assert engine.stats()["fetches"] == 0
 
 
-@pytest.mark.parametrize("pattern", ["M*", "W*", "*-"])
-@pytest.mark.parametrize("spare_pages", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("pattern", "spare_pages"),
+    matrix_rows(itertools.product(["M*", "W*", "*-"], [0, 1, 4]), ("M*", 0), ("W*", 1), ("*-", 4)),
+)
 def test_explain_promises_no_more_than_the_request_gets(pattern, spare_pages):
     """On a pool for one request and a little more, above host memory."""
     promises_on_a_small_pool(pattern, spare_pages, seed=0, count=20)
@@ -259,20 +261,9 @@ def test_what_is_fetched_for_a_request_that_comes_again_is_not_in_its_report():
     with failing_forward(engine), pytest.raises(InjectedError):
         engine.step()
     empty_pool(engine)
-    while not request.closed:
-        engine.step()
+    finish(engine, request)
     assert engine.stats()["fetches"] == 1
     assert (request.prefix.skipped_tokens, request.prefix.fetched_tokens) == (0, 0)
-
-
-def test_salts_stay_apart():
-    engine = tiny_engine(tiny_model("MG*-"), host_cache_bytes=64 << 20)
-    prompt = random_tokens(60)
-    engine.generate([prompt], greedy(3), RequestOptions(salt="one"))
-    empty_pool(engine)
-    other = engine.generate([prompt], greedy(3), RequestOptions(salt="two"))[0]
-    same = engine.generate([prompt], greedy(3), RequestOptions(salt="one"))[0]
-    assert (other.prefix.fetched_tokens, same.prefix.fetched_tokens) == (0, 60)
 
 
 def test_prompt_log_probs_need_every_token():
@@ -285,27 +276,6 @@ def test_prompt_log_probs_need_every_token():
     assert engine.explain(prompt, params).below is None
     assert engine.generate([prompt], params)[0].prefix.skipped_tokens == 0
     assert engine.stats()["fetches"] == 0
-
-
-def test_a_host_allocation_that_fails_costs_no_request(monkeypatch):
-    model = tiny_model("MG*-")
-    engine = tiny_engine(model, cache_bytes=200 << 10, host_cache_bytes=64 << 20)
-    failures = []
-
-    def no_memory(page_lists):
-        failures.append(page_lists)
-        raise RuntimeError("CUDA error: out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.offload._mover, "to_host", no_memory)
-        for seed in range(6):
-            prompt = random_tokens(90, seed=seed)
-            assert answer(engine, prompt).token_ids == greedy_tokens(model, prompt, 6)
-    stats = engine.stats()
-    assert stats["host_without_memory"] == len(failures) > 0
-    assert not stats["leases"] and not stats["host_bytes"]
-    empty_pool(engine)
-    assert engine.stats()["host_states"]
 
 
 # Nobody waits who need not -----------------------------------------------------------------------
@@ -327,12 +297,10 @@ def test_others_run_while_a_prompt_is_fetched(slow):
     engine, prompt, store = slow
     waiting = engine.add_request(prompt, greedy(6))
     other = engine.add_request(random_tokens(30, seed=5), greedy(6))
-    while not other.closed:
-        engine.step()
+    finish(engine, other)
     assert waiting.status is RequestStatus.WAITING and store.reads
     store.arrive()
-    while not waiting.closed:
-        engine.step()
+    finish(engine, waiting)
     assert waiting.result().prefix.skipped_tokens == 60
     assert waiting.token_ids == engine.expected
     assert waiting.result().prefix.fetched_tokens == 60
@@ -346,11 +314,9 @@ def test_two_requests_share_a_fetch(slow):
     gone = engine.add_request(prompt, greedy(6))
     engine.step()
     engine.cancel(gone)
-    while not other.closed:
-        engine.step()
+    finish(engine, other)
     assert store.arrive() == 60 // 16 + 1
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert not store.reads
     assert [r.result().prefix.skipped_tokens for r in (first, second)] == [60, 60]
     assert engine.stats()["fetches"] == 1
@@ -367,9 +333,7 @@ def test_a_request_that_waits_can_be_cancelled(slow):
     )
     assert all(not record.pins for record in engine.offload.tiers[0].records())
     store.arrive()
-    while not other.closed:
-        engine.step()
-    engine.check_integrity()
+    finish(engine, other)
     assert not engine.stats()["fetches"] and not engine.cache.allocator.ref_counts.any()
 
 
@@ -405,9 +369,7 @@ def test_blocks_that_leave_the_pool_meanwhile_are_fetched_too(slow):
         engine.step()
     assert request.token_ids == engine.expected
     assert request.result().prefix.skipped_tokens == 60
-    while not other.closed:
-        engine.step()
-    engine.check_integrity()
+    finish(engine, other)
 
 
 def hold_all_but(engine, blocks: int):
@@ -426,8 +388,7 @@ def test_a_request_whose_fetch_lacks_room_is_not_overtaken(slow):
     engine.step()
     assert waiting.fetch.lacks_room and later.status is RequestStatus.WAITING
     engine.cache.release(hog)
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert waiting.token_ids == engine.expected
     assert waiting.result().prefix.skipped_tokens == 60
     engine.check_integrity()
@@ -437,21 +398,6 @@ def step_with_arrival(engine, store):
     """A step that has nothing to do but to read; what it reads arrives behind it."""
     engine.step()
     assert store.arrive()
-
-
-class LateArrival(Arrival):
-    """Pages that have arrived in the pool when they are asked for the third time."""
-
-    def __init__(self):
-        super().__init__([])
-        self.asked = 0
-
-    def is_done(self):
-        self.asked += 1
-        return self.asked > 2
-
-    def wait(self):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -476,8 +422,14 @@ def test_queued_prompts_do_not_evict_each_other(monkeypatch, slots, in_pool, is_
     expected = [answer(engine, prompt).token_ids for prompt in prompts]
     empty_pool(engine)
     to_pool = engine.offload._mover.to_pool
+
+    def late(*parts):
+        """Their pages have arrived when they are asked for the third time."""
+        to_pool(*parts)
+        asked = itertools.count()
+        return SlowArrival(lambda: next(asked) > 1)
+
     if is_late:
-        late = lambda *parts: to_pool(*parts) and LateArrival()  # noqa: E731
         monkeypatch.setattr(engine.offload._mover, "to_pool", late)
     results = engine.generate(prompts, greedy(6))
     assert [result.prefix.fetched_tokens for result in results] == [100] * 8
@@ -565,8 +517,7 @@ def test_what_leaves_the_pool_while_its_request_waits_is_fetched():
     request = engine.add_request(prompt, greedy(6))
     engine.step()  # the pool has it
     engine.cache.evict(EVERYTHING)
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert request.token_ids == expected and first.done
     assert request.result().prefix.fetched_tokens == 100
 
@@ -584,8 +535,7 @@ def test_the_disk_is_read_while_the_slots_are_taken(tmp_path):
     engine.step()
     assert not running.done and not engine.stats()["fetches"]
     assert engine.explain(prompt).match.skipped_tokens == 0  # not in the pool before its turn
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert request.result().prefix.fetched_tokens == 60
     engine.close()
 
@@ -606,8 +556,7 @@ def test_the_first_in_line_is_read_whatever_was_read_ahead(tmp_path, monkeypatch
     waiting.discard(requests[0])
     waiting.add(requests[0])  # the other one comes first
     engine.scheduler.max_waiting_looked_at = 1  # and this one is too far behind
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert [request.result().prefix.fetched_tokens for request in requests] == [60, 60]
     engine.close()
 
@@ -628,14 +577,12 @@ def test_what_fails_on_the_way_into_the_pool_is_computed(slow, monkeypatch, erro
         with pytest.raises(OSError, match="a bug"):
             engine.step()
         assert not engine.cache.allocator.ref_counts.any()
-    while not request.closed:
-        engine.step()
+    finish(engine, request)
     assert other.done
     result = request.result()
     assert result.prefix.skipped_tokens == result.prefix.fetched_tokens == 0
     assert is_greedy(engine.model, prompt, result.token_ids)
     assert engine.stats()["fetches_failed"] == 1
-    engine.check_integrity()
 
 
 def test_what_arrives_without_memory_to_enter_it_is_computed(slow, monkeypatch):
@@ -650,11 +597,9 @@ def test_what_arrives_without_memory_to_enter_it_is_computed(slow, monkeypatch):
 
     monkeypatch.setattr(engine.cache, "publish_checkpoint", without_memory)
     step_with_arrival(engine, store)
-    while not request.closed:
-        engine.step()
+    finish(engine, request)
     assert request.result().prefix.skipped_tokens == 0
     assert engine.stats()["fetches_failed"] == 1
-    engine.check_integrity()
 
 
 def test_reads_ahead_fit_into_their_limit(tmp_path, monkeypatch):
@@ -746,28 +691,6 @@ def test_a_damaged_page_costs_a_look_at_what_lies_before_it(tmp_path):
     assert engine.stats()["fetches_failed"] == 1
     assert "pages.bin" in engine.offload.disk.store.problems[0]
     assert answer(engine, longer).prefix.skipped_tokens == len(longer)
-    engine.close()
-
-
-def test_two_requests_meet_one_damage(tmp_path):
-    model, shared = tiny_model("MG*-"), random_tokens(40)
-    engine = tiny_engine(model, cache_dir=tmp_path)
-    prompts = [[*shared, *random_tokens(30, seed=seed)] for seed in (1, 2, 3)]
-    for prompt in prompts:
-        answer(engine, prompt)
-    empty_pool(engine)
-    disk = engine.offload.disk
-    disk.store.flush()
-    first = next(record for record in disk.records() if record.parent is None)
-    page = int(disk.store._placed[first.key].slots[0])
-    os.pwrite(disk.store._pages._file, b"damaged", page * engine.cache.spec.page_bytes)
-    results = engine.generate(prompts, greedy(6))
-    for prompt, result in zip(prompts, results):
-        assert result.token_ids == greedy_tokens(model, prompt, 6)
-    engine.check_integrity()
-    empty_pool(engine)
-    again = engine.generate(prompts, greedy(6))
-    assert all(result.prefix.fetched_tokens for result in again)
     engine.close()
 
 
