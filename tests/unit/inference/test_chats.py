@@ -5,7 +5,7 @@ import re
 import pytest
 import tokenizers
 from differential import LogitsRecorder, check_answer
-from reference import VOCAB_SIZE, greedy, tiny_engine, tiny_model
+from reference import VOCAB_SIZE, finish, greedy, tiny_engine, tiny_model
 from scripted import ByteTokenizer
 from settled import settled
 from tokenizers import decoders, models, pre_tokenizers
@@ -48,11 +48,9 @@ def ask(engine, messages):
     """Answers a chat, compares all logits with forward passes without a cache."""
     recorder = LogitsRecorder(engine)
     request = engine.add_request(messages, greedy(COUNT, ignore_termination=True))
-    while not request.closed:
-        engine.step()
+    finish(engine, request)
     recorder.check(engine.model)
     check_answer(engine.model, request)
-    engine.check_integrity()
     return request.result()
 
 
@@ -65,8 +63,7 @@ def test_a_rendered_chat_is_the_chat():
     whole, parts = requests
     assert whole.message_starts == parts.message_starts != ()
     for engine in engines:
-        while engine.has_work:
-            engine.step()
+        finish(engine)
     assert whole.result().prompt_tokens == parts.result().prompt_tokens
     assert whole.result().token_ids == parts.result().token_ids
     assert str(engines[1].explain(rendered)) == str(engines[0].explain(chat))
@@ -137,8 +134,6 @@ REFUSED = {
     "no list": (letters(), SYSTEM, TypeError, "of token ids or of messages, got dict"),
     "no message": (letters(), [SYSTEM, "Hi"], TypeError, "message 1 of the chat is of type str"),
     "no role": (letters(), [SYSTEM, NO_ROLE], ValueError, "message 1 .* has the role None"),
-    "an empty role": (letters(), [message("a", "")], ValueError, "message 0 .* has the role ''"),
-    "a number as content": (letters(), [message(5)], TypeError, "message 0 .* content of type int"),
     "no content": (letters(), [message(None)], ValueError, "message 0 .* has no content"),
     "refused by the template": (
         letters("{{ raise_exception('roles must alternate') }}"),

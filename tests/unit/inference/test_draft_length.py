@@ -27,28 +27,6 @@ COSTS = DraftCosts((1, 8), (DraftCost(ALONE), DraftCost(BUSY)))
 GRAPH = DraftCost(0.02, 0.6)
 
 
-@pytest.mark.parametrize(
-    ("acceptance", "cost", "length"),
-    [
-        (1.0, 0.0, 7),
-        (0.01, 0.0, 7),
-        (1.0, ALONE, 7),
-        (0.9, ALONE, 7),
-        (0.5, ALONE, 2),
-        (0.2, ALONE, 1),
-        (0.14, ALONE, 0),
-        (1.0, BUSY, 7),
-        (0.9, BUSY, 2),
-        (0.7, BUSY, 1),
-        (0.64, BUSY, 0),
-        (1.0, 1.0, 0),
-        (0.0, 0.0, 0),
-    ],
-)
-def test_number_of_drafts_by_acceptance_and_cost(acceptance, cost, length):
-    assert best_length(acceptance, DraftCost(cost), 7) == length
-
-
 costs = st.builds(DraftCost, st.floats(0, 2), st.sampled_from((0.0, 0.01, 0.5, 1.5)))
 
 

@@ -14,6 +14,7 @@ from differential import (
 )
 from matrix import matrix_rows
 from reference import (
+    finish,
     full_logits,
     greedy,
     greedy_tokens,
@@ -24,7 +25,6 @@ from reference import (
 )
 from scripted import ByteTokenizer
 
-from megatron_hybrid.cache.policy import admission
 from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.inference.memory.cache_pool import CachePool
 from megatron_hybrid.inference.requests.options import RequestOptions
@@ -38,16 +38,11 @@ MODEL = tiny_model()
 MODES = ("off", "memory_only", "restore")
 
 
-def finish(engine, *requests):
-    while not all(request.closed for request in requests):
-        engine.step()
-        engine.check_integrity()
-
-
 def assert_idle(engine):
     assert not engine.has_work
     assert not engine.cache.allocator.ref_counts.any()
     assert len(engine.scheduler.free_slots) == engine.config.max_requests
+    assert not engine.stats()["parked_bytes"]
     engine.check_integrity()
 
 
@@ -273,25 +268,6 @@ def test_arguments_for_each_prompt():
     assert follower.prefix.skipped_tokens == 7
 
 
-def test_n_samples_share_pages_and_queue_for_slots():
-    engine = tiny_engine(max_requests=4)
-    prompt = random_tokens(100)
-    long = engine.add_request(random_tokens(9, seed=1), greedy(60))
-    request = engine.add_request(prompt, sampled(20, seed=1), RequestOptions(n=4))
-    for _ in range(4):
-        engine.step()
-    started = [sample for sample in request.samples if sample.lease is not None]
-    assert len(started) == 3  # one slot is taken
-    tables = [sample.lease.block_table[:6].tolist() for sample in started]
-    assert tables[0] == tables[1] == tables[2]
-    finish(engine, long, *request.samples)
-    expected = tiny_engine().generate([prompt], sampled(20, seed=1), RequestOptions(n=4))[0].samples
-    assert [s.token_ids for s in request.samples] == [s.token_ids for s in expected]
-    late = request.samples[3].prefix
-    assert (late.skipped_tokens, late.prompt_tokens) == (100, 100)
-    assert_idle(engine)
-
-
 def test_result_fields():
     engine = tiny_engine(tokenizer=ByteTokenizer())
     result = engine.generate(
@@ -451,7 +427,6 @@ def test_another_engines_request_cannot_be_cancelled():
         other.cancel(request)
     for engine, kept in ((one, request), (other, mine)):
         finish(engine, kept)
-        engine.check_integrity()
         assert kept.result().finish_reason == "length"
 
 
@@ -506,7 +481,6 @@ def test_parked_bytes_of_a_failed_step_go_when_the_request_starts_again():
     assert engine.stats()["parked_bytes"] > 0
     assert not any(request.parked_tokens for request in requests)
     finish(engine, *requests)
-    assert engine.stats()["parked_bytes"] == 0
     for request, seed in zip(requests, range(4)):
         assert is_greedy(MODEL, random_tokens(20, seed=seed), request.token_ids)
     assert_idle(engine)
@@ -570,50 +544,6 @@ def test_a_preempted_request_goes_on_where_it_stopped(mode, pattern):
     assert exact <= stats["forward_tokens"] <= exact + (4 if mode == "restore" else 0)
     ends = [request.finished_at for request in requests]
     assert ends == sorted(ends)  # first come, first served
-    assert_idle(engine)
-
-
-@pytest.mark.parametrize("pattern", matrix_rows(["*-", "M*", "MG*-W-"], "M*"))
-def test_strangers_wait_rather_than_push_out_what_others_come_back_to(pattern, monkeypatch):
-    monkeypatch.setattr(admission, "STEP_TOKENS", 0.2)  # of a tiny model all is worth less
-    model = tiny_model(pattern)
-    spec = tiny_engine(model).cache.spec
-    engine = tiny_engine(model, cache_bytes=60 * sum(spec.pages_per_block) * spec.page_bytes)
-    documents = [random_tokens(100, seed=seed) for seed in range(3)]
-    for visit in range(10):
-        for number, document in enumerate(documents):
-            question = random_tokens(4, seed=100 + 3 * visit + number)
-            engine.generate([document + question], greedy(2))
-    strangers = [engine.add_request(random_tokens(100, seed=n), greedy(2)) for n in range(50, 60)]
-    asked = [engine.add_request([*document, 1, 2, 3], greedy(2)) for document in documents]
-    while engine.has_work:
-        engine.step()
-        engine.check_integrity()
-    assert engine.stats()["held_back"] > 0
-    for request in (*strangers, *asked):
-        check_answer(model, request)
-    assert sum(request.prefix.skipped_tokens >= 96 for request in asked) >= 2
-    assert_idle(engine)
-
-
-@pytest.mark.parametrize("pattern", ["*-", "M*"])
-def test_a_request_preempted_in_its_prefill_forks_as_ever(pattern):
-    model = tiny_model(pattern)
-    page = tiny_engine(model).cache.spec.page_bytes
-    engine = tiny_engine(model, cache_bytes=7 * page, max_tokens=8)  # the null page and 6 blocks
-    first = engine.add_request(random_tokens(30, seed=1), greedy(20))
-    while not first.num_generated:
-        engine.step()
-    request = engine.add_request(random_tokens(64), greedy(4), RequestOptions(n=2))
-    while not request.parked_tokens:
-        engine.step()
-    assert 0 < request.parked_tokens < 64
-    finish(engine, first, *request.samples)
-    for sample in request.samples:
-        check_answer(model, sample)
-        assert (sample.prefix.prompt_tokens, sample.result().prefix.prompt_tokens) == (64, 64)
-    assert request.prefix.skipped_tokens == 0
-    assert request.samples[1].prefix.skipped_tokens in (0, 64)  # forked, or started again
     assert_idle(engine)
 
 
@@ -807,8 +737,7 @@ def test_a_model_in_training_mode_is_not_asked():
         engine.step()
     assert engine.cache.digest() == digest
     model.eval()
-    while not request.closed:
-        engine.step()
+    finish(engine, request)
     assert request.token_ids == greedy_tokens(model, prompt, 4)
 
 

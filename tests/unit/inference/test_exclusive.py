@@ -4,7 +4,7 @@ import threading
 
 import pytest
 from forks import in_fork
-from reference import greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
+from reference import finish, greedy, greedy_tokens, random_tokens, tiny_engine, tiny_model
 from waiting import LIMIT_S
 
 from megatron_hybrid.inference.exclusive import EngineBusyError
@@ -51,11 +51,9 @@ def inside(monkeypatch):
         yield engine, request
         goes_on.set()
         thread.join()
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert request.token_ids == greedy_tokens(MODEL, PROMPT, 5)
     assert engine.stats()["requests"] == 1
-    engine.check_integrity()
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))
@@ -100,8 +98,7 @@ def test_a_call_inside_a_step_is_refused(monkeypatch):
         return forward(plan)
 
     monkeypatch.setattr(engine.runner, "forward", steps)
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert request.token_ids == greedy_tokens(MODEL, PROMPT, 2) and engine.epoch == 0
 
 

@@ -195,24 +195,6 @@ def test_one_sample_that_always_fails_ends_its_request(monkeypatch):
     assert serve(body)[0] == expected(PROMPTS[1:2], PARAMS[1:2])[0]
 
 
-def test_a_step_without_memory_for_all_at_once_is_tried_with_fewer(monkeypatch):
-    forward = ModelRunner.forward
-
-    def short_of_memory(self, plan):
-        if sum(len(work.tokens) for work in plan.work) > 200:
-            raise MemoryError("too many tokens")
-        return forward(self, plan)
-
-    monkeypatch.setattr(ModelRunner, "forward", short_of_memory)
-
-    async def body(engine):
-        return await asyncio.gather(*map(read, streams(engine)))
-
-    tokens, stats = serve(body)
-    monkeypatch.undo()
-    assert tokens == expected() and 2 <= stats["step_failures"] <= 4
-
-
 def test_where_a_rank_has_failed_all_requests_get_the_error(monkeypatch):
     calls = []
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from host_syncs import HostSyncError, no_host_syncs
-from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+from reference import finish, greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
@@ -38,7 +38,10 @@ def test_a_step_waits_for_its_device_once_when_all_of_it_is_queued(monkeypatch, 
     monkeypatch.setattr(codec, "_is_free_to_read", lambda x: False)
     monkeypatch.setattr(slot_states, "_are_steps_in_place", lambda *_: False)
     model = tiny_model(pattern)
-    engine, waits = engine_without_syncs(monkeypatch, model, max_tokens=48, state_encoding=encoding)
+    fields = {"max_tokens": 48, "state_encoding": encoding}
+    if encoding == "bf16":
+        fields["logprobs_mode"] = "processed_logprobs"
+    engine, waits = engine_without_syncs(monkeypatch, model, **fields)
     shared = random_tokens(70)
     prompts = [shared, random_tokens(9, seed=1), [*shared[:50], 1, 2], random_tokens(33, seed=2)]
     kinds = (
@@ -60,28 +63,13 @@ def test_a_step_waits_for_its_device_once_when_all_of_it_is_queued(monkeypatch, 
             engine.add_request(prompt, kinds[(i + turn) % 4], RequestOptions(n=1 + (i == 2)))
             for i, prompt in enumerate(prompts)
         ]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         for prompt, request in zip(prompts, requests):
             if request.params.is_greedy and encoding == "exact":
                 assert is_greedy(model, prompt, request.result().token_ids)
     stats = engine.stats()
     assert stats["skipped_tokens"] > 0 and stats["checkpoints"] > 0
     assert max(waits) == 1 and sum(waits) >= 8
-
-
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_log_probs_of_all_kinds_come_with_the_tokens(monkeypatch, mode):
-    engine, waits = engine_without_syncs(monkeypatch, tiny_model("*-"), logprobs_mode=mode)
-    for top_n in (0, 1, 4):
-        params = SamplingParams(
-            top_k=5, seed=3, num_tokens_to_generate=2, return_log_probs=True, top_n_logprobs=top_n
-        )
-        engine.add_request(random_tokens(20, seed=top_n), params)
-        engine.add_request(random_tokens(20, seed=9), greedy(2, return_log_probs=True))
-    while engine.has_work:
-        engine.step()
-    assert max(waits) == 1 and sum(waits) >= 2
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ from contextlib import suppress
 import pytest
 from matrix import matrix_rows
 from memory_fuzz import CONFIGURATIONS, fuzz
-from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+from reference import finish, greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
+from megatron_hybrid.cache.index.prefix_index import PrefixIndex
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 from megatron_hybrid.inference.memory.cache_pool import CachePool
 from megatron_hybrid.inference.requests.options import RequestOptions
@@ -25,10 +26,15 @@ def no_memory(*arguments, **options):
     raise MemoryError("no room")
 
 
-def test_invariant_8_a_state_without_memory_to_encode_it_is_not_saved(monkeypatch):
+@pytest.mark.parametrize(
+    ("owner", "operation"), [(CachePool, "save_checkpoint"), (PrefixIndex, "store")]
+)
+def test_invariant_8_a_state_without_memory_to_encode_or_enter_it_is_not_saved(
+    monkeypatch, owner, operation
+):
     engine = tiny_engine(MODEL, state_encoding="int8")
     prompt = random_tokens(100)
-    monkeypatch.setattr(CachePool, "save_checkpoint", without_memory)
+    monkeypatch.setattr(owner, operation, without_memory)
     result = engine.generate([prompt], greedy(5))[0]
     assert is_greedy(MODEL, prompt, result.token_ids)
     assert result.prefix.checkpoints_saved == 0 and result.prefix.checkpoints_skipped >= 2
@@ -36,16 +42,6 @@ def test_invariant_8_a_state_without_memory_to_encode_it_is_not_saved(monkeypatc
     assert stats["checkpoints"] == 0 and stats["checkpoints_no_room"] >= 2
     engine.check_integrity()
     assert not engine.cache.allocator.ref_counts.any()
-
-
-def test_invariant_8_a_state_without_memory_to_enter_it_is_not_saved(monkeypatch):
-    engine = tiny_engine(MODEL)
-    prompt = random_tokens(100)
-    monkeypatch.setattr(engine.cache._index, "store", no_memory)
-    result = engine.generate([prompt], greedy(5))[0]
-    assert is_greedy(MODEL, prompt, result.token_ids)
-    assert result.prefix.checkpoints_saved == 0 and result.prefix.checkpoints_skipped >= 2
-    engine.check_integrity()
 
 
 @pytest.mark.parametrize("operation", ["save_checkpoint", "_publish_tokens", "reserve_checkpoint"])
@@ -99,24 +95,10 @@ def test_siblings_wait_in_line_where_starting_a_later_one_fails(monkeypatch):
         with pytest.raises(OSError, match="a bug"):
             while engine.has_work:
                 engine.step()
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     answers = [sample.token_ids for sample in request.result().samples]
     assert len(answers) == 5
     assert all(is_greedy(MODEL, request.result().prompt_tokens, answer) for answer in answers)
-    engine.check_integrity()
-
-
-def test_without_memory_to_park_it_a_preempted_request_starts_from_what_is_cached(monkeypatch):
-    monkeypatch.setattr(CachePool, "park", without_memory)
-    model = tiny_model("M*-")
-    engine = tiny_engine(model, cache_bytes=80 << 10, max_requests=4)
-    prompts = [random_tokens(60, seed=seed) for seed in range(4)]
-    results = engine.generate(prompts, greedy(60))
-    assert engine.stats()["preemptions"] > 0
-    for prompt, result in zip(prompts, results):
-        assert is_greedy(model, prompt, result.token_ids)
-    engine.check_integrity()
 
 
 def test_invariant_8_tokens_without_memory_to_publish_them_are_not_found_by_others(monkeypatch):
@@ -146,11 +128,9 @@ def test_invariant_8_a_state_without_memory_to_restore_it_is_computed(monkeypatc
         engine.step()
     if operation == "copy_pages":
         monkeypatch.undo()
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert is_greedy(MODEL, request.result().prompt_tokens, request.token_ids)
     assert is_greedy(MODEL, other.result().prompt_tokens, other.token_ids)
-    engine.check_integrity()
 
 
 @pytest.mark.parametrize("broken", ["release", "retain", "recount"])
@@ -170,11 +150,9 @@ def test_requests_are_neither_lost_nor_stuck_while_pages_cannot_be_counted(monke
                 engine.step()
         engine.cancel(requests[3])
         assert requests[3].closed
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     for prompt, request in zip(prompts[:3], requests):
         assert is_greedy(MODEL, prompt, request.token_ids)
-    engine.check_integrity()
     assert not engine.cache.allocator.ref_counts.any()
 
 

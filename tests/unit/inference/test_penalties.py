@@ -20,7 +20,7 @@ from transformers import (
 
 from megatron_hybrid.inference.requests.request import Request
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.inference.worker.sampler import adjust, processed_log_probs
+from megatron_hybrid.inference.worker.sampler import adjust
 
 MODEL = tiny_model()
 PROMPT = random_tokens(20)
@@ -100,19 +100,6 @@ def test_the_ends_of_bad_words_are_banned_as_in_transformers(prompt, answer, wor
     given_ = adjust(rows_of(1), [draw_of(prompt, answer, bad_words_ids=words)])
     expected = NoBadWordsLogitsProcessor(words)(torch.tensor([answer or [9]]), rows_of(1))
     torch.testing.assert_close(given_, expected)
-
-
-def test_min_p_counts_before_top_k_and_top_p():
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-
-    def kept(**fields):
-        rows = processed_log_probs(logits, [SamplingParams(**fields).resolved()])
-        return int(rows.isfinite().sum())
-
-    assert kept(min_p=0.2) == 3 and kept(min_p=1.0) == 1
-    assert kept(min_p=0.2, top_k=2) == 2 and kept(min_p=0.5, top_k=3) == 2
-    # Of three with mass 0.95 the first two have 0.842; of all four they would have 0.8.
-    assert kept(top_p=0.82) == 3 and kept(min_p=0.2, top_p=0.82) == 2
 
 
 KINDS = st.fixed_dictionaries(

@@ -3,7 +3,7 @@
 import pytest
 from differential import InjectedError, LogitsRecorder, check_answer, failing_forward
 from matrix import matrix_rows
-from reference import greedy, random_tokens, tiny_engine, tiny_model
+from reference import finish, greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.cache.index.tree import Kind
 from megatron_hybrid.inference.requests.options import RequestOptions
@@ -67,8 +67,7 @@ def compute_again(engine, request):
         engine.step()
     while engine.cache.evict(1):
         pass
-    while not request.closed:
-        engine.step()
+    finish(engine, request)
 
 
 def test_all_intervals_of_an_answer_are_saved_when_a_failed_request_is_computed_again_in_parts():
@@ -128,8 +127,7 @@ def test_a_forward_saves_so_many_states_and_no_more(monkeypatch):
     )
     breakpoints = range(1, 301)
     request = engine.add_request(prompt, greedy(2), RequestOptions(cache_breakpoints=breakpoints))
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert max(counts) == limit
     saved = [checkpoint.position for checkpoint in engine.cache.contents.stored_checkpoints()]
     # the deepest ones, and the end of the prompt, whose state is not on its way

@@ -9,9 +9,17 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from differential import TOLERANCE, LogitsRecorder, poison
+from differential import TOLERANCE, LogitsRecorder
 from matrix import matrix_rows
-from reference import VOCAB_SIZE, full_logits, greedy, random_tokens, tiny_engine, tiny_model
+from reference import (
+    VOCAB_SIZE,
+    finish,
+    full_logits,
+    greedy,
+    random_tokens,
+    tiny_engine,
+    tiny_model,
+)
 
 from megatron_hybrid.cache.policy.hybrid import OPPORTUNISTIC_TOKENS
 from megatron_hybrid.cache.report import MissReason
@@ -125,21 +133,6 @@ def test_a_report_tells_what_was_shared_and_what_was_not():
     windows = [set(lease.local_tables[0].ravel()) - {0} for lease in leases]
     assert windows[0] and windows[1] and not windows[0] & windows[1]
 
-    engine = window_engine("W-", 50, prefix_caching="memory_only")
-    for _ in range(2):
-        report = engine.generate([prompt], greedy(1))[0].prefix
-    assert (report.shared_tokens, report.skipped_tokens) == (0, 0)
-    assert report.miss_reason is MissReason.MODE
-
-    engine = window_engine("W-", 50)
-    engine.generate([prompt], greedy(1))
-    reports = [
-        engine.generate([prompt[:120] + random_tokens(9, seed=seed)], greedy(1))[0].prefix
-        for seed in (1, 2)
-    ]
-    assert [(r.shared_tokens, r.skipped_tokens) for r in reports] == [(0, 0), (120, 120)]
-    assert reports[0].miss_reason is MissReason.STATE_NEVER_SAVED
-
 
 # How much is held --------------------------------------------------------------------------------
 
@@ -209,8 +202,7 @@ def test_pages_of_a_long_request_are_bounded(window, block, max_tokens, mode):
     if mode != "restore":  # no state is kept
         prompt, answer = 2 * window + 500, window + 200
     request = engine.add_request(random_tokens(prompt), greedy(answer))
-    while not request.closed:
-        engine.step()
+    finish(engine, request)
     assert request.num_computed >= prompt + answer - 1
     (longest,) = most.values()
     assert longest["decode"] == bound(window, 1, block)  # it is reached, and not by little
@@ -225,37 +217,6 @@ def test_pages_of_a_long_request_are_bounded(window, block, max_tokens, mode):
     assert engine.stats()["pages_in_use"] == 0
     assert engine.stats()["pages_cached"] <= kept
     assert (engine.stats()["pages_cached"] > 0) == (mode == "restore")
-
-
-@pytest.mark.parametrize("mode", matrix_rows(MODES, "restore"))
-def test_requests_that_preempt_each_other_hold_their_windows_and_no_more(mode):
-    """A preempted request comes back to where it was with its window alone."""
-    window, block = 100, 16
-    engine = window_engine(
-        "W-", window, prefix_caching=mode, max_tokens=64, max_requests=2, max_sequence_length=1000
-    )
-    page = engine.cache.spec.page_bytes
-    engine = window_engine(
-        "W-",
-        window,
-        prefix_caching=mode,
-        max_tokens=64,
-        max_requests=2,
-        max_sequence_length=1000,
-        cache_bytes=page * 2 * bound(window, 1, block),  # a page less than both need
-    )
-    check = recorded(engine)
-    most = watch(engine, window)
-    for seed in (1, 2):
-        engine.add_request(random_tokens(60, seed=seed), greedy(120))
-    while engine.has_work:
-        engine.step()
-        engine.check_integrity()
-        poison(engine)
-    assert engine.stats()["preemptions"] > 0
-    assert len(most) == 2
-    assert all(longest["decode"] <= bound(window, 1, block) for longest in most.values())
-    check()
 
 
 @pytest.mark.parametrize(

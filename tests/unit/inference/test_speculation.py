@@ -94,17 +94,6 @@ def test_a_perfect_drafter_gives_all_tokens_of_a_step_and_a_wrong_one_its_own(wr
     )
 
 
-def test_speculation_that_is_off_plans_no_draft_and_captures_no_state():
-    engine = tiny_engine(MODEL)
-    plans = []
-    run = engine.runner.run
-    engine.runner.run = lambda plan: (plans.append(plan), run(plan))[1]
-    engine.generate([BASE + BASE], greedy(8))
-    assert engine.scheduler.draft_planner.drafts is None
-    assert not any(work.draft_draws for plan in plans for work in plan.work)
-    assert all(len(work.tokens) == 1 and not work.captures for p in plans[1:] for work in p.work)
-
-
 @pytest.mark.parametrize("pattern", matrix_rows(KINDS, "M*", "S*"))
 def test_every_layer_kind_and_cache_mode(pattern):
     model = tiny_model(pattern, sliding_window=7)
@@ -126,24 +115,6 @@ def test_rows_of_drafts_have_the_bits_of_decodes_in_bf16_too():
     for own, other in zip(drafting(model, drafter).generate([BASE, BASE[:20]], params), expected):
         assert own.token_ids == other.token_ids
         assert own.log_probs == other.log_probs
-
-
-class EverySecond(Oracle):
-    """Drafts in every second step only."""
-
-    calls = 0
-
-    def propose(self, request, most):
-        self.calls += 1
-        return super().propose(request, most) if self.calls % 2 else []
-
-
-def test_a_step_without_drafts_after_one_that_accepted_some():
-    expected = answers(tiny_engine(MODEL), PROMPTS, greedy(11))
-    drafter = EverySecond(oracle_of(expected).answers, 0.2)
-    engine = drafting(drafter=drafter)
-    assert answers(engine, PROMPTS, greedy(11)) == expected
-    assert engine.stats()["draft_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -171,17 +142,6 @@ def stored_states(engine):
     """Positions and roles of all states in the cache, and the tokens that are held."""
     states = [(c.position, c.kind) for c in engine.cache.contents.stored_checkpoints()]
     return sorted(states), engine.stats()["cached_tokens"]
-
-
-def test_an_accepted_run_crosses_a_checkpoint_position():
-    def run(engine):
-        engine.cache.policy.interval_tokens = 16
-        return answers(engine, [BASE], greedy(40)), stored_states(engine)
-
-    expected = run(tiny_engine(MODEL))
-    assert len(expected[1][0]) > 4
-    for wrong in (0.0, 0.4, 1.0):
-        assert run(drafting(drafter=oracle_of(expected[0], wrong))) == expected
 
 
 @settings(max_examples=4, deadline=None)

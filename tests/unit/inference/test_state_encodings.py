@@ -181,23 +181,3 @@ def test_a_restore_from_int8_is_about_as_exact_as_one_from_bf16(pattern, bound):
     bf16, int8 = (kl(exact, logits) for logits in lossy)
     assert 0 < bf16 < 1e-4
     assert 0 < int8 <= bound * bf16
-
-
-def test_smaller_checkpoints_leave_room_for_more():
-    """One budget of pages for KV and checkpoints: what these save, holds other prompts."""
-    model = tiny_model("M-M-*-", mamba_head_dim=64, mamba_state_dim=64)
-    prompts = [random_tokens(40, seed) for seed in range(7)]
-    nothing = SamplingParams(num_tokens_to_generate=0)
-    found, pages = {}, {}
-    for encoding in STATE_ENCODINGS:
-        engine = tiny_engine(model, state_encoding=encoding, cache_bytes=70 * 4096)
-        for prompt in prompts:
-            engine.generate([prompt], nothing)
-        found[encoding] = sum(
-            engine.generate([prompt], nothing)[0].prefix.skipped_tokens == 40
-            for prompt in reversed(prompts)
-        )
-        pages[encoding] = engine.cache.spec.checkpoint_pages
-        engine.check_integrity()
-    assert pages == {"exact": 18, "bf16": 10, "int8": 6}  # 2 pages are convolution tails
-    assert found["exact"] <= 3 < found["bf16"] < found["int8"] == 7

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+from reference import finish, greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.scheduling.step_plan import StepPlan
@@ -103,8 +103,7 @@ def test_inputs_are_those_of_the_plan_at_the_same_addresses_in_every_step(has_ow
     drawn = SamplingParams(seed=1, num_tokens_to_generate=5, return_log_probs=True)
     for params in (greedy(7), drawn, greedy(3)):
         requests = [engine.add_request(prompt, params) for prompt in prompts]
-        while engine.has_work:
-            engine.step()
+        finish(engine)
         for prompt, request in zip(prompts, requests):
             if params.top_k == 1:
                 assert is_greedy(MODEL, prompt, request.result().token_ids)

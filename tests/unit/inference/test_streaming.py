@@ -244,16 +244,6 @@ def test_a_stream_has_the_log_probs_of_its_tokens():
     )
 
 
-def test_a_stream_without_tokenizer_gives_tokens():
-    engine = tiny_engine()
-    prompt = random_tokens(20)
-    events = list(engine.stream(prompt, greedy(5)))
-    expected = greedy_tokens(tiny_model(), prompt, 5)
-    assert [event.token_ids for event in events] == [[token] for token in expected]
-    assert {event.text for event in events} == {""}
-    assert events[-1].result.text is None
-
-
 @pytest.mark.parametrize("count", [1, 16, 64])
 def test_every_stream_gets_every_token_by_itself(count):
     """In turn, one at a time after the first few, and not read at all until the others end."""
@@ -491,19 +481,21 @@ def test_a_dropped_stream_does_not_keep_the_cache_from_being_cleared():
 
 
 @pytest.mark.parametrize(
-    ("fields", "kept"),
+    ("ends", "fields", "kept"),
     [
-        ({}, [20, 21]),  # the tokenizer's own
-        ({"termination_id": 21}, [20]),
-        ({"stop_token_ids": (30, 21)}, [20]),
-        ({"stop_token_ids": (20,)}, []),
-        ({"termination_id": 30}, [20, 21, EOD, 22]),
-        ({"ignore_termination": True}, [20, 21, EOD, 22]),
-        ({"ignore_termination": True, "stop_token_ids": (20,)}, [20, 21, EOD, 22]),
-        ({"detokenize_stop_sequence": True}, [20, 21, EOD]),
+        ((EOD,), {}, [20, 21]),  # the tokenizer's own
+        ((EOD, 30, 21), {}, [20]),
+        ((), {}, [20, 21, EOD, 22]),
+        ((EOD, 20), {"termination_id": 21}, [20]),
+        ((EOD,), {"stop_token_ids": (30, 21)}, [20]),
+        ((EOD,), {"stop_token_ids": (20,)}, []),
+        ((EOD,), {"termination_id": 30}, [20, 21, EOD, 22]),
+        ((EOD, 21), {"ignore_termination": True, "stop_token_ids": (20,)}, [20, 21, EOD, 22]),
+        ((EOD,), {"detokenize_stop_sequence": True}, [20, 21, EOD]),
     ],
 )
-def test_stop_tokens(monkeypatch, fields, kept):
+def test_stop_tokens(monkeypatch, ends, fields, kept):
+    monkeypatch.setattr(ByteTokenizer, "end_tokens", ends, raising=False)
     script = [20, 21, EOD, 22]
     result = answer(monkeypatch, script, return_log_probs=True, **fields)
     assert result.token_ids == kept
@@ -547,3 +539,21 @@ def test_a_stop_string_in_the_prompt_stops_nothing(monkeypatch):
     engine = scripted_engine(monkeypatch, {1: [0, 0]}, prompt_length=1)
     result = engine.generate("STOP", params([0, 0], stop_words=("STOP", "OPa")))[0]
     assert result.text == "aa"
+
+
+# Special tokens ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adds_bos_itself", [False, True])
+def test_add_bos_adds_one(monkeypatch, adds_bos_itself):
+    engine = scripted_engine(monkeypatch, {1: [0]}, prompt_length=2)
+    if adds_bos_itself:
+        monkeypatch.setattr(ByteTokenizer, "tokenize", lambda self, text: [ByteTokenizer.bos, 0])
+    given = SamplingParams(num_tokens_to_generate=1, seed=1, add_BOS=True)
+    assert engine.generate("a", given)[0].prompt_tokens == [ByteTokenizer.bos, 0]
+    assert engine.explain("a", given).match.prompt_tokens == 2
+
+
+def test_special_tokens_in_the_text_need_a_tokenizer_that_can_write_them(monkeypatch):
+    with pytest.raises(ValueError, match="skip_special_tokens=False needs a tokenizer"):
+        answer(monkeypatch, [20], skip_special_tokens=False)

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from differential import poison
-from reference import greedy, is_greedy, random_tokens, tiny_engine, tiny_model
+from reference import finish, greedy, is_greedy, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.exclusive import EngineSuspendedError
 from megatron_hybrid.inference.requests.options import RequestOptions
@@ -17,12 +17,6 @@ PROMPT = random_tokens(100)
 def held_bytes(engine) -> int:
     memory = engine.memory
     return memory.pool.untyped_storage().nbytes() + memory.slots.untyped_storage().nbytes()
-
-
-def finish(engine):
-    while engine.has_work:
-        engine.step()
-        engine.check_integrity()
 
 
 def halfway(engine):
@@ -106,10 +100,8 @@ def test_a_suspended_engine_refuses_what_needs_its_memory():
     engine.resume()
     assert [token for output in stream for token in output.token_ids]  # the refusal ended nothing
     assert next(other, None) is None
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     assert is_greedy(tiny_model(), [*PROMPT, 1, 2, 3], request.token_ids)
-    engine.check_integrity()
 
 
 def test_an_unknown_keep_cache_is_refused():
@@ -159,14 +151,6 @@ def test_preempted_and_forked_requests_go_on_from_the_disk(tmp_path):
     for request in requests:
         assert is_greedy(model, request.result().prompt_tokens, request.token_ids)
     engine.close()
-
-
-def test_a_suspended_engines_folder_serves_the_next_one(tmp_path):
-    with tiny_engine(cache_dir=tmp_path) as engine:
-        engine.generate([PROMPT], greedy(4))
-        engine.suspend("disk")
-    with tiny_engine(cache_dir=tmp_path) as engine:
-        assert engine.generate([PROMPT], greedy(4))[0].prefix.fetched_tokens == len(PROMPT)
 
 
 def test_a_full_disk_changes_nothing(tmp_path, monkeypatch):

@@ -39,9 +39,6 @@ def in_megatron_ddp(model):
 
 
 WRAPPERS = {
-    "bare": lambda model: model,
-    "list": lambda model: [model],
-    "megatron": in_megatron_ddp,
     "torch": nn.parallel.DistributedDataParallel,
     "all": lambda model: [in_megatron_ddp(Float16Module(model.config, model))],
 }

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from host_syncs import no_host_syncs
-from reference import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_hybrid.cache.pages.spec import common_spec
@@ -101,25 +100,6 @@ def parts(memory, layers):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
-def test_shapes_and_dtypes(layers, dtype):
-    memory = memory_of(layers, dtype)
-    for number, layer in enumerate(layers, start=1):
-        if layer.kv is not None:
-            widths = layer.kv.head_dim, layer.kv.value_dim
-            for width, view in zip(widths, memory.kv_pages(number)):
-                assert view.shape == (14, 16, layer.kv.num_heads, width)
-                assert view.dtype == dtype and view.stride(-1) == 1
-        for state in layer.states:
-            view = memory.state(number, state.name)
-            assert (view.shape, view.dtype) == ((3, *state.shape), state.dtype)
-    assert (memory.hidden().shape, memory.hidden().dtype) == ((3, HIDDEN), dtype)
-    assert memory.pool.shape == (14, memory.spec.page_bytes)
-    assert memory.slots.shape == (3, memory.spec.checkpoint_pages * memory.spec.page_bytes)
-    assert not memory.pool.any() and not memory.slots.any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
 def test_no_two_views_share_a_byte(layers, dtype):
     """Each layer's K and V in its own column of pages, each state in its own part of a slot: what
     one writes is all that changes, and each reads back what it wrote."""
@@ -149,23 +129,6 @@ def test_no_two_views_share_a_byte(layers, dtype):
     assert not memory.slots[0].any() and not memory.slots[2].any()
 
 
-@pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
-def test_a_checkpoint_is_the_bytes_of_a_slot(layers):
-    memory = memory_of(layers, num_pages=60)
-    pages = np.random.default_rng(0).permutation(np.arange(1, 60))[: memory.spec.checkpoint_pages]
-    memory.slots.random_()
-    slot = memory.slots[1].clone()
-    memory.save_checkpoint(memory.slots[1], pages.astype(np.int32))
-    others = np.setdiff1d(np.arange(60), pages)
-    assert not memory.pool[torch.from_numpy(others)].any()
-    memory.clear_slot(1)
-    assert not memory.slots[1].any()
-    memory.load_checkpoint(pages.astype(np.int32), 2)
-    assert torch.equal(memory.slots[2], slot)
-    memory.copy_slot(2, 0)
-    assert torch.equal(memory.slots[0], slot)
-
-
 class Launches(TorchDispatchMode):
     """Counts the operators that read or write the pool."""
 
@@ -190,29 +153,6 @@ def test_a_checkpoint_is_gathered_and_scattered_in_one_launch_each():
         memory.load_checkpoint(pages, 1)
     assert saving.counts == {"index_copy_": 1}
     assert loading.counts == {"index_select": 1}
-
-
-def test_captured_states_have_the_layout_of_slots():
-    memory = memory_of(MODELS["hybrid"])
-    staging = memory.staging(2)
-    assert staging.shape == (2, memory.slots.shape[1])
-    memory.state(1, "ssm", staging)[1] = 7.0
-    memory.hidden(staging)[1] = 3.0
-    pages = np.arange(1, 1 + memory.spec.checkpoint_pages, dtype=np.int32)
-    memory.save_checkpoint(staging[1], pages)
-    memory.load_checkpoint(pages, 0)
-    assert (memory.state(1, "ssm")[0] == 7.0).all()
-    assert (memory.hidden()[0] == 3.0).all()
-
-
-def test_pages_are_copied_whole():
-    memory = memory_of(MODELS["hybrid"])
-    memory.pool.random_()
-    before = memory.pool.clone()
-    memory.copy_pages(np.array([3, 5], np.int32), np.array([8, 2], np.int32))
-    assert torch.equal(memory.pool[[8, 2]], before[[3, 5]])
-    kept = [0, 1, 3, 4, 5, 6, 7]
-    assert torch.equal(memory.pool[kept], before[kept])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 17, 32, 40, 48])
@@ -286,22 +226,6 @@ def test_groups_of_layers_with_different_shapes():
         6: (None, 0),
         12: (None, 0),
     }
-
-
-def test_spec_of_a_model():
-    model = tiny_model("MG*-W-")
-    spec = cache_spec_of(model.cache_requirements(), 64, torch.float32, 32)
-    assert [(g.num_layers, g.bytes_per_token, g.window) for g in spec.groups] == [
-        (1, 2 * 2 * 16 * 4, None),
-        (1, 2 * 2 * 16 * 4, 24),
-    ]
-    sizes = [
-        int(np.prod(state.shape)) * 4
-        for layer in model.cache_requirements()
-        for state in layer.states
-    ]
-    assert spec.state_bytes == sum(-(-size // 16) * 16 for size in sizes)
-    assert spec.hidden_bytes == 64 * 4
 
 
 STAGES = {

@@ -2,7 +2,7 @@
 
 import pytest
 from followed_tree import FollowedTree
-from reference import random_tokens, tiny_engine, tiny_model
+from reference import finish, random_tokens, tiny_engine, tiny_model
 
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.view import MAX_ENDED
@@ -21,8 +21,7 @@ def test_a_request_is_seen_while_it_waits_runs_and_after_its_end():
     assert (running.prompt_tokens, running.computed_tokens, running.is_ended) == (20, 16, False)
     assert (waiting.request_id, waiting.status) == (second.request_id, "waiting")
     assert (waiting.priority, waiting.computed_tokens, waiting.edge) == (2, 0, 0)
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     newest, oldest = engine.requests()
     assert (newest.request_id, oldest.request_id) == (second.request_id, first.request_id)
     assert newest.is_ended and newest.status == "length" and newest.generated_tokens == 3

@@ -168,25 +168,6 @@ def test_a_short_prompt_without_room_costs_a_long_one_nothing():
     assert steps_until_drawn(each, 0) == 10 and len(each.waiting) == 1
 
 
-@pytest.mark.parametrize(
-    ("priorities", "started"),
-    [
-        ([], []),
-        ([0, 0, 0], [0, 1, 2]),
-        ([1, 0, 2, 0], [1, 3, 0, 2]),
-        ([3, 2, 1, 0, -1], [4, 3, 2, 1, 0]),
-    ],
-)
-def test_lower_priorities_start_first_and_equal_ones_in_order_of_arrival(priorities, started):
-    each = scheduler(max_requests=1)
-    for request_id, priority in enumerate(priorities):
-        each.add(request(request_id, 10, answer=1, priority=priority))
-    order = []
-    while each.has_work:
-        order += [number for number, _, _, draws in run(each) if draws]
-    assert order == started
-
-
 def test_nobody_is_preempted_or_overtaken_for_a_priority_once_it_ran():
     each = scheduler(max_requests=1)
     running, urgent = request(0, 10, priority=5), request(1, 10, priority=-5)

@@ -12,15 +12,6 @@ def hash_of(values: torch.Tensor) -> str:
     return weights_hash(module)
 
 
-def test_changes_that_cancel_out_in_sums_show():
-    values = torch.randint(-(2**30), 2**30, (999,), dtype=torch.int32)
-    changed = values.clone()
-    changed[0::3] += 1 << 16  # the sum stays, and the sum times the place
-    changed[1::3] -= 2 << 16
-    changed[2::3] += 1 << 16
-    assert hash_of(changed) != hash_of(values)
-
-
 def test_every_bit_place_and_dtype_counts():
     values = torch.randn(64)
     hashes = {hash_of(values), hash_of(values.view(torch.int32)), hash_of(values.view(8, 8))}

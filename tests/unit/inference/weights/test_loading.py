@@ -109,8 +109,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("is_listed", [True, False], ids=["mapping", "stream"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "is_listed"), [*((kind, True) for kind in KINDS), ("separate experts", False)]
+)
 def test_answers_are_those_of_a_new_engine(tmp_path, kind, is_listed):
     make, names_of = KINDS[kind]
     model, trained = make(), make(seed=1)
@@ -187,8 +188,9 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("is_listed", [True, False], ids=["mapping", "stream"])
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize(
+    ("name", "is_listed"), [*((name, True) for name in MISTAKES), ("half", False), ("NaN", False)]
+)
 def test_a_mistake_is_named_and_changes_nothing_where_all_is_known(name, is_listed):
     change, message = MISTAKES[name]
     model = llama()

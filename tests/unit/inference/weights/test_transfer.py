@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from commands import free_port
-from reference import greedy, random_tokens, tiny_engine, tiny_model
+from reference import finish, greedy, random_tokens, tiny_engine, tiny_model
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from waiting import wait_until
 
@@ -108,8 +108,7 @@ def test_an_update_of_parts_is_one_epoch_and_no_step_runs_inside(served):
         engine.step()
     assert request.result().epochs == [(0, 0), (1, 3)]
     assert request.token_ids[:3] == first[0][:3]
-    while engine.has_work:
-        engine.step()
+    finish(engine)
     engine.clear_cache()
     assert answer(engine) == expected and engine.epoch == 1
 
