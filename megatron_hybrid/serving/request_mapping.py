@@ -204,10 +204,13 @@ def _wishes(
             yield "structured_outputs", partial(makers[name], value)
     if style is not None and isinstance(fields, ChatFields) and fields.required_tools:
         functions = [function.model_dump() for function in fields.required_tools]
-        form = style.dialect.form(functions, fields.may_call_several)
-        tag = {"type": "structural_tag", "format": form}
-        # A process of its own checks schemas.
-        yield "tool_choice", partial(Guide.structural_tag, tag, check=False)
+
+        def calls() -> Guide:
+            form = style.dialect.form(functions, fields.may_call_several)
+            tag = {"type": "structural_tag", "format": form}
+            return Guide.structural_tag(tag, check=False)  # a process of its own checks schemas
+
+        yield "tool_choice", calls
 
 
 def request_options(

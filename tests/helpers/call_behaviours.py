@@ -325,6 +325,8 @@ def misses(name: str, way: Way) -> Iterator[Row]:
 def near_misses() -> Iterator[Row]:
     """What models are known to write, and vLLM's and SGLang's own tests read."""
     yield Row("cohere_command4", "its marks of content", "<|START_TEXT|>Hi.<|END_TEXT|>", [], "Hi.")
+    said = "Hm.<|START_TEXT|>Hi.<|END_TEXT|>"
+    yield Row("cohere_command4", "content in an open thought", said, [], "Hi.", "Hm.", thinks=True)
     for behaviour, written, given in (
         ("a text of several lines in single quotes", "s='a\nb'", {"s": "a\nb"}),
         ("a set", "a={'a', 'b'}", {"a": ["a", "b"]}),

@@ -332,6 +332,15 @@ def _multipliers(values: Mapping[str, Any], pattern: str) -> dict[str, Any]:
     return result
 
 
+_ONLY_OF_LATENT_ATTENTION = {
+    "softmax_type": "vanilla",
+    "window_size": None,
+    "attention_output_gate": False,
+    "qk_l2_norm": False,
+}
+"""Field of core's attention -> the one value that HybridModel's latent attention can have."""
+
+
 def _latent_attention(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of latent attention, which in core has a rotary embedding of its own."""
     if values.get("mla_down_proj_fusion"):
@@ -339,6 +348,12 @@ def _latent_attention(values: Mapping[str, Any]) -> dict[str, Any]:
             "mla_down_proj_fusion is True, which joins two weights that HybridModel keeps apart. "
             "Build the model with mla_down_proj_fusion=False."
         )
+    for name, only in _ONLY_OF_LATENT_ATTENTION.items():
+        if (value := values.get(name, only)) != only:
+            raise ValueError(
+                f"{name} is {value!r}, but multi-head latent attention in HybridModel has no other "
+                f"than {only!r}."
+            )
     mscale = yarn_scale(values["rotary_scaling_factor"], values["mscale_all_dim"])
     head_dim = values["qk_head_dim"] + values["qk_pos_emb_head_dim"]
     fields = {

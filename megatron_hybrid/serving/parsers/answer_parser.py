@@ -116,7 +116,7 @@ class AnswerParser:
                     self._block = Block(self._dialect, self._held, self._at, self._tools)
                     continue
                 self._at = found.end()
-                if found[0] not in self._dialect.unsaid:
+                if self._in_thought:  # what is said to the user ends a thought, too
                     self._in_thought, self._space, self._skips_space = False, "", True
             else:
                 longest = max(map(len, self._marks), default=0)

@@ -251,9 +251,19 @@ class HeadedJson(Dialect):
 
 
 def json_schema(function: Json) -> Json:
-    """Return the JSON schema of a function's arguments."""
+    """Return the JSON schema of a function's arguments.
+
+    Raises:
+        ValueError: they are no object by `parameters`.
+    """
     schema = {k: v for k, v in (function.get("parameters") or {}).items() if k != "$id"}
-    return {"type": "json_schema", "json_schema": {"type": "object", **schema}}
+    kind = schema.get("type", "object")
+    if kind != "object" and (not isinstance(kind, list) or "object" not in kind):
+        raise ValueError(
+            f"the parameters of the function {function['name']} have the type {kind!r}; a call "
+            "has an object: use 'object'"
+        )
+    return {"type": "json_schema", "json_schema": {**schema, "type": "object"}}
 
 
 def text_format(text: str) -> Json:

@@ -415,6 +415,9 @@ def test_an_empty_or_unknown_guide_is_refused(call, route, wanted):
     assert call.refused(route, structured_outputs=wanted)["param"] == "structured_outputs"
 
 
+ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
+
+
 @pytest.mark.parametrize(
     ("route", "more", "param", "text"),
     [
@@ -444,6 +447,7 @@ def test_an_empty_or_unknown_guide_is_refused(call, route, wanted):
         (COMPLETION, {"prompt": [10**6]}, "prompt", ""),
         (COMPLETION, {"cache_breakpoints": [1] * 9999}, "cache_breakpoints", "..."),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema is"),
+        (CHAT, {"tools": [ARRAY], "tool_choice": "required"}, "tool_choice", "use 'object'"),
     ],
 )
 def test_an_error_names_the_field_and_flag_that_the_caller_used(call, route, more, param, text):

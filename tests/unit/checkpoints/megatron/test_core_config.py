@@ -81,6 +81,13 @@ def test_what_concerns_training_or_the_run_is_left_out():
             None,
             "mla_down_proj_fusion is True",
         ),
+        *(
+            ({"multi_latent_attention": True, "qk_layernorm": True, **more}, None, message)
+            for more, message in (
+                ({"softmax_type": "off-by-one"}, "softmax_type is 'off-by-one', but multi-head"),
+                ({"window_size": (3, 0)}, r"window_size is \(3, 0\), but multi-head latent"),
+            )
+        ),
     ],
 )
 def test_what_cannot_be_served_is_named(fields, pattern, message):
