@@ -15,6 +15,7 @@ from megatron_hybrid.inference.exclusive import exclusive
 from megatron_hybrid.inference.live_requests import LiveRequests
 from megatron_hybrid.inference.metrics.prometheus import Stats, prometheus_text, requests_text
 from megatron_hybrid.inference.requests.builder import Prompt
+from megatron_hybrid.inference.requests.options import Salt
 from megatron_hybrid.inference.requests.request import recompute_reason
 from megatron_hybrid.inference.requests.view import RequestView
 from megatron_hybrid.inference.sampling_params import SamplingParams
@@ -40,7 +41,7 @@ class Inspection:
         self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = ""
     ) -> Explanation:
         parts, builder = self._parts, self._parts.request_builder
-        check_field("salt", salt, str)
+        check_field("salt", salt, Salt)
         params = builder.check_params(params)
         tokens = builder.tokens_of(prompt, params)
         chunk = parts.cache.longest_forward(len(tokens), parts.config.max_tokens)

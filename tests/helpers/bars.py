@@ -10,7 +10,7 @@ def check_bars(monkeypatch, module: ModuleType) -> list[int]:
     advanced: list[int] = []
 
     class Bar:
-        def __init__(self, description: str, total_bytes: int):
+        def __init__(self, description: str, total_bytes: int, is_shown: bool = True):
             self._total, self._before = total_bytes, sum(advanced)
 
         def __enter__(self):

@@ -15,6 +15,8 @@ Positive = Annotated[int, Range(ge=1)]
 Priority = Annotated[int, Range(ge=-(1 << 63), le=(1 << 63) - 1)]
 MAX_BREAKPOINTS = 4096
 """Most positions that one request may declare: each costs several lookups."""
+Salt = Annotated[str, Range(le=4096)]
+"""It is kept as long as a prefix with it."""
 
 
 @names_fields
@@ -30,7 +32,7 @@ class RequestOptions:
     """What the answer may look like (JSON, a regex, one of some texts). Stop tokens may come only
     where it may end; where nothing else can follow, the answer ends with "stop"."""
 
-    salt: str = ""
+    salt: Salt = ""
     """Prefixes are shared only between requests of equal salt (tenants, adapters)."""
 
     cache_breakpoints: Annotated[Sequence[Positive], Range(le=MAX_BREAKPOINTS)] = ()

@@ -44,9 +44,10 @@ class LightningAttentionMixer(Mixer):
         )
         self.split_sizes = self.in_proj.weight.cut.local_sections
         self.num_heads = heads // tp.size()
-        numbers_H = torch.arange(self.num_heads) + tp.rank() * self.num_heads + 1
-        rates_H = config.lightning_decay_factor * torch.exp2(-8.0 * numbers_H / heads)
-        self.register_buffer("A_H", -rates_H.float(), persistent=False)
+        first = tp.rank() * self.num_heads + 1
+        decays = [2.0 ** (-8 * h / heads) for h in range(first, first + self.num_heads)]
+        A_H = torch.tensor(decays) * -config.lightning_decay_factor
+        self.register_buffer("A_H", A_H, persistent=False)
         self.norm = GatedGroupNorm(
             values,
             values,

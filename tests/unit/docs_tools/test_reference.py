@@ -31,13 +31,18 @@ from megatron_hybrid.serving.responses import ResponseFields
 from megatron_hybrid.serving.trainer_routes import FinishFields, InitFields, UpdateFields
 from megatron_hybrid.training.checkpoints import CheckpointFields
 from megatron_hybrid.training.data.config import DataFields
+from megatron_hybrid.training.dpo import DpoFields
+from megatron_hybrid.training.grpo import GrpoFields
 from megatron_hybrid.training.lora import LoraFields
 from megatron_hybrid.training.optimizer import OptimizerFields
 from megatron_hybrid.training.recipe import Recipe, RunFields
 from megatron_hybrid.training.reports import ReportFields
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference"
-SECTIONS = (DataFields, RunFields, OptimizerFields, LoraFields, CheckpointFields, ReportFields)
+SECTIONS = (
+    *(DataFields, RunFields, OptimizerFields, LoraFields, DpoFields, GrpoFields),
+    *(CheckpointFields, ReportFields),
+)
 BODIES = (
     *(http.CompletionFields, http.ChatFields, ResponseFields, MessageFields),
     *(http.TokenizeFields, http.DetokenizeFields, http.ExplainFields, http.AbortFields),
