@@ -26,7 +26,8 @@ _LABEL = re.compile(
 )
 """What may stand before a time for it to be that of the request: words for the present."""
 _FENCE = re.compile(r"(`{3,})[^`]*|(~{3,}).*")
-_CLOCK = re.compile(r"\d{1,2}:\d{2}")
+_CLOCK = re.compile(r"(?<![\d:+-])\d{1,2}:\d{2}")
+"""A time of day, not the end of another one or its distance from UTC."""
 _ZONE = re.compile(r"\([\w/+: ,-]+\)")
 _ID = re.compile(
     r"\W*(?:request|message|trace|turn|run)[ _-]?id\s*[:=]\W*(?=(?:[\w.-]*\d){4})[\w.-]{8,}\W*",
@@ -109,6 +110,8 @@ def _changes_each_time(line: str) -> bool:
     line = re.sub(r"</?\w+>", " ", _ZONE.sub("", line))
     label = _LABEL.match(line)
     value = line[label.end() :]
-    if not _CLOCK.search(value) or not (label[0].strip(" -*#") or _DATE.match(value.strip())):
+    if len(_CLOCK.findall(value)) != 1 or not (
+        label[0].strip(" -*#") or _DATE.match(value.strip())
+    ):
         return False
     return all(map(_TIME_WORD.fullmatch, _WORDS.findall(value)))

@@ -15,7 +15,6 @@ from megatron_hybrid.checkpoints.folder import (
     CONFIG_FILE,
     CheckpointFolder,
     huggingface_config,
-    quantization_of,
 )
 from megatron_hybrid.checkpoints.found_tensors import find_tensors
 from megatron_hybrid.checkpoints.huggingface import ADAPTERS
@@ -56,6 +55,9 @@ class Examination:
         """Yield what is found, each with its name; `refusal` is set at the end."""
         with CheckpointFolder(self._path, self._file) as opened:
             yield from _stated(opened.values)
+            is_packed = _has_files(opened) and opened.is_packed
+            method = (opened.quantization or {}).get("quant_method", "of this library")
+            yield "quantization", str(method) if is_packed or opened.quantization else "none"
             try:
                 config = opened.config(as_announced=True, perform_initialization=False)
                 with torch.device("meta"):
@@ -80,7 +82,6 @@ def _stated(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "language model", str(text.get("model_type"))
     if (context := text.get("max_position_embeddings")) is not None:
         yield "context", f"{context:,} tokens" if isinstance(context, int) else str(context)
-    yield "quantization", str((quantization_of(values) or {}).get("quant_method", "none"))
 
 
 def _layers(config: HybridConfig, model: HybridModel) -> Iterator[tuple[str, str]]:
