@@ -154,6 +154,8 @@ def _mamba_fields(decoder: nn.Module) -> dict[str, Any]:
 def _position_fields(stock: nn.Module) -> dict[str, Any]:
     """Fields of the position embedding, most of which core keeps in the embedding alone."""
     kind, embedding = stock.position_embedding_type, getattr(stock, "rotary_pos_emb", None)
+    if kind == "yarn" and embedding is None:
+        kind = "none"  # hybrid models of some releases take it, and turn nothing
     if kind == "yarn":
         names = (
             "original_max_position_embeddings",

@@ -111,6 +111,8 @@ if not stock_megatron.IS_0_16:  # whose patterns have no G and +
     CASES += [("MG*-G", GATED, ROPE), ("M+-", {**GATED, **LATENT, "qk_layernorm": False}, {})]
     factors = {"use_mup": True, "mup_base_hidden_size": 96, "mup_embedding_mult": 3.0}
     CASES += [("M*-", factors, ROPE), (None, {**factors, "mup_output_mult": 5.0}, ROPE)]
+else:  # which takes it, and turns nothing
+    CASES.append(("M*", {}, {"position_embedding_type": "yarn"}))
 
 
 @pytest.mark.parametrize(("pattern", "fields", "arguments"), CASES)
