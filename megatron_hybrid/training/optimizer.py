@@ -175,7 +175,10 @@ def build_optimizer(
         experts = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
         for is_expert, group in enumerate((chunks[0].module.pg_collection.mp, experts)):
             own = [p for p in matrices if getattr(p, "allreduce", True) != bool(is_expert)]
-            optimizers.append(_muon(own, config, fields, group, bool(is_expert)))
+            number = torch.tensor(len(own), device=next(chunks[0].parameters()).device)
+            dist.all_reduce(number, group=group)
+            if number:  # core cannot save one of which no rank has parameters
+                optimizers.append(_muon(own, config, fields, group, bool(is_expert)))
     optimizer = ChainedOptimizer(optimizers)
     support_mixed_groups(optimizer)
     return optimizer

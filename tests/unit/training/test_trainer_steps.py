@@ -308,6 +308,14 @@ def test_the_first_line_after_a_kill_is_that_of_no_kill(text, tmp_path, name, ca
     assert ("experts.linear_fc1.weight" in told) == (name == "muon")
 
 
+def test_muon_without_experts_saves_and_goes_on(text, tmp_path):
+    chosen = recipe_of(text, model={"layer_pattern": "M*-"}, optimizer={"name": "muon"})
+    chosen.run.stop_at_step = 2
+    train(chosen, tmp_path)
+    chosen.run.stop_at_step = None
+    assert train(chosen, tmp_path).progress.step == STEPS
+
+
 def test_adapters_are_trained_alone_saved_and_merged(text, tmp_path, tokenizer):
     base = tmp_path / "base"
     torch.manual_seed(3)
