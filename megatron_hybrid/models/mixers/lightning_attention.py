@@ -7,17 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerPlace, StateTensor
+from megatron_hybrid.models.mixers.base import MixerPlace, StateTensor
 from megatron_hybrid.models.mixers.gated_norm import GatedGroupNorm
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
-from megatron_hybrid.models.mixers.projections import (
-    build_input_projection,
-    build_output_projection,
-)
+from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
 from megatron_hybrid.ops import activate, ssd_scan
 
 
-class LightningAttentionMixer(Mixer):
+class LightningAttentionMixer(RecurrentMixer):
     """S_t = d S_{t-1} + v_t (x) k_t,  o_t = S_t q_t,  normed over all heads, then gated.
 
     Head h of H decays by d = exp(-f 2^(-8 h / H)), h from 1; f is `lightning_decay_factor`. This is
@@ -26,22 +23,12 @@ class LightningAttentionMixer(Mixer):
 
     recompute_name = "lightning_attention"
     input_projection = "in_proj"
-    splits_rows = True
 
     def __init__(self, config: HybridConfig, place: MixerPlace):
-        super().__init__(config)
-        self.layer_number, tp = place.layer_number, place.pg_collection.tp
-        heads = config.linear_num_key_heads
+        heads, tp = config.linear_num_key_heads, place.pg_collection.tp
         keys, values = heads * config.linear_key_head_dim, heads * config.linear_value_head_dim
         sections = {"z": values, "query": keys, "key": keys, "value": values}
-        self.in_proj = build_input_projection(
-            place.submodules.input_projection,
-            config,
-            tuple(sections.values()),
-            place.pg_collection,
-            comm_buffer="fc1",
-            section_names=tuple(sections),
-        )
+        super().__init__(config, place, sections=sections)
         self.split_sizes = self.in_proj.weight.cut.local_sections
         self.num_heads = heads // tp.size()
         first = tp.rank() * self.num_heads + 1
@@ -57,17 +44,14 @@ class LightningAttentionMixer(Mixer):
             norm_before_gate=True,
             activation="sigmoid",
         )
-        self.out_proj = build_output_projection(
-            place.submodules.row, config, values, place.pg_collection, comm_buffer="fc2"
-        )
+        self.out_proj = self._build_output(values)
 
-    def cache_requirements(self) -> LayerCache:
-        """The state, [H, P, N]."""
+    def recurrent_states(self) -> tuple[StateTensor, ...]:
+        """[H, P, N]."""
         config = self.config
         shape = self.num_heads, config.linear_value_head_dim, config.linear_key_head_dim
-        dtype, decay_HPN = config.recurrent_state_dtype, self.A_H.exp()[:, None, None]
-        full = config.linear_num_key_heads
-        return LayerCache(states=(StateTensor("lightning", shape, dtype, decay_HPN, full),))
+        decay_HPN = self.A_H.exp()[:, None, None]
+        return (self._state("lightning", shape, config.linear_num_key_heads, decay_HPN),)
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""

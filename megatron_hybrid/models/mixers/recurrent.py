@@ -86,7 +86,7 @@ class RecurrentMixer(Mixer):
     Args:
         sections: widths of the parts of `in_proj`'s output, by their names in core's distributed
             checkpoints.
-        convolved: names of those that `conv1d` takes, as one.
+        convolved: names of those that `conv1d` takes, as one; none: there is no convolution.
         kernel_size: of the convolution.
         copies: by name, ranks that have a copy of each part of a section; none: 1.
         bias: whether `in_proj` has one.
@@ -102,8 +102,8 @@ class RecurrentMixer(Mixer):
         place: MixerPlace,
         *,
         sections: Mapping[str, int],
-        convolved: tuple[str, ...],
-        kernel_size: int,
+        convolved: tuple[str, ...] = (),
+        kernel_size: int = 0,
         copies: Mapping[str, int] | None = None,
         bias: bool = False,
         conv_bias: bool = False,
@@ -122,6 +122,9 @@ class RecurrentMixer(Mixer):
             copies=copies and tuple(copies.get(name, 1) for name in sections),
             bias=bias,
         )
+        self.conv1d = None
+        if not convolved:
+            return
         self.conv1d = ShortConv(
             tuple(sections[name] for name in convolved),
             convolved,
@@ -145,8 +148,9 @@ class RecurrentMixer(Mixer):
         )
 
     def cache_requirements(self) -> LayerCache:
-        """A convolution tail, and the state if there is one."""
-        return LayerCache(states=(self.conv1d.state(), *self.recurrent_states()))
+        """A convolution tail and the state, those of them that there are."""
+        tail = () if self.conv1d is None else (self.conv1d.state(),)
+        return LayerCache(states=(*tail, *self.recurrent_states()))
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
         """States of the recurrence, in addition to the tail."""
