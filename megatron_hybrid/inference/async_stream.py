@@ -135,13 +135,14 @@ class AsyncStream(AsyncIterator[RequestOutput]):
         """
         await asyncio.shield(asyncio.wrap_future(self._added))
 
-    async def begun(self) -> None:
-        """Wait for the first output, which the iteration still gives.
+    async def begun(self) -> RequestOutput:
+        """Return the first output, which the iteration still gives.
 
         Raises:
             Exception: as `generate`.
         """
         self._next = await anext(self)
+        return self._next
 
     async def aclose(self) -> None:
         """End the iteration, also for a task that waits for an output, and cancel an unanswered

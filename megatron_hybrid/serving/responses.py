@@ -542,7 +542,8 @@ class ResponseAnswer:
 
     def error(self, error: ApiError) -> Json:
         """The event of a failure."""
-        about = {"code": error.code, "message": str(error), "param": error.param}
+        code = error.code or error.body["error"]["type"]
+        about = {"code": code, "message": str(error), "param": error.param}
         return self._event("error", **about)
 
     def encode(self, event: Json) -> bytes:

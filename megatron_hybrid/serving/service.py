@@ -125,9 +125,9 @@ class Service:
             finally:
                 for task in tasks:
                     task.cancel()
-        for sample in (sample for result in results for sample in result.samples):
-            if sample.error is not None:
-                raise ApiError(500, sample.error)
+            for result in results:
+                for sample in result.samples:
+                    _check(sample)
         ticket.count_all(results)
         return results
 
@@ -161,7 +161,7 @@ class Service:
             ticket.waits_since = time.perf_counter()
             for stream in streams:
                 await stream.queued()
-            await streams[0].begun()
+            _check((await streams[0].begun()).result)
 
     async def outputs(
         self, ticket: Ticket, stream: AsyncStream
@@ -181,8 +181,8 @@ class Service:
                 if whole := [output for output in outputs if output not in failed]:
                     yield whole
                     ticket.waits_since = time.perf_counter()
-                if failed:
-                    raise ApiError(500, failed[0].result.error)
+                for output in failed:
+                    _check(output.result)
 
     @asynccontextmanager
     async def _limited(self, ticket: Ticket) -> AsyncIterator[None]:
@@ -237,3 +237,9 @@ class Service:
         if self.saves_cache and self.engine.rank_failure is None:
             await run_steps(("saving the cache", self.engine.save_cache, SAVE_SECONDS))
         await run_steps(("the engine's end", self.engine.close, SAVE_SECONDS))
+
+
+def _check(result: GenerationResult | None) -> None:
+    """Raise ValueError for an answer that failed by its request, ApiError by anything else."""
+    if result is not None and result.error is not None:
+        raise ValueError(result.error) if result.is_unsatisfiable else ApiError(500, result.error)

@@ -228,6 +228,11 @@ def _check(guide: Guide) -> str:
     return grammar
 
 
+class UnsatisfiableError(ValueError):
+    """No token can follow an answer by what its request asks for, which is found out late: the
+    request is at fault, not the server."""
+
+
 class GuideCompiler:
     """Compiles guides for one tokenizer and model. Any thread may use it.
 
@@ -363,8 +368,9 @@ class GuideMatcher:
         """Go on by tokens of the answer.
 
         Raises:
-            ValueError: the guide does not allow them, allows no token of the tokenizer after them,
-                or has become too complex.
+            UnsatisfiableError: the guide allows no token of the tokenizer after them, or has become
+                too complex.
+            ValueError: it does not allow them.
         """
         for token in tokens:
             if not self._accept(int(token)):
@@ -374,7 +380,7 @@ class GuideMatcher:
         if tokens:
             self._look()
         if self.is_stuck:
-            raise ValueError(
+            raise UnsatisfiableError(
                 "the guide allows no token of this tokenizer behind the answer so far: relax it"
             )
 
@@ -398,7 +404,7 @@ class GuideMatcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             error = _told(self._matcher.get_error())
-            raise ValueError(f"the guide is too complex to go on: {error}")
+            raise UnsatisfiableError(f"the guide is too complex to go on: {error}: simplify it")
 
     def _look(self) -> None:
         allowed = self._vocabulary.bits(self._matcher)

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from megatron_hybrid.inference.requests.request import Request, RequestOutput
-from megatron_hybrid.inference.sampling_params import FAILURES, NOT_FINITE, Sampled
+from megatron_hybrid.inference.sampling_params import FAILURES, NOT_FINITE, RULED_OUT, Sampled
+from megatron_hybrid.text.guide import UnsatisfiableError
 
 
 class OutputProcessor:
@@ -29,7 +30,8 @@ class OutputProcessor:
         if not request.num_generated and any(map(math.isnan, request.prompt_log_probs)):
             token = NOT_FINITE
         if token in FAILURES:
-            request.mark_failed(FloatingPointError(FAILURES[token]))
+            kind = UnsatisfiableError if token == RULED_OUT else FloatingPointError
+            request.mark_failed(kind(FAILURES[token]))
             return True
         request.mark_first_token()
         if params.num_tokens_to_generate == 0:

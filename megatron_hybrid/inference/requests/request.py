@@ -16,7 +16,7 @@ from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.inference.draft_length import DraftLength
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams, ThinkingBudget
-from megatron_hybrid.text.guide import GuideMatcher
+from megatron_hybrid.text.guide import GuideMatcher, UnsatisfiableError
 
 if TYPE_CHECKING:  # it imports torch, and the scheduler does not
     from megatron_hybrid.offload.fetch import Fetch
@@ -62,7 +62,9 @@ class GenerationResult:
     """The stop token of `stop_token_ids`, or the text of `stop_words`, that ended the answer; None:
     the answer ended otherwise."""
     error: str | None = None
-    """The tokenizer's error for the text of this answer; the text is then None."""
+    """Why this answer failed; the text is then None."""
+    is_unsatisfiable: bool = False
+    """Whether it failed by what the request asks for, which leaves no token to draw."""
     draft_tokens: int = field(default=0, compare=False)
     """Drafts of the answer's tokens that were computed (`InferenceConfig.speculation`)."""
     accepted_draft_tokens: int = field(default=0, compare=False)
@@ -205,6 +207,7 @@ class Request:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    is_unsatisfiable: bool = False
     text: str | None = None
     num_tokens_out: int = 0  # generated tokens in its outputs so far
     num_chars_out: int = 0
@@ -263,8 +266,9 @@ class Request:
         self.num_failures += 1
 
     def mark_failed(self, error: BaseException) -> None:
-        """End the request with the tokenizer's error for its text."""
-        self.error = f"{type(error).__name__}: {error}"
+        """End the request with an error of its own: its tokenizer's, or an `UnsatisfiableError`."""
+        self.is_unsatisfiable = isinstance(error, UnsatisfiableError)
+        self.error = str(error) if self.is_unsatisfiable else f"{type(error).__name__}: {error}"
         if self.finish_reason != "cancelled":
             self.mark_answered("error")
 
@@ -344,7 +348,7 @@ class Request:
                 try:
                     if self.follow_guide():
                         break
-                except ValueError:  # nothing can follow; if it is drawn, the answer fails
+                except UnsatisfiableError:  # nothing can follow; if it is drawn, the answer fails
                     break
                 draws.append(self.draw())
         finally:
@@ -375,7 +379,7 @@ class Request:
         answer is complete.
 
         Raises:
-            ValueError: no token of the tokenizer can follow.
+            UnsatisfiableError: no token of the tokenizer can follow.
         """
         if self.matcher is None:
             return False
@@ -409,6 +413,7 @@ class Request:
             total_time=None if self.finished_at is None else self.finished_at - self.added_at,
             stop_reason=self.stop_reason,
             error=self.error,
+            is_unsatisfiable=self.is_unsatisfiable,
             draft_tokens=self.draft_length.num_drafts,
             accepted_draft_tokens=self.draft_length.num_accepted,
             other_samples=[request.result() for request in self.other_samples],

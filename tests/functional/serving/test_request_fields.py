@@ -455,6 +455,23 @@ def test_an_error_names_the_field_and_flag_that_the_caller_used(call, route, mor
     assert error["param"] == param and text in error["message"], error
 
 
+@pytest.mark.parametrize("begun", ["", "Well."])
+def test_a_guide_that_becomes_too_complex_is_refused_however_late(call, begun):
+    text = {"type": "string", "pattern": "^a{1,50}b"}
+    many = {"anyOf": [{"type": "object", "properties": {f"p{i}": text}} for i in range(250)]}
+    parts = [{"type": "const_string", "value": begun}] if begun else []
+    parts.append({"type": "json_schema", "json_schema": many})
+    form = {"type": "structural_tag", "format": {"type": "sequence", "elements": parts}}
+    assert call.refused(CHAT, response_format=form, max_tokens=9)["param"] == "response_format"
+    body = {**BODIES[CHAT], "response_format": form, "max_tokens": 9, "stream": True}
+    answer = call(CHAT, body)
+    *_, event, end = answer.text.split("data: ") if begun else ("", answer.text, "[DONE]\n\n")
+    error = json.loads(event)["error"]
+    assert (answer.status_code, end) == (200 if begun else 400, "[DONE]\n\n")
+    assert (error["type"], error["param"]) == ("invalid_request_error", "response_format")
+    assert "too complex to go on" in error["message"]
+
+
 def test_an_empty_stop_is_none(call):
     given = {"temperature": 0, "max_tokens": 8}
     texts = [call.generated(COMPLETION, **given, **more)["choices"] for more in ({}, {"stop": ""})]
