@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -199,6 +200,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     )
     async def count_tokens(fields: PromptFields, request: Request):
         service.check_model(fields.model)
+        fields.check()
         changes: list[str] = []
 
         def counted() -> InputTokens:
@@ -230,6 +232,7 @@ async def _generate(service: Service, request: Request, fields: GenerationFields
 
 async def _respond(service: Service, request: Request, fields: ResponseFields | MessageFields):
     """An answer to a chat, in the form of another route."""
+    fields.check()
     with rename_error_fields(fields):
         chat = await in_turn(fields.to_chat, request)
 
@@ -244,12 +247,14 @@ async def _respond(service: Service, request: Request, fields: ResponseFields | 
 
 @contextmanager
 def rename_error_fields(fields: ResponseFields | PromptFields) -> Iterator[None]:
-    """Let errors name the route's own fields, in place of a chat's."""
+    """Let a chat's errors name the route's own fields."""
     try:
         yield
     except ApiError as error:
         names = CHAT_NAMES if isinstance(fields, ResponseFields) else MESSAGE_NAMES
-        error.param = names.get(error.param, error.param)
+        if (name := names.get(error.param)) is not None:
+            error.args = (re.sub(rf"^{error.param}\b", name, str(error)),)
+            error.param = name
         raise
 
 
@@ -352,7 +357,7 @@ def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
         except ApiError:
             if not isinstance(fields, MessageChat):  # its clients give one to all models
                 raise
-            fields.changes.append("left out thinking.budget_tokens: this model has none to end")
+            fields.note("left out thinking.budget_tokens: this model has none to end")
     if isinstance(fields, ChatFields) and service.config.logs_prompts:
         logger.info("prompt: %s", service.tokenizer.detokenize(prompts[0].tokens, False))
     return PreparedRequest(prompts, params, guide, style, bool(thinks))
@@ -406,7 +411,7 @@ def _params(
     if isinstance(fields, ChatFields) and length + limit > context:
         if not service.config.lowers_max_tokens or length >= context:
             raise fields.too_long(length, limit, context)
-        fields.changes.append(f"lowered max_tokens from {limit} to {context - length}")
+        fields.note(f"lowered max_tokens from {limit} to {context - length}")
         limit = context - length
     return sampling_params(service.tokenizer, fields, limit)
 

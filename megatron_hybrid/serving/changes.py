@@ -11,6 +11,8 @@ from typing import Any
 
 Json = dict[str, Any]
 HEADER = "X-Request-Changes"
+AN_IMAGE = "an image of a tool's result"
+IMAGE_LEFT_OUT = "[An image was left out: this model reads texts alone.]"
 _MAX_HEADER = 2048
 _MAX_LINE = 200
 _BILLING = re.compile(r"x-anthropic-billing-header:\s*cc_\w+=", re.IGNORECASE)
@@ -46,6 +48,21 @@ def header_of(changes: Sequence[str]) -> dict[str, str]:
     """The header of an answer; none if nothing was changed."""
     text = re.sub(r"[^ -~]", "?", "; ".join(dict.fromkeys(changes)))
     return {HEADER: text[:_MAX_HEADER]} if text else {}
+
+
+def without_images(messages: Sequence[Json]) -> list[Json]:
+    """Return messages with a text in the place of each image of a tool's result."""
+
+    def shown(part: Any) -> Any:
+        is_image = isinstance(part, dict) and part.get("type") == "image_url"
+        return {"type": "text", "text": IMAGE_LEFT_OUT} if is_image else part
+
+    return [
+        {**message, "content": list(map(shown, message["content"]))}
+        if message.get("role") == "tool" and isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
 
 
 def with_steady_start(messages: Sequence[Json]) -> tuple[list[Json], list[str]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -29,6 +29,7 @@ from megatron_hybrid.inference.sampling_params import (
     Share,
     Temperature,
 )
+from megatron_hybrid.serving.changes import AN_IMAGE, without_images
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.text.chat_messages import PART_TYPES
 from megatron_hybrid.text.chat_template import TextTooLongError
@@ -66,6 +67,10 @@ MESSAGE = {
 _NEVER = (
     # OpenAI
     *("audio", "moderation", "prediction", "prompt_cache_options", "web_search_options"),
+    *("background_options", "conversation", "image", "max_tool_calls", "multi_agent"),
+    *("previous_response", "previous_response_id"),
+    # Anthropic
+    *("container", "output_format"),
     # vLLM
     *("chat_template", "guided_choice", "guided_decoding_backend", "guided_grammar"),
     *("guided_json", "guided_regex", "guided_whitespace_pattern", "prompt_embeds"),
@@ -80,14 +85,20 @@ _NEVER = (
 UNSUPPORTED: dict[str, tuple] = {
     **dict.fromkeys(_NEVER, ()),
     # OpenAI
+    "access_programs": ([],),
+    "background": (False,),
     "best_of": (1,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
+    "previous_input_messages": ([],),
     "suffix": ("",),
     "verbosity": ("medium",),
+    # Anthropic
+    "mcp_servers": ([],),
     # vLLM
     "add_special_tokens": (False,),  # a chat's template writes them
+    "enable_response_messages": (False,),
     "guided_json_object": (False,),
     "include_reasoning": (True,),
     "kv_transfer_params": ({},),
@@ -221,12 +232,20 @@ class Fields(BaseModel):
 class Body(Fields):
     """A body."""
 
+    generates: ClassVar[bool] = False
+    """An answer is made, so that it may have fields of other bodies that make one."""
+    taken: ClassVar[set[str]] = set()
+    """Fields of other bodies that this one takes, and that are none of its own."""
     _changes: list[str] = PrivateAttr(default_factory=list)
 
     @property
     def changes(self) -> list[str]:
         """What was left out of the request, or moved in it: see `changes`."""
         return self._changes
+
+    def note(self, change: str) -> None:
+        """Take note of a change: whatever leaves something out, or changes it, calls this."""
+        self._changes.append(change)
 
     def check(self) -> None:
         """Raise ApiError for a field that cannot be served."""
@@ -238,9 +257,10 @@ class Body(Fields):
     @cache
     def refused(cls) -> dict[str, tuple]:
         """`UNSUPPORTED`, and fields that only other bodies have."""
-        others = (CompletionFields, ChatFields) if issubclass(cls, GenerationFields) else ()
+        others = (CompletionFields, ChatFields) if cls.generates else ()
         known = neutral_values(*others) | UNSUPPORTED
-        return {name: nothing for name, nothing in known.items() if name not in cls.model_fields}
+        used = cls.model_fields.keys() | cls.taken
+        return {name: nothing for name, nothing in known.items() if name not in used}
 
 
 def neutral_values(*kinds: type[Fields]) -> dict[str, tuple]:
@@ -391,6 +411,7 @@ _DECLARED = fields_help("megatron_hybrid.inference.sampling_params.SamplingParam
 class SharedFields(Body):
     """Fields of all routes that generate."""
 
+    generates = True
     model: str | None = None
     """The name of the served model. It may be left out."""
     temperature: Temperature | None = declared(
@@ -612,6 +633,13 @@ class TemplateFields(SharedTemplateFields):
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     """Functions that the answer may call."""
 
+    @model_validator(mode="after")
+    def _leave_out_images(self) -> Self:
+        if self.messages and (found := without_images(self.messages)) != self.messages:
+            self.messages = found
+            self.note(f"left out {AN_IMAGE}")
+        return self
+
     @property
     def variables(self) -> dict[str, Any]:
         """Return the variables of the template."""
@@ -708,35 +736,42 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
         return super().caller_names | {"prompt": "messages", "num_tokens_to_generate": limit}
 
     def too_large(self, error: TextTooLongError) -> ApiError:
-        """See the base class; in the words of `too_long`, with the fewest tokens that there are."""
-        refusal = self.too_long(error.num_tokens, 0, error.max_tokens)
-        refusal.args = (f"{refusal} ({error})",)
-        return refusal
+        """See the base class; in the words of `too_long`: the text is not counted to its end."""
+        asked = self.max_completion_tokens or self.max_tokens or 0
+        return self.too_long(error.num_tokens, asked, error.max_tokens, "at least ")
 
-    def too_long(self, num_prompt: int, num_asked: int, limit: int) -> ApiError:
+    def too_long(self, num_prompt: int, num_asked: int, limit: int, least: str = "") -> ApiError:
         """The refusal of a prompt and an answer of more tokens than the context has, in the words
         that clients of OpenAI read.
 
         num_prompt, num_asked, limit: tokens of the prompt, the answer, and the context.
+        least: words before the number of tokens of a prompt that may have more.
         """
         text = (
             f"This model's maximum context length is {limit} tokens. However, you requested "
-            f"{num_prompt + num_asked} tokens ({num_prompt} in the messages, {num_asked} in the "
-            "completion). Please reduce the length of the messages or completion, or raise "
-            f"--context={limit}."
+            f"{least}{num_prompt + num_asked} tokens ({least}{num_prompt} in the messages, "
+            f"{num_asked} in the completion). Please reduce the length of the messages or "
+            f"completion, or raise --context={limit}."
         )
         names = self.caller_names
         param = names["prompt" if num_prompt >= limit else "num_tokens_to_generate"]
         return ApiError(400, text, param, "context_length_exceeded")
 
+    @property
+    def choice_words(self) -> tuple[Any, str]:
+        """The choice of a tool as the caller wrote it, and those that need no tool."""
+        return self.tool_choice, "'auto' or 'none'"
+
     def check(self) -> None:
         super().check()
         if self.tool_choice not in (None, "none", "auto") and not self.required_tools:
+            given, others = self.choice_words
+            names = [tool.function.name for tool in self.tools or ()]
+            left_out = "; ".join(each for each in self.changes if "left out the tool" in each)
             raise ApiError(
                 400,
-                f"tool_choice is {self.tool_choice!r}, and tools are "
-                f"{[tool.function.name for tool in self.tools or ()]}: name one of them, or say "
-                "'auto', 'required' or 'none'",
+                f"tool_choice is {given!r}, and tools are {names}"
+                f"{left_out and f' (this server {left_out})'}: name one of them, or say {others}",
                 "tool_choice",
             )
         if self.top_logprobs and not self.logprobs:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from megatron_hybrid.cache.report import PrefixReport
-from megatron_hybrid.inference.requests.options import Positive
+from megatron_hybrid.inference.requests.options import Positive, Priority
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
+from megatron_hybrid.inference.sampling_params import Share, Temperature
 from megatron_hybrid.serving.answers import (
     Answer,
     Json,
@@ -22,17 +23,21 @@ from megatron_hybrid.serving.answers import (
     num_reasoning_tokens,
     prefix_block,
 )
+from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
-from megatron_hybrid.serving.fields import ChatFields, Fields, refuse_unsupported
+from megatron_hybrid.serving.fields import (
+    Body,
+    ChatFields,
+    CountOrAll,
+    Fields,
+    Text,
+    Words,
+)
 from megatron_hybrid.serving.json_response import encode_json
 from megatron_hybrid.serving.parsers import AnswerPart, Reasoning, ToolCall
-from megatron_hybrid.text.chat_messages import IMAGE_LEFT_OUT
 
-UNSUPPORTED = {
-    "container": (),
-    "mcp_servers": ([],),
-}
-"""Fields without an effect here -> values that ask for nothing, besides null."""
+SAME = ("temperature", "top_p", "top_k", "stream", "cache_salt", "priority")
+"""Fields of a message that are a chat's, too, and no part of a prompt."""
 LEFT_OUT = {"context_management": ({}, {"edits": []}), "speed": ("standard",)}
 """Fields that have no effect -> values that ask for nothing. The answer says what has none."""
 CHAT_NAMES = {
@@ -50,6 +55,8 @@ _LEFT_OUT_BLOCK = re.compile(
 )
 """Blocks of an answer, or of a tool's result, that this server does not show to a model: all that
 Anthropic's own tools do, too."""
+Note = Callable[[str], None]
+"""Takes what is left out."""
 _SIGNATURE = "mh1"
 """Signature of thinking: its text is no secret, and is taken as it comes."""
 
@@ -78,8 +85,11 @@ class MessageTool(Fields):
         return self
 
 
-class PromptFields(Fields):
+class PromptFields(Body):
     """Fields of a prompt: the body of /v1/messages/count_tokens."""
+
+    generates = True
+    taken: ClassVar = {"max_tokens", *SAME}
 
     model: str | None = None
     """The name of the served model. It may be left out."""
@@ -114,7 +124,7 @@ class PromptFields(Fields):
         Raises:
             ApiError: a block or a choice that no chat has.
         """
-        refuse_unsupported(self.model_extra or {}, UNSUPPORTED)
+        self._note_left_out()
         config, thinking = self.output_config or {}, self.thinking or {}
         choice = self.tool_choice or {}
         given = {
@@ -133,24 +143,21 @@ class PromptFields(Fields):
             given["thinking_token_budget"] = thinking.get("budget_tokens") if thinks else None
         try:
             chat = MessageChat(**given, **more)
-            chat.changes.extend(self._left_out())
+            chat.changes.extend(self.changes)
             return chat
         except ValidationError as error:
             raise refusal_of_field(error.errors()) from error
 
-    def _left_out(self) -> Iterator[str]:
-        """Yield what this server does not do, in words."""
+    def _note_left_out(self) -> None:
+        """Take note of what this server does not do."""
         for name, nothing in LEFT_OUT.items():
             if getattr(self, name) not in (None, *nothing):
-                yield f"left out {name}"
+                self.note(f"left out {name}")
+        for name in sorted((self.output_config or {}).keys() - {"effort", "format"}):
+            self.note(f"left out output_config.{name}")
         for tool in self.tools or ():
             if not tool.is_custom:
-                yield f"left out the tool {tool.name} ({tool.type})"
-        for message in self.messages:
-            for block in _listed(message.get("content")):
-                for each in (block, *_listed(block.get("content"))):
-                    if _is_left_out(each):
-                        yield f"left out a block {each['type']}"
+                self.note(f"left out the tool {tool.name} ({tool.type})")
 
     def _messages(self) -> Iterator[Json]:
         if system := _texts(self.system or "", "system"):
@@ -161,9 +168,9 @@ class PromptFields(Fields):
             if role not in ("user", "assistant", "system"):
                 raise ApiError(400, f"{place}.role is {role!r}: use user or assistant", "messages")
             if role == "assistant" and not isinstance(content, str):
-                yield _said(_blocks(content, place), place)
+                yield _said(_blocks(content, place), place, self.note)
             elif role == "user" and not isinstance(content, str):
-                yield from _asked(_blocks(content, place), place)
+                yield from _asked(_blocks(content, place), place, self.note)
             else:
                 yield {"role": role, "content": _texts(content, place)}
 
@@ -173,24 +180,23 @@ class MessageFields(PromptFields):
 
     max_tokens: Positive
     """The most tokens of the answer, thinking included."""
-    temperature: float | None = None
+    temperature: Temperature | None = None
     """The same as in chats."""
-    top_p: float | None = None
+    top_p: Share | None = None
     """The same as in chats."""
-    top_k: int | None = None
+    top_k: CountOrAll | None = None
     """The same as in chats."""
-    stop_sequences: list[str] | None = None
+    stop_sequences: Words | None = None
     """Texts that end the answer."""
     stream: bool = False
     """The answer is sent as Anthropic's events."""
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    cache_salt: Text | None = None
     """The same as in chats."""
-    priority: int = 0
+    priority: Priority = 0
     """The same as in chats."""
 
     def to_chat(self, **more: Any) -> ChatFields:
-        same = ("temperature", "top_p", "top_k", "stream", "cache_salt", "priority")
-        given = {name: getattr(self, name) for name in same}
+        given = {name: getattr(self, name) for name in SAME}
         stops = self.stop_sequences or None
         return super().to_chat(max_completion_tokens=self.max_tokens, stop=stops, **given, **more)
 
@@ -198,12 +204,18 @@ class MessageFields(PromptFields):
 class MessageChat(ChatFields):
     """The chat that a message is made as."""
 
-    def too_long(self, num_prompt: int, num_asked: int, limit: int) -> ApiError:
+    @property
+    def choice_words(self) -> tuple[Any, str]:
+        named = {"type": "any"}
+        if isinstance(self.tool_choice, dict):
+            named = {"type": "tool", **self.tool_choice["function"]}
+        return named, "auto or none as its type"
+
+    def too_long(self, num_prompt: int, num_asked: int, limit: int, least: str = "") -> ApiError:
         """See the base class; in the words that clients of Anthropic read."""
         if num_prompt >= limit:
-            return ApiError(
-                400, f"prompt is too long: {num_prompt} tokens > {limit} maximum", "messages"
-            )
+            text = f"prompt is too long: {least}{num_prompt} tokens > {limit} maximum"
+            return ApiError(400, text, "messages")
         text = "input length and `max_tokens` exceed context limit: "
         text += f"{num_prompt} + {num_asked} > {limit}, decrease input length or `max_tokens` and "
         return ApiError(400, f"{text}try again", "max_tokens")
@@ -249,15 +261,6 @@ def _blocks(content: Any, place: str) -> list[Json]:
     raise ApiError(400, f"{place}.content is no text, and no list of blocks", "messages")
 
 
-def _listed(content: Any) -> list[Json]:
-    """The blocks of a content that is a list."""
-    return [each for each in content if isinstance(each, dict)] if isinstance(content, list) else []
-
-
-def _is_left_out(block: Json) -> bool:
-    return _LEFT_OUT_BLOCK.fullmatch(str(block.get("type"))) is not None
-
-
 def _texts(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
@@ -275,7 +278,7 @@ def _text(block: Json, place: str) -> str:
     return block["text"]
 
 
-def _result(block: Json, place: str) -> str:
+def _result(block: Json, place: str, note: Note) -> str:
     kind = block.get("type")
     if kind == "tool_reference":
         return f"[The tool {block.get('tool_name')} is there.]"
@@ -283,11 +286,12 @@ def _result(block: Json, place: str) -> str:
         named = f"{block.get('title')} ({block.get('source')})"
         return f"{named}\n{_texts(block.get('content'), place)}"
     if kind in ("image", "document"):
+        note(f"left out a block {kind}")
         return IMAGE_LEFT_OUT if kind == "image" else "[A document was left out.]"
     return _text(block, place)
 
 
-def _said(blocks: Sequence[Json], place: str) -> Json:
+def _said(blocks: Sequence[Json], place: str, note: Note) -> Json:
     """Return what the model said in one turn."""
     message: Json = {"role": "assistant", "content": ""}
     for block in blocks:
@@ -297,19 +301,23 @@ def _said(blocks: Sequence[Json], place: str) -> Json:
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             call = {"id": block.get("id"), "type": "function", "function": function}
             message.setdefault("tool_calls", []).append(call)
-        elif not _is_left_out(block):
+        elif _LEFT_OUT_BLOCK.fullmatch(str(block.get("type"))):
+            note(f"left out a block {block['type']}")
+        else:
             message["content"] += _text(block, place)
     return message
 
 
-def _asked(blocks: Sequence[Json], place: str) -> Iterator[Json]:
+def _asked(blocks: Sequence[Json], place: str, note: Note) -> Iterator[Json]:
     """Results of tools, and what the user says."""
     texts = []
     for block in blocks:
         if block.get("type") == "tool_result":
             said = block.get("content") or ""
             if not isinstance(said, str):
-                said = "\n".join(_result(each, place) for each in _blocks(said, place))
+                said = "\n".join(_result(each, place, note) for each in _blocks(said, place))
+            if block.get("is_error"):
+                note("left out is_error of a tool's result")
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said}
         else:
             texts.append(_text(block, place))

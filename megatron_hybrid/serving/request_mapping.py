@@ -43,7 +43,8 @@ def chat_prompt(
         messages = tokenizer.template_of(tools).prepare(fields.messages or ())
         if not keeps_lines:
             messages, changes = with_steady_start(messages)
-            fields.changes.extend(changes)
+            for change in changes:
+                fields.note(change)
         if not fields.continue_final_message:
             given = (messages, fields.add_generation_prompt, tools)
             return RenderedChat(*tokenizer.chat_prompt(*given, **variables))
@@ -158,8 +159,10 @@ def guide_of(
     wishes = list(_wishes(fields, style))
     if len(wishes) > 1:
         names = " and ".join(name for name, _ in wishes)
-        raise ApiError(400, f"{names} both say what the answer looks like: give one", wishes[1][0])
-    for name, make in wishes:
+        text = f"{names} both say what the answer looks like: give one"
+        raise ApiError(400, text, wishes[0][0].partition(".")[0])
+    for place, make in wishes:
+        name = place.partition(".")[0]
         try:
             guide = make()
             if style is None:
@@ -174,9 +177,9 @@ def guide_of(
                 )
             return guide, name
         except RecursionError:
-            raise ApiError(400, f"{name}: a schema is nested too deeply", name) from None
+            raise ApiError(400, f"{place}: a schema is nested too deeply", name) from None
         except (TypeError, ValueError) as error:
-            raise ApiError(400, f"{name}: {error}", name) from error
+            raise ApiError(400, f"{place}: {error}", name) from error
     return None
 
 
@@ -201,7 +204,7 @@ def _wishes(
             "json_object": lambda value: Guide.json_object(),
         }
         for name, value in wanted.wishes.items():
-            yield "structured_outputs", partial(makers[name], value)
+            yield f"structured_outputs.{name}", partial(makers[name], value)
     if style is not None and isinstance(fields, ChatFields) and fields.required_tools:
         functions = [function.model_dump() for function in fields.required_tools]
 

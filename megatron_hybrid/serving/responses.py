@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from functools import cache, cached_property
-from typing import Annotated, Any, Literal, NamedTuple
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, WithJsonSchema
 
@@ -23,6 +23,7 @@ from megatron_hybrid.serving.answers import (
     num_reasoning_tokens,
     prefix_block,
 )
+from megatron_hybrid.serving.changes import AN_IMAGE, IMAGE_LEFT_OUT
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.fields import (
     FORMATS,
@@ -35,32 +36,16 @@ from megatron_hybrid.serving.fields import (
     Object,
     SharedChatFields,
     Text,
-    neutral_values,
     refuse_unsupported,
 )
-from megatron_hybrid.serving.fields import UNSUPPORTED as UNSUPPORTED_ANYWHERE
 from megatron_hybrid.serving.json_response import encode_json
 from megatron_hybrid.serving.parsers import AnswerPart, Reasoning, ToolCall
-from megatron_hybrid.text.chat_messages import IMAGE_LEFT_OUT, PART_TYPES
+from megatron_hybrid.text.chat_messages import PART_TYPES
 
-STATEFUL: dict[str, tuple] = {
-    "access_programs": ([],),
-    "background": (False,),
-    "background_options": (),
-    "conversation": (),
-    "previous_response": (),
-    "previous_response_id": (),
-    "prompt": (),
-}
-UNSUPPORTED: dict[str, tuple] = {
-    "enable_response_messages": (False,),
-    "image": (),
-    "max_tool_calls": (),
-    "multi_agent": (),
-    "previous_input_messages": ([],),
-    "prompt_logprobs": (),
-}
-"""Fields without an effect here -> values that ask for nothing, besides null."""
+STATEFUL = (
+    *("access_programs", "background", "background_options", "conversation", "previous_response"),
+    *("previous_response_id", "prompt"),
+)
 LEFT_OUT = {"context_management": ([],), "truncation": ("disabled",)}
 """Fields that have no effect -> values that ask for nothing. The answer says what has none."""
 HOSTED = (
@@ -187,6 +172,8 @@ Item = Annotated[
 class ResponseFields(SharedChatFields):
     """Body of /v1/responses."""
 
+    taken: ClassVar = {*LIMITS, "stream_options"}  # OpenAI's: padding
+
     input: str | Annotated[list[Item], Field(min_length=1)]
     """The user's text, or all items of the conversation. Consecutive items of reasoning, text and
     calls become one message of the assistant's, as the model wrote it."""
@@ -216,12 +203,13 @@ class ResponseFields(SharedChatFields):
     context_management: list[Object] | None = None
     """It has no effect, as `truncation`."""
 
-    @classmethod
-    @cache
-    def refused(cls) -> dict[str, tuple]:
-        known = neutral_values(ChatFields) | UNSUPPORTED_ANYWHERE | UNSUPPORTED | STATEFUL
-        used = {*cls.model_fields, *LIMITS, "stream_options"}  # OpenAI's: padding
-        return {name: nothing for name, nothing in known.items() if name not in used}
+    def check(self) -> None:
+        extra = self.model_extra or {}
+        stateful = {name: self.refused()[name] for name in STATEFUL}
+        refuse_unsupported(extra, stateful, ": this server keeps no responses")
+        limits = dict.fromkeys(LIMITS, (self.max_output_tokens,))
+        refuse_unsupported(extra, limits, " by this route")
+        super().check()
 
     def to_chat(self) -> ChatFields:
         """The same as a chat.
@@ -229,12 +217,6 @@ class ResponseFields(SharedChatFields):
         Raises:
             ApiError: an item that no chat has.
         """
-        extra = self.model_extra or {}
-        refuse_unsupported(extra, STATEFUL, ": this server keeps no responses")
-        refuse_unsupported(
-            extra, dict.fromkeys(LIMITS, (self.max_output_tokens,)), " by this route"
-        )
-        self.check()
         text = self.text or TextOptions()
         form = dict(text.format or {"type": "text"})
         if form.get("type") == "json_schema":  # flat here
@@ -242,8 +224,8 @@ class ResponseFields(SharedChatFields):
         tools = [{"type": "function", "function": each} for each in self._functions()]
         if form.get("type") not in FORMATS:
             raise ApiError(400, f"text.format is {form}; its types are {FORMATS}", "text")
-        changes = [*self._left_out(text)]
-        messages = list(_joined(self._messages(changes)))
+        self._note_left_out(text)
+        messages = list(_joined(self._messages(), self.note))
         if not messages:
             raise ApiError(400, "input has reasoning alone: give a text or a call, too", "input")
         try:
@@ -257,7 +239,7 @@ class ResponseFields(SharedChatFields):
                 logprobs=_LOGPROBS in (self.include or ()) or bool(self.top_logprobs),
                 top_logprobs=self.top_logprobs or None,
             )
-            chat.changes.extend(changes)
+            chat.changes.extend(self.changes)
             return chat
         except ValidationError as error:
             raise refusal_of_field(error.errors()) from error
@@ -293,28 +275,27 @@ class ResponseFields(SharedChatFields):
             function["description"] = "\n\n".join(each for each in about if isinstance(each, str))
             yield {**function, "parameters": _CUSTOM_PARAMETERS}
 
-    def _left_out(self, text: TextOptions) -> Iterator[str]:
-        """Yield what this server does not do, in words."""
+    def _note_left_out(self, text: TextOptions) -> None:
+        """Take note of what this server does not do."""
         for name, nothing in LEFT_OUT.items():
             if getattr(self, name) not in (None, *nothing):
-                yield f"left out {name}"
+                self.note(f"left out {name}")
         if text.verbosity not in (None, "medium"):
-            yield "left out text.verbosity"
+            self.note("left out text.verbosity")
         for _, tool in self._each_tool():
             if isinstance(tool, HostedTool):
-                yield f"left out the tool {tool.type}"
+                self.note(f"left out the tool {tool.type}")
             elif isinstance(tool, CustomTool) and (tool.format or {}).get("type") == "grammar":
-                yield f"does not enforce the grammar of {tool.name}"
+                self.note(f"does not enforce the grammar of {tool.name}")
 
-    def _messages(self, changes: list[str]) -> Iterator[Json]:
-        """changes: items that are left out are added to them."""
+    def _messages(self) -> Iterator[Json]:
         if self.instructions:
             yield {"role": "system", "content": self.instructions}
         if isinstance(self.input, str):
             yield {"role": "user", "content": self.input}
             return
         for item in self.input:
-            yield from _messages_of(item, changes)
+            yield from _messages_of(item, self.note)
 
 
 class ResponseChat(ChatFields):
@@ -341,7 +322,8 @@ def full_name(name: str, namespace: str | None) -> str:
     return f"{namespace.removesuffix('__')}__{name}"
 
 
-def _messages_of(item: Json, changes: list[str]) -> Iterator[Json]:
+def _messages_of(item: Json, note: Callable[[str], None]) -> Iterator[Json]:
+    """note: takes what is left out."""
     kind = item.get("type", "message")
     if kind == "message":
         yield {"role": item.get("role"), "content": _text_of(item.get("content"))}
@@ -356,15 +338,17 @@ def _messages_of(item: Json, changes: list[str]) -> Iterator[Json]:
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         yield {"role": "assistant", "tool_calls": [call]}
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        said = _output_of(item.get("output"))
+        said = _output_of(item.get("output"), note)
         yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": said}
     elif kind == "reasoning":
         if (text := _reasoning_of(item)) is None:
-            changes.append("left out reasoning that another server encrypted")
+            note("left out reasoning that another server encrypted")
         else:
+            if not text and item.get("summary"):
+                note("left out a summary of reasoning")
             yield {"role": "assistant", "reasoning": text}
     elif kind in _HOSTED_ITEMS:
-        changes.append(f"left out an item {kind}")
+        note(f"left out an item {kind}")
     else:
         raise ApiError(
             400, f"an item of input has the type {kind!r}, which is not supported", "input"
@@ -386,21 +370,19 @@ _HOSTED_ITEMS = frozenset(
 """Kinds of items that stand for work of OpenAI's servers: they are left out."""
 
 
-def _output_of(output: Any) -> str:
-    if not isinstance(output, list):
-        return _text_of(output)
-    parts = (
-        {"type": "input_text", "text": IMAGE_LEFT_OUT}
-        if isinstance(part, dict) and part.get("type") == "input_image"
-        else part
-        for part in output
-    )
-    return _text_of([*parts])
+def _output_of(output: Any, note: Callable[[str], None]) -> str:
+    parts = []
+    for part in output if isinstance(output, list) else ():
+        if isinstance(part, dict) and part.get("type") == "input_image":
+            part = {"type": "input_text", "text": IMAGE_LEFT_OUT}
+            note(f"left out {AN_IMAGE}")
+        parts.append(part)
+    return _text_of(parts if isinstance(output, list) else output)
 
 
-def _joined(messages: Iterator[Json]) -> Iterator[Json]:
+def _joined(messages: Iterator[Json], note: Callable[[str], None]) -> Iterator[Json]:
     """Join what the model said in a row into one message: its reasoning, a text, calls. Reasoning
-    alone is left out."""
+    alone is left out. note: takes what is left out."""
     last: Json = {}
     for message in messages:
         follows = last.get("role") == message["role"] == "assistant"
@@ -411,9 +393,13 @@ def _joined(messages: Iterator[Json]) -> Iterator[Json]:
             continue
         if last.keys() & {"content", "tool_calls"}:
             yield last
+        elif last.get("reasoning"):
+            note("left out reasoning that no text or call follows")
         last = message
     if last.keys() & {"content", "tool_calls"}:
         yield last
+    elif last.get("reasoning"):
+        note("left out reasoning that no text or call follows")
 
 
 _MARK = "mh1."

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 Message = Mapping[str, Any]
 PART_TYPES = ("text", "input_text", "output_text", "refusal")
 """Types of the parts of a content that are texts."""
-IMAGE_LEFT_OUT = "[An image was left out: this model reads texts alone.]"
 
 
 def check_messages(messages: Sequence) -> None:
@@ -70,7 +69,7 @@ def prepare_messages(messages: Sequence[Message], template: Forms) -> list[dict[
         role, content = message["role"], message.get("content")
         takes_parts, wants_part = template.forms_of(role)
         if isinstance(content, list):
-            texts = [_part_text(index, part, role == "tool") for part in content]
+            texts = [_part_text(index, part) for part in content]
             content = "\n".join(texts)
             if takes_parts:
                 content = [{"type": "text", "text": text} for text in texts]
@@ -99,14 +98,11 @@ def prepare_messages(messages: Sequence[Message], template: Forms) -> list[dict[
     return found
 
 
-def _part_text(index: int, part: Any, is_tool: bool) -> str:
-    """Return the text of a part of a message's content. is_tool: a tool's, which may have
-    images."""
+def _part_text(index: int, part: Any) -> str:
+    """Return the text of a part of a message's content."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if is_tool and kind == "image_url":
-        return IMAGE_LEFT_OUT
     text = part.get("refusal" if kind == "refusal" else "text") if kind in PART_TYPES else None
     if not isinstance(text, str):
         raise ValueError(

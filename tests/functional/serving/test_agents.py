@@ -39,6 +39,11 @@ def post(url, path, body, headers=None):
         return error.code, json.load(error), error.headers
 
 
+def result(index, kind="text", image="image_url"):
+    """The parts of a tool's result, of which one has an image."""
+    return [{"type": kind, "text": f"Part {index} is fine."}, {"type": image}][: 1 + (index == 1)]
+
+
 def chat_history(turn, says=""):
     """Messages with a call and its result each, as OpenAI's clients send them."""
     messages = [{"role": "user", "content": f"Mend the file.{says}"}]
@@ -50,7 +55,7 @@ def chat_history(turn, says=""):
                 "content": None,
                 "tool_calls": [{"id": f"call_{index}", "type": "function", "function": call}],
             },
-            {"role": "tool", "tool_call_id": f"call_{index}", "content": f"Part {index} is fine."},
+            {"role": "tool", "tool_call_id": f"call_{index}", "content": result(index)},
         ]
     return messages
 
@@ -104,7 +109,8 @@ def codex(turn):
             call = {"type": "function_call", "name": "js", "namespace": "mcp__repl"}
             call["arguments"] = json.dumps({"command": f"cat {index}"})
         items += [{**call, "call_id": id}]
-        items += [{"type": f"{call['type']}_output", "call_id": id, "output": f"Part {index}."}]
+        said = result(index, "input_text", "input_image")
+        items += [{"type": f"{call['type']}_output", "call_id": id, "output": said}]
         items += [{"type": "web_search_call", "status": "completed", "action": {}}]
     function = {"type": "function", "name": "js", "parameters": SHELL, "strict": False}
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/s"}
@@ -219,6 +225,12 @@ def test_what_is_left_out_is_said(server):
     _, _, headers = post(server.url, *codex(2))
     for said in ("tool web_search", "text.verbosity", "web_search_call", "encrypted", "grammar"):
         assert said in headers[HEADER]
+    for path, body in (codex(2), opencode(2)):
+        assert "left out an image of a tool's result" in post(server.url, path, body)[2][HEADER]
+    path, body = claude_code(0)
+    choice = {"type": "tool", "name": "web_search"}
+    text = post(server.url, path, {**body, "tool_choice": choice})[1]["error"]["message"]
+    assert str(choice) in text and "this server left out the tool web_search" in text
     assert HEADER not in post(server.url, *aider(2))[2]
     _, body = open_webui(0)
     messages = {"messages": body["messages"]}
@@ -238,9 +250,9 @@ def test_a_limit_above_what_is_left_is_refused_in_the_client_s_words(server):
     text = f"input length and `max_tokens` exceed context limit: {numbers}, "
     assert status == 400 and told["error"]["message"].startswith(text)
     assert told["error"]["type"] == "invalid_request_error"
-    long = {**body, "messages": [{"role": "user", "content": ABOUT * 8}]}
+    long = {**body, "messages": [{"role": "user", "content": ABOUT * 80}]}
     _, told, _ = post(server.url, path, long)
-    assert told["error"]["message"].startswith("prompt is too long: ")
+    assert told["error"]["message"].startswith("prompt is too long: at least ")
     assert told["error"]["message"].endswith(" tokens > 4096 maximum")
     for path, body in (codex(1), open_webui(1)):
         name = "max_output_tokens" if "input" in body else "max_tokens"

@@ -23,9 +23,11 @@ from megatron_hybrid.inference.async_stream import AsyncStream
 from megatron_hybrid.serving import app, fields, request_mapping, responses
 from megatron_hybrid.serving.app import create_app, rename_error_fields
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
+from megatron_hybrid.serving.messages import MessageFields
 from megatron_hybrid.serving.parsers import REASONING_PARSERS, ReasoningFormat
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGE = "/v1/messages"
 BODIES = {
     CHAT: {"messages": [{"role": "user", "content": "Once upon"}], "max_tokens": 2},
     COMPLETION: {"prompt": "Once upon", "max_tokens": 2},
@@ -250,7 +252,7 @@ def test_null_is_a_field_that_is_left_out(call, route):
     kinds = {CHAT: fields.ChatFields, COMPLETION: fields.CompletionFields}
     kind = kinds.get(route, responses.ResponseFields)
     names = [name for name, field in kind.model_fields.items() if not field.is_required()]
-    nulls = dict.fromkeys((*names, *fields.UNSUPPORTED, *responses.UNSUPPORTED))
+    nulls = dict.fromkeys((*names, *fields.UNSUPPORTED))
     limit = {"max_output_tokens": 2} if route == RESPONSE else {"max_tokens": 2}
     call.generated(route, **{**nulls, **limit})
     jsonschema.validate({**BODIES[route], **nulls}, kind.model_json_schema())
@@ -260,6 +262,7 @@ KINDS = {
     CHAT: fields.ChatFields,
     COMPLETION: fields.CompletionFields,
     RESPONSE: responses.ResponseFields,
+    MESSAGE: MessageFields,
     "/tokenize": fields.TokenizeFields,
     "/detokenize": fields.DetokenizeFields,
     "/cache/explain": fields.ExplainFields,
@@ -273,7 +276,8 @@ VALUES = (
 
 @pytest.mark.parametrize("route", KINDS)
 def test_a_field_takes_the_types_that_the_description_declares_and_no_others(call, route):
-    kind, body = KINDS[route], {**BODIES.get(route, {}), "tokens": [5], "request_id": "x"}
+    kind, other = KINDS[route], {"tokens": [5], "request_id": "x"}
+    body = BODIES[CHAT] if route == MESSAGE else BODIES.get(route, other)
     described = call("/openapi.json", method="GET").json()
     declared = described["paths"][route]["post"]["requestBody"]["content"]["application/json"]
     schema = described["components"]["schemas"][declared["schema"]["$ref"].split("/")[-1]]
@@ -285,7 +289,8 @@ def test_a_field_takes_the_types_that_the_description_declares_and_no_others(cal
         for value in VALUES:
             try:
                 read = kind.model_validate({**body, name: value})
-                if route == RESPONSE:
+                if route in (RESPONSE, MESSAGE):
+                    read.check()
                     with rename_error_fields(read):
                         read = read.to_chat()
                 read.check()
@@ -295,8 +300,7 @@ def test_a_field_takes_the_types_that_the_description_declares_and_no_others(cal
             except ApiError as error:
                 errors = [error]
             if not is_declared(value):
-                named = responses.CHAT_NAMES.get(name, name) if route == RESPONSE else name
-                assert [error.param for error in errors] == [named], (name, value)
+                assert [error.param for error in errors] == [name], (name, value)
             elif errors:  # of others
                 assert name in str(errors[0]) and errors[0].param in MEANINGS, (name, value)
 
@@ -436,8 +440,8 @@ ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "a
         (
             RESPONSE,
             {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
-            "structured_outputs",
-            "both say",
+            "text",
+            "text and structured_outputs.regex both say",
         ),
         (CHAT, {"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", ""),
         (CHAT, {"n": 99}, "n", "--max-requests=8"),
