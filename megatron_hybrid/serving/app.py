@@ -137,7 +137,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
-            error = ApiError(400, f"the body is no JSON: {first['ctx']['error']}")
+            error = ApiError(400, f"the body cannot be read as JSON: {first['ctx']['error']}")
             return refusal(error, request.scope)
         is_read = request.method == "POST" and first["loc"][0] == "body"
         if is_read and "json" not in request.headers.get("content-type", ""):

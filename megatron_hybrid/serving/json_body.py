@@ -20,6 +20,12 @@ from megatron_hybrid.serving.json_response import LARGE_BYTES, in_turn
 _MAY_BE_INFINITE = re.compile(rb"\d(?:[eE]\+?\d{3}|\d{308})")
 """Numbers beyond float64, which become infinity, have three digits of exponent, or 309 digits."""
 
+_LIMITS = {
+    "recursion limit exceeded": "lists and objects are more than 200 deep",
+    "number out of range": "an integer has more than 4300 digits",
+}
+"""What pydantic_core says of JSON that it does not read -> the same in words."""
+
 
 class BodyRequest(Request):
     """A request whose body is measured, and read by `read_json`; a large one in its turn."""
@@ -56,13 +62,17 @@ def read_json(body: bytes) -> Any:
     """Return the value of a body in UTF-8.
 
     Raises:
-        json.JSONDecodeError: the body is not JSON, or it has half of a character (a surrogate
-            without its other half), NaN, infinity, or a number beyond float64.
+        json.JSONDecodeError: the body is not JSON, or it is too deep, or has half of a character (a
+            surrogate without its other half), NaN, infinity, a number beyond float64, or too many
+            digits.
     """
     try:
         value = from_json(body.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
-        raise json.JSONDecodeError(str(error), "", 0) from None
+        text = str(error)
+        for theirs, ours in _LIMITS.items():
+            text = text.replace(theirs, ours)
+        raise json.JSONDecodeError(text, "", 0) from None
     if _MAY_BE_INFINITE.search(body) and _has_infinity(value):
         raise json.JSONDecodeError("a number is beyond float64 (1.8e308)", "", 0)
     return value

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from megatron_hybrid.utils.validation import json_value
+
 Message = Mapping[str, Any]
 PART_TYPES = ("text", "input_text", "output_text", "refusal")
 """Types of the parts of a content that are texts."""
@@ -124,16 +126,14 @@ def _with_arguments(place: str, call: Any, as_text: bool) -> dict[str, Any]:
     arguments, why = given or {}, ""
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json_value(arguments)
         except ValueError as error:
             why = f": {error}"
-        except RecursionError:
-            why = ": they are nested too deeply"
     if not isinstance(arguments, Mapping):
         name = f"{function.get('name')!r:.80}"
         raise ValueError(
-            f"the arguments of {place} of the chat, of {name}, are no JSON object{why}. Send those "
-            f"of the answer: {given!r:.80}"
+            f"the arguments of {place} of the chat, of {name}, cannot be read as a JSON object{why}. "
+            f"Send those of the answer: {given!r:.80}"
         )
     if as_text:
         arguments = given if isinstance(given, str) and given else json.dumps(arguments)

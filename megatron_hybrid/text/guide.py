@@ -20,7 +20,7 @@ import numpy as np
 from megatron_hybrid.text import guide_tag
 from megatron_hybrid.text.guide_grammar import lark
 from megatron_hybrid.text.guide_trial import error_of, library, limits
-from megatron_hybrid.utils.validation import check_text
+from megatron_hybrid.utils.validation import check_text, json_value
 
 _NAMES = {"json_schema": "JSON schema", "structural_tag": "structural tag"}
 """Kinds of guides whose source is JSON."""
@@ -71,7 +71,7 @@ class Guide:
     def _of_json(cls, kind: str, value: Any, check: bool) -> Guide:
         try:
             if isinstance(value, str):
-                value = json.loads(value)
+                value = json_value(value)
             check_text("it", json.dumps(value, allow_nan=False, ensure_ascii=False))
             guide = cls(kind, json.dumps(value))
         except RecursionError:

@@ -1,6 +1,8 @@
 """Checks of a user's values: numbers, texts, functions, and fields by their annotations."""
 
+import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -253,6 +255,23 @@ def takes_argument(function: Callable, name: str) -> bool:
     """Return whether a function has an argument of this name, or takes any."""
     found = signature(function).parameters.values()
     return any(each.name == name or each.kind is Parameter.VAR_KEYWORD for each in found)
+
+
+def json_value(text: str) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is none, or it is too deep or has too many digits for Python.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except ValueError:
+        most = sys.get_int_max_str_digits()
+        raise ValueError(f"an integer in it has more than {most} digits: write fewer") from None
 
 
 def check_text(name: str, text: str) -> None:

@@ -361,11 +361,23 @@ def test_a_seed_is_any_int64(call, route):
 
 
 @ROUTES
-@pytest.mark.parametrize("half", ['"a\\udc00b"', "[NaN]"])
-def test_half_a_character_or_no_number_in_any_field_is_refused(call, route, half):
-    body = json.dumps(BODIES[route])[:-1] + f', "colour": {half}}}'
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ('"a\\udc00b"', "lone leading surrogate"),
+        ("[NaN]", "expected value"),
+        ("[" * 300, "lists and objects are more than 200 deep"),
+        ("9" * 5000, "an integer has more than 4300 digits"),
+    ],
+)
+def test_what_python_cannot_hold_in_any_field_is_refused_in_words(call, route, value, why):
+    body = json.dumps(BODIES[route])[:-1] + f', "colour": {value}}}'
     answer = call(route, content=body)
-    assert answer.status_code == 400 and "the body is no JSON: " in answer.text
+    assert answer.status_code == 400 and f"the body cannot be read as JSON: {why}" in answer.text
+    if value.isdigit():  # JSON in a text is read by Python
+        outputs = {"json": f'{{"const": {value}}}'}
+        error = call.refused(route, structured_outputs=outputs)
+        assert "structured_outputs.json: " in error["message"] and why[-11:] in error["message"]
 
 
 @ROUTES
