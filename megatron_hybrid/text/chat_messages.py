@@ -132,8 +132,8 @@ def _with_arguments(place: str, call: Any, as_text: bool) -> dict[str, Any]:
     if not isinstance(arguments, Mapping):
         name = f"{function.get('name')!r:.80}"
         raise ValueError(
-            f"the arguments of {place} of the chat, of {name}, cannot be read as a JSON object{why}. "
-            f"Send those of the answer: {given!r:.80}"
+            f"the arguments of {place} of the chat, of {name}, cannot be read as a JSON object{why}"
+            f". Send those of the answer: {given!r:.80}"
         )
     if as_text:
         arguments = given if isinstance(given, str) and given else json.dumps(arguments)

@@ -327,6 +327,19 @@ def near_misses() -> Iterator[Row]:
     yield Row("cohere_command4", "its marks of content", "<|START_TEXT|>Hi.<|END_TEXT|>", [], "Hi.")
     said = "Hm.<|START_TEXT|>Hi.<|END_TEXT|>"
     yield Row("cohere_command4", "content in an open thought", said, [], "Hi.", "Hm.", thinks=True)
+    said = "<|START_RESPONSE|>Hi.<|END_RESPONSE|><think>Hm.</think>"
+    yield Row("cohere_command4", "a thought after content", said, [], "Hi.", "Hm.")
+    step, whole = WAYS["step3"], WAYS["step3"]([PUT])
+    for behaviour, text in (
+        ("JSON in a call's own marks", step.around([f"{STEP[0]}{JSON}{STEP[1]}"])),
+        ("JSON after a mark alone", step.around([f"{STEP[0][:19]}{JSON}{STEP[1]}"])),
+        ("lines around the word", whole.replace("function", "\nfunction\n")),
+        ("another word", whole.replace("function", " tool ")),
+        ("no section", step.write(*PUT)),
+    ):
+        yield Row("step3", behaviour, text, [PUT])
+    for name in ("minimax_m2", "deepseek_v32", "deepseek_v4"):
+        yield Row(name, "no marks", WAYS[name].write(*PUT), [PUT])
     for behaviour, written, given in (
         ("a text of several lines in single quotes", "s='a\nb'", {"s": "a\nb"}),
         ("a set", "a={'a', 'b'}", {"a": ["a", "b"]}),

@@ -55,6 +55,7 @@ class AnswerParser:
         self._space = ""  # before what may be a call
         self._gap = ""  # space that was left out around calls
         self._has_content = False
+        self._was_closed = False  # by a mark, what was said
         self._in_thought = is_thinking
         self._skips_space = is_thinking
         self._late: list[Call] = []  # that were written inside of reasoning
@@ -116,6 +117,7 @@ class AnswerParser:
                     self._block = Block(self._dialect, self._held, self._at, self._tools)
                     continue
                 self._at = found.end()
+                self._was_closed = True
                 if self._in_thought:  # what is said to the user ends a thought, too
                     self._in_thought, self._space, self._skips_space = False, "", True
             else:
@@ -128,9 +130,11 @@ class AnswerParser:
                 return
 
     def _may_begin_thought(self, is_last: bool) -> bool:
-        """Take the mark of reasoning where it may begin: before there is content, and again where
-        the prompt ended with it, as some models repeat it. Returns whether it may follow."""
-        may_begin = self._skips_space if self._in_thought else not self._has_content
+        """Take the mark of reasoning where it may begin: before there is content, or after a mark
+        that closes it, and again where the prompt ended with it, as some models repeat it. Returns
+        whether it may follow."""
+        is_free = self._was_closed or not self._has_content
+        may_begin = self._skips_space if self._in_thought else is_free
         if not (may_begin and self._thoughts):
             return False
         at, mark = _SPACE.match(self._held, self._at).end(), self._thoughts.open
@@ -210,7 +214,7 @@ class AnswerParser:
             self._space = whole[len(text) :]
         if not text:
             return []
-        self._skips_space = False
+        self._skips_space = self._was_closed = False
         if self._late and self._in_thought:
             self._late_texts.append(text)
             return []

@@ -21,6 +21,7 @@ from megatron_hybrid.serving.parsers.dialect import (
     Json,
     Pieces,
     Tools,
+    json_calls,
     optional,
     repeated,
     sequence,
@@ -64,6 +65,9 @@ class TaggedParameters(Dialect):
     parts: Any = None
     """Pattern of what begins (+) a parameter or ends (-) it, also when damaged: see `_is_whole`."""
 
+    mark: Any = None
+    """Pattern of a call's own mark, and the word after it; None: it has none."""
+
     quotes: tuple[str, ...] = ()
 
     def inside(self, text: str, tools: Tools) -> Pieces | None:
@@ -96,13 +100,28 @@ class TaggedParameters(Dialect):
         at = _SPACE.match(text).end()
         while at < len(text):
             if (head := self.head.match(text, at)) is None:
-                return [*pieces, text[at:]] if may_be_cut and pieces else None
+                if (read_json := self._json(text, at, tools)) is None:
+                    return [*pieces, text[at:]] if may_be_cut and pieces else None
+                calls, at = read_json
+                pieces += calls
+                continue
             found = read(head.end(), Schema(tools.get(head["name"], {})))
             if found is None:
                 return None
             pieces.append(_call(head["name"], found[0], tools, text[at : found[1]].rstrip()))
             at = _SPACE.match(text, found[1]).end()
         return pieces
+
+    def _json(self, text: str, at: int, tools: Tools) -> tuple[Pieces, int] | None:
+        """The calls in JSON between a call's own marks, and their end."""
+        opened = self.mark and self.mark.match(text, at)
+        stop = text.find(self.inner[-1], opened.end()) if opened else -1
+        if stop < 0:
+            return None
+        calls, after = json_calls(text[opened.end() : stop], tools), stop + len(self.inner[-1])
+        if not any(isinstance(each, Call) for each in calls or ()):
+            calls = [text[at:after]]
+        return calls, _SPACE.match(text, after).end()
 
     def _loose_parameters(self, text: str, at: int, schema: Schema, has_end: bool) -> Found | None:
         """The same where tags are missing: values end at the next tag, and so does a call if the
@@ -241,16 +260,19 @@ def invoke_tags(
         call: marks around each call, and the one after the word for its kind.
     """
     begin, end = (f"{call[0]}function{call[1]}", call[2]) if call else ("", "")
+    opened = rf"{call[0]}\s*(?:\w+\s*{call[1]}\s*)?" if call else ""
     invoke, parameter = f"<{space}invoke name=", f"<{space}parameter name="
     return TaggedParameters(
         *section,
         inner=call,
+        also=(*call[:1], invoke),
         openers=(*call[:1], invoke),
         function=(f'{begin}{invoke}"{{}}">\n', f"</{space}invoke>{end}\n"),
         is_section=True,
         parameter=(f'{parameter}"{{}}"{flag}>', f"</{space}parameter>"),
         gap="\n",
-        head=named(rf"(?:{re.escape(begin)}\s*)?{invoke}", ">"),
+        head=named(rf"(?:{opened})?{invoke}", ">"),
+        mark=re.compile(opened) if call else None,
         opened=named(rf"\s*{parameter}", r'(?:\w+="\w+")?>'),
         closed=re.compile(rf"\s*</{space}invoke>(?:\s*{re.escape(end)})?"),
         parts=re.compile(
