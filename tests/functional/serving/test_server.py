@@ -10,9 +10,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import httpx
@@ -28,8 +31,9 @@ from waiting import LIMIT_S, wait_until
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
-from megatron_hybrid.serving import slow_clients
-from megatron_hybrid.serving.admission import Admission, Ticket
+from megatron_hybrid.inference.step_loop import StepLoop
+from megatron_hybrid.serving import admission, slow_clients
+from megatron_hybrid.serving.admission import STALL_SECONDS, Ticket
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.text.guide import GuideCompiler
 
@@ -482,10 +486,27 @@ def test_health_and_refusals_name_a_rank_that_has_failed(server, monkeypatch):
     assert answer.status_code == 503 and failure in answer.json()["error"]["message"]
 
 
-def test_health_tells_that_no_request_goes_on(server, monkeypatch):
-    monkeypatch.setattr(Admission, "stall", "no request has gone on for 130 s, and 3 wait")
-    health = call(server, "/health")
-    assert (health.status_code, health.text) == (503, Admission.stall)
+def test_health_tells_that_no_request_goes_on_and_when_one_does_again(server, monkeypatch):
+    blocked, told, clock = threading.Event(), [], SimpleNamespace(ahead=0.0)
+    step = StepLoop.step
+    monkeypatch.setattr(StepLoop, "step", lambda self: blocked.wait(LIMIT_S) and step(self))
+    now = SimpleNamespace(perf_counter=lambda: time.perf_counter() + clock.ahead)
+    monkeypatch.setattr(admission, "time", now)
+
+    def is_stalled():
+        clock.ahead += STALL_SECONDS  # however late the server notices the last step
+        told.append(call(server, "/health"))
+        return told[-1].status_code == 503
+
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(call, server, "/v1/completions", {**LONG, "max_tokens": 2})
+        try:
+            wait_until(is_stalled)
+        finally:
+            blocked.set()
+        assert answer.result().status_code == 200
+    assert re.fullmatch(r"no request has gone on for \d+ s, and 1 wait", told[-1].text)
+    assert call(server, "/health").status_code == 200
 
 
 def test_sigterm_answers_who_is_there_saves_the_cache_and_exits(tmp_path):
