@@ -34,12 +34,12 @@ from megatron_hybrid.serving.fields import (
     DetokenizeFields,
     ExplainFields,
     GenerationFields,
+    OtherFields,
     TemplateFields,
     TokenizeFields,
 )
 from megatron_hybrid.serving.idle_memory import trim_when_idle
 from megatron_hybrid.serving.json_response import in_turn, json_response
-from megatron_hybrid.serving.messages import CHAT_NAMES as MESSAGE_NAMES
 from megatron_hybrid.serving.messages import MessageAnswer, MessageChat, MessageFields, PromptFields
 from megatron_hybrid.serving.page_routes import add_page
 from megatron_hybrid.serving.parsers import Style
@@ -55,7 +55,7 @@ from megatron_hybrid.serving.request_mapping import (
     truncated,
 )
 from megatron_hybrid.serving.request_middleware import RequestMiddleware, refusal
-from megatron_hybrid.serving.responses import CHAT_NAMES, ResponseAnswer, ResponseFields
+from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
 from megatron_hybrid.serving.routes import EVENTS, Answers, errors, keyed_routes
 from megatron_hybrid.serving.schemas import (
     Aborted,
@@ -230,7 +230,7 @@ async def _generate(service: Service, request: Request, fields: GenerationFields
     return await _answer(service, request, fields, make)
 
 
-async def _respond(service: Service, request: Request, fields: ResponseFields | MessageFields):
+async def _respond(service: Service, request: Request, fields: OtherFields):
     """An answer to a chat, in the form of another route."""
     fields.check()
     with rename_error_fields(fields):
@@ -246,13 +246,12 @@ async def _respond(service: Service, request: Request, fields: ResponseFields | 
 
 
 @contextmanager
-def rename_error_fields(fields: ResponseFields | PromptFields) -> Iterator[None]:
+def rename_error_fields(fields: OtherFields) -> Iterator[None]:
     """Let a chat's errors name the route's own fields."""
     try:
         yield
     except ApiError as error:
-        names = CHAT_NAMES if isinstance(fields, ResponseFields) else MESSAGE_NAMES
-        if (name := names.get(error.param)) is not None:
+        if (name := fields.chat.own_names.get(error.param)) is not None:
             error.args = (re.sub(rf"^{error.param}\b", name, str(error)),)
             error.param = name
         raise

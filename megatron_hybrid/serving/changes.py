@@ -50,21 +50,6 @@ def header_of(changes: Sequence[str]) -> dict[str, str]:
     return {HEADER: text[:_MAX_HEADER]} if text else {}
 
 
-def without_images(messages: Sequence[Json]) -> list[Json]:
-    """Return messages with a text in the place of each image of a tool's result."""
-
-    def shown(part: Any) -> Any:
-        is_image = isinstance(part, dict) and part.get("type") == "image_url"
-        return {"type": "text", "text": IMAGE_LEFT_OUT} if is_image else part
-
-    return [
-        {**message, "content": list(map(shown, message["content"]))}
-        if message.get("role") == "tool" and isinstance(message.get("content"), list)
-        else message
-        for message in messages
-    ]
-
-
 def with_steady_start(messages: Sequence[Json]) -> tuple[list[Json], list[str]]:
     """Return messages whose instructions begin alike in all requests of a conversation, and the
     changes.

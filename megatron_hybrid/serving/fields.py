@@ -29,8 +29,8 @@ from megatron_hybrid.inference.sampling_params import (
     Share,
     Temperature,
 )
-from megatron_hybrid.serving.changes import AN_IMAGE, without_images
-from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.changes import AN_IMAGE, IMAGE_LEFT_OUT
+from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.text.chat_messages import PART_TYPES
 from megatron_hybrid.text.chat_template import TextTooLongError
 from megatron_hybrid.utils.field_help import fields_help
@@ -635,9 +635,12 @@ class TemplateFields(SharedTemplateFields):
 
     @model_validator(mode="after")
     def _leave_out_images(self) -> Self:
-        if self.messages and (found := without_images(self.messages)) != self.messages:
-            self.messages = found
-            self.note(f"left out {AN_IMAGE}")
+        for message in self.messages or ():
+            parts = message.get("content") if message.get("role") == "tool" else None
+            for index, part in enumerate(parts if isinstance(parts, list) else ()):
+                if isinstance(part, dict) and part.get("type") == "image_url":
+                    parts[index] = {"type": "text", "text": IMAGE_LEFT_OUT}
+                    self.note(f"left out {AN_IMAGE}")
         return self
 
     @property
@@ -675,6 +678,9 @@ class TemplateFields(SharedTemplateFields):
 
 class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
     """Body of /v1/chat/completions."""
+
+    own_names: ClassVar[dict[str, str]] = {}
+    """Its fields -> those of the body that it was made of, if another's."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     """The messages of the chat. A `content` that is a list of texts is joined by newlines, or
@@ -733,7 +739,9 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
     @property
     def caller_names(self) -> dict[str, str]:
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return super().caller_names | {"prompt": "messages", "num_tokens_to_generate": limit}
+        names = super().caller_names | {"prompt": "messages", "num_tokens_to_generate": limit}
+        names |= {"stop_words": "stop", "thinking_budget": "thinking_token_budget"}
+        return {name: self.own_names.get(given, given) for name, given in names.items()}
 
     def too_large(self, error: TextTooLongError) -> ApiError:
         """See the base class; in the words of `too_long`: the text is not counted to its end."""
@@ -757,25 +765,43 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
         param = names["prompt" if num_prompt >= limit else "num_tokens_to_generate"]
         return ApiError(400, text, param, "context_length_exceeded")
 
-    @property
-    def choice_words(self) -> tuple[Any, str]:
-        """The choice of a tool as the caller wrote it, and those that need no tool."""
-        return self.tool_choice, "'auto' or 'none'"
-
     def check(self) -> None:
         super().check()
         if self.tool_choice not in (None, "none", "auto") and not self.required_tools:
-            given, others = self.choice_words
-            names = [tool.function.name for tool in self.tools or ()]
+            given = "needs a tool" if self.tool_choice == "required" else f"is {self.tool_choice!r}"
+            tools = [tool.function.name for tool in self.tools or ()]
             left_out = "; ".join(each for each in self.changes if "left out the tool" in each)
+            text = f"{given}, and tools are {tools}{left_out and f' (this server {left_out})'}"
             raise ApiError(
-                400,
-                f"tool_choice is {given!r}, and tools are {names}"
-                f"{left_out and f' (this server {left_out})'}: name one of them, or say {others}",
-                "tool_choice",
+                400, f"tool_choice {text}: name one of them, or say auto or none", "tool_choice"
             )
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+
+
+class OtherFields(Body):
+    """A body that is answered as a chat."""
+
+    generates = True
+    chat: ClassVar[type[ChatFields]]
+    left_out: ClassVar[dict[str, tuple]]
+    """Fields that have no effect -> values that ask for nothing. The answer says what has none."""
+
+    def chat_of(self, given: Mapping[str, Any]) -> ChatFields:
+        """Return the chat of some fields.
+
+        Raises:
+            ApiError: they are none of a chat.
+        """
+        for name, nothing in self.left_out.items():
+            if getattr(self, name) not in (None, *nothing):
+                self.note(f"left out {name}")
+        try:
+            chat = self.chat(**given)
+        except ValidationError as error:
+            raise refusal_of_field(error.errors()) from error
+        chat.changes.extend(self.changes)
+        return chat
 
 
 def _kind_of(given: Any) -> str:

@@ -20,12 +20,6 @@ from megatron_hybrid.serving.json_response import LARGE_BYTES, in_turn
 _MAY_BE_INFINITE = re.compile(rb"\d(?:[eE]\+?\d{3}|\d{308})")
 """Numbers beyond float64, which become infinity, have three digits of exponent, or 309 digits."""
 
-_LIMITS = {
-    "recursion limit exceeded": "lists and objects are more than 200 deep",
-    "number out of range": "an integer has more than 4300 digits",
-}
-"""What pydantic_core says of JSON that it does not read -> the same in words."""
-
 
 class BodyRequest(Request):
     """A request whose body is measured, and read by `read_json`; a large one in its turn."""
@@ -69,9 +63,8 @@ def read_json(body: bytes) -> Any:
     try:
         value = from_json(body.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False)
     except ValueError as error:
-        text = str(error)
-        for theirs, ours in _LIMITS.items():
-            text = text.replace(theirs, ours)
+        text = str(error).replace("recursion limit exceeded", "lists and objects are over 200 deep")
+        text = text.replace("number out of range", "an integer has more than 4300 digits")
         raise json.JSONDecodeError(text, "", 0) from None
     if _MAY_BE_INFINITE.search(body) and _has_infinity(value):
         raise json.JSONDecodeError("a number is beyond float64 (1.8e308)", "", 0)

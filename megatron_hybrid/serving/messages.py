@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.requests.options import Positive, Priority
@@ -24,12 +24,12 @@ from megatron_hybrid.serving.answers import (
     prefix_block,
 )
 from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT
-from megatron_hybrid.serving.errors import ApiError, refusal_of_field
+from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import (
-    Body,
     ChatFields,
     CountOrAll,
     Fields,
+    OtherFields,
     Text,
     Words,
 )
@@ -38,18 +38,6 @@ from megatron_hybrid.serving.parsers import AnswerPart, Reasoning, ToolCall
 
 SAME = ("temperature", "top_p", "top_k", "stream", "cache_salt", "priority")
 """Fields of a message that are a chat's, too, and no part of a prompt."""
-LEFT_OUT = {"context_management": ({}, {"edits": []}), "speed": ("standard",)}
-"""Fields that have no effect -> values that ask for nothing. The answer says what has none."""
-CHAT_NAMES = {
-    "chat_template_kwargs": "thinking",
-    "guide": "output_config",
-    "max_completion_tokens": "max_tokens",
-    "reasoning_effort": "output_config",
-    "response_format": "output_config",
-    "stop": "stop_sequences",
-    "thinking_token_budget": "thinking",
-}
-"""Fields of the chat that a message is made as -> the caller's."""
 _LEFT_OUT_BLOCK = re.compile(
     "redacted_thinking|image|document|compaction|server_tool_use|mcp_tool_use|.+_tool_result"
 )
@@ -85,10 +73,33 @@ class MessageTool(Fields):
         return self
 
 
-class PromptFields(Body):
+class MessageChat(ChatFields):
+    """The chat that a message is made as."""
+
+    own_names: ClassVar = {
+        "chat_template_kwargs": "thinking",
+        "max_completion_tokens": "max_tokens",
+        "reasoning_effort": "output_config",
+        "response_format": "output_config",
+        "stop": "stop_sequences",
+        "thinking_token_budget": "thinking",
+    }
+
+    def too_long(self, num_prompt: int, num_asked: int, limit: int, least: str = "") -> ApiError:
+        """See the base class; in the words that clients of Anthropic read."""
+        if num_prompt >= limit:
+            text = f"prompt is too long: {least}{num_prompt} tokens > {limit} maximum"
+            return ApiError(400, text, "messages")
+        text = "input length and `max_tokens` exceed context limit: "
+        text += f"{num_prompt} + {num_asked} > {limit}, decrease input length or `max_tokens` and "
+        return ApiError(400, f"{text}try again", "max_tokens")
+
+
+class PromptFields(OtherFields):
     """Fields of a prompt: the body of /v1/messages/count_tokens."""
 
-    generates = True
+    chat = MessageChat
+    left_out: ClassVar = {"context_management": ({}, {"edits": []}), "speed": ("standard",)}
     taken: ClassVar = {"max_tokens", *SAME}
 
     model: str | None = None
@@ -124,7 +135,6 @@ class PromptFields(Body):
         Raises:
             ApiError: a block or a choice that no chat has.
         """
-        self._note_left_out()
         config, thinking = self.output_config or {}, self.thinking or {}
         choice = self.tool_choice or {}
         given = {
@@ -141,23 +151,12 @@ class PromptFields(Body):
             names = ("enable_thinking", "thinking")
             given["chat_template_kwargs"] = dict.fromkeys(names, thinks)
             given["thinking_token_budget"] = thinking.get("budget_tokens") if thinks else None
-        try:
-            chat = MessageChat(**given, **more)
-            chat.changes.extend(self.changes)
-            return chat
-        except ValidationError as error:
-            raise refusal_of_field(error.errors()) from error
-
-    def _note_left_out(self) -> None:
-        """Take note of what this server does not do."""
-        for name, nothing in LEFT_OUT.items():
-            if getattr(self, name) not in (None, *nothing):
-                self.note(f"left out {name}")
-        for name in sorted((self.output_config or {}).keys() - {"effort", "format"}):
+        for name in sorted(config.keys() - {"effort", "format"}):
             self.note(f"left out output_config.{name}")
         for tool in self.tools or ():
             if not tool.is_custom:
                 self.note(f"left out the tool {tool.name} ({tool.type})")
+        return self.chat_of(given | more)
 
     def _messages(self) -> Iterator[Json]:
         if system := _texts(self.system or "", "system"):
@@ -201,32 +200,6 @@ class MessageFields(PromptFields):
         return super().to_chat(max_completion_tokens=self.max_tokens, stop=stops, **given, **more)
 
 
-class MessageChat(ChatFields):
-    """The chat that a message is made as."""
-
-    @property
-    def choice_words(self) -> tuple[Any, str]:
-        named = {"type": "any"}
-        if isinstance(self.tool_choice, dict):
-            named = {"type": "tool", **self.tool_choice["function"]}
-        return named, "auto or none as its type"
-
-    def too_long(self, num_prompt: int, num_asked: int, limit: int, least: str = "") -> ApiError:
-        """See the base class; in the words that clients of Anthropic read."""
-        if num_prompt >= limit:
-            text = f"prompt is too long: {least}{num_prompt} tokens > {limit} maximum"
-            return ApiError(400, text, "messages")
-        text = "input length and `max_tokens` exceed context limit: "
-        text += f"{num_prompt} + {num_asked} > {limit}, decrease input length or `max_tokens` and "
-        return ApiError(400, f"{text}try again", "max_tokens")
-
-    @property
-    def caller_names(self) -> dict[str, str]:
-        names = super().caller_names | {"num_tokens_to_generate": "max_tokens"}
-        names |= {"stop_words": "stop_sequences", "thinking_budget": "thinking"}
-        return {name: CHAT_NAMES.get(given, given) for name, given in names.items()}
-
-
 def _function(tool: MessageTool) -> Json:
     given = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
@@ -237,7 +210,7 @@ def _function(tool: MessageTool) -> Json:
 def _choice(choice: Json) -> str | Json | None:
     kind = choice.get("type")
     if kind == "tool":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+        return {"type": "tool", "name": choice.get("name")}
     kinds = {None: None, "auto": "auto", "any": "required", "none": "none"}
     if kind not in kinds:
         raise ApiError(

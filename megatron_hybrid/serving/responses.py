@@ -12,7 +12,7 @@ from copy import deepcopy
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, ValidationError, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
@@ -24,7 +24,7 @@ from megatron_hybrid.serving.answers import (
     prefix_block,
 )
 from megatron_hybrid.serving.changes import AN_IMAGE, IMAGE_LEFT_OUT
-from megatron_hybrid.serving.errors import ApiError, refusal_of_field
+from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import (
     FORMATS,
     PART,
@@ -34,6 +34,7 @@ from megatron_hybrid.serving.fields import (
     Function,
     NumTop,
     Object,
+    OtherFields,
     SharedChatFields,
     Text,
     refuse_unsupported,
@@ -42,12 +43,6 @@ from megatron_hybrid.serving.json_response import encode_json
 from megatron_hybrid.serving.parsers import AnswerPart, Reasoning, ToolCall
 from megatron_hybrid.text.chat_messages import PART_TYPES
 
-STATEFUL = (
-    *("access_programs", "background", "background_options", "conversation", "previous_response"),
-    *("previous_response_id", "prompt"),
-)
-LEFT_OUT = {"context_management": ([],), "truncation": ("disabled",)}
-"""Fields that have no effect -> values that ask for nothing. The answer says what has none."""
 HOSTED = (
     *("apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search"),
     *("image_generation", "local_shell", "mcp", "programmatic_tool_calling", "shell"),
@@ -61,13 +56,6 @@ DEFAULT_NAMESPACE = "functions"
 """Its functions have no prefix."""
 LIMITS = ("max_tokens", "max_completion_tokens")
 """Other names of `max_output_tokens`. A body may have several of them, with one value."""
-CHAT_NAMES = {
-    "max_completion_tokens": "max_output_tokens",
-    "messages": "input",
-    "reasoning_effort": "reasoning",
-    "response_format": "text",
-}
-"""Fields of the chat that a response is made as -> the caller's."""
 
 
 class FlatTool(Function):
@@ -169,9 +157,22 @@ Item = Annotated[
 ]
 
 
-class ResponseFields(SharedChatFields):
+class ResponseChat(ChatFields):
+    """The chat that a response is made as."""
+
+    own_names: ClassVar = {
+        **dict.fromkeys(LIMITS, "max_output_tokens"),
+        "messages": "input",
+        "reasoning_effort": "reasoning",
+        "response_format": "text",
+    }
+
+
+class ResponseFields(OtherFields, SharedChatFields):
     """Body of /v1/responses."""
 
+    chat = ResponseChat
+    left_out: ClassVar = {"context_management": ([],), "truncation": ("disabled",)}
     taken: ClassVar = {*LIMITS, "stream_options"}  # OpenAI's: padding
 
     input: str | Annotated[list[Item], Field(min_length=1)]
@@ -204,11 +205,8 @@ class ResponseFields(SharedChatFields):
     """It has no effect, as `truncation`."""
 
     def check(self) -> None:
-        extra = self.model_extra or {}
-        stateful = {name: self.refused()[name] for name in STATEFUL}
-        refuse_unsupported(extra, stateful, ": this server keeps no responses")
         limits = dict.fromkeys(LIMITS, (self.max_output_tokens,))
-        refuse_unsupported(extra, limits, " by this route")
+        refuse_unsupported(self.model_extra or {}, limits, " by this route")
         super().check()
 
     def to_chat(self) -> ChatFields:
@@ -228,21 +226,18 @@ class ResponseFields(SharedChatFields):
         messages = list(_joined(self._messages(), self.note))
         if not messages:
             raise ApiError(400, "input has reasoning alone: give a text or a call, too", "input")
-        try:
-            chat = ResponseChat(
-                **{name: getattr(self, name) for name in SharedChatFields.model_fields},
-                messages=messages,
-                max_completion_tokens=self.max_output_tokens,
-                tools=tools or None,
-                response_format=form,
-                reasoning_effort=self.reasoning and self.reasoning.effort,
-                logprobs=_LOGPROBS in (self.include or ()) or bool(self.top_logprobs),
-                top_logprobs=self.top_logprobs or None,
-            )
-            chat.changes.extend(self.changes)
-            return chat
-        except ValidationError as error:
-            raise refusal_of_field(error.errors()) from error
+        given = {
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": tools or None,
+            "response_format": form,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "logprobs": _LOGPROBS in (self.include or ()) or bool(self.top_logprobs),
+            "top_logprobs": self.top_logprobs or None,
+        }
+        return self.chat_of(
+            {name: getattr(self, name) for name in SharedChatFields.model_fields} | given
+        )
 
     def _each_tool(self) -> Iterator[tuple[str | None, FlatTool | CustomTool | HostedTool]]:
         """Tools, and their namespace."""
@@ -277,9 +272,6 @@ class ResponseFields(SharedChatFields):
 
     def _note_left_out(self, text: TextOptions) -> None:
         """Take note of what this server does not do."""
-        for name, nothing in LEFT_OUT.items():
-            if getattr(self, name) not in (None, *nothing):
-                self.note(f"left out {name}")
         if text.verbosity not in (None, "medium"):
             self.note("left out text.verbosity")
         for _, tool in self._each_tool():
@@ -296,15 +288,6 @@ class ResponseFields(SharedChatFields):
             return
         for item in self.input:
             yield from _messages_of(item, self.note)
-
-
-class ResponseChat(ChatFields):
-    """The chat that a response is made as."""
-
-    @property
-    def caller_names(self) -> dict[str, str]:
-        names = super().caller_names | {"num_tokens_to_generate": "max_output_tokens"}
-        return {name: CHAT_NAMES.get(given, given) for name, given in names.items()}
 
 
 _CUSTOM_PARAMETERS: Json = {
