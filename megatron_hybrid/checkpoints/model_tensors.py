@@ -84,12 +84,9 @@ def full_state_dict(model: HybridModel, unpacked: bool = False) -> dict[str, Ten
         return state
     stages = [None] * pp.size() if pp.rank() == 0 else None
     # As bytes: torch does not read pickled floats of 8 bits.
-    sent = {name: (t.dtype, t.view(_bytes_like(t))) for name, t in state.items()}
+    kinds = {name: torch.uint8 if t.element_size() == 1 else t.dtype for name, t in state.items()}
+    sent = {name: (t.dtype, t.view(kinds[name])) for name, t in state.items()}
     dist.gather_object(sent, stages, dst=dist.get_global_rank(pp, 0), group=pp)
     if pp.rank() != 0:
         return None
     return {name: t.view(dtype) for stage in stages for name, (dtype, t) in stage.items()}
-
-
-def _bytes_like(tensor: Tensor) -> torch.dtype:
-    return torch.uint8 if tensor.element_size() == 1 else tensor.dtype

@@ -287,7 +287,7 @@ class _Exchange:
             if gone is not None and not self._store.check([self._key(key) for key in missing]):
                 raise RankError(f"{gone}, for which {self._own} waits: {self._what}")
             waited = time.monotonic() - began
-            names = ", ".join(map(self._name_of, ranks))
+            names = ", ".join(str(self._member(rank) or f"rank {rank}") for rank in ranks)
             if waited >= seconds:
                 raise RankError(
                     f"{self._own} is {self._what}, and {names} did not come to it within "
@@ -327,10 +327,6 @@ class _Exchange:
             return None
         attempt, text = pickle.loads(self._store.get(key))
         return text if attempt == _attempt.get() else None
-
-    def _name_of(self, rank: int) -> str:
-        """A rank of the job with its host, if it has told it."""
-        return str(self._member(rank) or f"rank {rank}")
 
     def _member(self, rank: int) -> Member | None:
         """A rank of the job, if it has told where it is."""

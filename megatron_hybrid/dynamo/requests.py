@@ -145,7 +145,9 @@ def _calls_alone(tag: Any) -> Any:
     tags = form.get("tags")
     if not (form.get("type") == "triggered_tags" and form.get("at_least_one")):
         return tag
-    if not isinstance(tags, list) or not all(map(_has_style, tags)):
+    if not isinstance(tags, list) or not all(
+        "style" in _object(_object(each).get("content")) for each in tags
+    ):
         return tag
     only = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}
     once = bool(form.get("stop_after_first")) or len(tags) == 1
@@ -154,10 +156,6 @@ def _calls_alone(tag: Any) -> Any:
 
 def _object(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _has_style(tag: Any) -> bool:
-    return "style" in _object(_object(tag).get("content"))
 
 
 def _decimal(value: Any) -> Any:

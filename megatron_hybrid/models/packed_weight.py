@@ -68,7 +68,7 @@ class PackedWeight(nn.Module):
         width = packing.columns_per_code
         by_row, by_column, rest_cut = self.cut, self.cut, None
         num_rest = packing.num_rest
-        if self._is_cut_by_row():
+        if self.cut is not None and self.cut.dim == self.dim() - 2:
             by_column = None
             if packing.num_rest:
                 by_row, rest_cut = _rows_apart(self.cut, packing.num_rest)
@@ -124,9 +124,6 @@ class PackedWeight(nn.Module):
     def device(self) -> torch.device:
         """Device of the parts."""
         return self.codes.device
-
-    def _is_cut_by_row(self) -> bool:
-        return self.cut is not None and self.cut.dim == self.dim() - 2
 
     def parameter(self) -> nn.Parameter:
         """A parameter in its place, without values."""

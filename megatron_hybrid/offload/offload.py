@@ -77,7 +77,7 @@ class Offload(CacheListener):
         self._disk_bytes = disk_bytes
         self._disk_accepts = True  # on all ranks, before this step
         if disk is not None:
-            accepts = self._accepts if ranks.size > 1 else None
+            accepts = (lambda: self._disk_accepts) if ranks.size > 1 else None
             self.tiers.append(disk_tier(disk, self.spec, disk_bytes, ranks, accepts))
         if host_bytes:
             lower = self.tiers[-1] if self.tiers else None
@@ -175,9 +175,6 @@ class Offload(CacheListener):
         if self.tiers:
             self.cache.unwatch(self)
         self.tiers.clear()
-
-    def _accepts(self) -> bool:
-        return self._disk_accepts
 
     def poll(self, said: int = 0) -> int:
         """Process events from outside the steps: records lost for lack of memory or disk space, and

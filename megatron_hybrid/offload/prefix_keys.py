@@ -33,7 +33,8 @@ class PrefixKeys:
         self.salt = salt
         self._bytes = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
         self._block_bytes = 4 * block_size_tokens
-        self._chain = [blake2b(_bytes_of(salt), digest_size=_BYTES, person=b"salt").digest()]
+        given = salt.encode("utf-8", "surrogatepass")  # it may be invalid Unicode, as in some JSON
+        self._chain = [blake2b(given, digest_size=_BYTES, person=b"salt").digest()]
 
     @property
     def tokens(self) -> np.ndarray:
@@ -99,8 +100,3 @@ class RecentKeys:
                     return keys
         self._recent.append(keys)
         return keys
-
-
-def _bytes_of(salt: str) -> bytes:
-    """Return the bytes of a string, which may be invalid Unicode (as in some JSON)."""
-    return salt.encode("utf-8", "surrogatepass")

@@ -6,7 +6,7 @@ import time
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, starmap
 from typing import Any, ClassVar
 
 from megatron_hybrid.cache.report import PrefixReport
@@ -237,7 +237,7 @@ class Answer:
         values = [value if value is None else max(value, LEAST_LOG_PROB) for value in values]
         if self.is_chat:
             entries = [
-                {**self._entry(token, value), "top_logprobs": [*self._entries(top)]}
+                {**self._entry(token, value), "top_logprobs": [*starmap(self._entry, top.items())]}
                 for token, value, top in zip(tokens, values, tops)
             ]
             return {"content": entries, "refusal": None}
@@ -293,9 +293,6 @@ class Answer:
             name = self._name(token)
             found[_id_name(token) if name in found else name] = value
         return found
-
-    def _entries(self, top: dict[int, float]) -> Iterable[Json]:
-        return (self._entry(token, value) for token, value in top.items())
 
     def _entry(self, token: int, value: float) -> Json:
         written, as_ids = self.tokenizer.shown_bytes(token), self.fields.return_tokens_as_token_ids

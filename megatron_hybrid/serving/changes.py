@@ -11,7 +11,6 @@ from typing import Any
 
 Json = dict[str, Any]
 HEADER = "X-Request-Changes"
-AN_IMAGE = "an image of a tool's result"
 IMAGE_LEFT_OUT = "[An image was left out: this model reads texts alone.]"
 _MAX_HEADER = 2048
 _MAX_LINE = 200

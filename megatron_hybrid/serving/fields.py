@@ -29,7 +29,7 @@ from megatron_hybrid.inference.sampling_params import (
     Share,
     Temperature,
 )
-from megatron_hybrid.serving.changes import AN_IMAGE, IMAGE_LEFT_OUT
+from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.text.chat_messages import PART_TYPES
 from megatron_hybrid.text.chat_template import TextTooLongError
@@ -232,8 +232,6 @@ class Fields(BaseModel):
 class Body(Fields):
     """A body."""
 
-    generates: ClassVar[bool] = False
-    """An answer is made, so that it may have fields of other bodies that make one."""
     taken: ClassVar[set[str]] = set()
     """Fields of other bodies that this one takes, and that are none of its own."""
     _changes: list[str] = PrivateAttr(default_factory=list)
@@ -257,8 +255,8 @@ class Body(Fields):
     @cache
     def refused(cls) -> dict[str, tuple]:
         """`UNSUPPORTED`, and fields that only other bodies have."""
-        others = (CompletionFields, ChatFields) if cls.generates else ()
-        known = neutral_values(*others) | UNSUPPORTED
+        answered = issubclass(cls, (SharedFields, OtherFields))
+        known = neutral_values(*(CompletionFields, ChatFields) if answered else ()) | UNSUPPORTED
         used = cls.model_fields.keys() | cls.taken
         return {name: nothing for name, nothing in known.items() if name not in used}
 
@@ -411,7 +409,6 @@ _DECLARED = fields_help("megatron_hybrid.inference.sampling_params.SamplingParam
 class SharedFields(Body):
     """Fields of all routes that generate."""
 
-    generates = True
     model: str | None = None
     """The name of the served model. It may be left out."""
     temperature: Temperature | None = declared(
@@ -638,9 +635,9 @@ class TemplateFields(SharedTemplateFields):
         for message in self.messages or ():
             parts = message.get("content") if message.get("role") == "tool" else None
             for index, part in enumerate(parts if isinstance(parts, list) else ()):
-                if isinstance(part, dict) and part.get("type") == "image_url":
+                if isinstance(part, dict) and part.get("type") in ("image_url", "input_image"):
                     parts[index] = {"type": "text", "text": IMAGE_LEFT_OUT}
-                    self.note(f"left out {AN_IMAGE}")
+                    self.note("left out an image of a tool's result")
         return self
 
     @property
@@ -782,7 +779,6 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
 class OtherFields(Body):
     """A body that is answered as a chat."""
 
-    generates = True
     chat: ClassVar[type[ChatFields]]
     left_out: ClassVar[dict[str, tuple]]
     """Fields that have no effect -> values that ask for nothing. The answer says what has none."""

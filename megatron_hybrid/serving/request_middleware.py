@@ -88,7 +88,9 @@ class RequestMiddleware:
                 await self._app(scope, limited, named)
         finally:
             state["body_is_read"]()
-            self._service.num_responses[_route(scope), status] += 1
+            # The pattern of the route: paths of clients are no names of metrics.
+            route = getattr(scope.get("route"), "path", "other")
+            self._service.num_responses[route, status] += 1
             if path not in POLLED_PATHS or status != 200:
                 self._log(scope, status, time.perf_counter() - began)
 
@@ -154,11 +156,6 @@ class _Line(dict):
 
     def __str__(self) -> str:
         return json.dumps(self)
-
-
-def _route(scope) -> str:
-    """The route's pattern: paths of clients are no names of metrics."""
-    return getattr(scope.get("route"), "path", "other")
 
 
 def _authorization(headers: Headers) -> str | None:

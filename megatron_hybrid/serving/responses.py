@@ -23,7 +23,6 @@ from megatron_hybrid.serving.answers import (
     num_reasoning_tokens,
     prefix_block,
 )
-from megatron_hybrid.serving.changes import AN_IMAGE, IMAGE_LEFT_OUT
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.fields import (
     FORMATS,
@@ -321,7 +320,8 @@ def _messages_of(item: Json, note: Callable[[str], None]) -> Iterator[Json]:
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         yield {"role": "assistant", "tool_calls": [call]}
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        said = _output_of(item.get("output"), note)
+        said = item.get("output")
+        said = said if isinstance(said, list) else _text_of(said)
         yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": said}
     elif kind == "reasoning":
         if (text := _reasoning_of(item)) is None:
@@ -353,16 +353,6 @@ _HOSTED_ITEMS = frozenset(
 """Kinds of items that stand for work of OpenAI's servers: they are left out."""
 
 
-def _output_of(output: Any, note: Callable[[str], None]) -> str:
-    parts = []
-    for part in output if isinstance(output, list) else ():
-        if isinstance(part, dict) and part.get("type") == "input_image":
-            part = {"type": "input_text", "text": IMAGE_LEFT_OUT}
-            note(f"left out {AN_IMAGE}")
-        parts.append(part)
-    return _text_of(parts if isinstance(output, list) else output)
-
-
 def _joined(messages: Iterator[Json], note: Callable[[str], None]) -> Iterator[Json]:
     """Join what the model said in a row into one message: its reasoning, a text, calls. Reasoning
     alone is left out. note: takes what is left out."""
@@ -387,11 +377,6 @@ def _joined(messages: Iterator[Json], note: Callable[[str], None]) -> Iterator[J
 
 _MARK = "mh1."
 """Begins `encrypted_content` of this server's."""
-
-
-def _encoded(text: str) -> str:
-    """Reasoning for `encrypted_content`: no secret, since `content` has it, too."""
-    return _MARK + b64encode(text.encode()).decode()
 
 
 def _reasoning_of(item: Json) -> str | None:
@@ -566,7 +551,8 @@ class ResponseAnswer:
             return []
         item, kind = self._items[-1], self._open
         if kind is Reasoning and _ENCRYPTED in (self._fields.include or ()):
-            item["encrypted_content"] = _encoded(item["content"][0]["text"])
+            text = item["content"][0]["text"].encode()  # no secret: `content` has it, too
+            item["encrypted_content"] = _MARK + b64encode(text).decode()
         item["status"] = self._status
         (part,) = item["content"]
         name = "reasoning_text" if kind is Reasoning else "output_text"

@@ -196,20 +196,16 @@ def _requests_table(runs: list[Run]) -> Table:
         cells = [name, str(first.prefix.prompt_tokens)]
         for run in runs:
             result = run.results[name]
-            prefix = result.prefix
+            prefix, ms = result.prefix, result.time_to_first_token * 1e3
             values = {
                 "shared": str(prefix.shared_tokens),
                 "skipped": f"[bold green]{prefix.skipped_tokens}[/bold green]",
                 "run": str(prefix.computed_tokens),
-                "ms": _milliseconds(result.time_to_first_token),
+                "ms": f"{ms:.1f}" if ms < 100 else f"{ms:.0f}",
             }
             cells += [values[name] for name in columns[run.mode]]
         table.add_row(*cells)
     return table
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
 
 
 def _totals_table(runs: list[Run]) -> Table:

@@ -152,14 +152,10 @@ class Policy(Protocol):
         return math.inf
 
 
-def _check(name: str, policy: type[Policy]) -> None:
-    check_class(f"the policy {name!r}", policy, Policy, "spec")
-
-
 POLICIES: Registry[type[Policy]] = Registry(
     "policy",
     "megatron_hybrid.policies",
-    _check,
+    lambda name, policy: check_class(f"the policy {name!r}", policy, Policy, "spec"),
     {"hybrid": "megatron_hybrid.cache.policy.hybrid:HybridPolicy"},
 )
 """Every policy, made with the `CacheSpec` of the engine's cache."""

@@ -109,7 +109,7 @@ class Gemma3(Adapter):
     ignored = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
-        hf = _with_defaults(hf)
+        hf = {**_SHARED_DEFAULTS, **_DEFAULTS[hf["model_type"]], **hf}
         fields.only(hf, attention_bias=False, use_bidirectional_attention=(False, None))
         is_gemma3 = hf["model_type"] == "gemma3_text"
         if is_gemma3:
@@ -138,10 +138,6 @@ class Gemma3(Adapter):
             "ffn_hidden_size": hf["intermediate_size"],
             "activation_func": fields.activation(hf, "hidden_activation"),
         }
-
-
-def _with_defaults(hf: Mapping[str, Any]) -> dict[str, Any]:
-    return {**_SHARED_DEFAULTS, **_DEFAULTS[hf["model_type"]], **hf}
 
 
 def _rotary(hf: Mapping[str, Any], layer_type: str) -> dict[str, Any]:

@@ -49,7 +49,8 @@ class Lfm2(Adapter):
             layers = range(fields.required(hf, "num_hidden_layers"))
             attention = hf.get("full_attn_idxs")
             attention = layers if attention is None else attention
-            hf = {**hf, "layer_types": [_type(layer in attention) for layer in layers]}
+            types = ["full_attention" if each in attention else "conv" for each in layers]
+            hf = {**hf, "layer_types": types}
         return {
             **_decoder_fields(hf),
             "layer_pattern": "".join(f"{symbol}-" for symbol in _mixer_symbols(hf)),
@@ -106,10 +107,6 @@ def _mixer_symbols(hf: Mapping[str, Any]) -> list[str]:
     """The symbol of each layer's mixer."""
     num_layers = fields.required(hf, "num_hidden_layers")
     return fields.symbols_of(fields.required(hf, "layer_types"), _SYMBOLS, num_layers)
-
-
-def _type(attends: bool) -> str:
-    return "full_attention" if attends else "conv"
 
 
 def _mlp_width(hf: Mapping[str, Any]) -> int:

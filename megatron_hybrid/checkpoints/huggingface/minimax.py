@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
@@ -29,10 +30,6 @@ def _lightning(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorM
         yield same(f"{ours}.{name}.weight", f"{theirs}.{name}.weight")
 
 
-def _moe(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    return tensors.moe(config, ours, theirs, projections=("w1", "w3", "w2"))
-
-
 class MiniMax(Adapter):
     """`MiniMaxForCausalLM`, and under its names of before `MiniMaxM1ForCausalLM`."""
 
@@ -41,7 +38,7 @@ class MiniMax(Adapter):
         {
             "A": ("self_attn", _lightning),
             "*": ("self_attn", tensors.attention),
-            "E": ("block_sparse_moe", _moe),
+            "E": ("block_sparse_moe", partial(tensors.moe, projections=("w1", "w3", "w2"))),
         }
     )
     ignored = (r".*\.self_attn\.(slope_rate|(query|key|diagonal)_decay)",)  # follow from the config

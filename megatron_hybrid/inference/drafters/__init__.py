@@ -59,14 +59,10 @@ class BatchDrafter(Drafter):
         the known ones, which the drafter may write."""
 
 
-def _check(name: str, drafter: type[Drafter]) -> None:
-    check_class(f"the drafter {name!r}", drafter, Drafter, "sources")
-
-
 DRAFTERS: Registry[type[Drafter]] = Registry(
     "drafter",
     "megatron_hybrid.drafters",
-    _check,
+    lambda name, drafter: check_class(f"the drafter {name!r}", drafter, Drafter, "sources"),
     {
         "lookup": "megatron_hybrid.inference.drafters.lookup:Lookup",
         "mtp": "megatron_hybrid.inference.worker.mtp_drafter:MTPDrafter",

@@ -70,11 +70,6 @@ def input_bytes(fields: Fields, device: torch.device) -> tuple[int, int]:
     return tables + (0 if device.type == "cpu" else buffer), tables + buffer
 
 
-def _captured_rows(num_tokens: int, num_rows: int) -> list[int]:
-    """`RaggedLayout.captures` of decodes of so many rows each: after all but their last ones."""
-    return [row for row in range(1, num_tokens) if row % num_rows]
-
-
 @dataclass
 class _Rows:
     """The rows of a step. Sequences are in the order of the works, and a work is one, or with
@@ -223,7 +218,8 @@ class DynamicInferenceContext:
             self._fixed_layouts[key] = RaggedLayout(
                 (1,) * num_sequences,
                 (last,) * num_sequences,
-                tuple(_captured_rows(num_sequences, num_rows)),
+                # After all rows but the last one of each decode.
+                tuple(row for row in range(1, num_sequences) if row % num_rows),
                 num_padding,
                 self._buffer.device["starts"][:num_sequences],
                 depths,

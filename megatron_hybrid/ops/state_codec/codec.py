@@ -122,7 +122,9 @@ class StatesCodec:
         """
         prepared = [_Prepared(*pair) for pair in zip(self._states, states, strict=True)]
         blocks = self._blocks_on(states[0].device)
-        levels = _together([state.levels_B64 for state in prepared])
+        levels = [state.levels_B64 for state in prepared]
+        if not _is_free_to_read(levels[0]):  # a GPU: all in one, for few launches
+            levels = [torch.cat(levels)]
         overheads_S = torch.stack([state.num_overhead_words for state in prepared])
         step = _smallest_step(levels, blocks, self._num_words - overheads_S.sum())
 
@@ -181,11 +183,6 @@ class StatesCodec:
         if len(sizes) < len(read):
             values_B64 = values_B64[0].split(self._counts)
         return [sections.state(own) for sections, own in zip(read, values_B64, strict=True)]
-
-
-def _together(tensors_B64: list[Tensor]) -> list[Tensor]:
-    """Run on a GPU all in one, for few launches; on a CPU one by one, in its caches."""
-    return tensors_B64 if _is_free_to_read(tensors_B64[0]) else [torch.cat(tensors_B64)]
 
 
 class _Blocks:

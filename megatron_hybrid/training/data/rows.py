@@ -37,7 +37,9 @@ class DocumentRows(GPTDataset):
         # Core finds the order of rows again by a hash of what it was asked for: by the path of the
         # dataset, which may have become another one.
         self.unique_identifiers["content"] = content_of(self.dataset_path)
-        description = json.dumps(self.unique_identifiers, indent=4, default=_identifiers)
+        description = json.dumps(
+            self.unique_identifiers, indent=4, default=lambda part: part.unique_identifiers
+        )
         self.unique_description = description
         self.unique_description_hash = hashlib.md5(
             description.encode(), usedforsecurity=False
@@ -174,10 +176,6 @@ def contents_of(dataset: Any) -> list[str]:
     """Return `content_of` each dataset in a blend, or of the only one."""
     parts = getattr(dataset, "datasets", [dataset])
     return [part.unique_identifiers["content"] for part in parts]
-
-
-def _identifiers(part: Any) -> Any:
-    return part.unique_identifiers
 
 
 def _check_tokens(tokens: Tensor, config: GPTDatasetConfig, prefix: str) -> None:

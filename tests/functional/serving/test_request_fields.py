@@ -141,36 +141,6 @@ def test_a_template_has_variables_and_may_begin_in_reasoning(call, set_template)
     assert call.generated(RESPONSE, **given)["output"][0]["type"] == "reasoning"
 
 
-def test_a_template_of_a_request_is_refused(call):
-    bodies = {**BODIES, "/tokenize": BODIES[CHAT], f"{CHAT}/render": BODIES[CHAT]}
-    for route, body in bodies.items():
-        answer = call(route, {**body, "chat_template": TEMPLATE})
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, "chat_template")
-        assert "--chat-template" in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("route", "more"),
-    [
-        (CHAT, {"prompt": "a"}),
-        (CHAT, {"add_special_tokens": True}),
-        (COMPLETION, {"messages": []}),
-        (COMPLETION, {"max_completion_tokens": 5}),
-        (COMPLETION, {"tools": [{"type": "function", "function": {"name": "f"}}]}),
-        (COMPLETION, {"parallel_tool_calls": False}),
-        (RESPONSE, {"max_tokens": 5}),
-        (RESPONSE, {"n": 2}),
-        (f"{CHAT}/render", {"best_of": 2}),
-        ("/tokenize", {"prompt": "a", "best_of": 2}),
-    ],
-    ids=str,
-)
-def test_a_field_of_another_route_is_refused(call, route, more):
-    answer = call(route, {**BODIES.get(route, BODIES[CHAT]), **more})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, [*more][-1])
-
-
 def test_a_field_of_another_route_may_ask_for_nothing(call):
     call.generated(COMPLETION, tools=[], parallel_tool_calls=True, max_completion_tokens=None)
 
@@ -381,20 +351,6 @@ def test_what_python_cannot_hold_in_any_field_is_refused_in_words(call, route, v
         assert error["message"].startswith(text) and "sys." not in error["message"]
 
 
-@ROUTES
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("use_beam_search", True),
-        ("prompt_embeds", "x"),
-        ("include_reasoning", False),
-        ("stream_interval", 5),
-    ],
-)
-def test_a_known_field_without_effect_is_refused(call, route, name, value):
-    assert call.refused(route, **{name: value})["param"] == name
-
-
 LABELS = (
     *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
     *("service_tier", "store", "user"),
@@ -439,6 +395,7 @@ ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "a
     ("route", "more", "param", "text"),
     [
         (COMPLETION, {"prompt": [1] * 2000}, "prompt", "--context is 1024"),
+        (CHAT, {"chat_template": "x"}, "chat_template", "--chat-template"),
         (CHAT, {"max_tokens": 5000}, "max_tokens", "--context=1024"),
         (CHAT, {"max_completion_tokens": 5000}, "max_completion_tokens", "--context=1024"),
         (RESPONSE, {"max_output_tokens": 5000}, "max_output_tokens", "5000 in the completion"),
@@ -871,9 +828,6 @@ def test_special_tokens_are_in_the_text_if_wanted(call):
     assert call("/detokenize", {"tokens": [end], **more}).json()["prompt"] == mark
     stopped = call.generated(COMPLETION, logit_bias={end: 100}, temperature=0, **more)["choices"]
     assert (stopped[0]["text"], stopped[0]["finish_reason"]) == ("", "stop")
-    for route in BODIES:
-        error = call.refused(route, spaces_between_special_tokens=False)
-        assert error["param"] == "spaces_between_special_tokens"
 
 
 def test_there_is_always_a_token_to_draw(call):
@@ -925,7 +879,6 @@ def test_messages_are_chats_in_another_form(call):
     assert call(route, {**body, "messages": turn}).json()["usage"]["cache_read_input_tokens"] > read
     for wrong, named in (
         ({"max_tokens": 0}, "max_tokens"),
-        ({"temperature": -1}, "temperature"),
         ({"model": "other"}, "model"),
     ):
         answer = call(route, {**body, **wrong})
