@@ -291,22 +291,12 @@ MEANINGS = {
         (fields.ChatFields, {"messages": [1] * 1000}),
         (responses.ResponseFields, {"input": "a", "tools": [{}] * 1000}),
         (fields.CompletionFields, {"prompt": "a", "structured_outputs": {"choice": [1] * 1000}}),
-        (
-            fields.CompletionFields,
-            {"prompt": "a", "structured_outputs": {str(n): 1 for n in range(1000)}},
-        ),
     ],
 )
 def test_many_wrong_values_have_few_errors(kind, body):
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(body)
     assert caught.value.error_count() < 7
-
-
-def test_a_whole_number_is_an_int_however_it_is_written(call):
-    texts = [call("/detokenize", {"tokens": [token, 6]}).json()["prompt"] for token in (5, 5.0)]
-    assert texts[0] == texts[1] != ""
-    assert len(call.generated(COMPLETION, n=2.0, prompt=[[5.0]], seed=7.0)["choices"]) == 2
 
 
 def test_a_refusal_says_which_methods_and_spans_there_are(call):
@@ -334,7 +324,6 @@ def test_a_seed_is_any_int64(call, route):
 @pytest.mark.parametrize(
     ("value", "why"),
     [
-        ('"a\\udc00b"', "lone leading surrogate"),
         ("[NaN]", "expected value"),
         ("[" * 300, "lists and objects are over 200 deep"),
         ("9" * 5000, "an integer has more than 4300 digits"),
@@ -436,14 +425,12 @@ def test_a_guide_that_becomes_too_complex_is_refused_however_late(call, begun):
     parts = [{"type": "const_string", "value": begun}] if begun else []
     parts.append({"type": "json_schema", "json_schema": many})
     form = {"type": "structural_tag", "format": {"type": "sequence", "elements": parts}}
-    assert call.refused(CHAT, response_format=form, max_tokens=9)["param"] == "response_format"
-    body = {**BODIES[CHAT], "response_format": form, "max_tokens": 9, "stream": True}
-    answer = call(CHAT, body)
-    *_, event, end = answer.text.split("data: ") if begun else ("", answer.text, "[DONE]\n\n")
-    error = json.loads(event)["error"]
-    assert (answer.status_code, end) == (200 if begun else 400, "[DONE]\n\n")
+    given = {**BODIES[CHAT], "response_format": form, "max_tokens": 9}
+    whole, stream = call(CHAT, given), call(CHAT, {**given, "stream": True})
+    assert (whole.status_code, stream.status_code) == (400, 200 if begun else 400)
+    error = whole.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", "response_format")
-    assert "too complex to go on" in error["message"]
+    assert "too complex to go on" in error["message"] and whole.text in stream.text
 
 
 def test_an_empty_stop_is_none(call):
@@ -544,13 +531,11 @@ def test_a_completion_without_a_limit_takes_what_the_context_has_left(call):
 
 
 def test_a_request_id_is_a_label_and_no_lock(call):
-    from megatron_hybrid.serving.admission import Ticket
-
     admitted = call.service.admission.admitted
     with admitted("same", "alice") as alice, admitted("same", "bob"):
         call.generated(CHAT, request_id="same")
         assert call(CHAT, BODIES[CHAT], headers={"X-Request-Id": "same"}).status_code == 200
-        assert isinstance(alice, Ticket) and not alice.is_aborted
+        assert not alice.is_aborted
         assert call("/abort", {"request_id": "same"}).json() == {"aborted": False}
 
 

@@ -73,7 +73,6 @@ def test_texts_have_the_log_probs_of_a_chat(client):
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input"),
         ({"text": {"format": {"type": "xml"}}}, "text"),
-        ({"temperature": -1}, "temperature"),
         ({"tools": [{"type": "other"}]}, "tools"),
     ],
     ids=str,

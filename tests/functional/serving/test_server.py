@@ -28,7 +28,6 @@ from matrix import matrix_rows
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import LIMIT_S, wait_until
 
-from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_loop import StepLoop
@@ -475,15 +474,6 @@ def test_a_server_that_drains_says_so_and_takes_nothing_new(server, monkeypatch)
     assert call(server, "/live").status_code == 200
     answer = call(server, "/v1/completions", LONG)
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
-
-
-def test_health_and_refusals_name_a_rank_that_has_failed(server, monkeypatch):
-    failure = "rank 1 on host has ended"
-    monkeypatch.setattr(AsyncEngine, "rank_failure", failure)
-    health = call(server, "/health")
-    assert (health.status_code, health.text) == (503, failure)
-    answer = call(server, "/v1/completions", LONG)
-    assert answer.status_code == 503 and failure in answer.json()["error"]["message"]
 
 
 def test_health_tells_that_no_request_goes_on_and_when_one_does_again(server, monkeypatch):

@@ -59,11 +59,6 @@ XML = (
             ("a <b", "Hi\n", []),
         ),
         (
-            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary"
-            f" to=functions.weather <|constrain|>json<|message|>{JSON}<|call|>",
-            ("a", "", [WEATHER]),
-        ),
-        (
             "<|channel|>commentary<|message|>Well.<|end|><|start|>assistant to=functions.time"
             "<|channel|>commentary json<|message|>{}",
             ("", "Well.", [TIME]),
@@ -71,7 +66,6 @@ XML = (
         ("No header.<|end|>", ("", "No header.", [])),
         ("<|channel|>fin", ("", "", [])),
         ("<|channel|>final<|mess|>{}", ("", "<|channel|>final<|mess|>{}", [])),
-        ("A turn begins with <|start|>, then", ("", "A turn begins with <|start|>, then", [])),
         ("Hi<|start|>assistant!", ("", "Hi<|start|>assistant!", [])),
         ("Hi<|end|><|start|>assistant", ("", "Hi", [])),
     ],
