@@ -1,6 +1,6 @@
-"""The fields of requests. Unknown ones are ignored. Fields of OpenAI, Anthropic, vLLM, SGLang are used, or
-refused unless they ask for nothing; labels are taken, and change no answer. A value has the JSON
-type of its field: a boolean is no number, and "1" neither; 1.0 is an integer, as in JSON Schema."""
+"""Fields of requests. Unknown ones are ignored. Those of OpenAI, Anthropic, vLLM and SGLang are
+used, or refused unless they ask for nothing; labels change no answer. A value has the JSON type of
+its field: a boolean is no number, and "1" neither; 1.0 is an integer, as in JSON Schema."""
 
 from __future__ import annotations
 
