@@ -111,7 +111,7 @@ def test_a_proxy_s_path_and_the_load(server):
 
 
 def test_a_body_that_is_no_json_is_refused(server):
-    for kind, text in (("application/json", "no JSON"), ("text/plain", "send Content-Type")):
+    for kind, text in (("application/json", "read as JSON"), ("text/plain", "send Content-Type")):
         headers = {"content-type": kind}
         answer = httpx.post(
             server.url + "/v1/completions", content=b'{"prompt": ', headers=headers, timeout=LIMIT_S
