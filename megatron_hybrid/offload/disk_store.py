@@ -542,8 +542,7 @@ class DiskStore:
         if is_ours:
             self._closing = True
             self._wake.put(None)
-            # Not by `join`: after an interrupt in it, a running thread may count as ended.
-            poll_until(lambda: not self._is_writing)
+            self._wait_for_writer()
             self._readers.shutdown(cancel_futures=True)
         if self._closed:
             return
@@ -551,6 +550,10 @@ class DiskStore:
         if is_ours:
             self._index.close()
         self._pages.close(unlocks=is_ours)
+
+    def _wait_for_writer(self) -> None:
+        # Not by `join`: after an interrupt in it, a running thread may count as ended.
+        poll_until(lambda: not self._is_writing)
 
     def close_from_anywhere(self) -> None:
         """`close` for the garbage collector, which may run in a thread of this store; there,

@@ -7,7 +7,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -430,7 +430,8 @@ class Trainer:
         batch = next(data).to(self.device)
         if chunk.training:
             self.measures.count_batch(batch)
-        with _unpatched():
+        # The model does not need the patch of core, and its many calls would be slower.
+        with nullcontext() if torch.cuda.is_available() else torch._C.DisableTorchFunction():
             output = chunk(
                 batch.tokens,
                 None,
@@ -601,11 +602,6 @@ def _finalize_gradients(
     finalize_model_grads(list(chunks), num_tokens, **options)
     for chunk in chunks:  # after core, whose reductions may be under way until then
         chunk.module.sum_shared_gradients()
-
-
-def _unpatched() -> AbstractContextManager:
-    """Leave the patch of core: the model does not need it, and its many calls would be slower."""
-    return nullcontext() if torch.cuda.is_available() else torch._C.DisableTorchFunction()
 
 
 def _loss_of(recipe: Recipe) -> Loss:

@@ -553,7 +553,7 @@ def _in_shared_memory(
             f"the model is on {device}, and memory is shared by CUDA IPC handles on a GPU alone: "
             "send the weights to a group, or give a path"
         )
-    uuid = str(torch.cuda.get_device_properties(device.index or 0).uuid)
+    uuid = _uuid_of(device)
     for (name, _), of_gpus in zip(heads, handles):
         if uuid not in of_gpus:
             raise ValueError(
@@ -571,6 +571,10 @@ def _in_shared_memory(
                 yield name, CheckpointError(f"{name} cannot be read from shared memory: {error}")
 
     return Part("tensors in shared memory", heads, tensors())
+
+
+def _uuid_of(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device.index or 0).uuid)
 
 
 def _check_handle(name: str, head: Tensor, arguments: tuple) -> None:
