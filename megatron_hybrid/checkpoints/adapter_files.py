@@ -93,9 +93,10 @@ def splits(config: HybridConfig, names: Mapping[str, object]) -> dict[str, Split
     adapter = adapter_of(config)
     for tensor_map in adapter.tensors(config) if adapter is not None else ():
         ours, _, kind = tensor_map.ours[0].rpartition(".")
-        if kind == "weight" and ours in found:
+        # Theirs of a block that layers share is adapted in each of them for itself.
+        if kind == "weight" and ours in found and ".mixer.block." not in ours:
             theirs = (name.removesuffix(".weight") for name in tensor_map.theirs)
-            found[ours] = Split(tuple(theirs), tensor_map.layout)
+            found[ours] = Split(tuple(map(adapter.module_name, theirs)), tensor_map.layout)
     return found
 
 
@@ -132,7 +133,8 @@ def read_adapters(
                 "has finite floating-point values"
             )
         module = match["module"]
-        module = module if adapter is None else adapter.text_name(module)
+        if adapter is not None:
+            module = adapter.module_name(adapter.text_name(module))
         found.setdefault(module, {})[match["which"]] = tensor.float()
     adapters = dict(_placed(folder, values, fields, found, splits(config, shapes), shapes))
     if found:
@@ -281,7 +283,8 @@ def _modules(config: HybridConfig, known: Mapping[str, Split]) -> set[str]:
     adapter = adapter_of(config)
     if adapter is None:
         return {name for split in known.values() for name in split.names}
-    return {n.rpartition(".")[0] for each in adapter.tensors(config) for n in each.theirs}
+    tensors = (name for each in adapter.tensors(config) for name in each.theirs)
+    return {adapter.module_name(name.rpartition(".")[0]) for name in tensors}
 
 
 def _shortest(adapted: Mapping[str, int], modules: set[str]) -> list[str]:

@@ -11,6 +11,7 @@ import zlib
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -20,6 +21,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.mixers.projections import ReplicatedLinear
 from megatron_hybrid.models.sharding.collectives import (
     gather_rows,
     sum_and_split_rows,
@@ -53,7 +55,7 @@ def projections_of(model: HybridModel) -> dict[str, nn.Module]:
     return {
         model.canonical_name(name): module
         for name, module in model.named_modules()
-        if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
+        if isinstance(module, (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear))
         and name != "output_layer"
         and not name.endswith("linear_kv_up_proj")  # its weight serves without it, absorbed
     }
@@ -63,7 +65,7 @@ class LowRankAdapter(nn.Module):
     """Computes what an adapter adds to the output of a projection. B is initially 0.
 
     Args:
-        projection: of core, cut by output row or by input column.
+        projection: cut by output row or by input column, or replicated.
         parts: of it, with adapters of their own.
         scale: factor of B A.
         dropout: share of the inputs that are dropped in training.
@@ -80,32 +82,35 @@ class LowRankAdapter(nn.Module):
     ):
         super().__init__()
         self.parts, self.scale, self.dropout = parts, scale, dropout
-        self.by_column = isinstance(projection, RowParallelLinear)
-        self.group, self.splits_rows = projection.tp_group, projection.sequence_parallel
+        self.group, self.splits_rows, self.by_column = _cut(projection)
         self.is_on = True  # else the projection computes as its base
+        self._rank = 0 if self.group is None else self.group.rank()
         weight, rank = projection.weight, sum(part.rank for part in parts)
         input_size = full_shape(weight)[1]
         like = {"dtype": weight.dtype, "device": weight.device}
         self.a = nn.Parameter(torch.empty(rank, weight.shape[1], **like))
         self.b = nn.Parameter(torch.zeros(weight.shape[0], rank, **like))
-        cut_part, other = (self.a, self.b) if self.by_column else (self.b, self.a)
-        copy_marks(weight, cut_part)
-        # core's `finalize_model_grads` sums what each rank's rows give to it.
-        other.sequence_parallel = self.splits_rows
+        # core's `finalize_model_grads` sums what each rank's rows give to what is not cut.
+        self.a.sequence_parallel = self.b.sequence_parallel = self.splits_rows
+        if self.group is not None:
+            cut_part = self.a if self.by_column else self.b
+            copy_marks(weight, cut_part)
+            del cut_part.sequence_parallel
         if cut_of(self.b) is not None:
             sum_gradient_of_copies(self.b, self.group)
         drawn = torch.cat([_first_values(part, input_size, seed) for part in parts])
         with torch.no_grad():
-            self.a.copy_(shard(drawn, self.a, self.group.rank()))
+            self.a.copy_(shard(drawn, self.a, self._rank))
         self._mask = None
         if any(part.rows is not None for part in parts):
-            mask = shard(_mask(parts, full_shape(weight)[0]), self.b, self.group.rank())
+            mask = shard(_mask(parts, full_shape(weight)[0]), self.b, self._rank)
             self._mask = mask.to(**like)
 
     def forward(self, x: Tensor) -> Tensor:
         """The projection's input [..., in] -> what to add to its output [..., out]."""
         low = F.linear(F.dropout(x, self.dropout, self.training), self.a)
-        return F.linear(meet_ranks(low, self), self.own_b()) * self.scale
+        low = meet_ranks(low, self.group, self.splits_rows, self.by_column)
+        return F.linear(low, self.own_b()) * self.scale
 
     def own_b(self) -> Tensor:
         """B with 0 where a part's A has no effect, [out, rank] of this rank."""
@@ -133,12 +138,22 @@ def _mask(parts: list[LowRankPart], num_rows: int) -> Tensor:
     return torch.cat(columns, 1)
 
 
-def meet_ranks(low: Tensor, layout: LowRankAdapter) -> Tensor:
+def _cut(projection: nn.Module) -> tuple[dist.ProcessGroup | None, bool, bool]:
+    """The tensor-parallel ranks of a projection (None: it is replicated), whether they split rows,
+    and whether they cut it by input column."""
+    if isinstance(projection, ReplicatedLinear):
+        return None, projection.weight.sequence_parallel, False
+    by_column = isinstance(projection, RowParallelLinear)
+    return projection.tp_group, projection.sequence_parallel, by_column
+
+
+def meet_ranks(
+    low: Tensor, group: dist.ProcessGroup | None, splits_rows: bool, by_column: bool
+) -> Tensor:
     """What all tensor-parallel ranks together have computed by A, from what this one has."""
-    if layout.group.size() == 1:
+    if group is None or group.size() == 1:
         return low
-    if layout.by_column:
-        reduce = sum_and_split_rows if layout.splits_rows else reduce_from_tensor_model_parallel_region
-        return reduce(low, layout.group)
-    share = gather_rows if layout.splits_rows else copy_to_tensor_model_parallel_region
-    return share(low, layout.group)
+    if by_column:
+        reduce = sum_and_split_rows if splits_rows else reduce_from_tensor_model_parallel_region
+        return reduce(low, group)
+    return (gather_rows if splits_rows else copy_to_tensor_model_parallel_region)(low, group)

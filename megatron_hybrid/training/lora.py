@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -282,8 +282,8 @@ def _is_meant(target: str, *names: str) -> bool:
     return target == ALL or any(fnmatchcase(f".{name}", f"*.{target}") for name in names)
 
 
-def _add_to_output(projection: nn.Module, inputs: tuple, output: tuple) -> tuple:
+def _add_to_output(projection: nn.Module, inputs: tuple, output: Any) -> Any:
     if not projection.lora.is_on:
         return output
-    result, bias = output
-    return result + projection.lora(inputs[0]), bias
+    added = projection.lora(inputs[0])
+    return output + added if isinstance(output, Tensor) else (output[0] + added, output[1])

@@ -13,7 +13,10 @@ from megatron_hybrid.training.lora import load_adapters, merge_adapters, save_ad
 
 RANK, ALPHA, WIDER = 3, 5.0, ("q_proj", "up_proj", "out_proj")
 """Modules of WIDER have rank and alpha of their own."""
-ELSEWHERE = ("lm_head", ".experts.", "router", ".gate", "kv_b_proj", "shared_expert_gate")
+ELSEWHERE = (
+    *("lm_head", ".experts.", "router", ".gate.", "kv_b_proj", "shared_expert_gate"),
+    "shared_transformer.",
+)
 """Modules that have no adapters here."""
 
 
@@ -22,7 +25,7 @@ def linear_modules(theirs):
         name: module
         for name, module in theirs.named_modules()
         if isinstance(module, nn.Linear)
-        and not any(name.endswith(part) or part in name + "." for part in ELSEWHERE)
+        and not any(part in f"{name}." for part in ELSEWHERE)
     }
 
 
