@@ -154,6 +154,8 @@ class AsyncEngine:
     metrics = _in_thread(DynamicInferenceEngine.metrics)
     explain = _in_thread(DynamicInferenceEngine.explain)
     requests = _in_thread(DynamicInferenceEngine.requests)
+    load_adapter = _in_thread(DynamicInferenceEngine.load_adapter)
+    unload_adapter = _in_thread(DynamicInferenceEngine.unload_adapter)
     cache_tree = _in_thread(DynamicInferenceEngine.cache_tree)
     cache_changes = _in_thread(DynamicInferenceEngine.cache_changes)
     save_cache = _in_thread(DynamicInferenceEngine.save_cache)

@@ -1,7 +1,7 @@
 """DynamicInferenceEngine: requests in, tokens out.
 
 The engine checks requests, and hands its other calls to one object for each job: `live_requests`,
-`step_loop`, `weight_calls`, `cache_calls`, `rank_calls` and `inspection`. The cache decides about
+`step_loop`, `weight_calls`, `cache_calls`, `adapter_calls`, `rank_calls` and `inspection`. The cache decides about
 sharing and eviction, the scheduler about the tokens of each step.
 """
 
@@ -20,6 +20,8 @@ from megatron_hybrid.distributed.rank_control import RankControl
 from megatron_hybrid.distributed.ranks import MAKING, ranks_of, replica_of
 from megatron_hybrid.distributed.rendezvous import BEGIN_SECONDS, announce_failure
 from megatron_hybrid.distributed.watchdog import STEP_SECONDS
+from megatron_hybrid.inference.adapter_calls import AdapterCalls
+from megatron_hybrid.inference.adapters import LoadedAdapter
 from megatron_hybrid.inference.cache_calls import CacheCalls, CacheSaved
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine_parts import check_arguments, make_parts
@@ -96,7 +98,9 @@ class DynamicInferenceEngine:
         self._steps = StepLoop(parts, self.live, self.stats)
         self.weights = WeightCalls(parts, self.live)
         self._cache_calls = CacheCalls(parts, self.live, self.weights)
-        self._rank_calls = RankCalls(parts, self.live, self._steps, self.weights, self._cache_calls)
+        self._adapters, self._adapter_calls = parts.adapters, AdapterCalls(parts, self.live)
+        others = self.weights, self._cache_calls, self._adapter_calls
+        self._rank_calls = RankCalls(parts, self.live, self._steps, *others)
         self.inspection = Inspection(parts, self.live, self._steps)
 
     # Requests and steps
@@ -425,6 +429,35 @@ class DynamicInferenceEngine:
         """
         self.weights.reacquire_weights()
 
+    # Adapters
+
+    @property
+    def adapters(self) -> list[LoadedAdapter]:
+        """The adapters that requests can choose, in the order that they came in."""
+        return list(self._adapters.loaded.values())
+
+    def load_adapter(self, name: str, folder: str | PathLike[str]) -> LoadedAdapter:
+        """Take up the low-rank adapter of a folder in PEFT's format, for requests whose
+        `RequestOptions.adapter` is `name`. Call it as `load_weights`, without pairs.
+
+        Raises:
+            ValueError: all of `config.max_adapters` are in use, the name is taken, or the folder
+                cannot be read, is of another model, or of a rank above `config.max_adapter_rank`;
+                nothing has changed.
+            RuntimeError: a step of this engine is running, or it is closed.
+        """
+        return self._adapter_calls.load_adapter(name, folder)
+
+    def unload_adapter(self, name: str) -> None:
+        """Drop an adapter. What is cached of it stays, for when the same values are loaded again.
+
+        Raises:
+            ValueError: there is none of this name, or requests that have it are not answered;
+                nothing has changed.
+            RuntimeError: as `load_adapter`.
+        """
+        self._adapter_calls.unload_adapter(name)
+
     # Many ranks
 
     def lead(self) -> AbstractContextManager[None]:
@@ -533,6 +566,7 @@ class DynamicInferenceEngine:
         self.live.close()
         self.memory.keep(None)
         self._cache_calls.release_memory()
+        self._adapters.close()
         self._guard.is_closed = True
         self._control.close()
 
@@ -545,7 +579,12 @@ class DynamicInferenceEngine:
     # Inspection
 
     def explain(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: str = "",
+        adapter: str | None = None,
     ) -> Explanation:
         """Explain, for `print`, which tokens of a prompt would be reused now, and why not more. For
         operators, not for tenants: it tells whether another salt knows the prompt.
@@ -554,9 +593,10 @@ class DynamicInferenceEngine:
         prompt all of it is computed.
 
         Raises:
-            TypeError, ValueError: `add_request` would refuse this prompt, parameters or salt.
+            TypeError, ValueError: `add_request` would refuse this prompt, parameters, salt or
+                adapter.
         """
-        return self.inspection.explain(prompt, params, salt=salt)
+        return self.inspection.explain(prompt, params, salt, adapter)
 
     def stats(self) -> Stats:
         """Counters since the start, and present sizes: a dict that `print` shows in groups."""

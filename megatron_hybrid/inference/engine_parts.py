@@ -12,6 +12,7 @@ from megatron_hybrid.cache.policy.protocol import POLICIES
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.distributed.rank_control import RankControl
 from megatron_hybrid.distributed.ranks import Ranks
+from megatron_hybrid.inference.adapters import AdapterBank
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.drafters import DRAFTERS, Drafts, DraftSources
 from megatron_hybrid.inference.exclusive import CallGuard
@@ -50,6 +51,7 @@ class EngineParts:
     offload: Offload
     runner: ModelRunner
     """Has the context, and the memory of pool and live slots."""
+    adapters: AdapterBank
     scheduler: Scheduler
     request_builder: RequestBuilder
     output: OutputProcessor
@@ -100,6 +102,8 @@ def make_parts(
     ranks.require_equal(what_must_be_equal(config, model, stage))
     check_equal_weights(ranks, model)
     model.eval()
+    adapters = AdapterBank(model, config, ranks)
+    undo.callback(adapters.close)
     allocated = allocate(model, config, ranks)
     config, memory = allocated.config, allocated.context.memory
     policy = POLICIES[config.cache_policy](memory.spec)
@@ -126,6 +130,7 @@ def make_parts(
         offload.fetches.load,
         config.logprobs_mode,
         ranks,
+        adapters,
         GraphRunner(model, allocated.context, graphs) if graphs is not None else None,
     )
     scheduler = Scheduler(
@@ -147,8 +152,9 @@ def make_parts(
         cache,
         offload,
         runner,
+        adapters,
         scheduler,
-        RequestBuilder(config, cache, tokenizer, model.config.vocab_size),
+        RequestBuilder(config, cache, tokenizer, model.config.vocab_size, adapters),
         output,
         folders,
         WeightUpdates(model, ranks, lambda: control.ends_waits),

@@ -82,7 +82,7 @@ class LowRankAdapter(nn.Module):
     ):
         super().__init__()
         self.parts, self.scale, self.dropout = parts, scale, dropout
-        self.group, self.splits_rows, self.by_column = _cut(projection)
+        self.group, self.splits_rows, self.by_column = cut_of_projection(projection)
         self.is_on = True  # else the projection computes as its base
         self._rank = 0 if self.group is None else self.group.rank()
         weight, rank = projection.weight, sum(part.rank for part in parts)
@@ -138,7 +138,7 @@ def _mask(parts: list[LowRankPart], num_rows: int) -> Tensor:
     return torch.cat(columns, 1)
 
 
-def _cut(projection: nn.Module) -> tuple[dist.ProcessGroup | None, bool, bool]:
+def cut_of_projection(projection: nn.Module) -> tuple[dist.ProcessGroup | None, bool, bool]:
     """The tensor-parallel ranks of a projection (None: it is replicated), whether they split rows,
     and whether they cut it by input column."""
     if isinstance(projection, ReplicatedLinear):

@@ -18,7 +18,8 @@ from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams, ThinkingBudget
 from megatron_hybrid.text.guide import GuideMatcher
 
-if TYPE_CHECKING:  # it imports torch, and the scheduler does not
+if TYPE_CHECKING:  # they import torch, and the scheduler does not
+    from megatron_hybrid.inference.adapters import LoadedAdapter
     from megatron_hybrid.offload.fetch import Fetch
 
 _WIDTH = 80
@@ -173,6 +174,7 @@ class Request:
     matcher: GuideMatcher | None = None  # of `options.guide`
     allowed: np.ndarray | None = None  # as `Draw.allowed`: by `params.allowed_token_ids`
     thought: "ThoughtMeter | None" = None  # of `params.thinking_budget`
+    adapter: "LoadedAdapter | None" = None
     sample_index: int = 0
     longest_forward: int = 1 << 62  # most of its tokens in one step
     origin: object = None  # the `RequestBuilder` of its engine
@@ -218,6 +220,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or self.num_prompt_tokens
+
+    @property
+    def salt(self) -> str:
+        """The salt of its prefixes: that of its adapter, then its own."""
+        return self.options.salt if self.adapter is None else self.adapter.salt + self.options.salt
 
     @property
     def samples(self) -> "list[Request]":

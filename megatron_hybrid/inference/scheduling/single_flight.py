@@ -33,7 +33,7 @@ class SingleFlight:
         for other in running:
             if (
                 other.status is not RequestStatus.PREFILL
-                or other.options.salt != request.options.salt
+                or other.salt != request.salt
             ):
                 continue
             common = request.common_with.get(other.request_id)
@@ -43,7 +43,7 @@ class SingleFlight:
             if common <= other.num_computed:
                 continue  # its next states are beyond the common prefix
             if resume is None:
-                resume = self._cache.match(tokens, request.options.salt).skipped_tokens
+                resume = self._cache.match(tokens, request.salt).skipped_tokens
             position = self._position_in_flight(other, common, resume)
             if worth_waiting(resume, other.num_computed, position):
                 request.waits_for = other, position

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megatron_hybrid.cache.index.tree import common_prefix
 from megatron_hybrid.distributed.ranks import Ranks
+from megatron_hybrid.inference.adapters import AdapterBank
 from megatron_hybrid.inference.memory.cache_pool import ParkedRequest
 from megatron_hybrid.inference.sampling_params import (
     DRAW_AGAIN,
@@ -60,6 +62,7 @@ class ModelRunner:
         load: starts to copy a fetch into the pool: `Fetches.load`; None: no plan has one.
         logprobs_mode: as in `InferenceConfig`.
         ranks: those of the model.
+        adapters: of the engine.
         graphs: replays steps of decodes; None: all of them are launched.
     """
 
@@ -70,9 +73,10 @@ class ModelRunner:
         load: Callable[[bytes, list[np.ndarray]], None] | None,
         logprobs_mode: str,
         ranks: Ranks,
+        adapters: AdapterBank,
         graphs: GraphRunner | None = None,
     ):
-        self.model = model
+        self.model, self._adapters = model, adapters
         self.context, self.memory = context, context.memory
         self.logprobs_mode = logprobs_mode
         self._load = load
@@ -101,9 +105,15 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.drop()
 
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Context of a forward pass."""
+        with keep_derived(self._derived), self._adapters.of_rows(self.context):
+            yield
+
     @torch.inference_mode()
     def capture_graph(self, size: int, num_rows: int) -> None:
-        with keep_derived(self._derived):
+        with self._computing():
             self.graphs.capture(size, num_rows)
 
     def graph_counts(self) -> dict[str, int]:
@@ -210,7 +220,7 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> Tensor | None:
         """Compute logits [n, V] of `num_logits` rows per `plan.work`, then one per `plan.ready`.
         None on a pipeline stage before the last."""
-        with keep_derived(self._derived):
+        with self._computing():
             return self._forward(plan)
 
     def _forward(self, plan: StepPlan) -> Tensor | None:
@@ -245,7 +255,7 @@ class ModelRunner:
         context, drafts = self.context.prediction, []
         context.begin_drafts()
         try:
-            with keep_derived(self._derived):
+            with self._computing():
                 for number in range(most[0]):
                     count = sum(own > number for own in most)
                     at = [replace(own, start=own.start + number) for own in works[:count]]
