@@ -16,6 +16,7 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.async_calls import AsyncCalls
 from megatron_hybrid.inference.async_stream import AsyncCall, AsyncStream
 from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.adapters import LoadedAdapter
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.inspection import Listener
 from megatron_hybrid.inference.requests.builder import Prompt, TextTokenizer
@@ -149,6 +150,11 @@ class AsyncEngine:
             return AsyncStream(call, self._submit(add))
         adding = self._add_guided(guide, options.tenant, add)
         return AsyncStream(call, asyncio.create_task(adding))
+
+    @property
+    def adapters(self) -> list[LoadedAdapter]:
+        """`DynamicInferenceEngine.adapters`, without waiting."""
+        return self._calls.engine.adapters
 
     stats = _in_thread(DynamicInferenceEngine.stats)
     metrics = _in_thread(DynamicInferenceEngine.metrics)
