@@ -4,6 +4,7 @@ The engine has its own thread, a `StepThread`, whose queue holds the calls of co
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -16,11 +17,10 @@ from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.async_calls import AsyncCalls
 from megatron_hybrid.inference.async_stream import AsyncCall, AsyncStream
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.adapters import LoadedAdapter
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.inspection import Listener
 from megatron_hybrid.inference.requests.builder import Prompt, TextTokenizer
-from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.requests.options import LoadedAdapter, RequestOptions
 from megatron_hybrid.inference.requests.request import GenerationResult
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import StepThread
@@ -153,15 +153,21 @@ class AsyncEngine:
 
     @property
     def adapters(self) -> list[LoadedAdapter]:
-        """`DynamicInferenceEngine.adapters`, without waiting."""
-        return self._calls.engine.adapters
+        """The adapters that requests can choose."""
+        return self._engine.adapters.loaded
+
+    async def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> LoadedAdapter:
+        """Take up an adapter: see `AdapterCalls.load`."""
+        return await self._run(self._engine.adapters.load, name, folder)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Drop an adapter: see `AdapterCalls.unload`."""
+        await self._run(self._engine.adapters.unload, name)
 
     stats = _in_thread(DynamicInferenceEngine.stats)
     metrics = _in_thread(DynamicInferenceEngine.metrics)
     explain = _in_thread(DynamicInferenceEngine.explain)
     requests = _in_thread(DynamicInferenceEngine.requests)
-    load_adapter = _in_thread(DynamicInferenceEngine.load_adapter)
-    unload_adapter = _in_thread(DynamicInferenceEngine.unload_adapter)
     cache_tree = _in_thread(DynamicInferenceEngine.cache_tree)
     cache_changes = _in_thread(DynamicInferenceEngine.cache_changes)
     save_cache = _in_thread(DynamicInferenceEngine.save_cache)

@@ -1,8 +1,8 @@
 """DynamicInferenceEngine: requests in, tokens out.
 
 The engine checks requests, and hands its other calls to one object for each job: `live_requests`,
-`step_loop`, `weight_calls`, `cache_calls`, `adapter_calls`, `rank_calls` and `inspection`. The cache decides about
-sharing and eviction, the scheduler about the tokens of each step.
+`step_loop`, `weight_calls`, `cache_calls`, `adapter_calls`, `rank_calls` and `inspection`. The
+cache decides about sharing and eviction, the scheduler about the tokens of each step.
 """
 
 from collections import deque
@@ -20,8 +20,6 @@ from megatron_hybrid.distributed.rank_control import RankControl
 from megatron_hybrid.distributed.ranks import MAKING, ranks_of, replica_of
 from megatron_hybrid.distributed.rendezvous import BEGIN_SECONDS, announce_failure
 from megatron_hybrid.distributed.watchdog import STEP_SECONDS
-from megatron_hybrid.inference.adapter_calls import AdapterCalls
-from megatron_hybrid.inference.adapters import LoadedAdapter
 from megatron_hybrid.inference.cache_calls import CacheCalls, CacheSaved
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine_parts import check_arguments, make_parts
@@ -38,6 +36,7 @@ from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_loop import StepLoop
 from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.weight_calls import WeightCalls
+from megatron_hybrid.inference.weights.adapter_calls import AdapterCalls
 from megatron_hybrid.inference.weights.updates import Pairs
 from megatron_hybrid.utils.interrupts import defer_sigint
 from megatron_hybrid.utils.progress import progress as progress_bar
@@ -98,8 +97,9 @@ class DynamicInferenceEngine:
         self._steps = StepLoop(parts, self.live, self.stats)
         self.weights = WeightCalls(parts, self.live)
         self._cache_calls = CacheCalls(parts, self.live, self.weights)
-        self._adapters, self._adapter_calls = parts.adapters, AdapterCalls(parts, self.live)
-        others = self.weights, self._cache_calls, self._adapter_calls
+        self.adapters = AdapterCalls(parts, self.live)
+        """Low-rank adapters over the model: `load(name, folder)`, `unload(name)`, `loaded`."""
+        others = self.weights, self._cache_calls, self.adapters
         self._rank_calls = RankCalls(parts, self.live, self._steps, *others)
         self.inspection = Inspection(parts, self.live, self._steps)
 
@@ -429,35 +429,6 @@ class DynamicInferenceEngine:
         """
         self.weights.reacquire_weights()
 
-    # Adapters
-
-    @property
-    def adapters(self) -> list[LoadedAdapter]:
-        """The adapters that requests can choose, in the order that they came in."""
-        return list(self._adapters.loaded.values())
-
-    def load_adapter(self, name: str, folder: str | PathLike[str]) -> LoadedAdapter:
-        """Take up the low-rank adapter of a folder in PEFT's format, for requests whose
-        `RequestOptions.adapter` is `name`. Call it as `load_weights`, without pairs.
-
-        Raises:
-            ValueError: all of `config.max_adapters` are in use, the name is taken, or the folder
-                cannot be read, is of another model, or of a rank above `config.max_adapter_rank`;
-                nothing has changed.
-            RuntimeError: a step of this engine is running, or it is closed.
-        """
-        return self._adapter_calls.load_adapter(name, folder)
-
-    def unload_adapter(self, name: str) -> None:
-        """Drop an adapter. What is cached of it stays, for when the same values are loaded again.
-
-        Raises:
-            ValueError: there is none of this name, or requests that have it are not answered;
-                nothing has changed.
-            RuntimeError: as `load_adapter`.
-        """
-        self._adapter_calls.unload_adapter(name)
-
     # Many ranks
 
     def lead(self) -> AbstractContextManager[None]:
@@ -566,7 +537,7 @@ class DynamicInferenceEngine:
         self.live.close()
         self.memory.keep(None)
         self._cache_calls.release_memory()
-        self._adapters.close()
+        self.adapters.close()
         self._guard.is_closed = True
         self._control.close()
 

@@ -12,7 +12,6 @@ from megatron_hybrid.cache.policy.protocol import POLICIES
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.distributed.rank_control import RankControl
 from megatron_hybrid.distributed.ranks import Ranks
-from megatron_hybrid.inference.adapters import AdapterBank
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.drafters import DRAFTERS, Drafts, DraftSources
 from megatron_hybrid.inference.exclusive import CallGuard
@@ -28,6 +27,7 @@ from megatron_hybrid.inference.scheduling.scheduler import Scheduler
 from megatron_hybrid.inference.weight_epochs import Epochs
 from megatron_hybrid.inference.weights.cache_folders import CacheFolders
 from megatron_hybrid.inference.weights.updates import WeightUpdates
+from megatron_hybrid.inference.worker.adapter_bank import AdapterBank
 from megatron_hybrid.inference.worker.allocation import allocate
 from megatron_hybrid.inference.worker.graph_runner import GraphRunner
 from megatron_hybrid.inference.worker.model_runner import ModelRunner

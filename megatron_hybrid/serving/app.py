@@ -17,10 +17,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from megatron_hybrid.cache.report import MissReason
-from megatron_hybrid.inference.adapters import LoadedAdapter
 from megatron_hybrid.inference.async_stream import AsyncStream
 from megatron_hybrid.inference.metrics.prometheus import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.requests.builder import Prompt, RenderedChat
+from megatron_hybrid.inference.requests.options import LoadedAdapter
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.admission import Ticket
 from megatron_hybrid.serving.answers import Answer

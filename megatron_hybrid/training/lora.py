@@ -55,9 +55,9 @@ class LoraFields(Fields):
     """Share of an adapter's inputs that are dropped in training. Tensor-parallel ranks must draw
     equal numbers from torch's default generator, as they do with megatron-core's seeds."""
 
-    targets: str | Annotated[Sequence[str], Range(ge=1)] = ALL
+    targets: Annotated[Sequence[str], Range(ge=1)] = ("all-linear",)
     """Ends of the names of projections, theirs (`q_proj`) or ours (`linear_qkv`: all of its parts),
-    where `*` stands for any text: `layers.3.*.linear_fc?`. "all-linear": all projections."""
+    where `*` stands for any text: `layers.3.*.linear_fc?`. `all-linear`: all projections."""
 
     seed: int = 1234
     """Seed of the initial values of A; B is initially 0."""
@@ -208,7 +208,7 @@ def load_adapters(model: HybridModel, folder: str | os.PathLike) -> None:
             for tensor in (adapter.a, adapter.b):
                 check_numbers(f"the adapter of {name}", tensor, folder, model.config.params_dtype)
         require_equal({**said, "the number of adapters": len(whole)})
-    names = list(read.targets) or ALL
+    names = read.targets or (ALL,)
     fields = LoraFields(read.rank, read.alpha, read.use_rslora, read.dropout, names)
     own = {name: whole[name].parts for name in projections if name in whole}
     with torch.no_grad():
@@ -256,7 +256,7 @@ def _chosen_parts(model: HybridModel, fields: LoraFields) -> dict[str, list[LowR
     """The parts of projections of this stage that `fields` names. All stages together must have
     something for each target."""
     projections = _adaptable(model)
-    targets = [fields.targets] if isinstance(fields.targets, str) else list(fields.targets)
+    targets = list(fields.targets)
     found, chosen, ends = set(), {}, set()
     for name, split in splits(model.config, projections).items():
         rows = split.rows(whole_shape(projections[name].weight)[0])

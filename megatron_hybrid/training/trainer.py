@@ -365,8 +365,8 @@ class Trainer:
         self.checkpoints.save(self.progress.step, self._state(is_loading=False))
 
     def export(self, folder: str | os.PathLike) -> None:
-        """Write the model and its tokenizer for `load_pretrained`, its adapters merged, and alone in
-        the folder "adapters" of it; every rank calls it, at the end.
+        """Write the model and its tokenizer for `load_pretrained`, its adapters merged; these alone
+        lie in its folder "adapters". Every rank calls it, at the end.
 
         Raises:
             OSError, CheckpointError: the folder cannot be written; on all ranks.
@@ -509,7 +509,7 @@ class Trainer:
             "optimizer.name": optimizer.name,
             "optimizer.distributed": optimizer.distributed,
             "lora.rank": lora and lora.rank,
-            "lora.targets": lora and lora.targets,
+            "lora.targets": lora and list(lora.targets),
         }
 
     @cached_property

@@ -9,7 +9,7 @@ from typing import Any
 
 _LFS_POINTER = b"version https://git-lfs"
 _READ_WHOLE, _NUM_SAMPLES = 64 << 20, 64
-"""Bytes of a file of which `digest_of_files` reads all; of a larger one it reads so many samples."""
+"""Bytes of a file of which `digest_of_files` reads all; of a larger one so many samples."""
 
 
 def read_failure(path: Path, error: object) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface.layouts import TensorMap
@@ -69,7 +68,7 @@ class Adapter(ABC):
     names: TensorNames
     """What they call the tensors; an adapter whose `tensors` goes another way has none."""
 
-    module_names: Mapping[str, str] = MappingProxyType({})
+    module_names: tuple[tuple[str, str], ...] = ()
     """Regular expressions of parts of tensor names -> what transformers calls these modules, where
     its folders have other names."""
 
@@ -121,7 +120,7 @@ class Adapter(ABC):
 
     def module_name(self, name: str) -> str:
         """Return what transformers calls a module, from the name in a folder or this name."""
-        for found, module in self.module_names.items():
+        for found, module in self.module_names:
             name = re.sub(found, module, name)
         return name
 

@@ -9,11 +9,11 @@ import numpy as np
 from torch import Tensor
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.inference.adapters import AdapterBank, LoadedAdapter
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.requests.options import LoadedAdapter, RequestOptions
 from megatron_hybrid.inference.requests.request import Request, ThoughtMeter, bits_of
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
+from megatron_hybrid.inference.worker.adapter_bank import AdapterBank
 from megatron_hybrid.text.chat_messages import check_messages
 from megatron_hybrid.text.guide import Guide, GuideCompiler
 from megatron_hybrid.utils.validation import check_field, check_text, is_int, takes_argument

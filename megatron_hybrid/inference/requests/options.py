@@ -19,6 +19,19 @@ Salt = Annotated[str, Range(le=4096)]
 """It is kept as long as a prefix with it."""
 
 
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """A low-rank adapter that an engine holds."""
+
+    name: str
+    folder: str
+    rank: int
+    """The largest one of its projections."""
+    slot: int
+    salt: str
+    """Put before the salts of its requests."""
+
+
 @names_fields
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:

@@ -14,12 +14,11 @@ import numpy as np
 from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.inference.draft_length import DraftLength
-from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.requests.options import LoadedAdapter, RequestOptions
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams, ThinkingBudget
 from megatron_hybrid.text.guide import GuideMatcher
 
-if TYPE_CHECKING:  # they import torch, and the scheduler does not
-    from megatron_hybrid.inference.adapters import LoadedAdapter
+if TYPE_CHECKING:  # it imports torch, and the scheduler does not
     from megatron_hybrid.offload.fetch import Fetch
 
 _WIDTH = 80
@@ -174,7 +173,7 @@ class Request:
     matcher: GuideMatcher | None = None  # of `options.guide`
     allowed: np.ndarray | None = None  # as `Draw.allowed`: by `params.allowed_token_ids`
     thought: "ThoughtMeter | None" = None  # of `params.thinking_budget`
-    adapter: "LoadedAdapter | None" = None
+    adapter: LoadedAdapter | None = None
     sample_index: int = 0
     longest_forward: int = 1 << 62  # most of its tokens in one step
     origin: object = None  # the `RequestBuilder` of its engine

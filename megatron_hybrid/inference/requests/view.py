@@ -98,11 +98,7 @@ class EndedRequests:
             num_tokens: last tokens of each prompt to show.
         """
         found = [
-            *(
-                (view_request(r), r.tokens[: r.num_tokens], r.salt)
-                for r in live
-                if not r.done
-            ),
+            *((view_request(r), r.tokens[: r.num_tokens], r.salt) for r in live if not r.done),
             *self._ended,
         ]
         return [

@@ -31,10 +31,7 @@ class SingleFlight:
         tokens = request.tokens[: request.num_tokens]
         resume = None
         for other in running:
-            if (
-                other.status is not RequestStatus.PREFILL
-                or other.salt != request.salt
-            ):
+            if other.status is not RequestStatus.PREFILL or other.salt != request.salt:
                 continue
             common = request.common_with.get(other.request_id)
             if common is None:

@@ -106,7 +106,7 @@ class Work:
     saves: list[Save] = field(default_factory=list)
     """States to save at positions in (start, end], ascending."""
     adapter_slot: int = -1
-    """Of the request's adapter; -1: it has none."""
+    """The slot of the request's adapter; -1: it has none."""
 
     @property
     def end(self) -> int:

@@ -149,7 +149,7 @@ class DynamicInferenceContext:
     ):
         self.memory = memory
         self.adapter_slots: Tensor | None = None
-        """Of each row's adapter, int64 [T], below 0 for none; None: no row has one."""
+        """The slot of each row's adapter, int64 [T], below 0 for none; None: no row has one."""
         self._has_adapters = has_adapters
         self.prediction = (
             None if num_model_layers is None else PredictionContext(self, num_model_layers)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_hybrid.cache.index.tree import common_prefix
 from megatron_hybrid.distributed.ranks import Ranks
-from megatron_hybrid.inference.adapters import AdapterBank
 from megatron_hybrid.inference.memory.cache_pool import ParkedRequest
 from megatron_hybrid.inference.sampling_params import (
     DRAW_AGAIN,
@@ -34,6 +33,7 @@ from megatron_hybrid.inference.scheduling.step_plan import (
     Unpark,
     Work,
 )
+from megatron_hybrid.inference.worker.adapter_bank import AdapterBank
 from megatron_hybrid.inference.worker.context import DynamicInferenceContext
 from megatron_hybrid.inference.worker.graph_runner import GraphRunner
 from megatron_hybrid.inference.worker.sampler import (

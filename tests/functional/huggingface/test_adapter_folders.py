@@ -24,8 +24,7 @@ def linear_modules(theirs):
     return {
         name: module
         for name, module in theirs.named_modules()
-        if isinstance(module, nn.Linear)
-        and not any(part in f"{name}." for part in ELSEWHERE)
+        if isinstance(module, nn.Linear) and not any(part in f"{name}." for part in ELSEWHERE)
     }
 
 
@@ -44,9 +43,10 @@ def write_by_hand(folder, modules):
         added[name] = b @ a * (alpha / rank)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    wider = {"rank_pattern": dict.fromkeys(WIDER, RANK + 2), "alpha_pattern": dict.fromkeys(WIDER, 2)}
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": "all-linear"}
-    (folder / "adapter_config.json").write_text(json.dumps(config | wider))
+    config["rank_pattern"] = dict.fromkeys(WIDER, RANK + 2)
+    config["alpha_pattern"] = dict.fromkeys(WIDER, 2)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return added
 
 

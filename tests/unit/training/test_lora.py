@@ -149,7 +149,7 @@ def test_adapters_of_another_model_are_refused(tmp_path):
     for other, match in (
         (
             small_model("M", hidden_size=64),
-            r"the adapter of decoder.layers.0.mixer.in_proj has the shapes .*'A': \(4, 48\).*rank, 64\]",
+            r"the adapter of .*0.mixer.in_proj has the shapes .*'A': \(4, 48\).*rank, 64\]",
         ),
         (small_model("*"), r"holds an adapter of decoder.layers.0.mixer.in_proj, which is no"),
     ):
@@ -168,7 +168,9 @@ def test_adapters_of_another_model_are_refused(tmp_path):
         torch.Tensor.cfloat,
         lambda t: t * math.nan,
     ):
-        save_file({name: change(t) for name, t in state.items()}, tmp_path / "adapter_model.safetensors")
+        save_file(
+            {name: change(t) for name, t in state.items()}, tmp_path / "adapter_model.safetensors"
+        )
         other = small_model("M")
         with pytest.raises(CheckpointError, match=r"lora.* is torch\..*, or has NaN"):
             load_adapters(other, tmp_path)

@@ -14,9 +14,9 @@ from index_folders import write_conversations, write_documents, write_index
 import megatron_hybrid
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.data import index_files
-from megatron_hybrid.utils import files
 from megatron_hybrid.training.data.config import DataFields
 from megatron_hybrid.training.data.datasets import build_datasets
+from megatron_hybrid.utils import files
 
 END = 0
 

@@ -77,7 +77,7 @@ def answers_of(engine):
 def test_a_mixed_batch_answers_as_the_merged_models(folder, expected):
     with engine_of() as engine:
         for name in ("a", "b"):
-            engine.load_adapter(name, folder / name)
+            engine.adapters.load(name, folder / name)
         for turn in range(2):
             found = answers_of(engine)
             for name in NAMES:
@@ -93,7 +93,7 @@ def test_a_closed_engine_leaves_the_model_as_it_was(folder):
     model = base()
     config = InferenceConfig(cache_bytes=4 << 20, max_adapters=1)
     with DynamicInferenceEngine(model, None, config) as engine:
-        engine.load_adapter("a", folder / "a")
+        engine.adapters.load("a", folder / "a")
         before = model(torch.tensor([PROMPTS[0]]))  # not by the engine: the model alone
     assert not any("forward" in module.__dict__ for module in model.modules())
     assert torch.equal(model(torch.tensor([PROMPTS[0]])), before)
@@ -105,45 +105,45 @@ def test_prefixes_belong_to_the_values_of_an_adapter_and_not_to_its_name(folder,
         return engine.generate(PROMPTS[0], PARAMS, options)[0].prefix.skipped_tokens
 
     with engine_of() as engine:
-        engine.load_adapter("a", folder / "a")
+        engine.adapters.load("a", folder / "a")
         assert skipped("a") == 0 and skipped("a") > 30
-        engine.unload_adapter("a")
-        assert engine.adapters == []
-        engine.load_adapter("a", folder / "b")
+        engine.adapters.unload("a")
+        assert engine.adapters.loaded == []
+        engine.adapters.load("a", folder / "b")
         assert skipped("a") == 0 and engine.explain(PROMPTS[0]).match.skipped_tokens == 0
         assert engine.explain(PROMPTS[0], adapter="a").match.skipped_tokens > 30
         answer = engine.generate(PROMPTS[0], PARAMS, RequestOptions(adapter="a"))[0]
         assert answer.token_ids == expected["b"][0].token_ids
-        engine.load_adapter("again", folder / "a")
+        engine.adapters.load("again", folder / "a")
         assert skipped("again") > 30
 
 
 def test_what_cannot_be_loaded_changes_nothing(folder):
     write(folder / "wide", 3, rank=13)
     with engine_of() as engine:
-        engine.load_adapter("a", folder / "a")
+        engine.adapters.load("a", folder / "a")
         for name, of, match in (
             ("a", "b", "there is an adapter 'a': unload it first"),
             ("b", "nothing", "has no adapters to read"),
             ("b", "wide", "adapters of rank 13, and max_adapter_rank is 12: raise it"),
         ):
             with pytest.raises(ValueError, match=match):
-                engine.load_adapter(name, folder / of)
-        assert [each.name for each in engine.adapters] == ["a"]
-        engine.load_adapter("b", folder / "b")
+                engine.adapters.load(name, folder / of)
+        assert [each.name for each in engine.adapters.loaded] == ["a"]
+        engine.adapters.load("b", folder / "b")
         with pytest.raises(ValueError, match=r"holds max_adapters=2 adapters: unload one of 'a', "):
-            engine.load_adapter("c", folder / "b")
+            engine.adapters.load("c", folder / "b")
         with pytest.raises(ValueError, match="adapter is 'c', and the engine has 'a', 'b': load"):
             engine.add_request(PROMPTS[0], PARAMS, RequestOptions(adapter="c"))
         request = engine.add_request(PROMPTS[0], PARAMS, RequestOptions(adapter="b"))
         with pytest.raises(ValueError, match="1 requests have the adapter 'b': cancel them, or"):
-            engine.unload_adapter("b")
+            engine.adapters.unload("b")
         engine.cancel(request)
         while engine.has_work:
             engine.step()
-        engine.unload_adapter("b")
+        engine.adapters.unload("b")
         with pytest.raises(ValueError, match=r"salt is 'a\\x00'; NUL is for the engine"):
             RequestOptions(salt="a\0")
-    with engine_of(max_adapters=0) as engine:
-        with pytest.raises(ValueError, match="holds no adapters: make it with max_adapters=1"):
-            engine.load_adapter("a", folder / "a")
+    none = "holds no adapters: make it with max_adapters=1"
+    with engine_of(max_adapters=0) as engine, pytest.raises(ValueError, match=none):
+        engine.adapters.load("a", folder / "a")

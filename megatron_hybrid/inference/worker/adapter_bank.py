@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -23,6 +22,7 @@ from megatron_hybrid.checkpoints.model_tensors import of_all_stages
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, check_numbers
 from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.requests.options import LoadedAdapter
 from megatron_hybrid.inference.weights.fingerprint import hash_of
 from megatron_hybrid.inference.worker.context import DynamicInferenceContext
 from megatron_hybrid.models.hybrid_model import HybridModel
@@ -31,19 +31,6 @@ from megatron_hybrid.models.parameter_names import is_of_prediction
 from megatron_hybrid.models.sharding.gathering import whole_shape
 from megatron_hybrid.models.sharding.tensor_sharding import shard
 from megatron_hybrid.ops import slot_linear
-
-
-@dataclass(frozen=True)
-class LoadedAdapter:
-    """An adapter of an engine."""
-
-    name: str
-    folder: str
-    rank: int
-    """The largest one of its projections."""
-    slot: int
-    salt: str
-    """Put before the salts of its requests."""
 
 
 class AdapterBank:
@@ -57,7 +44,7 @@ class AdapterBank:
         self._model, self._ranks = model, ranks
         self._num_slots, self._max_rank = config.max_adapters, config.max_adapter_rank
         self.loaded: dict[str, LoadedAdapter] = {}
-        """By name, in the order that they came in."""
+        """The adapters by name, in the order that they came in."""
         self._context: DynamicInferenceContext | None = None
         self._slots: dict[str, _AdapterSlots] = {}
         if not config.max_adapters:
@@ -104,8 +91,8 @@ class AdapterBank:
         if name not in self.loaded:
             there = ", ".join(map(repr, self.loaded)) or "none"
             raise ValueError(
-                f"adapter is {name!r}, and the engine has {there}: load it by load_adapter(name, "
-                "folder)"
+                f"adapter is {name!r}, and the engine has {there}: load it by "
+                "engine.adapters.load(name, folder)"
             )
         return self.loaded[name]
 
