@@ -1,4 +1,4 @@
-"""Adapters beside the package peft: what it writes is computed here, and what is written here by it."""
+"""Adapters beside the package peft: each reads what the other one writes."""
 
 import pytest
 import torch
