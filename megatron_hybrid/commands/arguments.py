@@ -198,6 +198,8 @@ _SERVED: dict[str, dict[str, Any]] = {
     "max_requests": {"type": int, "metavar": "N"},
     "cache_policy": {"metavar": "POLICY"},
     "short_prompt_share": {"type": float, "metavar": "PART"},
+    "max_adapters": {"type": int, "metavar": "N"},
+    "max_adapter_rank": {"type": int, "metavar": "N"},
     "speculation": {"metavar": "HOW"},
     "num_speculative_tokens": {"type": int, "metavar": "N"},
     "cuda_graphs": {"action": "store_true"},

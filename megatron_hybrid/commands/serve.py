@@ -53,6 +53,7 @@ _SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "max_waiting": ("--max-waiting", {"type": int, "metavar": "N"}),
     "max_requests_per_key": ("--max-requests-per-key", {"type": int, "metavar": "N"}),
     "model_name": ("--served-model-name", {"metavar": "NAME"}),
+    "adapters": ("--adapter", {**_MANY, "metavar": "NAME=FOLDER"}),
     "tool_call_parser": ("--tool-call-parser", _parsers(TOOL_PARSERS)),
     "reasoning_parser": ("--reasoning-parser", _parsers(REASONING_PARSERS)),
     "keeps_changing_lines": ("--keep-changing-lines", _FLAG),
@@ -181,6 +182,7 @@ def _run(options: argparse.Namespace, end: EndSignal) -> int:
     given |= {
         "model_name": options.model_name or Path(options.model).name,
         "description": _DEMO_NOTE if options.model == "demo" else "",
+        "adapters": tuple(options.adapters),
         "api_keys": keys_of(options.api_keys, API_KEYS),
         "admin_keys": keys_of(options.admin_keys, ADMIN_KEYS),
         "allowed_hosts": (*options.allowed_hosts, options.host),

@@ -4,6 +4,7 @@ The engine has its own thread, a `StepThread`, whose queue holds the calls of co
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -19,7 +20,7 @@ from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.inspection import Listener
 from megatron_hybrid.inference.requests.builder import Prompt, TextTokenizer
-from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.requests.options import LoadedAdapter, RequestOptions
 from megatron_hybrid.inference.requests.request import GenerationResult
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_thread import StepThread
@@ -149,6 +150,19 @@ class AsyncEngine:
             return AsyncStream(call, self._submit(add))
         adding = self._add_guided(guide, options.tenant, add)
         return AsyncStream(call, asyncio.create_task(adding))
+
+    @property
+    def adapters(self) -> list[LoadedAdapter]:
+        """The adapters that requests can choose."""
+        return self._engine.adapters.loaded
+
+    async def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> LoadedAdapter:
+        """Take up an adapter: see `AdapterCalls.load`."""
+        return await self._run(self._engine.adapters.load, name, folder)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Drop an adapter: see `AdapterCalls.unload`."""
+        await self._run(self._engine.adapters.unload, name)
 
     stats = _in_thread(DynamicInferenceEngine.stats)
     metrics = _in_thread(DynamicInferenceEngine.metrics)

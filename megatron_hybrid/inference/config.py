@@ -134,6 +134,14 @@ class InferenceConfig:
     makes progress; a rank in the caller's own code may take any time. None: 30 for making the
     engine, 120 in a step."""
 
+    max_adapters: int = 0
+    """Low-rank adapters that the engine can hold over its model, for requests to choose from
+    (`load_adapter`). Each takes about max_adapter_rank * (in + out) numbers of each projection."""
+
+    max_adapter_rank: Positive = 64
+    """Largest rank of an adapter. Adapters of `q_proj`, `k_proj` and `v_proj` are one of three
+    times their rank, as these are one projection here."""
+
     otlp_traces_endpoint: str = ""
     """URL of a collector of OpenTelemetry, such as http://localhost:4318/v1/traces, that gets spans
     of each request (OTLP over HTTP); they are inside of the caller's, if the request has a header

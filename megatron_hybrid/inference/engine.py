@@ -1,8 +1,8 @@
 """DynamicInferenceEngine: requests in, tokens out.
 
 The engine checks requests, and hands its other calls to one object for each job: `live_requests`,
-`step_loop`, `weight_calls`, `cache_calls`, `rank_calls` and `inspection`. The cache decides about
-sharing and eviction, the scheduler about the tokens of each step.
+`step_loop`, `weight_calls`, `cache_calls`, `adapter_calls`, `rank_calls` and `inspection`. The
+cache decides about sharing and eviction, the scheduler about the tokens of each step.
 """
 
 from collections import deque
@@ -36,6 +36,7 @@ from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_loop import StepLoop
 from megatron_hybrid.inference.stream import Stream
 from megatron_hybrid.inference.weight_calls import WeightCalls
+from megatron_hybrid.inference.weights.adapter_calls import AdapterCalls
 from megatron_hybrid.inference.weights.updates import Pairs
 from megatron_hybrid.utils.interrupts import defer_sigint
 from megatron_hybrid.utils.progress import progress as progress_bar
@@ -96,7 +97,10 @@ class DynamicInferenceEngine:
         self._steps = StepLoop(parts, self.live, self.stats)
         self.weights = WeightCalls(parts, self.live)
         self._cache_calls = CacheCalls(parts, self.live, self.weights)
-        self._rank_calls = RankCalls(parts, self.live, self._steps, self.weights, self._cache_calls)
+        self.adapters = AdapterCalls(parts, self.live)
+        """Low-rank adapters over the model: `load(name, folder)`, `unload(name)`, `loaded`."""
+        others = self.weights, self._cache_calls, self.adapters
+        self._rank_calls = RankCalls(parts, self.live, self._steps, *others)
         self.inspection = Inspection(parts, self.live, self._steps)
 
     # Requests and steps
@@ -533,6 +537,7 @@ class DynamicInferenceEngine:
         self.live.close()
         self.memory.keep(None)
         self._cache_calls.release_memory()
+        self.adapters.close()
         self._guard.is_closed = True
         self._control.close()
 
@@ -545,7 +550,12 @@ class DynamicInferenceEngine:
     # Inspection
 
     def explain(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = ""
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        salt: str = "",
+        adapter: str | None = None,
     ) -> Explanation:
         """Explain, for `print`, which tokens of a prompt would be reused now, and why not more. For
         operators, not for tenants: it tells whether another salt knows the prompt.
@@ -554,9 +564,10 @@ class DynamicInferenceEngine:
         prompt all of it is computed.
 
         Raises:
-            TypeError, ValueError: `add_request` would refuse this prompt, parameters or salt.
+            TypeError, ValueError: `add_request` would refuse this prompt, parameters, salt or
+                adapter.
         """
-        return self.inspection.explain(prompt, params, salt=salt)
+        return self.inspection.explain(prompt, params, salt, adapter)
 
     def stats(self) -> Stats:
         """Counters since the start, and present sizes: a dict that `print` shows in groups."""

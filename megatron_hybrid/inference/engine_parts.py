@@ -27,6 +27,7 @@ from megatron_hybrid.inference.scheduling.scheduler import Scheduler
 from megatron_hybrid.inference.weight_epochs import Epochs
 from megatron_hybrid.inference.weights.cache_folders import CacheFolders
 from megatron_hybrid.inference.weights.updates import WeightUpdates
+from megatron_hybrid.inference.worker.adapter_bank import AdapterBank
 from megatron_hybrid.inference.worker.allocation import allocate
 from megatron_hybrid.inference.worker.graph_runner import GraphRunner
 from megatron_hybrid.inference.worker.model_runner import ModelRunner
@@ -50,6 +51,7 @@ class EngineParts:
     offload: Offload
     runner: ModelRunner
     """Has the context, and the memory of pool and live slots."""
+    adapters: AdapterBank
     scheduler: Scheduler
     request_builder: RequestBuilder
     output: OutputProcessor
@@ -100,6 +102,8 @@ def make_parts(
     ranks.require_equal(what_must_be_equal(config, model, stage))
     check_equal_weights(ranks, model)
     model.eval()
+    adapters = AdapterBank(model, config, ranks)
+    undo.callback(adapters.close)
     allocated = allocate(model, config, ranks)
     config, memory = allocated.config, allocated.context.memory
     policy = POLICIES[config.cache_policy](memory.spec)
@@ -127,6 +131,7 @@ def make_parts(
         config.logprobs_mode,
         ranks,
         GraphRunner(model, allocated.context, graphs) if graphs is not None else None,
+        adapters,
     )
     scheduler = Scheduler(
         cache,
@@ -147,8 +152,9 @@ def make_parts(
         cache,
         offload,
         runner,
+        adapters,
         scheduler,
-        RequestBuilder(config, cache, tokenizer, model.config.vocab_size),
+        RequestBuilder(config, cache, tokenizer, model.config.vocab_size, adapters),
         output,
         folders,
         WeightUpdates(model, ranks, lambda: control.ends_waits),

@@ -15,12 +15,11 @@ from megatron_hybrid.inference.exclusive import exclusive
 from megatron_hybrid.inference.live_requests import LiveRequests
 from megatron_hybrid.inference.metrics.prometheus import Stats, prometheus_text, requests_text
 from megatron_hybrid.inference.requests.builder import Prompt
-from megatron_hybrid.inference.requests.options import Salt
+from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.requests.request import recompute_reason
 from megatron_hybrid.inference.requests.view import RequestView
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.inference.step_loop import StepLoop
-from megatron_hybrid.utils.validation import check_field
 
 Listener = TypeVar("Listener", bound=CacheListener)
 
@@ -38,10 +37,11 @@ class Inspection:
 
     @exclusive
     def explain(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, salt: str = ""
+        self, prompt: Prompt, params: SamplingParams | None, salt: str, adapter: str | None
     ) -> Explanation:
         parts, builder = self._parts, self._parts.request_builder
-        check_field("salt", salt, Salt)
+        loaded = builder.adapter_of(RequestOptions(salt=salt, adapter=adapter))
+        salt = salt if loaded is None else loaded.salt + salt
         params = builder.check_params(params)
         tokens = builder.tokens_of(prompt, params)
         chunk = parts.cache.longest_forward(len(tokens), parts.config.max_tokens)

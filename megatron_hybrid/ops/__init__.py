@@ -29,6 +29,7 @@ from megatron_hybrid.ops.packed import packed_linear, unpack
 from megatron_hybrid.ops.ragged import RaggedLayout
 from megatron_hybrid.ops.rotary import rotate_heads
 from megatron_hybrid.ops.selective_scan import selective_scan
+from megatron_hybrid.ops.slot_linear import slot_linear
 from megatron_hybrid.ops.slot_states import SlotStates
 from megatron_hybrid.ops.ssd import ssd_scan
 from megatron_hybrid.ops.state_codec import StatesCodec
@@ -52,6 +53,7 @@ __all__ = [
     "rms_norm_of_sum",
     "rotate_heads",
     "selective_scan",
+    "slot_linear",
     "ssd_scan",
     "time_steps",
     "unpack",

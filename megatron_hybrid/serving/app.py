@@ -21,6 +21,7 @@ from megatron_hybrid.cache.report import MissReason
 from megatron_hybrid.inference.async_stream import AsyncStream
 from megatron_hybrid.inference.metrics.prometheus import CONTENT_TYPE, PREFIX
 from megatron_hybrid.inference.requests.builder import Prompt, RenderedChat
+from megatron_hybrid.inference.requests.options import LoadedAdapter
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.serving.admission import Ticket
 from megatron_hybrid.serving.answers import Answer
@@ -34,9 +35,11 @@ from megatron_hybrid.serving.fields import (
     DetokenizeFields,
     ExplainFields,
     GenerationFields,
+    LoadAdapterFields,
     OtherFields,
     TemplateFields,
     TokenizeFields,
+    UnloadAdapterFields,
 )
 from megatron_hybrid.serving.idle_memory import trim_when_idle
 from megatron_hybrid.serving.json_response import in_turn, json_response
@@ -59,6 +62,7 @@ from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
 from megatron_hybrid.serving.routes import EVENTS, Answers, errors, keyed_routes
 from megatron_hybrid.serving.schemas import (
     Aborted,
+    Adapter,
     Chat,
     Completion,
     Detokenized,
@@ -122,6 +126,8 @@ def create_app(service: Service) -> FastAPI:
     _add_tokens(app, service)
     _add_state(app, service)
     _add_cache(app, service)
+    if service.engine_config.max_adapters:
+        _add_adapters(app, service)
     add_page(app, service)
     if config.takes_weights:
         add_trainer(app, service)
@@ -199,7 +205,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         responses=errors(400, 401, 404, 413, model=MessageError),
     )
     async def count_tokens(fields: PromptFields, request: Request):
-        service.check_model(fields.model)
+        service.adapter_of(fields.model)
         fields.check()
         changes: list[str] = []
 
@@ -224,7 +230,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 async def _generate(service: Service, request: Request, fields: GenerationFields):
     def make(id: str, *given: Any) -> Answer:
         kind = "chatcmpl" if isinstance(fields, ChatFields) else "cmpl"
-        name = service.config.model_name
+        name = fields.model or service.config.model_name
         return Answer(service.tokenizer, fields, f"{kind}-{id}", name, *given)
 
     return await _answer(service, request, fields, make)
@@ -238,7 +244,7 @@ async def _respond(service: Service, request: Request, fields: OtherFields):
 
         def make(id: str, style: Style, thinks: bool, prompts: Any) -> AnyAnswer:
             kind = "msg" if isinstance(fields, MessageFields) else "resp"
-            given = f"{kind}_{id}", service.config.model_name, style, thinks
+            given = f"{kind}_{id}", chat.model or service.config.model_name, style, thinks
             answer = Answer(service.tokenizer, chat, *given)
             return MessageAnswer(answer) if kind == "msg" else ResponseAnswer(answer, fields)
 
@@ -264,7 +270,7 @@ async def _answer(
     make: Callable[..., AnyAnswer],
 ):
     """A whole answer, or a stream. make: (id, style, is_thinking, prompts) -> its form."""
-    service.check_model(fields.model)
+    adapter = service.adapter_of(fields.model)
     fields.check()
     state = request.state
     request_id = fields.request_id or state.request_id
@@ -285,7 +291,7 @@ async def _answer(
         salt = service.auth.salt_of(state.key, fields.cache_salt)
         tenant = service.auth.tenant_of(state.key)
         caller = request.headers.get("traceparent", "")
-        options = request_options(fields, salt, tenant, guide, caller)
+        options = request_options(fields, salt, tenant, guide, caller, adapter)
         answer = make(ticket.request_id, asked.style, asked.begins_in_reasoning, prompts)
         headers = header_of(fields.changes)
         for change in headers.values():
@@ -484,12 +490,12 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     @routes.post("/tokenize", response_model=Tokenized)
     async def tokenize(fields: TokenizeFields, request: Request):
-        service.check_model(fields.model)
+        service.adapter_of(fields.model)
         return await json_response(lambda: tokenized(fields), request, changes=fields.changes)
 
     @routes.post("/detokenize", response_model=Detokenized)
     async def detokenize(fields: DetokenizeFields, request: Request):
-        service.check_model(fields.model)
+        service.adapter_of(fields.model)
         return await json_response(lambda: detokenized(fields), request)
 
     @routes.get("/tokenizer_info", response_model=Json, responses=errors(403))
@@ -499,25 +505,25 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     @routes.post("/v1/completions/render", response_model=list[TokenIds])
     async def render_completion(fields: CompletionFields, request: Request):
-        service.check_model(fields.model)
+        service.adapter_of(fields.model)
         return await json_response(lambda: rendered(fields), request)
 
     @routes.post("/v1/chat/completions/render", response_model=TokenIds)
     async def render_chat(fields: ChatFields, request: Request):
-        service.check_model(fields.model)
+        service.adapter_of(fields.model)
         return await json_response(lambda: rendered(fields), request, changes=fields.changes)
 
     @routes.post("/cache/explain", responses=errors(403))
     async def explain(fields: ExplainFields, request: Request) -> Explanation:
         service.auth.check_admin(request.state.key)
-        service.check_model(fields.model)
+        adapter = service.adapter_of(fields.model)
         key = request.state.key
         if fields.api_key is not None and (key := service.auth.known_key(fields.api_key)) is None:
             raise ApiError(400, "this is none of the server's keys: use one of them", "api_key")
         salt = service.auth.salt_of(key, fields.cache_salt)
         tokens = await in_turn(partial(tokens_of, fields), request)
         try:
-            explanation = await service.engine.explain(tokens, salt=salt)
+            explanation = await service.engine.explain(tokens, salt=salt, adapter=adapter)
         except (TypeError, ValueError) as error:
             raise ApiError(400, str(error), "prompt") from error
         return {
@@ -574,26 +580,29 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @routes.get("/v1/models")
     async def models() -> Models:
-        return {"object": "list", "data": [_model(service)]}
+        adapters = [_model(service, each) for each in service.engine.adapters]
+        return {"object": "list", "data": [_model(service), *adapters]}
 
     @routes.get("/v1/models/{name:path}", responses=errors(404))
     async def model(
         name: Annotated[str, Path(description="The name of the served model.")],
     ) -> Model:
-        service.check_model(name)
-        return _model(service)
+        found = service.adapter_of(name)
+        loaded = (each for each in service.engine.adapters if each.name == found)
+        return _model(service, next(loaded, None))
 
     app.include_router(routes)
 
 
-def _model(service: Service) -> Model:
+def _model(service: Service, adapter: LoadedAdapter | None = None) -> Model:
+    served = service.config.model_name
     return {
-        "id": service.config.model_name,
+        "id": served if adapter is None else adapter.name,
         "object": "model",
         "created": service.created,
         "owned_by": "megatron_hybrid",
-        "root": service.config.model_name,
-        "parent": None,
+        "root": served if adapter is None else adapter.folder,
+        "parent": None if adapter is None else served,
         "max_model_len": service.engine_config.max_sequence_length,
         "description": service.config.description,
         "has_chat_template": service.tokenizer.chat_template is not None,
@@ -634,5 +643,26 @@ def _add_cache(app: FastAPI, service: Service) -> None:
         except (RuntimeError, ValueError) as error:
             raise ApiError(409, str(error)) from error
         return {"saved": True}
+
+    app.include_router(routes)
+
+
+# Adapters ----------------------------------------------------------------------------------------
+
+
+def _add_adapters(app: FastAPI, service: Service) -> None:
+    routes = keyed_routes(400, 401, 403, 413)
+
+    @routes.post("/v1/load_lora_adapter")
+    async def load(fields: LoadAdapterFields, request: Request) -> Adapter:
+        service.auth.check_admin(request.state.key)
+        await service.load_adapter(fields.lora_name, fields.lora_path)
+        return {"lora_name": fields.lora_name}
+
+    @routes.post("/v1/unload_lora_adapter", responses=errors(404, 409))
+    async def unload(fields: UnloadAdapterFields, request: Request) -> Adapter:
+        service.auth.check_admin(request.state.key)
+        await service.unload_adapter(fields.lora_name)
+        return {"lora_name": fields.lora_name}
 
     app.include_router(routes)

@@ -23,6 +23,11 @@ class ServingConfig:
     description: str = ""
     """Description of the model, shown at `/v1/models` and on the page."""
 
+    adapters: tuple[str, ...] = ()
+    """Serve the low-rank adapter of a folder in PEFT's format under a name of its own, as
+    NAME=FOLDER; requests choose it as their model. The option may be given several times. It needs
+    --max-adapters."""
+
     api_keys: tuple[str, ...] = ()
     """Answer only clients that send this key. The option may be given several times. More keys are
     read from the environment variable MEGATRON_HYBRID_API_KEYS, separated by commas."""
@@ -103,6 +108,13 @@ class ServingConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for each in self.adapters:
+            name, _, folder = each.partition("=")
+            if name in ("", self.model_name) or not folder:
+                raise ValueError(
+                    f"adapters has {each!r}; write each as NAME=FOLDER, with another name than "
+                    f"that of the model, {self.model_name!r}."
+                )
         if self.root_path and self.root_path[0] != "/":
             raise ValueError(f"root_path is {self.root_path!r}; it must begin with a /.")
         for origin in self.cors_origins:

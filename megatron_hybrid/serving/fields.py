@@ -855,6 +855,20 @@ class ExplainFields(TokenizeFields):
     several keys has prefixes of its own, unless the server has --share-cache."""
 
 
+class UnloadAdapterFields(Body):
+    """Body of /v1/unload_lora_adapter."""
+
+    lora_name: str
+    """The name that the adapter is served under, as a `model` of requests."""
+
+
+class LoadAdapterFields(UnloadAdapterFields):
+    """Body of /v1/load_lora_adapter."""
+
+    lora_path: str
+    """Its folder, in PEFT's format, on the server's disk."""
+
+
 class AbortFields(Body):
     """Body of /abort."""
 

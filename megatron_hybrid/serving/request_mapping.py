@@ -217,10 +217,18 @@ def _wishes(
 
 
 def request_options(
-    fields: GenerationFields, salt: str, tenant: str, guide: Guide | None, traceparent: str
+    fields: GenerationFields,
+    salt: str,
+    tenant: str,
+    guide: Guide | None,
+    traceparent: str,
+    adapter: str | None = None,
 ) -> RequestOptions:
-    """Return what the engine is asked besides prompt and sampling. salt, tenant, traceparent: of
-    the caller.
+    """Return what the engine is asked besides prompt and sampling.
+
+    Args:
+        salt, tenant, traceparent: of the caller.
+        adapter: of the model that the request names.
 
     Raises:
         ApiError: an illegal value, with its field.
@@ -229,6 +237,7 @@ def request_options(
         return RequestOptions(
             guide=guide,
             salt=salt,
+            adapter=adapter,
             cache_breakpoints=fields.cache_breakpoints or (),
             n=fields.n,
             priority=fields.priority,

@@ -244,6 +244,8 @@ async def serve(
     end.serves = True
     service = Service(engine, tokenizer, engine_config, config)
     try:
+        for name, _, folder in (each.partition("=") for each in config.adapters):
+            await engine.load_adapter(name, folder)
         if publisher is not None:
             publisher.begin(await engine.watch_cache(BlockEvents))
             logger.info("KV events on %s", publisher.endpoint)

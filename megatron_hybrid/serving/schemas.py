@@ -165,11 +165,15 @@ class Model(TypedDict):
     created: NonNegativeInt
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: NonNegativeInt
     description: str
     has_chat_template: bool
     sampling_defaults: Json
+
+
+class Adapter(TypedDict):
+    lora_name: str
 
 
 class Models(TypedDict):

@@ -70,15 +70,49 @@ class Service:
         self.num_responses: Counter[tuple[str, int]] = Counter()
         """Number of answers by route and status."""
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError for another model than the one there is."""
-        if name not in (None, "", self.config.model_name):
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that the `model` of a request names; None: the model alone.
+
+        Raises:
+            ApiError: there is neither.
+        """
+        if name in (None, "", self.config.model_name):
+            return None
+        served = [self.config.model_name, *(each.name for each in self.engine.adapters)]
+        if name not in served:
             raise ApiError(
                 404,
-                f"the model {name!r} is not served: use {self.config.model_name!r}",
+                f"the model {name!r} is not served: use {' or '.join(map(repr, served))}",
                 "model",
                 "model_not_found",
             )
+        return name
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Serve an adapter as a model of this name.
+
+        Raises:
+            ApiError: it cannot be; nothing has changed.
+        """
+        if not name or name == self.config.model_name:
+            raise ApiError(400, f"lora_name is {name!r}: use a name of its own", "lora_name")
+        try:
+            await self.engine.load_adapter(name, folder)
+        except ValueError as error:
+            raise ApiError(400, str(error), "lora_path") from error
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve an adapter no more.
+
+        Raises:
+            ApiError: there is none of this name, or requests have it; nothing has changed.
+        """
+        if self.adapter_of(name) is None:
+            raise ApiError(404, f"{name!r} is the model itself", "lora_name")
+        try:
+            await self.engine.unload_adapter(name)
+        except ValueError as error:
+            raise ApiError(409, str(error), "lora_name") from error
 
     # The way to the engine ---------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,10 @@ from megatron_hybrid.training.rollouts import Prompts, Rollouts
 from megatron_hybrid.training.run_lock import RunLock
 from megatron_hybrid.training.stop_signals import stop_signals
 from megatron_hybrid.utils.child_lifetime import ends_with_launcher
-from megatron_hybrid.utils.files import no_new_folders
+from megatron_hybrid.utils.files import digest_of_files, no_new_folders
 
+ADAPTERS = "adapters"
+"""Folder of the adapters alone, in that of an exported model."""
 _LOSS_FIELDS = (
     "params_dtype",
     "moe_router_load_balancing_type",
@@ -363,15 +365,15 @@ class Trainer:
         self.checkpoints.save(self.progress.step, self._state(is_loading=False))
 
     def export(self, folder: str | os.PathLike) -> None:
-        """Write the model and its tokenizer for `load_pretrained`, its adapters merged; every rank
-        calls it, at the end.
+        """Write the model and its tokenizer for `load_pretrained`, its adapters merged; these alone
+        lie in its folder "adapters". Every rank calls it, at the end.
 
         Raises:
             OSError, CheckpointError: the folder cannot be written; on all ranks.
         """
         with fail_together(OSError, whole_job=True):  # files are written after all gathers
             if self.recipe.lora is not None:
-                save_adapters(self.model, folder)
+                save_adapters(self.model, folder / ADAPTERS, self.recipe.model["pretrained"])
         if self.recipe.lora is not None:
             merge_adapters(self.model)
         with fail_together(OSError, whole_job=True):
@@ -472,9 +474,12 @@ class Trainer:
     def _state(self, is_loading: bool) -> dict[str, Any]:
         metadata = checkpoints.OPTIMIZER_FORMAT
         model = self.chunk.module.sharded_state_dict(metadata=metadata)
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)
+        if self.recipe.lora is not None:  # the others are those of `model.pretrained`
+            model = {name: each for name, each in model.items() if ".lora." in name}
         return {
             "model": model,
-            "optimizer": self.optimizer.sharded_state_dict(model, is_loading, metadata=metadata),
+            "optimizer": optimizer,
             "progress": asdict(self.progress),
             "measures": self.measures.state(),
             "config": self.model.config.to_dict(),
@@ -497,7 +502,9 @@ class Trainer:
         optimizer, lora = recipe.optimizer, recipe.lora
         return {
             **{f"model.{name}": str(getattr(config, name)) for name in _LOSS_FIELDS},
+            "the weights of model.pretrained": self._base_weights,
             "lora.alpha": lora and lora.alpha,
+            "lora.rslora": lora and lora.rslora,
             "dpo": recipe.dpo and asdict(recipe.dpo),
             "grpo": recipe.grpo and {**asdict(recipe.grpo), "cache_bytes": None},
             "optimizer.name": optimizer.name,
@@ -505,6 +512,14 @@ class Trainer:
             "lora.rank": lora and lora.rank,
             "lora.targets": lora and list(lora.targets),
         }
+
+    @cached_property
+    def _base_weights(self) -> str | None:
+        """A digest of the weights that a run needs anew when it goes on; None: it needs none."""
+        if self.recipe.lora is None and not self.loss.needs_reference:
+            return None
+        folder = model_folder(self.recipe.model["pretrained"])
+        return digest_of_files(sorted(folder.glob("*.safetensors")))
 
     def _resume(self, path: Path) -> None:
         with fail_together(CheckpointError, whole_job=True):
@@ -519,7 +534,7 @@ class Trainer:
         if not same_ranks:
             del state["random_state"]
         state = checkpoints.load(path, state)
-        self.chunk.module.load_state_dict(state["model"])
+        self.chunk.module.load_state_dict(state["model"], strict=self.recipe.lora is None)
         self.progress = Progress(**state["progress"])
         self.measures.load_state(state["measures"])
         updates = self.progress.step - self.progress.skipped_steps

@@ -68,6 +68,10 @@ class Adapter(ABC):
     names: TensorNames
     """What they call the tensors; an adapter whose `tensors` goes another way has none."""
 
+    module_names: tuple[tuple[str, str], ...] = ()
+    """Regular expressions of parts of tensor names -> what transformers calls these modules, where
+    its folders have other names."""
+
     ignored: tuple[str, ...] = ()
     """Regular expressions of tensor names that hold nothing of the model, such as tables that are
     computed anew; they are neither read nor written."""
@@ -112,6 +116,12 @@ class Adapter(ABC):
         for prefix, plain in _LANGUAGE_PREFIXES.items():
             if name.startswith(prefix):
                 return plain + name.removeprefix(prefix)
+        return name
+
+    def module_name(self, name: str) -> str:
+        """Return what transformers calls a module, from the name in a folder or this name."""
+        for found, module in self.module_names:
+            name = re.sub(found, module, name)
         return name
 
     def ignored_names(self, names: Collection[str], config: HybridConfig) -> set[str]:

@@ -49,6 +49,10 @@ class KimiLinear(Adapter):
             "E": ("block_sparse_moe", partial(tensors.moe, projections=("w1", "w3", "w2"))),
         }
     )
+    module_names = (
+        (r"self_attn\.(f_[ab]_proj)", r"self_attn.forget_gate.\1"),
+        (r"\.block_sparse_moe\b", ".mlp"),
+    )
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         fields.only(hf, hidden_act="silu", tie_word_embeddings=False, mla_use_nope=True)

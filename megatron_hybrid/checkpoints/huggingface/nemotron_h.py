@@ -35,6 +35,7 @@ class NemotronH(Adapter):
         embedding="backbone.embeddings.weight",
         final_norm="backbone.norm_f.weight",
     )
+    module_names = ((r"^backbone\.", "model."),)
     prediction_names = (r"mtp\..*",)
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:

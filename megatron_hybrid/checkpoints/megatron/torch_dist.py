@@ -389,7 +389,7 @@ class DistributedTensors:
         if self._own_config is not None:
             if any(".lora." in key for key in self._tensors):
                 raise CheckpointError(
-                    f"{self.path} has the adapters (LoRA) of a run next to its model. The run "
+                    f"{self.path} has the adapters (LoRA) of a run, without their model. The run "
                     f"merges them at its end: use {self.path.parent / 'exported'}, or finish it."
                 )
             return config_of(self._own_config, str(self.path), **overrides)

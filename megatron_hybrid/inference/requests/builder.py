@@ -10,9 +10,10 @@ from torch import Tensor
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.inference.config import InferenceConfig
-from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.requests.options import LoadedAdapter, RequestOptions
 from megatron_hybrid.inference.requests.request import Request, ThoughtMeter, bits_of
 from megatron_hybrid.inference.sampling_params import SamplingParams, model_defaults
+from megatron_hybrid.inference.worker.adapter_bank import AdapterBank
 from megatron_hybrid.text.chat_messages import check_messages
 from megatron_hybrid.text.guide import Guide, GuideCompiler
 from megatron_hybrid.utils.validation import check_field, check_text, is_int, takes_argument
@@ -93,6 +94,7 @@ class RequestBuilder:
         tokenizer: for text, chats, end tokens and stop strings; None: ids only. Its optional
             `generation_config` holds the defaults of sampling.
         vocab_size: token ids lie in [0, vocab_size).
+        adapters: of the engine.
 
     Raises:
         ValueError: a field of the `generation_config` has an illegal value.
@@ -104,8 +106,9 @@ class RequestBuilder:
         cache: PrefixCache,
         tokenizer: TextTokenizer | None,
         vocab_size: int,
+        adapters: AdapterBank | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.adapters = config, adapters
         self.cache = cache
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -171,6 +174,7 @@ class RequestBuilder:
             params.num_tokens_to_generate = min(params.num_tokens_to_generate, room)
         total = self._check_length(len(tokens), params)
         options.check(len(tokens), self.config.max_requests)
+        self.adapter_of(options)
         stop_ids = self._stop_ids(params)
         self._check_choice(params, options.guide, stop_ids)
         if options.guide is not None:
@@ -187,12 +191,17 @@ class RequestBuilder:
             )
         )
 
+    def adapter_of(self, options: RequestOptions) -> LoadedAdapter | None:
+        """The adapter that a request asks for. Raises ValueError if there is none of its name."""
+        return None if options.adapter is None else self.adapters.require(options.adapter)
+
     def make(self, spec: "RequestSpec") -> list[Request]:
         """Make the samples of a checked prompt, of this or of the first rank's builder."""
         options, samples = spec.options, []
         self.next_id = max(self.next_id, spec.first_id + options.n)  # ids are seeds
         longest_forward = self.cache.longest_forward(spec.max_tokens, self.config.max_tokens)
         allowed, budget = None, spec.params.thinking_budget
+        adapter = self.adapter_of(options)
         if spec.params.allowed_token_ids is not None:
             allowed = bits_of(spec.params.allowed_token_ids, self.vocab_size)
         for index in range(options.n):
@@ -214,6 +223,7 @@ class RequestBuilder:
                     seed=spec.seed,
                     message_starts=spec.message_starts,
                     stop_ids=spec.stop_ids,
+                    adapter=adapter,
                     sample_index=index,
                     longest_forward=longest_forward,
                     origin=self,

@@ -19,6 +19,19 @@ Salt = Annotated[str, Range(le=4096)]
 """It is kept as long as a prefix with it."""
 
 
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """A low-rank adapter that an engine holds."""
+
+    name: str
+    folder: str
+    rank: int
+    """The largest one of its projections."""
+    slot: int
+    salt: str
+    """Put before the salts of its requests."""
+
+
 @names_fields
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
@@ -33,7 +46,11 @@ class RequestOptions:
     where it may end; where nothing else can follow, the answer ends with "stop"."""
 
     salt: Salt = ""
-    """Prefixes are shared only between requests of equal salt (tenants, adapters)."""
+    """Prefixes are shared only between requests of equal salt, such as those of one tenant."""
+
+    adapter: str | None = None
+    """Name of the engine's adapter that the request is computed with; None: the model alone.
+    Requests with other adapters share no prefixes."""
 
     cache_breakpoints: Annotated[Sequence[Positive], Range(le=MAX_BREAKPOINTS)] = ()
     """Positions in the prompt, in tokens, where a state is worth keeping for later prompts, such as
@@ -63,6 +80,8 @@ class RequestOptions:
             positions = tuple(islice(positions, MAX_BREAKPOINTS + 1))
         object.__setattr__(self, "cache_breakpoints", positions)
         check_fields(self)
+        if "\0" in self.salt:
+            raise ValueError(f"salt is {self.salt!r}; NUL is for the engine: leave it out.")
         object.__setattr__(self, "cache_breakpoints", tuple(map(int, positions)))
 
     def check(self, num_prompt_tokens: int, max_requests: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_hybrid.cache.pages.lease import Lease
 from megatron_hybrid.cache.report import MissReason, PrefixReport
 from megatron_hybrid.inference.draft_length import DraftLength
-from megatron_hybrid.inference.requests.options import RequestOptions
+from megatron_hybrid.inference.requests.options import LoadedAdapter, RequestOptions
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams, ThinkingBudget
 from megatron_hybrid.text.guide import GuideMatcher, UnsatisfiableError
 
@@ -175,6 +175,7 @@ class Request:
     matcher: GuideMatcher | None = None  # of `options.guide`
     allowed: np.ndarray | None = None  # as `Draw.allowed`: by `params.allowed_token_ids`
     thought: "ThoughtMeter | None" = None  # of `params.thinking_budget`
+    adapter: LoadedAdapter | None = None
     sample_index: int = 0
     longest_forward: int = 1 << 62  # most of its tokens in one step
     origin: object = None  # the `RequestBuilder` of its engine
@@ -221,6 +222,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_tokens = self.num_tokens or self.num_prompt_tokens
+
+    @property
+    def salt(self) -> str:
+        """The salt of its prefixes: that of its adapter, then its own."""
+        return self.options.salt if self.adapter is None else self.adapter.salt + self.options.salt
 
     @property
     def samples(self) -> "list[Request]":

@@ -82,7 +82,7 @@ class EndedRequests:
 
     def note(self, request: Request) -> None:
         tokens = request.tokens[: min(request.num_tokens, _MAX_TOKENS)].copy()
-        self._ended.appendleft((view_request(request), tokens, request.options.salt))
+        self._ended.appendleft((view_request(request), tokens, request.salt))
 
     def views(
         self,
@@ -98,11 +98,7 @@ class EndedRequests:
             num_tokens: last tokens of each prompt to show.
         """
         found = [
-            *(
-                (view_request(r), r.tokens[: r.num_tokens], r.options.salt)
-                for r in live
-                if not r.done
-            ),
+            *((view_request(r), r.tokens[: r.num_tokens], r.salt) for r in live if not r.done),
             *self._ended,
         ]
         return [

@@ -63,6 +63,8 @@ class Chunk:
                 for each in sorted(self.reservations, key=attrgetter("position"))
             ],
         )
+        if request.adapter is not None:
+            work.adapter_slot = request.adapter.slot
         if self.draws:
             work.num_logits, work.draws = 1 + len(self.draft_draws), draws_of(request)
             work.draft_draws = self.draft_draws

@@ -165,7 +165,7 @@ class Scheduler:
                 blocked = blocked or request in self._suspects
             if request.lease is None and request.starts_from_cache:
                 tokens = request.tokens[: request.num_tokens]
-                self.cache.expected.add(request.request_id, tokens, request.options.salt)
+                self.cache.expected.add(request.request_id, tokens, request.salt)
         self._admitting, builder.kept = None, {}
         self._short_prompts.leave_rest(builder, self._budget(builder))
         self.fetches.poll()
@@ -253,7 +253,7 @@ class Scheduler:
             return True
         lease = self.cache.acquire(
             tokens,
-            request.options.salt,
+            request.salt,
             capacity_tokens=len(tokens),
             chunk_tokens=self._longest(builder, request),
             declared=request.options.cache_breakpoints,
@@ -315,7 +315,7 @@ class Scheduler:
                 if before is not None and (before == now or not can_start):
                     return False
                 request.looked_up_at = now
-                found = self.fetches.start(tokens, request.options.salt)
+                found = self.fetches.start(tokens, request.salt)
                 if found is None:
                     return False
                 request.fetch = found

@@ -42,7 +42,7 @@ class ShortPrompts:
         if request.lease is not None or request.parked_tokens:
             return request.parked_tokens or request.num_computed
         tokens, reason = request.tokens[: request.num_tokens], request.recompute_reason
-        salt = request.options.salt
+        salt = request.salt
         return self._cache.match(tokens, salt, recompute_reason=reason).skipped_tokens
 
     def leave_rest(self, builder: PlanBuilder, budget: int) -> None:

@@ -31,10 +31,7 @@ class SingleFlight:
         tokens = request.tokens[: request.num_tokens]
         resume = None
         for other in running:
-            if (
-                other.status is not RequestStatus.PREFILL
-                or other.options.salt != request.options.salt
-            ):
+            if other.status is not RequestStatus.PREFILL or other.salt != request.salt:
                 continue
             common = request.common_with.get(other.request_id)
             if common is None:
@@ -43,7 +40,7 @@ class SingleFlight:
             if common <= other.num_computed:
                 continue  # its next states are beyond the common prefix
             if resume is None:
-                resume = self._cache.match(tokens, request.options.salt).skipped_tokens
+                resume = self._cache.match(tokens, request.salt).skipped_tokens
             position = self._position_in_flight(other, common, resume)
             if worth_waiting(resume, other.num_computed, position):
                 request.waits_for = other, position

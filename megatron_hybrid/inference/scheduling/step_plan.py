@@ -105,6 +105,8 @@ class Work:
     """Prompt tokens that need a log-probability."""
     saves: list[Save] = field(default_factory=list)
     """States to save at positions in (start, end], ascending."""
+    adapter_slot: int = -1
+    """The slot of the request's adapter; -1: it has none."""
 
     @property
     def end(self) -> int:

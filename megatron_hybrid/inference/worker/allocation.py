@@ -87,7 +87,8 @@ def allocate(model: HybridModel, config: InferenceConfig, ranks: Ranks) -> Alloc
             hidden_dtype=parameter.dtype,
         )
         before_part = len(model_layers) if uses_part else None
-        return DynamicInferenceContext(memory, *sizes, captures, drafts, before_part)
+        has_adapters = config.max_adapters > 0
+        return DynamicInferenceContext(memory, *sizes, captures, drafts, before_part, has_adapters)
 
     on_host, on_device = input_bytes(input_fields(spec, *sizes, captures, drafts), device)
     lengths = "max_sequence_length or max_requests"

@@ -53,6 +53,7 @@ def input_fields(
         "capture_rows": ((min(max_captures, num_tokens),), int64),
         "input_ids": ((num_rows,), int64),
         "positions": ((num_rows,), int64),
+        "adapter_slots": ((num_rows,), int64),
         "write_pages": ((columns, num_rows), int64),
         "write_rows": ((num_rows,), int64),
         "logit_rows": ((num_tokens,), int64),
@@ -139,8 +140,12 @@ class DynamicInferenceContext:
         max_captures: int,
         max_drafts: int = 0,
         num_model_layers: int | None = None,
+        has_adapters: bool = False,
     ):
         self.memory = memory
+        self.adapter_slots: Tensor | None = None
+        """The slot of each row's adapter, int64 [T], below 0 for none; None: no row has one."""
+        self._has_adapters = has_adapters
         self.prediction = (
             None if num_model_layers is None else PredictionContext(self, num_model_layers)
         )
@@ -250,7 +255,7 @@ class DynamicInferenceContext:
             starts = np.asarray([work.start for work in works], dtype=np.int64)
             rows = self._rows_of(works, lengths, starts, [work.slot for work in works], ())
         self._layout, self.first_captures = rows.layout, rows.first_captures
-        self._fill_inputs(works, rows)
+        self._fill_inputs(works, rows, num_rows_each is not None)
         self._fill_tables(rows, num_rows_each is not None)
         num_captures = len(rows.layout.captures)
         if num_rows_each is not None and num_captures:
@@ -307,7 +312,7 @@ class DynamicInferenceContext:
             self._inputs[name] = self._buffer.device[name].narrow(-1, 0, length)
         return self._buffer.host[name][..., :length]
 
-    def _fill_inputs(self, works: list[Work], rows: _Rows) -> None:
+    def _fill_inputs(self, works: list[Work], rows: _Rows, is_recorded: bool) -> None:
         """Write all inputs of a step but the block tables."""
         layout, lengths, array = rows.layout, rows.layout.lengths, self._input
         num_tokens = layout.num_tokens
@@ -319,6 +324,13 @@ class DynamicInferenceContext:
         offsets = np.cumsum(lengths) - lengths
         positions[:num_tokens] = np.arange(num_tokens) + np.repeat(rows.starts - offsets, lengths)
         self._fill_targets(works, rows, positions)
+        self.adapter_slots = None
+        slots = [work.adapter_slot for work in works] if self._has_adapters else []
+        if slots and (max(slots) >= 0 or is_recorded):
+            adapters = array("adapter_slots", num_rows)
+            adapters[num_tokens:] = -1
+            adapters[:num_tokens] = np.repeat(slots, [len(each) for each in tokens])
+            self.adapter_slots = self._inputs["adapter_slots"]
         array("starts", len(lengths))[:] = rows.starts
         array("slots", len(lengths))[:] = rows.slots
         for name in ("live_slots", "last_rows", "first_slots", "first_rows"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -32,6 +33,7 @@ from megatron_hybrid.inference.scheduling.step_plan import (
     Unpark,
     Work,
 )
+from megatron_hybrid.inference.worker.adapter_bank import AdapterBank
 from megatron_hybrid.inference.worker.context import DynamicInferenceContext
 from megatron_hybrid.inference.worker.graph_runner import GraphRunner
 from megatron_hybrid.inference.worker.sampler import (
@@ -61,6 +63,7 @@ class ModelRunner:
         logprobs_mode: as in `InferenceConfig`.
         ranks: those of the model.
         graphs: replays steps of decodes; None: all of them are launched.
+        adapters: of the engine; None: there are none.
     """
 
     def __init__(
@@ -71,8 +74,9 @@ class ModelRunner:
         logprobs_mode: str,
         ranks: Ranks,
         graphs: GraphRunner | None = None,
+        adapters: AdapterBank | None = None,
     ):
-        self.model = model
+        self.model, self._adapters = model, adapters
         self.context, self.memory = context, context.memory
         self.logprobs_mode = logprobs_mode
         self._load = load
@@ -101,9 +105,19 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.drop()
 
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Context of a forward pass."""
+        with keep_derived(self._derived):
+            if self._adapters is None:
+                yield
+            else:
+                with self._adapters.of_rows(self.context):
+                    yield
+
     @torch.inference_mode()
     def capture_graph(self, size: int, num_rows: int) -> None:
-        with keep_derived(self._derived):
+        with self._computing():
             self.graphs.capture(size, num_rows)
 
     def graph_counts(self) -> dict[str, int]:
@@ -210,7 +224,7 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> Tensor | None:
         """Compute logits [n, V] of `num_logits` rows per `plan.work`, then one per `plan.ready`.
         None on a pipeline stage before the last."""
-        with keep_derived(self._derived):
+        with self._computing():
             return self._forward(plan)
 
     def _forward(self, plan: StepPlan) -> Tensor | None:
@@ -245,7 +259,7 @@ class ModelRunner:
         context, drafts = self.context.prediction, []
         context.begin_drafts()
         try:
-            with keep_derived(self._derived):
+            with self._computing():
                 for number in range(most[0]):
                     count = sum(own > number for own in most)
                     at = [replace(own, start=own.start + number) for own in works[:count]]

@@ -3,7 +3,6 @@ made them. Conversations have PREFIX.answers.bin and PREFIX.answers.idx, too."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import struct
@@ -19,12 +18,11 @@ from megatron.core.datasets.indexed_dataset import (
 )
 
 from megatron_hybrid.text.tokenizer import Tokenizer
+from megatron_hybrid.utils.files import digest_of_files
 
 ANSWERS = ".answers"
 """Added to the prefix: for each conversation the [start, end) of its answers, int32."""
 _MAGIC, _HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
-_READ_WHOLE, _SAMPLE, _NUM_SAMPLES = 64 << 20, 1 << 20, 64
-"""Bytes of a file of which `content_of` reads all; of a larger one it reads so many samples."""
 _OPTIONS = {
     "pretraining": "without --chat and --preferences",
     "sft": "with --chat",
@@ -57,24 +55,9 @@ class Sequences(IndexedDataset):
 
 
 def content_of(prefix: str) -> str:
-    """A digest of a dataset's files, by which one that was made anew is known. Of a large file it
-    has the size and samples over its whole length."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in (
-        of(each) for each in (prefix, prefix + ANSWERS) for of in (get_idx_path, get_bin_path)
-    ):
-        if not os.path.exists(path):
-            continue
-        size = os.path.getsize(path)
-        starts, length = [0], size
-        if size > _READ_WHOLE:
-            starts, length = np.linspace(0, size - _SAMPLE, _NUM_SAMPLES).astype(np.int64), _SAMPLE
-        digest.update(size.to_bytes(8, "little"))
-        with open(path, "rb") as file:
-            for start in starts:
-                file.seek(start)
-                digest.update(file.read(length))
-    return digest.hexdigest()
+    """A digest of a dataset's files, by which one that was made anew is known."""
+    both = [of(each) for each in (prefix, prefix + ANSWERS) for of in (get_idx_path, get_bin_path)]
+    return digest_of_files(path for path in both if os.path.exists(path))
 
 
 def count_labels(prefix: str, sequence_length: int) -> np.ndarray:

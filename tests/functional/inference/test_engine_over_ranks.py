@@ -3,6 +3,7 @@ log-probabilities and skipped tokens are those of one rank, in every layout."""
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from megatron_hybrid.inference.memory import budget
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
+from megatron_hybrid.training.lora import LoraFields, adapters_of, add_adapters, save_adapters
 
 MODEL = dict(
     layer_pattern="MG*S|E*W-",
@@ -116,6 +118,18 @@ def cancelled(engine):
     return kept.token_ids
 
 
+def by_adapters(engine):
+    """Answers of an adapter, of the model alone, and of the adapter again when it has come anew."""
+    folder = Path(engine.config.cache_dir).parent / "adapter"
+    options = [RequestOptions(adapter=name) for name in ("own", None)]
+    found = []
+    for _ in range(2):
+        engine.adapters.load("own", folder)
+        found += rows(engine.generate([BASE[:90]] * 2, LOGGED, options))
+        engine.adapters.unload("own")
+    return found
+
+
 def make_config(mode="restore", cut="whole", **fields):
     settings = dict(cache_bytes=1 << 20, max_requests=8, max_sequence_length=256, verify_ranks=True)
     settings |= dict(prefix_caching=mode, max_tokens=CHUNKS[cut])
@@ -134,6 +148,8 @@ def jobs(folder, page_bytes, cases):
     small = replace(tiers, cache_bytes=50 * page_bytes, cache_dir=f"{folder}.small", max_tokens=64)
     found["pressure"] = small, under_pressure
     found["cancelled"] = make_config(), cancelled
+    adapters = make_config(max_adapters=1, max_adapter_rank=12, cache_dir=f"{folder}.own")
+    found["adapters"] = adapters, by_adapters
     return found
 
 
@@ -194,6 +210,12 @@ def run_rank(rank, size, name, folder, cases):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("over_ranks")
     save_checkpoint(tiny_model(**MODEL), folder)
+    model = build_hybrid_model(read_config(folder))
+    add_adapters(model, LoraFields(rank=3))
+    with torch.no_grad():
+        for projection in adapters_of(model).values():
+            projection.lora.b.normal_(std=0.1)
+    save_adapters(model, folder / "adapter")
     return folder
 
 
@@ -249,6 +271,13 @@ def test_ranks_answer_and_skip_as_one(by_rank, alone, case):
     assert_same_answers(given, alone[case])
     model = tiny_model(**MODEL)
     assert all(is_greedy(model, prompt, own[0]) for prompt, own in zip(PROMPTS, given))
+
+
+def test_ranks_answer_by_adapters_as_one(by_rank, alone):
+    given = by_rank[0]["adapters"]
+    assert_same_answers(given, alone["adapters"])
+    assert given[0][1] != pytest.approx(given[1][1], abs=1e-2)
+    assert [skipped > 80 for *_, skipped in given] == [False, False, True, True]
 
 
 def test_ranks_draw_as_one_under_preemption(by_rank, alone):

@@ -179,7 +179,7 @@ def test_two_ranks_learn_what_one_learns(outcomes, alone, folder, layout):
     losses, gradients, logits = alone
     assert losses[-1] < losses[0] - 0.1
     assert all(".lora." in name for name in gradients)
-    saved = load_file(folder / "alone" / "adapters.safetensors")
+    saved = load_file(folder / "alone" / "adapter_model.safetensors")
     for outcome in outcomes:
         found_losses, found, found_logits = outcome[layout]
         assert found_losses == pytest.approx(losses, abs=1e-5)
@@ -189,7 +189,7 @@ def test_two_ranks_learn_what_one_learns(outcomes, alone, folder, layout):
             torch.testing.assert_close(found[name], gradient, atol=bound, rtol=0)
         for each in found_logits:  # before and after the merge
             torch.testing.assert_close(each, logits[0], atol=1e-3, rtol=0)
-    for name, value in load_file(folder / layout / "adapters.safetensors").items():
+    for name, value in load_file(folder / layout / "adapter_model.safetensors").items():
         torch.testing.assert_close(value, saved[name], atol=1e-3, rtol=0)
 
 
@@ -203,8 +203,9 @@ def test_pipeline_stages_have_the_adapters_of_their_layers(folder, tmp_path):
     assert not set(first) & set(last)
     assert "targets ['q_proj'] name no projection of the model" in error
     saved, expected = (
-        load_file(folder / f / "adapters.safetensors") for f in ("stages", "adapters")
+        load_file(folder / f / "adapter_model.safetensors") for f in ("stages", "adapters")
     )
-    assert {name.partition(".lora.")[0] for name in expected} == {*first, *last}
+    modules = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in expected}
+    assert modules == {*first, *last}
     assert saved.keys() == expected.keys()
     assert all(torch.equal(saved[name], expected[name]) for name in expected)

@@ -16,7 +16,6 @@ from megatron.core import parallel_state
 
 from megatron_hybrid import load_pretrained
 from megatron_hybrid.cli import main
-from megatron_hybrid.training.lora import TARGETS
 from megatron_hybrid.training.reports import LOG, read_log
 
 PAGE = (Path(__file__).parents[3] / "docs/guides/training_tutorial.md").read_text(encoding="utf-8")
@@ -166,8 +165,8 @@ def test_adapters_of_the_chats_learn(printed):
         for (name, old), new in zip(base.named_parameters(), tuned.parameters())
         if not old.equal(new)
     }
-    assert {name.split(".")[-2] for name in changed} == set(TARGETS)
-    assert Path("runs/chats/exported/adapters.safetensors").exists()
+    assert {"in_proj", "linear_qkv", "linear_fc2"} <= {name.split(".")[-2] for name in changed}
+    assert Path("runs/chats/exported/adapters/adapter_model.safetensors").exists()
 
 
 def test_the_last_prompt_skips_what_the_others_share(printed):

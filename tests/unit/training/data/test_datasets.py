@@ -16,6 +16,7 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.data import index_files
 from megatron_hybrid.training.data.config import DataFields
 from megatron_hybrid.training.data.datasets import build_datasets
+from megatron_hybrid.utils import files
 
 END = 0
 
@@ -225,8 +226,7 @@ def test_a_bin_that_is_cut_while_it_is_read_is_an_error(tmp_path):
 
 
 def test_a_large_file_is_known_by_samples_of_all_of_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_files, "_READ_WHOLE", 100)
-    monkeypatch.setattr(index_files, "_SAMPLE", 10)
+    monkeypatch.setattr(files, "_READ_WHOLE", 640)
     found = set()
     for place in (None, 0, 4999):
         texts = [[30 + (i == place), END] for i in range(5000)]

@@ -1,0 +1,181 @@
+"""AdapterBank: low-rank adapters that an engine holds over one model, for requests to choose from.
+
+Rows of one step may have different adapters: each projection multiplies them by slots. A prefix is
+shared within an adapter alone: its salt is a digest of its values, so that one that comes again
+finds its prefixes, and another one of the same name does not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_hybrid.checkpoints.adapter_files import WholeAdapter, read_adapters
+from megatron_hybrid.checkpoints.model_tensors import of_all_stages
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError, check_numbers
+from megatron_hybrid.distributed.ranks import Ranks
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.requests.options import LoadedAdapter
+from megatron_hybrid.inference.weights.fingerprint import hash_of
+from megatron_hybrid.inference.worker.context import DynamicInferenceContext
+from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.low_rank import cut_of_projection, meet_ranks, projections_of
+from megatron_hybrid.models.parameter_names import is_of_prediction
+from megatron_hybrid.models.sharding.gathering import whole_shape
+from megatron_hybrid.models.sharding.tensor_sharding import shard
+from megatron_hybrid.ops import slot_linear
+
+
+class AdapterBank:
+    """The adapters of an engine: `config.max_adapters` slots in the memory of the device.
+
+    Raises:
+        ValueError: the model cannot have adapters, and the config asks for some.
+    """
+
+    def __init__(self, model: HybridModel, config: InferenceConfig, ranks: Ranks):
+        self._model, self._ranks = model, ranks
+        self._num_slots, self._max_rank = config.max_adapters, config.max_adapter_rank
+        self.loaded: dict[str, LoadedAdapter] = {}
+        """The adapters by name, in the order that they came in."""
+        self._context: DynamicInferenceContext | None = None
+        self._slots: dict[str, _AdapterSlots] = {}
+        if not config.max_adapters:
+            return
+        if model.config.sequence_parallel:
+            raise ValueError(
+                f"max_adapters={config.max_adapters} needs sequence_parallel=False: ranks that "
+                "split rows do not know the adapters of all"
+            )
+        for name, projection in projections_of(model).items():
+            if not is_of_prediction(name):
+                own = _AdapterSlots(projection, config.max_adapters, config.max_adapter_rank)
+                self._slots[name] = own
+                projection.forward = partial(self._forward, projection.forward, own)
+
+    def close(self) -> None:
+        """Let the model compute as it did before."""
+        for own in self._slots.values():
+            own.projection.__dict__.pop("forward", None)
+        self._slots, self.loaded = {}, {}
+
+    def _forward(
+        self, base: Callable[..., Any], own: _AdapterSlots, x: Tensor, *args: Any, **named: Any
+    ) -> Any:
+        output = base(x, *args, **named)
+        slots = None if self._context is None else self._context.adapter_slots
+        if slots is None:
+            return output
+        if isinstance(output, tuple):
+            return own.add(x, output[0], slots), *output[1:]
+        return own.add(x, output, slots)
+
+    @contextmanager
+    def of_rows(self, context: DynamicInferenceContext) -> Iterator[None]:
+        """Context in which each row that the model computes has the adapter of its request."""
+        self._context = context
+        try:
+            yield
+        finally:
+            self._context = None
+
+    def require(self, name: str) -> LoadedAdapter:
+        """Return an adapter. Raises ValueError if there is none of this name."""
+        if name not in self.loaded:
+            there = ", ".join(map(repr, self.loaded)) or "none"
+            raise ValueError(
+                f"adapter is {name!r}, and the engine has {there}: load it by "
+                "engine.adapters.load(name, folder)"
+            )
+        return self.loaded[name]
+
+    def load(self, name: str, folder: str | os.PathLike) -> LoadedAdapter:
+        """Take up the adapter of a folder. Call it on all ranks of the model.
+
+        Raises:
+            ValueError: there is no free slot, or the name is taken.
+            CheckpointError: it cannot be read, is of another model, or its rank is too large. In
+                all cases nothing has changed.
+        """
+        if not self._num_slots:
+            raise ValueError("the engine holds no adapters: make it with max_adapters=1 or more")
+        if name in self.loaded:
+            raise ValueError(f"there is an adapter {name!r}: unload it first, or use another name")
+        if len(self.loaded) == self._num_slots:
+            raise ValueError(
+                f"the engine holds max_adapters={self._num_slots} adapters: unload one of "
+                f"{', '.join(map(repr, self.loaded))}, or raise max_adapters"
+            )
+        shapes = {each: whole_shape(own.projection.weight) for each, own in self._slots.items()}
+        config = self._model.config
+        fields, adapters = read_adapters(folder, config, of_all_stages(self._model, shapes))
+        digest = blake2b(digest_size=16)
+        for ours, whole in sorted(adapters.items()):
+            digest.update(f"{ours} {hash_of(whole.a)} {hash_of(whole.b)} ".encode())
+            for tensor in (whole.a, whole.b * fields.scale()):
+                check_numbers(f"the adapter of {ours}", tensor, folder, config.params_dtype)
+        rank = max(len(whole.a) for whole in adapters.values())
+        if rank > self._max_rank:
+            raise CheckpointError(
+                f"{folder} has adapters of rank {rank}, and max_adapter_rank is {self._max_rank}: "
+                "raise it (parts of one projection, as q_proj and v_proj, count together)"
+            )
+        digest.update(repr(fields.scale()).encode())
+        self._ranks.require_equal({f"the adapter {name!r}": digest.hexdigest()})
+        taken = {each.slot for each in self.loaded.values()}
+        slot = min(set(range(self._num_slots)) - taken)
+        for ours, own in self._slots.items():
+            own.fill(slot, adapters.get(ours), fields.scale())
+        salt = f"\0{digest.hexdigest()}\0"
+        self.loaded[name] = LoadedAdapter(name, os.fspath(folder), rank, slot, salt)
+        return self.loaded[name]
+
+    def unload(self, name: str) -> None:
+        """Free the slot of an adapter, which no request has.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        self.require(name)
+        del self.loaded[name]
+
+
+class _AdapterSlots:
+    """The adapters of one projection."""
+
+    def __init__(self, projection: nn.Module, num_slots: int, rank: int):
+        self.projection = projection
+        out, width = projection.weight.shape
+        like = {"dtype": projection.weight.dtype, "device": projection.weight.device}
+        self._a = torch.zeros(num_slots, rank, width, **like)
+        self._b = torch.zeros(num_slots, out, rank, **like)
+        self._cut = cut_of_projection(projection)
+
+    def fill(self, slot: int, whole: WholeAdapter | None, scale: float) -> None:
+        """Set what a slot has. None: nothing of this projection."""
+        a, b = self._a[slot].zero_(), self._b[slot].zero_()
+        if whole is None:
+            return
+        group, _, by_column = self._cut
+        parts, weight = [whole.a, whole.b * scale], self.projection.weight
+        if group is not None:
+            parts[not by_column] = shard(parts[not by_column], weight, group.rank())
+        a[: len(parts[0])], b[:, : len(whole.a)] = parts[0], parts[1]
+
+    def add(self, x: Tensor, output: Tensor, slots_T: Tensor) -> Tensor:
+        """The output [..., out] of the projection with what the adapters of its rows add.
+
+        Args:
+            x: [..., in], its input.
+            slots_T: of each row; below 0: it has none.
+        """
+        low = slot_linear(x.reshape(-1, x.shape[-1]), self._a, slots_T)
+        added = slot_linear(meet_ranks(low, *self._cut), self._b, slots_T)
+        return output + added.view(output.shape)

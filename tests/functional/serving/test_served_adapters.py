@@ -1,0 +1,63 @@
+"""Adapters over HTTP: listed, chosen as a model, loaded and dropped at run time."""
+
+import httpx
+import pytest
+import torch
+from http_server import running_server
+from waiting import LIMIT_S
+
+from megatron_hybrid.checkpoints.pretrained import load_pretrained
+from megatron_hybrid.training.lora import LoraFields, adapters_of, add_adapters, save_adapters
+
+BODY = {"prompt": "Once upon a time there was a", "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapter")
+    model, _ = load_pretrained("demo", device="cpu", dtype=torch.float32)
+    add_adapters(model, LoraFields(rank=2))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for projection in adapters_of(model).values():
+            b = projection.lora.b
+            b.copy_(torch.randn(b.shape, generator=generator))
+    save_adapters(model, folder)
+    return folder
+
+
+def test_adapters_are_models_that_come_and_go(folder):
+    with running_server({"max_adapters": 1}) as server:
+
+        def call(path, body=None):
+            if body is None:
+                return httpx.get(server.url + path, timeout=LIMIT_S)
+            return httpx.post(server.url + path, json=body, timeout=LIMIT_S)
+
+        def completion(model):
+            return call("/v1/completions", {**BODY, "model": model})
+
+        plain = completion("demo").json()["choices"][0]["text"]
+        assert completion("story").status_code == 404
+        asked = {"lora_name": "story", "lora_path": str(folder)}
+        for change, words in (
+            ({"lora_path": "/nowhere"}, "has no adapters to read"),
+            ({"lora_name": "demo"}, "use a name of its own"),
+        ):
+            answer = call("/v1/load_lora_adapter", asked | change)
+            assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+        assert call("/v1/load_lora_adapter", asked).json() == {"lora_name": "story"}
+        assert call("/v1/load_lora_adapter", asked).status_code == 400  # it is there
+        listed = {each["id"]: each for each in call("/v1/models").json()["data"]}
+        assert [*listed] == ["demo", "story"]
+        assert listed["story"]["parent"] == "demo" and listed["story"]["root"] == str(folder)
+        assert call("/v1/models/story").json() == listed["story"]
+        answer = completion("story").json()
+        assert answer["model"] == "story" and answer["choices"][0]["text"] != plain
+        assert completion("demo").json()["choices"][0]["text"] == plain
+        explained = {"prompt": BODY["prompt"], "model": "story"}
+        assert call("/cache/explain", explained).json()["known_tokens"] > 0
+        assert call("/v1/unload_lora_adapter", {"lora_name": "story"}).status_code == 200
+        for name in ("story", "demo"):
+            assert call("/v1/unload_lora_adapter", {"lora_name": name}).status_code == 404
+        assert completion("story").status_code == 404
