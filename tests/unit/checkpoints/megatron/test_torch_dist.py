@@ -33,6 +33,9 @@ LATENT = {
     "v_head_dim": 12,
     "qk_layernorm": True,
 }
+YARN = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.5}
+PLAIN = {**LATENT, "q_lora_rank": None, "rope_type": "rope", "mscale_all_dim": 1.0}
+UNREAD = {"moe_router_num_groups": 2, "moe_shared_expert_gate": True}
 DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [1, 1, 0]}
 DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2}
 DELTA |= {"linear_num_value_heads": 4}
@@ -81,21 +84,21 @@ MODELS = {
     ),
     "gpt of unlike layers": (
         None,
-        {**EXPERTS, "num_layers": 3, "num_moe_experts": 4, "moe_layer_freq": [0, 1, 0]},
+        {**EXPERTS, **UNREAD, "num_layers": 3, "num_moe_experts": 4, "moe_layer_freq": [0, 1, 0]},
         ROPE,
-        {**EXPERTS, "num_layers": 3, "num_experts": 4, "moe_layer_freq": [0, 1, 0]},
+        {**EXPERTS, **UNREAD, "num_layers": 3, "num_experts": 4, "moe_layer_freq": [0, 1, 0]},
     ),
     "gpt latents": (
         None,
-        {**LATENT, "num_layers": 2, "rope_type": "rope", "mscale_all_dim": 0.0},
+        {**LATENT, **YARN, "num_layers": 2, "original_max_position_embeddings": 16},
         ROPE,
-        {**LATENT, "num_layers": 2, "rope_type": "rope", "mscale_all_dim": 0.0},
+        {**LATENT, **YARN, "num_layers": 2, "original_max_position_embeddings": 16},
     ),
     "gpt with an MTP head": (
         None,
-        {**EXPERTS, "num_layers": 2, "num_moe_experts": 4, "mtp_num_layers": 1},
+        {**EXPERTS, **PLAIN, "num_layers": 2, "num_moe_experts": 4, "mtp_num_layers": 1},
         ROPE,
-        {**EXPERTS, "num_layers": 2, "num_experts": 4, "mtp_num_layers": 1},
+        {**EXPERTS, **PLAIN, "num_layers": 2, "num_experts": 4, "mtp_num_layers": 1},
     ),
     "gpt with Gated DeltaNet": (
         None,
