@@ -155,7 +155,7 @@ class InferenceConfig:
     """
 
     block_size_tokens: BlockSize = 256
-    buffer_size_gb: Annotated[float, Range(gt=0)] = 20
+    buffer_size_gb: Annotated[float, Range(gt=0, le=1e9)] = 20
     paused_buffer_size_gb: float | None = None
     mamba_inference_state_config: Any = None
     mamba_memory_ratio: Annotated[float, Range(gt=0, lt=1)] | None = None
@@ -186,7 +186,7 @@ class InferenceConfig:
         PrefixCachingCoordinatorPolicy.LOAD_BALANCED
     )
     prefix_caching_routing_alpha: Share = 0.5
-    prefix_caching_mamba_gb: Annotated[float, Range(ge=0)] | None = None
+    prefix_caching_mamba_gb: Annotated[float, Range(ge=0, le=1e9)] | None = None
     track_paused_request_events: bool = False
     track_generated_token_events: bool = False
     metrics_writer: Any = None

@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
+
+from megatron_hybrid.utils.validation import check_field
+
+
+def reads_data(deserialize: Callable) -> Callable:
+    """Let a method that reads plain data raise a ValueError that names what is wrong with it."""
+
+    @wraps(deserialize)
+    def read(*arguments: Any) -> Any:
+        check_field(f"the data of {deserialize.__qualname__}()", arguments[-1], Mapping[str, Any])
+        try:
+            return deserialize(*arguments)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{deserialize.__qualname__} got data with the fields {sorted(arguments[-1])}, "
+                f"which serialize() does not write ({type(error).__name__}: {error})"
+            ) from error
+
+    return read
 
 
 class ContextOverflowError(Exception):
@@ -78,6 +99,7 @@ class ContextErrorFactory:
         }
 
     @staticmethod
+    @reads_data
     def deserialize(data: dict[str, Any]) -> ContextOverflowError:
         """Inverse of `serialize`.
 

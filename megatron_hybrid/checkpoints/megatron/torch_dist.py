@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_hybrid.checkpoints.folder import FLOATS, config_of
+from megatron_hybrid.checkpoints.folder import FLOATS, METADATA_FILE, TRACKER_FILE, config_of
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout, joined
 from megatron_hybrid.checkpoints.megatron.args import args_of_config, fields_of_args
@@ -68,8 +68,6 @@ from megatron_hybrid.utils.files import replace_file
 
 logger = logging.getLogger(__name__)
 
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
-METADATA_FILE = ".metadata"
 FORMAT_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
 
@@ -87,12 +85,6 @@ _FUSED_LATENT_NORM = r".self_attention.linear_\1_up_proj.layer_norm_"
 _BIASED = re.compile(r".*\.(self_attention\.linear_(qkv|proj)|mlp\.linear_fc[12])\.weight")
 """Weights to which core has biases with `add_bias_linear`."""
 _VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
-
-
-def is_torch_dist(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder looks like one of Megatron's, or one iteration of it."""
-    folder = Path(folder)
-    return (folder / TRACKER_FILE).is_file() or (folder / METADATA_FILE).is_file()
 
 
 def load_megatron(
