@@ -3,6 +3,7 @@ unchanged, on ours."""
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import runpy
 import sys
@@ -34,7 +35,9 @@ def main(arguments: list[str]) -> None:
     if not found:
         sys.exit(f"{script} is no module of this Python: name one that can be imported after -m")
     from megatron_hybrid.megatron.stand_in import install
+    from megatron_hybrid.models.sharding.parallel_setup import destroy_distributed
 
+    atexit.register(destroy_distributed)  # Megatron's scripts leave their process groups
     install()
     sys.argv = [script, *rest]
     if is_module:
