@@ -39,7 +39,6 @@ from megatron_hybrid.checkpoints.folder import FLOATS, METADATA_FILE, TRACKER_FI
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout, joined
 from megatron_hybrid.checkpoints.megatron.args import args_of_config, fields_of_args
-from megatron_hybrid.checkpoints.megatron.checksums import Checksums, write_checksums
 from megatron_hybrid.checkpoints.megatron.names import (
     gpt_to_hybrid_name,
     hybrid_to_gpt_name,
@@ -211,10 +210,6 @@ def save_megatron(model: HybridModel, folder: str | os.PathLike[str]) -> None:
         text = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         text |= {"common_backend": "torch", "common_backend_version": 1}
         (path / FORMAT_FILE).write_text(json.dumps(text))
-        with (path / METADATA_FILE).open("rb") as file:
-            places = load_pickle(file).storage_data
-        pieces = {index.fqn: place for index, place in places.items()}
-        write_checksums(path, (METADATA_FILE, COMMON_FILE), pieces)
         replace_file(Path(folder) / TRACKER_FILE, lambda file: file.write_text("release"))
     except OSError as error:
         raise CheckpointError(f"cannot write a checkpoint to {folder}: {error}") from error
@@ -275,7 +270,6 @@ class DistributedTensors:
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.path = _iteration(Path(folder))
-        self._checksums = Checksums(self.path)
         metadata = self._metadata()
         self._tensors: dict[str, tuple] = {}  # shape, dtype, chunks
         self._where: dict[tuple, tuple] = {}  # file, offset, bytes, how they were transformed
@@ -360,9 +354,7 @@ class DistributedTensors:
         """All that is saved in addition to the tensors."""
         path = self.path / COMMON_FILE
         if path.is_file():
-            content = path.read_bytes()
-            self._checksums.check(COMMON_FILE, content)
-            common = load_saved(io.BytesIO(content), str(path))
+            common = load_saved(io.BytesIO(path.read_bytes()), str(path))
         elif (_COMMON_KEY, None) in self._where:
             (common,) = load_saved(self._open((_COMMON_KEY, None)), f"{_COMMON_KEY} in {self.path}")
         else:
@@ -417,9 +409,7 @@ class DistributedTensors:
                 "Megatron with --ckpt-format torch_dist."
             )
         with readable(str(path)):
-            content = path.read_bytes()
-            self._checksums.check(METADATA_FILE, content)
-            metadata = load_pickle(io.BytesIO(content))
+            metadata = load_pickle(io.BytesIO(path.read_bytes()))
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path} holds no metadata of torch.distributed.checkpoint.")
         return metadata
@@ -463,14 +453,12 @@ class DistributedTensors:
         try:
             with (self.path / name).open("rb") as file:
                 file.seek(offset)
-                content = file.read(length)
+                return io.BytesIO(file.read(length))
         except (OSError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{self.path / name} cannot be read ({error}), but {index[0]} lies there. Copy or "
                 "save the folder again."
             ) from error
-        self._checksums.check(index[0], content)
-        return io.BytesIO(content)
 
 
 def _iteration(folder: Path) -> Path:

@@ -475,9 +475,8 @@ def test_a_hugging_face_config_of_another_model_is_refused(tmp_path):
         convert(tmp_path / "hf", tmp_path / "x", "ours", huggingface_config=tmp_path / "hf")
 
 
-@pytest.mark.parametrize("has_sums", [True, False])
-@pytest.mark.parametrize("name", ["common.pt", "__0_0.distcp", ".metadata", "checksums.txt"])
-def test_a_release_is_not_overwritten_and_flipped_bytes_are_found(tmp_path, name, has_sums):
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
+def test_a_release_is_not_overwritten_and_flipped_bytes_are_found(tmp_path, name):
     sizes = {"hidden_size": 48, "vocab_size": VOCAB, "mamba_head_dim": 16}
     model = mh.build_hybrid_model(mh.HybridConfig(layer_pattern="M", **sizes))
     save_megatron(model, tmp_path)
@@ -486,9 +485,7 @@ def test_a_release_is_not_overwritten_and_flipped_bytes_are_found(tmp_path, name
     mh.load_megatron(tmp_path)
     file = tmp_path / "release" / name
     content = bytearray(file.read_bytes())
-    if not has_sums:
-        (tmp_path / "release" / "checksums.txt").unlink()
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(mh.CheckpointError, match=r"not have the bytes that were written|read"):
+    with pytest.raises(mh.CheckpointError, match="read"):
         mh.load_megatron(tmp_path)
