@@ -24,9 +24,13 @@ from megatron_hybrid.inference.requests.request import GenerationResult, Request
 from megatron_hybrid.inference.sampling_params import SamplingParams as EngineParams
 from megatron_hybrid.megatron.config import KVCacheManagementMode, engine_config
 from megatron_hybrid.megatron.context import DynamicInferenceContext
-from megatron_hybrid.megatron.controller import TextGenerationController, require
+from megatron_hybrid.megatron.controller import TextGenerationController
 from megatron_hybrid.megatron.coordination import POLL_SECONDS, Coordination
-from megatron_hybrid.megatron.errors import BlockOverflowError, MaxSequenceLengthOverflowError
+from megatron_hybrid.megatron.errors import (
+    BlockOverflowError,
+    MaxSequenceLengthOverflowError,
+    require,
+)
 from megatron_hybrid.megatron.request import (
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,

@@ -9,6 +9,17 @@ from typing import Any
 from megatron_hybrid.utils.validation import check_field
 
 
+def require(value: object, kind: type, name: str, *fields: str) -> None:
+    """Raise TypeError unless an argument is of this package's class, or has these fields, as
+    megatron-core's own has."""
+    if not (isinstance(value, kind) or (fields and all(hasattr(value, each) for each in fields))):
+        raise TypeError(
+            f"{name} must be a {kind.__name__} of megatron_hybrid.megatron"
+            f"{' or of megatron-core' if fields else ''}, got one of "
+            f"{type(value).__module__}.{type(value).__name__}"
+        )
+
+
 def reads_data(deserialize: Callable) -> Callable:
     """Let a method that reads plain data raise a ValueError that names what is wrong with it."""
 

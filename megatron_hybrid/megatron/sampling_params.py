@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from megatron_hybrid.inference.sampling_params import SamplingParams as EngineParams
-from megatron_hybrid.megatron.errors import reads_data
+from megatron_hybrid.megatron.errors import reads_data, require
 from megatron_hybrid.utils.validation import LARGEST_INT, Range, check_field
 
 AnyWhole = Annotated[int, Range(ge=-LARGEST_INT)]
@@ -71,12 +71,9 @@ class SamplingParams:
             TypeError: they are neither.
             ValueError: as the constructor.
         """
-        if params is not None and not hasattr(params, "num_tokens_to_generate"):
-            raise TypeError(
-                f"sampling_params is {params!r}; it must be SamplingParams of "
-                "megatron_hybrid.megatron or of megatron-core: SamplingParams(top_k=1)"
-            )
-        return cls.deserialize(vars(params or cls()))
+        params = cls() if params is None else params
+        require(params, cls, "sampling_params", "top_k", "num_tokens_to_generate")
+        return cls.deserialize(vars(params))
 
     def add_attributes(self, attribute_value_pair: dict[str, Any]) -> None:
         """Set attributes, unknown ones too."""

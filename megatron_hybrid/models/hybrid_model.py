@@ -628,9 +628,8 @@ def build_hybrid_model(
         if not is_lack_of_memory(error):
             raise
         raise MemoryError(
-            f"{device} has no room for the weights of a model with vocab_size {config.vocab_size}, "
-            f"hidden_size {config.hidden_size} and num_layers {config.num_layers} ({error}): lower "
-            "them, set params_dtype=torch.bfloat16, or split the model over ranks"
+            f"{device} has no room for weights of vocab_size={config.vocab_size}, hidden_size="
+            f"{config.hidden_size}: lower them, or raise tensor_model_parallel_size ({error})"
         ) from error
     model.note_draw(torch.initial_seed())
     return model

@@ -415,17 +415,9 @@ def _latent_arguments(config: HybridConfig) -> dict[str, Any]:
     scale = math.sqrt((config.softmax_scale or width**-0.5) * math.sqrt(width))
     if scaling.get("rope_type") == "yarn":
         return values | {"rope_type": "yarn", **_yarn_arguments(scaling, "", scale)}
-    factor = 1.0 if math.isclose(scale, 1.0) else _FACTOR_WITHOUT_YARN
-    mscale = _mscale(factor, scale)
-    return values | {
-        "rope_type": "rope",
-        "rotary_scaling_factor": factor,
-        "mscale_all_dim": mscale,
-    }
-
-
-_FACTOR_WITHOUT_YARN = 40.0
-"""Any factor above 1, where only the scale of scores is read of it."""
+    factor = 1.0 if math.isclose(scale, 1.0) else 40.0  # any above 1: only the scale reads it
+    values |= {"rope_type": "rope", "rotary_scaling_factor": factor}
+    return values | {"mscale_all_dim": _mscale(factor, scale)}
 
 
 def _mscale(factor: float, scale: float) -> float:
