@@ -428,15 +428,11 @@ class DistributedTensors:
 
     def _piece(self, key: str, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         piece = load_saved(self._open((key, start)), f"{key} in {self.path}")
-        dtype = self._tensors[key][1]
-        if (
-            not isinstance(piece, Tensor)
-            or piece.numel() != math.prod(size)
-            or piece.dtype != dtype
-        ):
+        is_tensor, dtype = isinstance(piece, Tensor), self._tensors[key][1]
+        if not is_tensor or piece.numel() != math.prod(size) or piece.dtype != dtype:
             raise CheckpointError(
-                f"{key} in {self.path} is not the tensor of shape {list(size)} and {dtype} that "
-                f"{METADATA_FILE} names: one of them was damaged. Copy or save it again."
+                f"{key} in {self.path} is not the {dtype} of shape {list(size)} that "
+                f"{METADATA_FILE} names: copy or save it again."
             )
         return piece.detach().reshape(size)
 

@@ -24,17 +24,11 @@ VOCAB = 61
 GATED = {"add_bias_linear": False, "gated_linear_unit": True, "activation_func": F.silu}
 ROPE = {"position_embedding_type": "rope"}
 EXPERTS = {"moe_router_topk": 2, "moe_ffn_hidden_size": 20}
-LATENT = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 12,
-    "qk_layernorm": True,
-}
+LATENT = {"multi_latent_attention": True, "v_head_dim": 12, "qk_layernorm": True}
+LATENT |= {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
 YARN = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.5}
 PLAIN = {**LATENT, "q_lora_rank": None, "rope_type": "rope", "mscale_all_dim": 1.0}
+PLAIN["qk_layernorm"] = stock_megatron.IS_0_16  # newer ones have it by Transformer Engine alone
 UNREAD = {"moe_router_num_groups": 2, "moe_shared_expert_gate": True}
 DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [1, 1, 0]}
 DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2}
