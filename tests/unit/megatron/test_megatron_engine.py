@@ -166,7 +166,7 @@ def test_a_prompt_of_another_type_raises_and_changes_nothing(prompt):
     with pytest.raises(TypeError, match="prompt"):
         engine.add_request(1, prompt, greedy_params(2))
     for prompts, params in (([PROMPT, prompt], greedy_params(2)), ([PROMPT], {"top_k": 1})):
-        with pytest.raises(TypeError, match="prompt|sampling_params must be"):
+        with pytest.raises(TypeError, match=r"prompt|sampling_params must be"):
             engine.generate(prompts, params)
     assert not engine.has_unfinished_requests()
 
