@@ -92,14 +92,16 @@ def _try_accelerators() -> dict[str, str]:
     reasons, before = {}, set(sys.modules)
     for name in _ACCELERATORS:
         package = name.partition(".")[0]
-        if importlib.util.find_spec(package) is None:
-            reasons[name] = f"{package} is not installed"
-            continue
         try:
+            if importlib.util.find_spec(package) is None:
+                reasons[name] = f"{package} is not installed"
+                continue
             importlib.import_module(name)
             if package == "transformer_engine":  # old releases lack what core imports unguarded
                 importlib.import_module("megatron.core")
-        except Exception as error:  # a library of another CUDA or torch raises whatever it likes
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of another CUDA or torch; some end by sys.exit
             reasons[name] = f"{package} is installed, but {type(error).__name__}: {error}"
             for loaded in sys.modules.keys() - before:
                 if loaded.startswith((f"{package}.", "megatron.core")):

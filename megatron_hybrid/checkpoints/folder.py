@@ -23,7 +23,16 @@ from megatron_hybrid.models.layer_pattern import PREDICTION_BOUNDARY, split_pred
 from megatron_hybrid.utils.files import read_failure
 
 CONFIG_FILE = "config.json"
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+METADATA_FILE = ".metadata"
+"""Files of Megatron's folders, and of one iteration in them."""
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_torch_dist(folder: str | os.PathLike[str]) -> bool:
+    """Return whether a folder looks like one of Megatron's, or one iteration of it."""
+    folder = Path(folder)
+    return (folder / TRACKER_FILE).is_file() or (folder / METADATA_FILE).is_file()
 
 
 class CheckpointFolder:
@@ -265,6 +274,8 @@ def _read_json(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} cannot be read as JSON: {why}") from error
         exported = path.parent / "exported"  # in the folder of a training run
         such = f", such as {exported}" if (exported / path.name).is_file() else ""
+        if not such and is_torch_dist(path.parent):
+            such = f". This one is Megatron's: `megatron-hybrid convert {path.parent} NEW` reads it"
         raise CheckpointError(
             f"{path} does not exist: name a folder with a checkpoint, or its config.json{such}"
         ) from error

@@ -114,8 +114,8 @@ def hub_advice(name: str | os.PathLike[str]) -> str:
 def checked_device(device: str | torch.device | None) -> torch.device:
     """A device, None: torch's default one. Raises ValueError if it cannot be used."""
     if device is None:
-        return torch.get_default_device()
-    if not re.fullmatch(r"(cpu|cuda|meta)(:\d{1,2})?", str(device)):
+        device = torch.get_default_device()
+    if not re.fullmatch(r"(cpu|cuda)(:\d{1,2})?", str(device)):
         raise ValueError(f"device is {device!r}; use 'cpu', 'cuda' or 'cuda:1'")
     checked = torch.device(device)
     if checked.type == "cuda" and (checked.index or 0) >= torch.cuda.device_count():

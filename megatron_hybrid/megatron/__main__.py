@@ -3,6 +3,8 @@ unchanged, on ours."""
 
 from __future__ import annotations
 
+import atexit
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
@@ -26,8 +28,16 @@ def main(arguments: list[str]) -> None:
     script, *rest = arguments[is_module:]
     if not (is_module or Path(script).is_file()):
         sys.exit(f"{script} is no file: name the script to run, or -m and a module")
+    try:
+        found = not is_module or importlib.util.find_spec(script) is not None
+    except ImportError:
+        found = False
+    if not found:
+        sys.exit(f"{script} is no module of this Python: name one that can be imported after -m")
     from megatron_hybrid.megatron.stand_in import install
+    from megatron_hybrid.models.sharding.parallel_setup import destroy_distributed
 
+    atexit.register(destroy_distributed)  # Megatron's scripts leave their process groups
     install()
     sys.argv = [script, *rest]
     if is_module:

@@ -21,6 +21,7 @@ from megatron_hybrid.inference.config import InferenceConfig as EngineConfig
 from megatron_hybrid.inference.config import LogprobsMode, Positive
 from megatron_hybrid.inference.memory.cache_pool import cache_spec_of
 from megatron_hybrid.inference.sampling_params import Share
+from megatron_hybrid.megatron.errors import require
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.utils.validation import Range, check_fields, type_hints
 
@@ -155,7 +156,7 @@ class InferenceConfig:
     """
 
     block_size_tokens: BlockSize = 256
-    buffer_size_gb: Annotated[float, Range(gt=0)] = 20
+    buffer_size_gb: Annotated[float, Range(gt=0, le=1e9)] = 20
     paused_buffer_size_gb: float | None = None
     mamba_inference_state_config: Any = None
     mamba_memory_ratio: Annotated[float, Range(gt=0, lt=1)] | None = None
@@ -186,7 +187,7 @@ class InferenceConfig:
         PrefixCachingCoordinatorPolicy.LOAD_BALANCED
     )
     prefix_caching_routing_alpha: Share = 0.5
-    prefix_caching_mamba_gb: Annotated[float, Range(ge=0)] | None = None
+    prefix_caching_mamba_gb: Annotated[float, Range(ge=0, le=1e9)] | None = None
     track_paused_request_events: bool = False
     track_generated_token_events: bool = False
     metrics_writer: Any = None
@@ -218,14 +219,9 @@ class InferenceConfig:
         Raises:
             TypeError: it is neither.
         """
+        require(config, cls, "inference_config", "block_size_tokens", "max_sequence_length")
         names = [field.name for field in fields(cls)]
-        values = {name: getattr(config, name) for name in names if hasattr(config, name)}
-        if not {"block_size_tokens", "buffer_size_gb", "max_sequence_length"} <= values.keys():
-            raise TypeError(
-                "inference_config must be an InferenceConfig of megatron_hybrid.megatron or of "
-                f"megatron-core, got {type(config).__module__}.{type(config).__name__}"
-            )
-        return cls(**values)
+        return cls(**{name: getattr(config, name) for name in names if hasattr(config, name)})
 
 
 def _member(name: str, kind: type[StrEnum], value: object) -> StrEnum:

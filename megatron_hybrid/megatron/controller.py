@@ -8,17 +8,9 @@ from torch import nn
 
 from megatron_hybrid.checkpoints.megatron.built_model import from_megatron
 from megatron_hybrid.megatron.context import DynamicInferenceContext
+from megatron_hybrid.megatron.errors import require
 from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
 from megatron_hybrid.utils.validation import takes_argument
-
-
-def require(value: object, kind: type, name: str) -> None:
-    """Raise TypeError unless an argument is of this package's class."""
-    if not isinstance(value, kind):
-        raise TypeError(
-            f"{name} must be a {kind.__name__} of megatron_hybrid.megatron, got one of "
-            f"{type(value).__module__}.{type(value).__name__}"
-        )
 
 
 class GPTInferenceWrapper:

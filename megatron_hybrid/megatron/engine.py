@@ -11,8 +11,9 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,11 +21,16 @@ from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.inference.engine import DynamicInferenceEngine as Engine
 from megatron_hybrid.inference.exclusive import EngineSuspendedError
 from megatron_hybrid.inference.requests.request import GenerationResult, Request, RequestOutput
+from megatron_hybrid.inference.sampling_params import SamplingParams as EngineParams
 from megatron_hybrid.megatron.config import KVCacheManagementMode, engine_config
 from megatron_hybrid.megatron.context import DynamicInferenceContext
-from megatron_hybrid.megatron.controller import TextGenerationController, require
+from megatron_hybrid.megatron.controller import TextGenerationController
 from megatron_hybrid.megatron.coordination import POLL_SECONDS, Coordination
-from megatron_hybrid.megatron.errors import BlockOverflowError, MaxSequenceLengthOverflowError
+from megatron_hybrid.megatron.errors import (
+    BlockOverflowError,
+    MaxSequenceLengthOverflowError,
+    require,
+)
 from megatron_hybrid.megatron.request import (
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
@@ -33,9 +39,12 @@ from megatron_hybrid.megatron.request import (
 )
 from megatron_hybrid.megatron.sampling_params import SamplingParams, engine_params
 from megatron_hybrid.megatron.states import STABLE, EngineState
-from megatron_hybrid.utils.validation import is_int
+from megatron_hybrid.utils.validation import Range, check_field, check_fields, is_int
 
 logger = logging.getLogger(__name__)
+
+
+RequestId = Annotated[int, Range(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class CoordinatorError(NotImplementedError):
@@ -212,12 +221,13 @@ class DynamicInferenceEngine:
             TypeError: the prompt is of another type. Nothing has changed in all cases.
         """
         refuse_media(media)
+        check_field("request_id", request_id, RequestId)
         if request_id in self.requests:
             raise ValueError(
                 f"request_id {request_id} belongs to an unfinished request: give each its own"
             )
         _check_prompt(prompt)
-        params = SamplingParams.deserialize(vars(sampling_params or SamplingParams()))
+        params = SamplingParams.of(sampling_params)
         if None not in (params.num_tokens_to_generate, params.num_tokens_total):
             raise AssertionError(
                 f"num_tokens_to_generate={params.num_tokens_to_generate} and "
@@ -237,6 +247,7 @@ class DynamicInferenceEngine:
         record, future = DynamicInferenceRequestRecord.from_request(request), self._future()
         request.add_event_add_engine()
         try:
+            check_fields(params, "SamplingParams.")
             tokens = self._tokens_of(prompt, params)
             request.prompt_length = len(tokens)
             request.prompt_tokens = torch.tensor(tokens, dtype=torch.long)
@@ -254,12 +265,15 @@ class DynamicInferenceEngine:
             self._ids[handle.request_id] = request_id
         return future
 
-    def _tokens_of(self, prompt: str | Sequence[int] | Tensor, params: SamplingParams) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
-        if self.controller.tokenizer is None:
-            raise ValueError("a text prompt needs a tokenizer, and there is none: pass token ids")
-        return self.controller.tokenize_prompt(self.controller.tokenizer, prompt, params.add_BOS)
+    def _tokens_of(
+        self, prompt: str | Sequence[int] | Tensor, params: SamplingParams
+    ) -> np.ndarray:
+        tokenizer = self.controller.tokenizer
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise ValueError("a text prompt needs a tokenizer, and there is none: pass ids")
+            prompt = self.controller.tokenize_prompt(tokenizer, prompt, params.add_BOS)
+        return self.engine.request_builder.tokens_of(prompt, EngineParams())
 
     def _clamp(self, request: DynamicInferenceRequest) -> None:
         """Set `num_tokens_to_generate`: the rest of the context if none is given, and no more.
@@ -329,7 +343,13 @@ class DynamicInferenceEngine:
         Raises:
             KeyError: there is no such unfinished request.
         """
-        return self.requests[request_id].request
+        return self._unfinished(request_id).request
+
+    def _unfinished(self, request_id: int) -> RequestEntry:
+        check_field("request_id", request_id, RequestId)
+        if request_id not in self.requests:
+            raise KeyError(f"request_id {request_id} is of no unfinished request: see `requests`")
+        return self.requests[request_id]
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step_modern` has something to do or to return."""
@@ -439,6 +459,7 @@ class DynamicInferenceEngine:
         Raises:
             TypeError: a prompt is of another type; nothing has changed.
         """
+        check_field("prompts", prompts, Sequence | Tensor)
         for prompt in prompts:
             _check_prompt(prompt)
         for prompt in prompts:
@@ -472,7 +493,7 @@ class DynamicInferenceEngine:
 
     def _take_out(self, request_id: int) -> RequestEntry:
         """Cancel an unfinished request. Raises KeyError if there is none."""
-        entry = self.requests[request_id]
+        entry = self._unfinished(request_id)
         self.engine.cancel(entry.handle)
         del self.requests[request_id], self._ids[entry.handle.request_id]
         self._waiting.pop(request_id, None)

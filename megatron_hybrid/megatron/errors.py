@@ -2,7 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
+
+from megatron_hybrid.utils.validation import check_field
+
+
+def require(value: object, kind: type, name: str, *fields: str) -> None:
+    """Raise TypeError unless an argument is of this package's class, or has these fields, as
+    megatron-core's own has."""
+    if not (isinstance(value, kind) or (fields and all(hasattr(value, each) for each in fields))):
+        raise TypeError(
+            f"{name} must be a {kind.__name__} of megatron_hybrid.megatron"
+            f"{' or of megatron-core' if fields else ''}, got one of "
+            f"{type(value).__module__}.{type(value).__name__}"
+        )
+
+
+def reads_data(deserialize: Callable) -> Callable:
+    """Let a method that reads plain data raise a ValueError that names what is wrong with it."""
+
+    @wraps(deserialize)
+    def read(*arguments: Any) -> Any:
+        check_field(f"the data of {deserialize.__qualname__}()", arguments[-1], Mapping[str, Any])
+        try:
+            return deserialize(*arguments)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{deserialize.__qualname__} got data with the fields {sorted(arguments[-1])}, "
+                f"which serialize() does not write ({type(error).__name__}: {error})"
+            ) from error
+
+    return read
 
 
 class ContextOverflowError(Exception):
@@ -78,6 +110,7 @@ class ContextErrorFactory:
         }
 
     @staticmethod
+    @reads_data
     def deserialize(data: dict[str, Any]) -> ContextOverflowError:
         """Inverse of `serialize`.
 

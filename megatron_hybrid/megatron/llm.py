@@ -536,7 +536,7 @@ class MegatronLLM(_LLM):
         refuse_media({"multi_modal_data": multi_modal_data})
         self._require_primary("generate")
         prompts, _ = _as_list(prompts)
-        params = sampling_params or SamplingParams()
+        params = SamplingParams.of(sampling_params)
         if self._replica is None:
             return [record.merge() for record in self.engine.generate(prompts, params)]
         if self.engine.state is not EngineState.RUNNING:
@@ -626,7 +626,7 @@ class MegatronAsyncLLM(_LLM):
         self._require_primary("generate")
         prompts, is_batch = _as_list(prompts)
         replica = self._replica
-        job = partial(replica.add, prompts, sampling_params or SamplingParams())
+        job = partial(replica.add, prompts, SamplingParams.of(sampling_params))
         adding = replica.submit(job)
         try:
             added = await asyncio.wrap_future(adding)

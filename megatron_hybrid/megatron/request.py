@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hybrid.megatron.errors import ContextErrorFactory, ContextOverflowError
+from megatron_hybrid.megatron.errors import (
+    ContextErrorFactory,
+    ContextOverflowError,
+    reads_data,
+)
 from megatron_hybrid.megatron.sampling_params import SamplingParams
 
 
@@ -84,6 +88,7 @@ class DynamicInferenceEvent:
         return {"timestamp": self.timestamp, "type": self.type.name, "payload": payload}
 
     @classmethod
+    @reads_data
     def deserialize(cls, data: dict[str, Any]) -> DynamicInferenceEvent:
         """Inverse of `serialize`, but for exceptions that Megatron does not have."""
         payload = data["payload"]
@@ -188,6 +193,7 @@ class DynamicInferenceRequest:
         return data
 
     @classmethod
+    @reads_data
     def deserialize(cls, data: dict[str, Any]) -> DynamicInferenceRequest:
         """Inverse of `serialize`, also of a reply of Megatron's coordinator."""
         data = dict(data)
@@ -257,6 +263,7 @@ class DynamicInferenceRequestRecord:
         }
 
     @classmethod
+    @reads_data
     def deserialize(cls, data: dict[str, Any]) -> DynamicInferenceRequestRecord:
         requests = [DynamicInferenceRequest.deserialize(each) for each in data["requests"]]
         return cls(requests=requests, latency=data["latency"])

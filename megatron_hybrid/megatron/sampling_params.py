@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from megatron_hybrid.inference.sampling_params import SamplingParams as EngineParams
-from megatron_hybrid.utils.validation import Range, check_field
+from megatron_hybrid.megatron.errors import reads_data, require
+from megatron_hybrid.utils.validation import LARGEST_INT, Range, check_field
+
+AnyWhole = Annotated[int, Range(ge=-LARGEST_INT)]
 
 
 @dataclass
@@ -21,13 +25,13 @@ class SamplingParams:
     return_log_probs: bool = False
     skip_prompt_log_probs: bool = False
     return_segments: bool = False
-    num_tokens_to_generate: int | None = None
-    num_tokens_total: int | None = None
-    termination_id: int | None = None
+    num_tokens_to_generate: AnyWhole | None = None
+    num_tokens_total: AnyWhole | None = None
+    termination_id: AnyWhole | None = None
     top_n_logprobs: int = 0
     return_prompt_top_n_logprobs: bool = False
     add_BOS: bool = False
-    stop_words: list[str] | None = None
+    stop_words: Sequence[str] | None = None
     detokenize_stop_sequence: bool = False
     return_prompt_tokens: bool = False
     streaming: bool = False
@@ -59,6 +63,18 @@ class SamplingParams:
         )
         check_field("streaming_interval", self.streaming_interval, Annotated[int, Range(ge=1)])
 
+    @classmethod
+    def of(cls, params: Any) -> SamplingParams:
+        """Return a copy of parameters, ours or megatron-core's own; None: the defaults.
+
+        Raises:
+            TypeError: they are neither.
+            ValueError: as the constructor.
+        """
+        params = cls() if params is None else params
+        require(params, cls, "sampling_params", "top_k", "num_tokens_to_generate")
+        return cls.deserialize(vars(params))
+
     def add_attributes(self, attribute_value_pair: dict[str, Any]) -> None:
         """Set attributes, unknown ones too."""
         self.return_prompt_top_n_logprobs = False
@@ -71,11 +87,12 @@ class SamplingParams:
         return dict(self.__dict__)
 
     @classmethod
+    @reads_data
     def deserialize(cls, data: dict[str, Any]) -> SamplingParams:
         """Inverse of `serialize`; `return_prompt_top_n_logprobs` follows from the others.
 
         Raises:
-            ValueError: as the constructor.
+            ValueError: as the constructor; or it is no mapping.
         """
         params = cls()
         params.__dict__.update(data, return_prompt_top_n_logprobs=False)

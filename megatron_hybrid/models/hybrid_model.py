@@ -43,12 +43,13 @@ from megatron_hybrid.models.sharding.sharded_state import sharded_state_dict
 from megatron_hybrid.models.sharding.stage_copies import StageCopies
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
+from megatron_hybrid.utils.out_of_memory import is_lack_of_memory
 
 NO_LABEL = -100
 """Label of tokens without a label, as in torch's `cross_entropy` and transformers."""
 NO_MEMORY = (
-    "the model's weights have no memory, which an engine has given back: call its "
-    "reacquire_weights() first"
+    "the model's weights have no memory: an engine has given it back, whose reacquire_weights() "
+    "gets it again, or they are on torch's device meta: load or build them on 'cpu' or 'cuda'"
 )
 """What an error says where not `HybridModel.has_memory`."""
 
@@ -262,7 +263,8 @@ class HybridModel(_LanguageModule):
     @property
     def has_memory(self) -> bool:
         """Whether the parameters have their memory, which an engine can give back for a while."""
-        return next(self.parameters()).untyped_storage().nbytes() > 0
+        parameter = next(self.parameters())
+        return not parameter.is_meta and parameter.untyped_storage().nbytes() > 0
 
     def cache_requirements(self) -> list[LayerCache]:
         """State that each layer of this stage keeps between calls; index is layer_number - 1."""
@@ -601,6 +603,7 @@ def build_hybrid_model(
     Raises:
         ValueError: the process groups do not fit the config, or split what is not supported.
         ImportError: `config.layer_spec` needs Transformer Engine, which is missing.
+        MemoryError: there is no room for the weights.
     """
     groups = process_groups(config, pg_collection)
     if pre_process is None:
@@ -619,6 +622,14 @@ def build_hybrid_model(
                 if hasattr(groups, name)
             }
             model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31, **ranks)
-    model = HybridModel(config, groups, pre_process, post_process).to(device)
+    try:
+        model = HybridModel(config, groups, pre_process, post_process).to(device)
+    except Exception as error:
+        if not is_lack_of_memory(error):
+            raise
+        raise MemoryError(
+            f"{device} has no room for weights of vocab_size={config.vocab_size}, hidden_size="
+            f"{config.hidden_size}: lower them, or raise tensor_model_parallel_size ({error})"
+        ) from error
     model.note_draw(torch.initial_seed())
     return model

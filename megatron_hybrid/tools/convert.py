@@ -17,11 +17,10 @@ from megatron_hybrid.checkpoints.checkpoint import (
     save_checkpoint,
     save_huggingface,
 )
-from megatron_hybrid.checkpoints.folder import CONFIG_FILE
+from megatron_hybrid.checkpoints.folder import CONFIG_FILE, is_torch_dist
 from megatron_hybrid.checkpoints.megatron.args import megatron_form
 from megatron_hybrid.checkpoints.megatron.torch_dist import (
     DistributedTensors,
-    is_torch_dist,
     load_megatron,
     save_megatron,
 )

@@ -41,10 +41,8 @@ class Examination:
     def __init__(self, path: str | os.PathLike[str]):
         folder = model_folder(path)
         file = folder / CONFIG_FILE if folder.is_dir() else folder
-        if not file.exists():
-            raise CheckpointError(
-                f"{file} is not there: name a folder or a file.{hub_advice(path)}"
-            )
+        if not folder.exists():
+            raise CheckpointError(f"{folder} is not there: name a folder.{hub_advice(path)}")
         self._path, self._file = file.parent, file.name
         self.is_folder = folder.is_dir()
         self.tokenizer: Tokenizer | None = None

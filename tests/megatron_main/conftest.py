@@ -18,7 +18,7 @@ def pytest_terminal_summary(terminalreporter):
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         tests = re.findall(r"`(test_\w+)`", line)
         if line.startswith("|") and tests:
-            *what, here, _ = (cell.strip() for cell in line.strip("| ").split(" | "))
+            *what, here, _, _ = (cell.strip() for cell in line.strip("| ").split(" | "))
             found = {outcome for test in tests for outcome in outcomes.get(test, {"not run"})}
             verdict = (
                 here if found == {"passed"} else f"{', '.join(sorted(found)).upper()} ({here})"

@@ -94,6 +94,7 @@ def test_names_of_both_releases(name, expected):
         ("import nothing.of.this", "amp_C is installed, but ModuleNotFoundError: No module"),
         ("raise OSError('libcudart.so.13')", "amp_C is installed, but OSError: libcudart.so.13"),
         ("raise RuntimeError('ABI')", "amp_C is installed, but RuntimeError: ABI"),
+        ("raise SystemExit('no GPU')", "amp_C is installed, but SystemExit: no GPU"),
         ("assert False, 'old torch'", "amp_C is installed, but AssertionError: old torch"),
     ],
 )

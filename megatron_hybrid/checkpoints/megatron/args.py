@@ -407,32 +407,39 @@ def _position_arguments(config: HybridConfig, symbols: str, step: int) -> dict[s
 def _latent_arguments(config: HybridConfig) -> dict[str, Any]:
     """Return the arguments of multi-head latent attention, which has a position embedding of its
     own."""
-    if config.latent_norm and config.q_lora_rank is None:
-        raise ValueError(
-            "q_lora_rank is None, and megatron-core norms the input of such queries where "
-            "latent_norm is True."
-        )
     scaling = config.rotary_scaling or {}
     values = {"multi_latent_attention": True, "qk_layernorm": config.latent_norm}
     values["rotary_interleaved"] = False  # which core refuses next to it, and does all the same
+    width = config.qk_head_dim + config.qk_pos_emb_head_dim
+    # Core has the scale of scores as the square of YaRN's, and without YaRN, too.
+    scale = math.sqrt((config.softmax_scale or width**-0.5) * math.sqrt(width))
     if scaling.get("rope_type") == "yarn":
-        return values | {"rope_type": "yarn", **_yarn_arguments(scaling, "")}
-    # A factor of 1 is none: core scales the scores by it, whatever the type.
-    return values | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+        return values | {"rope_type": "yarn", **_yarn_arguments(scaling, "", scale)}
+    factor = 1.0 if math.isclose(scale, 1.0) else 40.0  # any above 1: only the scale reads it
+    values |= {"rope_type": "rope", "rotary_scaling_factor": factor}
+    return values | {"mscale_all_dim": _mscale(factor, scale)}
 
 
-def _yarn_arguments(scaling: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the arguments of YaRN. prefix: of those that only latent attention has without."""
-    factor, amplitude = scaling["factor"], yarn_amplitude(scaling)
-    mscale, all_dims = scaling.get("mscale") or 1.0, scaling.get("mscale_all_dim") or 0.0
-    if not math.isclose(amplitude, yarn_scale(factor, mscale) / yarn_scale(factor, all_dims)):
-        mscale, all_dims = (amplitude - 1.0) / (yarn_scale(factor, 1.0) - 1.0), 0.0
+def _mscale(factor: float, scale: float) -> float:
+    """Return the inverse of `yarn_scale`, without errors of rounding; 0 for a factor of 1."""
+    unit = yarn_scale(factor, 1.0) - 1.0
+    return round((scale - 1.0) / unit, 12) if unit else 0.0
+
+
+def _yarn_arguments(scaling: Mapping[str, Any], prefix: str, scale: float = 1.0) -> dict[str, Any]:
+    """Return the arguments of YaRN.
+
+    Args:
+        prefix: of those that only latent attention has without.
+        scale: root of the factor of scores, which divides that of cos and sin.
+    """
+    factor = scaling["factor"]
     return {
         "rotary_scaling_factor": factor,
         f"{prefix}original_max_position_embeddings": scaling["original_max_position_embeddings"],
         f"{prefix}beta_fast": scaling.get("beta_fast") or 32.0,
         f"{prefix}beta_slow": scaling.get("beta_slow") or 1.0,
-        "mscale": mscale,
-        "mscale_all_dim": all_dims,
+        "mscale": _mscale(factor, yarn_amplitude(scaling) * scale),
+        "mscale_all_dim": _mscale(factor, scale),
         f"{prefix}correction_range_round_to_int": scaling.get("truncate", True),
     }

@@ -265,6 +265,15 @@ def _per_layer(name: str, value: Any, num_layers: int, rule: Any) -> Sequence[An
     return value
 
 
+_READ_WITH = {
+    "moe_router_num_groups": "moe_router_group_topk",
+    "moe_router_group_topk": "moe_router_group_topk",
+    "moe_router_topk_scaling_factor": "moe_router_topk_scaling_factor",
+    "moe_shared_expert_gate": "moe_shared_expert_intermediate_size",
+}
+"""Field of core's experts -> the field without which, or at 0 of which, core does not read it."""
+
+
 def _carried(values: Mapping[str, Any], pattern: str) -> dict[str, Any]:
     """The fields with the same meaning in both configs, of the layer kinds in the pattern."""
     symbols = set(pattern) - {STAGE_BOUNDARY}
@@ -275,6 +284,7 @@ def _carried(values: Mapping[str, Any], pattern: str) -> dict[str, Any]:
     if "+" in symbols:
         names.add("num_attention_heads")
     names &= {field.name for field in dataclasses.fields(MLATransformerConfig)} & values.keys()
+    names -= {name for name, needed in _READ_WITH.items() if not values.get(needed)}
     carried = {name: values[name] for name in sorted(names - {"init_method_std", "params_dtype"})}
     if "E" in symbols and isinstance(values["moe_router_load_balancing_type"], str):
         # Some choose the experts; several at a time are losses.

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import sys
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -86,10 +88,17 @@ def load_saved(file: io.BufferedIOBase, source: str) -> Any:
         source: its name in errors.
 
     Raises:
-        CheckpointError: truncated, no such file, or one that asks for more than data.
+        CheckpointError: truncated, damaged, no such file, or one that asks for more than data.
     """
     module = SimpleNamespace(Unpickler=_Unpickler, load=load_pickle, __name__=__name__)
     with readable(source):
+        if zipfile.is_zipfile(file):  # as all but very old files; torch does not compare its sums
+            with zipfile.ZipFile(file) as parts:
+                # All are 0 after torch.serialization.set_crc32_options(False).
+                has_sums = any(part.CRC for part in parts.infolist())
+                if has_sums and (damaged := parts.testzip()) is not None:
+                    raise CheckpointError(f"{damaged} in it is damaged. Copy or save it again.")
+        file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=False, pickle_module=module)
 
 
@@ -116,6 +125,14 @@ def load_pickle(file: io.BufferedIOBase, **options: Any) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BufferedIOBase, **options: Any):
+        start = file.tell()
+        for opcode, number, place in pickletools.genops(file):
+            if opcode.name.endswith("PUT") and number > place:  # it numbers what came before
+                raise CheckpointError(f"it asks for the memory of {number} objects at {place}.")
+        file.seek(start)
+        super().__init__(file, **options)
+
     def find_class(self, module: str, name: str) -> Any:
         """Return what the pickle names: a known class, or an `Unknown` of its own."""
         module = _OTHER_NAMES.get(module, module)

@@ -35,11 +35,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_hybrid.checkpoints.folder import FLOATS, config_of
+from megatron_hybrid.checkpoints.folder import FLOATS, METADATA_FILE, TRACKER_FILE, config_of
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout, joined
 from megatron_hybrid.checkpoints.megatron.args import args_of_config, fields_of_args
-from megatron_hybrid.checkpoints.megatron.checksums import Checksums, write_checksums
 from megatron_hybrid.checkpoints.megatron.names import (
     gpt_to_hybrid_name,
     hybrid_to_gpt_name,
@@ -68,8 +67,6 @@ from megatron_hybrid.utils.files import replace_file
 
 logger = logging.getLogger(__name__)
 
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
-METADATA_FILE = ".metadata"
 FORMAT_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
 
@@ -87,12 +84,6 @@ _FUSED_LATENT_NORM = r".self_attention.linear_\1_up_proj.layer_norm_"
 _BIASED = re.compile(r".*\.(self_attention\.linear_(qkv|proj)|mlp\.linear_fc[12])\.weight")
 """Weights to which core has biases with `add_bias_linear`."""
 _VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
-
-
-def is_torch_dist(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder looks like one of Megatron's, or one iteration of it."""
-    folder = Path(folder)
-    return (folder / TRACKER_FILE).is_file() or (folder / METADATA_FILE).is_file()
 
 
 def load_megatron(
@@ -219,10 +210,6 @@ def save_megatron(model: HybridModel, folder: str | os.PathLike[str]) -> None:
         text = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         text |= {"common_backend": "torch", "common_backend_version": 1}
         (path / FORMAT_FILE).write_text(json.dumps(text))
-        with (path / METADATA_FILE).open("rb") as file:
-            places = load_pickle(file).storage_data
-        pieces = {index.fqn: place for index, place in places.items()}
-        write_checksums(path, (METADATA_FILE, COMMON_FILE), pieces)
         replace_file(Path(folder) / TRACKER_FILE, lambda file: file.write_text("release"))
     except OSError as error:
         raise CheckpointError(f"cannot write a checkpoint to {folder}: {error}") from error
@@ -283,16 +270,18 @@ class DistributedTensors:
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.path = _iteration(Path(folder))
-        self._checksums = Checksums(self.path)
         metadata = self._metadata()
-        self._tensors: dict[str, TensorStorageMetadata] = {}
-        self._where: dict[tuple, Any] = {}
-        try:
+        self._tensors: dict[str, tuple] = {}  # shape, dtype, chunks
+        self._where: dict[tuple, tuple] = {}  # file, offset, bytes, how they were transformed
+        try:  # what is damaged may lack any field
             for key, value in metadata.state_dict_metadata.items():
                 if isinstance(value, TensorStorageMetadata) and not _NO_WEIGHTS.fullmatch(key):
-                    self._tensors[key] = value
-            for index, where in metadata.storage_data.items():
-                self._where[index.fqn, index.offset and tuple(index.offset)] = where
+                    chunks = [(tuple(each.offsets), tuple(each.sizes)) for each in value.chunks]
+                    self._tensors[key] = tuple(value.size), value.properties.dtype, chunks
+            for index, at in metadata.storage_data.items():
+                place = at.relative_path, at.offset, at.length
+                transforms = getattr(at, "transform_descriptors", None)
+                self._where[index.fqn, index.offset and tuple(index.offset)] = *place, transforms
             self._layers = dict(self._per_layer())
         except (AttributeError, TypeError) as error:
             raise CheckpointError(
@@ -312,11 +301,11 @@ class DistributedTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
         key, layer = self._layers[name]
-        return tuple(self._tensors[key].size)[layer is not None :]
+        return self._tensors[key][0][layer is not None :]
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor."""
-        return self._tensors[self._layers[name][0]].properties.dtype
+        return self._tensors[self._layers[name][0]][1]
 
     def read(self, name: str) -> Tensor:
         """Read a tensor into the CPU's memory.
@@ -325,19 +314,20 @@ class DistributedTensors:
             CheckpointError: a piece is missing or cannot be read.
         """
         key, layer = self._layers[name]
-        stored = self._tensors[key]
-        whole = torch.empty(self.shape(name), dtype=stored.properties.dtype, device="cpu")
-        missing = whole.numel()
-        for chunk in stored.chunks:
-            start, size = tuple(chunk.offsets), tuple(chunk.sizes)
+        _, dtype, chunks = self._tensors[key]
+        whole = torch.empty(self.shape(name), dtype=dtype, device="cpu")
+        is_missing = torch.ones(self.shape(name), dtype=torch.bool, device="cpu")
+        for start, size in chunks:
             if layer is not None and not start[0] <= layer < start[0] + size[0]:
                 continue
             piece = self._piece(key, start, size)
             if layer is not None:
                 piece, start, size = piece[layer - start[0]], start[1:], size[1:]
-            whole[tuple(slice(at, at + n) for at, n in zip(start, size))] = piece
-            missing -= piece.numel()
-        if missing:
+            place = tuple(slice(at, at + n) for at, n in zip(start, size))
+            if whole[place].shape == piece.shape:  # else it reaches over the end
+                whole[place] = piece
+                is_missing[place] = False
+        if missing := int(is_missing.sum()):
             raise CheckpointError(
                 f"{name} lacks {missing} of its {whole.numel()} numbers in {self.path}: it was "
                 "copied or saved in part. Copy or save it again."
@@ -364,9 +354,7 @@ class DistributedTensors:
         """All that is saved in addition to the tensors."""
         path = self.path / COMMON_FILE
         if path.is_file():
-            content = path.read_bytes()
-            self._checksums.check(COMMON_FILE, content)
-            common = load_saved(io.BytesIO(content), str(path))
+            common = load_saved(io.BytesIO(path.read_bytes()), str(path))
         elif (_COMMON_KEY, None) in self._where:
             (common,) = load_saved(self._open((_COMMON_KEY, None)), f"{_COMMON_KEY} in {self.path}")
         else:
@@ -421,53 +409,52 @@ class DistributedTensors:
                 "Megatron with --ckpt-format torch_dist."
             )
         with readable(str(path)):
-            content = path.read_bytes()
-            self._checksums.check(METADATA_FILE, content)
-            metadata = load_pickle(io.BytesIO(content))
+            metadata = load_pickle(io.BytesIO(path.read_bytes()))
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path} holds no metadata of torch.distributed.checkpoint.")
         return metadata
 
     def _per_layer(self) -> Iterator[tuple[str, tuple[str, int | None]]]:
         """(name, (key, layer in it)) of the model's tensors: core stacks those of equal layers."""
-        for key, tensor in self._tensors.items():
+        for key, (shape, _, _) in self._tensors.items():
             if not is_parameter(key):
                 continue
             match = _STACKED.fullmatch(key)
             if match is None:
                 yield key, (key, None)
             else:
-                for layer in range(tensor.size[0]):
+                for layer in range(shape[0]):
                     yield f"{match[1]}{layer}.{match[2]}", (key, layer)
 
     def _piece(self, key: str, start: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         piece = load_saved(self._open((key, start)), f"{key} in {self.path}")
-        if not isinstance(piece, Tensor) or piece.numel() != math.prod(size):
-            raise CheckpointError(f"{key} in {self.path} is not the tensor of shape {list(size)}.")
+        is_tensor, dtype = isinstance(piece, Tensor), self._tensors[key][1]
+        if not is_tensor or piece.numel() != math.prod(size) or piece.dtype != dtype:
+            raise CheckpointError(
+                f"{key} in {self.path} is not the {dtype} of shape {list(size)} that "
+                f"{METADATA_FILE} names: copy or save it again."
+            )
         return piece.detach().reshape(size)
 
     def _open(self, index: tuple) -> io.BytesIO:
         """The bytes that were saved for one piece."""
-        where = self._where.get(index)
-        if where is None:
+        if index not in self._where:
             raise CheckpointError(f"{self.path / METADATA_FILE} does not say where {index} lies.")
-        name = where.relative_path
+        name, offset, length, transforms = self._where[index]
         # The metadata are untrusted: they must not name files outside their folder.
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{self.path / METADATA_FILE} puts {index[0]} into {name!r}.")
-        if getattr(where, "transform_descriptors", None):
+        if transforms:
             raise CheckpointError(f"{index[0]} in {self.path} is compressed, which is not read.")
         try:
             with (self.path / name).open("rb") as file:
-                file.seek(where.offset)
-                content = file.read(where.length)
-        except (OSError, TypeError) as error:
+                file.seek(offset)
+                return io.BytesIO(file.read(length))
+        except (OSError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{self.path / name} cannot be read ({error}), but {index[0]} lies there. Copy or "
                 "save the folder again."
             ) from error
-        self._checksums.check(index[0], content)
-        return io.BytesIO(content)
 
 
 def _iteration(folder: Path) -> Path:

@@ -166,7 +166,7 @@ def initialize_distributed() -> None:
     with ends_with(join(store, rank, size), "connecting the ranks of the job"):
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     announce()
-    atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+    atexit.register(destroy_distributed)
 
 
 @contextmanager
@@ -205,6 +205,13 @@ def job_store() -> tuple[dist.Store, int, int]:
         what = "cannot listen" if rank == 0 else "found no rank 0"
         raise RankError(f"rank {rank} {what} at {address}:{port}: {error}") from error
     return store, rank, size
+
+
+def destroy_distributed() -> None:
+    """Join the threads of torch.distributed, if it was set up. One of gloo that frees a tensor
+    while the interpreter ends would abort the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _layout(config: HybridConfig) -> dict[str, int]:

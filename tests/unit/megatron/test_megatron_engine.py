@@ -50,13 +50,8 @@ def test_the_callers_ids_are_kept():
     for request_id, prompt in prompts.items():
         engine.add_request(request_id, prompt, greedy_params(4))
     result = engine.step_modern()
-    assert set(result) == {
-        "active_request_ids",
-        "finished_request_records",
-        "finished_requests",
-        "step_time",
-        "cuda_graph_request_count",
-    }
+    finished = {"finished_request_records", "finished_requests"}
+    assert set(result) == {"active_request_ids", "step_time", "cuda_graph_request_count", *finished}
     assert sorted(result["active_request_ids"]) == [3, 7, 1000]
     assert result["step_time"] > 0 and result["cuda_graph_request_count"] is None
     assert engine.get_request(3).generated_tokens
@@ -70,8 +65,11 @@ def test_the_callers_ids_are_kept():
 def test_an_id_of_an_unfinished_request_is_refused():
     engine = door_engine()
     engine.add_request(1, PROMPT, greedy_params(2))
-    with pytest.raises(ValueError, match="request_id 1"):
-        engine.add_request(1, PROMPT[:5], greedy_params(2))
+    for request_id in (1, None, "a"):
+        with pytest.raises(ValueError, match=f"request_id (is )?{request_id!r}"):
+            engine.add_request(request_id, PROMPT[:5], greedy_params(2))
+    with pytest.raises(KeyError, match="request_id 999"):
+        engine.abort_request(999)
     assert list(finish(engine)) == [1]
     engine.add_request(1, PROMPT, greedy_params(2))  # the id is free again
     assert list(finish(engine)) == [1]
@@ -84,13 +82,13 @@ def test_an_id_of_an_unfinished_request_is_refused():
         ([5, 97], {}, "token 97"),
         (random_tokens(1025), {}, "max_sequence_length"),
         ([5], {"num_tokens_to_generate": -1}, "num_tokens_to_generate"),
-        ([5], {"temperature": -1.0}, "temperature"),
+        ([5], {"num_tokens_to_generate": "3"}, "SamplingParams.num_tokens_to_generate is '3'"),
+        ([5], {"temperature": float("nan")}, "SamplingParams.temperature is nan"),
         ([5], {"top_n_logprobs": 3}, "top_n_logprobs"),
         ([5], {"do_kv_handoff": True}, "do_kv_handoff"),
         ([5], {"stop_words": [""]}, "stop_words"),
-        (["a"], {}, "str"),
         ([[1, 2]], {}, "list"),
-        ([1 << 70], {}, ""),  # torch's own words
+        ([1 << 70], {}, "token 1180591620717411303424"),
         (torch.tensor([1.5]), {}, "float"),
     ],
 )
@@ -137,8 +135,9 @@ def test_the_error_factory_knows_megatrons_errors_only():
     error = ActiveRequestCountOverflowError(4, 9)
     again = ContextErrorFactory.deserialize(ContextErrorFactory.serialize(error))
     assert type(again) is ActiveRequestCountOverflowError and str(again) == str(error)
-    with pytest.raises(ValueError, match="'KeyError' is none of"):
-        ContextErrorFactory.deserialize({"type": "KeyError"})
+    for data, message in (({"type": "KeyError"}, "is none of"), ({}, r"fields \[\]"), (3, "is 3")):
+        with pytest.raises(ValueError, match=message):
+            ContextErrorFactory.deserialize(data)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +165,9 @@ def test_a_prompt_of_another_type_raises_and_changes_nothing(prompt):
     engine = door_engine()
     with pytest.raises(TypeError, match="prompt"):
         engine.add_request(1, prompt, greedy_params(2))
-    with pytest.raises(TypeError, match="prompt"):
-        engine.generate([PROMPT, prompt], greedy_params(2))
+    for prompts, params in (([PROMPT, prompt], greedy_params(2)), ([PROMPT], {"top_k": 1})):
+        with pytest.raises(TypeError, match=r"prompt|sampling_params must be"):
+            engine.generate(prompts, params)
     assert not engine.has_unfinished_requests()
 
 

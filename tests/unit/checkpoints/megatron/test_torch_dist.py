@@ -24,15 +24,12 @@ VOCAB = 61
 GATED = {"add_bias_linear": False, "gated_linear_unit": True, "activation_func": F.silu}
 ROPE = {"position_embedding_type": "rope"}
 EXPERTS = {"moe_router_topk": 2, "moe_ffn_hidden_size": 20}
-LATENT = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 12,
-    "qk_layernorm": True,
-}
+LATENT = {"multi_latent_attention": True, "v_head_dim": 12, "qk_layernorm": True}
+LATENT |= {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
+YARN = {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.5}
+PLAIN = {**LATENT, "q_lora_rank": None, "rope_type": "rope", "mscale_all_dim": 1.0}
+PLAIN["qk_layernorm"] = stock_megatron.IS_0_16  # newer ones have it by Transformer Engine alone
+UNREAD = {"moe_router_num_groups": 2, "moe_shared_expert_gate": True}
 DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [1, 1, 0]}
 DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2}
 DELTA |= {"linear_num_value_heads": 4}
@@ -81,21 +78,21 @@ MODELS = {
     ),
     "gpt of unlike layers": (
         None,
-        {**EXPERTS, "num_layers": 3, "num_moe_experts": 4, "moe_layer_freq": [0, 1, 0]},
+        {**EXPERTS, **UNREAD, "num_layers": 3, "num_moe_experts": 4, "moe_layer_freq": [0, 1, 0]},
         ROPE,
-        {**EXPERTS, "num_layers": 3, "num_experts": 4, "moe_layer_freq": [0, 1, 0]},
+        {**EXPERTS, **UNREAD, "num_layers": 3, "num_experts": 4, "moe_layer_freq": [0, 1, 0]},
     ),
     "gpt latents": (
         None,
-        {**LATENT, "num_layers": 2, "rope_type": "rope", "mscale_all_dim": 0.0},
+        {**LATENT, **YARN, "num_layers": 2, "original_max_position_embeddings": 16},
         ROPE,
-        {**LATENT, "num_layers": 2, "rope_type": "rope", "mscale_all_dim": 0.0},
+        {**LATENT, **YARN, "num_layers": 2, "original_max_position_embeddings": 16},
     ),
     "gpt with an MTP head": (
         None,
-        {**EXPERTS, "num_layers": 2, "num_moe_experts": 4, "mtp_num_layers": 1},
+        {**EXPERTS, **PLAIN, "num_layers": 2, "num_moe_experts": 4, "mtp_num_layers": 1},
         ROPE,
-        {**EXPERTS, "num_layers": 2, "num_experts": 4, "mtp_num_layers": 1},
+        {**EXPERTS, **PLAIN, "num_layers": 2, "num_experts": 4, "mtp_num_layers": 1},
     ),
     "gpt with Gated DeltaNet": (
         None,
@@ -195,8 +192,7 @@ def test_megatron_core_loads_what_is_written(build, tmp_path, monkeypatch, name)
 
 
 def keys_and_shapes(folder):
-    tensors = DistributedTensors(folder)._tensors
-    return {key: tuple(tensor.size) for key, tensor in tensors.items()}
+    return {key: shape for key, (shape, _, _) in DistributedTensors(folder)._tensors.items()}
 
 
 @pytest.mark.parametrize("name", [n for n in MODELS if n.startswith("gpt")])
@@ -473,7 +469,7 @@ def test_a_hugging_face_config_of_another_model_is_refused(tmp_path):
         convert(tmp_path / "hf", tmp_path / "x", "ours", huggingface_config=tmp_path / "hf")
 
 
-@pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp", "checksums.txt"])
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
 def test_a_release_is_not_overwritten_and_flipped_bytes_are_found(tmp_path, name):
     sizes = {"hidden_size": 48, "vocab_size": VOCAB, "mamba_head_dim": 16}
     model = mh.build_hybrid_model(mh.HybridConfig(layer_pattern="M", **sizes))
@@ -485,5 +481,5 @@ def test_a_release_is_not_overwritten_and_flipped_bytes_are_found(tmp_path, name
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(mh.CheckpointError, match=r"not have the bytes that were written|read"):
+    with pytest.raises(mh.CheckpointError, match="read"):
         mh.load_megatron(tmp_path)
