@@ -100,6 +100,7 @@ class CacheCalls:
                 self._memory.release()
                 raise
             self._memory.keep(None)
+            self._parts.runner.capture_graphs()
             self._guard.is_suspended = False
 
     @on_all_ranks

@@ -130,7 +130,7 @@ def make_parts(
         offload.fetches.load,
         config.logprobs_mode,
         ranks,
-        GraphRunner(model, allocated.context, graphs) if graphs is not None else None,
+        GraphRunner(model, allocated.context, graphs, ranks) if graphs is not None else None,
         adapters,
     )
     scheduler = Scheduler(
@@ -175,14 +175,14 @@ def _drafts(cache: PrefixCache, runner: ModelRunner, config: InferenceConfig) ->
 def _warm_up(
     runner: ModelRunner, scheduler: Scheduler, config: InferenceConfig, control: RankControl
 ) -> float:
-    """Run first steps, if `config` asks for it. Returns the seconds that they took."""
+    """Run first steps, if `config` asks for it, and capture graphs. Returns the seconds that the
+    steps took."""
     seconds = 0.0
-    if not config.warm_up:
-        return seconds
     try:
-        if runner.memory.device.type in WARMED:
+        if config.warm_up and runner.memory.device.type in WARMED:
             seconds = warm_up(runner, config.max_tokens, config.prefix_caching == "restore")
-        if runner.context.max_drafts:
+        runner.capture_graphs()
+        if config.warm_up and runner.context.max_drafts:
             scheduler.draft_planner.costs = measure_draft_costs(runner, config.max_tokens)
     except BaseException as error:
         control.report(error)  # other ranks may be in the same forward

@@ -8,7 +8,9 @@ from contextvars import ContextVar
 
 from torch import Tensor, nn
 
-_kept: ContextVar[dict[tuple[nn.Module, str], Tensor] | None] = ContextVar("kept", default=None)
+Derived = dict[tuple[nn.Module, str], tuple[Tensor, Callable[[], Tensor]]]
+"""Results by module and name, each with what worked it out."""
+_kept: ContextVar[Derived | None] = ContextVar("kept", default=None)
 
 
 def from_weights(module: nn.Module, name: str, make: Callable[[], Tensor]) -> Tensor:
@@ -23,14 +25,20 @@ def from_weights(module: nn.Module, name: str, make: Callable[[], Tensor]) -> Te
     if kept is None:
         return make()
     if (module, name) not in kept:
-        kept[module, name] = make()
-    return kept[module, name]
+        kept[module, name] = make(), make
+    return kept[module, name][0]
+
+
+def work_out_again(kept: Derived) -> None:
+    """Set all results to what follows from the weights now, at their addresses."""
+    for tensor, make in kept.values():
+        tensor.copy_(make())
 
 
 @contextmanager
-def keep_derived(kept: dict[tuple[nn.Module, str], Tensor]) -> Iterator[None]:
-    """Keep results in `kept`, which the caller clears when weights change. No gradient may be
-    wanted inside."""
+def keep_derived(kept: Derived) -> Iterator[None]:
+    """Keep results in `kept`, which the caller clears, or has worked out again, when weights
+    change. No gradient may be wanted inside."""
     token = _kept.set(kept)
     try:
         yield

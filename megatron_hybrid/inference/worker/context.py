@@ -24,6 +24,7 @@ from megatron_hybrid.inference.worker.mtp_context import PredictionContext
 from megatron_hybrid.inference.worker.step_buffer import Fields, StepBuffer, buffer_bytes
 from megatron_hybrid.models.mixers.mixer_context import LatentHeads
 from megatron_hybrid.ops import AttentionPattern, SlotStates, paged_attention
+from megatron_hybrid.ops.to_device import to_device
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT, RaggedLayout
 
 
@@ -189,14 +190,14 @@ class DynamicInferenceContext:
         """Build the batch of `plan`, after its restores.
 
         Args:
-            num_decodes: for a recorded step of so many decodes: those of the plan, which has
-                nothing else, and rows of no request after each and after them all. All that a
-                forward reads then has shapes and addresses that depend on this number and
-                `num_rows` alone, and the host tells it bounds of positions.
+            num_decodes: for a recorded step of so many decodes: those of the plan, whose other work
+                is left out, and rows of no request after each and after them all. All rows have
+                logits. All that a forward reads then has shapes and addresses that depend on this
+                number and `num_rows` alone, and the host tells it bounds of positions.
             num_rows: of each of these decodes: one, or with `max_drafts` drafts.
         """
         self._buffer.begin()
-        num_ready = len(plan.ready)
+        num_ready = len(plan.ready) if num_decodes is None else 0
         self._buffer.host["ready_slots"][:num_ready] = [ready.slot for ready in plan.ready]
         self._ready_slots = self._buffer.device["ready_slots"][:num_ready]
         if num_decodes is not None:
@@ -338,10 +339,9 @@ class DynamicInferenceContext:
             array(name, len(values))[:] = values
         captures = array("capture_rows", len(layout.captures))
         np.subtract(layout.captures, 1, out=captures, casting="unsafe")
-        logit_rows = [
-            np.arange(end - work.num_logits, end) for work, end in zip(works, rows.ends.tolist())
-        ]
-        np.concatenate(logit_rows, out=array("logit_rows", sum(map(len, logit_rows))))
+        counts = [len(work.tokens) if is_recorded else work.num_logits for work in works]
+        logit_rows = [np.arange(end - n, end) for n, end in zip(counts, rows.ends.tolist())]
+        np.concatenate(logit_rows, out=array("logit_rows", sum(counts)))
 
     def _fill_targets(self, works: list[Work], rows: _Rows, positions: np.ndarray) -> None:
         """Write the targets of each token's K and V: (page of its block, row in it). For tokens
@@ -497,6 +497,10 @@ class DynamicInferenceContext:
         """The hidden states in the requests' live slots, [n, H]: of the token before the first one
         of the step; zeros where there is none."""
         return self.memory.hidden()[self._inputs["first_slots"]]
+
+    def hidden_of(self, slots: list[int]) -> Tensor:
+        """The hidden states in these live slots, [n, H]."""
+        return self.memory.hidden()[to_device(slots, self.memory.device)]
 
     def ready_hidden(self) -> Tensor:
         """Last hidden states of the plan's ready requests, [n, H]."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from megatron_hybrid.cache.pages.spec import CacheSpec
+from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.inference.memory.budget import step_bytes
 from megatron_hybrid.inference.scheduling.step_plan import StepPlan
 from megatron_hybrid.inference.weights.change_detector import forward_hooks
@@ -67,23 +68,16 @@ def planned_bytes(
     model: HybridModel, spec: CacheSpec, sizes: dict[int, list[int]], max_sequence_length: int
 ) -> int:
     """Return about how much device memory the graphs of all sizes take, with the states before
-    drafts.
-
-    They share the memory of the step of the most rows, and each has logits of its own.
+    drafts. They share the memory of the step of the most rows, and one buffer of logits.
 
     sizes: from `graph_sizes`.
     """
     most_rows = max(rows * each[-1] for rows, each in sizes.items())
     states = sum((rows - 1) * each[-1] for rows, each in sizes.items())
     step = step_bytes(model, spec, states, sizes[1][-1], most_rows, max_sequence_length)
-    logits = sum(rows * sum(each) for rows, each in sizes.items()) * model.vocab_size
+    logits = most_rows * model.vocab_size * model.config.params_dtype.itemsize
     num_graphs = sum(map(len, sizes.values()))
-    return (
-        step
-        + logits * model.config.params_dtype.itemsize
-        + num_graphs * _GRAPH_BYTES
-        + _WORKSPACE_BYTES
-    )
+    return step + logits + num_graphs * _GRAPH_BYTES + _WORKSPACE_BYTES
 
 
 def refusal(model: HybridModel, device: torch.device) -> str | None:
@@ -101,23 +95,27 @@ def refusal(model: HybridModel, device: torch.device) -> str | None:
 
 
 class GraphRunner:
-    """Captures the forward of decodes of each size, in the warm-up or at the first such step, and
-    replays it later.
+    """Captures the forward of decodes of each size between steps, and replays it in steps.
 
     Args:
         model: in eval mode.
         context: over a memory with one live slot more than requests.
         sizes: from `graph_sizes`.
+        ranks: those of the model, which capture the same graphs.
     """
 
     def __init__(
-        self, model: HybridModel, context: DynamicInferenceContext, sizes: dict[int, list[int]]
+        self,
+        model: HybridModel,
+        context: DynamicInferenceContext,
+        sizes: dict[int, list[int]],
+        ranks: Ranks,
     ):
-        self._model, self._context, self.sizes = model, context, sizes
+        self._model, self._context, self.sizes, self._ranks = model, context, sizes, ranks
         self._graphs: dict[tuple[int, int], CudaGraph] = {}
+        self._addresses: list[int] = []  # of the weights that they read
+        self._logits: Tensor | None = None  # what all graphs write, [rows, V]
         self._pool: Any = None
-        self.reason: str | None = None
-        """Why decodes run without graphs; None: they need not."""
         self.num_replays = 0
         self._told: set[str] = set()
 
@@ -129,58 +127,88 @@ class GraphRunner:
     def num_bytes(self) -> int:
         return sum(graph.num_bytes for graph in self._graphs.values())
 
+    def keys(self) -> list[tuple[int, int]]:
+        """(decodes, rows of each) of all graphs, the largest first: the smaller ones then find room
+        in the memory that they share."""
+        found = [(size, rows) for rows, sizes in self.sizes.items() for size in sizes]
+        return sorted(found, key=lambda key: key[0] * key[1], reverse=True)
+
     def drop(self) -> None:
-        """Drop all graphs, where memory that they read may change its place. They are captured
-        again when they are needed, also where they could not be."""
+        """Drop all graphs, where memory that they read may change its place."""
         self._graphs.clear()
         self._context.forget_layouts()
-        self._pool, self.reason = None, None
+        self._pool = self._logits = None
+
+    def hold_addresses(self) -> bool:
+        """Return whether the weights lie, on all ranks, where the graphs read them."""
+        return not any(self._ranks.maximum([self._addresses != self._weights()]))
+
+    def _weights(self) -> list[int]:
+        tensors = chain(self._model.parameters(), self._model.buffers())
+        return [tensor.data_ptr() for tensor in tensors]
 
     def forward(self, plan: StepPlan) -> Tensor | None:
-        """Logits [n, V] of a plan, `num_logits` rows for each of its `work`, valid until the next
-        step. None: it cannot be replayed, and nothing has changed."""
-        if self.reason is not None or not _is_of_decodes(plan):
+        """Logits [n, V] of a plan, `num_logits` rows for each of its `work`, then one for each of
+        its `ready`, valid until the next step. None: it has no graph, and nothing has changed."""
+        if not _is_of_decodes(plan):
             return None
         counts = [len(work.tokens) for work in plan.work]
         num_rows = next((rows for rows in self.sizes if rows >= max(counts)), 0)
         size = next((size for size in self.sizes.get(num_rows, ()) if size >= len(counts)), 0)
-        if not size or not self.capture(size, num_rows):
+        if (graph := self._graphs.get((size, num_rows))) is None:
             return None
         self._context.begin_step(plan, size, num_rows)
-        graph = self._graphs[size, num_rows]
         graph.replay()
         self.num_replays += 1
-        if min(counts) == num_rows:
-            return graph.output[: num_rows * len(counts)]
-        rows = [i * num_rows + j for i, count in enumerate(counts) for j in range(count)]
-        return graph.output.index_select(0, to_device(rows, graph.output.device))
+        wanted = [work.num_logits for work in plan.work]
+        logits_nV = graph.output[: num_rows * len(counts)]
+        if min(wanted) < num_rows:
+            rows = [i * num_rows + j for i, count in enumerate(wanted) for j in range(count)]
+            logits_nV = logits_nV.index_select(0, to_device(rows, logits_nV.device))
+        if plan.ready:  # they need no forward
+            hidden_nH = self._context.hidden_of([ready.slot for ready in plan.ready])
+            ready_nV = self._model.compute_logits(hidden_nH)
+            logits_nV = torch.cat([logits_nV, ready_nV.to(logits_nV.dtype)])
+        return logits_nV
 
     def capture(self, size: int, num_rows: int) -> bool:
-        """Capture steps of `size` decodes of so many rows, unless that is done. Returns whether
-        there is a graph; else `reason` says why not."""
+        """Capture steps of `size` decodes of so many rows, unless that is done. Call it on all
+        ranks, between steps. Returns whether there is a graph; if it fails on one of them, there is
+        none on any, and the other graphs stay."""
         key = size, num_rows
-        if self.reason is None and key not in self._graphs:
-            try:
-                self._graphs[key] = self._capture(size, num_rows)
-            except (RuntimeError, MemoryError) as error:
-                self.drop()
-                self.reason = str(error).strip().split("\n")[0]
-                if self.reason not in self._told:
-                    self._told.add(self.reason)
-                    logger.warning("decodes run without CUDA graphs: %s", self.reason)
-        return key in self._graphs
+        if key in self._graphs:
+            return True
+        exchange = _Exchange(self._ranks)
+        try:
+            graph = self._capture(size, num_rows, exchange)
+        except (RuntimeError, MemoryError) as error:
+            reason, graph = str(error).strip().split("\n")[0], None
+            exchange.end(has_failed=True)
+            if reason not in self._told:
+                self._told.add(reason)
+                logger.warning("decodes run without CUDA graphs: %s", reason)
+        else:
+            if exchange.end(has_failed=False):
+                graph = None
+        if graph is None:
+            return False
+        self._graphs[key], self._addresses = graph, self._weights()
+        return True
 
-    def _capture(self, size: int, num_rows: int) -> CudaGraph:
+    def _capture(self, size: int, num_rows: int, exchange: _Exchange) -> CudaGraph:
         """Capture steps of `size` decodes, by one of rows of no request."""
         hooks = chain.from_iterable(map(forward_hooks, self._model.modules()))
         if any((*hooks, _global_forward_hooks, _global_forward_pre_hooks)):
             raise RuntimeError("a module has forward hooks, which a replay would not call")
         context = self._context
         context.begin_step(StepPlan(), size, num_rows)
+        output = self._room_for_logits(exchange)[: size * num_rows]
 
         def run() -> Tensor:
+            exchange.require_all()
             context.begin_pass()
-            return self._model(context.input_ids, inference_context=context)[0]
+            logits_nV = self._model(context.input_ids, inference_context=context)[0]
+            return output.copy_(logits_nV)
 
         device = context.memory.device
         capture = CAPTURES[device.type]
@@ -194,53 +222,104 @@ class GraphRunner:
         )
         return graph
 
+    def _room_for_logits(self, exchange: _Exchange) -> Tensor:
+        """What all graphs write into, one after another."""
+        if self._logits is None:
+            exchange.require_all()
+            sample_nV = self._model.compute_logits(self._context.hidden_of([0]))
+            size, rows = self.keys()[0]
+            self._logits = sample_nV.new_empty(size * rows, sample_nV.shape[1])
+        return self._logits
+
+
+class _Exchange:
+    """Tells the ranks of a model before each forward of a capture whether all make it: else one
+    would wait for the others inside."""
+
+    def __init__(self, ranks: Ranks):
+        self._ranks, self._is_over = ranks, False
+
+    def require_all(self) -> None:
+        """Raise RuntimeError if another rank has failed."""
+        if self.end(has_failed=False):
+            raise RuntimeError("another rank cannot capture a graph")
+
+    def end(self, has_failed: bool) -> bool:
+        """Say whether this rank has failed, and return whether any has."""
+        if not self._is_over:
+            self._is_over = any(self._ranks.maximum([has_failed]))
+        return self._is_over
+
 
 def _is_of_decodes(plan: StepPlan) -> bool:
-    return (
-        bool(plan.work)
-        and not plan.ready
-        and all(
-            len(work.tokens) == work.num_logits == 1 + len(work.draft_draws) for work in plan.work
-        )
+    """Return whether all work is of last tokens, with drafts behind them or not. Of a request that
+    ends, whose last state is wanted alone, no token is drawn."""
+    return bool(plan.work) and all(
+        len(work.tokens) == 1 + len(work.draft_draws)
+        and work.num_logits in (0, len(work.tokens))
+        and work.num_logits >= len(work.draft_draws)
+        for work in plan.work
     )
+
+
+class GraphPool:
+    """What graphs share: the memory between their first and last kernels, and a stream, by which
+    torch keeps that memory and libraries their workspaces."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self.stream: torch.cuda.Stream | None = None
 
 
 class CudaGraph:
     """A captured function without arguments. `output` is what it returned, which a replay writes
-    anew, and `num_bytes` the device memory that the capture took.
+    anew, and `num_bytes` the device memory that the capture took from this process's.
 
     Args:
         run: the function; it is called three times: kernels are compiled, waits for the device are
             found, and then it is captured.
         device: its own.
-        pool: from `new_pool`; graphs of one pool share the memory between their first and last
-            kernels.
+        pool: from `new_pool`.
 
     Raises:
-        RuntimeError: it cannot be captured; torch's message says why.
+        RuntimeError: it cannot be captured; torch's message says why. Nothing of it is left: no
+            kernel that is not waited for, no stream, no open capture.
     """
 
-    new_pool = staticmethod(torch.cuda.graph_pool_handle)
+    new_pool = GraphPool
 
-    def __init__(self, run: Callable[[], Tensor], device: torch.device, pool: Any):
+    def __init__(self, run: Callable[[], Tensor], device: torch.device, pool: GraphPool):
         with torch.cuda.device(device):
-            stream, own = torch.cuda.Stream(), torch.cuda.current_stream()
+            own = torch.cuda.current_stream()
+            pool.stream = stream = pool.stream or torch.cuda.Stream()
             stream.wait_stream(own)
-            with torch.cuda.stream(stream):
-                run()
-                with _no_waits():
+            try:
+                with torch.cuda.stream(stream):
                     run()
-            own.wait_stream(stream)
+                    with _no_waits():
+                        run()
+            finally:  # also behind an error: the host goes on to write what its kernels read
+                own.wait_stream(stream)
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            free, _ = torch.cuda.mem_get_info()
+            before = torch.cuda.memory_reserved()
             self._graph = torch.cuda.CUDAGraph()
-            # Other threads may copy pages meanwhile.
-            with torch.cuda.graph(
-                self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                self.output = run()
-            self.num_bytes = max(0, free - torch.cuda.mem_get_info()[0])
+            with torch.cuda.stream(stream):
+                # Other threads may copy pages meanwhile.
+                self._graph.capture_begin(pool.handle, capture_error_mode="thread_local")
+                try:
+                    self.output = run()
+                finally:
+                    self._end(pool)
+            self.num_bytes = max(0, torch.cuda.memory_reserved() - before)
+
+    def _end(self, pool: GraphPool) -> None:
+        try:
+            self._graph.capture_end()
+        except RuntimeError:  # torch leaves its allocator in a capture that has failed
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool.handle)
+            raise
 
     def replay(self) -> None:
         """Run what was captured, without waiting."""

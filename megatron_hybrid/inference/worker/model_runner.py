@@ -47,7 +47,7 @@ from megatron_hybrid.inference.worker.sampler import (
     score,
     to_host,
 )
-from megatron_hybrid.models.derived_weights import keep_derived
+from megatron_hybrid.models.derived_weights import keep_derived, work_out_again
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.ops.to_device import to_device
 from megatron_hybrid.utils.out_of_memory import optional_work
@@ -97,9 +97,16 @@ class ModelRunner:
         self._parked.clear()
 
     def drop_old_weights(self) -> None:
-        """Drop what was worked out from weights that have changed."""
-        self._derived.clear()
-        self.drop_graphs()
+        """Drop what was worked out from weights that have changed. Graphs stay where these lie where
+        they lay; others are captured again."""
+        if self.graphs is None or not self.graphs.num_graphs:
+            self._derived.clear()
+        elif self.graphs.hold_addresses():
+            work_out_again(self._derived)
+        else:
+            self.drop_graphs()
+            self._derived.clear()
+            self.capture_graphs()
 
     def drop_graphs(self) -> None:
         if self.graphs is not None:
@@ -116,9 +123,12 @@ class ModelRunner:
                     yield
 
     @torch.inference_mode()
-    def capture_graph(self, size: int, num_rows: int) -> None:
-        with self._computing():
-            self.graphs.capture(size, num_rows)
+    def capture_graphs(self) -> None:
+        """Capture all graphs that there are not; call it between steps."""
+        if self.graphs is not None:
+            with self._computing():
+                for key in self.graphs.keys():
+                    self.graphs.capture(*key)
 
     def graph_counts(self) -> dict[str, int]:
         graphs = self.graphs

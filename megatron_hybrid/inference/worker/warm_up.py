@@ -66,20 +66,18 @@ def warm_up(runner: ModelRunner, max_tokens: int, saves: bool) -> float:
         MemoryError: the device lacks the memory for a step.
     """
     began = time.perf_counter()
-    context, memory, graphs = runner.context, runner.memory, runner.graphs
+    context, memory = runner.context, runner.memory
     launching = copy(runner)  # what it works out from weights, the graphs read
     launching.graphs = None
     num_pages = len(memory.pool) - 1
     pages = np.arange(1, 1 + memory.spec.checkpoint_pages, dtype=np.int32)
     plans = list(_plans(context, max_tokens, pages if saves and len(pages) <= num_pages else None))
-    by_rows = {} if graphs is None else graphs.sizes
-    sizes = [(size, rows) for rows, each in by_rows.items() for size in reversed(each)]
-    total, shows = len(plans) + len(sizes), runner.ranks.is_first
+    shows = runner.ranks.is_first
     if shows:
         logger.info(
-            "warming up: %d steps compile and load kernels, before the first request", total
+            "warming up: %d steps compile and load kernels, before the first request", len(plans)
         )
-    with progress("warming up", total, False, has_lines=False, is_shown=shows) as advance:
+    with progress("warming up", len(plans), False, has_lines=False, is_shown=shows) as advance:
         try:
             for plan in plans:
                 launching.run(plan)
@@ -92,9 +90,6 @@ def warm_up(runner: ModelRunner, max_tokens: int, saves: bool) -> float:
                 f"max_requests={context.max_requests} beside the pool ({error}): lower one of "
                 "them, or cache_bytes; with warm_up=False the first such step fails"
             ) from error
-        for size, num_rows in sizes:
-            runner.capture_graph(size, num_rows)
-            advance(1)
     memory.refill()
     seconds = time.perf_counter() - began
     if shows:
