@@ -587,7 +587,8 @@ def build_hybrid_model(
     pre_process: bool | None = None,
     post_process: bool | None = None,
 ) -> HybridModel:
-    """A model with random weights (of torch's generator) on torch's default device.
+    """A model with random weights (of torch's generator) on torch's default device. Without
+    `config.perform_initialization` its weights have no values yet, and no generator has moved.
 
     In one process without megatron-core's process groups, the model gets groups of its own, and
     torch.distributed stays as it is. Over several ranks, core's are set up if the caller has not.
@@ -611,7 +612,10 @@ def build_hybrid_model(
         device = torch.get_default_device()
     else:
         device = torch.device("cuda", torch.cuda.current_device())
-        if not get_cuda_rng_tracker().is_initialized():
+    # Some layers draw in any case; weights that are read afterwards move nobody's generators.
+    generators = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(generators, not config.perform_initialization):
+        if not config.use_cpu_initialization and not get_cuda_rng_tracker().is_initialized():
             names = {"tp_rank": "tp", "ep_rank": "ep", "etp_rank": "expt_tp"}
             ranks = {
                 rank: getattr(groups, name).rank()
@@ -619,6 +623,6 @@ def build_hybrid_model(
                 if hasattr(groups, name)
             }
             model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31, **ranks)
-    model = HybridModel(config, groups, pre_process, post_process).to(device)
+        model = HybridModel(config, groups, pre_process, post_process).to(device)
     model.note_draw(torch.initial_seed())
     return model
