@@ -43,6 +43,7 @@ from megatron_hybrid.models.sharding.sharded_state import sharded_state_dict
 from megatron_hybrid.models.sharding.stage_copies import StageCopies
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
+from megatron_hybrid.utils.other_names import names_arguments, names_attributes
 
 NO_LABEL = -100
 """Label of tokens without a label, as in torch's `cross_entropy` and transformers."""
@@ -61,6 +62,7 @@ else:
     _LanguageModule = LanguageModule
 
 
+@names_attributes
 class HybridModel(_LanguageModule):
     """A decoder whose layers are the symbols of `config.layer_pattern`.
 
@@ -581,6 +583,7 @@ def unwrap(model: object) -> object:
             return model
 
 
+@names_arguments()
 def build_hybrid_model(
     config: HybridConfig,
     pg_collection: ProcessGroupCollection | None = None,

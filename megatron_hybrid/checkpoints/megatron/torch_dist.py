@@ -65,6 +65,7 @@ from megatron_hybrid.models.sharding.sharded_state import EXPERTS, distributed_k
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING, OUTPUT_LAYER
 from megatron_hybrid.models.sharding.tensor_sharding import cut_of
 from megatron_hybrid.utils.files import replace_file
+from megatron_hybrid.utils.other_names import names_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ def is_torch_dist(folder: str | os.PathLike[str]) -> bool:
     return (folder / TRACKER_FILE).is_file() or (folder / METADATA_FILE).is_file()
 
 
+@names_arguments(HybridConfig)
 def load_megatron(
     folder: str | os.PathLike[str],
     device: str | torch.device | None = None,

@@ -1,8 +1,9 @@
 """Names of other libraries: each is answered with a name that is there, or not guessed at."""
 
+import asyncio
+import inspect
 import re
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,24 @@ from megatron_hybrid import cli
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.utils.field_help import fields_help
-from megatron_hybrid.utils.other_names import CONFIGS, SECTIONS, Target, advice, rows, table
+from megatron_hybrid.utils.other_names import (
+    CONFIGS,
+    SECTIONS,
+    Target,
+    advice,
+    attributes_of,
+    rows,
+    table,
+)
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "other_names.md"
 LISTS = Path(__file__).parent / "foreign_names"
 FOREIGN = {path.stem: path.read_text().split("\n", 1)[1].split() for path in LISTS.glob("*.txt")}
 FOREIGN["transformers"] = [*GenerationConfig().to_dict()]
 FOREIGN["transformers"] += [field.name for field in fields(TrainingArguments)]
-FOREIGN["table"] = [name for row in rows() for names in row.libraries.values() for name in names]
+FOREIGN["table"] = [
+    name for row in rows() for names in row.libraries.values() for name in names if not row.places
+]
 
 
 def names_of(fielded) -> list[str]:
@@ -31,7 +42,16 @@ def places() -> dict[str, list[str]]:
     """Every place -> the names that are there."""
     recipe = Recipe.load("laptop")
     known = {name: names_of(getattr(mh, name)) for name in CONFIGS}
-    known["load_pretrained"] = ["folder", "device", "dtype", "mtp", *names_of(HybridConfig)]
+    known["load_pretrained"] = known["load_pretrained()"] = [
+        "folder",
+        "device",
+        "dtype",
+        "mtp",
+        *names_of(HybridConfig),
+    ]
+    known["HybridConfig"] = known["model"] = names_of(HybridConfig)
+    for call in (mh.DynamicInferenceEngine, mh.AsyncEngine.generate, mh.AsyncEngine.stream):
+        known[f"{call.__qualname__}()"] = [*inspect.signature(call).parameters]
     known |= {name: names_of(getattr(recipe, name)) for name in SECTIONS[:5]}
     for command in cli.COMMANDS:
         known[f"megatron-hybrid {command}"] = [*cli.command_parser(command)._option_string_actions]
@@ -76,11 +96,11 @@ def test_a_foreign_name_is_told_rightly_or_not_guessed_at(place):
     assert len(told) > 30
 
 
-@pytest.mark.parametrize("place", [*CONFIGS, "load_pretrained", "megatron-hybrid serve"])
+@pytest.mark.parametrize(
+    "place", [*CONFIGS, "HybridConfig", "load_pretrained()", "megatron-hybrid serve"]
+)
 def test_a_wrong_name_raises_the_advice(place, capsys):
-    call = getattr(mh, place, None)
-    if place == "load_pretrained":
-        call = partial(mh.load_pretrained, "nowhere")
+    call = getattr(mh, place.removesuffix("()"), None)
     parser = cli.command_parser("serve")
     for name in FOREIGN["table"]:
         if call is None:
@@ -104,13 +124,19 @@ def test_a_wrong_name_raises_the_advice(place, capsys):
         ("SamplingParams", "priority", "use RequestOptions(priority=...)"),
         ("RequestOptions", "temperature", "use SamplingParams(temperature=...)"),
         ("InferenceConfig", "tp_size", "use load_pretrained(tensor_model_parallel_size=...)"),
-        ("load_pretrained", "cache_dir", "leave it out: models are read from folders alone"),
+        ("load_pretrained()", "cache_dir", "leave it out: models are read from folders alone"),
         ("megatron-hybrid chat", "--max_model_len", "use --context"),
         ("megatron-hybrid chat", "--max-num-queued-reqs", "use `megatron-hybrid serve --max-wait"),
         ("megatron-hybrid train", "--lr", "use the recipe's optimizer.learning_rate"),
         ("InferenceConfig", "cache_byte", "did you mean cache_bytes?"),
         ("megatron-hybrid serve", "--cache-mb", "did you mean --cache-mib?"),
         ("run", "stesp", "did you mean steps?"),
+        ("HybridConfig", "num_key_value_heads", "use num_query_groups"),
+        ("HybridConfig", "torch_dtype", "use params_dtype"),
+        ("DynamicInferenceEngine()", "gpu_memory_utilization", "use InferenceConfig(memory_frac"),
+        ("AsyncEngine.generate()", "max_tokens", "use SamplingParams(num_tokens_to_generate=...)"),
+        ("DynamicInferenceEngine.generate()", "guide", "use RequestOptions(guide=...)"),
+        ("AsyncEngine.stream()", "prompts", "use prompt: a text"),
         ("SamplingParams", "top_a", None),
         ("tools[0]", "stop", None),
     ],
@@ -118,6 +144,42 @@ def test_a_wrong_name_raises_the_advice(place, capsys):
 def test_answers(place, name, told):
     answer = advice(place, name, PLACES.get(place, ()))
     assert answer is None if told is None else answer.startswith(told)
+
+
+def entries():
+    """All that is called or made by the names of the package, and the methods of its engines."""
+    for name in mh.__all__:
+        entry = getattr(mh, name)
+        if inspect.isfunction(entry) or name in ("HybridConfig", "GenerationResult", *CONFIGS):
+            yield entry
+    for engine in (mh.DynamicInferenceEngine, mh.AsyncEngine):
+        yield engine
+        for name, method in inspect.getmembers(engine, inspect.isfunction):
+            if name[0] != "_" and len(inspect.signature(method).parameters) > 1:
+                yield method
+
+
+@pytest.mark.parametrize("entry", [*entries()], ids=lambda entry: entry.__qualname__)
+def test_every_entry_answers_an_unknown_argument(entry):
+    with pytest.raises(TypeError, match=r"has no \w+ 'zzz': its (argument|field)s are"):
+        asyncio.run(entry(zzz=1))
+
+
+def test_every_attribute_of_others_is_answered():
+    model, tokenizer = mh.load_pretrained("demo")
+    config = mh.InferenceConfig(cache_bytes=32 << 20)
+    engine = mh.DynamicInferenceEngine(model, tokenizer, config)
+    [result] = engine.generate("Once", mh.SamplingParams(num_tokens_to_generate=1))
+    for owner in (model, tokenizer, engine, result, mh):
+        advised = attributes_of(getattr(owner, "__name__", type(owner).__name__))
+        assert advised
+        for asked, told in advised.items():
+            with pytest.raises(AttributeError, match=f"no attribute '{asked}': {re.escape(told)}"):
+                getattr(owner, asked)
+    with pytest.raises(AttributeError, match="no attribute 'from_pretrained': use load_pretr"):
+        mh.HybridModel.from_pretrained  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute '__call__': use encode"):
+        tokenizer("Once")
 
 
 def test_an_unknown_name_is_answered_with_all():
