@@ -23,6 +23,8 @@ from megatron_hybrid.models.layer_pattern import PREDICTION_BOUNDARY, split_pred
 from megatron_hybrid.utils.files import read_failure
 
 CONFIG_FILE = "config.json"
+ADAPTER_FILE = "adapter_config.json"
+"""Config of an adapter that PEFT wrote."""
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -256,6 +258,17 @@ def _modelopt_config(path: Path) -> dict[str, Any]:
     return {"quant_method": "modelopt", **found}
 
 
+def _advice_for_adapter(path: Path) -> str:
+    """Return what to do with a folder that has an adapter of PEFT, and no model."""
+    base = _read_json(path).get("base_model_name_or_path") or "its base model"
+    return (
+        f"{path.parent} holds an adapter of PEFT ({path.name}), and no model. Merge it into "
+        f"{base}, and load the folder that this writes: AutoPeftModelForCausalLM.from_pretrained("
+        f"{str(path.parent)!r}).merge_and_unload().save_pretrained(FOLDER), and the tokenizer's "
+        "save_pretrained(FOLDER)."
+    )
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -263,6 +276,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         if os.path.lexists(path):
             why = read_failure(path, error)
             raise CheckpointError(f"{path} cannot be read as JSON: {why}") from error
+        if (adapter := path.parent / ADAPTER_FILE).is_file():
+            raise CheckpointError(_advice_for_adapter(adapter)) from error
         exported = path.parent / "exported"  # in the folder of a training run
         such = f", such as {exported}" if (exported / path.name).is_file() else ""
         raise CheckpointError(
