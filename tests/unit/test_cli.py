@@ -465,9 +465,25 @@ def test_the_list_of_commands_fits_80_columns(capsys):
     out = capsys.readouterr().out
     assert all(f"\n  {name} " in out for name in cli.COMMANDS)
     assert max(map(len, out.splitlines())) <= 80
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err == out
     with pytest.raises(SystemExit):
-        cli.main(["serv"])
-    assert "invalid choice: 'serv'" in capsys.readouterr().err
+        cli.main(["help"])
+    assert capsys.readouterr().out == out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["serv"], "there is no command 'serv': did you mean serve?"),
+        (["frob", "--help"], "there is no command 'frob': the commands are demo, generate, chat,"),
+        (["--modle", "demo"], "unrecognized arguments: --modle"),
+    ],
+)
+def test_a_wrong_command_is_answered_with_the_nearest(capsys, arguments, told):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert told in capsys.readouterr().err
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
