@@ -118,10 +118,10 @@ class CheckpointFolder:
             CheckpointError: not a usable config, or of an unknown architecture.
             ValueError, TypeError: an override is not possible.
         """
-        names = self._tensor_names() or (None if as_announced else [])
+        names = self.tensor_names() or (None if as_announced else [])
         return config_of(self._with_dtype(), str(self.config_file), names, mtp, **overrides)
 
-    def _tensor_names(self) -> list[str]:
+    def tensor_names(self) -> list[str]:
         """Names of all weights; none where there are unreadable ones, which their loading
         reports."""
         try:

@@ -81,6 +81,16 @@ def model_folder(name: str | os.PathLike[str]) -> Path:
     return DEMO_FOLDER if str(name) == DEMO else Path(name)
 
 
+def open_config(name: str | os.PathLike[str]) -> CheckpointFolder:
+    """Open a `model_folder`, or the folder of a config.json. Raises CheckpointError if there is no
+    config that can be read."""
+    path = model_folder(name)
+    if not path.exists():
+        advice = hub_advice(name)
+        raise CheckpointError(f"{path} is not there: name a folder or a config.json.{advice}")
+    return CheckpointFolder(path) if path.is_dir() else CheckpointFolder(path.parent, path.name)
+
+
 def checked_folder(name: str | os.PathLike[str]) -> Path:
     """Find a `model_folder`. Raises CheckpointError if there is no such folder."""
     path = model_folder(name)

@@ -14,15 +14,13 @@ import torch
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.checkpoints.checkpoint import checked_load
 from megatron_hybrid.checkpoints.folder import (
-    CONFIG_FILE,
     CheckpointFolder,
     huggingface_config,
 )
 from megatron_hybrid.checkpoints.huggingface import ADAPTERS
 from megatron_hybrid.checkpoints.huggingface.base import language_part
 from megatron_hybrid.checkpoints.model_tensors import names_of_all_stages
-from megatron_hybrid.checkpoints.pretrained import hub_advice, load_tokenizer, model_folder
-from megatron_hybrid.checkpoints.tensor_files import CheckpointError
+from megatron_hybrid.checkpoints.pretrained import load_tokenizer, model_folder, open_config
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.requests.builder import RequestBuilder
 from megatron_hybrid.inference.sampling_params import SamplingParams
@@ -37,29 +35,23 @@ class Examination:
 
     Args:
         path: a folder, "demo", or a config.json.
-
-    Raises:
-        CheckpointError: there is no config.json that can be read.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        folder = model_folder(path)
-        file = folder / CONFIG_FILE if folder.is_dir() else folder
-        if not folder.exists():
-            raise CheckpointError(
-                f"{folder} is not there: name a folder or a file.{hub_advice(path)}"
-            )
-        self._path, self._file = file.parent, file.name
-        self.is_folder = folder.is_dir()
+        self._path, self.is_folder = path, model_folder(path).is_dir()
         self.tokenizer: Tokenizer | None = None
         self.refusal: str | None = None
         """Why the model does not load, or answers no request; None: it does both."""
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield what is found, each with its name; `refusal` is set at the end."""
-        with CheckpointFolder(self._path, self._file) as opened:
+        """Yield what is found, each with its name; `refusal` is set at the end.
+
+        Raises:
+            CheckpointError: there is no config.json that can be read.
+        """
+        with open_config(self._path) as opened:
             yield from _stated(opened.values)
-            is_packed = _has_files(opened) and opened.is_packed
+            is_packed = bool(opened.tensor_names()) and opened.is_packed
             method = (opened.quantization or {}).get("quant_method", "of this library")
             yield "quantization", str(method) if is_packed or opened.quantization else "none"
             model = None
@@ -120,7 +112,7 @@ def _layers(model: HybridModel, parameters: int) -> Iterator[tuple[str, str]]:
 def _nearest(opened: CheckpointFolder) -> Iterator[tuple[str, str]]:
     """Yield the known architecture whose tensors are most like those of an unknown one."""
     values = opened.values
-    names = set(opened.files.names()) if _has_files(opened) else set()
+    names = set(opened.tensor_names())
     found: list[tuple[float, str, set[str]]] = []
     for model_type in ADAPTERS:
         try:
@@ -135,10 +127,3 @@ def _nearest(opened: CheckpointFolder) -> Iterator[tuple[str, str]]:
     yield "nearest", f"{model_type}, but for {len(differing)} tensors"
     if differing:
         yield "such as", ", ".join(sorted(differing)[:4])
-
-
-def _has_files(opened: CheckpointFolder) -> bool:
-    try:
-        return bool(opened.files.names())
-    except CheckpointError:
-        return False

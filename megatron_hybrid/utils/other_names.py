@@ -132,10 +132,10 @@ def _use(place: str, targets: Iterable[Target], known: Collection[str]) -> str:
     outside = [target for target in rest if target not in in_recipe]
     trains = command == "train" or place in SECTIONS
     chosen = (in_recipe or outside) if trains else (outside or in_recipe)
-    return f"use {', or '.join(_elsewhere(chosen, in_python=command is None or trains))}"
+    return f"use {', or '.join(in_words(chosen, in_python=command is None or trains))}"
 
 
-def _elsewhere(targets: Iterable[Target], in_python: bool) -> Iterator[str]:
+def in_words(targets: Iterable[Target], in_python: bool) -> Iterator[str]:
     """Yield for each owner how its targets are written. in_python: it is clear which of them are
     Python."""
     for owner, group in groupby(targets, lambda target: target.owner):
@@ -159,19 +159,14 @@ def _near(name: str, known: Iterable[str]) -> str | None:
 
 def _is_slip(name: str, meant: str) -> bool:
     """Return whether one letter is missing, too much or wrong, or swapped with the next."""
-    if abs(len(name) - len(meant)) > 1:
-        return False
-    start = _num_shared(name, meant)
-    given, wanted = name[start:][::-1], meant[start:][::-1]
-    end = _num_shared(given, wanted)
-    given, wanted = given[end:], wanted[end:]
-    return max(len(given), len(wanted)) <= 1 or (len(given) == 2 and given == wanted[::-1])
-
-
-def _num_shared(one: str, other: str) -> int:
-    """Return how many letters two names begin with alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    for i in range(len(name) + 1):
+        tail, rest = name[i:], meant[i:]
+        mended = (tail[1:], rest), (tail, rest[1:]), (tail[1:], rest[1:])
+        if any(a == b for a, b in mended) or tail[1::-1] + tail[2:] == rest:
+            return True
+        if name[i : i + 1] != rest[:1]:
+            return False
+    return False
 
 
 def names_arguments(*others: type) -> Callable[[E], E]:
@@ -263,24 +258,3 @@ def attributes_of(owner: str) -> dict[str, str]:
     to use."""
     found = [row for row in rows() if f"{owner}." in row.places]
     return {name: row.text for row in found for names in row.libraries.values() for name in names}
-
-
-def table() -> str:
-    """Return docs/reference/other_names.md's table."""
-    lines = ["| name, of | do this |", "| --- | --- |"]
-    for row in rows():
-        fields = [target for target in row.targets if not target.is_option]
-        options = [target for target in row.targets if target.is_option]
-        uses = [*_elsewhere(fields, in_python=True), *(_option(target) for target in options)]
-        names: dict[str, list[str]] = {}
-        for library, given in row.libraries.items():
-            for name in given:
-                names.setdefault(name, []).append(library)
-        theirs = "; ".join(f"`{name}`, {', '.join(of)}" for name, of in names.items())
-        lines.append(f"| {theirs} | {', '.join(uses)}{row.text} |")
-    return "\n".join(lines)
-
-
-def _option(target: Target) -> str:
-    of = f"{PROGRAM}{target.owner} " if target.owner else ""
-    return f"`{of}{target.setting}`"
