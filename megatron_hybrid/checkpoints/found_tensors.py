@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.checkpoints.folder import FLOATS, CheckpointFolder
-from megatron_hybrid.checkpoints.huggingface.base import (
-    Adapter,
-    TensorMap,
-    is_of_language_model,
-)
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, is_of_language_model
 from megatron_hybrid.checkpoints.model_tensors import own_weights
 from megatron_hybrid.checkpoints.packed_files import PackedFiles
 from megatron_hybrid.checkpoints.packed_maps import PackedSource, own_source

@@ -36,8 +36,6 @@ from megatron_hybrid.text.chat_template import TextTooLongError
 from megatron_hybrid.utils.field_help import fields_help
 from megatron_hybrid.utils.validation import Range
 
-"""Parts of a message's content that are texts."""
-
 
 def _object(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(required)}

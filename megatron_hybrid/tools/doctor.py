@@ -13,10 +13,7 @@ import torch
 
 from megatron_hybrid.cache.prefix_cache import PrefixCache
 from megatron_hybrid.checkpoints.checkpoint import checked_load
-from megatron_hybrid.checkpoints.folder import (
-    CheckpointFolder,
-    huggingface_config,
-)
+from megatron_hybrid.checkpoints.folder import CheckpointFolder, huggingface_config
 from megatron_hybrid.checkpoints.huggingface import ADAPTERS
 from megatron_hybrid.checkpoints.huggingface.base import language_part
 from megatron_hybrid.checkpoints.model_tensors import names_of_all_stages

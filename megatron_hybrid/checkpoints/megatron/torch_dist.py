@@ -40,10 +40,7 @@ from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout, joined
 from megatron_hybrid.checkpoints.megatron.args import args_of_config, fields_of_args
 from megatron_hybrid.checkpoints.megatron.checksums import Checksums, write_checksums
-from megatron_hybrid.checkpoints.megatron.names import (
-    gpt_to_hybrid_name,
-    hybrid_to_gpt_name,
-)
+from megatron_hybrid.checkpoints.megatron.names import gpt_to_hybrid_name, hybrid_to_gpt_name
 from megatron_hybrid.checkpoints.megatron.pickles import load_pickle, load_saved, readable
 from megatron_hybrid.checkpoints.model_tensors import (
     full_state_dict,

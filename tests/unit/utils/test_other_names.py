@@ -15,14 +15,7 @@ from megatron_hybrid import cli
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.utils.field_help import fields_help
-from megatron_hybrid.utils.other_names import (
-    CONFIGS,
-    SECTIONS,
-    Target,
-    advice,
-    attributes_of,
-    rows,
-)
+from megatron_hybrid.utils.other_names import CONFIGS, SECTIONS, Target, advice, attributes_of, rows
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "other_names.md"
 LISTS = Path(__file__).parent / "foreign_names"

@@ -17,12 +17,7 @@ from waiting import wait_until
 from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.inference.weights import transfer
-from megatron_hybrid.inference.weights.transfer import (
-    GroupInfo,
-    TrainerError,
-    WeightGroup,
-    part_of,
-)
+from megatron_hybrid.inference.weights.transfer import GroupInfo, TrainerError, WeightGroup, part_of
 from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
 
 PROMPT = random_tokens(100)
