@@ -477,7 +477,6 @@ def test_the_list_of_commands_fits_80_columns(capsys):
     [
         (["serv"], "there is no command 'serv': did you mean serve?"),
         (["frob", "--help"], "there is no command 'frob': the commands are demo, generate, chat,"),
-        (["--modle", "demo"], "unrecognized arguments: --modle"),
     ],
 )
 def test_a_wrong_command_is_answered_with_the_nearest(capsys, arguments, told):

@@ -135,9 +135,7 @@ def test_a_generated_part_links_to_its_source_for_readers_of_a_clone():
     for page in SITE:
         text = page.read_text(encoding="utf-8")
         links = dict(re.findall(r"\[(\w+)\]\(((?:\.\./)+megatron_hybrid/[\w/]+\.py)\)", text))
-        for name in re.findall(
-            r"^(?:<!-- .*|:::) megatron_hybrid[\w.]*\.(\w+)", text, re.MULTILINE
-        ):
+        for name in re.findall(r"^(?:<!-- .*|:::) megatron_hybrid[\w.]*\.(\w+)", text, re.M):
             source = (page.parent / links[name]).read_text(encoding="utf-8")
             assert re.search(rf"^(class|def) {name}\b|^{name}\b.*=", source, re.MULTILINE), name
 

@@ -66,6 +66,8 @@ def test_a_hub_id_is_told_from_a_folder(name, is_hub_id):
 def test_a_device_that_is_not_there_is_refused_before_anything_is_read(
     device, message, monkeypatch
 ):
+    with pytest.raises(TypeError, match="dtype is 'bfloat16': give a dtype, such as torch"):
+        load_pretrained("nowhere", dtype="bfloat16")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
