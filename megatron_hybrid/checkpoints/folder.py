@@ -262,10 +262,9 @@ def _advice_for_adapter(path: Path) -> str:
     """Return what to do with a folder that has an adapter of PEFT, and no model."""
     base = _read_json(path).get("base_model_name_or_path") or "its base model"
     return (
-        f"{path.parent} holds an adapter of PEFT ({path.name}), and no model. Merge it into "
-        f"{base}, and load the folder that this writes: AutoPeftModelForCausalLM.from_pretrained("
-        f"{str(path.parent)!r}).merge_and_unload().save_pretrained(FOLDER), and the tokenizer's "
-        "save_pretrained(FOLDER)."
+        f"{path.parent} holds a low-rank adapter of PEFT ({path.name}), and no model. Load {base}, "
+        f"and add the adapter to it: serve --max-adapters 1 --adapter NAME={path.parent}, or "
+        f"engine.adapters.load(name, {str(path.parent)!r}); see docs/guides/serving_adapters.md."
     )
 
 

@@ -114,7 +114,7 @@ def test_packed_weights_have_their_size(tmp_path):
 def test_an_adapter_alone_is_named_with_what_to_do(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
     for call in (examine, mh.load_pretrained):
-        with pytest.raises(CheckpointError, match=r"an adapter of PEFT .* Merge it into org/base"):
+        with pytest.raises(CheckpointError, match=r"adapter of PEFT .* Load org/base"):
             call(tmp_path)
 
 
