@@ -7,12 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_hybrid import (
-    DynamicInferenceEngine,
-    HybridConfig,
-    SamplingParams,
-    build_hybrid_model,
-)
+from megatron_hybrid import DynamicInferenceEngine, HybridConfig, SamplingParams, build_hybrid_model
 
 ONE_TOKEN = SamplingParams(top_k=1, num_tokens_to_generate=1)
 

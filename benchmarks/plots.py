@@ -1,17 +1,20 @@
-"""Plots of docs/plots, for light and dark pages, and the chart of README.md.
-
-Each is two SVG files: NAME.svg for light pages, NAME-dark.svg for dark ones. Words stay text.
-"""
+"""Plots of docs/plots, for light and dark pages, and the chart of README.md. Words stay text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.drawings.svg import dark_style
+
 ROOT = Path(__file__).parents[1]
 RESULTS, FOLDER = ROOT / "benchmarks" / "results", ROOT / "docs" / "plots"
-THEMES = {"": ("#ffffff", "#1f2328", "#656d76"), "-dark": ("#1e2129", "#e6edf3", "#9198a1")}
-"""Of a file name's end: paper, ink, and what is fainter."""
+COLOURS = (
+    ("#ffffff", "#1e2129"),
+    ("#1f2328", "#e6edf3"),
+    ("#656d76", "#9198a1"),
+)
+"""Paper, ink, and what is fainter, each on light and on dark pages."""
 OURS, INT8, REST = "#2da44e", "#1f883d", "#8c959f"
 ROWS = (
     ("short prompts, a cache of 1 GB", "short-classify", 1),
@@ -44,23 +47,23 @@ def pyplot():
     return plt
 
 
-def drawn(name: str, draw: Callable, folder: Path = FOLDER) -> list[Path]:
-    """Both files of a plot. draw: `(matplotlib.pyplot, colour of the fainter words) -> figure`."""
-    plt = pyplot()
-    paths = []
-    for end, (paper, ink, faint) in THEMES.items():
-        parts = ("text", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-        style = {f"{part}.color" if part == "text" else part: ink for part in parts}
-        style |= {"figure.facecolor": paper, "axes.facecolor": paper, "legend.labelcolor": ink}
-        style |= {"svg.fonttype": "none", "svg.hashsalt": name, "grid.color": faint}
-        style |= {"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"]}
-        style |= {"legend.frameon": False, "grid.alpha": 0.3}
-        with plt.rc_context(style):
-            figure = draw(plt, faint)
-            paths.append(folder / f"{name}{end}.svg")
-            figure.savefig(paths[-1], metadata={"Date": None})
-            plt.close(figure)
-    return paths
+def drawn(name: str, draw: Callable, folder: Path = FOLDER) -> Path:
+    """The file of a plot. draw: `(matplotlib.pyplot, colour of the fainter words) -> figure`."""
+    plt, path = pyplot(), folder / f"{name}.svg"
+    (paper, _), (ink, _), (faint, _) = COLOURS
+    parts = ("text", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    style = {f"{part}.color" if part == "text" else part: ink for part in parts}
+    style |= {"figure.facecolor": paper, "axes.facecolor": paper, "legend.labelcolor": ink}
+    style |= {"svg.fonttype": "none", "svg.hashsalt": name, "grid.color": faint}
+    style |= {"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"]}
+    style |= {"legend.frameon": False, "grid.alpha": 0.3}
+    with plt.rc_context(style):
+        figure = draw(plt, faint)
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)
+    light = path.read_text(encoding="utf-8")
+    path.write_text(light.replace("<defs>", dark_style(COLOURS) + "<defs>", 1), encoding="utf-8")
+    return path
 
 
 def skipped(cells: Sequence[dict], workload: str, gigabytes: int, engines: Sequence[str]) -> float:
@@ -76,7 +79,7 @@ def skipped(cells: Sequence[dict], workload: str, gigabytes: int, engines: Seque
     )
 
 
-def chart(cells: Sequence[dict], folder: Path = FOLDER) -> list[Path]:
+def chart(cells: Sequence[dict], folder: Path = FOLDER) -> Path:
     """Bars of the skipped share, for each workload one of each engine: README.md's picture."""
 
     def draw(plt, faint: str):

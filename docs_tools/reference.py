@@ -18,6 +18,8 @@ from pathlib import PurePosixPath
 
 from docs_tools.source import ROOT, Class, read_class, table
 from megatron_hybrid.cli import COMMANDS, command_parser
+from megatron_hybrid.utils.other_names import PROGRAM, Target, in_words
+from megatron_hybrid.utils.other_names import rows as other_names_rows
 
 MARK = re.compile(r"^<!-- generated: (\w+) ?([\w./]*) -->.*$", re.MULTILINE)
 """With a sentence after it, for readers of a clone."""
@@ -142,6 +144,26 @@ def file(path: str) -> str:
 
     text = (ROOT / path).read_text(encoding="utf-8")
     return _LINK.sub(link, text.partition("\n")[2].strip())
+
+
+def other_names() -> str:
+    """The table of docs/reference/other_names.md: names of other libraries, and what to do."""
+    found = []
+    for row in other_names_rows():
+        fields = [target for target in row.targets if not target.is_option]
+        options = [target for target in row.targets if target.is_option]
+        uses = [*in_words(fields, in_python=True), *map(_option_of, options)]
+        names: dict[str, list[str]] = {}
+        for library, given in row.libraries.items():
+            for name in given:
+                names.setdefault(name, []).append(library)
+        theirs = "; ".join(f"`{name}`, {', '.join(of)}" for name, of in names.items())
+        found.append((theirs, f"{', '.join(uses)}{row.text}"))
+    return rows_table(("name, of", "do this"), found)
+
+
+def _option_of(target: Target) -> str:
+    return f"`{PROGRAM}{target.owner} {target.setting}`" if target.owner else f"`{target.setting}`"
 
 
 def rows_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

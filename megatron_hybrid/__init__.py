@@ -8,6 +8,7 @@ results = engine.generate(["Once upon a time"], SamplingParams(num_tokens_to_gen
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from megatron_hybrid.utils.other_names import attributes_of
 from megatron_hybrid.version import __version__
 
 if TYPE_CHECKING:
@@ -107,7 +108,9 @@ take seconds, which `import megatron_hybrid` and the command line's help need no
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        advised = attributes_of(__name__).get(name)
+        remedy = f": {advised}" if advised else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
     value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value  # found without this function from now on
     return value

@@ -8,6 +8,7 @@ from importlib import import_module
 from textwrap import fill
 
 from megatron_hybrid.commands.arguments import CommandParser
+from megatron_hybrid.utils.other_names import advice
 from megatron_hybrid.version import __version__
 
 _NAMES = (
@@ -21,8 +22,17 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns the exit status."""
-    called = build_parser().parse_args(arguments)
-    command = COMMANDS[called.command]
+    arguments, parser = sys.argv[1:] if arguments is None else arguments, build_parser()
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
+    called = parser.parse_args(arguments)
+    if called.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    if (command := COMMANDS.get(called.command)) is None:
+        remedy = advice(parser.prog, called.command, COMMANDS)
+        remedy = remedy or f"the commands are {', '.join(COMMANDS)}"
+        parser.error(f"there is no command {called.command!r}: {remedy}")
     options = command_parser(called.command).read(called.arguments)
     return reported(lambda: command.run(options))
 
@@ -62,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs="?", metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 

@@ -1,4 +1,4 @@
-"""Writes all drawings, each in light and in dark."""
+"""Writes all drawings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.drawings import cache, engine
 
 FOLDER = Path(__file__).parents[2] / "docs" / "drawings"
-DRAWINGS: dict[str, Callable[[str], str]] = {
+DRAWINGS: dict[str, Callable[[], str]] = {
     "idea": cache.idea,
     "tree": cache.tree,
     "pages": cache.pages,
@@ -16,17 +16,12 @@ DRAWINGS: dict[str, Callable[[str], str]] = {
     "layers": engine.layers,
     "ranks": engine.ranks,
 }
-"""File name -> function of "light" or "dark"."""
+"""File name -> function that draws it."""
 
 
 def files() -> dict[str, str]:
-    """File name -> content, of each drawing in light and in dark."""
-    suffixes = {"light": "", "dark": "-dark"}
-    return {
-        f"{name}{suffix}.svg": draw(shade)
-        for name, draw in DRAWINGS.items()
-        for shade, suffix in suffixes.items()
-    }
+    """File name -> content, of each drawing."""
+    return {f"{name}.svg": draw() for name, draw in DRAWINGS.items()}
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ from __future__ import annotations
 from benchmarks.drawings.svg import Sheet
 
 
-def idea(shade: str) -> str:
+def idea() -> str:
     """A prompt that comes twice, and the next turn, under both rules of where states are saved."""
-    sheet = Sheet("States at any token let a prompt be skipped whole", 434, shade)
+    sheet = Sheet("States at any token let a prompt be skipped whole", 434)
     sheet.title("A recurrent layer resumes only at a saved state")
     sheet.box(16, 42, 14, 14, "grey")
     sheet.text(36, 54, "computed", colour="faint")
@@ -45,9 +45,9 @@ def idea(shade: str) -> str:
     return sheet.svg()
 
 
-def tree(shade: str) -> str:
+def tree() -> str:
     """Two cached chats after one system prompt, and a prompt that leaves one of them."""
-    sheet = Sheet("A tree of cached prefixes with states, ghost entries and a junction", 356, shade)
+    sheet = Sheet("A tree of cached prefixes with states, ghost entries and a junction", 356)
     sheet.title("The tree: tokens, KV blocks, states")
     left, per_token = 20, 0.75
 
@@ -88,9 +88,9 @@ def tree(shade: str) -> str:
     return sheet.svg()
 
 
-def pages(shade: str) -> str:
+def pages() -> str:
     """One pool of pages: who holds which, live slots next to it, tiers below it."""
-    sheet = Sheet("Pages of one pool, live slots, and the tiers below", 466, shade)
+    sheet = Sheet("Pages of one pool, live slots, and the tiers below", 466)
     sheet.title("One pool of uniform pages")
     for x, name, table, start in (
         (16, "request A", "blocks 1 2 3 4 5", "skipped 48 of 80 tokens"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from benchmarks.drawings.svg import Sheet
 
 
-def request(shade: str) -> str:
+def request() -> str:
     """A request from its arguments to its answer, with the loop of steps."""
-    sheet = Sheet("A request's life, from its arguments to its answer", 606, shade)
+    sheet = Sheet("A request's life, from its arguments to its answer", 606)
     sheet.title("A request's life")
     left, width, height = 76, 360, 66
     stages = (
@@ -58,9 +58,9 @@ def request(shade: str) -> str:
     return sheet.svg()
 
 
-def layers(shade: str) -> str:
+def layers() -> str:
     """The packages, each above those that it imports."""
-    sheet = Sheet("Layers of the code: imports run down", 482, shade)
+    sheet = Sheet("Layers of the code: imports run down", 482)
     sheet.title("Imports run down, and in no circle")
 
     def layer(
@@ -92,9 +92,9 @@ def layers(shade: str) -> str:
     return sheet.svg()
 
 
-def ranks(shade: str) -> str:
+def ranks() -> str:
     """Two replicas of a model, each split over two ranks, and a router."""
-    sheet = Sheet("Two replicas of a model, each over two ranks, behind a router", 452, shade)
+    sheet = Sheet("Two replicas of a model, each over two ranks, behind a router", 452)
     sheet.title("Ranks of one model, replicas of it")
     sheet.box(150, 44, 220, 48, "soft grey", radius=6)
     sheet.text(260, 64, "router (optional)", bold=True, anchor="middle")

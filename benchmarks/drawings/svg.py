@@ -1,8 +1,8 @@
-"""Sheet: an SVG drawing in light or dark colours, of boxes, lines, circles and text."""
+"""Sheet: an SVG drawing of boxes, lines, circles and text, for light and dark pages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 WIDTH = 520
@@ -10,45 +10,41 @@ WIDTH = 520
 SHOWN = 640
 """Pixels across a drawing where a page is wider."""
 FONT = "Helvetica, Arial, sans-serif"
-PALETTES = {
-    "light": {
-        "paper": "#ffffff",
-        "ink": "#1f2328",
-        "faint": "#57606a",
-        "line": "#6e7781",
-        "grey": "#afb8c1",
-        "green": "#2da44e",
-        "orange": "#d4762c",
-        "blue": "#218bff",
-        "soft grey": "#eef1f4",
-        "soft green": "#d5f0dc",
-        "soft orange": "#fbe3cf",
-        "soft blue": "#dcecfd",
-    },
-    "dark": {
-        "paper": "#1e2129",
-        "ink": "#e9edf2",
-        "faint": "#b1bac4",
-        "line": "#8b949e",
-        "grey": "#59636e",
-        "green": "#3fb950",
-        "orange": "#f0883e",
-        "blue": "#58a6ff",
-        "soft grey": "#2d323c",
-        "soft green": "#20432e",
-        "soft orange": "#53371f",
-        "soft blue": "#1f3b5f",
-    },
+COLOURS = {
+    "paper": ("#ffffff", "#1e2129"),
+    "ink": ("#1f2328", "#e9edf2"),
+    "faint": ("#57606a", "#b1bac4"),
+    "line": ("#6e7781", "#8b949e"),
+    "grey": ("#afb8c1", "#59636e"),
+    "green": ("#2da44e", "#3fb950"),
+    "orange": ("#d4762c", "#f0883e"),
+    "blue": ("#218bff", "#58a6ff"),
+    "soft grey": ("#eef1f4", "#2d323c"),
+    "soft green": ("#d5f0dc", "#20432e"),
+    "soft orange": ("#fbe3cf", "#53371f"),
+    "soft blue": ("#dcecfd", "#1f3b5f"),
 }
+"""By name: the colour on a light page, and the one on a dark page."""
+
+
+def dark_style(colours: Iterable[tuple[str, str]]) -> str:
+    """Return the style by which a light drawing has dark colours where its page, or its reader's
+    system, is dark: a picture then needs no second file. colours: pairs of light and dark."""
+    rules = "".join(
+        f"[{part}='{light}'],[style*='{part}: {light}']{{{part}:{dark}!important}}"
+        for light, dark in colours
+        for part in ("fill", "stroke")
+    )
+    return f"<style>@media (prefers-color-scheme:dark){{{rules}}}</style>"
 
 
 class Sheet:
-    """One drawing. Colours are names of a palette; y runs down; text has its baseline at y."""
+    """One drawing. Colours are names of COLOURS; y runs down; text has its baseline at y."""
 
-    def __init__(self, title: str, height: int, shade: str) -> None:
-        self._colours = PALETTES[shade]
+    def __init__(self, title: str, height: int) -> None:
+        self._colours = {name: light for name, (light, _) in COLOURS.items()}
         self._height = height
-        self._parts = [f"<title>{escape(title)}</title>"]
+        self._parts = [f"<title>{escape(title)}</title>", dark_style(COLOURS.values())]
         self.box(0, 0, WIDTH, height, "paper", radius=6)
 
     def text(

@@ -50,7 +50,7 @@ def hit_rates(cells: Sequence[Cell], folder: Path) -> list[Path]:
             figure.suptitle(f"Prompt tokens skipped, {geometry}, {in_flight} in flight")
             return figure
 
-        paths += drawn(f"replay_{geometry}_{in_flight}_in_flight", draw, folder)
+        paths.append(drawn(f"replay_{geometry}_{in_flight}_in_flight", draw, folder))
     return paths
 
 
@@ -89,7 +89,7 @@ def models(cells: Sequence[Cell], folder: Path) -> list[Path]:
             figure.suptitle(f"% of prompt tokens skipped over GB of cache, {n} in flight")
             return figure
 
-        paths += drawn(f"replay_models_{in_flight}_in_flight", draw, folder)
+        paths.append(drawn(f"replay_models_{in_flight}_in_flight", draw, folder))
     return paths
 
 
@@ -142,7 +142,7 @@ def cliffs(found: Sequence[Cliff], folder: Path) -> list[Path]:
             figure.suptitle(geometry)
             return figure
 
-        paths += drawn(f"replay_cliff_{geometry}", draw, folder)
+        paths.append(drawn(f"replay_cliff_{geometry}", draw, folder))
     return paths
 
 
@@ -153,7 +153,7 @@ def main() -> None:
         return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
     replay, five = read("replay.json"), read("replay_models.json")
-    paths = chart(replay["cells"])
+    paths = [chart(replay["cells"])]
     paths += hit_rates([Cell(**cell) for cell in replay["cells"]], FOLDER)
     paths += cliffs([Cliff(**cliff) for cliff in replay["cliffs"]], FOLDER)
     paths += models([Cell(**cell) for cell in five["cells"]], FOLDER)

@@ -32,10 +32,12 @@ from megatron_hybrid.distributed.ranks import fail_together
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import NO_MEMORY, HybridModel
 from megatron_hybrid.utils.files import replace_file
+from megatron_hybrid.utils.other_names import names_arguments
 
 logger = logging.getLogger(__name__)
 
 
+@names_arguments()
 def save_checkpoint(model: HybridModel, folder: str | os.PathLike[str]) -> None:
     """Write config.json and the weights. Call it on every rank of the model; one writes.
 
@@ -53,6 +55,7 @@ def save_checkpoint(model: HybridModel, folder: str | os.PathLike[str]) -> None:
         _write(folder, model.config.to_dict(), state)
 
 
+@names_arguments()
 def save_huggingface(model: HybridModel, folder: str | os.PathLike[str]) -> None:
     """Write a folder for transformers: the model's original config.json, and the weights under
     Hugging Face's names. Call it on every rank of the model; one writes.

@@ -26,6 +26,8 @@ CONFIG_FILE = "config.json"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 METADATA_FILE = ".metadata"
 """Files of Megatron's folders, and of one iteration in them."""
+ADAPTER_FILE = "adapter_config.json"
+"""Config of an adapter that PEFT wrote."""
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -125,10 +127,10 @@ class CheckpointFolder:
             CheckpointError: not a usable config, or of an unknown architecture.
             ValueError, TypeError: an override is not possible.
         """
-        names = self._tensor_names() or (None if as_announced else [])
+        names = self.tensor_names() or (None if as_announced else [])
         return config_of(self._with_dtype(), str(self.config_file), names, mtp, **overrides)
 
-    def _tensor_names(self) -> list[str]:
+    def tensor_names(self) -> list[str]:
         """Names of all weights; none where there are unreadable ones, which their loading
         reports."""
         try:
@@ -265,6 +267,16 @@ def _modelopt_config(path: Path) -> dict[str, Any]:
     return {"quant_method": "modelopt", **found}
 
 
+def _advice_for_adapter(path: Path) -> str:
+    """Return what to do with a folder that has an adapter of PEFT, and no model."""
+    base = _read_json(path).get("base_model_name_or_path") or "its base model"
+    return (
+        f"{path.parent} holds a low-rank adapter of PEFT ({path.name}), and no model. Load {base}, "
+        f"and add the adapter to it: serve --max-adapters 1 --adapter NAME={path.parent}, or "
+        f"engine.adapters.load(name, {str(path.parent)!r}); see docs/guides/serving_adapters.md."
+    )
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -272,6 +284,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         if os.path.lexists(path):
             why = read_failure(path, error)
             raise CheckpointError(f"{path} cannot be read as JSON: {why}") from error
+        if (adapter := path.parent / ADAPTER_FILE).is_file():
+            raise CheckpointError(_advice_for_adapter(adapter)) from error
         exported = path.parent / "exported"  # in the folder of a training run
         such = f", such as {exported}" if (exported / path.name).is_file() else ""
         if not such and is_torch_dist(path.parent):

@@ -12,20 +12,18 @@ import torch
 from torch import Tensor
 
 from megatron_hybrid.checkpoints.folder import FLOATS, CheckpointFolder
-from megatron_hybrid.checkpoints.huggingface.base import (
-    Adapter,
-    TensorMap,
-    is_of_language_model,
-)
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, is_of_language_model
 from megatron_hybrid.checkpoints.model_tensors import own_weights
 from megatron_hybrid.checkpoints.packed_files import PackedFiles
 from megatron_hybrid.checkpoints.packed_maps import PackedSource, own_source
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles, check_numbers
 from megatron_hybrid.checkpoints.tensor_source import TensorSource, check_names, dtypes_in_model
+from megatron_hybrid.distributed.rendezvous import own_member
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.models.parameter_names import canonical_name, is_of_prediction
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING
+from megatron_hybrid.utils.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -70,22 +68,27 @@ class FoundTensors:
         """Raise CheckpointError for NaN, and numbers that the model's dtype lacks, in tensors of
         this rank's stage, which its tensor-parallel ranks share out among them, and for scales that
         make NaN of a code of 0. maps: of these tensors, and of parts of packed weights."""
-        tp, files = model.pg_collection.tp, self.files
+        tp = model.pg_collection.tp
         dtypes = dtypes_in_model(model, maps)
-        for name in sorted(dtypes)[tp.rank() :: tp.size()]:
-            weight, _, part = name.rpartition(":")
-            if weight in self.packed.stored:
-                stored = self.packed.stored[weight].parts[part]
-                value = files.read(stored.name)
-                check_numbers(stored.name, value, files.folder)
-                if part in ("scale", "outer"):
-                    scale = value if stored.decode is None else stored.decode(value)
-                    name = f"{stored.name}, times a code of 0,"
-                    check_numbers(name, scale.float() * 0, files.folder)
-            else:
-                given = self.given[name]
-                value = source.read(source.given[name])
-                check_numbers(given, value, files.folder, dtypes[name])
+        names = sorted(dtypes)[tp.rank() :: tp.size()]
+        total, is_first = sum(map(source.num_bytes, names)), own_member().rank == 0
+        with progress(f"checking {source.name}", total, is_shown=is_first) as advance:
+            for name in names:
+                self._check_numbers(name, source, dtypes[name])
+                advance(source.num_bytes(name))
+
+    def _check_numbers(self, name: str, source: TensorSource, dtype: torch.dtype) -> None:
+        weight, _, part = name.rpartition(":")
+        folder = self.files.folder
+        if weight not in self.packed.stored:
+            check_numbers(self.given[name], source.read(source.given[name]), folder, dtype)
+            return
+        stored = self.packed.stored[weight].parts[part]
+        value = self.files.read(stored.name)
+        check_numbers(stored.name, value, folder)
+        if part in ("scale", "outer"):
+            scale = value if stored.decode is None else stored.decode(value)
+            check_numbers(f"{stored.name}, times a code of 0,", scale.float() * 0, folder)
 
 
 def find_tensors(

@@ -27,12 +27,7 @@ from megatron_hybrid.models.mixers.projections import (
     LocalRowLinear,
     ReplicatedLinear,
 )
-from megatron_hybrid.models.packed_weight import (
-    PackedWeight,
-    Packing,
-    common_group,
-    replace_weight,
-)
+from megatron_hybrid.models.packed_weight import PackedWeight, Packing, common_group, replace_weight
 from megatron_hybrid.ops import unpack
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,13 @@ from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.tokenizer_files import find_tokenizer
-from megatron_hybrid.utils.other_names import advice
+from megatron_hybrid.utils.other_names import names_arguments
 
 DEMO = "demo"
-_ARGUMENTS = ("folder", "device", "dtype", "mtp")
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
 
 
+@names_arguments(HybridConfig)
 def load_pretrained(
     folder: str | os.PathLike[str],
     device: str | torch.device | None = None,
@@ -55,13 +54,6 @@ def load_pretrained(
         TypeError: there is no such argument; the message gives the right one.
         ValueError: this machine has no such device.
     """
-    known = [*_ARGUMENTS, *(field.name for field in fields(HybridConfig))]
-    for name in overrides.keys() - set(known):
-        remedy = advice("load_pretrained", name, known) or (
-            f"its arguments are {', '.join(_ARGUMENTS)}, and the fields of HybridConfig "
-            "(docs/reference/config.md)"
-        )
-        raise TypeError(f"load_pretrained() has no argument {name!r}: {remedy}")
     if isinstance(dtype, str):
         raise TypeError(f"dtype is {dtype!r}: give a dtype, such as torch.bfloat16")
     initialize_distributed()
@@ -87,6 +79,16 @@ def load_pretrained(
 def model_folder(name: str | os.PathLike[str]) -> Path:
     """Path of a model folder; "demo": the one in the package."""
     return DEMO_FOLDER if str(name) == DEMO else Path(name)
+
+
+def open_config(name: str | os.PathLike[str]) -> CheckpointFolder:
+    """Open a `model_folder`, or the folder of a config.json. Raises CheckpointError if there is no
+    config that can be read."""
+    path = model_folder(name)
+    if not path.exists():
+        advice = hub_advice(name)
+        raise CheckpointError(f"{path} is not there: name a folder or a config.json.{advice}")
+    return CheckpointFolder(path) if path.is_dir() else CheckpointFolder(path.parent, path.name)
 
 
 def checked_folder(name: str | os.PathLike[str]) -> Path:

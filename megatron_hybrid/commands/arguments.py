@@ -115,6 +115,14 @@ def add_model(
     )
 
 
+def add_source_and_target(parser: argparse.ArgumentParser, source: str) -> None:
+    """Add the folders that a command reads and writes. source: help for the first."""
+    parser.add_argument("source", metavar="SOURCE", help=source)
+    parser.add_argument(
+        "target", metavar="TARGET", help="Write to this folder, which must be new or empty."
+    )
+
+
 def add_prompts(parser: argparse.ArgumentParser, about: str) -> None:
     """Add `prompt`, a list."""
     about += " The option may be given several times."

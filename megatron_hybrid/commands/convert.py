@@ -2,18 +2,16 @@
 
 import argparse
 
+from megatron_hybrid.commands.arguments import DTYPES, add_source_and_target
+
 HELP = "Convert a checkpoint between this package, Hugging Face and Megatron-LM (torch_dist)."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="Read this checkpoint folder, of any of these kinds. In the folder of a training "
-        "run, the newest checkpoint is read.",
-    )
-    parser.add_argument(
-        "target", metavar="TARGET", help="Write to this folder, which must be new or empty."
+    add_source_and_target(
+        parser,
+        "Read this checkpoint folder, of any of these kinds. In the folder of a training run, the "
+        "newest checkpoint is read.",
     )
     parser.add_argument(
         "--to",
@@ -32,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "float16"),
+        choices=DTYPES,
         help="Write weights in this number format. The default is the format of the source.",
     )
 

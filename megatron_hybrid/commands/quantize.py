@@ -2,20 +2,13 @@
 
 import argparse
 
-from megatron_hybrid.commands.arguments import read_text, whole_number
+from megatron_hybrid.commands.arguments import add_source_and_target, read_text, whole_number
 
 HELP = "Write a model with weights of 8 or 4 bits."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="Read this model folder, ours or Hugging Face's, or demo.",
-    )
-    parser.add_argument(
-        "target", metavar="TARGET", help="Write to this folder, which must be new or empty."
-    )
+    add_source_and_target(parser, "Read this model folder, ours or Hugging Face's, or demo.")
     parser.add_argument(
         "--to",
         required=True,

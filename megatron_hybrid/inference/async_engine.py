@@ -28,6 +28,7 @@ from megatron_hybrid.inference.weights.transfer import LOOK_SECONDS
 from megatron_hybrid.text.guide import NICENESS, Guide
 from megatron_hybrid.utils.daemon_threads import DaemonThreads
 from megatron_hybrid.utils.interrupts import result_of
+from megatron_hybrid.utils.other_names import names_arguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,6 +56,7 @@ _PARTS = ("weights", "kv_cache", "scheduling")
 """What `AsyncEngine.wake_up` takes, in the order in which it wakes them up."""
 
 
+@names_arguments()
 class AsyncEngine:
     """A `DynamicInferenceEngine` for asyncio: requests of all coroutines run in one batch.
 

@@ -13,7 +13,7 @@ from megatron_hybrid.cache.pages.spec import BlockSize
 from megatron_hybrid.cache.policy.protocol import POLICIES
 from megatron_hybrid.inference.drafters import DRAFTERS
 from megatron_hybrid.inference.sampling_params import Seed
-from megatron_hybrid.utils.other_names import names_fields
+from megatron_hybrid.utils.other_names import names_arguments
 from megatron_hybrid.utils.validation import Range, check_fields
 
 StateEncoding = Literal["exact", "bf16", "int8"]
@@ -23,7 +23,7 @@ LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 Positive = Annotated[int, Range(ge=1, le=2**63 - 1)]
 
 
-@names_fields
+@names_arguments()
 @dataclass
 class InferenceConfig:
     """Settings of an engine: sizes, and the prefix-caching mode.

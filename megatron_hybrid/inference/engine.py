@@ -39,9 +39,11 @@ from megatron_hybrid.inference.weight_calls import WeightCalls
 from megatron_hybrid.inference.weights.adapter_calls import AdapterCalls
 from megatron_hybrid.inference.weights.updates import Pairs
 from megatron_hybrid.utils.interrupts import defer_sigint
+from megatron_hybrid.utils.other_names import names_arguments
 from megatron_hybrid.utils.progress import progress as progress_bar
 
 
+@names_arguments()
 class DynamicInferenceEngine:
     """Serves a hybrid model with continuous batching and prefix sharing.
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from megatron_hybrid.utils.other_names import names_fields
+from megatron_hybrid.utils.other_names import names_arguments
 from megatron_hybrid.utils.validation import Range, check_field, check_fields, check_text
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class ThinkingBudget:
         check_fields(self, "ThinkingBudget: ")
 
 
-@names_fields
+@names_arguments()
 @dataclass
 class SamplingParams:
     """Sampling parameters of one request. Field names follow megatron-core's `SamplingParams`.

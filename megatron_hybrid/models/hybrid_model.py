@@ -43,6 +43,7 @@ from megatron_hybrid.models.sharding.sharded_state import sharded_state_dict
 from megatron_hybrid.models.sharding.stage_copies import StageCopies
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, mark_tensor_parallel
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
+from megatron_hybrid.utils.other_names import names_arguments, names_attributes
 from megatron_hybrid.utils.out_of_memory import is_lack_of_memory
 
 NO_LABEL = -100
@@ -62,6 +63,7 @@ else:
     _LanguageModule = LanguageModule
 
 
+@names_attributes
 class HybridModel(_LanguageModule):
     """A decoder whose layers are the symbols of `config.layer_pattern`.
 
@@ -583,13 +585,15 @@ def unwrap(model: object) -> object:
             return model
 
 
+@names_arguments()
 def build_hybrid_model(
     config: HybridConfig,
     pg_collection: ProcessGroupCollection | None = None,
     pre_process: bool | None = None,
     post_process: bool | None = None,
 ) -> HybridModel:
-    """A model with random weights (of torch's generator) on torch's default device.
+    """A model with random weights (of torch's generator) on torch's default device. Without
+    `config.perform_initialization` its weights have no values yet, and no generator has moved.
 
     In one process without megatron-core's process groups, the model gets groups of its own, and
     torch.distributed stays as it is. Over several ranks, core's are set up if the caller has not.
@@ -614,7 +618,10 @@ def build_hybrid_model(
         device = torch.get_default_device()
     else:
         device = torch.device("cuda", torch.cuda.current_device())
-        if not get_cuda_rng_tracker().is_initialized():
+    # Some layers draw in any case; weights that are read afterwards move nobody's generators.
+    generators = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(generators, not config.perform_initialization):
+        if not config.use_cpu_initialization and not get_cuda_rng_tracker().is_initialized():
             names = {"tp_rank": "tp", "ep_rank": "ep", "etp_rank": "expt_tp"}
             ranks = {
                 rank: getattr(groups, name).rank()
@@ -622,14 +629,14 @@ def build_hybrid_model(
                 if hasattr(groups, name)
             }
             model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31, **ranks)
-    try:
-        model = HybridModel(config, groups, pre_process, post_process).to(device)
-    except Exception as error:
-        if not is_lack_of_memory(error):
-            raise
-        raise MemoryError(
-            f"{device} has no room for weights of vocab_size={config.vocab_size}, hidden_size="
-            f"{config.hidden_size}: lower them, or raise tensor_model_parallel_size ({error})"
-        ) from error
+        try:
+            model = HybridModel(config, groups, pre_process, post_process).to(device)
+        except Exception as error:
+            if not is_lack_of_memory(error):
+                raise
+            raise MemoryError(
+                f"{device} has no room for weights of vocab_size={config.vocab_size}, hidden_size="
+                f"{config.hidden_size}: lower them, or raise tensor_model_parallel_size ({error})"
+            ) from error
     model.note_draw(torch.initial_seed())
     return model

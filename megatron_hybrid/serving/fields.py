@@ -36,8 +36,6 @@ from megatron_hybrid.text.chat_template import TextTooLongError
 from megatron_hybrid.utils.field_help import fields_help
 from megatron_hybrid.utils.validation import Range
 
-"""Parts of a message's content that are texts."""
-
 
 def _object(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(required)}
@@ -82,55 +80,31 @@ _NEVER = (
     *("ngram_corpus_id", "regex", "rid", "routed_dp_rank", "sampling_seed", "session_id", "task"),
 )
 """Known fields that are refused with any value but null."""
+_NEUTRAL = (
+    # A chat's template writes special tokens; spaces between them are the tokenizer's.
+    (False, ("add_special_tokens", "guided_json_object", "return_prompt_text", "no_stop_trim")),
+    (False, ("return_token_offsets", "use_beam_search", "watermarking", "return_meta_info")),
+    (False, ("return_cached_tokens_details", "return_hidden_states", "return_prompt_token_ids")),
+    (False, ("return_routed_experts", "use_audio_in_video", "background")),
+    (False, ("enable_response_messages",)),
+    (True, ("include_reasoning", "spaces_between_special_tokens", "separate_reasoning")),
+    (True, ("stream_reasoning",)),
+    ({}, ("kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "ec_transfer_params")),
+    # In responses `reasoning` is used.
+    ({}, ("vllm_xargs", "custom_labels", "custom_params", "reasoning", "session_params")),
+    ([], ("functions", "logits_processors", "stop_regex", "access_programs", "mcp_servers")),
+    ([], ("previous_input_messages",)),
+    (0, ("routed_experts_prompt_start", "routed_experts_start_len")),
+    (1, ("best_of", "length_penalty", "stream_interval")),
+    (["text"], ("modalities",)),
+    ("", ("suffix",)),
+    ("medium", ("verbosity",)),
+)
+"""A value that asks for nothing -> fields that are refused with any other."""
 UNSUPPORTED: dict[str, tuple] = {
     **dict.fromkeys(_NEVER, ()),
-    # OpenAI
-    "access_programs": ([],),
-    "background": (False,),
-    "best_of": (1,),
+    **{name: (value,) for value, names in _NEUTRAL for name in names},
     "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "previous_input_messages": ([],),
-    "suffix": ("",),
-    "verbosity": ("medium",),
-    # Anthropic
-    "mcp_servers": ([],),
-    # vLLM
-    "add_special_tokens": (False,),  # a chat's template writes them
-    "enable_response_messages": (False,),
-    "guided_json_object": (False,),
-    "include_reasoning": (True,),
-    "kv_transfer_params": ({},),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "spaces_between_special_tokens": (True,),  # those that the tokenizer writes
-    "ec_transfer_params": ({},),
-    "return_prompt_text": (False,),
-    "return_token_offsets": (False,),
-    "routed_experts_prompt_start": (0,),
-    "stream_interval": (1,),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-    "watermarking": (False,),
-    # SGLang
-    "custom_labels": ({},),
-    "custom_params": ({},),
-    "no_stop_trim": (False,),
-    "reasoning": ({},),  # in responses it is used
-    "return_cached_tokens_details": (False,),
-    "return_hidden_states": (False,),
-    "return_meta_info": (False,),
-    "return_prompt_token_ids": (False,),
-    "return_routed_experts": (False,),
-    "routed_experts_start_len": (0,),
-    "separate_reasoning": (True,),
-    "session_params": ({},),
-    "stop_regex": ([],),
-    "stream_reasoning": (True,),
-    "use_audio_in_video": (False,),
 }
 """Known fields without an effect here -> values that ask for nothing, besides null."""
 

@@ -32,6 +32,7 @@ from megatron_hybrid.text.tokenizer_files import (
     read_tokenizer_files,
     write_tokenizer_files,
 )
+from megatron_hybrid.utils.other_names import names_arguments
 from megatron_hybrid.utils.validation import check_text
 
 # Its tokens tell apart tokenizers with the same vocabulary.
@@ -50,6 +51,7 @@ _ENDS = 256
 """More tokens than a piece may have because it is cut out of its text: those of two words."""
 
 
+@names_arguments()
 class Tokenizer:
     """Text to token ids and back.
 

@@ -1,6 +1,6 @@
 """`megatron-hybrid doctor`: what a model folder or a config.json holds, and whether it loads.
 
-It reads the config and the headers of the weights."""
+It checks what loading checks, the numbers of all weights among it, and allocates no model."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from typing import Any
 
 import torch
 
-from megatron_hybrid.checkpoints.folder import (
-    CONFIG_FILE,
-    CheckpointFolder,
-    huggingface_config,
-)
-from megatron_hybrid.checkpoints.found_tensors import find_tensors
+from megatron_hybrid.cache.prefix_cache import PrefixCache
+from megatron_hybrid.checkpoints.checkpoint import checked_load
+from megatron_hybrid.checkpoints.folder import CheckpointFolder, huggingface_config
 from megatron_hybrid.checkpoints.huggingface import ADAPTERS
 from megatron_hybrid.checkpoints.huggingface.base import language_part
-from megatron_hybrid.checkpoints.pretrained import hub_advice, load_tokenizer, model_folder
-from megatron_hybrid.checkpoints.tensor_files import CheckpointError
-from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.checkpoints.model_tensors import names_of_all_stages
+from megatron_hybrid.checkpoints.pretrained import load_tokenizer, model_folder, open_config
+from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.inference.requests.builder import RequestBuilder
+from megatron_hybrid.inference.sampling_params import SamplingParams
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.layer_pattern import LAYER_KINDS
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -33,42 +32,51 @@ class Examination:
 
     Args:
         path: a folder, "demo", or a config.json.
-
-    Raises:
-        CheckpointError: there is no config.json that can be read.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        folder = model_folder(path)
-        file = folder / CONFIG_FILE if folder.is_dir() else folder
-        if not folder.exists():
-            raise CheckpointError(f"{folder} is not there: name a folder.{hub_advice(path)}")
-        self._path, self._file = file.parent, file.name
-        self.is_folder = folder.is_dir()
+        self._path, self.is_folder = path, model_folder(path).is_dir()
         self.tokenizer: Tokenizer | None = None
         self.refusal: str | None = None
-        """Why the model does not load; None: it does, as far as headers tell."""
+        """Why the model does not load, or answers no request; None: it does both."""
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield what is found, each with its name; `refusal` is set at the end."""
-        with CheckpointFolder(self._path, self._file) as opened:
+        """Yield what is found, each with its name; `refusal` is set at the end.
+
+        Raises:
+            CheckpointError: there is no config.json that can be read.
+        """
+        with open_config(self._path) as opened:
             yield from _stated(opened.values)
-            is_packed = _has_files(opened) and opened.is_packed
+            is_packed = bool(opened.tensor_names()) and opened.is_packed
             method = (opened.quantization or {}).get("quant_method", "of this library")
             yield "quantization", str(method) if is_packed or opened.quantization else "none"
+            model = None
             try:
                 config = opened.config(as_announced=True, perform_initialization=False)
                 with torch.device("meta"):
                     model = build_hybrid_model(config)
-                yield from _layers(config, model)
+                parameters = sum(p.numel() for p in model.parameters())
                 opened.check_quantization()
                 self.tokenizer = load_tokenizer(opened.path, config.vocab_size, opened.values)
                 if self.is_folder:
-                    find_tensors(model, opened)
+                    with checked_load(model, opened, names_of_all_stages(model)):
+                        pass  # nothing is to be written
+                _check_requests(model, self.tokenizer)
             except (ValueError, TypeError) as error:
                 self.refusal = str(error)
                 if opened.values.get("model_type") not in ADAPTERS:
                     yield from _nearest(opened)
+            if model is not None:
+                yield from _layers(model, parameters)
+
+
+def _check_requests(model: HybridModel, tokenizer: Tokenizer | None) -> None:
+    """Raise what an engine would for every request: its values for sampling, or its end tokens, are
+    no legal ones."""
+    cache = PrefixCache(spec_of(model, 16, "exact"), 64)
+    builder = RequestBuilder(InferenceConfig(), cache, tokenizer, model.vocab_size)
+    builder.build([0], SamplingParams(num_tokens_to_generate=1), None)
 
 
 def _stated(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -82,16 +90,17 @@ def _stated(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "context", f"{context:,} tokens" if isinstance(context, int) else str(context)
 
 
-def _layers(config: HybridConfig, model: HybridModel) -> Iterator[tuple[str, str]]:
+def _layers(model: HybridModel, parameters: int) -> Iterator[tuple[str, str]]:
+    config = model.config
     yield "layer_pattern", config.layer_pattern
     kinds = Counter(LAYER_KINDS[symbol].meaning for symbol in config.pattern.symbols)
     yield "layers", ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
     if config.pattern.predictions:
         yield "MTP head", "yes; `serve --speculation mtp` drafts with it"
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    dtype = str(config.params_dtype).removeprefix("torch.")
     yield "parameters", f"{parameters:,}"
-    yield "weights", f"{parameters * config.params_dtype.itemsize / 1e9:.2f} GB in {dtype}"
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    weights = sum(p.nbytes for p in model.parameters())
+    yield "weights", f"{weights / 1e9:.3f} GB in {', '.join(sorted(dtypes))}"
     spec = spec_of(model, 16, "exact")
     yield "KV per token", f"{spec.kv_bytes_per_token:,} bytes"
     yield "states", f"{spec.state_bytes:,} bytes for each sequence or saved position"
@@ -100,7 +109,7 @@ def _layers(config: HybridConfig, model: HybridModel) -> Iterator[tuple[str, str
 def _nearest(opened: CheckpointFolder) -> Iterator[tuple[str, str]]:
     """Yield the known architecture whose tensors are most like those of an unknown one."""
     values = opened.values
-    names = set(opened.files.names()) if _has_files(opened) else set()
+    names = set(opened.tensor_names())
     found: list[tuple[float, str, set[str]]] = []
     for model_type in ADAPTERS:
         try:
@@ -115,10 +124,3 @@ def _nearest(opened: CheckpointFolder) -> Iterator[tuple[str, str]]:
     yield "nearest", f"{model_type}, but for {len(differing)} tensors"
     if differing:
         yield "such as", ", ".join(sorted(differing)[:4])
-
-
-def _has_files(opened: CheckpointFolder) -> bool:
-    try:
-        return bool(opened.files.names())
-    except CheckpointError:
-        return False

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from megatron_hybrid.cache.pages.spec import CacheSpec, KVGroup
-from megatron_hybrid.checkpoints.folder import CONFIG_FILE, CheckpointFolder, quantization_of
+from megatron_hybrid.checkpoints.folder import CheckpointFolder, quantization_of
 from megatron_hybrid.checkpoints.found_tensors import pack_as_in
-from megatron_hybrid.checkpoints.pretrained import hub_advice, model_folder
-from megatron_hybrid.checkpoints.tensor_files import INDEX_FILE, WEIGHTS_FILE, CheckpointError
+from megatron_hybrid.checkpoints.pretrained import model_folder, open_config
+from megatron_hybrid.checkpoints.tensor_files import INDEX_FILE, WEIGHTS_FILE
 from megatron_hybrid.inference.config import STATE_ENCODINGS, InferenceConfig
 from megatron_hybrid.inference.memory.budget import step_bytes
 from megatron_hybrid.inference.memory.cache_pool import cache_spec_of
@@ -116,11 +116,7 @@ def read_model_config(path: str | os.PathLike, mtp: bool = False) -> HybridConfi
     Raises:
         CheckpointError: the config cannot be read or used.
     """
-    folder = model_folder(path)
-    file = folder / CONFIG_FILE if folder.is_dir() else folder
-    if not file.exists() and (advice := hub_advice(path)):
-        raise CheckpointError(f"{path} is no folder here.{advice}")
-    with CheckpointFolder(file.parent, file.name) as opened:
+    with open_config(path) as opened:
         return opened.config(mtp, as_announced=True, perform_initialization=False)
 
 

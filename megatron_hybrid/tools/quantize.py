@@ -25,12 +25,7 @@ from megatron_hybrid.checkpoints.folder import CONFIG_FILE, CheckpointFolder, ad
 from megatron_hybrid.checkpoints.found_tensors import HEAD, FoundTensors, find_tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout
-from megatron_hybrid.checkpoints.packed_files import (
-    PARTS,
-    PackedTensor,
-    StoredWeight,
-    in_words,
-)
+from megatron_hybrid.checkpoints.packed_files import PARTS, PackedTensor, StoredWeight, in_words
 from megatron_hybrid.checkpoints.packed_maps import PACKABLE
 from megatron_hybrid.checkpoints.pretrained import checked_folder, load_pretrained
 from megatron_hybrid.checkpoints.quantize import fp4_divisor, quantized

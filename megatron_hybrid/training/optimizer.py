@@ -121,10 +121,11 @@ class OptimizerFields(Fields):
         """
         decay = self.decay_steps or 0
         if self.warmup_steps >= steps or self.warmup_steps + decay > steps:
-            after = f" and {decay} of decay (decay_steps)" if decay else ""
+            after = f" and optimizer.decay_steps={decay}" if decay else ""
             raise ValueError(
-                f"the run has {steps} steps, too few for {self.warmup_steps} of warm-up "
-                f"(warmup_steps){after}. Raise run.steps, or lower these."
+                f"run.steps={steps} is too few for optimizer.warmup_steps={self.warmup_steps}"
+                f"{after}. Lower these, for example to a tenth of the run, as in "
+                f"optimizer.warmup_steps={steps // 10}, or raise run.steps."
             )
 
 

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.console import Console
-
 from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.utils.files import replace_file
-from megatron_hybrid.utils.progress import new_bar
+from megatron_hybrid.utils.progress import Console, new_bar
 from megatron_hybrid.utils.validation import Range
 
 LOG = "log.jsonl"

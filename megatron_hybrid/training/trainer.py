@@ -206,7 +206,6 @@ class Trainer:
             self.model: HybridModel = build_hybrid_model(config, groups)
             if is_drawn_whole and saved is None:
                 alone = recipe.model_config(self.tokenizer.vocab_size, is_on_one_rank=True)
-                _seed(run.seed)
                 draw_as_one_rank(self.model, alone)
         if pretrained := recipe.model.get("pretrained"):
             # Of each model for itself it fails on all ranks of that one; here, on those of all.

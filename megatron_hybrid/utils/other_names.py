@@ -6,21 +6,26 @@ from __future__ import annotations
 import functools
 import inspect
 import tomllib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from itertools import chain, groupby
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_hybrid.utils.field_help import fields_help
 
-T = TypeVar("T")
+E = TypeVar("E", bound=Callable[..., Any])
+T = TypeVar("T", bound=type)
 PROGRAM = "megatron-hybrid "
 CONFIGS = {
     "SamplingParams": "megatron_hybrid.inference.sampling_params.SamplingParams",
     "RequestOptions": "megatron_hybrid.inference.requests.options.RequestOptions",
     "InferenceConfig": "megatron_hybrid.inference.config.InferenceConfig",
 }
-_LOADER = "load_pretrained"
+_OF_MODEL = ("load_pretrained", "HybridConfig")
+_ENTRY = "()"
+"""What the place of a function's arguments ends in."""
 SECTIONS = ("run", "optimizer", "data", "checkpoints", "reports", "model", "lora", "the recipe")
 
 
@@ -28,7 +33,7 @@ class Target(NamedTuple):
     """A name that is there, such as that of `InferenceConfig.max_requests`."""
 
     owner: str
-    """A class of CONFIGS, load_pretrained, a section of a recipe, or a command; "": every command
+    """A class of CONFIGS, one of _OF_MODEL, a section of a recipe, or a command; "": every command
     that has the option."""
     name: str
     value: str
@@ -57,8 +62,8 @@ class Row(NamedTuple):
     """What is to be used; empty: there is nothing, and `text` is the advice."""
     text: str
     """The end of the sentence, or the whole of it."""
-    place: str | None
-    """The only place where the row holds; None: it holds everywhere."""
+    places: tuple[str, ...]
+    """The only places where the row holds; none: it holds everywhere."""
     libraries: dict[str, tuple[str, ...]]
     """Library -> its names."""
 
@@ -71,9 +76,9 @@ def rows() -> tuple[Row, ...]:
     for row in tomllib.loads(text)["name"]:
         targets = tuple(map(Target.read, row.pop("here", "").split()))
         text = row.pop("more", "") if targets else row.pop("advice")
-        place = row.pop("at", None)
+        places = tuple(row.pop("at", ()))
         libraries = {library: tuple(names.split()) for library, names in row.items()}
-        found.append(Row(targets, text, place, libraries))
+        found.append(Row(targets, text, places, libraries))
     return tuple(found)
 
 
@@ -81,22 +86,23 @@ def advice(place: str, name: str, known: Collection[str]) -> str | None:
     """Return what to do in place of an unknown name; None: nothing is known of it.
 
     Args:
-        place: where it was given: a class of CONFIGS, load_pretrained, a section of a recipe, or
-            `megatron-hybrid` with a command.
-        name: a field, or an option.
+        place: where it was given: a class of fields, a function with `()`, a section of a recipe,
+            or `megatron-hybrid` with a command.
+        name: an argument, a field, or an option.
         known: the names that are there.
     """
-    field = _field(name)
-    is_of_table = place in (*CONFIGS, _LOADER, *SECTIONS) or place.startswith(PROGRAM)
+    field, given_at = _field(name), place.removesuffix(_ENTRY)
+    is_of_table = given_at != place or place in (*CONFIGS, *_OF_MODEL, *SECTIONS)
+    is_of_table = is_of_table or place.startswith(PROGRAM)
     foreign, ours = _rows_of(field) if is_of_table else ((), ())
     for row in foreign:
-        if row.place in (None, place):
-            return f"{_use(place, row.targets, known)}{row.text}" if row.targets else row.text
+        if not row.places or {given_at, given_at.rpartition(".")[2]} & {*row.places}:
+            return f"{_use(given_at, row.targets, known)}{row.text}" if row.targets else row.text
     if ours:  # the right name, in a wrong place
-        return _use(place, ours[0].targets, known)
+        return _use(given_at, ours[0].targets, known)
     own = [Target(owner, field, "") for owner, of in CONFIGS.items() if field in fields_help(of)]
     if own and is_of_table:
-        return _use(place, own, known)
+        return _use(given_at, own, known)
     near = _near(name, known)
     return f"did you mean {near}?" if near else None
 
@@ -116,7 +122,7 @@ def _field(name: str) -> str:
 def _use(place: str, targets: Iterable[Target], known: Collection[str]) -> str:
     """Return the sentence that gives the targets their best form at a place."""
     command = place.removeprefix(PROGRAM) if place.startswith(PROGRAM) else None
-    mine = [t for t in targets if t.name in known and t.owner in ("", command, place, _LOADER)]
+    mine = [t for t in targets if t.name in known and t.owner in ("", command, place, *_OF_MODEL)]
     if mine:
         return f"use {' and '.join(target.setting for target in mine)}"
     rest = [target for target in targets if target.owner]
@@ -126,10 +132,10 @@ def _use(place: str, targets: Iterable[Target], known: Collection[str]) -> str:
     outside = [target for target in rest if target not in in_recipe]
     trains = command == "train" or place in SECTIONS
     chosen = (in_recipe or outside) if trains else (outside or in_recipe)
-    return f"use {', or '.join(_elsewhere(chosen, in_python=command is None or trains))}"
+    return f"use {', or '.join(in_words(chosen, in_python=command is None or trains))}"
 
 
-def _elsewhere(targets: Iterable[Target], in_python: bool) -> Iterator[str]:
+def in_words(targets: Iterable[Target], in_python: bool) -> Iterator[str]:
     """Yield for each owner how its targets are written. in_python: it is clear which of them are
     Python."""
     for owner, group in groupby(targets, lambda target: target.owner):
@@ -153,53 +159,102 @@ def _near(name: str, known: Iterable[str]) -> str | None:
 
 def _is_slip(name: str, meant: str) -> bool:
     """Return whether one letter is missing, too much or wrong, or swapped with the next."""
-    if abs(len(name) - len(meant)) > 1:
-        return False
-    start = _num_shared(name, meant)
-    given, wanted = name[start:][::-1], meant[start:][::-1]
-    end = _num_shared(given, wanted)
-    given, wanted = given[end:], wanted[end:]
-    return max(len(given), len(wanted)) <= 1 or (len(given) == 2 and given == wanted[::-1])
+    for i in range(len(name) + 1):
+        tail, rest = name[i:], meant[i:]
+        mended = (tail[1:], rest), (tail, rest[1:]), (tail[1:], rest[1:])
+        if any(a == b for a, b in mended) or tail[1::-1] + tail[2:] == rest:
+            return True
+        if name[i : i + 1] != rest[:1]:
+            return False
+    return False
 
 
-def _num_shared(one: str, other: str) -> int:
-    """Return how many letters two names begin with alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+def names_arguments(*others: type) -> Callable[[E], E]:
+    """Make a function, or a class's constructor and its public methods, answer an unknown argument
+    with the right one, in a TypeError; and a class as `names_attributes`.
+
+    others: dataclasses whose fields a function takes, too, as `**overrides`.
+    """
+
+    def named(entry: E) -> E:
+        if not isinstance(entry, type):
+            return _checked(entry, entry.__name__ + _ENTRY, others)
+        for name, method in list(vars(entry).items()):
+            if isinstance(method, FunctionType) and (name == "__init__" or name[0] != "_"):
+                is_init = name == "__init__"
+                place = entry.__name__ if is_init else f"{entry.__name__}.{name}"
+                end = "" if is_init and is_dataclass(entry) else _ENTRY
+                setattr(entry, name, _checked(method, place + end, others))
+        return names_attributes(entry) if attributes_of(entry.__name__) else entry
+
+    return named
 
 
-def names_fields(owner: type[T]) -> type[T]:
-    """Make a dataclass answer an unknown field with the right one, in a TypeError."""
-    make = owner.__init__
-    known = [name for name in inspect.signature(make).parameters if name != "self"]
+def _checked(call: Callable[..., Any], place: str, others: Iterable[type]) -> Any:
+    """Wrap a function so that it checks the names of its arguments."""
+    parameters = inspect.signature(call).parameters.values()
+    takes_all = not others and any(one.kind == one.VAR_KEYWORD for one in parameters)
+    known = [one.name for one in parameters if one.kind != one.VAR_KEYWORD and one.name != "self"]
+    listed, all_known = ", ".join(known), {*known}
+    for other in others:
+        listed += f", and the fields of {other.__name__} (docs/reference/config.md)"
+        all_known |= {field.name for field in fields(other)}
+    kind = "argument" if place.endswith(_ENTRY) else "field"
 
-    @functools.wraps(make)
-    def checked(self: Any, *values: Any, **given: Any) -> None:
-        for name in given.keys() - set(known):
-            remedy = advice(owner.__name__, name, known) or f"its fields are {', '.join(known)}"
-            raise TypeError(f"{owner.__name__} has no field {name!r}: {remedy}")
-        make(self, *values, **given)
+    def check(given: dict[str, Any]) -> None:
+        for name in given.keys() - all_known:
+            remedy = advice(place, name, all_known) or f"its {kind}s are {listed}"
+            raise TypeError(f"{place} has no {kind} {name!r}: {remedy}")
 
-    owner.__init__ = checked  # type: ignore[method-assign]
+    if inspect.iscoroutinefunction(call):
+
+        @functools.wraps(call)
+        async def coroutine(*values: Any, **given: Any) -> Any:
+            check(given)
+            return await call(*values, **given)
+
+        return coroutine
+
+    @functools.wraps(call)
+    def function(*values: Any, **given: Any) -> Any:
+        check(given)
+        return call(*values, **given)
+
+    return call if takes_all or not known else function
+
+
+class _Missing:
+    """An attribute that neither a class nor its objects have."""
+
+    def __init__(self, name: str, advised: str):
+        self._name, self._advised = name, advised
+
+    def __get__(self, of: object, owner: type) -> Any:
+        what = f"type object {owner.__name__!r} has no attribute {self._name!r}"
+        raise AttributeError(f"{what}: {self._advised}")
+
+
+def names_attributes(owner: T) -> T:
+    """Make an object answer an attribute that other libraries have with what is to be used, in an
+    AttributeError."""
+    advised, before = attributes_of(owner.__name__), getattr(owner, "__getattr__", None)
+
+    def missing(self: Any, name: str) -> Any:
+        if before is not None and name not in advised:
+            return before(self, name)
+        remedy = f": {advised[name]}" if name in advised else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{remedy}")
+
+    owner.__getattr__ = missing  # type: ignore[attr-defined]
+    for name in advised:
+        if name.startswith(("__", "from_")):  # which Python, and users, ask the class for
+            setattr(owner, name, _Missing(name, advised[name]))
     return owner
 
 
-def table() -> str:
-    """Return docs/reference/other_names.md's table."""
-    lines = ["| name, of | do this |", "| --- | --- |"]
-    for row in rows():
-        fields = [target for target in row.targets if not target.is_option]
-        options = [target for target in row.targets if target.is_option]
-        uses = [*_elsewhere(fields, in_python=True), *(_option(target) for target in options)]
-        names: dict[str, list[str]] = {}
-        for library, given in row.libraries.items():
-            for name in given:
-                names.setdefault(name, []).append(library)
-        theirs = "; ".join(f"`{name}`, {', '.join(of)}" for name, of in names.items())
-        lines.append(f"| {theirs} | {', '.join(uses)}{row.text} |")
-    return "\n".join(lines)
-
-
-def _option(target: Target) -> str:
-    of = f"{PROGRAM}{target.owner} " if target.owner else ""
-    return f"`{of}{target.setting}`"
+@functools.cache
+def attributes_of(owner: str) -> dict[str, str]:
+    """Return the names that other libraries have in place of an owner's attributes, each with what
+    to use."""
+    found = [row for row in rows() if f"{owner}." in row.places]
+    return {name: row.text for row in found for names in row.libraries.values() for name in names}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
-from rich.console import Console
-from rich.progress import (
+_drawn = random.getstate()
+from rich.console import Console  # noqa: E402
+from rich.progress import (  # noqa: E402
     BarColumn,
     DownloadColumn,
     MofNCompleteColumn,
@@ -15,6 +17,8 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+
+random.setstate(_drawn)  # rich draws when it is first imported
 
 BAR_SECONDS = 1.0
 """What ends within this time has no bar."""

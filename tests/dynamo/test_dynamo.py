@@ -40,9 +40,7 @@ from benchmarks.dynamo_cluster import (
     run_chats,
     said,
 )
-from benchmarks.dynamo_cluster import (
-    SIZES as WORKER_SIZES,
-)
+from benchmarks.dynamo_cluster import SIZES as WORKER_SIZES
 from megatron_hybrid.dynamo.__main__ import read_options
 from megatron_hybrid.serving.kv_events import BlockEvents
 from megatron_hybrid.serving.kv_publisher import KvPublisher

@@ -465,9 +465,24 @@ def test_the_list_of_commands_fits_80_columns(capsys):
     out = capsys.readouterr().out
     assert all(f"\n  {name} " in out for name in cli.COMMANDS)
     assert max(map(len, out.splitlines())) <= 80
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err == out
     with pytest.raises(SystemExit):
-        cli.main(["serv"])
-    assert "invalid choice: 'serv'" in capsys.readouterr().err
+        cli.main(["help"])
+    assert capsys.readouterr().out == out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["serv"], "there is no command 'serv': did you mean serve?"),
+        (["frob", "--help"], "there is no command 'frob': the commands are demo, generate, chat,"),
+    ],
+)
+def test_a_wrong_command_is_answered_with_the_nearest(capsys, arguments, told):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert told in capsys.readouterr().err
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
@@ -487,7 +502,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     assert (result.returncode, result.stderr) == (141, "")
 
 
-SET_FIELDS = {"generate": 7, "chat": 7, "explain": 7, "serve": 36, "profile": 1, "plan": 1}
+SET_FIELDS = {"generate": 7, "chat": 7, "explain": 7, "serve": 39, "profile": 1, "plan": 1}
 COUNT_WITH = {("plan", "num_speculative_tokens"), ("plan", "cuda_graphs")}
 """Options with the name of a field that they do not set."""
 

@@ -145,13 +145,14 @@ def test_no_warning_for_a_default():
         HybridConfig(layer_pattern="M", hidden_size=64, vocab_size=10)
 
 
-def test_nothing_is_warned_of_at_import_and_no_compiler_is_loaded():
+def test_importing_warns_of_nothing_loads_no_compiler_and_draws_no_number():
     """megatron-core warns of every GPU library that is not there, and decorates its functions with
     `torch.compile`."""
     script = """
-        import importlib, pkgutil, sys, warnings
+        import importlib, pkgutil, random, sys, warnings
         import megatron_hybrid
 
+        drawn = random.getstate()
         warnings.simplefilter("error", UserWarning)
         import megatron_hybrid.inference.engine
         assert "torch._inductor.compile_fx" not in sys.modules
@@ -161,6 +162,7 @@ def test_nothing_is_warned_of_at_import_and_no_compiler_is_loaded():
             others = ("__main__", ".triton", "_plain", ".mcore", ".fla", ".hopper", ".dynamo")
             if not module.name.endswith(others):
                 importlib.import_module(module.name)
+        assert random.getstate() == drawn
         """
     result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True

@@ -131,6 +131,15 @@ def test_words_of_prose_are_counted():
     assert prose(page) == ["One", "two", "`three`"]
 
 
+def test_a_generated_part_links_to_its_source_for_readers_of_a_clone():
+    for page in SITE:
+        text = page.read_text(encoding="utf-8")
+        links = dict(re.findall(r"\[(\w+)\]\(((?:\.\./)+megatron_hybrid/[\w/]+\.py)\)", text))
+        for name in re.findall(r"^(?:<!-- .*|:::) megatron_hybrid[\w.]*\.(\w+)", text, re.M):
+            source = (page.parent / links[name]).read_text(encoding="utf-8")
+            assert re.search(rf"^(class|def) {name}\b|^{name}\b.*=", source, re.MULTILINE), name
+
+
 def test_tests_that_a_page_names_exist():
     tests = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py"))
     named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}

@@ -11,9 +11,9 @@ ROOT = Path(__file__).parents[2]
 ALLOWED = {
     "import": r"function.*\.get_tensor_model_parallel_group_if_none|stand-in._cython.*",
     "build": "rng.torch",  # parameters are drawn, as those of torch's modules
-    "load": "rng.torch",
+    "load": "nothing",
     "generate": "core.rng",  # core's tracker of random states, which is empty
-    "serve": "rng.torch|atexit|threads|logging.uvicorn.access",
+    "serve": "atexit|threads|logging.uvicorn.access",
     "groups_end": "nothing",
     # The name of a backend, and groups that core leaves when its others end.
     "train": "rng.torch|torch.distributed|core._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP.*",

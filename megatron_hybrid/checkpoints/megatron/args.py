@@ -24,11 +24,7 @@ from megatron_hybrid.models.config.common import CommonFields
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.config.mlp import MLPFields
 from megatron_hybrid.models.config.position import yarn_amplitude, yarn_scale
-from megatron_hybrid.models.layer_pattern import (
-    LAYER_KINDS,
-    STAGE_BOUNDARY,
-    split_predictions,
-)
+from megatron_hybrid.models.layer_pattern import LAYER_KINDS, STAGE_BOUNDARY, split_predictions
 from megatron_hybrid.models.parameter_names import canonical_name
 from megatron_hybrid.ops.activations import gelu_tanh, quick_gelu, squared_relu
 

@@ -28,12 +28,14 @@ from megatron_hybrid.models.parameter_names import (
 from megatron_hybrid.models.sharding.gathering import mark_experts, num_experts_of
 from megatron_hybrid.models.sharding.parallel_setup import ExpertGroups
 from megatron_hybrid.models.sharding.tensor_sharding import copy_marks
+from megatron_hybrid.utils.other_names import names_arguments
 
 logger = logging.getLogger(__name__)
 
 _ACCEPTED = "megatron-core's MambaModel, HybridModel or GPTModel, bare or wrapped"
 
 
+@names_arguments()
 def from_megatron(model: nn.Module) -> HybridModel:
     """A HybridModel in eval mode over the parameters of a model that megatron-core built.
 

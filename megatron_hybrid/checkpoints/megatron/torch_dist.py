@@ -39,10 +39,7 @@ from megatron_hybrid.checkpoints.folder import FLOATS, METADATA_FILE, TRACKER_FI
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout, joined
 from megatron_hybrid.checkpoints.megatron.args import args_of_config, fields_of_args
-from megatron_hybrid.checkpoints.megatron.names import (
-    gpt_to_hybrid_name,
-    hybrid_to_gpt_name,
-)
+from megatron_hybrid.checkpoints.megatron.names import gpt_to_hybrid_name, hybrid_to_gpt_name
 from megatron_hybrid.checkpoints.megatron.pickles import load_pickle, load_saved, readable
 from megatron_hybrid.checkpoints.model_tensors import (
     full_state_dict,
@@ -64,6 +61,7 @@ from megatron_hybrid.models.sharding.sharded_state import EXPERTS, distributed_k
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING, OUTPUT_LAYER
 from megatron_hybrid.models.sharding.tensor_sharding import cut_of
 from megatron_hybrid.utils.files import replace_file
+from megatron_hybrid.utils.other_names import names_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +84,7 @@ _BIASED = re.compile(r".*\.(self_attention\.linear_(qkv|proj)|mlp\.linear_fc[12]
 _VOCABULARY = (EMBEDDING, OUTPUT_LAYER)
 
 
+@names_arguments(HybridConfig)
 def load_megatron(
     folder: str | os.PathLike[str],
     device: str | torch.device | None = None,

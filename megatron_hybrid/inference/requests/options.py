@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 
 from megatron_hybrid.text.guide import Guide
-from megatron_hybrid.utils.other_names import names_fields
+from megatron_hybrid.utils.other_names import names_arguments
 from megatron_hybrid.utils.validation import Range, check_fields
 
 Positive = Annotated[int, Range(ge=1)]
@@ -32,7 +32,7 @@ class LoadedAdapter:
     """Put before the salts of its requests."""
 
 
-@names_fields
+@names_arguments()
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
     """Options of one request, in addition to its prompt and its `SamplingParams`.

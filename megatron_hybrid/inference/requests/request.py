@@ -17,6 +17,7 @@ from megatron_hybrid.inference.draft_length import DraftLength
 from megatron_hybrid.inference.requests.options import LoadedAdapter, RequestOptions
 from megatron_hybrid.inference.sampling_params import Draw, SamplingParams, ThinkingBudget
 from megatron_hybrid.text.guide import GuideMatcher, UnsatisfiableError
+from megatron_hybrid.utils.other_names import names_attributes
 
 if TYPE_CHECKING:  # it imports torch, and the scheduler does not
     from megatron_hybrid.offload.fetch import Fetch
@@ -34,6 +35,7 @@ class RequestStatus(StrEnum):
     FINISHED = "finished"  # not in the engine any more
 
 
+@names_attributes
 @dataclass
 class GenerationResult:
     """Result of a request, or of one sample of it.
@@ -95,6 +97,7 @@ class GenerationResult:
         return [self, *self.other_samples]
 
 
+@names_attributes
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """Tokens and text that one step added to a request, or to one sample of it."""

@@ -42,8 +42,10 @@ from megatron_hybrid.models.config.unsupported import check_unsupported, warn_fi
 from megatron_hybrid.models.layer_pattern import LAYER_KINDS, LayerPattern
 from megatron_hybrid.ops.activations import ACTIVATIONS
 from megatron_hybrid.utils.core_errors import core_refusals
+from megatron_hybrid.utils.other_names import names_arguments
 
 
+@names_arguments()
 @dataclass
 class HybridConfig(
     ArchitectureFields,

@@ -10,12 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import (
-    DType,
-    IndexedDataset,
-    get_bin_path,
-    get_idx_path,
-)
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, get_bin_path, get_idx_path
 
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.files import digest_of_files

@@ -14,12 +14,7 @@ from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 from torch import Tensor
 
-from megatron_hybrid.training.data.index_files import (
-    ANSWERS,
-    Sequences,
-    content_of,
-    count_labels,
-)
+from megatron_hybrid.training.data.index_files import ANSWERS, Sequences, content_of, count_labels
 from megatron_hybrid.training.data.packing import pack
 
 logger = logging.getLogger(__name__)

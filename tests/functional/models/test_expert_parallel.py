@@ -16,13 +16,7 @@ from rank_processes import train_on_ranks
 from router_losses import forget_losses, take_losses
 from sharded_tensors import pieces
 from small_models import small_config
-from split_models import (
-    assert_close,
-    assert_same_checkpoint,
-    load,
-    main_gradients,
-    sharded_pieces,
-)
+from split_models import assert_close, assert_same_checkpoint, load, main_gradients, sharded_pieces
 
 from megatron_hybrid.checkpoints.checkpoint import (
     CheckpointError,

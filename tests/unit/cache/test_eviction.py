@@ -5,15 +5,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from simulator import Simulator
-from valued_edges import (
-    HYBRID,
-    PURE,
-    STATE_ONLY,
-    Rates,
-    edge,
-    tail_key,
-    valued_by,
-)
+from valued_edges import HYBRID, PURE, STATE_ONLY, Rates, edge, tail_key, valued_by
 
 from megatron_hybrid.cache.eviction import Evictor, tail_start
 from megatron_hybrid.cache.index import prefix_index

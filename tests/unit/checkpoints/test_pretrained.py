@@ -1,5 +1,8 @@
 """load_pretrained: a folder becomes a model and its tokenizer."""
 
+import random
+
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -26,6 +29,14 @@ def test_model_and_tokenizer(folder):
     again, _ = load_pretrained(str(folder))
     tokens = random_tokens(1, 9)
     assert torch.equal(model(tokens), again(tokens))
+
+
+def test_loading_leaves_all_global_generators_as_they_were(tmp_path):
+    save_checkpoint(small_model("MSCGKA*HZ"), tmp_path)
+    before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+    load_pretrained(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), str(np.random.get_state())) == before[1:]
 
 
 @pytest.mark.parametrize("name", ["nowhere", "model.safetensors"])
@@ -55,6 +66,8 @@ def test_a_hub_id_is_told_from_a_folder(name, is_hub_id):
 def test_a_device_that_is_not_there_is_refused_before_anything_is_read(
     device, message, monkeypatch
 ):
+    with pytest.raises(TypeError, match="dtype is 'bfloat16': give a dtype, such as torch"):
+        load_pretrained("nowhere", dtype="bfloat16")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)

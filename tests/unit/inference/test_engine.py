@@ -5,13 +5,7 @@ import itertools
 
 import pytest
 import torch
-from differential import (
-    InjectedError,
-    LogitsRecorder,
-    check_answer,
-    failing_forward,
-    poison,
-)
+from differential import InjectedError, LogitsRecorder, check_answer, failing_forward, poison
 from matrix import matrix_rows
 from reference import (
     finish,

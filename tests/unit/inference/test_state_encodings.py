@@ -8,11 +8,7 @@ import torch
 from matrix import matrix_rows
 from reference import VOCAB_SIZE, random_tokens, tiny_engine, tiny_model
 
-from megatron_hybrid import (
-    HybridConfig,
-    SamplingParams,
-    build_hybrid_model,
-)
+from megatron_hybrid import HybridConfig, SamplingParams, build_hybrid_model
 from megatron_hybrid.inference.config import STATE_ENCODINGS
 from megatron_hybrid.inference.memory.cache_pool import CachePool, cache_spec_of
 

@@ -73,16 +73,6 @@ def test_numbers_of_a_model_may_be_written_as_yaml_reads_text():
         ({"layer_overrides": {"W": 3}}, "layer_overrides['W'] is 3; it must be a mapping"),
         ({"moe_aux_loss_coeff": [0.1, "x"]}, "moe_aux_loss_coeff[1] is 'x'; it must be a number"),
         ({"hidden_size": 0.5}, "hidden_size is 0.5; it must be a whole number"),
-        ({"hidden_size": 1 << 40}, "it must be a whole number from 0 to 4294967295"),
-        ({"layernorm_epsilon": 2}, "layernorm_epsilon is 2; it must be a number from 0 to 1"),
-        (
-            {"mtp_loss_scaling_factor": -0.1},
-            "mtp_loss_scaling_factor is -0.1; it must be a number",
-        ),
-        (
-            {"moe_expert_capacity_factor": 0},
-            "moe_expert_capacity_factor is 0; it must be a number",
-        ),
         ({"init_method_std": math.inf}, "init_method_std is inf; it must be a finite number, of"),
     ],
 )

@@ -1,26 +1,29 @@
 """Names of other libraries: each is answered with a name that is there, or not guessed at."""
 
+import asyncio
+import inspect
 import re
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 
 import pytest
 from transformers import GenerationConfig, TrainingArguments
 
 import megatron_hybrid as mh
+from docs_tools.reference import other_names
 from megatron_hybrid import cli
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.training.recipe import Recipe
 from megatron_hybrid.utils.field_help import fields_help
-from megatron_hybrid.utils.other_names import CONFIGS, SECTIONS, Target, advice, rows, table
+from megatron_hybrid.utils.other_names import CONFIGS, SECTIONS, Target, advice, attributes_of, rows
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "other_names.md"
 LISTS = Path(__file__).parent / "foreign_names"
 FOREIGN = {path.stem: path.read_text().split("\n", 1)[1].split() for path in LISTS.glob("*.txt")}
 FOREIGN["transformers"] = [*GenerationConfig().to_dict()]
 FOREIGN["transformers"] += [field.name for field in fields(TrainingArguments)]
-FOREIGN["table"] = [name for row in rows() for names in row.libraries.values() for name in names]
+HELD_EVERYWHERE = [row.libraries for row in rows() if not row.places]
+FOREIGN["table"] = [name for of in HELD_EVERYWHERE for names in of.values() for name in names]
 
 
 def names_of(fielded) -> list[str]:
@@ -31,7 +34,11 @@ def places() -> dict[str, list[str]]:
     """Every place -> the names that are there."""
     recipe = Recipe.load("laptop")
     known = {name: names_of(getattr(mh, name)) for name in CONFIGS}
-    known["load_pretrained"] = ["folder", "device", "dtype", "mtp", *names_of(HybridConfig)]
+    own = ("folder", "device", "dtype", "mtp", *names_of(HybridConfig))
+    known["load_pretrained"] = known["load_pretrained()"] = [*own]
+    known["HybridConfig"] = known["model"] = names_of(HybridConfig)
+    for call in (mh.DynamicInferenceEngine, mh.AsyncEngine.generate, mh.AsyncEngine.stream):
+        known[f"{call.__qualname__}()"] = [*inspect.signature(call).parameters]
     known |= {name: names_of(getattr(recipe, name)) for name in SECTIONS[:5]}
     for command in cli.COMMANDS:
         known[f"megatron-hybrid {command}"] = [*cli.command_parser(command)._option_string_actions]
@@ -76,25 +83,10 @@ def test_a_foreign_name_is_told_rightly_or_not_guessed_at(place):
     assert len(told) > 30
 
 
-@pytest.mark.parametrize("place", [*CONFIGS, "load_pretrained", "megatron-hybrid serve"])
-def test_a_wrong_name_raises_the_advice(place, capsys):
-    call = getattr(mh, place, None)
-    if place == "load_pretrained":
-        call = partial(mh.load_pretrained, "nowhere")
-    parser = cli.command_parser("serve")
-    for name in FOREIGN["table"]:
-        if call is None:
-            name = f"--{name.replace('_', '-')}"
-            if name not in PLACES[place]:
-                with pytest.raises(SystemExit, match="2"):
-                    parser.read(["demo", name, "1"])
-                remedy = advice(place, name, PLACES[place])
-                told = f"no {name}: {remedy}\n" if remedy else f"no {name}\n"
-                assert told in capsys.readouterr().err
-        elif name not in PLACES[place]:
-            with pytest.raises(TypeError, match=f"no (field|argument) '{name}': ") as raised:
-                call(**{name: 1})
-            assert (advice(place, name, PLACES[place]) or "") in str(raised.value)
+def test_a_wrong_option_is_answered_with_the_advice(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.command_parser("serve").read(["demo", "--max-model-len", "1"])
+    assert "no --max-model-len: use --context\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -104,13 +96,17 @@ def test_a_wrong_name_raises_the_advice(place, capsys):
         ("SamplingParams", "priority", "use RequestOptions(priority=...)"),
         ("RequestOptions", "temperature", "use SamplingParams(temperature=...)"),
         ("InferenceConfig", "tp_size", "use load_pretrained(tensor_model_parallel_size=...)"),
-        ("load_pretrained", "cache_dir", "leave it out: models are read from folders alone"),
+        ("load_pretrained()", "cache_dir", "leave it out: models are read from folders alone"),
         ("megatron-hybrid chat", "--max_model_len", "use --context"),
         ("megatron-hybrid chat", "--max-num-queued-reqs", "use `megatron-hybrid serve --max-wait"),
         ("megatron-hybrid train", "--lr", "use the recipe's optimizer.learning_rate"),
         ("InferenceConfig", "cache_byte", "did you mean cache_bytes?"),
         ("megatron-hybrid serve", "--cache-mb", "did you mean --cache-mib?"),
         ("run", "stesp", "did you mean steps?"),
+        ("HybridConfig", "num_key_value_heads", "use num_query_groups"),
+        ("HybridConfig", "torch_dtype", "use params_dtype"),
+        ("AsyncEngine.generate()", "max_tokens", "use SamplingParams(num_tokens_to_generate=...)"),
+        ("DynamicInferenceEngine.generate()", "guide", "use RequestOptions(guide=...)"),
         ("SamplingParams", "top_a", None),
         ("tools[0]", "stop", None),
     ],
@@ -120,14 +116,43 @@ def test_answers(place, name, told):
     assert answer is None if told is None else answer.startswith(told)
 
 
-def test_an_unknown_name_is_answered_with_all():
-    with pytest.raises(TypeError, match="no field 'zzz': its fields are guide, salt"):
-        mh.RequestOptions(zzz=1)
-    with pytest.raises(TypeError, match="no argument 'zzz': its arguments are folder, device"):
-        mh.load_pretrained("demo", zzz=1)
-    with pytest.raises(TypeError, match="give a dtype, such as torch"):
-        mh.load_pretrained("demo", dtype="bfloat16")
+def entries():
+    """All that is called or made by the names of the package, and the methods of its engines."""
+    for name in mh.__all__:
+        entry = getattr(mh, name)
+        if inspect.isfunction(entry) or name in ("HybridConfig", *CONFIGS):
+            yield entry
+    for engine in (mh.DynamicInferenceEngine, mh.AsyncEngine):
+        yield engine
+        for name, method in inspect.getmembers(engine, inspect.isfunction):
+            if name[0] != "_" and len(inspect.signature(method).parameters) > 1:
+                yield method
+
+
+@pytest.mark.parametrize("entry", [*entries()], ids=lambda entry: entry.__qualname__)
+def test_every_entry_answers_wrong_arguments(entry):
+    with pytest.raises(TypeError, match=r"has no \w+ 'zzz': its (argument|field)s are"):
+        asyncio.run(entry(zzz=1))
+    with pytest.raises(TypeError, match=r"has no \w+ 'max_model_len': use .*max_sequence_length"):
+        asyncio.run(entry(max_model_len=1))
+
+
+def test_every_attribute_of_others_is_answered():
+    model, tokenizer = mh.load_pretrained("demo")
+    config = mh.InferenceConfig(cache_bytes=32 << 20)
+    engine = mh.DynamicInferenceEngine(model, tokenizer, config)
+    [result] = engine.generate("Once", mh.SamplingParams(num_tokens_to_generate=1))
+    for owner in (model, tokenizer, engine, result, mh):
+        advised = attributes_of(getattr(owner, "__name__", type(owner).__name__))
+        assert advised
+        for asked, told in advised.items():
+            with pytest.raises(AttributeError, match=f"no attribute '{asked}': {re.escape(told)}"):
+                getattr(owner, asked)
+    with pytest.raises(AttributeError, match="no attribute 'from_pretrained': use load_pretr"):
+        mh.HybridModel.from_pretrained  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute '__call__': use encode"):
+        tokenizer("Once")
 
 
 def test_the_page_has_the_table():
-    assert table() in PAGE.read_text(encoding="utf-8")
+    assert other_names() in PAGE.read_text(encoding="utf-8")

@@ -7,10 +7,7 @@ import pytest
 from matrix import matrix_rows
 
 from megatron_hybrid.cache.index import prefix_index
-from megatron_hybrid.cache.index.prefix_index import (
-    MAX_WATCHED,
-    PrefixIndex,
-)
+from megatron_hybrid.cache.index.prefix_index import MAX_WATCHED, PrefixIndex
 from megatron_hybrid.cache.index.tree import Edge, Kind
 from megatron_hybrid.cache.pages.allocator import PageAllocator
 

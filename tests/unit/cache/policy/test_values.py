@@ -4,14 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from valued_edges import (
-    FREE,
-    HYBRID,
-    PURE,
-    Rates,
-    edge,
-    tail_key,
-)
+from valued_edges import FREE, HYBRID, PURE, Rates, edge, tail_key
 
 from megatron_hybrid.cache.index.tree import Checkpoint, Kind
 from megatron_hybrid.cache.policy.values import (

@@ -17,12 +17,7 @@ from waiting import wait_until
 from megatron_hybrid.checkpoints.model_tensors import own_tensors
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.inference.weights import transfer
-from megatron_hybrid.inference.weights.transfer import (
-    GroupInfo,
-    TrainerError,
-    WeightGroup,
-    part_of,
-)
+from megatron_hybrid.inference.weights.transfer import GroupInfo, TrainerError, WeightGroup, part_of
 from megatron_hybrid.inference.weights.updates import WeightsUnfinishedError
 
 PROMPT = random_tokens(100)
@@ -306,10 +301,6 @@ MEETING = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "w
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"master_port": 0},
-            "init_info.master_port is 0; it must be a whole number from 1 to 65535",
-        ),
         ({"master_port": 70000}, "init_info.master_port is 70000"),
         ({"rank_offset": "x"}, "init_info.rank_offset is 'x'"),
         ({"master_address": 3}, "init_info.master_address is 3; it must be text"),

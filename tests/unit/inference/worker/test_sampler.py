@@ -233,12 +233,7 @@ def test_the_request_goes_before_the_model_and_the_model_before_us(fields, gener
     ("name", "value", "message"),
     [
         ("temperature", "hot", r"has temperature='hot': .*it must be a number from 0 to"),
-        ("temperature", -1, r"has temperature=-1: "),
-        ("top_k", 2.5, r"has top_k=2.5: .*it must be a whole number"),
-        ("top_p", 7, r"has top_p=7: .*from 0 to 1"),
-        ("min_p", -1, r"has min_p=-1: .*from 0 to 1"),
         ("repetition_penalty", 0, r"has repetition_penalty=0: .*from 1e-30 to"),
-        ("max_new_tokens", -3, r"has max_new_tokens=-3: .*it must be a whole number"),
         ("max_new_tokens", [3], r"has max_new_tokens=\[3\]: "),
         ("do_sample", "no", "do_sample is 'no'; it must be true or false"),
     ],

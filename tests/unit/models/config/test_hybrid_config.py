@@ -74,13 +74,11 @@ def test_a_pattern_without_attention_needs_no_heads():
             "has layers of sliding-window attention (W), but sliding_window is None",
         ),
         ({"kv_channels": 15}, "RoPE rotates 15 of kv_channels=15 dimensions"),
-        ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi'; use 'rope'"),
         (
             {"mamba_head_dim": 48},
             "mamba_expand * hidden_size = 128 is not a multiple of mamba_head",
         ),
         ({"mamba_num_groups": 4}, "mamba_num_heads is 2, not a multiple of mamba_num_groups=4"),
-        ({"mamba_conv_kernel": 1}, "mamba_conv_kernel is 1; it must be a whole number from 2"),
         ({"linear_num_value_heads": 3, "linear_num_key_heads": 2}, "linear_num_value_heads is 3"),
         ({"recurrent_state_dtype": torch.float16}, "whose range ends at 65504"),
         ({"recurrent_state_dtype": torch.float64}, "recurrent_state_dtype is torch.float64; use"),
