@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
 from torch import Tensor, nn
 
 Derived = dict[tuple[nn.Module, str], tuple[Tensor, Callable[[], Tensor]]]
@@ -29,10 +30,12 @@ def from_weights(module: nn.Module, name: str, make: Callable[[], Tensor]) -> Te
     return kept[module, name][0]
 
 
+@torch.inference_mode()
 def work_out_again(kept: Derived) -> None:
     """Set all results to what follows from the weights now, at their addresses."""
     for tensor, make in kept.values():
-        tensor.copy_(make())
+        if (made := make()) is not tensor:  # which may be a weight itself
+            tensor.copy_(made)
 
 
 @contextmanager

@@ -314,6 +314,10 @@ class CachePool:
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
 
+    @property
+    def is_released(self) -> bool:
+        return any(not tensor.untyped_storage().nbytes() for tensor in self._tensors)
+
     def reacquire(self) -> None:
         """Allocate pool and live slots again; `refill` them before use.
 

@@ -24,8 +24,8 @@ from megatron_hybrid.inference.worker.mtp_context import PredictionContext
 from megatron_hybrid.inference.worker.step_buffer import Fields, StepBuffer, buffer_bytes
 from megatron_hybrid.models.mixers.mixer_context import LatentHeads
 from megatron_hybrid.ops import AttentionPattern, SlotStates, paged_attention
-from megatron_hybrid.ops.to_device import to_device
 from megatron_hybrid.ops.ragged import ROW_ALIGNMENT, RaggedLayout
+from megatron_hybrid.ops.to_device import to_device
 
 
 def input_fields(
@@ -197,8 +197,9 @@ class DynamicInferenceContext:
             num_rows: of each of these decodes: one, or with `max_drafts` drafts.
         """
         self._buffer.begin()
-        num_ready = len(plan.ready) if num_decodes is None else 0
-        self._buffer.host["ready_slots"][:num_ready] = [ready.slot for ready in plan.ready]
+        ready_slots = [ready.slot for ready in plan.ready] if num_decodes is None else []
+        num_ready = len(ready_slots)
+        self._buffer.host["ready_slots"][:num_ready] = ready_slots
         self._ready_slots = self._buffer.device["ready_slots"][:num_ready]
         if num_decodes is not None:
             works = plan.work + [self._filler] * (num_decodes - len(plan.work))

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -113,7 +113,7 @@ class GraphRunner:
     ):
         self._model, self._context, self.sizes, self._ranks = model, context, sizes, ranks
         self._graphs: dict[tuple[int, int], CudaGraph] = {}
-        self._addresses: list[int] = []  # of the weights that they read
+        self._read: list[int] = []  # see `_what_is_read`
         self._logits: Tensor | None = None  # what all graphs write, [rows, V]
         self._pool: Any = None
         self.num_replays = 0
@@ -127,7 +127,7 @@ class GraphRunner:
     def num_bytes(self) -> int:
         return sum(graph.num_bytes for graph in self._graphs.values())
 
-    def keys(self) -> list[tuple[int, int]]:
+    def all_sizes(self) -> list[tuple[int, int]]:
         """(decodes, rows of each) of all graphs, the largest first: the smaller ones then find room
         in the memory that they share."""
         found = [(size, rows) for rows, sizes in self.sizes.items() for size in sizes]
@@ -137,15 +137,22 @@ class GraphRunner:
         """Drop all graphs, where memory that they read may change its place."""
         self._graphs.clear()
         self._context.forget_layouts()
-        self._pool = self._logits = None
+        self._pool, self._logits, self._read = None, None, []
 
-    def hold_addresses(self) -> bool:
-        """Return whether the weights lie, on all ranks, where the graphs read them."""
-        return not any(self._ranks.maximum([self._addresses != self._weights()]))
+    @property
+    def hold(self) -> bool:
+        """Whether all ranks have graphs that read the model as it is, whatever its weights are."""
+        return not any(self._ranks.maximum([self._read != self._what_is_read()]))
 
-    def _weights(self) -> list[int]:
+    def _what_is_read(self) -> list[int]:
+        """The addresses of weights, and hooks, which a replay does not call."""
         tensors = chain(self._model.parameters(), self._model.buffers())
-        return [tensor.data_ptr() for tensor in tensors]
+        return [*(tensor.data_ptr() for tensor in tensors), *map(id, self._hooks())]
+
+    def _hooks(self) -> list[Any]:
+        own = chain.from_iterable(map(forward_hooks, self._model.modules()))
+        found = (*own, _global_forward_hooks, _global_forward_pre_hooks)
+        return [hook for hooks in found for hook in hooks.values()]
 
     def forward(self, plan: StepPlan) -> Tensor | None:
         """Logits [n, V] of a plan, `num_logits` rows for each of its `work`, then one for each of
@@ -192,13 +199,12 @@ class GraphRunner:
                 graph = None
         if graph is None:
             return False
-        self._graphs[key], self._addresses = graph, self._weights()
+        self._graphs[key], self._read = graph, self._what_is_read()
         return True
 
     def _capture(self, size: int, num_rows: int, exchange: _Exchange) -> CudaGraph:
         """Capture steps of `size` decodes, by one of rows of no request."""
-        hooks = chain.from_iterable(map(forward_hooks, self._model.modules()))
-        if any((*hooks, _global_forward_hooks, _global_forward_pre_hooks)):
+        if self._hooks():
             raise RuntimeError("a module has forward hooks, which a replay would not call")
         context = self._context
         context.begin_step(StepPlan(), size, num_rows)
@@ -223,11 +229,11 @@ class GraphRunner:
         return graph
 
     def _room_for_logits(self, exchange: _Exchange) -> Tensor:
-        """What all graphs write into, one after another."""
+        """What all graphs write into, one after another. The first forward makes what steps share."""
         if self._logits is None:
             exchange.require_all()
-            sample_nV = self._model.compute_logits(self._context.hidden_of([0]))
-            size, rows = self.keys()[0]
+            context, (size, rows) = self._context, self.all_sizes()[0]
+            sample_nV = self._model(context.input_ids, inference_context=context)[0]
             self._logits = sample_nV.new_empty(size * rows, sample_nV.shape[1])
         return self._logits
 
@@ -262,15 +268,6 @@ def _is_of_decodes(plan: StepPlan) -> bool:
     )
 
 
-class GraphPool:
-    """What graphs share: the memory between their first and last kernels, and a stream, by which
-    torch keeps that memory and libraries their workspaces."""
-
-    def __init__(self) -> None:
-        self.handle = torch.cuda.graph_pool_handle()
-        self.stream: torch.cuda.Stream | None = None
-
-
 class CudaGraph:
     """A captured function without arguments. `output` is what it returned, which a replay writes
     anew, and `num_bytes` the device memory that the capture took from this process's.
@@ -279,19 +276,24 @@ class CudaGraph:
         run: the function; it is called three times: kernels are compiled, waits for the device are
             found, and then it is captured.
         device: its own.
-        pool: from `new_pool`.
+        pool: from `new_pool`; graphs of one pool share the memory between their first and last
+            kernels.
 
     Raises:
         RuntimeError: it cannot be captured; torch's message says why. Nothing of it is left: no
             kernel that is not waited for, no stream, no open capture.
     """
 
-    new_pool = GraphPool
+    new_pool = staticmethod(torch.cuda.graph_pool_handle)
+    _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
+    """One for all captures of a device: torch keeps the memory of a pool by stream, and libraries
+    their workspaces."""
 
-    def __init__(self, run: Callable[[], Tensor], device: torch.device, pool: GraphPool):
+    def __init__(self, run: Callable[[], Tensor], device: torch.device, pool: Any):
         with torch.cuda.device(device):
-            own = torch.cuda.current_stream()
-            pool.stream = stream = pool.stream or torch.cuda.Stream()
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream()
+            stream, own = self._streams[device], torch.cuda.current_stream()
             stream.wait_stream(own)
             try:
                 with torch.cuda.stream(stream):
@@ -304,26 +306,32 @@ class CudaGraph:
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved()
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(stream):
-                # Other threads may copy pages meanwhile.
-                self._graph.capture_begin(pool.handle, capture_error_mode="thread_local")
-                try:
-                    self.output = run()
-                finally:
-                    self._end(pool)
+            # The outer context, as torch leaves the stream current where a capture cannot end.
+            # Other threads may copy pages meanwhile.
+            with (
+                _no_open_capture(device, pool),
+                torch.cuda.stream(stream),
+                torch.cuda.graph(
+                    self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                ),
+            ):
+                self.output = run()
             self.num_bytes = max(0, torch.cuda.memory_reserved() - before)
-
-    def _end(self, pool: GraphPool) -> None:
-        try:
-            self._graph.capture_end()
-        except RuntimeError:  # torch leaves its allocator in a capture that has failed
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool.handle)
-            raise
 
     def replay(self) -> None:
         """Run what was captured, without waiting."""
         self._graph.replay()
+
+
+@contextmanager
+def _no_open_capture(device: torch.device, pool: Any) -> Iterator[None]:
+    """After an error torch's allocator is in no capture: torch leaves it in one that has failed."""
+    try:
+        yield
+    except RuntimeError:
+        with suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(device.index or 0, pool)
+        raise
 
 
 @contextmanager

@@ -97,15 +97,14 @@ class ModelRunner:
         self._parked.clear()
 
     def drop_old_weights(self) -> None:
-        """Drop what was worked out from weights that have changed. Graphs stay where these lie where
-        they lay; others are captured again."""
-        if self.graphs is None or not self.graphs.num_graphs:
-            self._derived.clear()
-        elif self.graphs.hold_addresses():
+        """Drop what was worked out from weights that have changed. Graphs stay if the new ones lie
+        where the old ones lay; else they are captured again."""
+        if self.graphs is not None and self.graphs.hold:
             work_out_again(self._derived)
-        else:
-            self.drop_graphs()
-            self._derived.clear()
+            return
+        self.drop_graphs()
+        self._derived.clear()
+        if not self.memory.is_released:
             self.capture_graphs()
 
     def drop_graphs(self) -> None:
@@ -127,8 +126,8 @@ class ModelRunner:
         """Capture all graphs that there are not; call it between steps."""
         if self.graphs is not None:
             with self._computing():
-                for key in self.graphs.keys():
-                    self.graphs.capture(*key)
+                for size, num_rows in self.graphs.all_sizes():
+                    self.graphs.capture(size, num_rows)
 
     def graph_counts(self) -> dict[str, int]:
         graphs = self.graphs

@@ -1,7 +1,11 @@
 """Steps of decodes as graphs, on a CPU: a recorder takes the place of capture and replay."""
 
 import logging
-from contextlib import nullcontext
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,7 +54,7 @@ def test_replayed_decodes_give_the_tokens_of_launched_ones(pattern):
         )
     assert replayed == launched
     stats = engines[1].stats()
-    assert stats["graphs"] == 3 and stats["graph_steps"] >= 8
+    assert stats["graphs"] == 4 and stats["graph_steps"] >= 8
     assert engines[0].stats()["graph_steps"] == 0
 
 
@@ -118,21 +122,37 @@ def test_random_runs_with_graphs(seed, crowded, tiers):
     run.run()
 
 
-def test_graphs_go_where_weights_or_memory_do():
+def noted(calls, make):
+    def call(*inputs):
+        calls.append(inputs)
+        make(*inputs)
+
+    return call
+
+
+def test_graphs_stay_where_weights_and_memory_do(monkeypatch):
     model = tiny_model.__wrapped__("M*")
     engine = tiny_engine(model, cuda_graphs=True)
+
+    captured = []
+    monkeypatch.setattr(RecordedGraph, "__init__", noted(captured, RecordedGraph.__init__))
 
     def answer() -> None:
         (result,) = engine.generate([PROMPTS[1]], greedy(4))
         assert result.token_ids == greedy_tokens(model, PROMPTS[1], 4)
-        assert engine.stats()["graphs"] == 1
+        assert engine.stats()["graphs"] == 4
 
     answer()
+    with torch.no_grad():
+        for parameter in model.parameters():  # in place
+            parameter += 0.05 * torch.randn_like(parameter)
+    answer()
+    assert engine.stats()["weight_changes"] == 1 and not captured
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.data = parameter + 0.05 * torch.randn_like(parameter)
     answer()
-    assert engine.stats()["weight_changes"] == 1
+    assert engine.stats()["weight_changes"] == 2 and len(captured) == 4
     for keep in ("drop", "host"):
         engine.suspend(keep)
         assert engine.stats()["graphs"] == 0
@@ -209,3 +229,149 @@ def test_the_recorder_finds_what_a_replay_would_not_see(run, message):
         graph = RecordedGraph(run, NUMBERS.device, None)
         HOST[0] = 2.0
         graph.replay()
+
+
+def test_decodes_are_replayed_beside_last_states_and_cached_prompts():
+    """Only steps with a part of a prompt are launched."""
+    engine = tiny_engine(MODEL, cuda_graphs=True, max_requests=4)
+    plain = tiny_engine(MODEL, max_requests=4)
+    params = [SamplingParams(top_k=1, num_tokens_to_generate=most) for most in (3, 9, 5, 12)]
+    prompts = [*PROMPTS, random_tokens(40, seed=4)]
+    run, launched, kinds = engine.runner.run, [], set()
+
+    def noted_run(plan):
+        before, result = engine.runner.graphs.num_replays, run(plan)
+        if plan.work and engine.runner.graphs.num_replays == before:
+            launched.append(max(len(work.tokens) for work in plan.work))
+        elif plan.work:
+            kinds.add((bool(plan.ready), any(not work.num_logits for work in plan.work)))
+        return result
+
+    engine.runner.run = noted_run
+    for turn in range(2):
+        found, expected = (each.generate(prompts * 2, params * 2) for each in (engine, plain))
+        assert [r.token_ids for r in found] == [r.token_ids for r in expected]
+        assert turn == 0 or all(each.prefix.skipped_tokens for each in found)
+    assert all(length > 1 for length in launched)
+    assert {(False, True), (True, False)} <= kinds
+
+
+def test_a_capture_that_fails_leaves_the_other_graphs(monkeypatch, caplog):
+    made = RecordedGraph.__init__
+
+    def fails_for_two(self, run, device, pool):
+        made(self, run, device, pool)
+        if len(self.output) == 2:
+            raise RuntimeError("no room")
+
+    monkeypatch.setattr(RecordedGraph, "__init__", fails_for_two)
+    with caplog.at_level(logging.WARNING):
+        engine = tiny_engine(MODEL, cuda_graphs=True)
+    assert engine.stats()["graphs"] == 3 and "without CUDA graphs: no room" in caplog.text
+    for prompt, result in zip(PROMPTS, engine.generate(PROMPTS, greedy(6))):
+        assert is_greedy(MODEL, prompt, result.token_ids)
+    assert engine.stats()["graph_steps"] > 0
+
+
+class Fake:
+    """Stands in for torch.cuda: notes the order of calls. calls: what happened, where."""
+
+    def __init__(self):
+        self.calls, self.current = [], "own"
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream.name
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def Stream(self, name="side"):
+        def wait_stream(other):
+            self.calls.append(f"{name} waits for {other.name}")
+
+        return SimpleNamespace(name=name, wait_stream=wait_stream)
+
+    def graph(self, graph, pool, stream, capture_error_mode):
+        fake = self
+
+        class Capture:  # torch's ends the capture before it leaves the stream
+            def __enter__(self):
+                fake.current = stream.name
+
+            def __exit__(self, *error):
+                if error[0]:
+                    raise RuntimeError("a failed capture cannot end")
+
+        return Capture()
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_a_failed_capture_leaves_no_work_and_no_stream(fails_at, monkeypatch):
+    fake = Fake()
+    none = dict.fromkeys(("synchronize", "empty_cache", "set_sync_debug_mode"), lambda *_: None)
+    for name, value in {
+        **{"Stream": fake.Stream, "stream": fake.stream, "graph": fake.graph, **none},
+        "current_stream": lambda: fake.Stream("own"),
+        "memory_reserved": lambda: 0,
+        "CUDAGraph": object,
+        "get_sync_debug_mode": lambda: 0,
+        "device": lambda device: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(graph_runner.CudaGraph, "_streams", {})
+    numbers = count(1)
+
+    def run():
+        fake.calls.append(f"kernels on {fake.current}")
+        if next(numbers) == fails_at:
+            raise RuntimeError("out of memory")
+        return torch.zeros(1)
+
+    with pytest.raises(RuntimeError, match=r"out of memory|cannot end"):
+        graph_runner.CudaGraph(run, torch.device("cuda:0"), None)
+    ends = [i for i, call in enumerate(fake.calls) if call == "own waits for side"]
+    last = max(i for i, call in enumerate(fake.calls[: 1 + min(fails_at, 2)]) if "kernels" in call)
+    assert fake.calls[0] == "side waits for own" and len(ends) == 1 and ends[0] > last
+    assert fake.current == "own"
+
+
+class Rank:
+    """One of two ranks, each in a thread."""
+
+    size = 2
+
+    def __init__(self, barrier, said, rank):
+        self._barrier, self._said, self._rank = barrier, said, rank
+
+    def maximum(self, values):
+        self._said[self._rank] = values
+        self._barrier.wait(10)
+        found = [max(each) for each in zip(*self._said)]
+        self._barrier.wait(10)
+        return found
+
+
+@pytest.mark.parametrize("fails_after", [0, 1, 2, 3, None])
+def test_ranks_agree_on_a_capture_before_each_forward(fails_after):
+    """One that cannot go on tells the other, which would wait for it in the next forward."""
+    barrier, said = threading.Barrier(2), [[0], [0]]
+
+    def capture(rank, fails_after):
+        exchange, forwards = graph_runner._Exchange(Rank(barrier, said, rank)), 0
+        try:
+            while forwards != fails_after and forwards < 3:
+                exchange.require_all()
+                forwards += 1
+            if fails_after is not None:
+                raise RuntimeError("no room")
+        except RuntimeError:
+            return forwards, exchange.end(has_failed=True)
+        return forwards, exchange.end(has_failed=False)
+
+    with ThreadPoolExecutor(2) as threads:
+        other = threads.submit(capture, 1, fails_after)
+        own = threads.submit(capture, 0, None)
+        expected = (3, False) if fails_after is None else (fails_after, True)
+        assert own.result(20) == other.result(20) == expected
