@@ -229,7 +229,7 @@ class GraphRunner:
         return graph
 
     def _room_for_logits(self, exchange: _Exchange) -> Tensor:
-        """What all graphs write into, one after another. The first forward makes what steps share."""
+        """What all graphs write into. The first forward makes what steps share."""
         if self._logits is None:
             exchange.require_all()
             context, (size, rows) = self._context, self.all_sizes()[0]
