@@ -191,7 +191,7 @@ class BlockEvents(CacheListener):
         return block.hash
 
     def _clear(self) -> Iterable[Event]:
-        # Some who know BlockRemoved, such as llm-d, do not know AllBlocksCleared.
+        # Some readers know BlockRemoved alone.
         gone = [block.hash for block in self._blocks.values()]
         self._blocks.clear()
         self._last_of.clear()
