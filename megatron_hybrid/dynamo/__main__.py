@@ -261,7 +261,7 @@ class HybridWorker:
         """
         # By a task of its own: Dynamo may leave this generator as it is, for good.
         chunks: asyncio.Queue[Json | None] = asyncio.Queue()
-        caller = (context.trace_headers() or {}).get("traceparent", "")
+        caller = context.trace_headers() or {}
         answer = self._answer(request, context.id(), caller, chunks.put_nowait)
         task = asyncio.create_task(answer)
         task.add_done_callback(lambda _: chunks.put_nowait(None))
@@ -282,7 +282,11 @@ class HybridWorker:
             task.cancel()
 
     async def _answer(
-        self, request: Mapping[str, Any], id: str, traceparent: str, put: Callable[[Json], None]
+        self,
+        request: Mapping[str, Any],
+        id: str,
+        headers: Mapping[str, str],
+        put: Callable[[Json], None],
     ) -> None:
         service = self.service
         room = service.engine_config.max_sequence_length
@@ -293,7 +297,7 @@ class HybridWorker:
             guide = None
             if asked.guide is not None:
                 guide = await service.compiled(ticket, *asked.guide)
-            options = request_options(asked.fields, asked.salt, "", guide, traceparent)
+            options = request_options(asked.fields, asked.salt, "", guide, headers)
             (stream,) = service.streams([asked.fields.prompt], asked.params, options)
             chunks = Chunks(asked, service.tokenizer)
             async with stream:
