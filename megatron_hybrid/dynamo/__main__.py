@@ -186,7 +186,7 @@ class HybridWorker:
             await loads.create_endpoint(endpoint)
             endpoint.metrics.register_prometheus_expfmt_callback(partial(self._metrics, loop))
             idle = trim_when_idle(service.admission)
-            for job in (idle, self._tell_load(loads), self._watch_ranks(shutdown)):
+            for job in (idle, self._tell_load(loads), self._watch(shutdown)):
                 closing.callback(asyncio.create_task(job).cancel)
             model = ModelRuntimeConfig()
             model.context_length = config.max_sequence_length
@@ -355,10 +355,10 @@ class HybridWorker:
         if self.service.engine.rank_failure is None:
             await asyncio.sleep(get_grace_period_seconds())
 
-    async def _watch_ranks(self, shutdown: Shutdown) -> None:
-        """End when another rank has failed: what runs has got the error."""
+    async def _watch(self, shutdown: Shutdown) -> None:
+        """End after a signal that was noted, or when another rank has failed."""
         while True:
-            shutdown.begin_after_failure()
+            shutdown.begin_if_due()
             await asyncio.sleep(_WATCH_SECONDS)
 
 

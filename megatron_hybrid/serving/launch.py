@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_hybrid.checkpoints.checkpoint import read_config
 from megatron_hybrid.checkpoints.pretrained import checked_device, checked_folder
 from megatron_hybrid.models.sharding.parallel_setup import ranks_needed
-from megatron_hybrid.utils.child_lifetime import GRACE_SECONDS, LAUNCHER
+from megatron_hybrid.utils.child_lifetime import GRACE_SECONDS, LAUNCHER, end_signals
 
 _POLL_SECONDS = 0.1
 _HOST = "127.0.0.1"
@@ -112,8 +112,11 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
         LAUNCHER: str(os.getpid()),  # so that ranks notice its end before they look for it
     }
     asked: list[int] = []
-    numbers = signal.SIGINT, signal.SIGTERM
-    before = {n: signal.signal(n, lambda number, _: asked.append(number)) for n in numbers}
+
+    def ask(number: int, _: object) -> None:
+        asked.append(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    before = {n: signal.signal(n, ask) for n in (signal.SIGINT, *end_signals())}
     ranks: list[subprocess.Popen] = []
     try:
         for rank in range(num_ranks):
