@@ -1,4 +1,4 @@
-"""`megatron-hybrid serve`: a server in this process, until SIGTERM, SIGHUP or Ctrl-C, or a rank of one."""
+"""`megatron-hybrid serve`: a server in this process, until a signal ends it; or a rank of one."""
 
 from __future__ import annotations
 
