@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 try:
-    from dynamo._core import Context, Endpoint, get_tool_parser_names
-    from dynamo.common.backend.health_check import build_health_check_payload
+    from dynamo._core import Client, Context, Endpoint, get_tool_parser_names
     from dynamo.common.configuration.groups.runtime_args import (
         DynamoRuntimeArgGroup,
         DynamoRuntimeConfig,
@@ -31,6 +30,7 @@ try:
     from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds
     from dynamo.common.utils.runtime import create_runtime, parse_endpoint
     from dynamo.llm import (
+        FpmEventSubscriber,
         KvEventPublisher,
         ModelInput,
         ModelRuntimeConfig,
@@ -88,8 +88,12 @@ _WATCH_SECONDS = 0.2
 _LOAD_SECONDS = 0.5
 """Seconds between messages about the load, while requests run."""
 _SCRAPE_SECONDS = 5.0
-_DISCOVERY_SECONDS = 5.0
+_DISCOVERY_SECONDS = 2.0
 """Seconds between two looks whether discovery has this worker."""
+_MOST_REGISTRATIONS = 10
+"""Registrations in a row that discovery does not show; then the worker ends."""
+_CARDS_SECONDS = 1.0
+"""Seconds for the cards of other workers to come."""
 _RELAY_SECONDS = 1.0
 """Seconds for a relay to connect to the publisher of KV events."""
 
@@ -112,6 +116,8 @@ class HybridWorker:
     ):
         self.service = Service(engine, tokenizer, engine_config, config)
         self._style = config.style_of(tokenizer.template_source(()))
+        self.is_lost = False
+        """Whether it ends because discovery does not take it back."""
 
     async def serve(
         self,
@@ -149,7 +155,8 @@ class HybridWorker:
         )
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, shutdown.take_signal)
-        serving = asyncio.create_task(self._serve(endpoint, options, folder, publisher, shutdown))
+        given = endpoint, options, folder, publisher, shutdown, runtime.set_health_status
+        serving = asyncio.create_task(self._serve(*given))
         ending = asyncio.create_task(ended.wait())
         await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
         ending.cancel()
@@ -165,6 +172,7 @@ class HybridWorker:
         folder: Path,
         publisher: KvPublisher | None,
         shutdown: Shutdown,
+        set_ready: Callable[[bool], None],
     ) -> None:
         """Offer the model at the endpoint, until the runtime ends."""
         loop, service = asyncio.get_running_loop(), self.service
@@ -202,15 +210,12 @@ class HybridWorker:
             if options.dyn_default_thinking_mode is not None:
                 mode = json.dumps(options.dyn_default_thinking_mode)
                 model.set_engine_specific("default_thinking_mode", mode)
-            name, tokenizer = service.config.model_name, service.tokenizer
+            name = service.config.model_name
             serving = asyncio.ensure_future(
                 endpoint.serve_endpoint(
                     self.generate,
                     graceful_shutdown=True,
                     metrics_labels=[("model", name), ("model_name", name)],
-                    health_check_payload=build_health_check_payload(
-                        tokenizer.eod if tokenizer.bos is None else tokenizer.bos
-                    ),
                 )
             )
             register = partial(
@@ -225,9 +230,13 @@ class HybridWorker:
                 runtime_config=model,
                 custom_template_path=options.custom_jinja_template,
             )
+            place = Place(endpoint, await endpoint.client(), (name, str(folder)))
+            closing.callback(place.close)
+            await place.look_around()
             await register()
 
             async def register_anew() -> None:
+                await place.look_around()
                 await endpoint.register_endpoint_instance()
                 await register()
                 if relayed is not None:  # the router has forgotten where events come from
@@ -236,8 +245,8 @@ class HybridWorker:
                     await asyncio.sleep(_RELAY_SECONDS)
                     publisher.repeat()
 
-            watching = asyncio.create_task(self._stay_in_discovery(endpoint, register_anew))
-            closing.callback(watching.cancel)
+            staying = self._stay_in_discovery(place, register_anew, set_ready, shutdown)
+            closing.callback(asyncio.create_task(staying).cancel)
             logger.info("%s is served as %s", name, endpoint)
             await serving
 
@@ -332,18 +341,31 @@ class HybridWorker:
             await asyncio.sleep(_LOAD_SECONDS)
 
     async def _stay_in_discovery(
-        self, endpoint: Endpoint, register: Callable[[], Awaitable[None]]
+        self,
+        place: Place,
+        register: Callable[[], Awaitable[None]],
+        set_ready: Callable[[bool], None],
+        shutdown: Shutdown,
     ) -> None:
-        """Register anew whenever discovery has lost this worker, as after a pause of the process
-        that was longer than its lease."""
-        client = await endpoint.client()
+        """Be ready while frontends send requests here. Register anew whenever discovery has lost
+        this worker, as after a pause of the process that was longer than its lease; end if that
+        does not help, as after its folder was removed."""
+        num_tries, refused = 0, ""
         while True:
             await asyncio.sleep(_DISCOVERY_SECONDS)
-            is_there = endpoint.connection_id() in client.instance_ids()
-            if is_there or self.service.admission.is_draining:
-                continue
-            logger.warning("discovery has lost this worker: it registers anew")
-            await run_steps(("registering anew", register, STEP_SECONDS))
+            if self.service.admission.is_draining:
+                return
+            is_there, before, refused = place.has_me, refused, place.refusal
+            if refused and refused != before:
+                logger.error("%s", refused)
+            set_ready(is_there and not refused and self.service.admission.stall is None)
+            num_tries = 0 if is_there else num_tries + 1
+            if num_tries > _MOST_REGISTRATIONS:
+                self.is_lost = True
+                shutdown.begin()
+            elif not is_there:
+                logger.warning("discovery has lost this worker: it registers anew")
+                await run_steps(("registering anew", register, STEP_SECONDS))
 
     async def _end_relay(self) -> None:
         await run_steps(("the end of the relay of KV events", self._relay.shutdown, STEP_SECONDS))
@@ -360,6 +382,51 @@ class HybridWorker:
         while True:
             shutdown.begin_if_due()
             await asyncio.sleep(_WATCH_SECONDS)
+
+
+class Place:
+    """What discovery has of this worker, and of others at its endpoint.
+
+    Args:
+        endpoint: of the worker.
+        client: of the endpoint.
+        card: the name of the worker's model, and the folder of its card: that of its weights, too.
+    """
+
+    def __init__(self, endpoint: Endpoint, client: Client, card: tuple[str, str]):
+        self._endpoint, self._client, self._card = endpoint, client, card
+        self._watched = FpmEventSubscriber(endpoint)  # it keeps the cards of workers, too
+        self._watched.start_tracking()
+        self.close = self._watched.shutdown
+        self._elders: set[str] = set()
+
+    async def look_around(self) -> None:
+        """Note which other weights are served under this name before this worker registers."""
+        await asyncio.sleep(_CARDS_SECONDS)
+        self._elders = self._others()
+
+    @property
+    def has_me(self) -> bool:
+        """Whether this worker can be found, with its model."""
+        id = self._endpoint.connection_id()
+        return id in self._client.instance_ids() and str(id) in self._watched.get_model_cards()
+
+    @property
+    def refusal(self) -> str:
+        """Why frontends send no requests here; "": they do."""
+        name, folder = self._card
+        if not (elders := self._elders & self._others()):
+            return ""
+        return (
+            f"frontends refuse this worker: {name} is served with other weights, of the card "
+            f"{', '.join(elders)} and not {folder}; end those workers, or give this one another "
+            "--served-model-name"
+        )
+
+    def _others(self) -> set[str]:
+        name, folder = self._card
+        cards = map(json.loads, self._watched.get_model_cards().values())
+        return {c["source_path"] for c in cards if c["display_name"] == name} - {folder}
 
 
 # The program ------------------------------------------------------------------------------------
@@ -453,6 +520,12 @@ async def _work(options: argparse.Namespace, publisher: KvPublisher | None, end:
             await worker.serve(given, folder, publisher, end)
         if engine.rank_failure is not None:
             raise RankFailedError(f"the worker has ended, as {engine.rank_failure}")
+        if worker.is_lost:
+            raise OSError(
+                f"discovery has lost this worker, and {_MOST_REGISTRATIONS} registrations did not "
+                "bring it back: start it again; and frontends, too, if the folder of discovery "
+                "(DYN_FILE_KV) was removed"
+            )
     finally:
         await worker.service.close()
 

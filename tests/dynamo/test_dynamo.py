@@ -26,7 +26,7 @@ from dynamo.common.configuration.groups.kv_router_args import KvRouterArgGroup
 from http_server import DEMO, demo_service, run_apart, running_server
 from safetensors.torch import load_file, save_file
 from span_collector import TRACEPARENT, span_collector
-from waiting import wait_until
+from waiting import LIMIT_S, wait_until
 
 from benchmarks.dynamo_cluster import (
     BLIND_FLAGS,
@@ -389,8 +389,15 @@ def test_a_client_that_goes_away_ends_its_request(frontend, workers):
 
 def test_health_and_metrics_are_those_of_the_engine(frontend, workers):
     for worker in workers:
-        assert httpx.get(f"{worker.url}/health").json()["status"] == "ready"
+        wait_until(lambda worker=worker: is_ready(worker))
         assert worker.metric("megatron_hybrid_pool_bytes") == CACHE_MIB << 20
+
+
+def is_ready(worker: Program) -> bool:
+    """Whether /health says so, and not the opposite."""
+    status = httpx.get(f"{worker.url}/health").status_code
+    assert status in (200, 503)
+    return status == 200
 
 
 def test_the_flags_of_manifests_and_pages_are_there():
@@ -563,7 +570,7 @@ def test_streams_go_on_where_a_worker_is_killed(made, frontend, workers, texts):
 
 
 def test_a_paused_worker_comes_back_with_what_its_cache_has(tmp_path):
-    """After more seconds than its lease in discovery has."""
+    """After more seconds than its lease in discovery has. It ends where it cannot come back."""
     with cluster(tmp_path) as made:
         worker, frontend = made.worker("--cache-mib", str(CACHE_MIB)), made.frontend(*HYBRID_FLAGS)
         made.wait_until_ready(frontend, 1)
@@ -580,7 +587,11 @@ def test_a_paused_worker_comes_back_with_what_its_cache_has(tmp_path):
         worker.process.send_signal(signal.SIGCONT)
         wait_until(lambda: made.workers_of(frontend) == 1)
         wait_until(lambda: cost() == known)  # when the blocks are published anew
-        assert worker.end() == 0
+        wait_until(lambda: is_ready(worker))
+        shutil.rmtree(tmp_path / "discovery")
+        wait_until(lambda: not is_ready(worker))
+        assert worker.process.wait(LIMIT_S) == 2
+        assert "start it again; and frontends, too" in worker.log.read_text()
 
 
 def test_other_weights_wait_until_those_before_have_gone(tmp_path):
@@ -594,14 +605,16 @@ def test_other_weights_wait_until_those_before_have_gone(tmp_path):
         port = free_port()
         command = ["-m", "megatron_hybrid.dynamo.__main__", str(trained)]
         command += ["--served-model-name", MODEL, *WORKER_SIZES, "--cache-mib", str(CACHE_MIB)]
-        made.start(command, port, DYN_SYSTEM_PORT=str(port))
-        wait_until(lambda: "Rejected incompatible workers" in plain_log(frontend))
+        new = made.start(command, port, DYN_SYSTEM_PORT=str(port))
+        wait_until(lambda: "frontends refuse this worker" in plain_log(new))
+        assert "Rejected incompatible workers" in plain_log(frontend)
+        wait_until(lambda: is_ready(old) and not is_ready(new))
         text = ask(frontend, "completions", ANSWER)["choices"][0]["text"]
         stream = Stream(frontend, LONG | GREEDY)
         wait_until(lambda: len(stream.times) > 20)
         assert old.end() == 0
         assert stream.result.result(60).startswith(text)
-        wait_until(lambda: is_served(frontend))
+        wait_until(lambda: is_served(frontend) and is_ready(new))
         assert ask(frontend, "completions", ANSWER)["choices"][0]["text"] != text
 
 
