@@ -92,10 +92,8 @@ _DISCOVERY_SECONDS = 2.0
 """Seconds between two looks whether discovery has this worker."""
 _MOST_REGISTRATIONS = 10
 """Registrations in a row that discovery does not show; then the worker ends."""
-_CARDS_SECONDS = 1.0
-"""Seconds for the cards of other workers to come."""
-_RELAY_SECONDS = 1.0
-"""Seconds for a relay to connect to the publisher of KV events."""
+_SETTLE_SECONDS = 1.0
+"""Seconds for a relay to connect to the publisher of KV events, and for cards to come."""
 
 
 class HybridWorker:
@@ -116,8 +114,8 @@ class HybridWorker:
     ):
         self.service = Service(engine, tokenizer, engine_config, config)
         self._style = config.style_of(tokenizer.template_source(()))
-        self.is_lost = False
-        """Whether it ends because discovery does not take it back."""
+        self._relay: KvEventPublisher | None = None
+        self.is_lost = False  # whether it ends because discovery does not take it back
 
     async def serve(
         self,
@@ -155,8 +153,8 @@ class HybridWorker:
         )
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, shutdown.take_signal)
-        given = endpoint, options, folder, publisher, shutdown, runtime.set_health_status
-        serving = asyncio.create_task(self._serve(*given))
+        self._shutdown, self._set_ready = shutdown, runtime.set_health_status
+        serving = asyncio.create_task(self._serve(endpoint, options, folder, publisher))
         ending = asyncio.create_task(ended.wait())
         await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
         ending.cancel()
@@ -171,30 +169,18 @@ class HybridWorker:
         options: DynamoRuntimeConfig,
         folder: Path,
         publisher: KvPublisher | None,
-        shutdown: Shutdown,
-        set_ready: Callable[[bool], None],
     ) -> None:
         """Offer the model at the endpoint, until the runtime ends."""
         loop, service = asyncio.get_running_loop(), self.service
         config = service.engine_config
         stats = await service.engine.stats()
         async with AsyncExitStack() as closing:
-            relayed = None
-            if publisher is not None:
-                relayed = partial(
-                    KvEventPublisher,
-                    endpoint,
-                    kv_block_size=config.block_size_tokens,
-                    zmq_endpoint=publisher.endpoint,
-                    enable_local_indexer=options.enable_local_indexer,
-                )
-                self._relay = relayed()
-                closing.push_async_callback(self._end_relay)
+            closing.push_async_callback(self._end_relay)
             loads = WorkerMetricsPublisher()
             await loads.create_endpoint(endpoint)
             endpoint.metrics.register_prometheus_expfmt_callback(partial(self._metrics, loop))
             idle = trim_when_idle(service.admission)
-            for job in (idle, self._tell_load(loads), self._watch(shutdown)):
+            for job in (idle, self._tell_load(loads), self._watch()):
                 closing.callback(asyncio.create_task(job).cancel)
             model = ModelRuntimeConfig()
             model.context_length = config.max_sequence_length
@@ -218,35 +204,48 @@ class HybridWorker:
                     metrics_labels=[("model", name), ("model_name", name)],
                 )
             )
-            register = partial(
-                register_model,
-                ModelInput.Tokens,
-                parse_endpoint_types(options.endpoint_types),
-                endpoint,
-                str(folder),
-                name,
-                worker_type=WorkerType.Aggregated,
-                kv_cache_block_size=config.block_size_tokens,
-                runtime_config=model,
-                custom_template_path=options.custom_jinja_template,
-            )
-            place = Place(endpoint, await endpoint.client(), (name, str(folder)))
+            place = _Place(endpoint, await endpoint.client(), name, str(folder))
             closing.callback(place.close)
-            await place.look_around()
-            await register()
 
-            async def register_anew() -> None:
-                await place.look_around()
-                await endpoint.register_endpoint_instance()
-                await register()
-                if relayed is not None:  # the router has forgotten where events come from
-                    await self._end_relay()
-                    self._relay = relayed()
-                    await asyncio.sleep(_RELAY_SECONDS)
+            async def register() -> None:
+                await asyncio.sleep(_SETTLE_SECONDS)
+                if others := place.other_weights:
+                    text = "%s has other weights: end %s, or give another --served-model-name"
+                    logger.error(text, name, others)
+                while place.other_weights:
+                    await asyncio.sleep(_DISCOVERY_SECONDS)
+                    if service.admission.is_draining:
+                        return
+                if publisher is not None:
+                    await self._end_relay()  # the router has forgotten it
+                    self._relay = KvEventPublisher(
+                        endpoint,
+                        kv_block_size=config.block_size_tokens,
+                        zmq_endpoint=publisher.endpoint,
+                        enable_local_indexer=options.enable_local_indexer,
+                    )
+                await register_model(
+                    ModelInput.Tokens,
+                    parse_endpoint_types(options.endpoint_types),
+                    endpoint,
+                    str(folder),
+                    name,
+                    worker_type=WorkerType.Aggregated,
+                    kv_cache_block_size=config.block_size_tokens,
+                    runtime_config=model,
+                    custom_template_path=options.custom_jinja_template,
+                )
+                if publisher is not None:
+                    await asyncio.sleep(_SETTLE_SECONDS)
                     publisher.repeat()
 
-            staying = self._stay_in_discovery(place, register_anew, set_ready, shutdown)
-            closing.callback(asyncio.create_task(staying).cancel)
+            async def register_anew() -> None:
+                await endpoint.register_endpoint_instance()
+                await register()
+
+            await register()
+            staying = asyncio.create_task(self._stay_in_discovery(place, register_anew))
+            closing.callback(staying.cancel)
             logger.info("%s is served as %s", name, endpoint)
             await serving
 
@@ -270,9 +269,7 @@ class HybridWorker:
         """
         # By a task of its own: Dynamo may leave this generator as it is, for good.
         chunks: asyncio.Queue[Json | None] = asyncio.Queue()
-        caller = context.trace_headers() or {}
-        answer = self._answer(request, context.id(), caller, chunks.put_nowait)
-        task = asyncio.create_task(answer)
+        task = asyncio.create_task(self._answer(request, context, chunks.put_nowait))
         task.add_done_callback(lambda _: chunks.put_nowait(None))
         stopped = asyncio.ensure_future(context.async_killed_or_stopped())
         stopped.add_done_callback(lambda _: task.cancel())
@@ -291,22 +288,19 @@ class HybridWorker:
             task.cancel()
 
     async def _answer(
-        self,
-        request: Mapping[str, Any],
-        id: str,
-        headers: Mapping[str, str],
-        put: Callable[[Json], None],
+        self, request: Mapping[str, Any], context: Context, put: Callable[[Json], None]
     ) -> None:
         service = self.service
         room = service.engine_config.max_sequence_length
         given = request, service.tokenizer, self._style, room
         asked = await to_cpu_thread(partial(read_request, *given))
-        with service.admission.admitted(id, "", asked.fields.n) as ticket:
+        with service.admission.admitted(context.id(), "", asked.fields.n) as ticket:
             ticket.names = asked.fields.caller_names
             guide = None
             if asked.guide is not None:
                 guide = await service.compiled(ticket, *asked.guide)
-            options = request_options(asked.fields, asked.salt, "", guide, headers)
+            caller = context.trace_headers() or {}
+            options = request_options(asked.fields, asked.salt, "", guide, caller)
             (stream,) = service.streams([asked.fields.prompt], asked.params, options)
             chunks = Chunks(asked, service.tokenizer)
             async with stream:
@@ -341,34 +335,27 @@ class HybridWorker:
             await asyncio.sleep(_LOAD_SECONDS)
 
     async def _stay_in_discovery(
-        self,
-        place: Place,
-        register: Callable[[], Awaitable[None]],
-        set_ready: Callable[[bool], None],
-        shutdown: Shutdown,
+        self, place: _Place, register: Callable[[], Awaitable[None]]
     ) -> None:
         """Be ready while frontends send requests here. Register anew whenever discovery has lost
-        this worker, as after a pause of the process that was longer than its lease; end if that
-        does not help, as after its folder was removed."""
-        num_tries, refused = 0, ""
-        while True:
+        this worker, as after a pause beyond its lease; end if that does not help."""
+        num_tries = 0
+        while num_tries <= _MOST_REGISTRATIONS:
             await asyncio.sleep(_DISCOVERY_SECONDS)
             if self.service.admission.is_draining:
                 return
-            is_there, before, refused = place.has_me, refused, place.refusal
-            if refused and refused != before:
-                logger.error("%s", refused)
-            set_ready(is_there and not refused and self.service.admission.stall is None)
+            is_there = place.has_me
+            self._set_ready(is_there and self.service.admission.stall is None)
             num_tries = 0 if is_there else num_tries + 1
-            if num_tries > _MOST_REGISTRATIONS:
-                self.is_lost = True
-                shutdown.begin()
-            elif not is_there:
+            if not is_there:
                 logger.warning("discovery has lost this worker: it registers anew")
                 await run_steps(("registering anew", register, STEP_SECONDS))
+        self.is_lost = True
+        self._shutdown.begin()
 
     async def _end_relay(self) -> None:
-        await run_steps(("the end of the relay of KV events", self._relay.shutdown, STEP_SECONDS))
+        if (relay := self._relay) is not None:
+            await run_steps(("the end of the relay of KV events", relay.shutdown, STEP_SECONDS))
 
     # The end -------------------------------------------------------------------------------------
 
@@ -377,56 +364,34 @@ class HybridWorker:
         if self.service.engine.rank_failure is None:
             await asyncio.sleep(get_grace_period_seconds())
 
-    async def _watch(self, shutdown: Shutdown) -> None:
+    async def _watch(self) -> None:
         """End after a signal that was noted, or when another rank has failed."""
         while True:
-            shutdown.begin_if_due()
+            self._shutdown.begin_if_due()
             await asyncio.sleep(_WATCH_SECONDS)
 
 
-class Place:
-    """What discovery has of this worker, and of others at its endpoint.
+class _Place:
+    """What discovery has of a worker, and of others at its endpoint. card: the folder of the card
+    of the worker's model, which is that of its weights, too."""
 
-    Args:
-        endpoint: of the worker.
-        client: of the endpoint.
-        card: the name of the worker's model, and the folder of its card: that of its weights, too.
-    """
-
-    def __init__(self, endpoint: Endpoint, client: Client, card: tuple[str, str]):
-        self._endpoint, self._client, self._card = endpoint, client, card
+    def __init__(self, endpoint: Endpoint, client: Client, name: str, card: str):
+        self._endpoint, self._client, self._name, self._card = endpoint, client, name, card
         self._watched = FpmEventSubscriber(endpoint)  # it keeps the cards of workers, too
         self._watched.start_tracking()
         self.close = self._watched.shutdown
-        self._elders: set[str] = set()
-
-    async def look_around(self) -> None:
-        """Note which other weights are served under this name before this worker registers."""
-        await asyncio.sleep(_CARDS_SECONDS)
-        self._elders = self._others()
 
     @property
     def has_me(self) -> bool:
-        """Whether this worker can be found, with its model."""
+        """Whether the worker can be found, with its model."""
         id = self._endpoint.connection_id()
         return id in self._client.instance_ids() and str(id) in self._watched.get_model_cards()
 
     @property
-    def refusal(self) -> str:
-        """Why frontends send no requests here; "": they do."""
-        name, folder = self._card
-        if not (elders := self._elders & self._others()):
-            return ""
-        return (
-            f"frontends refuse this worker: {name} is served with other weights, of the card "
-            f"{', '.join(elders)} and not {folder}; end those workers, or give this one another "
-            "--served-model-name"
-        )
-
-    def _others(self) -> set[str]:
-        name, folder = self._card
+    def other_weights(self) -> set[str]:
+        """Folders of cards of this name, with other weights: frontends would refuse the worker."""
         cards = map(json.loads, self._watched.get_model_cards().values())
-        return {c["source_path"] for c in cards if c["display_name"] == name} - {folder}
+        return {c["source_path"] for c in cards if c["display_name"] == self._name} - {self._card}
 
 
 # The program ------------------------------------------------------------------------------------
@@ -521,11 +486,8 @@ async def _work(options: argparse.Namespace, publisher: KvPublisher | None, end:
         if engine.rank_failure is not None:
             raise RankFailedError(f"the worker has ended, as {engine.rank_failure}")
         if worker.is_lost:
-            raise OSError(
-                f"discovery has lost this worker, and {_MOST_REGISTRATIONS} registrations did not "
-                "bring it back: start it again; and frontends, too, if the folder of discovery "
-                "(DYN_FILE_KV) was removed"
-            )
+            text = "discovery does not take this worker back: start it again; and frontends, too, "
+            raise OSError(text + "if the folder of discovery (DYN_FILE_KV) was removed")
     finally:
         await worker.service.close()
 

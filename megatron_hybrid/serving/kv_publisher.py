@@ -3,11 +3,9 @@
 A message has three frames: the topic; the number of the batch, 8 bytes, big-endian; the batch in
 msgpack, [time in seconds, events, data-parallel rank]. Numbers count from the microsecond at which
 the publisher began, so that a publisher that takes the place of a dead one leaves a gap.
-
-Whoever misses a number asks the replay socket for it, and gets the messages of all batches from
-there on, without a gap. If they are not kept any more, or were another publisher's, it gets none,
-and the next batch of the PUB socket begins with AllBlocksCleared and all that is stored. (A replay
-with other numbers than those that were asked for would be refused: llm-d-router does so.)
+Whoever misses a number asks the replay socket for it, and gets all messages from there on. If they
+are not kept any more, or were another publisher's, it gets none, as llm-d-router takes no replay
+that begins later; then all readers get a batch with AllBlocksCleared and all that is stored.
 """
 
 from __future__ import annotations

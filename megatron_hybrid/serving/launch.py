@@ -78,7 +78,7 @@ def take_rank(num_ranks: int, device: str | None) -> int | None:
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> int:
-    """Run Python on ranks on this machine, until all have ended, and pass on SIGTERM and Ctrl-C to
+    """Run Python on ranks on this machine, until all have ended, and pass on signals to
     them. If one fails, the others are ended.
 
     Args:
@@ -112,11 +112,8 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
         LAUNCHER: str(os.getpid()),  # so that ranks notice its end before they look for it
     }
     asked: list[int] = []
-
-    def ask(number: int, _: object) -> None:
-        asked.append(signal.SIGTERM if number == signal.SIGHUP else number)
-
-    before = {n: signal.signal(n, ask) for n in (signal.SIGINT, *end_signals())}
+    numbers = signal.SIGINT, *end_signals()
+    before = {n: signal.signal(n, lambda number, _: asked.append(number)) for n in numbers}
     ranks: list[subprocess.Popen] = []
     try:
         for rank in range(num_ranks):
@@ -168,7 +165,7 @@ def _status(rank: int, process: subprocess.Popen, asked: Sequence[int]) -> int:
     status = process.returncode
     for number in asked:  # before the rank had taken its signals
         if status in (-number, 128 + number):
-            return 0 if number == signal.SIGTERM else 128 + number
+            return 128 + number if number == signal.SIGINT else 0
     how = "has failed, as it says above"
     if status < 0:
         how = f"was ended by {signal.Signals(-status).name}"

@@ -105,8 +105,7 @@ def end_signals() -> list[signal.Signals]:
 
 
 class EndSignal:
-    """SIGTERM or SIGHUP of a server, which ends it with status 0 at any time. A context, of the
-    main thread.
+    """`end_signals` of a server: it ends with status 0 at any time. A context, of the main thread.
 
     Until `hold` nothing is lost and nobody waits: the process ends at once. From then on the signal
     is noted, for whoever serves.
@@ -142,7 +141,5 @@ class EndSignal:
             os._exit(128 + number)
         self.was_sent = True
         if self._ends_at_once:
-            name = signal.Signals(number).name
-            text = f"megatron-hybrid: ended by {name} while the model was loading\n"
-            os.write(2, text.encode())
+            os.write(2, b"megatron-hybrid: ended by a signal while the model was loading\n")
             os._exit(0)

@@ -51,9 +51,8 @@ class RequestTracer:
     def note_end(self, request: Request) -> None:
         """Write the spans of a request, or of one sample of it, that has ended."""
         shift = time.time_ns() - time.perf_counter_ns()
-        options = request.options
-        given = {"traceparent": options.traceparent, "tracestate": options.tracestate}
-        caller = self._extract(given)
+        given, names = request.options, ("traceparent", "tracestate")
+        caller = self._extract({name: getattr(given, name) for name in names})
         whole = self._tracer.start_span(
             "llm_request",
             caller,

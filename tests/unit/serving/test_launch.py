@@ -101,7 +101,7 @@ def test_the_rank_that_fails_is_named_and_ends_the_others(capfd):
 @pytest.mark.parametrize(("handles", "number"), [(False, signal.SIGTERM), (True, signal.SIGHUP)])
 def test_signals_are_passed_on_to_the_ranks(tmp_path, capfd, handles, number):
     """Ranks that start have no handlers yet. They hear of a closed terminal as of any other end."""
-    code = RANK + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); " * handles
+    code = RANK + f"signal.signal({number:d}, lambda *_: sys.exit(0)); " * handles
     code += f"open('{tmp_path}/%d' % rank, 'w'); time.sleep(60)"
 
     def end():
