@@ -359,18 +359,13 @@ def test_salts_divide_caches_and_priorities_are_taken(frontend):
             assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) == skips
 
 
-@pytest.mark.parametrize(
-    ("body", "text"),
-    [
-        ({"max_tokens": 5000}, "exceed --context=2048: ask for at most"),
-        ({"guided_regex": "(?=a)b"}, "structured_outputs"),
-    ],
-)
-def test_refusals_say_why(frontend, body, text):
-    answer = httpx.post(
-        f"{frontend.url}/v1/completions", json={"model": MODEL, **ANSWER, **body}, timeout=60
-    )
-    assert answer.status_code == 400 and text in answer.text
+def test_refusals_say_why(frontend):
+    refused = {"guided_regex": ("(?=a)b", "structured_outputs")}
+    refused |= {"max_tokens": (5000, "exceed --context=2048: ask for at most")}
+    for field, (value, text) in refused.items():
+        body = {"model": MODEL, **ANSWER, field: value}
+        answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 400 and text in answer.text
 
 
 def running(workers) -> list[float]:
@@ -394,10 +389,7 @@ def test_health_and_metrics_are_those_of_the_engine(frontend, workers):
 
 
 def is_ready(worker: Program) -> bool:
-    """Whether /health says so, and not the opposite."""
-    status = httpx.get(f"{worker.url}/health").status_code
-    assert status in (200, 503)
-    return status == 200
+    return httpx.get(f"{worker.url}/health").status_code == 200
 
 
 def test_the_flags_of_manifests_and_pages_are_there():

@@ -412,6 +412,12 @@ ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "a
         (COMPLETION, {"cache_breakpoints": [1] * 9999}, "cache_breakpoints", "..."),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema is"),
         (CHAT, {"tools": [ARRAY], "tool_choice": "required"}, "tool_choice", "use 'object'"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools", ""),
+        (CHAT, {"tool_choice": "required"}, "tool_choice", ""),
+        (CHAT, {"tool_choice": {}}, "tool_choice", ""),
+        (CHAT, {"best_of": 3}, "best_of", ""),
+        (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", ""),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", ""),
     ],
 )
 def test_an_error_names_the_field_and_flag_that_the_caller_used(call, route, more, param, text):

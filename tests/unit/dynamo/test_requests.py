@@ -304,18 +304,22 @@ def test_manifests_leave_time_to_drain_and_name_the_flags_that_there_are():
 
 SERVE, FRONTEND = ["megatron-hybrid", "serve"], ["python", "-m", "dynamo.frontend"]
 WORKER = ["python", "-m", "megatron_hybrid.dynamo", "demo"]
+PORTS = {"DYN_HTTP_PORT": "81", "DYN_SYSTEM_PORT": "9090"}
 
 
 @pytest.mark.parametrize(
     ("words", "environ", "url"),
     [
         ([*SERVE, "--host", "0.0.0.0"], {"http_proxy": "http://proxy"}, "http://127.0.0.1:8000"),
-        ([*SERVE, "m", "--port=8001", "--host=::"], {"DYN_SYSTEM_PORT": "1"}, "http://::1:8001"),
+        ([*SERVE, "m", "--port=8001", "--host=::"], PORTS, "http://::1:8001"),
         ([*SERVE, "--ssl-certfile", "c", "--host=10.1.1.1"], {}, "https://10.1.1.1:8000"),
-        (FRONTEND, {"DYN_HTTP_PORT": "81", "DYN_SYSTEM_PORT": "9"}, "http://127.0.0.1:81"),
-        ([*FRONTEND, "--http-port", "82"], {"DYN_HTTP_PORT": "81"}, "http://127.0.0.1:82"),
-        (["tini", "--", *FRONTEND, "--tls-cert-path=c"], {}, "https://127.0.0.1:8000"),
-        ([*WORKER, "--endpoint", "a.b.c"], {"DYN_SYSTEM_PORT": "9090"}, "http://127.0.0.1:9090"),
+        (FRONTEND, PORTS, "http://127.0.0.1:81"),
+        (
+            ["tini", "--", *FRONTEND, "--tls-cert-path=c", "--http-port=8"],
+            {},
+            "https://127.0.0.1:8",
+        ),
+        ([*WORKER, "--endpoint", "a.b.c"], PORTS, "http://127.0.0.1:9090"),
         (WORKER, {}, None),
     ],
 )
