@@ -18,11 +18,12 @@ ENV EXTRAS=serve,kv-events,gpu
 FROM ${DEVICE}
 COPY . /source
 RUN pip install --no-cache-dir -c /constraints.txt "/source[$EXTRAS]" && rm -r /source
+COPY docker/health.py /health.py
 RUN useradd --create-home server
 USER server
 WORKDIR /home/server
 EXPOSE 8000
-HEALTHCHECK --start-period=5m CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/health')"]
+HEALTHCHECK --start-period=5m CMD ["python", "/health.py"]
 ENTRYPOINT ["megatron-hybrid"]
 # In the container 127.0.0.1 is seen by nobody else.
 CMD ["serve", "--host", "0.0.0.0"]

@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
 from megatron_hybrid.serving.errors import ApiError
+from megatron_hybrid.serving.routes import OF_EACH_REPLICA
 
 SESSION = "x-session-id"
 MOST_BODY_BYTES = 16 << 20
@@ -77,17 +78,11 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
-        app.add_route("/metrics", self.metrics)
         app.add_route("/{path:path}", self.hand_on, ["GET", "POST", "OPTIONS"])
         return app
 
-    async def metrics(self, _: Request) -> Response:
-        """Metrics of all replicas, each with its name as a label."""
-        texts = await self._server.broadcast("metrics").results_async()
-        return Response(merged(texts), media_type="text/plain; version=0.0.4")
-
     async def hand_on(self, request: Request) -> Response:
-        """Answer by a replica: that of the session, or one of the router's choice."""
+        """Answer by a replica: that of the session, or one of the router's choice; or by all."""
         body = bytearray()
         async for piece in request.stream():
             body += piece
@@ -97,6 +92,8 @@ class Ingress:
         names = "type method path raw_path query_string headers client server scheme http_version"
         scope = {name: request.scope.get(name) for name in names.split()}
         call = Call(scope | {"root_path": ""}, bytes(body))
+        if request.url.path in OF_EACH_REPLICA:
+            return await self._answer_of_all(call)
         session = request.headers.get(SESSION, "")
         server = self._server.options(stream=True, session_id=session)
         for _ in range(MOST_TRIES):
@@ -108,8 +105,48 @@ class Ingress:
             error = ApiError(503, f"{MOST_TRIES} replicas ended before they answered; retry later")
             return _refusal(error, request.url.path)
         answer = StreamingResponse(_pieces(messages, start, request.url.path), start["status"])
-        answer.raw_headers = start["headers"]
+        answer.raw_headers = _headers(start)
         return answer
+
+    async def _answer_of_all(self, call: Call) -> Response:
+        """One answer from those of all replicas, or the first that is an error."""
+        path = call.scope["path"]
+        try:
+            answers = await self._server.broadcast("whole", call).results_async()
+        except RayActorError:
+            answers = []
+        if not answers:
+            error = ApiError(503, "a replica ended before it answered, or none is there; ask again")
+            return _refusal(error, path)
+        starts = [start for _, start, _ in answers]
+        start = max(starts, key=lambda start: start["status"])
+        body = answers[starts.index(start)][2]
+        if start["status"] == 200 and path == "/metrics":
+            body = merged([(replica, text.decode()) for replica, _, text in answers])
+        elif start["status"] == 200:
+            body = json.dumps(joined([json.loads(each) for *_, each in answers])).encode()
+        answer = Response(body, start["status"])
+        size = (b"content-length", b"%d" % len(body))
+        answer.raw_headers = [pair for pair in _headers(start) if pair[0] != size[0]] + [size]
+        return answer
+
+
+def joined(answers: list[Any]) -> Any:
+    """What answers of several replicas say together: sums, all parts of lists, and of booleans
+    whether one is true."""
+    first = answers[0]
+    if isinstance(first, dict):
+        return {name: joined([answer[name] for answer in answers]) for name in first}
+    if isinstance(first, bool):
+        return any(answers)
+    if isinstance(first, list):
+        return [each for answer in answers for each in answer]
+    return sum(answers) if isinstance(first, int) else first
+
+
+def _headers(start: dict[str, Any]) -> list[tuple[bytes, bytes]]:
+    """Headers of an answer without the request's id, which Ray Serve adds, too."""
+    return [pair for pair in start["headers"] if pair[0].lower() != b"x-request-id"]
 
 
 def _refusal(error: ApiError, path: str) -> JSONResponse:
@@ -120,9 +157,12 @@ async def _pieces(messages: Any, start: dict[str, Any], path: str) -> AsyncItera
     """The body of an answer. Of a stream of events whose replica ends, the last one is an error,
     as the route's clients read it; any other answer is cut."""
     is_stream = any(b"text/event-stream" in value for _, value in start["headers"])
+    num_events = 0
     try:
         async for message in messages:
-            yield message.get("body", b"")
+            piece = message.get("body", b"")
+            num_events += piece.count(b"\n\n")  # a piece has whole events
+            yield piece
     except RayActorError:
         if not is_stream:
             raise
@@ -131,7 +171,8 @@ async def _pieces(messages: Any, start: dict[str, Any], path: str) -> AsyncItera
         if path.startswith("/v1/messages"):
             event = b"event: error\n"
         elif path.startswith("/v1/responses"):
-            event, body = b"event: error\n", body["error"] | {"type": "error"}
+            event = b"event: error\n"
+            body = body["error"] | {"type": "error", "sequence_number": num_events}
         yield event + b"data: %b\n\n" % json.dumps(body).encode()
     finally:
         messages.cancel()

@@ -115,13 +115,11 @@ class Server:
         async for message in Exchange(self._app, call).messages():
             yield message
 
-    async def metrics(self) -> tuple[str, str]:
-        """Return this replica's name, and its metrics."""
-        scope = {"type": "http", "method": "GET", "path": "/metrics", "raw_path": b"/metrics"}
-        scope |= {"query_string": b"", "headers": [], "client": None, "server": None}
-        messages = Exchange(self._app, Call(scope, b"")).messages()
-        text = b"".join([message.get("body", b"") async for message in messages])
-        return serve.get_replica_context().replica_tag, text.decode()
+    async def whole(self, call: Call) -> tuple[str, dict[str, Any], bytes]:
+        """Return this replica's name, and its answer: how it begins, and its body."""
+        start, *rest = [message async for message in Exchange(self._app, call).messages()]
+        body = b"".join(message.get("body", b"") for message in rest)
+        return serve.get_replica_context().replica_tag, start, body
 
     def check_health(self) -> None:
         """Ray Serve asks; a replica that fails is replaced."""

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 try:
-    from dynamo._core import Context, Endpoint, get_tool_parser_names
-    from dynamo.common.backend.health_check import build_health_check_payload
+    from dynamo._core import Client, Context, Endpoint, get_tool_parser_names
     from dynamo.common.configuration.groups.runtime_args import (
         DynamoRuntimeArgGroup,
         DynamoRuntimeConfig,
@@ -31,6 +30,7 @@ try:
     from dynamo.common.utils.graceful_shutdown import get_grace_period_seconds
     from dynamo.common.utils.runtime import create_runtime, parse_endpoint
     from dynamo.llm import (
+        FpmEventSubscriber,
         KvEventPublisher,
         ModelInput,
         ModelRuntimeConfig,
@@ -88,10 +88,12 @@ _WATCH_SECONDS = 0.2
 _LOAD_SECONDS = 0.5
 """Seconds between messages about the load, while requests run."""
 _SCRAPE_SECONDS = 5.0
-_DISCOVERY_SECONDS = 5.0
+_DISCOVERY_SECONDS = 2.0
 """Seconds between two looks whether discovery has this worker."""
-_RELAY_SECONDS = 1.0
-"""Seconds for a relay to connect to the publisher of KV events."""
+_MOST_REGISTRATIONS = 10
+"""Registrations in a row that discovery does not show; then the worker ends."""
+_SETTLE_SECONDS = 1.0
+"""Seconds for a relay to connect to the publisher of KV events, and for cards to come."""
 
 
 class HybridWorker:
@@ -112,6 +114,8 @@ class HybridWorker:
     ):
         self.service = Service(engine, tokenizer, engine_config, config)
         self._style = config.style_of(tokenizer.template_source(()))
+        self._relay: KvEventPublisher | None = None
+        self.is_lost = False  # whether it ends because discovery does not take it back
 
     async def serve(
         self,
@@ -149,7 +153,8 @@ class HybridWorker:
         )
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, shutdown.take_signal)
-        serving = asyncio.create_task(self._serve(endpoint, options, folder, publisher, shutdown))
+        self._shutdown, self._set_ready = shutdown, runtime.set_health_status
+        serving = asyncio.create_task(self._serve(endpoint, options, folder, publisher))
         ending = asyncio.create_task(ended.wait())
         await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
         ending.cancel()
@@ -164,29 +169,18 @@ class HybridWorker:
         options: DynamoRuntimeConfig,
         folder: Path,
         publisher: KvPublisher | None,
-        shutdown: Shutdown,
     ) -> None:
         """Offer the model at the endpoint, until the runtime ends."""
         loop, service = asyncio.get_running_loop(), self.service
         config = service.engine_config
         stats = await service.engine.stats()
         async with AsyncExitStack() as closing:
-            relayed = None
-            if publisher is not None:
-                relayed = partial(
-                    KvEventPublisher,
-                    endpoint,
-                    kv_block_size=config.block_size_tokens,
-                    zmq_endpoint=publisher.endpoint,
-                    enable_local_indexer=options.enable_local_indexer,
-                )
-                self._relay = relayed()
-                closing.push_async_callback(self._end_relay)
+            closing.push_async_callback(self._end_relay)
             loads = WorkerMetricsPublisher()
             await loads.create_endpoint(endpoint)
             endpoint.metrics.register_prometheus_expfmt_callback(partial(self._metrics, loop))
             idle = trim_when_idle(service.admission)
-            for job in (idle, self._tell_load(loads), self._watch_ranks(shutdown)):
+            for job in (idle, self._tell_load(loads), self._watch()):
                 closing.callback(asyncio.create_task(job).cancel)
             model = ModelRuntimeConfig()
             model.context_length = config.max_sequence_length
@@ -202,42 +196,56 @@ class HybridWorker:
             if options.dyn_default_thinking_mode is not None:
                 mode = json.dumps(options.dyn_default_thinking_mode)
                 model.set_engine_specific("default_thinking_mode", mode)
-            name, tokenizer = service.config.model_name, service.tokenizer
+            name = service.config.model_name
             serving = asyncio.ensure_future(
                 endpoint.serve_endpoint(
                     self.generate,
                     graceful_shutdown=True,
                     metrics_labels=[("model", name), ("model_name", name)],
-                    health_check_payload=build_health_check_payload(
-                        tokenizer.eod if tokenizer.bos is None else tokenizer.bos
-                    ),
                 )
             )
-            register = partial(
-                register_model,
-                ModelInput.Tokens,
-                parse_endpoint_types(options.endpoint_types),
-                endpoint,
-                str(folder),
-                name,
-                worker_type=WorkerType.Aggregated,
-                kv_cache_block_size=config.block_size_tokens,
-                runtime_config=model,
-                custom_template_path=options.custom_jinja_template,
-            )
-            await register()
+            place = _Place(endpoint, await endpoint.client(), name, str(folder))
+            closing.callback(place.close)
+
+            async def register() -> None:
+                await asyncio.sleep(_SETTLE_SECONDS)
+                if others := place.other_weights:
+                    text = "%s has other weights: end %s, or give another --served-model-name"
+                    logger.error(text, name, others)
+                while place.other_weights:
+                    await asyncio.sleep(_DISCOVERY_SECONDS)
+                    if service.admission.is_draining:
+                        return
+                if publisher is not None:
+                    await self._end_relay()  # the router has forgotten it
+                    self._relay = KvEventPublisher(
+                        endpoint,
+                        kv_block_size=config.block_size_tokens,
+                        zmq_endpoint=publisher.endpoint,
+                        enable_local_indexer=options.enable_local_indexer,
+                    )
+                await register_model(
+                    ModelInput.Tokens,
+                    parse_endpoint_types(options.endpoint_types),
+                    endpoint,
+                    str(folder),
+                    name,
+                    worker_type=WorkerType.Aggregated,
+                    kv_cache_block_size=config.block_size_tokens,
+                    runtime_config=model,
+                    custom_template_path=options.custom_jinja_template,
+                )
+                if publisher is not None:
+                    await asyncio.sleep(_SETTLE_SECONDS)
+                    publisher.repeat()
 
             async def register_anew() -> None:
                 await endpoint.register_endpoint_instance()
                 await register()
-                if relayed is not None:  # the router has forgotten where events come from
-                    await self._end_relay()
-                    self._relay = relayed()
-                    await asyncio.sleep(_RELAY_SECONDS)
-                    publisher.repeat()
 
-            watching = asyncio.create_task(self._stay_in_discovery(endpoint, register_anew))
-            closing.callback(watching.cancel)
+            await register()
+            staying = asyncio.create_task(self._stay_in_discovery(place, register_anew))
+            closing.callback(staying.cancel)
             logger.info("%s is served as %s", name, endpoint)
             await serving
 
@@ -261,9 +269,7 @@ class HybridWorker:
         """
         # By a task of its own: Dynamo may leave this generator as it is, for good.
         chunks: asyncio.Queue[Json | None] = asyncio.Queue()
-        caller = (context.trace_headers() or {}).get("traceparent", "")
-        answer = self._answer(request, context.id(), caller, chunks.put_nowait)
-        task = asyncio.create_task(answer)
+        task = asyncio.create_task(self._answer(request, context, chunks.put_nowait))
         task.add_done_callback(lambda _: chunks.put_nowait(None))
         stopped = asyncio.ensure_future(context.async_killed_or_stopped())
         stopped.add_done_callback(lambda _: task.cancel())
@@ -282,18 +288,19 @@ class HybridWorker:
             task.cancel()
 
     async def _answer(
-        self, request: Mapping[str, Any], id: str, traceparent: str, put: Callable[[Json], None]
+        self, request: Mapping[str, Any], context: Context, put: Callable[[Json], None]
     ) -> None:
         service = self.service
         room = service.engine_config.max_sequence_length
         given = request, service.tokenizer, self._style, room
         asked = await to_cpu_thread(partial(read_request, *given))
-        with service.admission.admitted(id, "", asked.fields.n) as ticket:
+        with service.admission.admitted(context.id(), "", asked.fields.n) as ticket:
             ticket.names = asked.fields.caller_names
             guide = None
             if asked.guide is not None:
                 guide = await service.compiled(ticket, *asked.guide)
-            options = request_options(asked.fields, asked.salt, "", guide, traceparent)
+            caller = context.trace_headers() or {}
+            options = request_options(asked.fields, asked.salt, "", guide, caller)
             (stream,) = service.streams([asked.fields.prompt], asked.params, options)
             chunks = Chunks(asked, service.tokenizer)
             async with stream:
@@ -328,21 +335,27 @@ class HybridWorker:
             await asyncio.sleep(_LOAD_SECONDS)
 
     async def _stay_in_discovery(
-        self, endpoint: Endpoint, register: Callable[[], Awaitable[None]]
+        self, place: _Place, register: Callable[[], Awaitable[None]]
     ) -> None:
-        """Register anew whenever discovery has lost this worker, as after a pause of the process
-        that was longer than its lease."""
-        client = await endpoint.client()
-        while True:
+        """Be ready while frontends send requests here. Register anew whenever discovery has lost
+        this worker, as after a pause beyond its lease; end if that does not help."""
+        num_tries = 0
+        while num_tries <= _MOST_REGISTRATIONS:
             await asyncio.sleep(_DISCOVERY_SECONDS)
-            is_there = endpoint.connection_id() in client.instance_ids()
-            if is_there or self.service.admission.is_draining:
-                continue
-            logger.warning("discovery has lost this worker: it registers anew")
-            await run_steps(("registering anew", register, STEP_SECONDS))
+            if self.service.admission.is_draining:
+                return
+            is_there = place.has_me
+            self._set_ready(is_there and self.service.admission.stall is None)
+            num_tries = 0 if is_there else num_tries + 1
+            if not is_there:
+                logger.warning("discovery has lost this worker: it registers anew")
+                await run_steps(("registering anew", register, STEP_SECONDS))
+        self.is_lost = True
+        self._shutdown.begin()
 
     async def _end_relay(self) -> None:
-        await run_steps(("the end of the relay of KV events", self._relay.shutdown, STEP_SECONDS))
+        if (relay := self._relay) is not None:
+            await run_steps(("the end of the relay of KV events", relay.shutdown, STEP_SECONDS))
 
     # The end -------------------------------------------------------------------------------------
 
@@ -351,11 +364,34 @@ class HybridWorker:
         if self.service.engine.rank_failure is None:
             await asyncio.sleep(get_grace_period_seconds())
 
-    async def _watch_ranks(self, shutdown: Shutdown) -> None:
-        """End when another rank has failed: what runs has got the error."""
+    async def _watch(self) -> None:
+        """End after a signal that was noted, or when another rank has failed."""
         while True:
-            shutdown.begin_after_failure()
+            self._shutdown.begin_if_due()
             await asyncio.sleep(_WATCH_SECONDS)
+
+
+class _Place:
+    """What discovery has of a worker, and of others at its endpoint. card: the folder of the card
+    of the worker's model, which is that of its weights, too."""
+
+    def __init__(self, endpoint: Endpoint, client: Client, name: str, card: str):
+        self._endpoint, self._client, self._name, self._card = endpoint, client, name, card
+        self._watched = FpmEventSubscriber(endpoint)  # it keeps the cards of workers, too
+        self._watched.start_tracking()
+        self.close = self._watched.shutdown
+
+    @property
+    def has_me(self) -> bool:
+        """Whether the worker can be found, with its model."""
+        id = self._endpoint.connection_id()
+        return id in self._client.instance_ids() and str(id) in self._watched.get_model_cards()
+
+    @property
+    def other_weights(self) -> set[str]:
+        """Folders of cards of this name, with other weights: frontends would refuse the worker."""
+        cards = map(json.loads, self._watched.get_model_cards().values())
+        return {c["source_path"] for c in cards if c["display_name"] == self._name} - {self._card}
 
 
 # The program ------------------------------------------------------------------------------------
@@ -449,6 +485,9 @@ async def _work(options: argparse.Namespace, publisher: KvPublisher | None, end:
             await worker.serve(given, folder, publisher, end)
         if engine.rank_failure is not None:
             raise RankFailedError(f"the worker has ended, as {engine.rank_failure}")
+        if worker.is_lost:
+            text = "discovery does not take this worker back: start it again; and frontends, too, "
+            raise OSError(text + "if the folder of discovery (DYN_FILE_KV) was removed")
     finally:
         await worker.service.close()
 

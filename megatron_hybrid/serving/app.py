@@ -290,8 +290,7 @@ async def _answer(
             )
         salt = service.auth.salt_of(state.key, fields.cache_salt)
         tenant = service.auth.tenant_of(state.key)
-        caller = request.headers.get("traceparent", "")
-        options = request_options(fields, salt, tenant, guide, caller, adapter)
+        options = request_options(fields, salt, tenant, guide, request.headers, adapter)
         answer = make(ticket.request_id, asked.style, asked.begins_in_reasoning, prompts)
         headers = header_of(fields.changes)
         for change in headers.values():

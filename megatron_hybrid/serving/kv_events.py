@@ -191,11 +191,9 @@ class BlockEvents(CacheListener):
         return block.hash
 
     def _clear(self) -> Iterable[Event]:
-        # Some who know BlockRemoved, such as llm-d, do not know AllBlocksCleared.
-        gone = [block.hash for block in self._blocks.values()]
         self._blocks.clear()
         self._last_of.clear()
-        return [*_removed(gone), {"type": "AllBlocksCleared"}]
+        return [{"type": "AllBlocksCleared"}]
 
     def _finish(self) -> Iterable[Event]:
         self.has_ended = True

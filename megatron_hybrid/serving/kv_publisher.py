@@ -2,9 +2,10 @@
 
 A message has three frames: the topic; the number of the batch, 8 bytes, big-endian; the batch in
 msgpack, [time in seconds, events, data-parallel rank]. Numbers count from the microsecond at which
-the publisher began, so that a publisher that takes the place of a dead one leaves a gap. Whoever
-misses a number asks the replay socket for it, and gets all batches from there on; if they are not
-kept any more, or were another publisher's, the last number with all that is stored.
+the publisher began, so that a publisher that takes the place of a dead one leaves a gap.
+Whoever misses a number asks the replay socket for it, and gets all messages from there on. If they
+are not kept any more, or were another publisher's, it gets none, as llm-d-router takes no replay
+that begins later; then all readers get a batch with AllBlocksCleared and all that is stored.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
+from itertools import islice
 
 import msgpack
 import zmq
@@ -106,17 +108,21 @@ class KvPublisher:
     def _run(self) -> None:
         try:
             while not self._events.has_ended:
-                self._tell(_TICK_SECONDS)
-                if self._repeats.is_set():
-                    self._repeats.clear()
-                    self._publish(self._events.all())
-                while self._replay is not None and self._replay.poll(0):
-                    frames = self._replay.recv_multipart()
-                    self._tell(0)  # so that the answer has all that came before the question
-                    self._answer(*frames)
+                self._turn(_TICK_SECONDS)
         except Exception:
             logger.exception("KV events end here")
             self._events.end()  # so that the engine queues no more
+
+    def _turn(self, seconds: float) -> None:
+        """Publish and answer what there is; wait up to this long for the first event."""
+        self._tell(seconds)
+        while self._replay is not None and self._replay.poll(0):
+            frames = self._replay.recv_multipart()
+            self._tell(0)  # so that the answer has all that came before the question
+            self._answer(*frames)
+        if self._repeats.is_set():
+            self._repeats.clear()
+            self._publish(self._events.all())
 
     def _tell(self, seconds: float) -> None:
         """Publish what has happened; wait up to this long for it."""
@@ -131,19 +137,17 @@ class KvPublisher:
         self._socket.send_multipart((self._topic, number, payload))
 
     def _answer(self, client: bytes, *frames: bytes) -> None:
-        """Send what a reader has missed."""
+        """Send what a reader has missed, or else tell all readers what there is."""
         if len(frames) != 2 or len(frames[1]) != len(_END):
             logger.debug("a request for a replay is an empty frame and 8 bytes; ignored")
             return
-        for number, payload in self._from(frames[1]):
-            self._replay.send_multipart((client, b"", number, payload))
-        self._replay.send_multipart((client, b"", _END, b""))
-
-    def _from(self, first: bytes) -> list[tuple[bytes, bytes]]:
-        """Batches that let a reader of all before number `first` go on after the last one."""
-        if self._kept and first < self._kept[0][0]:
-            return [(self._kept[-1][0], _pack(self._events.all()))]
-        return [(number, payload) for number, payload in self._kept if number >= first]
+        first = int.from_bytes(frames[1], "big")
+        if self._next - len(self._kept) <= first <= self._next:
+            for number, payload in islice(self._kept, first - self._next + len(self._kept), None):
+                self._replay.send_multipart((client, b"", self._topic, number, payload))
+        else:
+            self.repeat()
+        self._replay.send_multipart((client, b"", b"", _END, b""))
 
 
 def _pack(events: list[Event]) -> bytes:

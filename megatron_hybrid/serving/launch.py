@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_hybrid.checkpoints.checkpoint import read_config
 from megatron_hybrid.checkpoints.pretrained import checked_device, checked_folder
 from megatron_hybrid.models.sharding.parallel_setup import ranks_needed
-from megatron_hybrid.utils.child_lifetime import GRACE_SECONDS, LAUNCHER
+from megatron_hybrid.utils.child_lifetime import GRACE_SECONDS, LAUNCHER, end_signals
 
 _POLL_SECONDS = 0.1
 _HOST = "127.0.0.1"
@@ -78,7 +78,7 @@ def take_rank(num_ranks: int, device: str | None) -> int | None:
 
 
 def launch(arguments: Sequence[str], num_ranks: int) -> int:
-    """Run Python on ranks on this machine, until all have ended, and pass on SIGTERM and Ctrl-C to
+    """Run Python on ranks on this machine, until all have ended, and pass on signals to
     them. If one fails, the others are ended.
 
     Args:
@@ -112,7 +112,7 @@ def launch(arguments: Sequence[str], num_ranks: int) -> int:
         LAUNCHER: str(os.getpid()),  # so that ranks notice its end before they look for it
     }
     asked: list[int] = []
-    numbers = signal.SIGINT, signal.SIGTERM
+    numbers = signal.SIGINT, *end_signals()
     before = {n: signal.signal(n, lambda number, _: asked.append(number)) for n in numbers}
     ranks: list[subprocess.Popen] = []
     try:
@@ -165,7 +165,7 @@ def _status(rank: int, process: subprocess.Popen, asked: Sequence[int]) -> int:
     status = process.returncode
     for number in asked:  # before the rank had taken its signals
         if status in (-number, 128 + number):
-            return 0 if number == signal.SIGTERM else 128 + number
+            return 128 + number if number == signal.SIGINT else 0
     how = "has failed, as it says above"
     if status < 0:
         how = f"was ended by {signal.Signals(-status).name}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -221,13 +221,13 @@ def request_options(
     salt: str,
     tenant: str,
     guide: Guide | None,
-    traceparent: str,
+    headers: Mapping[str, str],
     adapter: str | None = None,
 ) -> RequestOptions:
     """Return what the engine is asked besides prompt and sampling.
 
     Args:
-        salt, tenant, traceparent: of the caller.
+        salt, tenant, headers: of the caller.
         adapter: of the model that the request names.
 
     Raises:
@@ -242,7 +242,8 @@ def request_options(
             n=fields.n,
             priority=fields.priority,
             tenant=tenant,
-            traceparent=traceparent,
+            traceparent=headers.get("traceparent", ""),
+            tracestate=headers.get("tracestate", ""),
         )
     except (TypeError, ValueError) as error:
         raise refusal_of(error, fields.caller_names) from error

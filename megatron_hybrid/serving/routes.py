@@ -11,6 +11,12 @@ from fastapi.security import HTTPBearer
 from megatron_hybrid.serving.json_body import BodyRoute
 from megatron_hybrid.serving.schemas import Error
 
+OF_EACH_REPLICA = (
+    *("/abort", "/cache/reset", "/cache/save", "/load", "/metrics", "/requests"),
+    *("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+)
+"""Paths of what a server does, or knows, for itself alone: who has several asks them all."""
 Answers = dict[int | str, dict[str, Any]]
 """What a route answers by status, as FastAPI takes it."""
 

@@ -1,4 +1,4 @@
-"""`megatron-hybrid serve`: a server in this process, until SIGTERM or Ctrl-C, or a rank of one."""
+"""`megatron-hybrid serve`: a server in this process, until a signal ends it; or a rank of one."""
 
 from __future__ import annotations
 
@@ -191,7 +191,6 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, end: EndSignal):
         super().__init__(config)
         self._loop = asyncio.get_running_loop()
-        self._end_signal = end
         self._shutdown = Shutdown(service, end, self._stop, self._hurry)
 
     def handle_exit(self, sig: int, frame) -> None:
@@ -199,9 +198,7 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn calls it ten times a second."""
-        self._shutdown.begin_after_failure()
-        if self._end_signal.was_sent:
-            self._shutdown.begin()
+        self._shutdown.begin_if_due()
         return await super().on_tick(counter)
 
     def _stop(self) -> None:

@@ -55,10 +55,13 @@ class Shutdown:
             self._signals.end_within(steps + 2 * SAVE_SECONDS + STEP_SECONDS)
             self._task = asyncio.ensure_future(self._run())
 
-    def begin_after_failure(self) -> None:
-        """Begin the end if another rank has failed: what runs has got the error."""
+    def begin_if_due(self) -> None:
+        """Begin the end after a signal that was noted, or if another rank has failed: what runs has
+        got the error."""
         if self._task is None and (failure := self._service.engine.rank_failure) is not None:
             logger.error("the server ends: %s", failure)
+            self.begin()
+        elif self._signals.was_sent:
             self.begin()
 
     async def _run(self) -> None:

@@ -1,5 +1,5 @@
 """Processes that end with the one that needs them: what a save forks, and the launcher's ranks. And
-the orderly end of a server by SIGTERM, from its first line on."""
+the orderly end of a server by a signal, from its first line on."""
 
 from __future__ import annotations
 
@@ -98,8 +98,14 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
+def end_signals() -> list[signal.Signals]:
+    """SIGTERM, and SIGHUP of a terminal that is closed, unless `nohup` keeps that away."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM] if ignored else [signal.SIGTERM, signal.SIGHUP]
+
+
 class EndSignal:
-    """SIGTERM of a server, which ends it with status 0 at any time. A context, of the main thread.
+    """`end_signals` of a server: it ends with status 0 at any time. A context, of the main thread.
 
     Until `hold` nothing is lost and nobody waits: the process ends at once. From then on the signal
     is noted, for whoever serves.
@@ -113,11 +119,12 @@ class EndSignal:
         self._pid = os.getpid()
 
     def __enter__(self) -> EndSignal:
-        self._before = signal.signal(signal.SIGTERM, self._take)
+        self._before = {each: signal.signal(each, self._take) for each in end_signals()}
         return self
 
     def __exit__(self, *error: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         faulthandler.cancel_dump_traceback_later()
 
     def hold(self) -> None:
@@ -134,5 +141,5 @@ class EndSignal:
             os._exit(128 + number)
         self.was_sent = True
         if self._ends_at_once:
-            os.write(2, b"megatron-hybrid: ended by SIGTERM while the model was loading\n")
+            os.write(2, b"megatron-hybrid: ended by a signal while the model was loading\n")
             os._exit(0)

@@ -26,7 +26,7 @@ from dynamo.common.configuration.groups.kv_router_args import KvRouterArgGroup
 from http_server import DEMO, demo_service, run_apart, running_server
 from safetensors.torch import load_file, save_file
 from span_collector import TRACEPARENT, span_collector
-from waiting import wait_until
+from waiting import LIMIT_S, wait_until
 
 from benchmarks.dynamo_cluster import (
     BLIND_FLAGS,
@@ -359,18 +359,13 @@ def test_salts_divide_caches_and_priorities_are_taken(frontend):
             assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) == skips
 
 
-@pytest.mark.parametrize(
-    ("body", "text"),
-    [
-        ({"max_tokens": 5000}, "exceed --context=2048: ask for at most"),
-        ({"guided_regex": "(?=a)b"}, "structured_outputs"),
-    ],
-)
-def test_refusals_say_why(frontend, body, text):
-    answer = httpx.post(
-        f"{frontend.url}/v1/completions", json={"model": MODEL, **ANSWER, **body}, timeout=60
-    )
-    assert answer.status_code == 400 and text in answer.text
+def test_refusals_say_why(frontend):
+    refused = {"guided_regex": ("(?=a)b", "structured_outputs")}
+    refused |= {"max_tokens": (5000, "exceed --context=2048: ask for at most")}
+    for field, (value, text) in refused.items():
+        body = {"model": MODEL, **ANSWER, field: value}
+        answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 400 and text in answer.text
 
 
 def running(workers) -> list[float]:
@@ -389,8 +384,12 @@ def test_a_client_that_goes_away_ends_its_request(frontend, workers):
 
 def test_health_and_metrics_are_those_of_the_engine(frontend, workers):
     for worker in workers:
-        assert httpx.get(f"{worker.url}/health").json()["status"] == "ready"
+        wait_until(lambda worker=worker: is_ready(worker))
         assert worker.metric("megatron_hybrid_pool_bytes") == CACHE_MIB << 20
+
+
+def is_ready(worker: Program) -> bool:
+    return httpx.get(f"{worker.url}/health").status_code == 200
 
 
 def test_the_flags_of_manifests_and_pages_are_there():
@@ -563,7 +562,7 @@ def test_streams_go_on_where_a_worker_is_killed(made, frontend, workers, texts):
 
 
 def test_a_paused_worker_comes_back_with_what_its_cache_has(tmp_path):
-    """After more seconds than its lease in discovery has."""
+    """After more seconds than its lease in discovery has. It ends where it cannot come back."""
     with cluster(tmp_path) as made:
         worker, frontend = made.worker("--cache-mib", str(CACHE_MIB)), made.frontend(*HYBRID_FLAGS)
         made.wait_until_ready(frontend, 1)
@@ -580,7 +579,11 @@ def test_a_paused_worker_comes_back_with_what_its_cache_has(tmp_path):
         worker.process.send_signal(signal.SIGCONT)
         wait_until(lambda: made.workers_of(frontend) == 1)
         wait_until(lambda: cost() == known)  # when the blocks are published anew
-        assert worker.end() == 0
+        wait_until(lambda: is_ready(worker))
+        shutil.rmtree(tmp_path / "discovery")
+        wait_until(lambda: not is_ready(worker))
+        assert worker.process.wait(LIMIT_S) == 2
+        assert "start it again; and frontends, too" in worker.log.read_text()
 
 
 def test_other_weights_wait_until_those_before_have_gone(tmp_path):
@@ -594,14 +597,16 @@ def test_other_weights_wait_until_those_before_have_gone(tmp_path):
         port = free_port()
         command = ["-m", "megatron_hybrid.dynamo.__main__", str(trained)]
         command += ["--served-model-name", MODEL, *WORKER_SIZES, "--cache-mib", str(CACHE_MIB)]
-        made.start(command, port, DYN_SYSTEM_PORT=str(port))
-        wait_until(lambda: "Rejected incompatible workers" in plain_log(frontend))
+        new = made.start(command, port, DYN_SYSTEM_PORT=str(port))
+        wait_until(lambda: "has other weights: end" in plain_log(new))
+        wait_until(lambda: is_ready(old))
+        assert not is_ready(new)
         text = ask(frontend, "completions", ANSWER)["choices"][0]["text"]
         stream = Stream(frontend, LONG | GREEDY)
         wait_until(lambda: len(stream.times) > 20)
         assert old.end() == 0
         assert stream.result.result(60).startswith(text)
-        wait_until(lambda: is_served(frontend))
+        wait_until(lambda: is_served(frontend) and is_ready(new))
         assert ask(frontend, "completions", ANSWER)["choices"][0]["text"] != text
 
 

@@ -16,7 +16,7 @@ class Collector(HTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.spans = {}
+        self.spans, self.services = {}, set()
         self.endpoint = f"http://127.0.0.1:{self.server_port}/v1/traces"
 
 
@@ -24,6 +24,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            kept = resource.resource.attributes
+            self.server.services |= {e.value.string_value for e in kept if e.key == "service.name"}
             for scope in resource.scope_spans:
                 self.server.spans |= {span.name: span for span in scope.spans}
         self.send_response(200)

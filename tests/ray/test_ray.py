@@ -30,6 +30,7 @@ ASKED = {
     "log-probabilities": {"logprobs": 3, "temperature": 0.9, "seed": 11},
     "a regex": {"structured_outputs": {"regex": "(yes|no), [0-9]{3}"}},
     "a stop string": {"stop": ["the"], "max_tokens": 40},
+    "a wrong value": {"temperature": -1},
 }
 
 
@@ -126,14 +127,15 @@ def plain() -> Iterator[httpx.Client]:
 
 
 def told(answer: dict) -> list:
-    return [[each["text"], each["finish_reason"], each["logprobs"]] for each in answer["choices"]]
+    said = answer.get("choices", ())
+    return answer.get("error") or [[c["text"], c["finish_reason"], c["logprobs"]] for c in said]
 
 
 @pytest.mark.parametrize("what", ASKED)
 def test_answers_are_those_of_the_server(two, plain, what):
     fields = {**GREEDY, **ASKED[what]}
-    expected = plain.post("/v1/completions", json=fields).json()
-    assert told(two.ask(fields)) == told(expected)
+    found, expected = (c.post("/v1/completions", json=fields).json() for c in (two.client, plain))
+    assert told(found) == told(expected)
 
 
 def test_a_stream_comes_in_pieces_and_its_text_is_the_answer(two):
@@ -143,11 +145,6 @@ def test_a_stream_comes_in_pieces_and_its_text_is_the_answer(two):
             if line.startswith("data: {"):
                 pieces += [each["text"] for each in json.loads(line[6:])["choices"]]
     assert len(pieces) > 3 and "".join(pieces) == two.ask(GREEDY)["choices"][0]["text"]
-
-
-def test_a_refusal_keeps_its_text(two):
-    answer = two.client.post("/v1/completions", json={**GREEDY, "temperature": -1})
-    assert answer.status_code == 400 and "temperature" in answer.json()["error"]["message"]
 
 
 def test_the_turns_of_a_session_find_the_prefix_of_the_turn_before(two):
@@ -175,11 +172,30 @@ def test_a_client_that_leaves_ends_its_request(two):
     wait_until(lambda: "cancelled" in statuses())
 
 
-def test_metrics_are_sums_over_replicas(two):
+def test_operators_reach_all_replicas(two):
+    """And the id of a request is told once."""
     before = sum(two.counts())
-    for session in range(8):
-        two.ask(GREEDY, f"counted-{session}")
+
+    def skipped() -> list[int]:
+        answers = [two.ask(GREEDY, f"counted-{session}") for session in range(8)]
+        return [each["usage"]["prefix"]["skipped_tokens"] for each in answers]
+
+    skipped()
     assert {sum(two.counts()) for _ in range(6)} == {before + 8} and min(two.counts()) > 0
+    assert {len(two.client.get("/requests").json()["requests"]) for _ in range(6)} == {before + 8}
+    assert all(skipped())
+    with two.client.stream("POST", "/v1/completions", json=LONG) as answer:
+        (id,) = answer.headers.get_list("x-request-id")
+        lines = answer.iter_lines()
+        assert next(lines)
+        assert {two.client.get("/load").json()["server_load"] for _ in range(6)} == {1}
+        assert two.client.post("/abort", json={"request_id": id}).json() == {"aborted": True}
+        assert "aborted" in "".join(lines)
+    assert two.client.post("/abort", json={"request_id": id}).json() == {"aborted": False}
+    refused = two.client.post("/cache/save")
+    assert refused.status_code == 409 and "cache_dir" in refused.json()["error"]["message"]
+    assert two.client.post("/cache/reset").json() == {"reset": True}
+    assert skipped().count(0) == 2  # the first request at each replica
 
 
 def test_a_request_of_whose_answer_nothing_was_sent_goes_to_another_replica(two):
@@ -221,6 +237,7 @@ def test_a_replica_that_is_killed_is_replaced_and_its_streams_end_with_an_error(
             event = json.loads(last.removeprefix("data: "))
             assert "replica ended" in event.get("error", event)["message"], path
             assert event.get("type", "error") == "error", path
+            assert event.get("sequence_number", 9) > 2, path
     began = time.monotonic()
     wait_until(two.answers)
     print(f"answered {time.monotonic() - began:.1f} s after both replicas were killed")

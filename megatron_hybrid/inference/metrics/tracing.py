@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from megatron_hybrid.inference.requests.request import Request
 from megatron_hybrid.version import __version__
@@ -36,8 +37,9 @@ class RequestTracer:
                 f"otlp_traces_endpoint is {endpoint!r}, which needs packages of OpenTelemetry "
                 f"({error}): pip install '{EXTRA}'."
             ) from error
-        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES come before this name.
-        resource = Resource({"service.name": "megatron_hybrid"}).merge(Resource.create())
+        resource = Resource.create()
+        if resource.attributes["service.name"].startswith("unknown_service"):
+            resource = resource.merge(Resource({"service.name": "megatron_hybrid"}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=2)))
         self._tracer = self._provider.get_tracer("megatron_hybrid", __version__)
@@ -49,7 +51,8 @@ class RequestTracer:
     def note_end(self, request: Request) -> None:
         """Write the spans of a request, or of one sample of it, that has ended."""
         shift = time.time_ns() - time.perf_counter_ns()
-        caller = self._extract({"traceparent": request.options.traceparent})
+        given, names = request.options, ("traceparent", "tracestate")
+        caller = self._extract({name: getattr(given, name) for name in names})
         whole = self._tracer.start_span(
             "llm_request",
             caller,
@@ -80,20 +83,20 @@ class RequestTracer:
         self._provider.shutdown()
 
 
-def _attributes(request: Request) -> dict[str, str | int | float]:
+def _attributes(request: Request) -> dict[str, Any]:
     """Attributes of a request, by OpenTelemetry's names where it has them.
 
     https://opentelemetry.io/docs/specs/semconv/gen-ai/
     """
     params, report = request.params, request.lease_report
-    found: dict[str, str | int | float | None] = {
+    found: dict[str, Any] = {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.max_tokens": params.num_tokens_to_generate,
         "gen_ai.usage.input_tokens": request.num_prompt_tokens,
         "gen_ai.usage.output_tokens": request.num_generated,
-        "gen_ai.response.finish_reasons": request.finish_reason or request.status.value,
+        "gen_ai.response.finish_reasons": [request.finish_reason or request.status.value],
         "megatron_hybrid.request_id": request.request_id,
         "megatron_hybrid.sample": request.sample_index,
     }

@@ -70,6 +70,9 @@ class RequestOptions:
     traceparent: str = ""
     """The caller's span, as W3C's Trace Context writes it, for `otlp_traces_endpoint`."""
 
+    tracestate: str = ""
+    """What W3C's header of this name says besides; the spans keep it."""
+
     def __post_init__(self) -> None:
         positions = self.cache_breakpoints
         if isinstance(positions, np.ma.MaskedArray):

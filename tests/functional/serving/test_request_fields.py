@@ -25,6 +25,7 @@ from megatron_hybrid.serving.app import create_app, rename_error_fields
 from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.serving.messages import MessageFields
 from megatron_hybrid.serving.parsers import REASONING_PARSERS, ReasoningFormat
+from megatron_hybrid.serving.routes import OF_EACH_REPLICA
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGE = "/v1/messages"
@@ -411,6 +412,12 @@ ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "a
         (COMPLETION, {"cache_breakpoints": [1] * 9999}, "cache_breakpoints", "..."),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema is"),
         (CHAT, {"tools": [ARRAY], "tool_choice": "required"}, "tool_choice", "use 'object'"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools", ""),
+        (CHAT, {"tool_choice": "required"}, "tool_choice", ""),
+        (CHAT, {"tool_choice": {}}, "tool_choice", ""),
+        (CHAT, {"best_of": 3}, "best_of", ""),
+        (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", ""),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", ""),
     ],
 )
 def test_an_error_names_the_field_and_flag_that_the_caller_used(call, route, more, param, text):
@@ -602,6 +609,8 @@ def test_the_description_of_the_api_is_true(call):
                     jsonschema.validate(answer.json(), schema)
                 assert kind in declared, (path, kind)
             assert given[0] is None or call(path, given[0]).status_code in (200, 409), path
+            if given[0] is not None and path not in (*OF_EACH_REPLICA, "/ping"):
+                assert call(path, {**given[0], "model": "other"}).status_code == 404, path
     stream = call(CHAT, {**BODIES[CHAT], "stream": True})
     kind = stream.headers["content-type"].split(";")[0]
     assert kind in described["paths"][CHAT]["post"]["responses"]["200"]["content"]

@@ -1,6 +1,7 @@
 """Dynamo's requests ask the engine for what the same body over HTTP asks for; chunks, cards."""
 
 import json
+import runpy
 import shutil
 from itertools import chain
 from pathlib import Path
@@ -29,7 +30,8 @@ from megatron_hybrid.text.tokenizer import Tokenizer
 ROOM = 100
 PROMPT = [5, 6, 7, 8]
 STYLE = style_of("<think>")
-EXAMPLES = Path(__file__).parents[3] / "examples" / "dynamo"
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples" / "dynamo"
 SHUTDOWN_SECONDS = 30
 VALUES = {
     "sampling_options": {
@@ -293,6 +295,38 @@ def test_manifests_leave_time_to_drain_and_name_the_flags_that_there_are():
     pod = server["spec"]["template"]["spec"]
     assert min(worker["terminationGracePeriodSeconds"], pod["terminationGracePeriodSeconds"]) > 30
     assert all(each["stop_grace_period"] == "60s" for name, each in services.items() if "w" in name)
+    (ray,) = yaml.safe_load((ROOT / "examples/ray/ray_serve.yaml").read_text())["applications"]
+    ingress, replicas = ray["deployments"]
+    assert (
+        ingress["ray_actor_options"]["num_cpus"] + replicas["num_replicas"] <= 2
+    )  # a small machine
+
+
+SERVE, FRONTEND = ["megatron-hybrid", "serve"], ["python", "-m", "dynamo.frontend"]
+WORKER = ["python", "-m", "megatron_hybrid.dynamo", "demo"]
+PORTS = {"DYN_HTTP_PORT": "81", "DYN_SYSTEM_PORT": "9090"}
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "url"),
+    [
+        ([*SERVE, "--host", "0.0.0.0"], {"http_proxy": "http://proxy"}, "http://127.0.0.1:8000"),
+        ([*SERVE, "m", "--port=8001", "--host=::"], PORTS, "http://::1:8001"),
+        ([*SERVE, "--ssl-certfile", "c", "--host=10.1.1.1"], {}, "https://10.1.1.1:8000"),
+        (FRONTEND, PORTS, "http://127.0.0.1:81"),
+        (
+            ["tini", "--", *FRONTEND, "--tls-cert-path=c", "--http-port=8"],
+            {},
+            "https://127.0.0.1:8",
+        ),
+        ([*WORKER, "--endpoint", "a.b.c"], PORTS, "http://127.0.0.1:9090"),
+        (WORKER, {}, None),
+    ],
+)
+def test_the_images_ask_the_port_that_the_program_serves(words, environ, url):
+    asked = runpy.run_path(str(ROOT / "docker" / "health.py"))["connection"](words, environ)
+    kinds = {443: "https", 80: "http"}
+    assert url == (asked and f"{kinds[asked.default_port]}://{asked.host}:{asked.port}")
 
 
 PICKER_FIELDS = {

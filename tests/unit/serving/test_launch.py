@@ -98,10 +98,10 @@ def test_the_rank_that_fails_is_named_and_ends_the_others(capfd):
     assert psutil.Process().children() == before
 
 
-@pytest.mark.parametrize("handles", [False, True])
-def test_signals_are_passed_on_to_the_ranks(tmp_path, capfd, handles):
-    """Ranks that start have no handlers yet."""
-    code = RANK + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); " * handles
+@pytest.mark.parametrize(("handles", "number"), [(False, signal.SIGTERM), (True, signal.SIGHUP)])
+def test_signals_are_passed_on_to_the_ranks(tmp_path, capfd, handles, number):
+    """Ranks that start have no handlers yet. They hear of a closed terminal as of any other end."""
+    code = RANK + f"signal.signal({number:d}, lambda *_: sys.exit(0)); " * handles
     code += f"open('{tmp_path}/%d' % rank, 'w'); time.sleep(60)"
 
     def end():
@@ -109,7 +109,7 @@ def test_signals_are_passed_on_to_the_ranks(tmp_path, capfd, handles):
             if len(list(tmp_path.iterdir())) == 2:
                 break
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=end)
     thread.start()

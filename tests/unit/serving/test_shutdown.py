@@ -110,6 +110,11 @@ def test_a_service_closes_though_a_step_fails(broken, how, impatient):
     closing.engine = SimpleNamespace(rank_failure=None, **{**steps, broken: BROKEN[how]})
     asyncio.run(asyncio.wait_for(closing.close(), LIMIT_S))
     assert calls == [name for name in steps if name != broken]
+    closing.admission = SimpleNamespace(abort_all=calls.clear)
+    closing.engine.end_waits = lambda: None
+    closing.end_now()  # from then on it saves no cache
+    asyncio.run(closing.close())
+    assert "save_cache" not in calls
 
 
 def test_a_process_that_holds_on_ends_at_its_last_deadline():
@@ -139,28 +144,6 @@ def test_a_second_signal_ends_the_requests_that_run():
         assert server.force_exit
 
     asyncio.run(end())
-
-
-@pytest.mark.parametrize(("hurried", "saved"), [(False, 1), (True, 0)])
-def test_a_server_that_ends_at_once_saves_no_cache(hurried, saved):
-    calls = []
-
-    async def call(name):
-        calls.append(name)
-
-    service = Service.__new__(Service)
-    service.saves_cache = True
-    service.admission = SimpleNamespace(abort_all=lambda: None)
-    service.engine = SimpleNamespace(
-        rank_failure=None,
-        end_waits=lambda: None,
-        save_cache=partial(call, "save"),
-        close=partial(call, "close"),
-    )
-    if hurried:
-        service.end_now()
-    asyncio.run(service.close())
-    assert calls == ["save"] * saved + ["close"]
 
 
 def test_a_server_ends_when_a_rank_has_failed(caplog):

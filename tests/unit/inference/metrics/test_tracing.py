@@ -19,7 +19,7 @@ def collector():
 
 
 def attributes(span) -> dict:
-    kinds = ("string_value", "int_value", "double_value")
+    kinds = ("string_value", "int_value", "double_value", "array_value")
     return {
         each.key: next(getattr(each.value, kind) for kind in kinds if each.value.HasField(kind))
         for each in span.attributes
@@ -52,13 +52,20 @@ def test_a_request_has_a_span_of_each_phase_inside_of_its_callers(collector):
     assert result.prefix.miss_reason is None and "megatron_hybrid.miss_reason" not in found
 
 
-def test_the_header_of_http_names_the_caller(collector):
+@pytest.mark.parametrize("name", ["", "fleet"])
+def test_headers_of_http_name_the_caller_and_the_environment_the_service(
+    name, collector, monkeypatch
+):
+    monkeypatch.setenv("OTEL_SERVICE_NAME", name)
     body = {"prompt": "Once", "max_tokens": 2}
     with running_server({"otlp_traces_endpoint": collector.endpoint}) as server:
-        headers = {"traceparent": TRACEPARENT}
+        headers = {"traceparent": TRACEPARENT, "tracestate": "vendor=a"}
         httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=None)
     span = collector.spans["llm_request"]
-    assert span.parent_span_id.hex() == CALLER
+    assert (span.parent_span_id.hex(), span.trace_state) == (CALLER, "vendor=a")
+    (reason,) = attributes(span)["gen_ai.response.finish_reasons"].values
+    assert reason.string_value == "length"
+    assert collector.services == {name or "megatron_hybrid"}
     assert attributes(span)["megatron_hybrid.miss_reason"] == "no_shared_prefix"
 
 
