@@ -217,7 +217,7 @@ CHAT = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "str
 STREAMS = {
     "/v1/completions": LONG,
     "/v1/chat/completions": CHAT | {"max_tokens": 1500, "ignore_eos": True},
-    "/v1/messages": CHAT | {"max_tokens": 1500, "ignore_eos": True},
+    "/v1/messages": CHAT | {"max_tokens": 1500},
     "/v1/responses": {"input": PROMPT, "stream": True, "max_output_tokens": 1500},
 }
 
