@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +27,7 @@ from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.low_rank import LowRankPart
 from megatron_hybrid.utils.files import replace_file
+from megatron_hybrid.utils.validation import Range, check_field
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -38,6 +39,16 @@ _REFUSED = (
     "fan_in_fan_out",
 )
 """Fields of an adapter that computes something else when they are set."""
+_KINDS = {
+    "r": Annotated[int, Range(ge=1, le=1 << 16)],
+    "lora_alpha": Annotated[float, Range(gt=0)],
+    "lora_dropout": Annotated[float, Range(ge=0, lt=1)],
+    "use_rslora": bool,
+    "target_modules": str | list[str],
+    "alpha_pattern": dict[str, Annotated[float, Range(gt=0)]],
+}
+"""Fields that are read; those of `_DEFAULTS` may be left out."""
+_DEFAULTS = {"lora_dropout": 0.0, "use_rslora": False, "target_modules": [], "alpha_pattern": {}}
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 """First values of adapters for which peft has changed the weights of the base, too."""
 
@@ -115,10 +126,7 @@ def read_adapters(
     try:
         tensors = load_file(folder / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder} has no adapters to read: {error}. Adapters in a .bin are written anew by "
-            "peft's save_pretrained."
-        ) from error
+        raise CheckpointError(f"{folder} has no adapters to read: {error}") from error
     found: dict[str, dict[str, Tensor]] = {}
     adapter = adapter_of(config)
     for name, tensor in tensors.items():
@@ -150,24 +158,32 @@ def read_adapters(
 
 def _read_fields(folder: Path) -> tuple[dict[str, Any], AdapterFields]:
     path = folder / CONFIG_FILE
+    for file in (path, folder / WEIGHTS_FILE):
+        if not file.is_file():
+            raise CheckpointError(
+                f"{folder} has no adapters to read: {file.name} is no file there. Adapters in a "
+                ".bin are written anew by peft's save_pretrained."
+            )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        targets = values.get("target_modules") or ()
-        fields = AdapterFields(
-            int(values["r"]),
-            float(values["lora_alpha"]),
-            float(values.get("lora_dropout") or 0.0),
-            bool(values.get("use_rslora")),
-            (targets,) if isinstance(targets, str) else tuple(targets),
-        )
-        is_legal = fields.rank >= 1 and math.isfinite(fields.alpha) and 0 <= fields.dropout < 1
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{folder} has no adapters to read: {error!r}") from error
-    if not is_legal:
-        raise CheckpointError(
-            f"{path} has r={fields.rank}, lora_alpha={fields.alpha} and lora_dropout="
-            f"{fields.dropout}: r is at least 1, lora_alpha finite, lora_dropout in [0, 1)"
-        )
+        if not isinstance(values, dict):
+            raise ValueError(f"{CONFIG_FILE} is no object")
+        for name, kind in _KINDS.items():
+            if (value := values.get(name)) is None:
+                value = _DEFAULTS.get(name)
+            check_field(name, value, kind)
+        for key in values.get("alpha_pattern") or {}:
+            re.compile(key)
+    except (OSError, ValueError, RecursionError, re.error) as error:
+        raise CheckpointError(f"{folder} has no adapters to read: {error}") from error
+    targets = values.get("target_modules") or ()
+    fields = AdapterFields(
+        values["r"],
+        float(values["lora_alpha"]),
+        float(values.get("lora_dropout") or 0),
+        bool(values.get("use_rslora")),
+        (targets,) if isinstance(targets, str) else tuple(targets),
+    )
     refused = [name for name in _REFUSED if values.get(name)]
     if str(values.get("init_lora_weights")).startswith(_CHANGES_BASE):
         refused.append("init_lora_weights")

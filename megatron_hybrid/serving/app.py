@@ -600,7 +600,7 @@ def _model(service: Service, adapter: LoadedAdapter | None = None) -> Model:
         "object": "model",
         "created": service.created,
         "owned_by": "megatron_hybrid",
-        "root": served if adapter is None else adapter.folder,
+        "root": served,
         "parent": None if adapter is None else served,
         "max_model_len": service.engine_config.max_sequence_length,
         "description": service.config.description,
@@ -658,7 +658,7 @@ def _add_adapters(app: FastAPI, service: Service) -> None:
         await service.load_adapter(fields.lora_name, fields.lora_path)
         return {"lora_name": fields.lora_name}
 
-    @routes.post("/v1/unload_lora_adapter", responses=errors(404, 409))
+    @routes.post("/v1/unload_lora_adapter", responses=errors(404))
     async def unload(fields: UnloadAdapterFields, request: Request) -> Adapter:
         service.auth.check_admin(request.state.key)
         await service.unload_adapter(fields.lora_name)

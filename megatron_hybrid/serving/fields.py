@@ -841,6 +841,8 @@ class LoadAdapterFields(UnloadAdapterFields):
 
     lora_path: str
     """Its folder, in PEFT's format, on the server's disk."""
+    load_inplace: Literal[False] | None = None
+    """Adapters are unloaded first."""
 
 
 class AbortFields(Body):

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.async_stream import AsyncStream, QueueTimeoutError
@@ -94,25 +95,24 @@ class Service:
         Raises:
             ApiError: it cannot be; nothing has changed.
         """
-        if not name or name == self.config.model_name:
+        if name == self.config.model_name:
             raise ApiError(400, f"lora_name is {name!r}: use a name of its own", "lora_name")
         try:
             await self.engine.load_adapter(name, folder)
         except ValueError as error:
-            raise ApiError(400, str(error), "lora_path") from error
+            param = "lora_path" if isinstance(error, CheckpointError) else "lora_name"
+            raise ApiError(400, str(error), param) from error
 
     async def unload_adapter(self, name: str) -> None:
-        """Serve an adapter no more.
+        """Serve an adapter no more. Requests that have it are answered by it.
 
         Raises:
-            ApiError: there is none of this name, or requests have it; nothing has changed.
+            ApiError: there is none of this name; nothing has changed.
         """
-        if self.adapter_of(name) is None:
-            raise ApiError(404, f"{name!r} is the model itself", "lora_name")
         try:
             await self.engine.unload_adapter(name)
         except ValueError as error:
-            raise ApiError(409, str(error), "lora_name") from error
+            raise ApiError(404, str(error), "lora_name") from error
 
     # The way to the engine ---------------------------------------------------------------------
 

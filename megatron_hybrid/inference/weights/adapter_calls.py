@@ -39,24 +39,20 @@ class AdapterCalls:
             RuntimeError: a step of the engine is running, or it is closed.
         """
         self._refuse("adapters.load")
-        return self._bank.load(name, folder)
+        live = (*self._scheduler.waiting, *self._scheduler.running)
+        used = {each.adapter.slot for each in live if each.adapter is not None}
+        return self._bank.load(name, folder, used)
 
     @on_all_ranks
     def unload(self, name: str) -> None:
-        """Drop an adapter. What is cached of it stays, for when the same values are loaded again.
+        """Drop an adapter: no further request can have it, and those that have it are answered by
+        it. What is cached of it stays, for when the same values are loaded again.
 
         Raises:
-            ValueError: there is none of this name, or requests that have it are not answered;
-                nothing has changed.
+            ValueError: there is none of this name; nothing has changed.
             RuntimeError: as `load`.
         """
         self._refuse("adapters.unload")
-        adapter = self._bank.require(name)
-        live = [*self._scheduler.waiting, *self._scheduler.running]
-        if (count := sum(each.adapter == adapter for each in live)) > 0:
-            raise ValueError(
-                f"{count} requests have the adapter {name!r}: cancel them, or wait for them"
-            )
         self._bank.unload(name)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron_hybrid.checkpoints.adapter_files import WholeAdapter, read_adapters
 from megatron_hybrid.checkpoints.model_tensors import of_all_stages
-from megatron_hybrid.checkpoints.tensor_files import CheckpointError, check_numbers
+from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.distributed.ranks import Ranks
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.requests.options import LoadedAdapter
@@ -31,6 +31,8 @@ from megatron_hybrid.models.parameter_names import is_of_prediction
 from megatron_hybrid.models.sharding.gathering import whole_shape
 from megatron_hybrid.models.sharding.tensor_sharding import shard
 from megatron_hybrid.ops import slot_linear
+
+MOST_LETTERS = 256
 
 
 class AdapterBank:
@@ -90,28 +92,33 @@ class AdapterBank:
         """Return an adapter. Raises ValueError if there is none of this name."""
         if name not in self.loaded:
             there = ", ".join(map(repr, self.loaded)) or "none"
-            raise ValueError(
-                f"adapter is {name!r}, and the engine has {there}: load it by "
-                "engine.adapters.load(name, folder)"
-            )
+            raise ValueError(f"adapter is {name!r}, and the engine has {there}: load it first")
         return self.loaded[name]
 
-    def load(self, name: str, folder: str | os.PathLike) -> LoadedAdapter:
+    def load(self, name: str, folder: str | os.PathLike, used: set[int]) -> LoadedAdapter:
         """Take up the adapter of a folder. Call it on all ranks of the model.
 
+        used: slots of requests, also of adapters that were dropped.
+
         Raises:
-            ValueError: there is no free slot, or the name is taken.
+            ValueError: there is no free slot, or the name is taken, or none.
             CheckpointError: it cannot be read, is of another model, or its rank is too large. In
                 all cases nothing has changed.
         """
         if not self._num_slots:
             raise ValueError("the engine holds no adapters: make it with max_adapters=1 or more")
+        if not (0 < len(name) <= MOST_LETTERS and name.isprintable()):
+            raise ValueError(
+                f"the adapter's name is {name[:40]!r}; use 1 to {MOST_LETTERS} printable letters"
+            )
         if name in self.loaded:
             raise ValueError(f"there is an adapter {name!r}: unload it first, or use another name")
-        if len(self.loaded) == self._num_slots:
+        held = {each.slot for each in self.loaded.values()}
+        if not (free := set(range(self._num_slots)) - held - used):
             raise ValueError(
-                f"the engine holds max_adapters={self._num_slots} adapters: unload one of "
-                f"{', '.join(map(repr, self.loaded))}, or raise max_adapters"
+                f"the engine holds max_adapters={self._num_slots} adapters, {len(used - held)} of "
+                "which were unloaded and still have requests: unload one of "
+                f"{', '.join(map(repr, self.loaded)) or 'none'}, wait, or raise max_adapters"
             )
         shapes = {each: whole_shape(own.projection.weight) for each, own in self._slots.items()}
         config = self._model.config
@@ -120,7 +127,11 @@ class AdapterBank:
         for ours, whole in sorted(adapters.items()):
             digest.update(f"{ours} {hash_of(whole.a)} {hash_of(whole.b)} ".encode())
             for tensor in (whole.a, whole.b * fields.scale()):
-                check_numbers(f"the adapter of {ours}", tensor, folder, config.params_dtype)
+                if not bool(tensor.to(config.params_dtype).isfinite().all()):
+                    raise CheckpointError(
+                        f"{folder}: the adapter of {ours} has infinite numbers in "
+                        f"{config.params_dtype}, with a factor of {fields.scale():g}"
+                    )
         rank = max(len(whole.a) for whole in adapters.values())
         if rank > self._max_rank:
             raise CheckpointError(
@@ -129,8 +140,7 @@ class AdapterBank:
             )
         digest.update(repr(fields.scale()).encode())
         self._ranks.require_equal({f"the adapter {name!r}": digest.hexdigest()})
-        taken = {each.slot for each in self.loaded.values()}
-        slot = min(set(range(self._num_slots)) - taken)
+        slot = min(free)
         for ours, own in self._slots.items():
             own.fill(slot, adapters.get(ours), fields.scale())
         salt = f"\0{digest.hexdigest()}\0"
@@ -138,7 +148,7 @@ class AdapterBank:
         return self.loaded[name]
 
     def unload(self, name: str) -> None:
-        """Free the slot of an adapter, which no request has.
+        """Let no further request have an adapter. Its slot is free when no request has it.
 
         Raises:
             ValueError: there is none of this name.

@@ -179,7 +179,12 @@ def test_adapters_of_another_model_are_refused(tmp_path):
     fields = json.loads(config.read_text())
     for change, match in (
         ({"r": "many"}, "has no adapters to read: .*many"),
-        ({"r": 0}, "has r=0, .* r is at least 1"),
+        ({"r": 0}, "r is 0; it must be"),
+        ({"r": True}, "r is True; it must be"),
+        ({"lora_alpha": 1e400}, "lora_alpha is inf; it must be"),
+        ({"use_rslora": "false"}, "use_rslora is 'false'; it must be"),
+        ({"alpha_pattern": {"(": 1.0}}, "has no adapters to read: missing"),
+        ({"alpha_pattern": {"in_proj": "x"}}, "alpha_pattern"),
         ({"use_dora": True}, "has use_dora=True, which is not supported: merge the adapter"),
         ({"bias": "all"}, "has bias='all', which is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "has init_lora_weights='pissa_niter_4', which"),

@@ -118,7 +118,7 @@ def test_prefixes_belong_to_the_values_of_an_adapter_and_not_to_its_name(folder,
         assert skipped("again") > 30
 
 
-def test_what_cannot_be_loaded_changes_nothing(folder):
+def test_what_cannot_be_loaded_changes_nothing(folder, expected):
     write(folder / "wide", 3, rank=13)
     with engine_of() as engine:
         engine.adapters.load("a", folder / "a")
@@ -131,17 +131,23 @@ def test_what_cannot_be_loaded_changes_nothing(folder):
                 engine.adapters.load(name, folder / of)
         assert [each.name for each in engine.adapters.loaded] == ["a"]
         engine.adapters.load("b", folder / "b")
-        with pytest.raises(ValueError, match=r"holds max_adapters=2 adapters: unload one of 'a', "):
+        with pytest.raises(
+            ValueError, match=r"holds max_adapters=2 adapters, 0 of .* unload one of 'a', "
+        ):
             engine.adapters.load("c", folder / "b")
         with pytest.raises(ValueError, match="adapter is 'c', and the engine has 'a', 'b': load"):
             engine.add_request(PROMPTS[0], PARAMS, RequestOptions(adapter="c"))
         request = engine.add_request(PROMPTS[0], PARAMS, RequestOptions(adapter="b"))
-        with pytest.raises(ValueError, match="1 requests have the adapter 'b': cancel them, or"):
-            engine.adapters.unload("b")
-        engine.cancel(request)
+        engine.adapters.unload("b")  # its slot is not free yet
+        with pytest.raises(ValueError, match="1 of which were unloaded and still have requests"):
+            engine.adapters.load("c", folder / "b")
         while engine.has_work:
             engine.step()
-        engine.adapters.unload("b")
+        assert request.result().token_ids == expected["b"][0].token_ids
+        engine.adapters.load("c", folder / "b")
+        for name in ("", "a\n", "x" * 300):
+            with pytest.raises(ValueError, match="use 1 to 256 printable letters"):
+                engine.adapters.load(name, folder / "b")
         with pytest.raises(ValueError, match=r"salt is 'a\\x00'; NUL is for the engine"):
             RequestOptions(salt="a\0")
     none = "holds no adapters: make it with max_adapters=1"
