@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -175,6 +176,10 @@ def test_adapters_of_another_model_are_refused(tmp_path):
         with pytest.raises(CheckpointError, match=r"lora.* is torch\..*, or has NaN"):
             load_adapters(other, tmp_path)
         assert not adapters_of(other)
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "adapter_config.json")
+    with pytest.raises(CheckpointError, match=r"adapter_config.json is no file there"):
+        load_adapters(small_model("M"), tmp_path / "pipe")
     config = tmp_path / "adapter_config.json"
     fields = json.loads(config.read_text())
     for change, match in (
