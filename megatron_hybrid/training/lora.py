@@ -62,6 +62,10 @@ class LoraFields(Fields):
     seed: int = 1234
     """Seed of the initial values of A; B is initially 0."""
 
+    def check(self) -> None:
+        super().check()
+        self.targets = tuple(self.targets)  # of a list, too, as YAML has it
+
     def file_fields(self) -> AdapterFields:
         """Return what a folder of the adapters says of them."""
         return AdapterFields(self.rank, self.alpha, self.dropout, self.rslora)

@@ -1,13 +1,15 @@
-"""What a training run tells: a line on the terminal, a log of JSON lines, tensorboard, a plot."""
+"""What a training run tells: a line on the terminal, a log of JSON lines, its writers, a plot."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from secrets import token_hex
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Protocol
 
 from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.utils.files import replace_file
@@ -15,6 +17,7 @@ from megatron_hybrid.utils.progress import Console, new_bar
 from megatron_hybrid.utils.validation import Range
 
 LOG = "log.jsonl"
+WriterName = Literal["tensorboard", "wandb", "mlflow"]
 
 
 @dataclass
@@ -24,9 +27,10 @@ class ReportFields(Fields):
     every_steps: Annotated[int, Range(ge=1)] = 10
     """Steps whose mean makes a line of the log."""
 
-    tensorboard: bool = False
-    """Write events for tensorboard, too. This needs the package `tensorboard`, which the extra
-    `train` installs."""
+    writers: list[WriterName] = field(default_factory=list)
+    """Trackers that get the log's numbers, too: `tensorboard` (in the run's folder), `wandb`,
+    `mlflow`. Each needs the package of its name, whose own environment variables say where the run
+    goes, such as WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME."""
 
     peak_tflops: Annotated[float, Range(gt=0)] | None = None
     """Peak TFLOP/s of one device in the model's dtype, for the FLOPs utilisation. None: the value
@@ -43,6 +47,10 @@ class Reports:
         steps: of the run, for the bar.
         step: done already; what the log has after it, of a run that was taken up again, goes.
         console: default stderr. Without a terminal each report is a line.
+        recipe: of the run, which writers show.
+
+    Raises:
+        ImportError, OSError: a writer lacks its package, or does not start.
     """
 
     def __init__(
@@ -52,11 +60,16 @@ class Reports:
         steps: int,
         step: int = 0,
         console: Console | None = None,
+        recipe: Mapping[str, Any] = MappingProxyType({}),
     ):
         self.path = folder / LOG
         self.console = console or Console(stderr=True, highlight=False)
-        self._writer = _tensorboard(folder, step) if fields.tensorboard else None
-        kept = [record for record in read_log(self.path) if record.get("step", 0) <= step]
+        self._writers: dict[str, Writer] = {}
+        for name in dict.fromkeys(fields.writers):
+            self._writers[name] = build_writer(name, folder, step, recipe)
+        records = read_log(self.path)
+        self._sent = {(record.get("step"), "eval_loss" in record) for record in records}
+        kept = [record for record in records if record.get("step", 0) <= step]
         self.evaluated = {record["step"] for record in kept if "eval_loss" in record}
         """Steps of which there is an evaluation."""
         text = "".join(json.dumps(record) + "\n" for record in kept)
@@ -86,9 +99,15 @@ class Reports:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         except OSError as error:
             raise OSError(f"the log {self.path} cannot be written: {error}") from error
-        for name, value in values.items():
-            if self._writer is not None and value is not None:
-                self._writer.add_scalar(name, value, step)
+        numbers = {name: value for name, value in values.items() if value is not None}
+        is_new = (step, "eval_loss" in values) not in self._sent
+        for name, writer in list(self._writers.items()):
+            try:
+                if is_new or writer.replaces:
+                    writer.write(step, numbers)
+            except Exception as error:  # a run does not end for want of its tracker
+                self.console.print(f"{name} gets no more numbers: {error!r}", markup=False)
+                del self._writers[name]
         self._bar.update(self._bar.task_ids[0], completed=step)
         self.console.print(line, markup=False, soft_wrap=True)
 
@@ -97,8 +116,11 @@ class Reports:
 
     def close(self) -> None:
         self._bar.stop()
-        if self._writer is not None:
-            self._writer.close()
+        for name, writer in self._writers.items():
+            try:
+                writer.close()
+            except Exception as error:
+                self.console.print(f"{name} does not end: {error!r}", markup=False)
 
 
 def terminal_line(step: int, values: Mapping[str, Any]) -> str:
@@ -177,12 +199,122 @@ def plot_losses(folder: Path, picture: Path) -> None:
     plt.close(figure)
 
 
-def _tensorboard(folder: Path, step: int) -> Any:
+# Writers -----------------------------------------------------------------------------------------
+
+
+class Writer(Protocol):
+    """A tracker, for one run. It may raise whatever it likes: the run goes on without it."""
+
+    replaces: bool
+    """True: what it has after the step that is taken up is replaced. False: it keeps that, so it
+    gets each step once."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the numbers of a step, by their names in the log."""
+
+    def close(self) -> None:
+        """Write what is not yet written, and end."""
+
+
+def build_writer(name: WriterName, folder: Path, step: int, recipe: Mapping[str, Any]) -> Writer:
+    """Start a writer, or take up the one that this run had.
+
+    Args:
+        name: of the package.
+        folder: of the run, whose name the tracker shows.
+        step: done already.
+        recipe: is shown with the run.
+
+    Raises:
+        ImportError: the package is missing.
+        OSError: the tracker does not start, such as for want of a key.
+    """
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        return _WRITERS[name](folder, step, recipe)
     except ImportError as error:
         raise ImportError(
-            "reports.tensorboard=true needs the package tensorboard: pip install tensorboard, or "
-            "leave it at false"
+            f"reports.writers has {name!r}, which needs the package of this name: pip install "
+            f"{name}, or leave it out"
         ) from error
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+    except Exception as error:
+        raise OSError(
+            f"reports.writers has {name!r}, which does not start: {str(error).rstrip('.')}. Mend "
+            f"that, or leave it out{_OFFLINE.get(name, '')}."
+        ) from error
+
+
+class _Tensorboard:
+    replaces = True
+
+    def __init__(self, folder: Path, step: int, recipe: Mapping[str, Any]):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._events.close()
+
+
+class _Wandb:
+    replaces = False
+
+    def __init__(self, folder: Path, step: int, recipe: Mapping[str, Any]):
+        import wandb
+
+        path, config = folder / "wandb" / "run_id", dict(recipe)
+        path.parent.mkdir(exist_ok=True)
+        found = path.read_text() if path.exists() else token_hex(4)
+        self._run = wandb.init(
+            dir=folder, name=folder.name, id=found, resume="allow", config=config, save_code=False
+        )
+        self._run.define_metric("*", step_metric="step")
+        path.write_text(self._run.id)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Mlflow:
+    replaces = False
+
+    def __init__(self, folder: Path, step: int, recipe: Mapping[str, Any]):
+        import mlflow
+
+        path = folder / "mlflow_run_id"
+        found = path.read_text() if path.exists() else None
+        self._mlflow = mlflow
+        self._id = mlflow.start_run(found, run_name=folder.name).info.run_id
+        if found is None:
+            mlflow.log_params(_flat(recipe))
+            path.write_text(self._id)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(values), step, run_id=self._id)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+_WRITERS = {"tensorboard": _Tensorboard, "wandb": _Wandb, "mlflow": _Mlflow}
+_OFFLINE = {
+    "wandb": ", or set WANDB_MODE=offline (`wandb sync` sends the run later)",
+    "mlflow": ", or set MLFLOW_TRACKING_URI=sqlite:///mlflow.db",
+}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """The fields of nested sections, by `section.field`."""
+    flat: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = str(value)[:500]
+    return flat

@@ -258,11 +258,12 @@ class Trainer:
 
         Raises:
             TrainingError: too many steps in a row had no finite gradient, or all of the run.
-            ImportError: the recipe asks for events for tensorboard, which is missing; on all ranks.
+            ImportError, OSError: a writer of the reports lacks its package, or does not start; on
+                all ranks.
         """
         run, progress = self.recipe.run, self.progress
         last = min(run.steps, run.stop_at_step or run.steps)
-        with fail_together(ImportError, whole_job=True):
+        with fail_together(OSError, whole_job=True):
             reports = self._reports()
         data = self.batches() if progress.step < last else iter(())
         self.measures.restart_clock()
@@ -574,8 +575,8 @@ class Trainer:
     def _reports(self) -> Reports | None:
         if dist.get_rank():
             return None
-        fields, steps = self.recipe.reports, self.recipe.run.steps
-        return Reports(self.folder, fields, steps, self.progress.step)
+        fields, steps, recipe = self.recipe.reports, self.recipe.run.steps, self.recipe.to_dict()
+        return Reports(self.folder, fields, steps, self.progress.step, recipe=recipe)
 
     def _report(self, reports: Reports | None, step: Step) -> None:
         measured, progress = self.measures.take(), self.progress

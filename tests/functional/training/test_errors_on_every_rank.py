@@ -51,7 +51,7 @@ CASES = {
         "run.global_batch_size is 3, no multiple of the 2 rows",
     ),
     "a vocabulary below the tokenizer's": (["model.vocab_size=61"], "vocab_size is 61, but 'demo'"),
-    "no tensorboard": (["reports.tensorboard=true"], "pip install tensorboard"),
+    "no tensorboard": (["reports.writers=[tensorboard]"], "pip install tensorboard"),
     # Of what it names.
     "no tokenizer": (["tokenizer={shared}"], r"there is no tokenizer\.json in .*shared"),
     "no pretrained model": (["model={{pretrained: /nowhere}}"], r"/nowhere/config\.json"),

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -116,11 +117,11 @@ def test_a_line_has_short_numbers(name, value, text):
 
 
 def test_numbers_go_to_tensorboard(tmp_path):
-    first = reports(tmp_path, tensorboard=True)
+    first = reports(tmp_path, writers=["tensorboard"])
     for step in (4, 5):
         first.write(step, loss=2.0)
     first.close()
-    resumed = reports(tmp_path, step=4, tensorboard=True)
+    resumed = reports(tmp_path, step=4, writers=["tensorboard"])
     resumed.write(5, loss=1.5, gradient_norm=math.nan)
     resumed.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -129,10 +130,67 @@ def test_numbers_go_to_tensorboard(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(4, 2.0), (5, 1.5)]
 
 
-def test_without_tensorboard_the_remedy_is_told(tmp_path, monkeypatch):
+class Tracker:
+    """Stands in for the packages wandb and mlflow: each of their runs has an id and rows."""
+
+    def __init__(self):
+        self.runs, self.params = {}, []
+
+    def init(self, id, resume, **shown):
+        self.rows = self.runs.setdefault(id, [])
+        return SimpleNamespace(
+            id=id, log=self.rows.append, define_metric=lambda *_, **__: None, finish=self.end_run
+        )
+
+    def start_run(self, run_id, run_name):
+        run_id = run_id or f"id {len(self.runs)}"
+        self.rows = self.runs.setdefault(run_id, [])
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id))
+
+    def log_params(self, params):
+        self.params.append(params)
+
+    def log_metrics(self, values, step, run_id):
+        self.runs[run_id].append({"step": step, **values})
+
+    def end_run(self):
+        self.rows = None
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_run_goes_on_in_the_same_run_of_its_tracker(tmp_path, monkeypatch, name):
+    tracker = Tracker()
+    monkeypatch.setitem(sys.modules, name, tracker)
+    first = reports(tmp_path, writers=[name])
+    first.write(4, loss=2.0)
+    first.write(4, eval_loss=3.0)
+    write(first, 5)
+    assert tracker.rows is None  # ended
+    resumed = reports(tmp_path, step=4, writers=[name])
+    resumed.write(5, loss=1 / 5, tokens=50)  # sent before the kill
+    resumed.write(6, loss=1.0, gradient_norm=math.nan)
+    rows = [{"step": 4, "loss": 2.0}, {"step": 4, "eval_loss": 3.0}]
+    rows += [{"step": 5, "loss": 1 / 5, "tokens": 50}, {"step": 6, "loss": 1.0}]
+    assert list(tracker.runs.values()) == [rows]
+    assert len(tracker.params) == (name == "mlflow")
+    resumed._writers[name].write = lambda *_: 1 / 0
+    write(resumed, 7, 8)  # a run does not end for want of its tracker
+    assert steps_of(tmp_path) == [4, 4, 5, 6, 7, 8]
+    assert resumed.console.file.getvalue().count(f"{name} gets no more numbers: Zero") == 1
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_without_a_package_the_remedy_is_told(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match="pip install tensorboard"):
-        reports(tmp_path, tensorboard=True)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=f"pip install {name}"):
+        reports(tmp_path, writers=[name])
+
+
+def test_a_tracker_that_does_not_start_is_told_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=None))
+    with pytest.raises(OSError, match=r"'wandb', which does not start: .*set WANDB_MODE=offline"):
+        reports(tmp_path, writers=["wandb"])
 
 
 def test_losses_are_plotted_against_tokens(tmp_path, monkeypatch):
