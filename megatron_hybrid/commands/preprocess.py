@@ -21,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="Read this file: .jsonl, .json, .txt, .md, any of them as .gz, or .parquet.",
+        help="Read this file: .jsonl, .json, .txt, .md, any of them as .gz or .zst, .parquet, "
+        ".arrow; a folder of Dataset.save_to_disk (Hugging Face); or -, JSONL of standard input.",
     )
     parser.add_argument(
         "--tokenizer",

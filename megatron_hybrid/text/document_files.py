@@ -1,23 +1,29 @@
-"""Files of documents: JSONL, text and parquet, read in chunks that several processes share."""
+"""Files of documents: JSONL, text and tables, read in chunks that several processes share."""
 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_hybrid.utils.validation import check_text
 
-JSONL, TEXT, PARQUET = (".jsonl", ".ndjson", ".json"), (".txt", ".text", ".md"), (".parquet",)
+JSONL, TEXT = (".jsonl", ".ndjson", ".json"), (".txt", ".text", ".md")
+TABLES, COMPRESSED = (".parquet", ".arrow"), (".gz", ".zst")
+STDIN = Path("-")
+"""The standard input, of JSONL."""
 CHUNK_BYTES = 1 << 20
 """Text of a chunk, about: some tenths of a second of work."""
 LARGEST_RECORD = 16 << 20
 """Bytes of a line, a text or a row, at most: to encode a text takes some 150 times its size."""
-_PARQUET_ROWS = 256
+_ROWS = 256
 
 
 class BrokenRecordError(ValueError):
@@ -30,15 +36,15 @@ class Chunk:
 
     path: Path
     first: int
-    """Number of the first record from 1: a line of the file, or a row of parquet."""
+    """Number of the first record from 1: a line of the file, or a row of the table."""
     records: list[bytes] | list[dict[str, Any]]
-    """Lines, the whole of a text file, or rows of parquet."""
+    """Lines, the whole of a text file, or rows of a table."""
     bytes_read: int
     """Bytes of the file, compressed as it is, since the chunk before."""
 
     def place(self, index: int) -> str:
         """Name of a record, for errors."""
-        between = ", row " if _format(self.path) in PARQUET else ":"
+        between = ", row " if _format(self.path) in TABLES else ":"
         return f"{self.path}{between}{self.first + index}"
 
     def parse(self, index: int, key: str) -> dict[str, Any] | None:
@@ -98,25 +104,45 @@ _TOO_LARGE = (
 )
 
 
-def check_files(paths: Sequence[str | os.PathLike]) -> list[Path]:
-    """The files as paths.
+def check_files(paths: Sequence[str | os.PathLike], with_stdin: bool = False) -> list[Path]:
+    """The files as paths. A folder of Hugging Face `datasets` stands for its files.
+
+    with_stdin: "-" is the standard input.
 
     Raises:
         ValueError: one does not exist, or is of no format that `read_chunks` knows.
-        ImportError: parquet files need pyarrow.
+        ImportError: tables and .zst need pyarrow.
     """
-    paths = [Path(path) for path in paths]
-    for path in paths:
-        if not path.is_file():
+    found = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            found += _files_of_dataset(path)
+        elif path.is_file() or (with_stdin and path == STDIN):
+            found.append(path)
+        else:
             raise ValueError(f"{path} is not a file; name files, as in data/*.jsonl")
-        if _format(path) not in (*JSONL, *TEXT, *PARQUET):
+    for path in found:
+        if _format(path) not in (*JSONL, *TEXT, *TABLES):
             raise ValueError(
-                f"{path} has none of the endings {', '.join((*JSONL, *TEXT))} (also with .gz) and "
-                f"{', '.join(PARQUET)}"
+                f"{path} has none of the endings {', '.join((*JSONL, *TEXT))} (also with "
+                f"{' or '.join(COMPRESSED)}) and {', '.join(TABLES)}"
             )
-    if any(_format(path) in PARQUET for path in paths):
-        _import_parquet()
-    return paths
+        if path.suffix in (".zst", *TABLES):
+            _import_pyarrow()
+    return found
+
+
+def _files_of_dataset(folder: Path) -> list[Path]:
+    """Return the files of a folder that `Dataset.save_to_disk` wrote, in their order."""
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        return [folder / each["filename"] for each in state["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        splits = sorted(each.parent.name for each in folder.glob("*/state.json"))
+        raise ValueError(
+            f"{folder} is not a file, nor a folder of `Dataset.save_to_disk` with a state.json: "
+            + (f"name one of its splits {', '.join(splits)}" if splits else "name files")
+        ) from error
 
 
 def read_chunks(path: Path, one_per_line: bool = False) -> Iterator[Chunk]:
@@ -129,11 +155,15 @@ def read_chunks(path: Path, one_per_line: bool = False) -> Iterator[Chunk]:
         ValueError: the file cannot be read.
     """
     try:
-        if _format(path) in PARQUET:
+        if _format(path) in TABLES:
             yield from _read_rows(path)
             return
-        with path.open("rb") as file:
-            content = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+        with nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as file:
+            content = file
+            if path.suffix == ".gz":
+                content = gzip.GzipFile(fileobj=file)
+            elif path.suffix == ".zst":
+                content = io.BufferedReader(_import_pyarrow().CompressedInputStream(file, "zstd"))
             if _format(path) in TEXT and not one_per_line:
                 yield Chunk(path, 1, [content.read(LARGEST_RECORD + 1)], path.stat().st_size)
                 return
@@ -142,9 +172,10 @@ def read_chunks(path: Path, one_per_line: bool = False) -> Iterator[Chunk]:
                 if _format(path) in TEXT:
                     lines = [each.rstrip(b"\r\n") for each in lines]
                 cut = [each[: LARGEST_RECORD + 1] for each in lines]  # the encoder tells it
-                yield Chunk(path, line, cut, file.tell() - seen)
-                seen, line = file.tell(), line + len(lines)
-    except (OSError, EOFError) as error:  # what gzip raises, too
+                place = seen + sum(map(len, lines)) if path == STDIN else file.tell()
+                yield Chunk(path, line, cut, place - seen)
+                seen, line = place, line + len(lines)
+    except (OSError, EOFError) as error:  # what gzip and pyarrow raise, too
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
@@ -164,27 +195,41 @@ def read_texts(paths: Sequence[Path], key: str, one_per_line: bool = False) -> I
 
 
 def _read_rows(path: Path) -> Iterator[Chunk]:
-    parquet = _import_parquet()
+    pyarrow, row = _import_pyarrow(), 1
     try:
-        with parquet.ParquetFile(path) as file:
-            share = path.stat().st_size / max(1, file.metadata.num_rows)
-            row = 1
-            for batch in file.iter_batches(_PARQUET_ROWS):
-                yield Chunk(path, row, batch.to_pylist(), round(share * len(batch)))
-                row += len(batch)
+        for batch, bytes_read in _batches_of_rows(pyarrow, path):
+            yield Chunk(path, row, batch.to_pylist(), bytes_read)
+            row += len(batch)
     except ValueError as error:  # what pyarrow raises for a file that is torn
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _import_parquet() -> Any:
+def _batches_of_rows(pyarrow: Any, path: Path) -> Iterator[tuple[Any, int]]:
+    if path.suffix == ".parquet":
+        with pyarrow.parquet.ParquetFile(path) as file:
+            share = path.stat().st_size / max(1, file.metadata.num_rows)
+            for batch in file.iter_batches(_ROWS):
+                yield batch, round(share * len(batch))
+        return
+    with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+        for batch in stream:
+            for rows in (batch.slice(start, _ROWS) for start in range(0, len(batch), _ROWS)):
+                yield rows, rows.nbytes
+
+
+def _import_pyarrow() -> Any:
     try:
-        from pyarrow import parquet
+        import pyarrow.parquet
     except ImportError as error:
-        raise ImportError("parquet files need pyarrow: pip install pyarrow") from error
-    return parquet
+        raise ImportError(
+            "parquet, .arrow and .zst files need pyarrow: pip install pyarrow"
+        ) from error
+    return pyarrow
 
 
 def _format(path: Path) -> str:
-    """Ending of a file without that of compression; parquet compresses by itself."""
-    plain = path.with_suffix("") if path.suffix == ".gz" else path
-    return "" if plain != path and plain.suffix in PARQUET else plain.suffix
+    """Ending of a file without that of compression; tables compress by themselves."""
+    if path == STDIN:
+        return ".jsonl"
+    plain = path.with_suffix("") if path.suffix in COMPRESSED else path
+    return "" if plain != path and plain.suffix in TABLES else plain.suffix

@@ -17,7 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron_hybrid.checkpoints.pretrained import model_folder
 from megatron_hybrid.text.answer_spans import TrainOn
 from megatron_hybrid.text.document_encoder import EncodedChunk, encode_all, token_dtype
-from megatron_hybrid.text.document_files import check_files, read_chunks, read_texts
+from megatron_hybrid.text.document_files import STDIN, check_files, read_chunks, read_texts
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.tokenizer_files import find_tokenizer
 from megatron_hybrid.text.train_tokenizer import train_tokenizer
@@ -64,7 +64,8 @@ def preprocess(
     the .idx, without which there is no dataset, is the last of them.
 
     Args:
-        inputs: files of JSONL, text or parquet, by their endings.
+        inputs: files of JSONL, text, parquet or arrow, by their endings; "-": JSONL of the standard
+            input; folders that `Dataset.save_to_disk` of Hugging Face's `datasets` wrote.
         tokenizer: folder of the model that is to be trained, or "demo".
         output: prefix of the files to write; there must be no such dataset.
         key: field of the text, None: "text"; with chat of the messages, None: "messages". Of
@@ -84,10 +85,10 @@ def preprocess(
 
     Raises:
         ValueError: a file cannot be read, a record is no document, or there are no documents.
-        ImportError: parquet files need pyarrow.
+        ImportError: parquet, .arrow and .zst files need pyarrow.
         RuntimeError: a worker died.
     """
-    paths, folder = check_files(inputs), model_folder(tokenizer)
+    paths, folder = check_files(inputs, with_stdin=True), model_folder(tokenizer)
     if preferences and (chat or key is not None):
         raise ValueError("preferences have fields of their own: leave out --chat and --key.")
     chat, key = chat or preferences, "chosen" if preferences else key
@@ -99,7 +100,7 @@ def preprocess(
     arguments = folder, field, chat, append_eod, train_on, training_template, preferences
     chunks = (chunk for path in paths for chunk in read_chunks(path, one_per_line))
     began = time.perf_counter()
-    total = sum(path.stat().st_size for path in paths)
+    total = None if STDIN in paths else sum(path.stat().st_size for path in paths)
     empty = broken = 0
     kind = "preferences" if preferences else "sft" if chat else "pretraining"
     with no_new_folders(Path(output).parent), _Output(Path(output), loaded, kind) as files:

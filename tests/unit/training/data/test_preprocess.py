@@ -46,10 +46,25 @@ def folder(tmp_path_factory):
 
 
 def write_lines(path: Path, records) -> Path:
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+    text = "".join(json.dumps(record) + "\n" for record in records).encode()
+    if path.suffix in (".gz", ".zst"):  # of two members, as parallel compressors write it
+        pack = gzip.compress if path.suffix == ".gz" else pyarrow.Codec("zstd").compress
+        text = b"".join(bytes(pack(part)) for part in (text[:999], text[999:]))
+    path.write_bytes(text)
     return path
+
+
+def save_to_disk(folder: Path, records) -> Path:
+    """The files of `Dataset.save_to_disk`, of two shards."""
+    folder.mkdir(parents=True)
+    names = [f"data-0000{shard}-of-00002.arrow" for shard in range(2)]
+    for name, part in zip(names, (records[:3], records[3:])):
+        table = pyarrow.Table.from_pylist(part)
+        with pyarrow.ipc.new_stream(str(folder / name), table.schema) as stream:
+            stream.write_table(table, max_chunksize=400)
+    files = [{"filename": name} for name in names]
+    (folder / "state.json").write_text(json.dumps({"_data_files": files}))
+    return folder
 
 
 def texts(count: int) -> list[str]:
@@ -73,10 +88,11 @@ def test_every_format_and_any_number_of_workers_give_the_same_dataset(
     documents = texts(300)
     records = [{"id": i, "text": text} for i, text in enumerate(documents)]
     plain = write_lines(tmp_path / "a.jsonl", records[:200])
-    zipped = write_lines(tmp_path / "b.jsonl.gz", records[200:])
+    zipped = write_lines(tmp_path / "b.jsonl.gz", records[200:250])
+    files = [plain, zipped, write_lines(tmp_path / "c.jsonl.zst", records[250:])]
     parts = []
     for workers in (1, 3):
-        made = preprocess([plain, zipped], folder, tmp_path / f"with_{workers}", workers=workers)
+        made = preprocess(files, folder, tmp_path / f"with_{workers}", workers=workers)
         parts.append(stored(tmp_path / f"with_{workers}"))
         assert made.documents == 300 and made.tokens == sum(map(len, parts[-1]))
     assert parts[0] == parts[1] == expected(folder, documents)
@@ -250,11 +266,16 @@ def test_files_that_cannot_be_read_are_named(folder, tmp_path):
     refuse("b.jsonl.gz", r"b.jsonl.gz cannot be read: Compressed file ended")
     (tmp_path / "c.txt.gz").write_bytes(b"text")
     refuse("c.txt.gz", r"c.txt.gz cannot be read: Not a gzipped file")
+    write_lines(tmp_path / "d.jsonl.zst", [{"text": "one"}])
+    (tmp_path / "e.jsonl.zst").write_bytes((tmp_path / "d.jsonl.zst").read_bytes()[:-3])
+    refuse("e.jsonl.zst", r"e.jsonl.zst cannot be read: Truncated compressed stream")
+    save_to_disk(tmp_path / "splits" / "train", [{"text": "one"}] * 9)
+    refuse("splits", r"splits is not a file, .* a state.json: name one of its splits train")
     assert not list(tmp_path.glob("data*"))
 
 
 @pytest.mark.parametrize("workers", matrix_rows([1, 3], 1))
-def test_rows_of_parquet_give_the_dataset_of_the_same_lines(folder, tmp_path, workers):
+def test_rows_of_tables_give_the_dataset_of_the_same_lines(folder, tmp_path, workers):
     documents = texts(600)  # more than a chunk
     chats = [
         {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}]}
@@ -266,13 +287,26 @@ def test_rows_of_parquet_give_the_dataset_of_the_same_lines(folder, tmp_path, wo
     ):
         parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / f"{name}.parquet")
         write_lines(tmp_path / f"{name}.jsonl", records)
-        for ending in ("parquet", "jsonl"):
+        save_to_disk(tmp_path / f"{name}.saved", records)
+        for ending in ("parquet", "saved", "jsonl"):
             path = tmp_path / f"{name}.{ending}"
             made = preprocess(
                 [path], folder, tmp_path / f"{name}_{ending}", workers=workers, **options
             )
             assert made.documents == len(records)
-        assert stored(tmp_path / f"{name}_parquet") == stored(tmp_path / f"{name}_jsonl")
+        for ending in ("parquet", "saved"):
+            assert stored(tmp_path / f"{name}_{ending}") == stored(tmp_path / f"{name}_jsonl")
+
+
+def test_lines_of_standard_input_are_documents(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}])
+    with path.open() as lines:
+        monkeypatch.setattr(sys, "stdin", lines)
+        assert preprocess(["-"], folder, tmp_path / "data").documents == 2
+    assert stored(tmp_path / "data") == expected(folder, ["one", "two"])
+    with pytest.raises(ValueError, match="- is not a file"):  # which is read twice
+        train_and_save_tokenizer(["-"], tmp_path / "new", 300)
 
 
 def test_null_and_empty_texts_are_counted_and_left_out_alike_in_all_formats(folder, tmp_path):
@@ -294,7 +328,7 @@ def test_null_and_empty_texts_are_counted_and_left_out_alike_in_all_formats(fold
 def test_parquet_needs_pyarrow(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").touch()
-    with pytest.raises(ImportError, match="parquet files need pyarrow: pip install pyarrow"):
+    with pytest.raises(ImportError, match=r"parquet, .* need pyarrow: pip install pyarrow"):
         preprocess([tmp_path / "a.parquet"], folder, tmp_path / "data")
 
 
