@@ -284,9 +284,10 @@ class Tokenizer:
         return self.text_bytes(token) or (self._tokenizer.id_to_token(token) or "").encode()
 
     def text_bytes(self, token: int) -> bytes:
-        """Return `token_bytes`, or the token's text alone where the decoder is not known here."""
+        """Return `token_bytes`, or the token's text alone where the decoder is not known here; none
+        for an id of the model's padding beyond the vocabulary."""
         try:
-            return self.token_bytes[token]
+            return self.token_bytes[token] if token < self.vocab_size else b""
         except ValueError:
             return self.detokenize([token]).encode()
 

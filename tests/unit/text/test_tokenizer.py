@@ -252,6 +252,7 @@ def test_the_bytes_of_tokens_make_up_the_text(pre_tokenizer, decoder):
     assert tokenizer.token_bytes[inner.token_to_id(EOS)] == b""
     assert tokenizer.shown_bytes(inner.token_to_id(EOS)) == EOS.encode()
     assert tokenizer.shown_bytes(vocab["a"]) == b"a"
+    assert tokenizer.shown_bytes(tokenizer.vocab_size) == b""  # a model's vocabulary is padded
     assert len(tokenizer.token_bytes) == tokenizer.vocab_size
 
 
