@@ -26,7 +26,10 @@ CONFIGS = {
 _OF_MODEL = ("load_pretrained", "HybridConfig")
 _ENTRY = "()"
 """What the place of a function's arguments ends in."""
-SECTIONS = ("run", "optimizer", "data", "checkpoints", "reports", "model", "lora", "the recipe")
+SECTIONS = (
+    *("run", "optimizer", "data", "checkpoints", "reports", "lora", "dpo", "grpo"),
+    *("model", "the recipe"),
+)
 
 
 class Target(NamedTuple):

@@ -13,7 +13,7 @@ import megatron_hybrid as mh
 from docs_tools.reference import other_names
 from megatron_hybrid import cli
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
-from megatron_hybrid.training.recipe import Recipe
+from megatron_hybrid.training.recipe import DataFields, DpoFields, GrpoFields, LoraFields, Recipe
 from megatron_hybrid.utils.field_help import fields_help
 from megatron_hybrid.utils.other_names import CONFIGS, SECTIONS, Target, advice, attributes_of, rows
 
@@ -32,14 +32,16 @@ def names_of(fielded) -> list[str]:
 
 def places() -> dict[str, list[str]]:
     """Every place -> the names that are there."""
-    recipe = Recipe.load("laptop")
+    recipe = Recipe(
+        "model", "tokenizer", DataFields(1), lora=LoraFields, dpo=DpoFields, grpo=GrpoFields
+    )
     known = {name: names_of(getattr(mh, name)) for name in CONFIGS}
     own = ("folder", "device", "dtype", "mtp", *names_of(HybridConfig))
     known["load_pretrained"] = known["load_pretrained()"] = [*own]
     known["HybridConfig"] = known["model"] = names_of(HybridConfig)
     for call in (mh.DynamicInferenceEngine, mh.AsyncEngine.generate, mh.AsyncEngine.stream):
         known[f"{call.__qualname__}()"] = [*inspect.signature(call).parameters]
-    known |= {name: names_of(getattr(recipe, name)) for name in SECTIONS[:5]}
+    known |= {name: names_of(getattr(recipe, name)) for name in SECTIONS[:-2]}
     for command in cli.COMMANDS:
         known[f"megatron-hybrid {command}"] = [*cli.command_parser(command)._option_string_actions]
     return known
