@@ -63,10 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--train-on",
-        choices=("all", "last"),
         default="all",
-        help="With --chat, train all messages of the assistant, or the last one. In the input, "
-        '"train": false or "weight": 0 in a message leaves it out.',
+        metavar="all|last|ROLE,...",
+        help="With --chat, train all messages of the assistant, the last one, or all of these "
+        'roles. In the input, "train": false or "weight": 0 in a message leaves it out.',
     )
     parser.add_argument(
         "--chat-template",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -20,8 +20,10 @@ from megatron_hybrid.text.chat_template import (
     template_environment,
 )
 
-TrainOn = Literal["all", "last"]
-"""The assistant's messages that are trained: all, or the last one."""
+TrainOn = str
+"""The messages that are trained: "all" of the assistant's, its "last" one, or those of some
+`ROLES`, such as "assistant,tool"."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around the model's words, in a rendering that marks them: no characters of any text."""
 _OTHER = "\ufdd2"
@@ -44,6 +46,7 @@ def render_with_answers(
     They are the template's `{% generation %}` blocks. A template without any is rendered up to each
     answer and after it. An answer begins after the header of its turn, with its thoughts, and ends
     with what ends its turn. A message with `"train": false`, or `"weight": 0`, is not trained.
+    What another role says, if that is trained, begins where the template begins to write it.
 
     Args:
         template: writes the conversation.
@@ -66,20 +69,40 @@ def render_with_answers(
     marks = marked or template
     if is_marked(marks):
         spans = _marked_spans(marks, answers)
-        if trained != everything:  # a span is of the last message that begins before its end
-            starts = [(answers.first_place(index), index) for index in everything]
+        if trained != everything or train_on not in ("all", "last"):
+            # A span is of the last message that begins before its end.
+            said = [i for i, each in enumerate(answers.messages) if each["role"] == "assistant"]
+            starts = [(answers.first_place(index), index) for index in said]
             owners = [max((s for s in starts if s[0] < end), default=None) for _, end in spans]
             spans = [span for span, owner in zip(spans, owners) if owner and owner[1] in trained]
+            spans += [answers.span(index) for index in trained if index not in said]
+            spans.sort()
     elif marked is not None:
         raise ValueError(f"{marked.origin} has no {{% generation %}} blocks to mark answers by")
     else:
         spans = [answers.span(index) for index in trained]
         trained = [index for index, (start, end) in zip(trained, spans) if start < end]
     if not (spans := [(start, end) for start, end in spans if start < end]):
-        left_out = "those of the assistant are left out, or empty"
-        why = left_out if everything else "no message of the assistant's"
+        of = " or ".join(trained_roles(train_on))
+        left_out = f"those of the {of} are left out, or empty"
+        why = left_out if everything else f"no message of the {of}'s"
         raise ValueError(f"the conversation has no answer to train: {why}")
     return answers.text, spans, None if is_marked(marks) else list(map(answers.words_end, trained))
+
+
+def trained_roles(train_on: TrainOn) -> tuple[str, ...]:
+    """Return the roles of messages that may be trained.
+
+    Raises:
+        ValueError: it is neither "all" or "last", nor roles with commas between them.
+    """
+    roles = ("assistant",) if train_on in ("all", "last") else tuple(train_on.split(","))
+    if not set(roles) <= set(ROLES):
+        raise ValueError(
+            f"train_on is {train_on!r}; it must be 'all' or 'last' (of the assistant), or some of "
+            f"{', '.join(ROLES)} with commas between them"
+        )
+    return roles
 
 
 def is_marked(template: ChatTemplate) -> bool:
@@ -89,10 +112,9 @@ def is_marked(template: ChatTemplate) -> bool:
 
 
 def _trained(messages: Sequence[Message], train_on: TrainOn) -> tuple[list[int], list[int]]:
-    """Return the indices of the assistant's messages, and of those that are trained."""
-    if train_on not in get_args(TrainOn):
-        raise ValueError(f"train_on is {train_on!r}; it must be one of {get_args(TrainOn)}")
-    found = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    """Return the indices of the messages of trained roles, and of those that are trained."""
+    roles = trained_roles(train_on)
+    found = [i for i, message in enumerate(messages) if message["role"] in roles]
     left_out = set(found[:-1]) if train_on == "last" else set()
     for index, message in enumerate(messages):
         for name in {"train", "weight"} & message.keys():
@@ -100,7 +122,8 @@ def _trained(messages: Sequence[Message], train_on: TrainOn) -> tuple[list[int],
             if value not in (0, 1) or (value and index not in found):
                 raise ValueError(
                     f"messages[{index}], of the role {message['role']!r}, has {name}={value!r:.60}"
-                    ": true is for messages of the assistant that are trained, else give false"
+                    f": true is for messages of the {' or '.join(roles)}, else give false; "
+                    "train_on chooses roles"
                 )
             if not value:
                 left_out.add(index)
@@ -163,8 +186,10 @@ class _Answers:
         self._try = partial(template.try_run, conversation)
 
     def span(self, index: int) -> tuple[int, int]:
-        """Return [start, end) of an answer."""
-        start, end = self._start(index), self._end(index)
+        """Return [start, end) of an answer, or of what a message of another role says."""
+        is_answer = self.messages[index]["role"] == "assistant"
+        start = self._start(index) if is_answer else self.first_place(index)
+        end = self._end(index)
         following = self.messages[index + 1 : index + 2]
         if end is not None and following and following[0]["role"] == "tool":
             # Some templates write what the tool says before the content of the call's message.
@@ -172,7 +197,7 @@ class _Answers:
         if start is None or end is None or start > end:
             raise ValueError(
                 f"{self.template.origin} renders messages[{index}] among others, or in another way "
-                "when the conversation goes on, so its answer cannot be found: mark answers by "
+                "when the conversation goes on, so its place cannot be found: mark answers by "
                 "{% generation %} in the template, or in one for training (--chat-template)."
             )
         return start, end

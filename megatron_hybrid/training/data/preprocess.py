@@ -15,7 +15,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron_hybrid.checkpoints.pretrained import model_folder
-from megatron_hybrid.text.answer_spans import TrainOn
+from megatron_hybrid.text.answer_spans import TrainOn, trained_roles
 from megatron_hybrid.text.document_encoder import EncodedChunk, encode_all, token_dtype
 from megatron_hybrid.text.document_files import STDIN, check_files, read_chunks, read_texts
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ def preprocess(
             whose ends the chat template writes.
         one_per_line: each line of a text file is a document; else the file is one.
         skip_broken: leave out records that are no documents, and tell of each.
-        train_on: the assistant's messages of a chat that are trained, "all" or the "last".
+        train_on: the messages of a chat that are trained: see `TrainOn`.
         training_template: text of a chat template that marks answers by `{% generation %}`, and
             writes the same text as the tokenizer's; None: see `render_with_answers`.
         tell: gets these lines.
@@ -92,6 +92,7 @@ def preprocess(
     if preferences and (chat or key is not None):
         raise ValueError("preferences have fields of their own: leave out --chat and --key.")
     chat, key = chat or preferences, "chosen" if preferences else key
+    trained_roles(train_on)
     if append_eod is None:
         append_eod = not chat
     loaded = Tokenizer.from_folder(folder)

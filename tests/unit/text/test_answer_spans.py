@@ -35,6 +35,9 @@ def test_answers_of_every_dialect_are_what_its_model_writes(name):
             # Its end differs: in the middle GPT-OSS ends turns by another mark.
             assert turn(name, message).strip() in text
             assert not any(words in text for words in ("Zebras", "lions", "Qrain", "<|im_start|>"))
+    asked = answers(compiled(name), chats[0], train_on="user")
+    assert [text.startswith(each["content"]) for text, each in zip(asked, (ASK, AGAIN))] == [1, 1]
+    assert not any(words in text for text in asked for words in ("So they", "No."))
 
 
 def test_an_answer_that_comes_first_has_nothing_of_what_is_written_before_it():
@@ -61,6 +64,8 @@ def test_a_comment_marks_nothing():
         ([{}, {}], "last", ["No.</s>"]),
         ([{"train": False}, {}], "all", ["No.</s>"]),
         ([{"weight": 1}, {"weight": 0}], "all", ["So they are.</s>"]),
+        ([{}, {}], "user", ["Zebras?", "And lions?"]),
+        ([{}, {"train": 0}], "user,assistant", ["Zebras?", "So they are.</s>", "And lions?"]),
     ],
 )
 def test_messages_are_chosen(source, given, train_on, trained):
