@@ -18,12 +18,15 @@ import numpy as np
 
 from megatron_hybrid.text.answer_spans import TrainOn
 from megatron_hybrid.text.chat_template import ChatTemplate, common_length
-from megatron_hybrid.text.document_files import BrokenRecordError, Chunk
+from megatron_hybrid.text.document_files import BY_KEY, BrokenRecordError, Chunk
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.child_lifetime import end_with_parent
 
 Encoded = tuple[list[int], list[tuple[int, int]]]
 """Tokens of a conversation, and [start, end) of its answers."""
+
+
+_OF_PAIRS = '; a preference has "chosen", "rejected" and, for texts, "prompt"'
 
 
 def token_dtype(vocab_size: int) -> type[np.integer]:
@@ -99,7 +102,8 @@ class DocumentEncoder:
     def _conversations(self, chunk: Chunk, encoded: EncodedChunk) -> Iterator[list[int]]:
         for index in range(len(chunk.records)):
             try:
-                fields = chunk.parse(index, self.key)
+                remedy = _OF_PAIRS if self.preferences else BY_KEY
+                fields = chunk.parse(index, self.key, remedy)
                 if fields is None:
                     continue
                 if not (messages := fields[self.key]) and messages in (None, "", []):

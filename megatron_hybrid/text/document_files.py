@@ -23,6 +23,8 @@ CHUNK_BYTES = 1 << 20
 """Text of a chunk, about: some tenths of a second of work."""
 LARGEST_RECORD = 16 << 20
 """Bytes of a line, a text or a row, at most: to encode a text takes some 150 times its size."""
+BY_KEY = "; choose one by --key"
+"""Remedy of a record that lacks its field."""
 _ROWS = 256
 
 
@@ -47,8 +49,9 @@ class Chunk:
         between = ", row " if _format(self.path) in TABLES else ":"
         return f"{self.path}{between}{self.first + index}"
 
-    def parse(self, index: int, key: str) -> dict[str, Any] | None:
-        """The fields of a record. Of a text, its own under `key`. None: an empty line.
+    def parse(self, index: int, key: str, remedy: str = "") -> dict[str, Any] | None:
+        """The fields of a record. Of a text, its own under `key`. None: an empty line. remedy: of a
+        record that lacks the field.
 
         Raises:
             BrokenRecordError: it has no fields, or not the one of this key, or is too large.
@@ -75,7 +78,7 @@ class Chunk:
             raise BrokenRecordError(f"is not an object with a field {key!r}")
         if key not in fields:
             named = ", ".join(map(repr, fields)) or "none"
-            raise BrokenRecordError(f"has no field {key!r}, but {named:.200}; choose one by --key")
+            raise BrokenRecordError(f"has no field {key!r}, but {named:.200}{remedy}")
         return fields
 
     def texts(self, key: str) -> Iterator[str | BrokenRecordError]:
@@ -83,7 +86,7 @@ class Chunk:
         or null. Empty lines are no records."""
         for index in range(len(self.records)):
             try:
-                fields = self.parse(index, key)
+                fields = self.parse(index, key, BY_KEY)
                 if fields is None:
                     continue
                 text = "" if fields[key] is None else fields[key]

@@ -131,6 +131,7 @@ def test_preferences_are_texts_or_chats_as_preprocess_renders_them(tmp_path):
         {"prompt": "Who?", "chosen": "a", "rejected": [bad]},
         {"prompt": [asked], "chosen": [good], "rejected": [asked]},
         {"chosen": "a", "rejected": "b"},
+        {"prompt": "Who?", "answer": "a"},
     ]
     encoder = DocumentEncoder(
         tmp_path / "model", "chosen", chat=True, append_eod=False, preferences=True
@@ -147,9 +148,12 @@ def test_preferences_are_texts_or_chats_as_preprocess_renders_them(tmp_path):
     whole = TOKENIZER.decode(parts[5].tolist(), False)
     assert whole == f"<assistant>no{end}<user>Who?{end}<assistant>It{end}"
     assert [line.split(" ")[0] for line in found.broken] == [
-        str(tmp_path / f"a.jsonl:{n}") for n in ("4", "5:", "6")
+        str(tmp_path / f"a.jsonl:{n}") for n in ("4", "5:", "6", "7")
     ]
     assert 'two texts, or lists of messages, in "chosen" and "rejected"' in found.broken[0]
+    assert found.broken[3].endswith(
+        '; a preference has "chosen", "rejected" and, for texts, "prompt"'
+    )
 
 
 def pairs(count):
