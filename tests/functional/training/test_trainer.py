@@ -43,6 +43,7 @@ LAYOUTS = {
 }
 """name: (fields of the model, fields of the optimizer)."""
 FP32 = [name for name in LAYOUTS if "bf16" not in name]
+REWARDED = ["tp", "dp", "distributed"]
 RESUMED = [("tp", "pp"), ("tp", "ep"), ("pp", "dp"), ("distributed", "distributed")]
 """(layout that saved, layout that goes on)."""
 SAME = ["distributed", "bf16", "bf16 distributed"]
@@ -100,6 +101,19 @@ def preferences(folder: Path, layout: str | None = None) -> Recipe:
     return Recipe.of({**values, "data": data, "dpo": {}})
 
 
+def rewarded(folder: Path, layout: str | None = None) -> Recipe:
+    """A recipe of GRPO: the ranks draw the completions that one draws."""
+    values = recipe(folder, layout, global_batch_size=8).to_dict()
+    data = {"kind": "prompts", "sequence_length": LENGTH, "train": [str(folder / "prompts.jsonl")]}
+    grpo = {"reward": f"{__name__}:mean_id", "max_tokens": 6, "group_size": 4, "beta": 0.1}
+    grpo["cache_bytes"] = 8 << 20
+    return Recipe.of({**values, "data": data, "grpo": grpo})
+
+
+def mean_id(completion_ids, **columns):
+    return [sum(ids) / len(ids) / CONFIG["vocab_size"] for ids in completion_ids]
+
+
 def train(folder: Path, name: str, chosen: Recipe) -> Trainer:
     parallel_state.destroy_model_parallel()
     trainer = Trainer(chosen, folder / name, torch.device("cpu"))
@@ -141,6 +155,8 @@ def train_all(layouts: list[str], folder: Path) -> None:
         train(folder, layout, recipe(folder, layout))
         if layout in FP32:
             train(folder, f"pairs of {layout}", preferences(folder, layout))
+        if layout in REWARDED:
+            train(folder, f"rewards of {layout}", rewarded(folder, layout))
     for saved, resumed in dict.fromkeys([*RESUMED, *zip(SAME, SAME)]):
         if resumed in layouts and (folder / saved).exists():
             name = f"{saved} to {resumed}"
@@ -179,6 +195,8 @@ def folder(tmp_path):
     write_documents(folder / "text", documents, tokenizer)
     answers = [[(2, len(document))] for document in documents]
     write_conversations(folder / "pairs", documents, answers, tokenizer, "preferences")
+    prompts = [json.dumps({"prompt": f"It was {word}"}) for word in ("cold", "late", "he")]
+    (folder / "prompts.jsonl").write_text("\n".join(prompts))
     return folder
 
 
@@ -252,6 +270,9 @@ def test_two_ranks_train_as_plain_torch_and_go_on_from_any_layout(folder, layout
             rendezvous.mkdir()
             train_on_ranks(train_all, RANKS, rendezvous, group, folder)
     train_alone(folder, "pairs alone", preferences(folder))
+    train_alone(folder, "rewards alone", rewarded(folder))
+    for layout in set(REWARDED).intersection(layouts):
+        check(folder, f"rewards of {layout}", rows(folder / "rewards alone"))
     for layout in set(FP32).intersection(layouts):
         check(folder, layout, expected)
         check(folder, f"pairs of {layout}", rows(folder / "pairs alone"))
