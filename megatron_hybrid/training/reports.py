@@ -6,10 +6,11 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, NamedTuple
 
 from megatron_hybrid.training.fields import Fields
 from megatron_hybrid.utils.files import replace_file
@@ -101,13 +102,7 @@ class Reports:
             raise OSError(f"the log {self.path} cannot be written: {error}") from error
         numbers = {name: value for name, value in values.items() if value is not None}
         is_new = (step, "eval_loss" in values) not in self._sent
-        for name, writer in list(self._writers.items()):
-            try:
-                if is_new or writer.replaces:
-                    writer.write(step, numbers)
-            except Exception as error:  # a run does not end for want of its tracker
-                self.console.print(f"{name} gets no more numbers: {error!r}", markup=False)
-                del self._writers[name]
+        self._tell(lambda writer: (is_new or writer.replaces) and writer.write(step, numbers))
         self._bar.update(self._bar.task_ids[0], completed=step)
         self.console.print(line, markup=False, soft_wrap=True)
 
@@ -116,11 +111,15 @@ class Reports:
 
     def close(self) -> None:
         self._bar.stop()
-        for name, writer in self._writers.items():
+        self._tell(lambda writer: writer.close())
+
+    def _tell(self, call: Callable[[Writer], Any]) -> None:
+        for name, writer in list(self._writers.items()):
             try:
-                writer.close()
-            except Exception as error:
-                self.console.print(f"{name} does not end: {error!r}", markup=False)
+                call(writer)
+            except Exception as error:  # a run does not end for want of its tracker
+                self.console.print(f"{name} is left out from now on: {error!r}", markup=False)
+                del self._writers[name]
 
 
 def terminal_line(step: int, values: Mapping[str, Any]) -> str:
@@ -202,18 +201,16 @@ def plot_losses(folder: Path, picture: Path) -> None:
 # Writers -----------------------------------------------------------------------------------------
 
 
-class Writer(Protocol):
+class Writer(NamedTuple):
     """A tracker, for one run. It may raise whatever it likes: the run goes on without it."""
 
-    replaces: bool
+    write: Callable[[int, Mapping[str, float]], None]
+    """Takes the numbers of a step, by their names in the log."""
+    close: Callable[[], None]
+    """Writes what is not yet written, and ends."""
+    replaces: bool = False
     """True: what it has after the step that is taken up is replaced. False: it keeps that, so it
     gets each step once."""
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of a step, by their names in the log."""
-
-    def close(self) -> None:
-        """Write what is not yet written, and end."""
 
 
 def build_writer(name: WriterName, folder: Path, step: int, recipe: Mapping[str, Any]) -> Writer:
@@ -237,84 +234,50 @@ def build_writer(name: WriterName, folder: Path, step: int, recipe: Mapping[str,
             f"{name}, or leave it out"
         ) from error
     except Exception as error:
+        offline = ", or set WANDB_MODE=offline" if name == "wandb" else ""
         raise OSError(
             f"reports.writers has {name!r}, which does not start: {str(error).rstrip('.')}. Mend "
-            f"that, or leave it out{_OFFLINE.get(name, '')}."
+            f"that, or leave it out{offline}."
         ) from error
 
 
-class _Tensorboard:
-    replaces = True
+def _tensorboard(folder: Path, step: int, recipe: Mapping[str, Any]) -> Writer:
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: Path, step: int, recipe: Mapping[str, Any]):
-        from torch.utils.tensorboard import SummaryWriter
+    events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
-        self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._events.add_scalar(name, value, step)
+            events.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._events.close()
-
-
-class _Wandb:
-    replaces = False
-
-    def __init__(self, folder: Path, step: int, recipe: Mapping[str, Any]):
-        import wandb
-
-        path, config = folder / "wandb" / "run_id", dict(recipe)
-        path.parent.mkdir(exist_ok=True)
-        found = path.read_text() if path.exists() else token_hex(4)
-        self._run = wandb.init(
-            dir=folder, name=folder.name, id=found, resume="allow", config=config, save_code=False
-        )
-        self._run.define_metric("*", step_metric="step")
-        path.write_text(self._run.id)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **values})
-
-    def close(self) -> None:
-        self._run.finish()
+    return Writer(write, events.close, replaces=True)
 
 
-class _Mlflow:
-    replaces = False
+def _wandb(folder: Path, step: int, recipe: Mapping[str, Any]) -> Writer:
+    import wandb
 
-    def __init__(self, folder: Path, step: int, recipe: Mapping[str, Any]):
-        import mlflow
-
-        path = folder / "mlflow_run_id"
-        found = path.read_text() if path.exists() else None
-        self._mlflow = mlflow
-        self._id = mlflow.start_run(found, run_name=folder.name).info.run_id
-        if found is None:
-            mlflow.log_params(_flat(recipe))
-            path.write_text(self._id)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(values), step, run_id=self._id)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
+    path = folder / "wandb" / "run_id"
+    path.parent.mkdir(exist_ok=True)
+    id = path.read_text() if path.exists() else token_hex(4)
+    run = wandb.init(dir=folder, name=folder.name, id=id, resume="allow", config=dict(recipe))
+    run.define_metric("*", step_metric="step")
+    path.write_text(id)
+    return Writer(lambda step, values: run.log({"step": step, **values}), run.finish)
 
 
-_WRITERS = {"tensorboard": _Tensorboard, "wandb": _Wandb, "mlflow": _Mlflow}
-_OFFLINE = {
-    "wandb": ", or set WANDB_MODE=offline (`wandb sync` sends the run later)",
-    "mlflow": ", or set MLFLOW_TRACKING_URI=sqlite:///mlflow.db",
-}
+def _mlflow(folder: Path, step: int, recipe: Mapping[str, Any]) -> Writer:
+    import mlflow
+
+    path = folder / "mlflow_run_id"
+    found = path.read_text() if path.exists() else None
+    id = mlflow.start_run(found, run_name=folder.name).info.run_id
+    if found is None:
+        sections = {name: each for name, each in recipe.items() if isinstance(each, Mapping)}
+        fields = {f"{of}.{name}": v for of, each in sections.items() for name, v in each.items()}
+        mlflow.log_params({name: str(value)[:500] for name, value in fields.items()})
+        path.write_text(id)
+    write = partial(mlflow.log_metrics, run_id=id)
+    return Writer(lambda step, values: write(dict(values), step), mlflow.end_run)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """The fields of nested sections, by `section.field`."""
-    flat: dict[str, str] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = str(value)[:500]
-    return flat
+_WRITERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
