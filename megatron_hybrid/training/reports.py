@@ -67,7 +67,7 @@ class Reports:
         self.console = console or Console(stderr=True, highlight=False)
         self._writers: dict[str, Writer] = {}
         for name in dict.fromkeys(fields.writers):
-            self._writers[name] = build_writer(name, folder, step, recipe)
+            self._writers[name] = _writer(name, folder, step, recipe)
         records = read_log(self.path)
         self._sent = {(record.get("step"), "eval_loss" in record) for record in records}
         kept = [record for record in records if record.get("step", 0) <= step]
@@ -204,7 +204,7 @@ def plot_losses(folder: Path, picture: Path) -> None:
 class Writer(NamedTuple):
     """A tracker, for one run. It may raise whatever it likes: the run goes on without it."""
 
-    write: Callable[[int, Mapping[str, float]], None]
+    write: Callable[[int, Mapping[str, float]], Any]
     """Takes the numbers of a step, by their names in the log."""
     close: Callable[[], None]
     """Writes what is not yet written, and ends."""
@@ -213,21 +213,11 @@ class Writer(NamedTuple):
     gets each step once."""
 
 
-def build_writer(name: WriterName, folder: Path, step: int, recipe: Mapping[str, Any]) -> Writer:
-    """Start a writer, or take up the one that this run had.
-
-    Args:
-        name: of the package.
-        folder: of the run, whose name the tracker shows.
-        step: done already.
-        recipe: is shown with the run.
-
-    Raises:
-        ImportError: the package is missing.
-        OSError: the tracker does not start, such as for want of a key.
-    """
+def _writer(name: WriterName, *run: Any) -> Writer:
+    """Start a writer, or take up the one that this run had. run: its folder, whose name the tracker
+    shows, its steps that are done, and its recipe."""
     try:
-        return _WRITERS[name](folder, step, recipe)
+        return _WRITERS[name](*run)
     except ImportError as error:
         raise ImportError(
             f"reports.writers has {name!r}, which needs the package of this name: pip install "
@@ -245,12 +235,12 @@ def _tensorboard(folder: Path, step: int, recipe: Mapping[str, Any]) -> Writer:
     from torch.utils.tensorboard import SummaryWriter
 
     events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-
-    def write(step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            events.add_scalar(name, value, step)
-
-    return Writer(write, events.close, replaces=True)
+    add = events.add_scalar
+    return Writer(
+        lambda step, values: [add(name, value, step) for name, value in values.items()],
+        events.close,
+        replaces=True,
+    )
 
 
 def _wandb(folder: Path, step: int, recipe: Mapping[str, Any]) -> Writer:

@@ -483,24 +483,21 @@ class Trainer:
             "progress": asdict(self.progress),
             "measures": self.measures.state(),
             "config": self.model.config.to_dict(),
-            "data": self._data_identity(),
-            "states": self._kind_of_states(),
+            "kept": self._kept_fields(),
             "world_size": dist.get_world_size(),
             "random_state": checkpoints.random_state(),
         }
 
-    def _data_identity(self) -> dict[str, Any]:
-        """Name what the order of the data depends on."""
-        data, run = asdict(self.recipe.data), self.recipe.run
+    def _kept_fields(self) -> dict[str, Any]:
+        """Name what makes another run of it, other than `HybridConfig.differences`: what the order
+        of the data depends on, losses, and kinds of states."""
+        recipe, run, config = self.recipe, self.recipe.run, self.model.config
+        data, optimizer, lora = asdict(recipe.data), recipe.optimizer, recipe.lora
         del data["workers"], data["cache_path"]
-        rows = run.steps * run.global_batch_size
-        return {**data, "rows": rows, "contents": contents_of(self.train_data)}
-
-    def _kind_of_states(self) -> dict[str, Any]:
-        """Name what makes another run of it, other than `HybridConfig.differences` and the data."""
-        recipe, config = self.recipe, self.model.config
-        optimizer, lora = recipe.optimizer, recipe.lora
         return {
+            **{f"data.{name}": value for name, value in data.items()},
+            "the contents of the data": contents_of(self.train_data),
+            "run.steps * run.global_batch_size": run.steps * run.global_batch_size,
             **{f"model.{name}": str(getattr(config, name)) for name in _LOSS_FIELDS},
             "the weights of model.pretrained": self._base_weights,
             "lora.alpha": lora and lora.alpha,
@@ -546,31 +543,19 @@ class Trainer:
             checkpoints.set_random_state(state["random_state"])
 
     def _check_same_run(self, path: Path, common: dict[str, Any]) -> None:
-        saved = HybridConfig.from_dict(common["config"])
-        names = saved.differences(self.model.config)
-        if names:
+        saved, config = HybridConfig.from_dict(common["config"]), self.model.config
+        names = saved.differences(config)
+        found = [(f"model.{name}", getattr(saved, name), getattr(config, name)) for name in names]
+        before, now = common["kept"], self._kept_fields()
+        found += [(n, before[n], now[n]) for n in now if before.get(n, now[n]) != now[n]]
+        if found:
+            name, there, here = found[0]
+            others = f" (and differs in {', '.join(each[0] for each in found[1:])})"
             raise CheckpointError(
-                f"{path} is of another model, which differs in {', '.join(names)}: "
-                f"{names[0]} is {getattr(saved, names[0])!r} there and "
-                f"{getattr(self.model.config, names[0])!r} in the recipe. Name another folder, or "
-                "correct the recipe."
+                f"{path} was saved with {name}={there!r}{others if found[1:] else ''}, the recipe "
+                f"has {here!r}, which is another run. Name another folder, and start it with "
+                "model.pretrained, or correct the recipe."
             )
-        before, now = common["data"], self._data_identity()
-        names = sorted(name for name in now if before.get(name) != now[name])
-        if names:
-            raise CheckpointError(
-                f"{path} was trained on other data, which differs in {', '.join(names)}: "
-                f"{names[0]} is {before.get(names[0])!r} there and {now[names[0]]!r} in the "
-                "recipe, so the run cannot go on where it stopped. Name another folder and start "
-                "it with model.pretrained, or correct the recipe."
-            )
-        for name, value in self._kind_of_states().items():
-            before = common.get("states", {}).get(name, value)
-            if before != value:
-                raise CheckpointError(
-                    f"{path} was saved with {name}={before!r}, the recipe has {value!r}, which is "
-                    "another run. Name another folder, or correct the recipe."
-                )
 
     def _reports(self) -> Reports | None:
         if dist.get_rank():

@@ -6,27 +6,18 @@ import logging
 import pytest
 import torch
 from bars import check_bars
-from index_folders import write_documents
 from matrix import matrix_rows
 from megatron.core import parallel_state
+from small_recipes import SIZES, small_recipe, train_alone, write_small_text
 
 from megatron_hybrid import cli, load_megatron, load_pretrained
 from megatron_hybrid.checkpoints import tensor_source
 from megatron_hybrid.checkpoints.megatron.torch_dist import DistributedTensors
-from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
-from megatron_hybrid.text.tokenizer import Tokenizer
-from megatron_hybrid.training.recipe import Recipe
-from megatron_hybrid.training.trainer import Trainer, training_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::FutureWarning")
 
 MODEL = {
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "ffn_hidden_size": 48,
-    "mamba_head_dim": 8,
-    "mamba_state_dim": 8,
-    "mamba_num_groups": 1,
+    **SIZES,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
@@ -48,28 +39,14 @@ MODELS = {
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """Prefix of a dataset."""
-    tokenizer = Tokenizer.from_folder(DEMO_FOLDER)
-    documents = [[300 + i % 20] * (i % 40 + 1) + [tokenizer.eod] for i in range(60)]
-    return write_documents(tmp_path_factory.mktemp("data") / "text", documents, tokenizer)
+    return write_small_text(tmp_path_factory.mktemp("data") / "text")
 
 
 def train(text, folder, **sections):
     """Two steps with a checkpoint each, then the export."""
-    recipe = Recipe.of(
-        {
-            "tokenizer": "demo",
-            "data": {"sequence_length": 32, "train": [text]},
-            "run": {"steps": 2},
-            "optimizer": {"learning_rate": 1e-2, "decay": "constant"},
-            "checkpoints": {"every_steps": 1, "asynchronous": False},
-            **sections,
-        }
-    )
-    parallel_state.destroy_model_parallel()
-    with training_device() as device:
-        trainer = Trainer(recipe, folder, device)
-        trainer.train()
-        trainer.export(folder / "exported")
+    data, checkpoints = {"sequence_length": 32, "train": [text]}, {"every_steps": 1}
+    recipe = small_recipe(data=data, run={"steps": 2}, checkpoints=checkpoints, **sections)
+    train_alone(recipe, folder, export=True)
 
 
 def state_of(model):

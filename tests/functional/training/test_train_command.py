@@ -7,11 +7,9 @@ import pytest
 import torch
 import yaml
 from commands import Command, Launched
-from index_folders import write_documents
 from safetensors.torch import load_file
+from small_recipes import SIZES, write_small_text
 
-from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
-from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.training.reports import LOG, read_log
 
 RANKS, STEPS, SAVED_EVERY = 2, 40, 8
@@ -22,25 +20,9 @@ FEW_STEPS = ["run.steps=6", "run.eval_every_steps=5", "run.eval_batches=2", "dat
 def folder(tmp_path_factory):
     """With a recipe and its data. Dropout and readers ahead are a part of what goes on."""
     folder = tmp_path_factory.mktemp("command")
-    tokenizer = Tokenizer.from_folder(DEMO_FOLDER)
-    generator = torch.Generator().manual_seed(5)
-    documents = [
-        [*torch.randint(300, 320, (size,), generator=generator).tolist(), tokenizer.eod]
-        for size in torch.randint(5, 60, (60,), generator=generator).tolist()
-    ]
-    text = write_documents(folder / "text", documents, tokenizer)
+    text, dropout = write_small_text(folder / "text"), {"hidden_dropout": 0.1}
     recipe = {
-        "model": {
-            "layer_pattern": "M*-",
-            "hidden_size": 32,
-            "num_attention_heads": 2,
-            "ffn_hidden_size": 48,
-            "mamba_head_dim": 8,
-            "mamba_state_dim": 8,
-            "mamba_num_groups": 1,
-            "hidden_dropout": 0.1,
-            "attention_dropout": 0.1,
-        },
+        "model": {"layer_pattern": "M*-", "attention_dropout": 0.1, **dropout, **SIZES},
         "tokenizer": "demo",
         "data": {"sequence_length": 32, "train": [text], "valid": [text], "workers": 1},
         "run": {"steps": STEPS, "global_batch_size": RANKS},

@@ -10,6 +10,7 @@ from index_folders import write_conversations, write_documents
 from matrix import matrix_rows
 from megatron.core import parallel_state
 from rank_processes import train_on_ranks
+from small_recipes import small_documents
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER, load_pretrained
@@ -185,13 +186,7 @@ def folder(tmp_path):
     torch.manual_seed(3)
     save_checkpoint(build_hybrid_model(HybridConfig(**CONFIG)), folder / "weights")
     tokenizer = Tokenizer.from_folder(DEMO_FOLDER)
-    generator = torch.Generator().manual_seed(5)
-    sizes = torch.randint(5, 60, (60,), generator=generator).tolist()
-    # Few words, so that there is something to learn.
-    documents = [
-        [*torch.randint(300, 320, (size,), generator=generator).tolist(), tokenizer.eod]
-        for size in sizes
-    ]
+    documents = small_documents()
     write_documents(folder / "text", documents, tokenizer)
     answers = [[(2, len(document))] for document in documents]
     write_conversations(folder / "pairs", documents, answers, tokenizer, "preferences")

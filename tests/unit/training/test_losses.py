@@ -9,7 +9,7 @@ import textwrap
 import pytest
 import torch
 from index_folders import write_conversations
-from megatron.core import parallel_state
+from small_recipes import SIZES, small_recipe, train_alone
 
 from megatron_hybrid import HybridConfig, build_hybrid_model, save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER
@@ -23,8 +23,6 @@ from megatron_hybrid.training.data.datasets import build_datasets
 from megatron_hybrid.training.dpo import DpoFields, DpoLoss
 from megatron_hybrid.training.grpo import GrpoFields, GrpoLoss
 from megatron_hybrid.training.recipe import Recipe
-from megatron_hybrid.training.reports import LOG, read_log
-from megatron_hybrid.training.trainer import Trainer, training_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore::FutureWarning")
 TOKENIZER = Tokenizer.from_folder(DEMO_FOLDER)
@@ -181,27 +179,14 @@ def test_both_of_a_pair_are_in_one_row_and_a_half_pair_in_none(tmp_path):
 
 
 def recipe(data, run, **sections):
-    return {
-        "tokenizer": "demo",
-        "data": {"sequence_length": 64, **data},
-        "run": {"steps": 6, **run},
-        "optimizer": {"learning_rate": 1e-3, "decay": "constant"},
-        "checkpoints": {"asynchronous": False, "every_steps": 4, "keep": 0},
-        "reports": {"every_steps": 1},
-        **sections,
-    }
+    optimizer = {"learning_rate": 1e-3, "decay": "constant"}
+    sections = {"optimizer": optimizer, "checkpoints": {"every_steps": 4, "keep": 0}, **sections}
+    data, run = {"sequence_length": 64, **data}, {"steps": 6, **run}
+    return small_recipe(data=data, run=run, **sections).to_dict()
 
 
 def train(values, folder, *overrides):
-    """Train, and return the records of the log."""
-    parallel_state.destroy_model_parallel()
-    with training_device() as device:
-        trainer = Trainer(Recipe.of(values, overrides), folder, device)
-        try:
-            trainer.train()
-        finally:
-            trainer.close()
-    return read_log(folder / LOG)
+    return train_alone(Recipe.of(values, overrides), folder)
 
 
 def check_resumed(values, folder, names):
@@ -217,9 +202,7 @@ def check_resumed(values, folder, names):
 
 @pytest.mark.parametrize("sections", [{}, {"lora": {"rank": 4}}], ids=["whole", "lora"])
 def test_a_run_learns_preferences_from_where_it_began(tmp_path, sections):
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "vocab_size": 3072}
-    mamba = {"mamba_head_dim": 8, "mamba_state_dim": 8, "mamba_num_groups": 1}
-    config = HybridConfig(layer_pattern="M*-", ffn_hidden_size=48, **sizes, **mamba)
+    config = HybridConfig(layer_pattern="M*-", vocab_size=3072, **SIZES)
     torch.manual_seed(3)
     save_checkpoint(build_hybrid_model(config), tmp_path / "base")
     prefix = write_conversations(tmp_path / "p", *pairs(30), TOKENIZER, "preferences")

@@ -130,49 +130,42 @@ def test_numbers_go_to_tensorboard(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(4, 2.0), (5, 1.5)]
 
 
-class Tracker:
+def tracker_of(runs, params, ended):
     """Stands in for the packages wandb and mlflow: each of their runs has an id and rows."""
 
-    def __init__(self):
-        self.runs, self.params = {}, []
+    def init(id, resume, **shown):
+        log = runs.setdefault(id, []).append
+        return SimpleNamespace(log=log, define_metric=lambda *_, **__: None, finish=end)
 
-    def init(self, id, resume, **shown):
-        self.rows = self.runs.setdefault(id, [])
-        return SimpleNamespace(
-            id=id, log=self.rows.append, define_metric=lambda *_, **__: None, finish=self.end_run
-        )
+    def start_run(id, run_name):
+        return SimpleNamespace(info=SimpleNamespace(run_id=id or f"id {len(runs)}"))
 
-    def start_run(self, run_id, run_name):
-        run_id = run_id or f"id {len(self.runs)}"
-        self.rows = self.runs.setdefault(run_id, [])
-        return SimpleNamespace(info=SimpleNamespace(run_id=run_id))
+    def log_metrics(values, step, run_id):
+        runs.setdefault(run_id, []).append({"step": step, **values})
 
-    def log_params(self, params):
-        self.params.append(params)
+    def end():
+        ended.append(len(runs))
 
-    def log_metrics(self, values, step, run_id):
-        self.runs[run_id].append({"step": step, **values})
-
-    def end_run(self):
-        self.rows = None
+    log = {"log_params": params.append, "log_metrics": log_metrics}
+    return SimpleNamespace(init=init, start_run=start_run, end_run=end, **log)
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_run_goes_on_in_the_same_run_of_its_tracker(tmp_path, monkeypatch, name):
-    tracker = Tracker()
-    monkeypatch.setitem(sys.modules, name, tracker)
+    runs, params, ended = {}, [], []
+    monkeypatch.setitem(sys.modules, name, tracker_of(runs, params, ended))
     first = reports(tmp_path, writers=[name])
     first.write(4, loss=2.0)
     first.write(4, eval_loss=3.0)
     write(first, 5)
-    assert tracker.rows is None  # ended
+    assert ended == [1]
     resumed = reports(tmp_path, step=4, writers=[name])
     resumed.write(5, loss=1 / 5, tokens=50)  # sent before the kill
     resumed.write(6, loss=1.0, gradient_norm=math.nan)
     rows = [{"step": 4, "loss": 2.0}, {"step": 4, "eval_loss": 3.0}]
     rows += [{"step": 5, "loss": 1 / 5, "tokens": 50}, {"step": 6, "loss": 1.0}]
-    assert list(tracker.runs.values()) == [rows]
-    assert len(tracker.params) == (name == "mlflow")
+    assert list(runs.values()) == [rows]
+    assert len(params) == (name == "mlflow")
     resumed._writers[name] = resumed._writers[name]._replace(write=lambda *_: 1 / 0)
     write(resumed, 7, 8)  # a run does not end for want of its tracker
     assert steps_of(tmp_path) == [4, 4, 5, 6, 7, 8]
