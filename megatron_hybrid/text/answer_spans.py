@@ -83,10 +83,10 @@ def render_with_answers(
         spans = [answers.span(index) for index in trained]
         trained = [index for index, (start, end) in zip(trained, spans) if start < end]
     if not (spans := [(start, end) for start, end in spans if start < end]):
-        of = " or ".join(trained_roles(train_on))
-        left_out = f"those of the {of} are left out, or empty"
-        why = left_out if everything else f"no message of the {of}'s"
-        raise ValueError(f"the conversation has no answer to train: {why}")
+        raise ValueError(
+            "the conversation has no answer to train: no message of the "
+            f"{' or '.join(trained_roles(train_on))}, or all are left out or empty"
+        )
     return answers.text, spans, None if is_marked(marks) else list(map(answers.words_end, trained))
 
 
@@ -122,8 +122,7 @@ def _trained(messages: Sequence[Message], train_on: TrainOn) -> tuple[list[int],
             if value not in (0, 1) or (value and index not in found):
                 raise ValueError(
                     f"messages[{index}], of the role {message['role']!r}, has {name}={value!r:.60}"
-                    f": true is for messages of the {' or '.join(roles)}, else give false; "
-                    "train_on chooses roles"
+                    f": true is for messages of {', '.join(roles)} (train_on), else give false"
                 )
             if not value:
                 left_out.add(index)

@@ -24,7 +24,6 @@ CHUNK_BYTES = 1 << 20
 LARGEST_RECORD = 16 << 20
 """Bytes of a line, a text or a row, at most: to encode a text takes some 150 times its size."""
 BY_KEY = "; choose one by --key"
-"""Remedy of a record that lacks its field."""
 _ROWS = 256
 
 

@@ -65,9 +65,7 @@ class Reports:
     ):
         self.path = folder / LOG
         self.console = console or Console(stderr=True, highlight=False)
-        self._writers: dict[str, Writer] = {}
-        for name in dict.fromkeys(fields.writers):
-            self._writers[name] = _writer(name, folder, step, recipe)
+        self._writers = {name: _writer(name, folder, step, recipe) for name in {*fields.writers}}
         records = read_log(self.path)
         self._sent = {(record.get("step"), "eval_loss" in record) for record in records}
         kept = [record for record in records if record.get("step", 0) <= step]
@@ -235,12 +233,8 @@ def _tensorboard(folder: Path, step: int, recipe: Mapping[str, Any]) -> Writer:
     from torch.utils.tensorboard import SummaryWriter
 
     events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-    add = events.add_scalar
-    return Writer(
-        lambda step, values: [add(name, value, step) for name, value in values.items()],
-        events.close,
-        replaces=True,
-    )
+    add, close = events.add_scalar, events.close
+    return Writer(lambda step, found: [add(*each, step) for each in found.items()], close, True)
 
 
 def _wandb(folder: Path, step: int, recipe: Mapping[str, Any]) -> Writer:

@@ -550,11 +550,10 @@ class Trainer:
         found += [(n, before[n], now[n]) for n in now if before.get(n, now[n]) != now[n]]
         if found:
             name, there, here = found[0]
-            others = f" (and differs in {', '.join(each[0] for each in found[1:])})"
+            differing = ", ".join(each[0] for each in found)
             raise CheckpointError(
-                f"{path} was saved with {name}={there!r}{others if found[1:] else ''}, the recipe "
-                f"has {here!r}, which is another run. Name another folder, and start it with "
-                "model.pretrained, or correct the recipe."
+                f"{path} was saved with {name}={there!r}, the recipe has {here!r}: another run, "
+                f"which differs in {differing}. Name another folder, or correct the recipe."
             )
 
     def _reports(self) -> Reports | None:

@@ -25,8 +25,7 @@ SIZES = {
 
 
 def small_documents() -> list[list[int]]:
-    """60 documents of 5 to 59 tokens of the demo's tokenizer: few words, so that there is something
-    to learn."""
+    """60 documents of 5 to 59 tokens of the demo's: few, so that there is something to learn."""
     generator, end = torch.Generator().manual_seed(5), Tokenizer.from_folder(DEMO_FOLDER).eod
     sizes = torch.randint(5, 60, (60,), generator=generator).tolist()
     return [[*torch.randint(300, 320, (n,), generator=generator).tolist(), end] for n in sizes]

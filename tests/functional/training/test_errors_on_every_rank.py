@@ -17,7 +17,7 @@ import torch
 import yaml
 from megatron.core import parallel_state
 from rank_processes import join_ranks, run_ranks
-from small_recipes import SIZES, write_small_text
+from small_recipes import SIZES, small_recipe, write_small_text
 
 from megatron_hybrid import cli
 from megatron_hybrid.checkpoints.checkpoint import save_checkpoint
@@ -64,7 +64,7 @@ CASES = {
     ),
     "a checkpoint of no adapters": (
         ["--folder", "{shared}/trained", "model={{pretrained: {shared}/model}}", "lora.rank=4"],
-        "iter_0000002 was saved with the weights of model.pretrained=None .*lora.alpha",
+        "iter_0000002 was saved with the weights of model.pretrained=None,.*lora.alpha",
     ),
     # Of one machine.
     "a recipe that the first machine lacks": (["second.yaml"], "second.yaml cannot be read"),
@@ -128,13 +128,8 @@ def outcomes(tmp_path_factory):
     (shared / "blocked" / "recipe.yaml").mkdir(parents=True)
     (shared / "full").mkdir()
     (shared / "full" / "exported").touch()
-    recipe = {
-        "model": MODEL,
-        "tokenizer": "demo",
-        "data": {"sequence_length": 32, "train": [str(shared / "text")]},
-        "run": {"steps": 2, "global_batch_size": 2},
-        "checkpoints": {"asynchronous": False},
-    }
+    data, run = {"sequence_length": 32, "train": [str(shared / "text")]}, {"steps": 2}
+    recipe = small_recipe(model=MODEL, data=data, run={**run, "global_batch_size": 2}).to_dict()
     model = build_hybrid_model(HybridConfig(**MODEL, vocab_size=tokenizer.vocab_size))
     save_checkpoint(model, shared / "model")
     for rank, machine in enumerate(machines):

@@ -8,7 +8,7 @@ import torch
 import yaml
 from commands import Command, Launched
 from safetensors.torch import load_file
-from small_recipes import SIZES, write_small_text
+from small_recipes import SIZES, small_recipe, write_small_text
 
 from megatron_hybrid.training.reports import LOG, read_log
 
@@ -21,15 +21,12 @@ def folder(tmp_path_factory):
     """With a recipe and its data. Dropout and readers ahead are a part of what goes on."""
     folder = tmp_path_factory.mktemp("command")
     text, dropout = write_small_text(folder / "text"), {"hidden_dropout": 0.1}
-    recipe = {
-        "model": {"layer_pattern": "M*-", "attention_dropout": 0.1, **dropout, **SIZES},
-        "tokenizer": "demo",
-        "data": {"sequence_length": 32, "train": [text], "valid": [text], "workers": 1},
-        "run": {"steps": STEPS, "global_batch_size": RANKS},
-        "optimizer": {"learning_rate": 1e-2},
-        "checkpoints": {"every_steps": SAVED_EVERY},
-        "reports": {"every_steps": 1},
-    }
+    recipe = small_recipe(
+        model={"layer_pattern": "M*-", "attention_dropout": 0.1, **dropout, **SIZES},
+        data={"sequence_length": 32, "train": [text], "valid": [text], "workers": 1},
+        run={"steps": STEPS, "global_batch_size": RANKS},
+        checkpoints={"every_steps": SAVED_EVERY, "asynchronous": True},
+    ).to_dict()
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return folder
 

@@ -10,7 +10,7 @@ from index_folders import write_conversations, write_documents
 from matrix import matrix_rows
 from megatron.core import parallel_state
 from rank_processes import train_on_ranks
-from small_recipes import small_documents
+from small_recipes import small_documents, small_recipe
 
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.checkpoints.pretrained import DEMO_FOLDER, load_pretrained
@@ -77,21 +77,13 @@ CONFIG = dict(
 
 def recipe(folder: Path, layout: str | None = None, **run) -> Recipe:
     model, optimizer = LAYOUTS.get(layout, ({}, {}))
-    return Recipe.of(
-        {
-            "model": {"pretrained": str(folder / "weights"), **model},
-            "tokenizer": "demo",
-            "data": {"sequence_length": LENGTH, "train": [str(folder / "text")]},
-            "run": {
-                "steps": STEPS,
-                "global_batch_size": ROWS,
-                "overlap_gradients": layout == "distributed",
-                **run,
-            },
-            "optimizer": {**ADAM, "warmup_steps": 3, **optimizer},
-            "checkpoints": {"every_steps": SAVED_STEP, "keep": 0, "asynchronous": False},
-            "reports": {"every_steps": 1},
-        }
+    run = {"global_batch_size": ROWS, "overlap_gradients": layout == "distributed", **run}
+    return small_recipe(
+        model={"pretrained": str(folder / "weights"), **model},
+        data={"sequence_length": LENGTH, "train": [str(folder / "text")]},
+        run={"steps": STEPS, **run},
+        optimizer={**ADAM, "warmup_steps": 3, **optimizer},
+        checkpoints={"every_steps": SAVED_STEP, "keep": 0},
     )
 
 

@@ -1,6 +1,7 @@
 """preprocess: files of documents to a dataset, whole or not at all."""
 
 import gzip
+import io
 import json
 import multiprocessing
 import os
@@ -62,8 +63,7 @@ def save_to_disk(folder: Path, records) -> Path:
         table = pyarrow.Table.from_pylist(part)
         with pyarrow.ipc.new_stream(str(folder / name), table.schema) as stream:
             stream.write_table(table, max_chunksize=400)
-    files = [{"filename": name} for name in names]
-    (folder / "state.json").write_text(json.dumps({"_data_files": files}))
+    write_lines(folder / "state.json", [{"_data_files": [{"filename": name} for name in names]}])
     return folder
 
 
@@ -299,11 +299,9 @@ def test_rows_of_tables_give_the_dataset_of_the_same_lines(folder, tmp_path, wor
 
 
 def test_lines_of_standard_input_are_documents(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     path = write_lines(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "two"}])
-    with path.open() as lines:
-        monkeypatch.setattr(sys, "stdin", lines)
-        assert preprocess(["-"], folder, tmp_path / "data").documents == 2
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+    assert preprocess(["-"], folder, tmp_path / "data").documents == 2
     assert stored(tmp_path / "data") == expected(folder, ["one", "two"])
     with pytest.raises(ValueError, match="- is not a file"):  # which is read twice
         train_and_save_tokenizer(["-"], tmp_path / "new", 300)
