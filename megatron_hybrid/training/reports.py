@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from types import MappingProxyType
@@ -240,8 +239,7 @@ def _tensorboard(folder: Path, step: int, recipe: Mapping[str, Any]) -> Writer:
 def _wandb(folder: Path, step: int, recipe: Mapping[str, Any]) -> Writer:
     import wandb
 
-    path = folder / "wandb" / "run_id"
-    path.parent.mkdir(exist_ok=True)
+    path = folder / "wandb_run_id"
     id = path.read_text() if path.exists() else token_hex(4)
     run = wandb.init(dir=folder, name=folder.name, id=id, resume="allow", config=dict(recipe))
     run.define_metric("*", step_metric="step")
@@ -260,8 +258,8 @@ def _mlflow(folder: Path, step: int, recipe: Mapping[str, Any]) -> Writer:
         fields = {f"{of}.{name}": v for of, each in sections.items() for name, v in each.items()}
         mlflow.log_params({name: str(value)[:500] for name, value in fields.items()})
         path.write_text(id)
-    write = partial(mlflow.log_metrics, run_id=id)
-    return Writer(lambda step, values: write(dict(values), step), mlflow.end_run)
+    log = mlflow.log_metrics
+    return Writer(lambda step, found: log({**found}, step, run_id=id), mlflow.end_run)
 
 
 _WRITERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}

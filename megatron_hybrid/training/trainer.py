@@ -534,9 +534,11 @@ class Trainer:
         self.chunk.module.load_state_dict(state["model"], strict=self.recipe.lora is None)
         self.progress = Progress(**state["progress"])
         self.measures.load_state(state["measures"])
-        updates = self.progress.step - self.progress.skipped_steps
-        fill_step_counts(state["optimizer"], updates)
+        fill_step_counts(state["optimizer"], self.progress.step - self.progress.skipped_steps)
+        own = [{**group} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, given in zip(self.optimizer.param_groups, own):  # the recipe may change rates
+            group.update((name, given[name]) for name in given.keys() - {"params", "step"})
         self.schedule.num_steps = self.progress.step
         self.schedule.step(0)
         if same_ranks:

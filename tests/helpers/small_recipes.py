@@ -2,7 +2,6 @@
 
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import torch
 from index_folders import write_documents
@@ -48,7 +47,7 @@ def small_recipe(**sections) -> Recipe:
     return Recipe.of({"tokenizer": "demo", **sections})
 
 
-def train_alone(recipe: Recipe, folder: Path, export: bool = False) -> list[dict[str, Any]]:
+def train_alone(recipe: Recipe, folder: Path, export: bool = False) -> list[dict]:
     """Train on this rank alone, and return the records of the log."""
     parallel_state.destroy_model_parallel()
     with training_device() as device, closing(Trainer(recipe, folder, device)) as trainer:

@@ -286,8 +286,9 @@ def test_muon_without_experts_saves_and_goes_on(text, tmp_path):
     chosen = recipe_of(text, model={"layer_pattern": "M*-"}, optimizer={"name": "muon"})
     chosen.run.stop_at_step = 2
     train(chosen, tmp_path)
-    chosen.run.stop_at_step = None
+    chosen.run.stop_at_step, chosen.optimizer.learning_rate = None, 2e-3
     assert train(chosen, tmp_path).progress.step == STEPS
+    assert max(logged(tmp_path, "learning_rate")[2:]) < (2e-3,)  # rates may change
 
 
 def test_adapters_are_trained_alone_saved_and_merged(text, tmp_path, tokenizer):
