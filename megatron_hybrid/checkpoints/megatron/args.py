@@ -44,6 +44,22 @@ _RENAMED = {
 _YARN_WITHOUT_PREFIX = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 """Arguments that YaRN has in common with latent attention."""
 
+_YARN_DEFAULTS = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+"""What Megatron takes for those that are None."""
+
+_NEW_ARGUMENTS = {"null_tokenizer_eod_id": 18, "yarn_original_max_position_embeddings": 19}
+"""Argument -> N of the first Megatron 0.N that has it: nothing else says which one saved."""
+
+_INTERPOLATION = "rotary_seq_len_interpolation_factor"
+
+_PASSED = {
+    "use_rope_scaling": (0, math.inf, False),
+    "rope_scaling_factor": (math.inf, math.inf, 8.0),
+    _INTERPOLATION: (19, 18, None),
+}
+"""Position argument -> N of the first Megatron 0.N whose training hands it to a GPTModel, to a
+hybrid model (`gpt_builders`, `mamba_builders`, `argument_utils`), and what they have without it."""
+
 _CORE_FIELDS = {field.name for field in dataclasses.fields(MLATransformerConfig)}
 
 # A parameter that only this layer kind of core's hybrid models has.
@@ -99,7 +115,11 @@ def fields_of_args(args: Namespace, names: Collection[str], num_stages: int = 1)
         mtp_use_repeated_layer=bool(values.get("mtp_use_repeated_layer")),  # core's since 0.19
         qk_layernorm=has_head_norms,
         qk_l2_norm=bool(values.get("qk_l2_norm")) and pattern is None,
-        **({} if values.get("multi_latent_attention") else _position_fields(values)),
+        **(
+            {}
+            if values.get("multi_latent_attention")
+            else _position_fields(values, pattern is None)
+        ),
     )
     for name, value in fields.items():
         if isinstance(value, Unknown):
@@ -145,16 +165,18 @@ def _core_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return core
 
 
-def _position_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+def _position_fields(values: Mapping[str, Any], is_gpt: bool) -> dict[str, Any]:
+    values = {**values, **_unread_positions(values, is_gpt)}
     return rotary_fields(
         values["position_embedding_type"],
         rotary_base=values.get("rotary_base", 10000.0),
         rotary_percent=values.get("rotary_percent", 1.0),
-        seq_len_interpolation_factor=values.get("rotary_seq_len_interpolation_factor"),
+        seq_len_interpolation_factor=values.get(_INTERPOLATION),
         rope_scaling_factor=(
             values.get("rope_scaling_factor", 8.0) if values.get("use_rope_scaling") else None
         ),
-        yarn={
+        yarn=_YARN_DEFAULTS
+        | {
             name.removeprefix("yarn_"): value
             for name, value in sorted(values.items())  # those with the prefix last
             if name in _YARN_WITHOUT_PREFIX or (name.startswith("yarn_") and value is not None)
@@ -162,10 +184,45 @@ def _position_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
+def _unread_positions(values: Mapping[str, Any], is_gpt: bool) -> dict[str, Any]:
+    """Position arguments that Megatron does not hand to the model -> what it has instead."""
+    release, unread = _release(values), {}
+    for name, (of_gpt, of_hybrid, instead) in _PASSED.items():
+        if values.get(name, instead) != instead and release < (of_gpt if is_gpt else of_hybrid):
+            unread[name] = instead
+    if values["position_embedding_type"] == "yarn" and not is_gpt and release < 18:
+        unread["position_embedding_type"] = "none"  # such models take it, and turn nothing
+    return unread
+
+
+def _release(values: Mapping[str, Any]) -> int:
+    """N of the Megatron 0.N that saved these arguments: 18, 19 for newer ones, 0 for older."""
+    return max((n for name, n in _NEW_ARGUMENTS.items() if name in values), default=0)
+
+
+def position_warnings(args: Namespace, is_gpt: bool) -> list[str]:
+    """Say which position arguments have no effect, or not in all of Megatron's scripts."""
+    unread = _unread_positions(vars(args), is_gpt)
+    found = [
+        f"{name}={vars(args)[name]!r} has no effect: Megatron builds such a model with {value!r}. "
+        "Use rotary_scaling to set what it was trained with."
+        for name, value in unread.items()
+        if name != "rope_scaling_factor" or vars(args).get("use_rope_scaling")
+    ]
+    if vars(args).get(_INTERPOLATION) and _INTERPOLATION not in unread:
+        found.append(
+            f"{_INTERPOLATION} has an effect in Megatron's training, but its builders for "
+            "inference do not hand it to the model."
+        )
+    return found
+
+
 def _vocab_size(values: Mapping[str, Any]) -> int:
+    padded = values["padded_vocab_size"]
     if values.get("tokenizer_type") == "NullTokenizer" and values.get("vocab_size"):
-        return int(values["vocab_size"]) + 1  # and the end of a document
-    return values["padded_vocab_size"]
+        has_end = _release(values) >= 18  # older ones add the end of a document
+        return min(int(values["vocab_size"]) + (not has_end), padded)
+    return padded
 
 
 # Writing -----------------------------------------------------------------------------------------
@@ -350,7 +407,7 @@ def _layer_arguments(config: HybridConfig, symbols: str, is_gpt: bool) -> dict[s
     if "W" in mixers:
         values["window_size"] = (config.sliding_window - 1, 0)  # core does not count the token
         values["window_attn_skip_freq"] = [int(symbol == "W") for symbol in mixers]
-    return values | _position_arguments(config, mixers, 2 if is_gpt else 1)
+    return values | _position_arguments(config, mixers, is_gpt)
 
 
 def _activation_arguments(config: HybridConfig) -> dict[str, Any]:
@@ -377,8 +434,9 @@ def _factor_arguments(config: HybridConfig) -> dict[str, Any]:
     }
 
 
-def _position_arguments(config: HybridConfig, symbols: str, step: int) -> dict[str, Any]:
-    """Return the position embedding. step: layers of ours for each one that core numbers."""
+def _position_arguments(config: HybridConfig, symbols: str, is_gpt: bool) -> dict[str, Any]:
+    """Return the position embedding, as far as Megatron hands it to the model."""
+    step = 2 if is_gpt else 1  # layers of ours for each one that core numbers
     numbers = range(1, step * len(symbols) + 1, step)
     kinds = [config.for_layer(number).position_embedding_type for number in numbers]
     attends = [kind for kind, symbol in zip(kinds, symbols) if symbol in "*W+"]
@@ -386,6 +444,7 @@ def _position_arguments(config: HybridConfig, symbols: str, step: int) -> dict[s
         "position_embedding_type": "rope" if "rope" in attends else "none",
         "rotary_base": config.rotary_base,
         "rotary_percent": config.rotary_percent,
+        **dict.fromkeys(_NEW_ARGUMENTS),
     }
     if {"rope", "none"} <= set(attends):
         values["no_rope_freq"] = [int(kind == "none") for kind in kinds]
@@ -397,7 +456,7 @@ def _position_arguments(config: HybridConfig, symbols: str, step: int) -> dict[s
     elif scaling.get("rope_type") == "yarn" and "+" not in symbols:
         values["position_embedding_type"] = "yarn"
         values |= _yarn_arguments(scaling, "yarn_")
-    return values
+    return values | _unread_positions(values, is_gpt)
 
 
 def _latent_arguments(config: HybridConfig) -> dict[str, Any]:

@@ -38,7 +38,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron_hybrid.checkpoints.folder import FLOATS, METADATA_FILE, TRACKER_FILE, config_of
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout, joined
-from megatron_hybrid.checkpoints.megatron.args import args_of_config, fields_of_args
+from megatron_hybrid.checkpoints.megatron.args import (
+    args_of_config,
+    fields_of_args,
+    position_warnings,
+)
 from megatron_hybrid.checkpoints.megatron.names import gpt_to_hybrid_name, hybrid_to_gpt_name
 from megatron_hybrid.checkpoints.megatron.pickles import load_pickle, load_saved, readable
 from megatron_hybrid.checkpoints.model_tensors import (
@@ -118,6 +122,8 @@ def load_megatron(
             overrides["params_dtype"] = dtype
         # Random initialization would take longer than reading the files.
         config = files.config(perform_initialization=False, **overrides)
+        if own_member().rank == 0 and "rotary_scaling" not in overrides:
+            files.warn_of_positions()
     with device:
         model = build_hybrid_model(config)
     sections = {name: _sections(tensor) for name, tensor in own_tensors(model).items()}
@@ -164,6 +170,8 @@ def save_megatron(model: HybridModel, folder: str | os.PathLike[str]) -> None:
     state = full_state_dict(model, unpacked=True)
     if state is None or not writes(model):
         return
+    for warning in position_warnings(args, not args.is_hybrid_model):
+        logger.warning("%s: %s", folder, warning)
     layout = _shifted(int(args.apply_layernorm_1p) - int(_centers(model.config)))
     for name in filter(lambda name: name.endswith(_SHIFTED_NORM), state):
         (shifted,) = layout.to_theirs([state[name]])
@@ -393,6 +401,12 @@ class DistributedTensors:
                 self.config()  # raises CheckpointError if the folder is at fault
                 raise
             raise CheckpointError(f"the model in {self.path} is not supported: {error}") from error
+
+    def warn_of_positions(self) -> None:
+        """Log a warning of each position argument that Megatron does not always read."""
+        if self._own_config is None:
+            for warning in position_warnings(self.args, self.config().is_gpt_model):
+                logger.warning("%s: %s", self.path, warning)
 
     def _metadata(self) -> Metadata:
         path = self.path / METADATA_FILE

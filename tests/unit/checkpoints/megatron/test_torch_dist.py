@@ -59,14 +59,14 @@ MODELS = {
         {"window_size": (7, 0), "window_attn_skip_freq": [1, 0, 0, 0]},
         {**ROPE, "seq_len_interpolation_factor": 2.0},
         {"window_size": (7, 0), "window_attn_skip_freq": [1, 0, 0, 0]}
-        | {"rotary_seq_len_interpolation_factor": 2.0},
+        | {"rotary_seq_len_interpolation_factor": 2.0, "null_tokenizer_eod_id": None},
     ),
     "gpt": (
         None,
         {"num_layers": 3, "qk_layernorm": True, "layernorm_epsilon": 1e-3},
-        {**ROPE, "rope_scaling": True, "rope_scaling_factor": 4.0},
+        {**ROPE, "rope_scaling": True},
         {"num_layers": 3, "qk_layernorm": True, "use_rope_scaling": True}
-        | {"norm_epsilon": 1e-3, "rope_scaling_factor": 4.0},
+        | {"norm_epsilon": 1e-3, "rope_scaling_factor": 4.0},  # which no GPTModel gets
     ),
     "gpt with biases": (
         None,
@@ -233,9 +233,11 @@ def test_tokens_of_padding_can_be_left_out(build, run, tmp_path):
     model = mh.load_megatron(tmp_path, vocab_size=VOCAB)
     assert model.output_layer.weight.shape == (VOCAB, 48)
     close(logits(model), run(stock)[..., :VOCAB])
-    null = {"tokenizer_type": "NullTokenizer", "vocab_size": "60", "padded_vocab_size": 64}
-    save_folder(stock, tmp_path, args_of("hybrid", **null), iteration=200)
-    assert mh.load_megatron(tmp_path).config.vocab_size == VOCAB
+    null = {"tokenizer_type": "NullTokenizer", "padded_vocab_size": 64}
+    path, newer = tmp_path / "iter_0000100", {"null_tokenizer_eod_id": None}
+    for size, fields, expected in (("60", {}, 61), ("64", {}, 64), ("60", newer, 60)):
+        rewrite_args(path, args_of("hybrid", **null, vocab_size=size, **fields))
+        assert mh.load_megatron(tmp_path).config.vocab_size == expected
 
 
 def test_dtypes(build, tmp_path):
