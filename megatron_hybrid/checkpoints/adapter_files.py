@@ -26,7 +26,7 @@ from megatron_hybrid.checkpoints.huggingface.layouts import SAME, Layout
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.low_rank import LowRankPart
-from megatron_hybrid.utils.files import replace_file
+from megatron_hybrid.utils.files import read_json, replace_file
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -151,7 +151,7 @@ def read_adapters(
 def _read_fields(folder: Path) -> tuple[dict[str, Any], AdapterFields]:
     path = folder / CONFIG_FILE
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         targets = values.get("target_modules") or ()
         fields = AdapterFields(
             int(values["r"]),

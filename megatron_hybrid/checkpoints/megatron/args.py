@@ -7,6 +7,7 @@ TransformerConfig, with the exceptions here; fields of core's config become ours
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import re
 from argparse import Namespace
@@ -28,6 +29,8 @@ from megatron_hybrid.models.layer_pattern import LAYER_KINDS, STAGE_BOUNDARY, sp
 from megatron_hybrid.models.parameter_names import canonical_name
 from megatron_hybrid.ops.activations import gelu_tanh, quick_gelu, squared_relu
 
+logger = logging.getLogger(__name__)
+
 FIRST_OF_PART = "mtp.layers.0.enorm.weight"
 """A parameter that every MTP head has."""
 
@@ -44,21 +47,20 @@ _RENAMED = {
 _YARN_WITHOUT_PREFIX = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 """Arguments that YaRN has in common with latent attention."""
 
-_YARN_DEFAULTS = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
-"""What Megatron takes for those that are None."""
+YARN_DEFAULTS = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+"""Arguments of YaRN, without their prefix -> what Megatron takes for None."""
 
 _NEW_ARGUMENTS = {"null_tokenizer_eod_id": 18, "yarn_original_max_position_embeddings": 19}
 """Argument -> N of the first Megatron 0.N that has it: nothing else says which one saved."""
 
 _INTERPOLATION = "rotary_seq_len_interpolation_factor"
 
-_PASSED = {
-    "use_rope_scaling": (0, math.inf, False),
-    "rope_scaling_factor": (math.inf, math.inf, 8.0),
-    _INTERPOLATION: (19, 18, None),
-}
-"""Position argument -> N of the first Megatron 0.N whose training hands it to a GPTModel, to a
-hybrid model (`gpt_builders`, `mamba_builders`, `argument_utils`), and what they have without it."""
+_PASSED = {"use_rope_scaling": (0, math.inf), _INTERPOLATION: (19, 18), "yarn": (0, 18)}
+"""Position argument or type -> N of the first Megatron 0.N whose training gives it to a GPTModel,
+and to a hybrid model (`gpt_builders`, `mamba_builders`, `argument_utils`)."""
+
+_SCALING_FACTOR = 8.0
+"""Of Llama 3's scaling in all of Megatron's GPT models: `rope_scaling_factor` is not passed on."""
 
 _CORE_FIELDS = {field.name for field in dataclasses.fields(MLATransformerConfig)}
 
@@ -115,11 +117,7 @@ def fields_of_args(args: Namespace, names: Collection[str], num_stages: int = 1)
         mtp_use_repeated_layer=bool(values.get("mtp_use_repeated_layer")),  # core's since 0.19
         qk_layernorm=has_head_norms,
         qk_l2_norm=bool(values.get("qk_l2_norm")) and pattern is None,
-        **(
-            {}
-            if values.get("multi_latent_attention")
-            else _position_fields(values, pattern is None)
-        ),
+        **_position_fields(values, is_gpt=pattern is None),
     )
     for name, value in fields.items():
         if isinstance(value, Unknown):
@@ -166,32 +164,34 @@ def _core_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _position_fields(values: Mapping[str, Any], is_gpt: bool) -> dict[str, Any]:
+    if values.get("multi_latent_attention"):
+        return {}
     values = {**values, **_unread_positions(values, is_gpt)}
+    yarn = {
+        name.removeprefix("yarn_"): value
+        for name, value in sorted(values.items())  # those with the prefix last
+        if name in _YARN_WITHOUT_PREFIX or (name.startswith("yarn_") and value is not None)
+    }
     return rotary_fields(
         values["position_embedding_type"],
         rotary_base=values.get("rotary_base", 10000.0),
         rotary_percent=values.get("rotary_percent", 1.0),
         seq_len_interpolation_factor=values.get(_INTERPOLATION),
-        rope_scaling_factor=(
-            values.get("rope_scaling_factor", 8.0) if values.get("use_rope_scaling") else None
-        ),
-        yarn=_YARN_DEFAULTS
-        | {
-            name.removeprefix("yarn_"): value
-            for name, value in sorted(values.items())  # those with the prefix last
-            if name in _YARN_WITHOUT_PREFIX or (name.startswith("yarn_") and value is not None)
-        },
+        rope_scaling_factor=_SCALING_FACTOR if values.get("use_rope_scaling") else None,
+        yarn={**YARN_DEFAULTS, **yarn},
     )
 
 
 def _unread_positions(values: Mapping[str, Any], is_gpt: bool) -> dict[str, Any]:
-    """Position arguments that Megatron does not hand to the model -> what it has instead."""
-    release, unread = _release(values), {}
-    for name, (of_gpt, of_hybrid, instead) in _PASSED.items():
-        if values.get(name, instead) != instead and release < (of_gpt if is_gpt else of_hybrid):
-            unread[name] = instead
-    if values["position_embedding_type"] == "yarn" and not is_gpt and release < 18:
+    """Position arguments that Megatron does not give to the model -> what it has instead."""
+    kind, release = values["position_embedding_type"], _release(values)
+    late = {name for name, since in _PASSED.items() if release < since[0 if is_gpt else 1]}
+    unread: dict[str, Any] = {name: None for name in late if values.get(name)}
+    if kind in late:
         unread["position_embedding_type"] = "none"  # such models take it, and turn nothing
+    factor = values.get("rope_scaling_factor", _SCALING_FACTOR)
+    if values.get("use_rope_scaling") and factor != _SCALING_FACTOR:
+        unread["rope_scaling_factor"] = _SCALING_FACTOR
     return unread
 
 
@@ -200,29 +200,22 @@ def _release(values: Mapping[str, Any]) -> int:
     return max((n for name, n in _NEW_ARGUMENTS.items() if name in values), default=0)
 
 
-def position_warnings(args: Namespace, is_gpt: bool) -> list[str]:
-    """Say which position arguments have no effect, or not in all of Megatron's scripts."""
-    unread = _unread_positions(vars(args), is_gpt)
-    found = [
-        f"{name}={vars(args)[name]!r} has no effect: Megatron builds such a model with {value!r}. "
-        "Use rotary_scaling to set what it was trained with."
-        for name, value in unread.items()
-        if name != "rope_scaling_factor" or vars(args).get("use_rope_scaling")
-    ]
-    if vars(args).get(_INTERPOLATION) and _INTERPOLATION not in unread:
-        found.append(
-            f"{_INTERPOLATION} has an effect in Megatron's training, but its builders for "
-            "inference do not hand it to the model."
-        )
-    return found
+def warn_of_positions(source: object, args: Namespace, is_gpt: bool) -> None:
+    """Log which position arguments have no effect, or not in all of Megatron's scripts."""
+    values = vars(args)
+    unread = _unread_positions(values, is_gpt)
+    for name, instead in unread.items():
+        text = "%s: %s is %r, but Megatron builds such models with %r; rotary_scaling sets others"
+        logger.warning(text, source, name, values[name], instead)
+    if values.get(_INTERPOLATION) and _INTERPOLATION not in unread:
+        logger.warning("%s: Megatron trains with %s, and infers without", source, _INTERPOLATION)
 
 
 def _vocab_size(values: Mapping[str, Any]) -> int:
-    padded = values["padded_vocab_size"]
     if values.get("tokenizer_type") == "NullTokenizer" and values.get("vocab_size"):
         has_end = _release(values) >= 18  # older ones add the end of a document
-        return min(int(values["vocab_size"]) + (not has_end), padded)
-    return padded
+        return min(int(values["vocab_size"]) + (not has_end), values["padded_vocab_size"])
+    return values["padded_vocab_size"]
 
 
 # Writing -----------------------------------------------------------------------------------------

@@ -198,7 +198,7 @@ def test_broken_files(tmp_path, spoil, name):
     [
         ("{", "cannot be read as JSON"),
         ("\xff", "cannot be read as JSON"),
-        ("[]", "has no weight_map"),
+        ("[" * 5000, "cannot be read as JSON"),
         ("{}", "has no weight_map"),
         ('{"weight_map": {}}', "has no weight_map"),
         ('{"weight_map": ["a"]}', "has no weight_map"),

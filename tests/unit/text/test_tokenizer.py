@@ -794,7 +794,7 @@ def test_no_tokenizer(tmp_path):
     ("name", "content", "message"),
     [
         ("tokenizer_config", "{", "cannot be read as JSON"),
-        ("tokenizer_config", [], "holds no object"),
+        ("tokenizer_config", [], "holds a list, not a JSON object"),
         ("tokenizer_config", {"eos_token": 5}, "eos_token is 5, which is no token"),
         ("tokenizer_config", {"eos_token": "<eos>"}, "names the end token '<eos>'"),
         ("tokenizer_config", {"added_tokens_decoder": {"1": {"a": 2}}}, "does not fit"),

@@ -362,7 +362,9 @@ def test_missing_and_broken_parts(saved, tmp_path):
         with pytest.raises(mh.CheckpointError, match=message):
             mh.load_megatron(place)
 
-    refused("has neither a readable latest_checkpointed_iteration.txt", tmp_path / "nothing")
+    refused(
+        "has neither latest_checkpointed_iteration.txt nor .* is no folder", tmp_path / "nothing"
+    )
     args = args_of("hybrid")
     del args.untie_embeddings_and_output_weights
     rewrite_args(path, args)
@@ -381,17 +383,24 @@ def test_missing_and_broken_parts(saved, tmp_path):
     file.write_bytes(content[: len(content) // 2])
     refused("cannot be read")
     file.unlink()
-    refused(r"__0_0\.distcp cannot be read .* Copy or save the folder again")
+    refused(r"__0_0\.distcp cannot be read .* Copy or save it again")
     file.write_bytes(content)
 
-    (path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    refused("saved as 'zarr'; only torch_dist is read")
+    for text, message in (
+        ('{"sharded_backend": "zarr"}', "saved as 'zarr'; only torch_dist is read"),
+        ("null", "metadata.json holds a NoneType, not a JSON object"),
+        ("[" * 5000, "metadata.json cannot be read as JSON"),
+    ):
+        (path / "metadata.json").write_text(text)
+        refused(message)
     (path / "metadata.json").unlink()
     tracker = folder / "latest_checkpointed_iteration.txt"
     tracker.write_text("7")
     refused(r"iter_0000007/\.metadata does not exist")
     tracker.write_text("../100")
     refused(r"says '\.\./100', neither a number nor 'release'")
+    tracker.write_text("1" * 5000)
+    refused("latest_checkpointed_iteration.txt cannot be read .ValueError")
     tracker.write_text("100")
     (path / ".metadata").write_bytes(pickle.dumps({"a": 1}))
     refused("holds no metadata of torch.distributed.checkpoint")
