@@ -126,9 +126,8 @@ def fields_of_args(args: Namespace, names: Collection[str], num_stages: int = 1)
 
 
 def _layer_pattern(values: Mapping[str, Any], names: Collection[str]) -> str | None:
-    """A hybrid model's pattern in core's symbols, with the MTP heads that
-    are among the tensors; None: the model is a GPTModel. Megatron before 0.17 could also place
-    layers by ratios: then the tensors tell."""
+    """A hybrid model's pattern in core's symbols, with MTP heads that are there; None: of a
+    GPTModel. Megatron before 0.17 could also place layers by ratios: then the tensors tell."""
     for argument in _PATTERN_ARGUMENTS:
         if pattern := values.get(argument):
             return pattern if FIRST_OF_PART in names else split_predictions(pattern)[0]

@@ -401,8 +401,7 @@ class DistributedTensors:
 
     def _metadata(self) -> Metadata:
         path, backend = self.path / METADATA_FILE, "torch_dist"
-        # torch.distributed.checkpoint's own folders do not say it.
-        if (file := self.path / FORMAT_FILE).exists():
+        if (file := self.path / FORMAT_FILE).exists():  # not in torch's own folders
             backend = read_json(file, CheckpointError).get("sharded_backend")
         if backend != "torch_dist":
             raise CheckpointError(

@@ -33,6 +33,8 @@ UNREAD = {"moe_router_num_groups": 2, "moe_shared_expert_gate": True}
 DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [1, 1, 0]}
 DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2}
 DELTA |= {"linear_num_value_heads": 4}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 NO_GATE = {"gated_linear_unit": False, "activation_func": activations.squared_relu}
 
 # name: (pattern, None for a GPTModel; its config; its arguments; Megatron's arguments)
@@ -240,6 +242,18 @@ def test_tokens_of_padding_can_be_left_out(build, run, tmp_path):
         assert mh.load_megatron(tmp_path).config.vocab_size == expected
 
 
+def test_what_no_builder_passes_on_turns_nothing(saved, run, caplog):
+    stock, folder, path = saved
+    for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor"):
+        rewrite_args(path, args_of("hybrid", **{name: 4.0}))
+        close(logits(mh.load_megatron(folder)), run(stock))
+        assert f"{name} is 4.0" in caplog.text
+    yarn = {**YARN, "position_embedding_type": "yarn"}
+    for new, kind in (({}, "none"), ({"yarn_original_max_position_embeddings": None}, "rope")):
+        rewrite_args(path, args_of("hybrid", **yarn, **new))
+        assert mh.load_megatron(folder).config.position_embedding_type == kind
+
+
 def test_dtypes(build, tmp_path):
     stock = build("hybrid").bfloat16()
     save_folder(stock, tmp_path, args_of("hybrid", bf16=True, params_dtype=torch.bfloat16))
@@ -339,7 +353,6 @@ def test_classes_that_are_not_installed_are_only_in_the_way_where_they_count(
     ("fields", "message"),
     [
         ({"position_embedding_type": "learned_absolute"}, "position_embedding_type is 'learned_ab"),
-        ({PATTERN_ARGUMENT: "MD-M"}, "'D' at place 2, DeepSeek sparse attention"),
         ({"heterogeneous_layers_config_path": "x.json"}, "heterogeneous_layers_config_path is 'x"),
         ({"mamba_num_groups": 5}, "not a multiple of mamba_num_groups=5"),
         ({"mamba_state_dim": 24}, r"in_proj\.weight\.B has shape \[24, 48\].* gives it \[48, 48\]"),
@@ -362,9 +375,7 @@ def test_missing_and_broken_parts(saved, tmp_path):
         with pytest.raises(mh.CheckpointError, match=message):
             mh.load_megatron(place)
 
-    refused(
-        "has neither latest_checkpointed_iteration.txt nor .* is no folder", tmp_path / "nothing"
-    )
+    refused("has neither latest_checkpointed_iteration.* is no folder", tmp_path / "nothing")
     args = args_of("hybrid")
     del args.untie_embeddings_and_output_weights
     rewrite_args(path, args)
@@ -386,34 +397,35 @@ def test_missing_and_broken_parts(saved, tmp_path):
     refused(r"__0_0\.distcp cannot be read .* Copy or save it again")
     file.write_bytes(content)
 
-    for text, message in (
-        ('{"sharded_backend": "zarr"}', "saved as 'zarr'; only torch_dist is read"),
-        ("null", "metadata.json holds a NoneType, not a JSON object"),
-        ("[" * 5000, "metadata.json cannot be read as JSON"),
-    ):
-        (path / "metadata.json").write_text(text)
-        refused(message)
-    (path / "metadata.json").unlink()
     tracker = folder / "latest_checkpointed_iteration.txt"
-    tracker.write_text("7")
-    refused(r"iter_0000007/\.metadata does not exist")
-    tracker.write_text("../100")
-    refused(r"says '\.\./100', neither a number nor 'release'")
-    tracker.write_text("1" * 5000)
-    refused("latest_checkpointed_iteration.txt cannot be read .ValueError")
+    for file, text, message in (
+        (path / "metadata.json", '{"sharded_backend": "zarr"}', "as 'zarr'; only torch_dist is"),
+        (path / "metadata.json", "[" * 5000, "metadata.json cannot be read as JSON"),
+        (tracker, "7", r"iter_0000007/\.metadata does not exist"),
+        (tracker, "../100", r"says '\.\./100', neither a number nor 'release'"),
+        (tracker, "1" * 5000, "latest_checkpointed_iteration.txt cannot be read .ValueError"),
+    ):
+        file.write_text(text)
+        refused(message)
     tracker.write_text("100")
+    (path / "metadata.json").unlink()
     (path / ".metadata").write_bytes(pickle.dumps({"a": 1}))
     refused("holds no metadata of torch.distributed.checkpoint")
     (path / ".metadata").write_bytes(b"\x80\x04.")
     refused("cannot be read")
 
 
-def test_a_tensor_saved_in_part(saved):
+def test_a_tensor_saved_in_part_and_one_of_a_petabyte(saved):
     _, folder, path = saved
     metadata = pickle.loads((path / ".metadata").read_bytes())
     metadata.state_dict_metadata["decoder.final_norm.weight"].chunks.clear()
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(mh.CheckpointError, match=r"final_norm\.weight lacks 48 of its 48"):
+        mh.load_megatron(folder)
+    for place in metadata.storage_data.values():
+        place.length = 10**15
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(mh.CheckpointError, match=r"0\.distcp cannot be read .MemoryError"):
         mh.load_megatron(folder)
 
 
@@ -423,6 +435,7 @@ def test_a_tensor_saved_in_part(saved):
         ({"layer_pattern": "MK"}, "layers 'K' .Kimi Delta Attention."),
         ({"layer_pattern": "M*", "qk_layernorm": True}, "qk_layernorm=True"),
         ({"layer_pattern": "M", "mamba_conv_kernel": 3}, "mamba_conv_kernel=3"),
+        ({"layer_pattern": "M*", "rotary_scaling": LLAMA3}, "rotary_scaling=.'rope_type': 'llama3"),
         ({"layer_pattern": "M-", "gated_linear_unit": False}, "activation_func='silu'"),
         ({"layer_pattern": "M", "final_logit_softcap": 2.0}, "final_logit_softcap=2.0"),
         (
@@ -464,18 +477,11 @@ def test_convert_in_all_directions(tmp_path):
 def test_a_hugging_face_config_of_another_model_is_refused(tmp_path):
     transformers.LlamaForCausalLM(LLAMA).save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "torch_dist", "torch_dist")
-    text = (tmp_path / "hf" / "config.json").read_text()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text(
-        text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1')
-    )
+    text, other = (tmp_path / "hf" / "config.json").read_text(), tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1'))
     with pytest.raises(mh.CheckpointError, match="They are of different models"):
-        convert(
-            tmp_path / "torch_dist",
-            tmp_path / "x",
-            "huggingface",
-            huggingface_config=tmp_path / "other",
-        )
+        convert(tmp_path / "torch_dist", tmp_path / "x", "huggingface", None, other)
     with pytest.raises(mh.CheckpointError, match="has a Hugging Face config of its own"):
         convert(tmp_path / "hf", tmp_path / "x", "ours", huggingface_config=tmp_path / "hf")
 
