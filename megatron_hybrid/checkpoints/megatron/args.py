@@ -54,13 +54,12 @@ _NEW_ARGUMENTS = {"null_tokenizer_eod_id": 18, "yarn_original_max_position_embed
 """Argument -> N of the first Megatron 0.N that has it: nothing else says which one saved."""
 
 _INTERPOLATION = "rotary_seq_len_interpolation_factor"
-
 _PASSED = {"use_rope_scaling": (0, math.inf), _INTERPOLATION: (19, 18), "yarn": (0, 18)}
 """Position argument or type -> N of the first Megatron 0.N whose training gives it to a GPTModel,
 and to a hybrid model (`gpt_builders`, `mamba_builders`, `argument_utils`)."""
 
 _SCALING_FACTOR = 8.0
-"""Of Llama 3's scaling in all of Megatron's GPT models: `rope_scaling_factor` is not passed on."""
+"""Factor of Llama 3's scaling in Megatron's GPT models, to which it passes no other one."""
 
 _CORE_FIELDS = {field.name for field in dataclasses.fields(MLATransformerConfig)}
 
@@ -229,6 +228,7 @@ _WRITTEN_OF_GPT = ("G*W+", "-E")
 _OF_CORE = {
     "norm_placement": "core has norms before attention and MLP alone",
     "qk_layernorm_scope": "core norms queries and keys a head at a time",
+    "rotary_scaling": "Megatron's scripts take linear, YaRN and, of GPT models, Llama 3's by 8",
 }
 """What core has in place of a field's other values."""
 
