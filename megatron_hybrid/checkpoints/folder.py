@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
@@ -20,7 +19,7 @@ from megatron_hybrid.checkpoints.quantization_config import QUANT_FILE, Quantiza
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.layer_pattern import PREDICTION_BOUNDARY, split_predictions
-from megatron_hybrid.utils.files import read_failure
+from megatron_hybrid.utils.files import read_json
 
 CONFIG_FILE = "config.json"
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
@@ -278,21 +277,14 @@ def _advice_for_adapter(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        if os.path.lexists(path):
-            why = read_failure(path, error)
-            raise CheckpointError(f"{path} cannot be read as JSON: {why}") from error
-        if (adapter := path.parent / ADAPTER_FILE).is_file():
-            raise CheckpointError(_advice_for_adapter(adapter)) from error
-        exported = path.parent / "exported"  # in the folder of a training run
-        such = f", such as {exported}" if (exported / path.name).is_file() else ""
-        if not such and is_torch_dist(path.parent):
-            such = f". This one is Megatron's: `megatron-hybrid convert {path.parent} NEW` reads it"
-        raise CheckpointError(
-            f"{path} does not exist: name a folder with a checkpoint, or its config.json{such}"
-        ) from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds a {type(values).__name__}, not a JSON object.")
-    return values
+    if os.path.lexists(path):
+        return read_json(path, CheckpointError)
+    if (adapter := path.parent / ADAPTER_FILE).is_file():
+        raise CheckpointError(_advice_for_adapter(adapter))
+    exported = path.parent / "exported"  # in the folder of a training run
+    such = f", such as {exported}" if (exported / path.name).is_file() else ""
+    if not such and is_torch_dist(path.parent):
+        such = f". This one is Megatron's: `megatron-hybrid convert {path.parent} NEW` reads it"
+    raise CheckpointError(
+        f"{path} does not exist: name a folder with a checkpoint, or its config.json{such}"
+    )

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_hybrid.utils.files import read_failure, replace_file, temporary_path
+from megatron_hybrid.utils.files import read_failure, read_json, replace_file, temporary_path
 from megatron_hybrid.utils.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -258,13 +258,7 @@ def _nothing_found(folder: Path) -> str:
 
 def _read_index(index: Path) -> dict[str, str]:
     """Tensor name -> file name."""
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{index} cannot be read as JSON: {read_failure(index, error)}"
-        ) from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    weight_map = read_json(index, CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map, which says where each tensor lies.")
     for name, file in weight_map.items():

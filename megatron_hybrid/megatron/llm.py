@@ -55,7 +55,8 @@ class ServeConfig:
 def _build_engine(
     model: nn.Module, tokenizer: Any, config: InferenceConfig | None
 ) -> DynamicInferenceEngine:
-    context = DynamicInferenceContext(model.config, config or InferenceConfig())
+    model_config = getattr(unwrap(model), "config", None)  # the wrapper refuses what has none
+    context = DynamicInferenceContext(model_config, config or InferenceConfig())
     controller = TextGenerationController(GPTInferenceWrapper(model, context), tokenizer)
     return DynamicInferenceEngine(controller, context)
 

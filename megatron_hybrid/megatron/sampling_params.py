@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from megatron_hybrid.inference.sampling_params import SamplingParams as EngineParams
+from megatron_hybrid.inference.sampling_params import Share, Temperature
 from megatron_hybrid.megatron.errors import reads_data, require
 from megatron_hybrid.utils.validation import LARGEST_INT, Range, check_field
 
@@ -19,9 +20,9 @@ class SamplingParams:
     """Megatron's sampling parameters of a request; `docs/reference/megatron_fields.md` has a
     table of them."""
 
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     top_k: int = 0
-    top_p: float = 0.0
+    top_p: Share = 0.0
     return_log_probs: bool = False
     skip_prompt_log_probs: bool = False
     return_segments: bool = False

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers
 
 from megatron_hybrid.text.chat_template import ChatTemplate
-from megatron_hybrid.utils.files import read_failure, replace_file
+from megatron_hybrid.utils.files import read_failure, read_json, replace_file
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -116,18 +116,8 @@ def write_tokenizer_files(folder: Path, files: TokenizerFiles) -> None:
         _write_json(path, {**_read_if_there(path), "eos_token_id": list(files.end_tokens)})
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {read_failure(path, error)}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} cannot be read as JSON: it holds no object")
-    return values
-
-
 def _read_if_there(path: Path) -> dict[str, Any]:
-    return _read_json(path) if os.path.lexists(path) else {}
+    return read_json(path) if os.path.lexists(path) else {}
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -206,7 +196,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     settings = _read_if_there(path)
     older = folder / SPECIAL_TOKENS_FILE
     if "added_tokens_decoder" not in settings and older.exists():
-        settings.update(_read_json(older))
+        settings.update(read_json(older))
     return settings
 
 

@@ -1,6 +1,7 @@
 """Files that are replaced as a whole, and why others cannot be read."""
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,17 @@ def read_failure(path: Path, error: object) -> str:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             return "it is a pointer of Git LFS: run `git lfs pull` in its repository"
     return str(error)
+
+
+def read_json(path: Path, error: type[ValueError] = ValueError) -> dict[str, Any]:
+    """Read a file that holds a JSON object. Raises `error` where it does not."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as broken:
+        raise error(f"{path} cannot be read as JSON: {read_failure(path, broken)}") from broken
+    if not isinstance(values, dict):
+        raise error(f"{path} holds a {type(values).__name__}, not a JSON object.")
+    return values
 
 
 @contextmanager

@@ -536,7 +536,6 @@ def model_of_args(args, **sizes):
     }
     if not args.is_hybrid_model:
         arguments["rope_scaling"] = getattr(args, "use_rope_scaling", False)
-        arguments["rope_scaling_factor"] = getattr(args, "rope_scaling_factor", 8.0)
     if args.position_embedding_type == "yarn":
         for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim"):
             setattr(config, f"yarn_{name}", getattr(args, name))

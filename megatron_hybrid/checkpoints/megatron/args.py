@@ -7,6 +7,7 @@ TransformerConfig, with the exceptions here; fields of core's config become ours
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import re
 from argparse import Namespace
@@ -28,6 +29,8 @@ from megatron_hybrid.models.layer_pattern import LAYER_KINDS, STAGE_BOUNDARY, sp
 from megatron_hybrid.models.parameter_names import canonical_name
 from megatron_hybrid.ops.activations import gelu_tanh, quick_gelu, squared_relu
 
+logger = logging.getLogger(__name__)
+
 FIRST_OF_PART = "mtp.layers.0.enorm.weight"
 """A parameter that every MTP head has."""
 
@@ -43,6 +46,20 @@ _RENAMED = {
 
 _YARN_WITHOUT_PREFIX = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
 """Arguments that YaRN has in common with latent attention."""
+
+YARN_DEFAULTS = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+"""Arguments of YaRN, without their prefix -> what Megatron takes for None."""
+
+_NEW_ARGUMENTS = {"null_tokenizer_eod_id": 18, "yarn_original_max_position_embeddings": 19}
+"""Argument -> N of the first Megatron 0.N that has it: nothing else says which one saved."""
+
+_INTERPOLATION = "rotary_seq_len_interpolation_factor"
+_PASSED = {"use_rope_scaling": (0, math.inf), _INTERPOLATION: (19, 18), "yarn": (0, 18)}
+"""Position argument or type -> N of the first Megatron 0.N whose training gives it to a GPTModel,
+and to a hybrid model (`gpt_builders`, `mamba_builders`, `argument_utils`)."""
+
+_SCALING_FACTOR = 8.0
+"""Factor of Llama 3's scaling in Megatron's GPT models, to which it passes no other one."""
 
 _CORE_FIELDS = {field.name for field in dataclasses.fields(MLATransformerConfig)}
 
@@ -99,7 +116,7 @@ def fields_of_args(args: Namespace, names: Collection[str], num_stages: int = 1)
         mtp_use_repeated_layer=bool(values.get("mtp_use_repeated_layer")),  # core's since 0.19
         qk_layernorm=has_head_norms,
         qk_l2_norm=bool(values.get("qk_l2_norm")) and pattern is None,
-        **({} if values.get("multi_latent_attention") else _position_fields(values)),
+        **_position_fields(values, is_gpt=pattern is None),
     )
     for name, value in fields.items():
         if isinstance(value, Unknown):
@@ -108,9 +125,8 @@ def fields_of_args(args: Namespace, names: Collection[str], num_stages: int = 1)
 
 
 def _layer_pattern(values: Mapping[str, Any], names: Collection[str]) -> str | None:
-    """A hybrid model's pattern in core's symbols, with the MTP heads that
-    are among the tensors; None: the model is a GPTModel. Megatron before 0.17 could also place
-    layers by ratios: then the tensors tell."""
+    """A hybrid model's pattern in core's symbols, with MTP heads that are there; None: of a
+    GPTModel. Megatron before 0.17 could also place layers by ratios: then the tensors tell."""
     for argument in _PATTERN_ARGUMENTS:
         if pattern := values.get(argument):
             return pattern if FIRST_OF_PART in names else split_predictions(pattern)[0]
@@ -145,26 +161,58 @@ def _core_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     return core
 
 
-def _position_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+def _position_fields(values: Mapping[str, Any], is_gpt: bool) -> dict[str, Any]:
+    if values.get("multi_latent_attention"):
+        return {}
+    values = {**values, **_unread_positions(values, is_gpt)}
+    yarn = {
+        name.removeprefix("yarn_"): value
+        for name, value in sorted(values.items())  # those with the prefix last
+        if name in _YARN_WITHOUT_PREFIX or (name.startswith("yarn_") and value is not None)
+    }
     return rotary_fields(
         values["position_embedding_type"],
         rotary_base=values.get("rotary_base", 10000.0),
         rotary_percent=values.get("rotary_percent", 1.0),
-        seq_len_interpolation_factor=values.get("rotary_seq_len_interpolation_factor"),
-        rope_scaling_factor=(
-            values.get("rope_scaling_factor", 8.0) if values.get("use_rope_scaling") else None
-        ),
-        yarn={
-            name.removeprefix("yarn_"): value
-            for name, value in sorted(values.items())  # those with the prefix last
-            if name in _YARN_WITHOUT_PREFIX or (name.startswith("yarn_") and value is not None)
-        },
+        seq_len_interpolation_factor=values.get(_INTERPOLATION),
+        rope_scaling_factor=_SCALING_FACTOR if values.get("use_rope_scaling") else None,
+        yarn={**YARN_DEFAULTS, **yarn},
     )
+
+
+def _unread_positions(values: Mapping[str, Any], is_gpt: bool) -> dict[str, Any]:
+    """Position arguments that Megatron does not give to the model -> what it has instead."""
+    kind, release = values["position_embedding_type"], _release(values)
+    late = {name for name, since in _PASSED.items() if release < since[0 if is_gpt else 1]}
+    unread: dict[str, Any] = {name: None for name in late if values.get(name)}
+    if kind in late:
+        unread["position_embedding_type"] = "none"  # such models take it, and turn nothing
+    factor = values.get("rope_scaling_factor", _SCALING_FACTOR)
+    if values.get("use_rope_scaling") and factor != _SCALING_FACTOR:
+        unread["rope_scaling_factor"] = _SCALING_FACTOR
+    return unread
+
+
+def _release(values: Mapping[str, Any]) -> int:
+    """N of the Megatron 0.N that saved these arguments: 18, 19 for newer ones, 0 for older."""
+    return max((n for name, n in _NEW_ARGUMENTS.items() if name in values), default=0)
+
+
+def warn_of_positions(source: object, args: Namespace, is_gpt: bool) -> None:
+    """Log which position arguments have no effect, or not in all of Megatron's scripts."""
+    values = vars(args)
+    unread = _unread_positions(values, is_gpt)
+    for name, instead in unread.items():
+        text = "%s: %s is %r, but Megatron builds such models with %r; rotary_scaling sets others"
+        logger.warning(text, source, name, values[name], instead)
+    if values.get(_INTERPOLATION) and _INTERPOLATION not in unread:
+        logger.warning("%s: Megatron trains with %s, and infers without", source, _INTERPOLATION)
 
 
 def _vocab_size(values: Mapping[str, Any]) -> int:
     if values.get("tokenizer_type") == "NullTokenizer" and values.get("vocab_size"):
-        return int(values["vocab_size"]) + 1  # and the end of a document
+        has_end = _release(values) >= 18  # older ones add the end of a document
+        return min(int(values["vocab_size"]) + (not has_end), values["padded_vocab_size"])
     return values["padded_vocab_size"]
 
 
@@ -180,6 +228,7 @@ _WRITTEN_OF_GPT = ("G*W+", "-E")
 _OF_CORE = {
     "norm_placement": "core has norms before attention and MLP alone",
     "qk_layernorm_scope": "core norms queries and keys a head at a time",
+    "rotary_scaling": "Megatron's scripts take linear, YaRN and, of GPT models, Llama 3's by 8",
 }
 """What core has in place of a field's other values."""
 
@@ -350,7 +399,7 @@ def _layer_arguments(config: HybridConfig, symbols: str, is_gpt: bool) -> dict[s
     if "W" in mixers:
         values["window_size"] = (config.sliding_window - 1, 0)  # core does not count the token
         values["window_attn_skip_freq"] = [int(symbol == "W") for symbol in mixers]
-    return values | _position_arguments(config, mixers, 2 if is_gpt else 1)
+    return values | _position_arguments(config, mixers, is_gpt)
 
 
 def _activation_arguments(config: HybridConfig) -> dict[str, Any]:
@@ -377,8 +426,9 @@ def _factor_arguments(config: HybridConfig) -> dict[str, Any]:
     }
 
 
-def _position_arguments(config: HybridConfig, symbols: str, step: int) -> dict[str, Any]:
-    """Return the position embedding. step: layers of ours for each one that core numbers."""
+def _position_arguments(config: HybridConfig, symbols: str, is_gpt: bool) -> dict[str, Any]:
+    """Return the position embedding, as far as Megatron hands it to the model."""
+    step = 2 if is_gpt else 1  # layers of ours for each one that core numbers
     numbers = range(1, step * len(symbols) + 1, step)
     kinds = [config.for_layer(number).position_embedding_type for number in numbers]
     attends = [kind for kind, symbol in zip(kinds, symbols) if symbol in "*W+"]
@@ -386,6 +436,7 @@ def _position_arguments(config: HybridConfig, symbols: str, step: int) -> dict[s
         "position_embedding_type": "rope" if "rope" in attends else "none",
         "rotary_base": config.rotary_base,
         "rotary_percent": config.rotary_percent,
+        **dict.fromkeys(_NEW_ARGUMENTS),
     }
     if {"rope", "none"} <= set(attends):
         values["no_rope_freq"] = [int(kind == "none") for kind in kinds]
@@ -397,7 +448,7 @@ def _position_arguments(config: HybridConfig, symbols: str, step: int) -> dict[s
     elif scaling.get("rope_type") == "yarn" and "+" not in symbols:
         values["position_embedding_type"] = "yarn"
         values |= _yarn_arguments(scaling, "yarn_")
-    return values
+    return values | _unread_positions(values, is_gpt)
 
 
 def _latent_arguments(config: HybridConfig) -> dict[str, Any]:

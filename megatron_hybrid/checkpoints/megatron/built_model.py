@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hybrid import compat
-from megatron_hybrid.checkpoints.megatron.args import FIRST_OF_PART
+from megatron_hybrid.checkpoints.megatron.args import FIRST_OF_PART, YARN_DEFAULTS
 from megatron_hybrid.checkpoints.megatron.core_config import hybrid_config_fields, rotary_fields
 from megatron_hybrid.checkpoints.megatron.names import gpt_to_hybrid_name
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -159,14 +159,7 @@ def _position_fields(stock: nn.Module) -> dict[str, Any]:
     if kind == "yarn" and embedding is None:
         kind = "none"  # hybrid models of some releases take it, and turn nothing
     if kind == "yarn":
-        names = (
-            "original_max_position_embeddings",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "correction_range_round_to_int",
-        )
+        names = (*YARN_DEFAULTS, "mscale", "mscale_all_dim", "correction_range_round_to_int")
         yarn = {name: getattr(embedding, name) for name in names}
         yarn["rotary_scaling_factor"] = embedding.scaling_factor
         return rotary_fields(kind, rotary_base=embedding.rotary_base, yarn=yarn)

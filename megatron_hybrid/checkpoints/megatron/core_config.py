@@ -196,8 +196,7 @@ def _gpt_pattern(values: Mapping[str, Any]) -> str:
 def _refusal_of_parts(
     pattern: str, parts: list[str], values: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> str | None:
-    """Return why the MTP heads of a hybrid model cannot be taken; None: they
-    can."""
+    """Return why the MTP heads of a hybrid model cannot be taken; None: they can."""
     if fields.get("pipeline_model_parallel_size", 1) > 1 or STAGE_BOUNDARY in pattern:
         return "they embed tokens, and the last pipeline stage has no embedding"
     if "W" in pattern or values["no_rope_freq"]:

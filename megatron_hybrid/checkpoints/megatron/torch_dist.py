@@ -38,7 +38,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron_hybrid.checkpoints.folder import FLOATS, METADATA_FILE, TRACKER_FILE, config_of
 from megatron_hybrid.checkpoints.huggingface.base import TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout, joined
-from megatron_hybrid.checkpoints.megatron.args import args_of_config, fields_of_args
+from megatron_hybrid.checkpoints.megatron.args import (
+    args_of_config,
+    fields_of_args,
+    warn_of_positions,
+)
 from megatron_hybrid.checkpoints.megatron.names import gpt_to_hybrid_name, hybrid_to_gpt_name
 from megatron_hybrid.checkpoints.megatron.pickles import load_pickle, load_saved, readable
 from megatron_hybrid.checkpoints.model_tensors import (
@@ -60,7 +64,7 @@ from megatron_hybrid.models.sharding.parallel_setup import initialize_distribute
 from megatron_hybrid.models.sharding.sharded_state import EXPERTS, distributed_keys
 from megatron_hybrid.models.sharding.stage_copies import EMBEDDING, OUTPUT_LAYER
 from megatron_hybrid.models.sharding.tensor_sharding import cut_of
-from megatron_hybrid.utils.files import replace_file
+from megatron_hybrid.utils.files import read_json, replace_file
 from megatron_hybrid.utils.other_names import names_arguments
 
 logger = logging.getLogger(__name__)
@@ -118,6 +122,8 @@ def load_megatron(
             overrides["params_dtype"] = dtype
         # Random initialization would take longer than reading the files.
         config = files.config(perform_initialization=False, **overrides)
+        if files._own_config is None and own_member().rank == 0:
+            warn_of_positions(files.path, files.args, config.is_gpt_model)
     with device:
         model = build_hybrid_model(config)
     sections = {name: _sections(tensor) for name, tensor in own_tensors(model).items()}
@@ -164,6 +170,7 @@ def save_megatron(model: HybridModel, folder: str | os.PathLike[str]) -> None:
     state = full_state_dict(model, unpacked=True)
     if state is None or not writes(model):
         return
+    warn_of_positions(folder, args, not args.is_hybrid_model)
     layout = _shifted(int(args.apply_layernorm_1p) - int(_centers(model.config)))
     for name in filter(lambda name: name.endswith(_SHIFTED_NORM), state):
         (shifted,) = layout.to_theirs([state[name]])
@@ -272,7 +279,7 @@ class DistributedTensors:
         metadata = self._metadata()
         self._tensors: dict[str, tuple] = {}  # shape, dtype, chunks
         self._where: dict[tuple, tuple] = {}  # file, offset, bytes, how they were transformed
-        try:  # what is damaged may lack any field
+        with readable(str(self.path / METADATA_FILE)):  # what is damaged may lack any field
             for key, value in metadata.state_dict_metadata.items():
                 if isinstance(value, TensorStorageMetadata) and not _NO_WEIGHTS.fullmatch(key):
                     chunks = [(tuple(each.offsets), tuple(each.sizes)) for each in value.chunks]
@@ -282,10 +289,6 @@ class DistributedTensors:
                 transforms = getattr(at, "transform_descriptors", None)
                 self._where[index.fqn, index.offset and tuple(index.offset)] = *place, transforms
             self._layers = dict(self._per_layer())
-        except (AttributeError, TypeError) as error:
-            raise CheckpointError(
-                f"{self.path / METADATA_FILE} does not describe tensors: {error}"
-            ) from error
 
     def given(self) -> dict[str, str]:
         """Our name of each tensor, or of each block of one that core keeps in blocks -> name."""
@@ -353,7 +356,9 @@ class DistributedTensors:
         """All that is saved in addition to the tensors."""
         path = self.path / COMMON_FILE
         if path.is_file():
-            common = load_saved(io.BytesIO(path.read_bytes()), str(path))
+            with readable(str(path)):
+                content = io.BytesIO(path.read_bytes())
+            common = load_saved(content, str(path))
         elif (_COMMON_KEY, None) in self._where:
             (common,) = load_saved(self._open((_COMMON_KEY, None)), f"{_COMMON_KEY} in {self.path}")
         else:
@@ -388,20 +393,16 @@ class DistributedTensors:
             raise
         except KeyError as error:
             raise CheckpointError(f"the arguments in {self.path} lack {error}.") from error
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ArithmeticError, AttributeError, RuntimeError, TypeError, ValueError) as error:
             if overrides:
                 self.config()  # raises CheckpointError if the folder is at fault
                 raise
             raise CheckpointError(f"the model in {self.path} is not supported: {error}") from error
 
     def _metadata(self) -> Metadata:
-        path = self.path / METADATA_FILE
-        try:
-            backend = json.loads((self.path / FORMAT_FILE).read_text())["sharded_backend"]
-        except FileNotFoundError:
-            backend = "torch_dist"  # torch.distributed.checkpoint's own folders do not say it
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{self.path / FORMAT_FILE} cannot be read: {error}") from error
+        path, backend = self.path / METADATA_FILE, "torch_dist"
+        if (file := self.path / FORMAT_FILE).exists():  # not in torch's own folders
+            backend = read_json(file, CheckpointError).get("sharded_backend")
         if backend != "torch_dist":
             raise CheckpointError(
                 f"{self.path} is saved as {backend!r}; only torch_dist is read. Save it again by "
@@ -445,15 +446,10 @@ class DistributedTensors:
             raise CheckpointError(f"{self.path / METADATA_FILE} puts {index[0]} into {name!r}.")
         if transforms:
             raise CheckpointError(f"{index[0]} in {self.path} is compressed, which is not read.")
-        try:
-            with (self.path / name).open("rb") as file:
-                file.seek(offset)
-                return io.BytesIO(file.read(length))
-        except (OSError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{self.path / name} cannot be read ({error}), but {index[0]} lies there. Copy or "
-                "save the folder again."
-            ) from error
+        path = self.path / name
+        with readable(f"{index[0]} in {path}"), path.open("rb") as file:
+            file.seek(offset)
+            return io.BytesIO(file.read(length))
 
 
 def _iteration(folder: Path) -> Path:
@@ -461,16 +457,17 @@ def _iteration(folder: Path) -> Path:
     if (folder / METADATA_FILE).is_file():
         return folder
     tracker = folder / TRACKER_FILE
-    try:
-        latest = tracker.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
+    if not tracker.is_file():
         raise CheckpointError(
-            f"{folder} has neither a readable {TRACKER_FILE} nor {METADATA_FILE}: give the folder "
-            "that Megatron saved to, or one iteration in it."
-        ) from error
-    if latest != "release" and not latest.isdecimal():
-        raise CheckpointError(f"{tracker} says {latest!r}, neither a number nor 'release'.")
-    path = folder / ("release" if latest == "release" else f"iter_{int(latest):07d}")
+            f"{folder} has neither {TRACKER_FILE} nor {METADATA_FILE}"
+            f"{'' if folder.is_dir() else ', and is no folder'}: give the folder that Megatron "
+            "saved to, or one iteration in it."
+        )
+    with readable(str(tracker)):
+        latest = tracker.read_text(encoding="utf-8").strip()
+        if latest != "release" and not latest.isdecimal():
+            raise CheckpointError(f"it says {latest[:40]!r}, neither a number nor 'release'.")
+        path = folder / ("release" if latest == "release" else f"iter_{int(latest):07d}")
     if not (path / METADATA_FILE).is_file():
         raise CheckpointError(
             f"{path / METADATA_FILE} does not exist, but {tracker} says {latest}. Only torch_dist "

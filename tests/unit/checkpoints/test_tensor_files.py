@@ -196,10 +196,7 @@ def test_broken_files(tmp_path, spoil, name):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot be read as JSON"),
-        ("\xff", "cannot be read as JSON"),
-        ("[]", "has no weight_map"),
-        ("{}", "has no weight_map"),
+        ("[" * 5000, "cannot be read as JSON"),
         ('{"weight_map": {}}', "has no weight_map"),
         ('{"weight_map": ["a"]}', "has no weight_map"),
         ('{"weight_map": {"a": 1}}', "puts a into 1, which is not the name of a file"),

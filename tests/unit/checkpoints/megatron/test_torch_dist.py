@@ -33,6 +33,8 @@ UNREAD = {"moe_router_num_groups": 2, "moe_shared_expert_gate": True}
 DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [1, 1, 0]}
 DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_num_key_heads": 2}
 DELTA |= {"linear_num_value_heads": 4}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 NO_GATE = {"gated_linear_unit": False, "activation_func": activations.squared_relu}
 
 # name: (pattern, None for a GPTModel; its config; its arguments; Megatron's arguments)
@@ -59,14 +61,14 @@ MODELS = {
         {"window_size": (7, 0), "window_attn_skip_freq": [1, 0, 0, 0]},
         {**ROPE, "seq_len_interpolation_factor": 2.0},
         {"window_size": (7, 0), "window_attn_skip_freq": [1, 0, 0, 0]}
-        | {"rotary_seq_len_interpolation_factor": 2.0},
+        | {"rotary_seq_len_interpolation_factor": 2.0, "null_tokenizer_eod_id": None},
     ),
     "gpt": (
         None,
         {"num_layers": 3, "qk_layernorm": True, "layernorm_epsilon": 1e-3},
-        {**ROPE, "rope_scaling": True, "rope_scaling_factor": 4.0},
+        {**ROPE, "rope_scaling": True},
         {"num_layers": 3, "qk_layernorm": True, "use_rope_scaling": True}
-        | {"norm_epsilon": 1e-3, "rope_scaling_factor": 4.0},
+        | {"norm_epsilon": 1e-3, "rope_scaling_factor": 4.0},  # which no GPTModel gets
     ),
     "gpt with biases": (
         None,
@@ -233,9 +235,23 @@ def test_tokens_of_padding_can_be_left_out(build, run, tmp_path):
     model = mh.load_megatron(tmp_path, vocab_size=VOCAB)
     assert model.output_layer.weight.shape == (VOCAB, 48)
     close(logits(model), run(stock)[..., :VOCAB])
-    null = {"tokenizer_type": "NullTokenizer", "vocab_size": "60", "padded_vocab_size": 64}
-    save_folder(stock, tmp_path, args_of("hybrid", **null), iteration=200)
-    assert mh.load_megatron(tmp_path).config.vocab_size == VOCAB
+    null = {"tokenizer_type": "NullTokenizer", "padded_vocab_size": 64}
+    path, newer = tmp_path / "iter_0000100", {"null_tokenizer_eod_id": None}
+    for size, fields, expected in (("60", {}, 61), ("64", {}, 64), ("60", newer, 60)):
+        rewrite_args(path, args_of("hybrid", **null, vocab_size=size, **fields))
+        assert mh.load_megatron(tmp_path).config.vocab_size == expected
+
+
+def test_what_no_builder_passes_on_turns_nothing(saved, run, caplog):
+    stock, folder, path = saved
+    for name in ("use_rope_scaling", "rotary_seq_len_interpolation_factor"):
+        rewrite_args(path, args_of("hybrid", **{name: 4.0}))
+        close(logits(mh.load_megatron(folder)), run(stock))
+        assert f"{name} is 4.0" in caplog.text
+    yarn = {**YARN, "position_embedding_type": "yarn"}
+    for new, kind in (({}, "none"), ({"yarn_original_max_position_embeddings": None}, "rope")):
+        rewrite_args(path, args_of("hybrid", **yarn, **new))
+        assert mh.load_megatron(folder).config.position_embedding_type == kind
 
 
 def test_dtypes(build, tmp_path):
@@ -337,7 +353,6 @@ def test_classes_that_are_not_installed_are_only_in_the_way_where_they_count(
     ("fields", "message"),
     [
         ({"position_embedding_type": "learned_absolute"}, "position_embedding_type is 'learned_ab"),
-        ({PATTERN_ARGUMENT: "MD-M"}, "'D' at place 2, DeepSeek sparse attention"),
         ({"heterogeneous_layers_config_path": "x.json"}, "heterogeneous_layers_config_path is 'x"),
         ({"mamba_num_groups": 5}, "not a multiple of mamba_num_groups=5"),
         ({"mamba_state_dim": 24}, r"in_proj\.weight\.B has shape \[24, 48\].* gives it \[48, 48\]"),
@@ -360,7 +375,7 @@ def test_missing_and_broken_parts(saved, tmp_path):
         with pytest.raises(mh.CheckpointError, match=message):
             mh.load_megatron(place)
 
-    refused("has neither a readable latest_checkpointed_iteration.txt", tmp_path / "nothing")
+    refused("has neither latest_checkpointed_iteration.* is no folder", tmp_path / "nothing")
     args = args_of("hybrid")
     del args.untie_embeddings_and_output_weights
     rewrite_args(path, args)
@@ -379,30 +394,38 @@ def test_missing_and_broken_parts(saved, tmp_path):
     file.write_bytes(content[: len(content) // 2])
     refused("cannot be read")
     file.unlink()
-    refused(r"__0_0\.distcp cannot be read .* Copy or save the folder again")
+    refused(r"__0_0\.distcp cannot be read .* Copy or save it again")
     file.write_bytes(content)
 
-    (path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    refused("saved as 'zarr'; only torch_dist is read")
-    (path / "metadata.json").unlink()
     tracker = folder / "latest_checkpointed_iteration.txt"
-    tracker.write_text("7")
-    refused(r"iter_0000007/\.metadata does not exist")
-    tracker.write_text("../100")
-    refused(r"says '\.\./100', neither a number nor 'release'")
+    for file, text, message in (
+        (path / "metadata.json", '{"sharded_backend": "zarr"}', "as 'zarr'; only torch_dist is"),
+        (path / "metadata.json", "[" * 5000, "metadata.json cannot be read as JSON"),
+        (tracker, "7", r"iter_0000007/\.metadata does not exist"),
+        (tracker, "../100", r"says '\.\./100', neither a number nor 'release'"),
+        (tracker, "1" * 5000, "latest_checkpointed_iteration.txt cannot be read .ValueError"),
+    ):
+        file.write_text(text)
+        refused(message)
     tracker.write_text("100")
+    (path / "metadata.json").unlink()
     (path / ".metadata").write_bytes(pickle.dumps({"a": 1}))
     refused("holds no metadata of torch.distributed.checkpoint")
     (path / ".metadata").write_bytes(b"\x80\x04.")
     refused("cannot be read")
 
 
-def test_a_tensor_saved_in_part(saved):
+def test_a_tensor_saved_in_part_and_one_of_a_petabyte(saved):
     _, folder, path = saved
     metadata = pickle.loads((path / ".metadata").read_bytes())
     metadata.state_dict_metadata["decoder.final_norm.weight"].chunks.clear()
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(mh.CheckpointError, match=r"final_norm\.weight lacks 48 of its 48"):
+        mh.load_megatron(folder)
+    for place in metadata.storage_data.values():
+        place.length = 10**15
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(mh.CheckpointError, match=r"0\.distcp cannot be read .MemoryError"):
         mh.load_megatron(folder)
 
 
@@ -412,6 +435,7 @@ def test_a_tensor_saved_in_part(saved):
         ({"layer_pattern": "MK"}, "layers 'K' .Kimi Delta Attention."),
         ({"layer_pattern": "M*", "qk_layernorm": True}, "qk_layernorm=True"),
         ({"layer_pattern": "M", "mamba_conv_kernel": 3}, "mamba_conv_kernel=3"),
+        ({"layer_pattern": "M*", "rotary_scaling": LLAMA3}, "rotary_scaling=.'rope_type': 'llama3"),
         ({"layer_pattern": "M-", "gated_linear_unit": False}, "activation_func='silu'"),
         ({"layer_pattern": "M", "final_logit_softcap": 2.0}, "final_logit_softcap=2.0"),
         (
@@ -453,18 +477,11 @@ def test_convert_in_all_directions(tmp_path):
 def test_a_hugging_face_config_of_another_model_is_refused(tmp_path):
     transformers.LlamaForCausalLM(LLAMA).save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "torch_dist", "torch_dist")
-    text = (tmp_path / "hf" / "config.json").read_text()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "config.json").write_text(
-        text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1')
-    )
+    text, other = (tmp_path / "hf" / "config.json").read_text(), tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1'))
     with pytest.raises(mh.CheckpointError, match="They are of different models"):
-        convert(
-            tmp_path / "torch_dist",
-            tmp_path / "x",
-            "huggingface",
-            huggingface_config=tmp_path / "other",
-        )
+        convert(tmp_path / "torch_dist", tmp_path / "x", "huggingface", None, other)
     with pytest.raises(mh.CheckpointError, match="has a Hugging Face config of its own"):
         convert(tmp_path / "hf", tmp_path / "x", "ours", huggingface_config=tmp_path / "hf")
 
