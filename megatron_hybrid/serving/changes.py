@@ -99,11 +99,9 @@ def _lines(text: str) -> Iterator[tuple[str, bool, bool]]:
         words = line.strip()
         mark = _FENCE.fullmatch(words)
         is_indented = line.startswith(("    ", "\t")) and (was_blank or is_indented)
-        announces = bool(_ANNOUNCES.search(before[-80:]))
-        if was_blank:
-            is_announced = announces
-        deeper = line.find(words) > before.find(before.strip()) and len(before.split()) > 2
-        is_announced = is_announced or announces or deeper
+        is_deeper = line.find(words) > before.find(before.strip()) and len(before.split()) > 2
+        announces = is_deeper or _ANNOUNCES.search(before[-80:]) is not None
+        is_announced = announces or (is_announced and not was_blank)
         (last, _), (kind, changes), (following, _) = kinds[index : index + 3]
         is_alone = kind not in (last, following) and not is_announced
         yield line, not (fence or mark or is_indented), changes and is_alone
@@ -129,13 +127,10 @@ def _kind(line: str) -> tuple[str, bool]:
     value = line[len(label) :]
     words = set(re.findall("[a-z]+", label.lower()))
     is_said = bool(words & _TIME and words & {*_NOW, "is"})
-    if is_said or re.search(r"\bnow\b", line, re.IGNORECASE):
-        is_now = True
-    elif words:
-        is_now = words <= _TIME and re.search(r":\d\d:\d\d", value)  # no time of a plan
-    else:
-        is_now = _DATE.match(value.strip())
-    return "time", bool(is_now and _is_time(value))
+    is_said = is_said or re.search(r"\bnow\b", line, re.IGNORECASE) is not None
+    # The time of a plan has no seconds.
+    is_full = words <= _TIME and re.search(r":\d\d:\d\d" if words else _DATE, value) is not None
+    return "time", (is_said or is_full) and _is_time(value)
 
 
 def _is_time(text: str) -> bool:
