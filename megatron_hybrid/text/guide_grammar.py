@@ -274,7 +274,12 @@ def ebnf(source: str) -> Grammar:
 
     try:
         rules = gbnf.GrammarParser().parse(source)
-        ending = _reached(rules, _for_end)
+        ending = _reached(
+            rules,
+            lambda node, n: (
+                1 if hasattr(node, "alternatives") else min(n, getattr(node, "min_times", n))
+            ),
+        )
         # Those without recursion; else each makes the library look through all rules.
         for name in _reached(rules, lambda node, n: n + (getattr(node, "name", "") == "root")):
             rules[name].rule_is_terminal = name != "root"
@@ -312,15 +317,3 @@ def _reached(rules: Mapping[str, Any], needed: Callable[[Any, int], int]) -> set
             if missing[user] == 0:
                 found.append(user)
     return {name for name, rule in rules.items() if missing[id(rule.alternatives)] <= 0}
-
-
-def _for_end(node: Any, count: int) -> int:
-    """For a text of finite length to fit."""
-    if hasattr(node, "alternatives"):
-        return 1
-    return 0 if getattr(node, "min_times", 1) == 0 else count
-
-
-def json_node(schema: Any) -> Json:
-    """Return a node of a prepared schema."""
-    return Json(json.dumps(schema))

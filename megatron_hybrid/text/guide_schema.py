@@ -39,9 +39,7 @@ _ANNOTATIONS = {
     "discriminator",
 }
 """Keywords that forbid nothing. Schemas in `$defs` count where a `$ref` leads to them."""
-_COUNTS = {
-    *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
-}
+_COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 _NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _SCHEMA = {"items", "additionalProperties"}
 _LISTS = {"prefixItems", "anyOf", "oneOf", "allOf"}

@@ -40,8 +40,6 @@ from megatron_hybrid.text.guide_schema import FORMATS
         ({"items": {"$id": "x"}}, "'.id' in an inner schema"),
         ({"const": 9007199254740993}, "'const' with 9007199254740993, which has more digits"),
         ({"enum": [1, {"a": [123456789.12345679]}]}, "'enum' with 123456789.12345679, which"),
-        ({"const": -1.5e300}, "'const' with -1.5e.300, which has"),
-        ({"type": "integer", "minimum": 9007199254740993}, "'minimum' with 9007199254740993"),
         ({"maximum": -(10**29), "minimum": -(10**30)}, "'maximum' with -1000"),
         ({"exclusiveMaximum": 0.30000000000000004}, "'exclusiveMaximum' with 0.30000000000000004"),
         ({"minimum": True}, "'minimum' must be a number"),
