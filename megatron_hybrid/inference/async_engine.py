@@ -178,7 +178,7 @@ class AsyncEngine:
     update_weights = _in_thread(DynamicInferenceEngine.update_weights)
     check_integrity = _in_thread(DynamicInferenceEngine.check_integrity)
 
-    async def histograms(self) -> dict[str, list[int]]:
+    async def histograms(self) -> dict[str, tuple[list[int], list[float]]]:
         """See `Inspection.histograms`."""
         return await self._run(self._engine.inspection.histograms)
 

@@ -107,10 +107,11 @@ class Inspection:
         return listener
 
     @exclusive
-    def histograms(self) -> dict[str, list[int]]:
+    def histograms(self) -> dict[str, tuple[list[int], list[float]]]:
         """Counts of times, by the names of `metrics.HISTOGRAMS`: up to each of `meter.BOUNDS`, in
-        seconds, and beyond."""
-        return {name: list(each.counts) for name, each in self._live.meter.histograms.items()}
+        seconds, and beyond; and the longest of each."""
+        measured = self._live.meter.histograms.items()
+        return {name: (list(each.counts), list(each.longest)) for name, each in measured}
 
     @exclusive
     def metrics(self) -> str:

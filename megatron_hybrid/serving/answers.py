@@ -7,7 +7,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, starmap
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.metrics.prometheus import FINISH_REASONS
@@ -311,6 +311,20 @@ class Answer:
             return written.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
+
+
+class EventAnswer:
+    """An answer whose events say their types, and which takes the outputs of its stream itself."""
+
+    end_mark = b""
+
+    def growing(self, number: int) -> list[Self]:
+        """See `Answer.growing`."""
+        return [self]
+
+    def encode(self, event: Json) -> bytes:
+        """A server-sent event."""
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
 
 
 class GrowingChoice:

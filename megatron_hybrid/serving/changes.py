@@ -15,17 +15,13 @@ IMAGE_LEFT_OUT = "[An image was left out: this model reads texts alone.]"
 _MAX_HEADER = 2048
 _MAX_LINE = 200
 _BILLING = re.compile(r"x-anthropic-billing-header:\s*cc_\w+=", re.IGNORECASE)
-_NOW = r"current|today'?s|today|local|present|utc|now|time is"
-_TIME = "date|time|datetime|timestamp"
+_NOW = {"current", "today", "local", "present", "utc"}
+_TIME = {"date", "time", "datetime", "timestamp"}
 _LABEL = re.compile(
-    r"[\W_]*(?:"
-    rf"(?=.{{0,40}}?(?<![a-z])(?:{_NOW})(?![a-z]))"
-    rf"(?:(?:the|it|is|in|and|{_TIME}|{_NOW})(?![a-z])[\W_]*)+"
-    rf"|(?:{_TIME})\s*[:=](?=.*:\d\d:\d\d)"  # seconds: no time of a plan
-    r")?",
+    rf"[\W_]*(?:(?:the|it|is|in|and|now|today's|{'|'.join(_NOW | _TIME)})(?![a-z])[\W_]*)*",
     re.IGNORECASE,
 )
-"""What may stand before a time for it to be that of the request: words for the present."""
+"""What may stand before a time for it to be that of the request."""
 _FENCE = re.compile(r"(`{3,})[^`]*|(~{3,}).*")
 _CLOCK = re.compile(r"(?<![\d:+-])\d{1,2}:\d{2}")
 """A time of day, not the end of another one or its distance from UTC."""
@@ -37,10 +33,16 @@ _ID = re.compile(
 _DATE = re.compile(r"\d{4}-\d\d-\d\dT?")
 _WORDS = re.compile(r"\w[\w/]*")
 _TIME_WORD = re.compile(
-    r"\d+(?:st|nd|rd|th|Z)?|\d+(?:/\d+)+|\d+T\d+|[TZ]|[AaPp][Mm]|[A-Z]{2,5}\d*|[A-Z][a-z]+/[A-Z][A-Za-z_/]+|at|on|of"
+    r"now|\d+(?:st|nd|rd|th|Z)?|\d+(?:/\d+)+|\d+T\d+|[TZ]|[AaPp][Mm]|[A-Z]{2,5}\d*|[A-Z][a-z]+/[A-Z][A-Za-z_/]+|at|on|of"
     r"|(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
     r"|(?:Jan|Feb|Mar|Apr|May|June?|July?|Aug|Sept?|Oct|Nov|Dec)[a-z]*"
 )
+_ANNOUNCES = re.compile(
+    r"\b(?:(?:example|sample|suppose|assume|answer|repl|respon|output|write|say|print|format)[^.!?]*:"
+    r"|(?:with|like|as|by|say|write|print|output|follows|example))[^\w.!?]*$",
+    re.IGNORECASE,
+)
+"""What the end of a line says if an example, or the form of an answer, comes next."""
 
 
 def header_of(changes: Sequence[str]) -> dict[str, str]:
@@ -54,9 +56,10 @@ def with_steady_start(messages: Sequence[Json]) -> tuple[list[Json], list[str]]:
     changes.
 
     Of the first messages, as long as they are the system's, lines that differ in each request are
-    taken out: a billing line of Claude Code is left out; a line that is nothing but the present
-    time of day, or an id of the request, moves to the end of the last message, the newest, if that
-    is the user's or a tool's. Lines in a block of code stay.
+    taken out: a billing line of Claude Code is left out; a line that says nothing but that it is
+    the time of day now, or an id of the request, moves to the end of the last message, the newest,
+    if that is the user's or a tool's. Lines of code, of an example, of the form of an
+    answer, or next to another time or id, stay.
     """
     found, moved, changes = list(messages), [], []
     last = found[-1]
@@ -69,10 +72,10 @@ def with_steady_start(messages: Sequence[Json]) -> tuple[list[Json], list[str]]:
         kept = []
         for part in [{"text": given}] if isinstance(given, str) else given:
             lines = []
-            for line, is_code in _lines(part["text"]):
-                if not is_code and _BILLING.match(line):
+            for line, is_bare, is_changing in _lines(part["text"]):
+                if is_bare and _BILLING.match(line):
                     changes.append("left out a billing line of the system's message")
-                elif not is_code and can_move and _changes_each_time(line):
+                elif is_bare and is_changing and can_move:
                     moved.append(line)
                 else:
                     lines.append(line)
@@ -86,33 +89,49 @@ def with_steady_start(messages: Sequence[Json]) -> tuple[list[Json], list[str]]:
     return found, changes
 
 
-def _lines(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield the lines of a text in Markdown, and whether each is in a block of code: between
-    fences, or indented after a blank line."""
-    fence, is_indented, was_blank = "", False, True
-    for line in text.split("\n"):
+def _lines(text: str) -> Iterator[tuple[str, bool, bool]]:
+    """Yield the lines of a text in Markdown, whether each is outside of blocks of code (between
+    fences, or indented after a blank line), and whether it changes with each request."""
+    lines = text.split("\n")
+    kinds = [("", False), *map(_kind, lines), ("", False)]
+    fence, is_indented, is_announced, before, was_blank = "", False, False, "", True
+    for index, line in enumerate(lines):
         words = line.strip()
         mark = _FENCE.fullmatch(words)
         is_indented = line.startswith(("    ", "\t")) and (was_blank or is_indented)
+        is_deeper = line.find(words) > before.find(before.strip()) and len(before.split()) > 2
+        announces = is_deeper or _ANNOUNCES.search(before[-80:]) is not None
+        is_announced = announces or (is_announced and not was_blank)
+        (last, _), (kind, changes), (following, _) = kinds[index : index + 3]
+        is_alone = kind not in (last, following) and not is_announced
+        yield line, not (fence or mark or is_indented), changes and is_alone
         was_blank = not words
-        yield line, bool(fence or mark or is_indented)
+        before = line if words else before
         if fence:
             fence = "" if words.startswith(fence) and not words.strip(fence[0]) else fence
         elif mark and not is_indented:
             fence = mark[1] or mark[2]
 
 
-def _changes_each_time(line: str) -> bool:
-    """Return whether a line is nothing but the present time of day, or an id of a request."""
+def _kind(line: str) -> tuple[str, bool]:
+    """Return "id" for an id of a request, "time" for what ends with a time of day, else "", and
+    whether a line says that and that it is now, and nothing else."""
     if len(line) > _MAX_LINE:
-        return False
+        return "", False
     if _ID.fullmatch(line):
-        return True
+        return "id", True
     line = re.sub(r"</?\w+>", " ", _ZONE.sub("", line))
-    label = _LABEL.match(line)
-    value = line[label.end() :]
-    if len(_CLOCK.findall(value)) != 1 or not (
-        label[0].strip(" -*#") or _DATE.match(value.strip())
-    ):
-        return False
-    return all(map(_TIME_WORD.fullmatch, _WORDS.findall(value)))
+    if not _is_time(re.sub(r"^\D*", "", line)):
+        return "", False
+    label = _LABEL.match(line)[0]
+    value = line[len(label) :]
+    words = set(re.findall("[a-z]+", label.lower()))
+    is_said = bool(words & _TIME and words & {*_NOW, "is"})
+    is_said = is_said or re.search(r"\bnow\b", line, re.IGNORECASE) is not None
+    # The time of a plan has no seconds.
+    is_full = words <= _TIME and re.search(r":\d\d:\d\d" if words else _DATE, value) is not None
+    return "time", (is_said or is_full) and _is_time(value)
+
+
+def _is_time(text: str) -> bool:
+    return len(_CLOCK.findall(text)) == 1 and all(map(_TIME_WORD.fullmatch, _WORDS.findall(text)))

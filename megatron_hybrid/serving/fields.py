@@ -67,6 +67,7 @@ _NEVER = (
     *("audio", "moderation", "prediction", "prompt_cache_options", "web_search_options"),
     *("background_options", "conversation", "image", "max_tool_calls", "multi_agent"),
     *("previous_response", "previous_response_id"),
+    *("input", "instructions", "max_output_tokens"),  # but in responses
     # Anthropic
     *("container", "output_format"),
     # vLLM
@@ -93,7 +94,7 @@ _NEUTRAL = (
     # In responses `reasoning` is used.
     ({}, ("vllm_xargs", "custom_labels", "custom_params", "reasoning", "session_params")),
     ([], ("functions", "logits_processors", "stop_regex", "access_programs", "mcp_servers")),
-    ([], ("previous_input_messages",)),
+    ([], ("previous_input_messages", "fallbacks")),
     (0, ("routed_experts_prompt_start", "routed_experts_start_len")),
     (1, ("best_of", "length_penalty", "stream_interval")),
     (["text"], ("modalities",)),
@@ -326,7 +327,7 @@ class StructuredOutputs(Fields):
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": False})
 
-    json_: Something | bool | Text | None = Field(None, alias="json")
+    json_: Object | bool | Text | None = Field(None, alias="json")
     """The JSON Schema that the answer fits, as an object or as its JSON text."""
     regex: Text | None = None
     """The regular expression that the whole answer matches."""

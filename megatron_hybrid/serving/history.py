@@ -48,23 +48,23 @@ class History:
         """Take samples until cancelled, or until the engine is closed."""
         while True:
             try:
-                stats, counts = await self._sample()
+                stats, times = await self._sample()
             except RuntimeError:
                 return
-            self.add(time.time(), stats, counts)
+            self.add(time.time(), stats, times)
             await asyncio.sleep(SECONDS)
 
     def add(
-        self, now: float, stats: Mapping[str, float], counts: Mapping[str, Sequence[int]]
+        self, now: float, stats: Mapping[str, float], times: Mapping[str, Sequence[Any]]
     ) -> None:
         """Take note of a sample.
 
         Args:
             now: seconds since 1970.
             stats: of the engine.
-            counts: the engine's `histograms`.
+            times: the engine's `histograms`.
         """
-        point = _point(now, stats, counts)
+        point = _point(now, stats, times)
         for span, step in SPANS.items():
             _add(self._points[span], point, step)
 
@@ -87,40 +87,40 @@ class History:
         }
         for name in _TIMES:
             grown = [
-                [new - old for old, new in zip(before[name], after[name])]
+                [new - old for old, new in zip(before[name][0], after[name][0])]
                 for before, after in pairwise(points)
             ]
             for percent in PERCENTILES:
-                found = [percentile(counts, percent) for counts in grown]
+                found = [percentile(counts, points[-1][name][1], percent) for counts in grown]
                 columns[f"{name}_p{percent}"] = [None, *found]
         return columns
 
-    async def _sample(self) -> tuple[Mapping[str, float], Mapping[str, Sequence[int]]]:
+    async def _sample(self) -> tuple[Mapping[str, float], Mapping[str, Sequence[Any]]]:
         return await self._engine.stats(), await self._engine.histograms()
 
 
-def percentile(counts: Sequence[int], percent: float) -> float | None:
+def percentile(counts: Sequence[int], longest: Sequence[float], percent: float) -> float | None:
     """Seconds below which so many percent of a histogram are; None: it is empty.
 
-    Between two bounds the times count as evenly spread, as in Prometheus.
+    Between a bound and the longest time up to the next one, times count as evenly spread.
 
     Args:
-        counts: up to each of `BOUNDS`, and beyond.
+        counts, longest: of a `Histogram`.
     """
     wanted, below = sum(counts) * percent / 100, 0
     if not wanted:
         return None
-    for count, low, high in zip(counts, (0.0, *BOUNDS), BOUNDS):
+    for count, low, high in zip(counts, (0.0, *BOUNDS), longest):
         if below + count >= wanted:
             return low + (high - low) * (wanted - below) / count
         below += count
-    return BOUNDS[-1]
+    return longest[-1]
 
 
-def _point(now: float, stats: Mapping[str, float], counts: Mapping[str, Sequence[int]]) -> Point:
+def _point(now: float, stats: Mapping[str, float], times: Mapping[str, Sequence[Any]]) -> Point:
     lost = {key: value for key, value in stats.items() if key.startswith("lost_tokens_")}
     kept = {key: stats[key] for key in (*_PEAKS, *_KEYS)}
-    return {"time": now, **kept, **lost, **{name: counts[name] for name in _TIMES}}
+    return {"time": now, **kept, **lost, **{name: times[name] for name in _TIMES}}
 
 
 def _add(points: deque[Point] | list[Point], point: Point, step: int) -> None:

@@ -18,6 +18,7 @@ from megatron_hybrid.inference.requests.request import GenerationResult, Request
 from megatron_hybrid.inference.sampling_params import Share, Temperature
 from megatron_hybrid.serving.answers import (
     Answer,
+    EventAnswer,
     Json,
     argument_pieces,
     num_reasoning_tokens,
@@ -33,7 +34,6 @@ from megatron_hybrid.serving.fields import (
     Text,
     Words,
 )
-from megatron_hybrid.serving.json_response import encode_json
 from megatron_hybrid.serving.parsers import AnswerPart, Reasoning, ToolCall
 
 SAME = ("temperature", "top_p", "top_k", "stream", "cache_salt", "priority")
@@ -298,14 +298,12 @@ def _asked(blocks: Sequence[Json], place: str, note: Note) -> Iterator[Json]:
         yield {"role": "user", "content": "\n".join(texts)}
 
 
-class MessageAnswer:
+class MessageAnswer(EventAnswer):
     """The answer to one request of this route, whole or as events.
 
     Args:
         answer: the same to a chat.
     """
-
-    end_mark = b""
 
     def __init__(self, answer: Answer):
         self._answer, self._parser = answer, answer.parser()
@@ -320,10 +318,6 @@ class MessageAnswer:
         for _ in self._grow(result.text or "", result):
             pass
         return self._body(result.prefix, len(result.token_ids))
-
-    def growing(self, number: int) -> list[MessageAnswer]:
-        """Return what takes the outputs of a stream: see `Answer.growing`."""
-        return [self]
 
     def add(self, output: RequestOutput) -> bytes:
         """The events of what a step added."""
@@ -344,10 +338,6 @@ class MessageAnswer:
     def error(self, error: ApiError) -> Json:
         """The event of a failure."""
         return error.body_of("/v1/messages")
-
-    def encode(self, event: Json) -> bytes:
-        """A server-sent event."""
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
 
     def _grow(self, text: str, result: GenerationResult | None) -> Iterator[Json]:
         parts = self._parser.add(text) + (self._parser.end() if result is not None else [])

@@ -18,6 +18,7 @@ from megatron_hybrid.cache.report import PrefixReport
 from megatron_hybrid.inference.requests.request import GenerationResult, RequestOutput
 from megatron_hybrid.serving.answers import (
     Answer,
+    EventAnswer,
     Json,
     argument_pieces,
     num_reasoning_tokens,
@@ -38,7 +39,6 @@ from megatron_hybrid.serving.fields import (
     Text,
     refuse_unsupported,
 )
-from megatron_hybrid.serving.json_response import encode_json
 from megatron_hybrid.serving.parsers import AnswerPart, Reasoning, ToolCall
 from megatron_hybrid.text.chat_messages import PART_TYPES
 
@@ -449,15 +449,13 @@ class TextLogProbs:
         return taken
 
 
-class ResponseAnswer:
+class ResponseAnswer(EventAnswer):
     """The answer to one request of this route, whole or as events.
 
     Args:
         answer: the same to a chat.
         fields: of the request.
     """
-
-    end_mark = b""
 
     def __init__(self, answer: Answer, fields: ResponseFields):
         self._answer, self._fields, self._parser = answer, fields, answer.parser()
@@ -473,10 +471,6 @@ class ResponseAnswer:
         self._log_probs.add(result.token_ids, result.log_probs, result.top_n_logprobs)
         self._grow(result.text or "", result.finish_reason)
         return self._body(self._status, [result.prefix], len(result.token_ids))
-
-    def growing(self, number: int) -> list[ResponseAnswer]:
-        """Return what takes the outputs of a stream: see `Answer.growing`."""
-        return [self]
 
     def add(self, output: RequestOutput) -> bytes:
         """The events of what a step added."""
@@ -499,10 +493,6 @@ class ResponseAnswer:
         code = error.code or error.body["error"]["type"]
         about = {"code": code, "message": str(error), "param": error.param}
         return self._event("error", **about)
-
-    def encode(self, event: Json) -> bytes:
-        """A server-sent event."""
-        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
 
     # Items -------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -273,11 +274,20 @@ def ebnf(source: str) -> Grammar:
 
     try:
         rules = gbnf.GrammarParser().parse(source)
+        ending = _reached(
+            rules,
+            lambda node, n: (
+                1 if hasattr(node, "alternatives") else min(n, getattr(node, "min_times", n))
+            ),
+        )
+        # Those without recursion; else each makes the library look through all rules.
+        for name in _reached(rules, lambda node, n: n + (getattr(node, "name", "") == "root")):
+            rules[name].rule_is_terminal = name != "root"
         gbnf.resolve(rules)
     except Exception as error:  # it has no error of its own for all that is wrong
         raise ValueError(f"{error}") from None
     start = rules["start"]
-    if not _all_end(rules):
+    if len(ending) < len(rules):
         raise ValueError("no text of finite length fits one of its rules")
     # What needs no recursion is one terminal, in which each way to read the text counts.
     lines = [f"{rule.name}: {rule.alternatives}" for rule in rules.values() if rule is not start]
@@ -285,25 +295,25 @@ def ebnf(source: str) -> Grammar:
     return Grammar("\n".join([f"{head}: {start.alternatives}", *lines]))
 
 
-def _all_end(rules: Mapping[str, Any]) -> bool:
-    """Return whether a text of finite length fits each of llguidance's rules."""
-    finite: set[str] = set()
+def _reached(rules: Mapping[str, Any], needed: Callable[[Any, int], int]) -> set[str]:
+    """Return the names of llguidance's rules that are reached, from the ends of the grammar.
 
-    def ends(node: Any) -> bool:
-        if (target := getattr(node, "target", None)) is not None:
-            return target.name in finite
-        if getattr(node, "min_times", 1) == 0:
-            return True
-        parts = [ends(part) for part in node.children()]
-        return any(parts) if hasattr(node, "alternatives") else all(parts)
-
-    before = -1
-    while len(finite) > before:
-        before = len(finite)
-        finite |= {name for name, rule in rules.items() if ends(rule.alternatives)}
-    return len(finite) == len(rules)
-
-
-def json_node(schema: Any) -> Json:
-    """Return a node of a prepared schema."""
-    return Json(json.dumps(schema))
+    needed: returns how many parts of a node, of so many, must be reached for it to be.
+    """
+    users, missing = defaultdict(list), {}  # by the id of a node, which may stand in many places
+    nodes = [rule.alternatives for rule in rules.values()]
+    for node in nodes:  # both lists grow: each node comes once, so the time grows with the grammar
+        if id(node) not in missing:
+            target = rules.get(getattr(node, "name", ""))
+            parts = [target.alternatives] if target else node.children()
+            missing[id(node)] = needed(node, len(parts))
+            for part in parts:
+                users[id(part)].append(id(node))
+            nodes += parts
+    found = [node for node, count in missing.items() if count == 0]
+    for node in found:
+        for user in users[node]:
+            missing[user] -= 1
+            if missing[user] == 0:
+                found.append(user)
+    return {name for name, rule in rules.items() if missing[id(rule.alternatives)] <= 0}

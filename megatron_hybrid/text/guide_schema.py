@@ -6,9 +6,12 @@ Formats become patterns of ours, patterns are written in the syntax that the lib
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from math import lcm
 from typing import Any
 from urllib.parse import unquote
@@ -36,9 +39,7 @@ _ANNOTATIONS = {
     "discriminator",
 }
 """Keywords that forbid nothing. Schemas in `$defs` count where a `$ref` leads to them."""
-_COUNTS = {
-    *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
-}
+_COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 _NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 _SCHEMA = {"items", "additionalProperties"}
 _LISTS = {"prefixItems", "anyOf", "oneOf", "allOf"}
@@ -181,6 +182,8 @@ class _Schemas:
     def _value(self, name: str, value: Any, schema: Mapping[str, Any], depth: int) -> Any:
         if name not in _HELD:
             _refuse(repr(name))
+        if name == "maximum" and value == (1 << 63) - 1 and schema.get("type") == "integer":
+            return value  # of integers: llguidance cuts the double, 2^63, to 64 bits
         _check_value(name, value)
         if name in _COUNTS:
             return int(value)
@@ -255,6 +258,9 @@ def _check_value(name: str, value: Any) -> None:
         must_be("an integer >= 0")
     if name in _NUMBERS and not is_number(value):
         must_be("a number")
+    if name in _NUMBERS | {"const", "enum"}:
+        check = partial(_check_digits, name)
+        json.loads(json.dumps(value), parse_int=check, parse_float=check)
     if name == "multipleOf" and value <= 0:
         must_be("a number > 0")
     if name in _MAPS and not isinstance(value, Mapping):
@@ -269,6 +275,13 @@ def _check_value(name: str, value: Any) -> None:
         must_be("a string")
     if name == "format" and value not in FORMATS:
         _refuse(f"the format {value!r:.80} (those held are {', '.join(FORMATS)})")
+
+
+def _check_digits(name: str, number: str) -> None:
+    """Raise ValueError for a number that llguidance may change: it reads doubles, and rounds."""
+    _, digits, exponent = Decimal(number).normalize().as_tuple()
+    if max(abs(float(number)), int("".join(map(str, digits)))) >= 1 << 53 or exponent < -22:
+        _refuse(f"{name!r} with {number:.80}, which has more digits than a double surely holds,")
 
 
 def _check_ends(top: Any, definitions: Mapping[str, Any]) -> None:

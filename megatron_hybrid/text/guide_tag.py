@@ -6,6 +6,7 @@ refused by name. Schemas and patterns in them are held as those of other guides 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,12 +14,12 @@ from megatron_hybrid.text import guide_regex, guide_schema
 from megatron_hybrid.text.guide_grammar import (
     MAX_REPEATS,
     AnyText,
+    Json,
     Node,
     Regex,
     Repeat,
     alt,
     ebnf,
-    json_node,
     seq,
     text,
 )
@@ -109,7 +110,7 @@ def node_of(form: Any, depth: int = 0, kind: str | None = None) -> Node:
         case "grammar":
             return ebnf(form["grammar"])
         case "json_schema":
-            return json_node(guide_schema.prepared(form.get("json_schema", True)))
+            return Json(json.dumps(guide_schema.prepared(form.get("json_schema", True))))
         case "sequence":
             return seq(*map(inner, form["elements"]))
         case "or":

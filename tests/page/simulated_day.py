@@ -24,8 +24,8 @@ class SimulatedEngine:
     async def stats(self) -> dict[str, int]:
         return dict(self.counts)
 
-    async def histograms(self) -> dict[str, list[int]]:
-        return {name: list(each.counts) for name, each in self.times.items()}
+    async def histograms(self) -> dict[str, tuple[list[int], list[float]]]:
+        return {name: (list(each.counts), list(each.longest)) for name, each in self.times.items()}
 
 
 def load_at(second: float) -> float:

@@ -15,14 +15,17 @@ LOG_SECONDS = 10.0
 
 
 class Histogram:
-    """Counts of times, in seconds, up to each of `BOUNDS`, and beyond."""
+    """Counts of times, in seconds, up to each of `BOUNDS`, and beyond; and the longest of each."""
 
     def __init__(self):
         self.counts = [0] * (len(BOUNDS) + 1)
+        self.longest = [0.0] * len(self.counts)
         self.sum = 0.0
 
     def observe(self, seconds: float, times: int = 1) -> None:
-        self.counts[bisect_left(BOUNDS, seconds)] += times
+        place = bisect_left(BOUNDS, seconds)
+        self.counts[place] += times
+        self.longest[place] = max(self.longest[place], seconds)
         self.sum += seconds * times
 
 

@@ -18,7 +18,7 @@ const EVICTED = {
 const percentiles = (name) => [50, 90, 99].map((part) => [`p${part}`, `p${part}`, (h) => h.columns[`${name}_p${part}`]]);
 
 // Each chart: how its values are written, its lines or bars as [class, name, values of a history],
-// what they come to in the whole time, what is written and not drawn, what stands for it where nothing
+// what they come to in the whole time (their peak, if `isPeak`), what is written and not drawn, what stands for it where nothing
 // has happened.
 const CHARTS = {
   tokens: {
@@ -50,9 +50,10 @@ const CHARTS = {
   queue: {
     write: (value) => count(value),
     series: [
-      ["running", "running", (h) => h.running()],
-      ["waiting", "waiting", (h) => h.columns.requests_waiting],
+      ["running", "running at most", (h) => h.running()],
+      ["waiting", "waiting at most", (h) => h.columns.requests_waiting],
     ],
+    isPeak: true,
     // Drawn, thousands of them would press the other lines flat.
     written: (h) => `${count(h.sum("requests"))} started`,
     empty: "No request ran or waited in this time.",
@@ -121,7 +122,7 @@ export function skipped() {
   return `${CHARTS.rate.write(CHARTS.rate.total(history))} of ${counted(prompts, "prompt token")} skipped in ${span}`;
 }
 
-function drawChart(svg, { write, series, total, written, most, bars, empty }) {
+function drawChart(svg, { write, series, total, isPeak, written, most, bars, empty }) {
   const { time } = history.columns;
   const width = Math.max(60, svg.clientWidth - MARGIN);
   const begin = history.end - history.span;
@@ -143,7 +144,8 @@ function drawChart(svg, { write, series, total, written, most, bars, empty }) {
   } else shown.push(makeSvg("text", { x: 0, y: HEIGHT / 2, class: "empty" }, empty));
   svg.replaceChildren(...shown);
   const parts = lines.map(({ className, name, values }) => {
-    const now = () => (total ? total(history) : values.findLast((each) => each !== null));
+    const last = () => (isPeak ? Math.max(...values) : values.findLast((each) => each !== null));
+    const now = () => (total ? total(history) : last());
     const value = hovered === null ? now() : values[hovered];
     const text = value === undefined || value === null ? "–" : write(value);
     const sign = name ? [make("i", { className: `sign ${className}` }), `${name} `] : [];

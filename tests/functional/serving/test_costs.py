@@ -24,7 +24,7 @@ CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/respons
 USER = {"role": "user", "content": "hi"}
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 FLAT = {"type": "function", "name": "f"}
-TIME = "Time: 12:30:10\n"
+TIME = "Time: 12:30:10\nA.\n"
 
 
 def chat(content="hi", role="user", **fields):
@@ -54,7 +54,7 @@ def calls(count):
 
 CASES = {
     "a text": lambda size: chat("hello world, it is " * (size // 19)),
-    "lines of the system": lambda size: chat(TIME * (size // 16), "system"),
+    "lines of the system": lambda size: chat(TIME * (size // 20), "system"),
     "messages": lambda size: (CHAT, {"messages": [USER] * (size // 34), "max_tokens": 1}),
     "items of a response": lambda size: responses([USER] * (size // 34)),
     "parts of a content": lambda size: chat([{"type": "text", "text": "a"}] * (size // 30)),

@@ -68,7 +68,7 @@ class Caller:
 
     def refused(self, route, **more):
         """The error of a body with more fields."""
-        answer = self(route, {**BODIES[route], **more})
+        answer = self(route, {**BODIES.get(route, BODIES[CHAT]), **more})
         assert answer.status_code == 400, answer.text
         return answer.json()["error"]
 
@@ -277,8 +277,7 @@ def test_a_field_takes_the_types_that_the_description_declares_and_no_others(cal
 
 
 MEANINGS = {
-    *("stream_options", "prompt_logprobs", "tool_choice", "continue_final_message"),
-    "top_logprobs",
+    *("stream_options", "prompt_logprobs", "tool_choice", "continue_final_message", "top_logprobs")
 }
 """Fields that are refused for what others say."""
 
@@ -365,14 +364,7 @@ def test_openai_s_fields_are_used_refused_or_labels(kind, given):
 @ROUTES
 @pytest.mark.parametrize(
     "wanted",
-    [
-        {"structural_tag": {}},
-        {"json": {}},
-        {"json": ""},
-        {"choice": []},
-        {"regex": ""},
-        {"colour": "red"},
-    ],
+    [{"structural_tag": {}}, {"json": ""}, {"choice": []}, {"regex": ""}, {"colour": "red"}],
 )
 def test_an_empty_or_unknown_guide_is_refused(call, route, wanted):
     assert call.refused(route, structured_outputs=wanted)["param"] == "structured_outputs"
@@ -414,7 +406,9 @@ ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "a
         (CHAT, {"tools": [ARRAY], "tool_choice": "required"}, "tool_choice", "use 'object'"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools", ""),
         (CHAT, {"tool_choice": "required"}, "tool_choice", ""),
-        (CHAT, {"tool_choice": {}}, "tool_choice", ""),
+        (CHAT, {"fallbacks": ["other"]}, "fallbacks", "leave it out"),
+        (MESSAGE, {"instructions": "x"}, "instructions", "leave it out"),
+        (COMPLETION, {"cache_salt": "a\0b"}, "cache_salt", "is 'a\\x00b'; NUL"),
         (CHAT, {"best_of": 3}, "best_of", ""),
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", ""),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", ""),
@@ -902,6 +896,7 @@ def test_an_answer_keeps_to_a_structural_tag(call, route):
 
 def test_an_answer_keeps_to_a_grammar(call):
     source = 'root ::= "SELECT " name ("," name)* ";"\nname ::= [a-c]'
+    assert call.generated(CHAT, structured_outputs={"json": {}})["choices"]  # any JSON
     given = {"structured_outputs": {"grammar": source}, "max_tokens": 60, "seed": 1}
     (found,) = call.generated(CHAT, **given)["choices"]
     whole = re.fullmatch(r"SELECT [a-c](,[a-c])*;", found["message"]["content"])
@@ -911,14 +906,7 @@ def test_an_answer_keeps_to_a_grammar(call):
 
 @pytest.mark.parametrize(
     "source",
-    [
-        'rot ::= "x"',
-        'root ::= "x',
-        "root ::= other",
-        "root ::= " + "(" * 300 + '"x"' + ")" * 300,
-        'root ::= "x"{1,100000}',
-        'root ::= "x" #' + "y" * 70_000,
-    ],
+    ['rot ::= "x"', 'root ::= "x', 'root ::= "x"{1,100000}', 'root ::= "x" #' + "y" * 70_000],
     ids=lambda source: source[:20],
 )
 def test_a_grammar_that_cannot_be_kept_to_is_refused(call, source):

@@ -12,7 +12,7 @@ from megatron_hybrid.inference.metrics.prometheus import HISTOGRAMS
 from megatron_hybrid.serving import history
 from megatron_hybrid.serving.history import SPANS, History, percentile
 
-EMPTY = dict.fromkeys(HISTOGRAMS, [0] * (len(BOUNDS) + 1))
+EMPTY = dict.fromkeys(HISTOGRAMS, (Histogram().counts, Histogram().longest))
 
 
 class CountingEngine:
@@ -88,20 +88,20 @@ def test_percentiles_are_within_the_bounds_around_those_of_numpy():
     for percent in history.PERCENTILES:
         exact = np.percentile(times, percent)
         place = np.searchsorted(BOUNDS, exact)
-        assert BOUNDS[place - 1] <= percentile(measured.counts, percent) <= BOUNDS[place]
-    assert percentile(EMPTY["step_time_seconds"], 50) is None
-    assert percentile([0] * len(BOUNDS) + [1], 50) == BOUNDS[-1]
+        found = percentile(measured.counts, measured.longest, percent)
+        assert BOUNDS[place - 1] <= found <= min(times.max(), BOUNDS[place])
+    assert percentile(*EMPTY["step_time_seconds"], 50) is None
+    assert percentile([0] * len(BOUNDS) + [1], [0.0] * len(BOUNDS) + [600.0], 100) == 600.0
 
 
 def test_percentiles_of_a_point_are_of_its_own_time(monkeypatch):
     found, measured = History(CountingEngine(10)), Histogram()
     for minute, seconds in enumerate([0.01, 4.0, None]):
-        found.add(
-            60.0 * minute, counted(0), {**EMPTY, "inter_token_latency_seconds": measured.counts[:]}
-        )
+        times = (measured.counts[:], measured.longest[:])
+        found.add(60.0 * minute, counted(0), {**EMPTY, "inter_token_latency_seconds": times})
         if seconds:
             measured.observe(seconds, 100)
-    found._engine.counts = {**EMPTY, "inter_token_latency_seconds": measured.counts}
+    found._engine.counts = {**EMPTY, "inter_token_latency_seconds": times}
     columns = columns_at(found, 121.0, 3600, monkeypatch)
     first, *rest = columns["inter_token_latency_seconds_p50"]
     assert first is None and 0.005 < rest[0] <= 0.01 and 2 < rest[1] <= 5

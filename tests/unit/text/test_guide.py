@@ -1,8 +1,10 @@
 """Guides: a token is allowed if and only if an answer that the guide allows can go on with it, and
 a stop token where the answer may end."""
 
+import cProfile
 import json
 import pickle
+import pstats
 import sys
 from codecs import getincrementaldecoder
 from itertools import product
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hybrid.text.guide import Guide, GuideCompiler
+from megatron_hybrid.text.guide_grammar import ebnf
 
 EOS = 256
 PIECES = [*(bytes([byte]) for byte in range(256)), b"", b"ab", b'{"', b"yes", b"\xc3\xa9t", b"no "]
@@ -368,6 +371,16 @@ def test_a_structural_tag_that_cannot_be_kept_to_is_refused(form, message):
         Guide.structural_tag({"format": form})
     with pytest.raises(ValueError, match="'colour' is not supported"):
         Guide.structural_tag({"format": form, "colour": "red"})
+
+
+def test_a_grammar_is_read_in_calls_that_grow_with_it():
+    def calls(count):
+        rules = (f'r{i} ::= "a" r{i + 1} | r{i + 1}' for i in range(count))
+        profile = cProfile.Profile()
+        profile.runcall(ebnf, "\n".join(["root ::= r0", *rules, f'r{count} ::= "b"']))
+        return pstats.Stats(profile).total_calls
+
+    assert calls(50) and calls(400) < 5 * calls(100)
 
 
 def test_a_structural_tag_nested_too_deeply_is_refused():
