@@ -4,9 +4,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 <<<<<<< HEAD
-MOST_LINES = {"megatron_hybrid": 73_882, "tests": 68_034, "benchmarks": 8_368}
+MOST_LINES = {"megatron_hybrid": 73_927, "tests": 68_042, "benchmarks": 8_368}
 =======
-MOST_LINES = {"megatron_hybrid": 73_882, "tests": 68_034, "benchmarks": 8_368}
+MOST_LINES = {"megatron_hybrid": 73_927, "tests": 68_042, "benchmarks": 8_368}
 >>>>>>> i69b
 """Of Python, by folder. A change that takes lines out lowers its bound to what is left."""
 
