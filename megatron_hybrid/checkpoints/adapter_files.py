@@ -26,12 +26,8 @@ from megatron_hybrid.checkpoints.huggingface.layouts import SAME, Layout
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.low_rank import LowRankPart
-<<<<<<< HEAD
-from megatron_hybrid.utils.files import replace_file
-from megatron_hybrid.utils.validation import Range, check_field
-=======
 from megatron_hybrid.utils.files import read_json, replace_file
->>>>>>> i69b
+from megatron_hybrid.utils.validation import Range, check_field
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -169,17 +165,14 @@ def _read_fields(folder: Path) -> tuple[dict[str, Any], AdapterFields]:
                 ".bin are written anew by peft's save_pretrained."
             )
     try:
-<<<<<<< HEAD
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError(f"{CONFIG_FILE} is no object")
+        values = read_json(path)
         for name, kind in _KINDS.items():
             if (value := values.get(name)) is None:
                 value = _DEFAULTS.get(name)
             check_field(name, value, kind)
         for key in values.get("alpha_pattern") or {}:
             re.compile(key)
-    except (OSError, ValueError, RecursionError, re.error) as error:
+    except (OSError, ValueError, re.error) as error:
         raise CheckpointError(f"{folder} has no adapters to read: {error}") from error
     targets = values.get("target_modules") or ()
     fields = AdapterFields(
@@ -189,25 +182,6 @@ def _read_fields(folder: Path) -> tuple[dict[str, Any], AdapterFields]:
         bool(values.get("use_rslora")),
         (targets,) if isinstance(targets, str) else tuple(targets),
     )
-=======
-        values = read_json(path)
-        targets = values.get("target_modules") or ()
-        fields = AdapterFields(
-            int(values["r"]),
-            float(values["lora_alpha"]),
-            float(values.get("lora_dropout") or 0.0),
-            bool(values.get("use_rslora")),
-            (targets,) if isinstance(targets, str) else tuple(targets),
-        )
-        is_legal = fields.rank >= 1 and math.isfinite(fields.alpha) and 0 <= fields.dropout < 1
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{folder} has no adapters to read: {error!r}") from error
-    if not is_legal:
-        raise CheckpointError(
-            f"{path} has r={fields.rank}, lora_alpha={fields.alpha} and lora_dropout="
-            f"{fields.dropout}: r is at least 1, lora_alpha finite, lora_dropout in [0, 1)"
-        )
->>>>>>> i69b
     refused = [name for name in _REFUSED if values.get(name)]
     if str(values.get("init_lora_weights")).startswith(_CHANGES_BASE):
         refused.append("init_lora_weights")
