@@ -152,6 +152,8 @@ def load_checkpoint(
     names = names_of_all_stages(model)
     with ExitStack() as stack:
         with fail_together(CheckpointError, groups=model.pg_collection):
+            if not model.has_memory:
+                raise CheckpointError(NO_MEMORY)
             if not isinstance(folder, CheckpointFolder):
                 folder = stack.enter_context(CheckpointFolder(folder))
             write = stack.enter_context(checked_load(model, folder, names, cast))
@@ -168,7 +170,8 @@ def checked_load(
     keeps_packing: bool = False,
 ) -> Iterator[Callable[[], None]]:
     """`load_checkpoint` on this rank alone, in two steps: all is checked, and the context is the
-    function that writes. An error inside puts back the parameters that were replaced.
+    function that writes. An error inside puts back the parameters that were replaced. A model
+    without memory can be checked, and not written.
 
     Args:
         names: `names_of_all_stages`.
@@ -177,8 +180,6 @@ def checked_load(
     Raises:
         CheckpointError: unreadable, or not of this model.
     """
-    if not model.has_memory:
-        raise CheckpointError(NO_MEMORY)
     found = find_tensors(model, folder, names)
     with found.packed.install(model, found.maps, str(folder.path), keeps_packing):
         source = found.source(cast)
