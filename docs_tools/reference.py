@@ -149,10 +149,12 @@ def file(path: str) -> str:
 def other_names() -> str:
     """The table of docs/reference/other_names.md: names of other libraries, and what to do."""
     found = []
+    there = {option for name in COMMANDS for option in command_parser(name)._option_string_actions}
     for row in other_names_rows():
         fields = [target for target in row.targets if not target.is_option]
         options = [target for target in row.targets if target.is_option]
-        uses = [*in_words(fields, in_python=True), *map(_option_of, options)]
+        of_fields = [f"`{field.option}`" for field in fields if field.option in there]
+        uses = [*in_words(fields, in_python=True), *of_fields, *map(_option_of, options)]
         names: dict[str, list[str]] = {}
         for library, given in row.libraries.items():
             for name in given:

@@ -85,6 +85,7 @@ from megatron_hybrid.serving.service import Service
 from megatron_hybrid.serving.slow_clients import cancel_on_disconnect
 from megatron_hybrid.serving.trainer_routes import add_trainer
 from megatron_hybrid.text.guide import Guide
+from megatron_hybrid.utils.other_names import attributes_of
 from megatron_hybrid.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -153,7 +154,10 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        answer = refusal(ApiError(error.status_code, str(error.detail)), request.scope)
+        advised = attributes_of("path") if error.status_code == 404 else {}
+        remedy = advised.get(request.scope["path"].strip("/"))
+        text = f"{error.detail}: {remedy}" if remedy else str(error.detail)
+        answer = refusal(ApiError(error.status_code, text), request.scope)
         answer.headers.update(error.headers or {})  # such as Allow
         return answer
 

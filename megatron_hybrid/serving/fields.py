@@ -34,6 +34,7 @@ from megatron_hybrid.serving.errors import ApiError, refusal_of_field
 from megatron_hybrid.text.chat_messages import PART_TYPES
 from megatron_hybrid.text.chat_template import TextTooLongError
 from megatron_hybrid.utils.field_help import fields_help
+from megatron_hybrid.utils.other_names import REQUEST, advice, names_in_requests
 from megatron_hybrid.utils.validation import Range
 
 
@@ -71,14 +72,12 @@ _NEVER = (
     # Anthropic
     *("container", "output_format"),
     # vLLM
-    *("chat_template", "guided_choice", "guided_decoding_backend", "guided_grammar"),
-    *("guided_json", "guided_regex", "guided_whitespace_pattern", "prompt_embeds"),
-    *("repetition_detection", "structural_tag", "logprob_token_ids"),
+    *("chat_template", "guided_decoding_backend", "guided_whitespace_pattern", "prompt_embeds"),
+    "logprob_token_ids",
     # SGLang
-    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "custom_logit_processor"),
-    *("data_parallel_rank", "disagg_prefill_dp_rank", "ebnf", "extra_key", "images_config"),
-    *("input_ids", "json_schema", "lora_path", "max_dynamic_patch", "min_dynamic_patch"),
-    *("ngram_corpus_id", "regex", "rid", "routed_dp_rank", "sampling_seed", "session_id", "task"),
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank"),
+    *("disagg_prefill_dp_rank", "images_config", "max_dynamic_patch", "min_dynamic_patch"),
+    *("ngram_corpus_id", "routed_dp_rank", "session_id", "task"),
 )
 """Known fields that are refused with any value but null."""
 _NEUTRAL = (
@@ -87,7 +86,8 @@ _NEUTRAL = (
     (False, ("return_token_offsets", "use_beam_search", "watermarking", "return_meta_info")),
     (False, ("return_cached_tokens_details", "return_hidden_states", "return_prompt_token_ids")),
     (False, ("return_routed_experts", "use_audio_in_video", "background")),
-    (False, ("enable_response_messages",)),
+    (False, ("enable_response_messages", "early_stopping", "return_logprob", "output_scores")),
+    (True, ("do_sample", "detokenize")),
     (True, ("include_reasoning", "spaces_between_special_tokens", "separate_reasoning")),
     (True, ("stream_reasoning",)),
     ({}, ("kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "ec_transfer_params")),
@@ -96,7 +96,8 @@ _NEUTRAL = (
     ([], ("functions", "logits_processors", "stop_regex", "access_programs", "mcp_servers")),
     ([], ("previous_input_messages", "fallbacks")),
     (0, ("routed_experts_prompt_start", "routed_experts_start_len")),
-    (1, ("best_of", "length_penalty", "stream_interval")),
+    (1, ("best_of", "length_penalty", "stream_interval", "num_beams", "num_beam_groups")),
+    (1, ("num_return_sequences", "typical_p")),
     (["text"], ("modalities",)),
     ("", ("suffix",)),
     ("medium", ("verbosity",)),
@@ -110,13 +111,12 @@ UNSUPPORTED: dict[str, tuple] = {
 """Known fields without an effect here -> values that ask for nothing, besides null."""
 
 
-def refuse_unsupported(
-    given: Mapping[str, Any], unsupported: Mapping[str, Iterable], why: str = ""
-) -> None:
-    """Raise ApiError for a field that asks for what this server lacks."""
-    for name, value in given.items():
+def refuse_unsupported(given: Fields, unsupported: Mapping[str, Iterable]) -> None:
+    """Raise ApiError for a field that asks for what this server lacks, or calls otherwise."""
+    for name, value in (given.model_extra or {}).items():
         if name in unsupported and value is not None and not _is_in(value, unsupported[name]):
-            text = f"{name} is not supported{why}: leave it out"
+            remedy = advice(REQUEST, name, type(given).model_fields) or "leave it out"
+            text = f"{name} is not supported: {remedy}"
             raise ApiError(400, text, name, "unsupported_parameter")
 
 
@@ -222,27 +222,21 @@ class Body(Fields):
 
     def check(self) -> None:
         """Raise ApiError for a field that cannot be served."""
-        extra, remedy = self.model_extra or {}, " in a request, but by the server's --chat-template"
-        refuse_unsupported(extra, {"chat_template": ()}, remedy)
-        refuse_unsupported(extra, self.refused())
+        refuse_unsupported(self, self.refused())
 
     @classmethod
     @cache
     def refused(cls) -> dict[str, tuple]:
-        """`UNSUPPORTED`, and fields that only other bodies have."""
-        answered = issubclass(cls, (SharedFields, OtherFields))
-        known = neutral_values(*(CompletionFields, ChatFields) if answered else ()) | UNSUPPORTED
+        """`UNSUPPORTED`, and what has another name, or only other bodies have."""
+        known = UNSUPPORTED
+        if issubclass(cls, (SharedFields, OtherFields)):
+            others = {
+                name: () if field.is_required() else (field.default, [], {})
+                for name, field in (CompletionFields.model_fields | ChatFields.model_fields).items()
+            }
+            known = dict.fromkeys(names_in_requests(), ()) | others | known
         used = cls.model_fields.keys() | cls.taken
         return {name: nothing for name, nothing in known.items() if name not in used}
-
-
-def neutral_values(*kinds: type[Fields]) -> dict[str, tuple]:
-    """Fields of some objects -> values that ask for nothing, besides null."""
-    return {
-        name: (() if field.is_required() else (field.default, [], {}))
-        for kind in kinds
-        for name, field in kind.model_fields.items()
-    }
 
 
 @cache

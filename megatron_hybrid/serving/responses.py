@@ -205,7 +205,7 @@ class ResponseFields(OtherFields, SharedChatFields):
 
     def check(self) -> None:
         limits = dict.fromkeys(LIMITS, (self.max_output_tokens,))
-        refuse_unsupported(self.model_extra or {}, limits, " by this route")
+        refuse_unsupported(self, limits)
         super().check()
 
     def to_chat(self) -> ChatFields:

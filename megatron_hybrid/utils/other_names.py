@@ -26,6 +26,8 @@ CONFIGS = {
 _OF_MODEL = ("load_pretrained", "HybridConfig")
 _ENTRY = "()"
 """What the place of a function's arguments ends in."""
+REQUEST = "request"
+"""The place of the fields of a body of HTTP."""
 SECTIONS = (
     *("run", "optimizer", "data", "checkpoints", "reports", "lora", "dpo", "grpo"),
     *("model", "the recipe"),
@@ -36,8 +38,8 @@ class Target(NamedTuple):
     """A name that is there, such as that of `InferenceConfig.max_requests`."""
 
     owner: str
-    """A class of CONFIGS, one of _OF_MODEL, a section of a recipe, or a command; "": every command
-    that has the option."""
+    """A class of CONFIGS, one of _OF_MODEL, a section of a recipe, a command, or REQUEST; "": every
+    command that has the option."""
     name: str
     value: str
     """The value that it is to have; "": one's own."""
@@ -51,6 +53,12 @@ class Target(NamedTuple):
     @property
     def is_option(self) -> bool:
         return self.name.startswith("--")
+
+    @property
+    def option(self) -> str:
+        """The option of the same name, which sets it where a command has it; "": none does."""
+        is_field = self.owner in (*CONFIGS, *_OF_MODEL) and not self.value
+        return f"--{self.name.replace('_', '-')}" if is_field else ""
 
     @property
     def setting(self) -> str:
@@ -69,6 +77,8 @@ class Row(NamedTuple):
     """The only places where the row holds; none: it holds everywhere."""
     libraries: dict[str, tuple[str, ...]]
     """Library -> its names."""
+    is_asked: bool
+    """Whether a request may ask for it."""
 
 
 @functools.cache
@@ -76,12 +86,13 @@ def rows() -> tuple[Row, ...]:
     """Read the table."""
     text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     found = []
-    for row in tomllib.loads(text)["name"]:
+    kinds = tomllib.loads(text).items()
+    for is_asked, row in ((kind == "answer", row) for kind, table in kinds for row in table):
         targets = tuple(map(Target.read, row.pop("here", "").split()))
         text = row.pop("more", "") if targets else row.pop("advice")
         places = tuple(row.pop("at", ()))
         libraries = {library: tuple(names.split()) for library, names in row.items()}
-        found.append(Row(targets, text, places, libraries))
+        found.append(Row(targets, text, places, libraries, is_asked))
     return tuple(found)
 
 
@@ -95,25 +106,42 @@ def advice(place: str, name: str, known: Collection[str]) -> str | None:
         known: the names that are there.
     """
     field, given_at = _field(name), place.removesuffix(_ENTRY)
-    is_of_table = given_at != place or place in (*CONFIGS, *_OF_MODEL, *SECTIONS)
-    is_of_table = is_of_table or place.startswith(PROGRAM)
-    foreign, ours = _rows_of(field) if is_of_table else ((), ())
-    for row in foreign:
-        if not row.places or {given_at, given_at.rpartition(".")[2]} & {*row.places}:
-            return f"{_use(given_at, row.targets, known)}{row.text}" if row.targets else row.text
-    if ours:  # the right name, in a wrong place
-        return _use(given_at, ours[0].targets, known)
-    own = [Target(owner, field, "") for owner, of in CONFIGS.items() if field in fields_help(of)]
-    if own and is_of_table:
-        return _use(given_at, own, known)
-    near = _near(name, known)
+    is_of_table = given_at != place or place in (*CONFIGS, *_OF_MODEL, *SECTIONS, REQUEST)
+    if is_of_table or place.startswith(PROGRAM):
+        foreign, ours = _rows_of(field)
+        for row in foreign:
+            if _holds(row, given_at):
+                use = _use(given_at, row.targets, known) if row.targets else ""
+                return None if use is None else use + row.text
+        own = [Target(name, field, "") for name, of in CONFIGS.items() if field in fields_help(of)]
+        exact = ([t for t in row.targets if _field(t.name) == field] for row in ours)
+        # The right name, in a wrong place.
+        for targets in (*exact, *(row.targets for row in ours), own):
+            if use := _use(given_at, targets, known):
+                return use
+    near = None if place == REQUEST else _near(name, known)
     return f"did you mean {near}?" if near else None
+
+
+def names_in_requests() -> Iterator[str]:
+    """Yield all names of what a request may ask for."""
+    for row in rows():
+        if _holds(row, REQUEST):
+            yield from chain.from_iterable(row.libraries.values())
+
+
+def _holds(row: Row, place: str) -> bool:
+    if row.places:
+        return not {place, place.rpartition(".")[2]}.isdisjoint(row.places)
+    return row.is_asked or place != REQUEST
 
 
 @functools.cache
 def _rows_of(field: str) -> tuple[list[Row], list[Row]]:
-    """Return the rows of a name of another library, and those of a name of ours."""
+    """Return the rows of a name of another library, those of certain places first, and those of a
+    name of ours."""
     foreign = [row for row in rows() if field in chain.from_iterable(row.libraries.values())]
+    foreign.sort(key=lambda row: not row.places)
     ours = [row for row in rows() if field in (_field(target.name) for target in row.targets)]
     return foreign, ours
 
@@ -122,20 +150,25 @@ def _field(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
-def _use(place: str, targets: Iterable[Target], known: Collection[str]) -> str:
-    """Return the sentence that gives the targets their best form at a place."""
+def _use(place: str, targets: Iterable[Target], known: Collection[str]) -> str | None:
+    """Return the sentence that gives the targets their best form at a place; None: there is none
+    that helps there."""
     command = place.removeprefix(PROGRAM) if place.startswith(PROGRAM) else None
-    mine = [t for t in targets if t.name in known and t.owner in ("", command, place, *_OF_MODEL)]
+    owners = {"", command, place, *_OF_MODEL, *(CONFIGS if place == REQUEST else ())}
+    mine = [t.setting for t in targets if t.name in known and t.owner in owners]
+    mine += [target.option for target in targets if target.option in known]
     if mine:
-        return f"use {' and '.join(target.setting for target in mine)}"
-    rest = [target for target in targets if target.owner]
-    if command == "serve" and rest[0].owner in ("SamplingParams", "RequestOptions"):
+        return f"use {' and '.join(dict.fromkeys(mine))}"
+    rest = [target for target in targets if target.owner not in ("", REQUEST)]
+    if command == "serve" and rest and rest[0].owner in ("SamplingParams", "RequestOptions"):
         return "give it with each request"
-    in_recipe = [target for target in rest if target.owner in SECTIONS]
+    in_recipe = [target for target in rest if target.owner in (*SECTIONS, "train")]
     outside = [target for target in rest if target not in in_recipe]
     trains = command == "train" or place in SECTIONS
-    chosen = (in_recipe or outside) if trains else (outside or in_recipe)
-    return f"use {', or '.join(in_words(chosen, in_python=command is None or trains))}"
+    chosen = in_recipe if trains else (outside or in_recipe)
+    if not chosen or place == REQUEST:
+        return None
+    return f"use {', or '.join(in_words(chosen, in_python=command is None))}"
 
 
 def in_words(targets: Iterable[Target], in_python: bool) -> Iterator[str]:
@@ -145,6 +178,8 @@ def in_words(targets: Iterable[Target], in_python: bool) -> Iterator[str]:
         names = list(group)
         if names[0].is_option:
             yield f"`{PROGRAM}{owner} {' '.join(target.setting for target in names)}`"
+        elif owner == REQUEST:
+            yield f"a request's {' or '.join(target.setting for target in names)}"
         elif owner in SECTIONS:
             yield f"the recipe's {' and '.join(f'{owner}.{target.name}' for target in names)}"
         else:

@@ -302,6 +302,9 @@ def test_many_wrong_values_have_few_errors(kind, body):
 def test_a_refusal_says_which_methods_and_spans_there_are(call):
     answer = call(CHAT, method="PUT")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    for path, told in (("/flush_cache", "POST to /cache/reset"), ("/sleep", "--take-weights")):
+        answer = call(path)
+        assert answer.status_code == 404 and told in answer.json()["error"]["message"]
     for span in ("0", "x", ""):
         answer = call(f"/cache/history?seconds={span}", method="GET")
         error = answer.json()["error"]
@@ -409,7 +412,10 @@ ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "a
         (CHAT, {"fallbacks": ["other"]}, "fallbacks", "leave it out"),
         (MESSAGE, {"instructions": "x"}, "instructions", "leave it out"),
         (COMPLETION, {"cache_salt": "a\0b"}, "cache_salt", "is 'a\\x00b'; NUL"),
-        (CHAT, {"best_of": 3}, "best_of", ""),
+        (CHAT, {"best_of": 3}, "best_of", "use n"),
+        (COMPLETION, {"guided_json": {}}, "guided_json", "use structured_outputs, with one of"),
+        (COMPLETION, {"max_completion_tokens": 5}, "max_completion_tokens", "use max_tokens"),
+        (RESPONSE, {"max_new_tokens": 5}, "max_new_tokens", "use max_output_tokens"),
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", ""),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", ""),
     ],

@@ -267,22 +267,5 @@ def test_min_tokens_of_the_model_do_not_fail_a_request_for_fewer():
         SamplingParams(min_tokens=50).resolved(model)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("max_tokens", "no field 'max_tokens': use num_tokens_to_generate$"),
-        ("max_new_tokens", "use num_tokens_to_generate$"),
-        ("stop", "use stop_words$"),
-        ("min_new_tokens", "use min_tokens$"),
-        ("eos_token_id", "use termination_id, or stop_token_ids for several$"),
-        ("n", "'n': use RequestOptions"),
-        ("temprature", "'temprature': did you mean temperature"),
-    ],
-)
-def test_a_name_of_another_library_is_answered_with_ours(name, message):
-    with pytest.raises(TypeError, match=message):
-        SamplingParams(**{name: 1})
-
-
 def test_the_signature_still_names_the_fields():
     assert list(inspect.signature(SamplingParams).parameters)[:2] == ["temperature", "top_k"]
