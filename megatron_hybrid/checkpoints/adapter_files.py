@@ -122,7 +122,7 @@ def read_adapters(
         CheckpointError: it cannot be read, computes something else, or is of another model.
     """
     folder = Path(folder)
-    values, fields = _read_fields(folder)
+    values, fields = read_adapter_fields(folder)
     try:
         tensors = load_file(folder / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
@@ -156,7 +156,8 @@ def read_adapters(
     return fields, adapters
 
 
-def _read_fields(folder: Path) -> tuple[dict[str, Any], AdapterFields]:
+def read_adapter_fields(folder: Path) -> tuple[dict[str, Any], AdapterFields]:
+    """Read what `adapter_config.json` says. Raises CheckpointError as `read_adapters`."""
     path = folder / CONFIG_FILE
     for file in (path, folder / WEIGHTS_FILE):
         if not file.is_file():

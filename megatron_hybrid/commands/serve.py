@@ -172,6 +172,7 @@ def _run(options: argparse.Namespace, end: EndSignal) -> int:
         from megatron_hybrid.serving.run import Address, follow, log_lines, run, serve
     except ImportError as error:
         raise ImportError(f"{error}: serving needs pip install 'megatron_hybrid[serve]'") from error
+    from megatron_hybrid.checkpoints.adapter_files import read_adapter_fields
     from megatron_hybrid.serving.config import ServingConfig
 
     address = Address(
@@ -190,6 +191,10 @@ def _run(options: argparse.Namespace, end: EndSignal) -> int:
         "max_body_bytes": options.max_body_bytes << 20,
     }
     serving = ServingConfig(**given)
+    if (needed := len(serving.adapters)) > config.max_adapters:
+        raise ValueError(f"max_adapters is {config.max_adapters}; --adapter needs {needed}.")
+    for each in serving.adapters:  # fail now, not after the model is loaded
+        read_adapter_fields(Path(each.partition("=")[2]))
 
     def run_rank(rank: int | None) -> None:
         log_lines(rank)
