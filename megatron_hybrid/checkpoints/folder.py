@@ -227,6 +227,13 @@ def quantization_of(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
+def check_free(folder: Path) -> None:
+    """Raise CheckpointError for a folder to write that is a file, or not empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        what = "is not empty" if folder.is_dir() else "is a file"
+        raise CheckpointError(f"{folder} {what}. Name a folder that does not exist yet.")
+
+
 def adapter_of(config: HybridConfig) -> Adapter | None:
     """The adapter of the Hugging Face folder that a config was read from; None: it was not."""
     hf = config.huggingface_config

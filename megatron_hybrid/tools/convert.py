@@ -17,7 +17,7 @@ from megatron_hybrid.checkpoints.checkpoint import (
     save_checkpoint,
     save_huggingface,
 )
-from megatron_hybrid.checkpoints.folder import CONFIG_FILE, is_torch_dist
+from megatron_hybrid.checkpoints.folder import CONFIG_FILE, check_free, is_torch_dist
 from megatron_hybrid.checkpoints.megatron.args import megatron_form
 from megatron_hybrid.checkpoints.megatron.torch_dist import (
     DistributedTensors,
@@ -59,8 +59,7 @@ def convert(
     """
     check_field("to", to, Literal[tuple(_SAVE)])
     folder = Path(target)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is not empty. Name a folder that does not exist yet.")
+    check_free(folder)
     options = {"device": "cpu", "dtype": None if dtype is None else getattr(torch, dtype)}
     load = _load_torch_dist if is_torch_dist(source) else partial(load_pretrained, mtp=True)
     if huggingface_config is None:

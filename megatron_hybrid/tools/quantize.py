@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hybrid.checkpoints.folder import CONFIG_FILE, CheckpointFolder, adapter_of
+from megatron_hybrid.checkpoints.folder import CONFIG_FILE, CheckpointFolder, adapter_of, check_free
 from megatron_hybrid.checkpoints.found_tensors import HEAD, FoundTensors, find_tensors
 from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap
 from megatron_hybrid.checkpoints.huggingface.layouts import Layout
@@ -145,8 +145,7 @@ def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> R
         CheckpointError: the source cannot be read or is quantized, or the target is not free.
     """
     folder, out, kind = checked_folder(source), Path(target), FORMATS[to]
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} is not empty. Name a folder that does not exist yet.")
+    check_free(out)
     initialize_distributed()
     report = Report()
     with CheckpointFolder(folder) as opened:

@@ -130,6 +130,8 @@ def check_field(name: str, value: Any, hint: Any) -> None:
     else:
         named = dict.fromkeys(_describe(kind) for kind in kinds if kind is not type(None))
         wanted = " or ".join(named) or "left out"
+    if _taker(hint)([value]):
+        wanted += f", such as {_shown([value])}"
     raise ValueError(f"{name} is {_shown(value)}; it must be {wanted}.")
 
 
