@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from textwrap import fill
 
@@ -33,12 +33,14 @@ def main(arguments: list[str] | None = None) -> int:
         remedy = advice(parser.prog, called.command, COMMANDS)
         remedy = remedy or f"the commands are {', '.join(COMMANDS)}"
         parser.error(f"there is no command {called.command!r}: {remedy}")
-    options = command_parser(called.command).read(called.arguments)
-    return reported(lambda: command.run(options))
+    reader = command_parser(called.command)
+    options = reader.read(called.arguments)
+    return reported(lambda: command.run(options), reader.options)
 
 
-def reported(run: Callable[[], int]) -> int:
-    """Run a program, and print the errors of its user in one line. Returns the exit status."""
+def reported(run: Callable[[], int], options: Mapping[str, str] = {}) -> int:
+    """Run a program, and print the errors of its user in one line, with the option of the field
+    that one begins with. Returns the exit status."""
     try:
         status = run()
         sys.stdout.flush()  # here, not at Python's exit, where errors are not caught
@@ -47,7 +49,8 @@ def reported(run: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"megatron-hybrid: {error}", file=sys.stderr)
+        option = options.get(str(error).partition(" ")[0], "")
+        print(f"megatron-hybrid: {option}{option and ': '}{error}", file=sys.stderr)
         return 2
     except MemoryError as error:
         print(f"megatron-hybrid: not enough memory on this machine: {error}", file=sys.stderr)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,11 +17,13 @@ from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.distributed.ranks import fail_together
 from megatron_hybrid.distributed.rendezvous import announce_failure
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.config.precision import DTYPES
 from megatron_hybrid.models.hybrid_model import HybridModel, build_hybrid_model
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.text.tokenizer_files import find_tokenizer
 from megatron_hybrid.utils.other_names import names_arguments
+from megatron_hybrid.utils.validation import check_field
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
@@ -31,7 +33,7 @@ DEMO_FOLDER = Path(__file__).parents[1] / "demo_model"
 def load_pretrained(
     folder: str | os.PathLike[str],
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     mtp: bool = False,
     **overrides: Any,
 ) -> tuple[HybridModel, Tokenizer | None]:
@@ -41,9 +43,9 @@ def load_pretrained(
         folder: a checkpoint of ours, a model folder of Hugging Face (one of the architectures in
             docs/reference/models.md), or "demo" for the small model in the package.
         device: of the weights, such as "cuda"; None: torch's default device.
-        dtype: of the weights; None: as saved. In half precision, the operands of fp32 computations
-            stay in fp32, unrounded: routers, their biases, and the `A_log`, `D` and `dt_bias` of
-            recurrent layers.
+        dtype: of the weights, or its name, such as "bfloat16"; None: as saved. In half precision,
+            the operands of fp32 computations stay in fp32, unrounded: routers, their biases, and
+            the `A_log`, `D` and `dt_bias` of recurrent layers.
         mtp: also load the MTP head, if the folder has one: to draft with it
             (`speculation="mtp"`), to train it, or to write the whole model back.
         overrides: HybridConfig fields to replace, such as tensor_model_parallel_size.
@@ -52,10 +54,11 @@ def load_pretrained(
         CheckpointError: the folder is not a checkpoint, or a broken one; on all ranks, if one of
             them finds it so.
         TypeError: there is no such argument; the message gives the right one.
-        ValueError: this machine has no such device.
+        ValueError: this machine has no such device, or there is no dtype of this name.
     """
     if isinstance(dtype, str):
-        raise TypeError(f"dtype is {dtype!r}: give a dtype, such as torch.bfloat16")
+        check_field("dtype", dtype, Literal[tuple(DTYPES)])
+        dtype = DTYPES[dtype]
     initialize_distributed()
     with announce_failure("load_pretrained()"), ExitStack() as stack:
         with fail_together(CheckpointError):

@@ -47,6 +47,8 @@ class CommandParser(argparse.ArgumentParser):
             formatter_class=_Formatter,
             allow_abbrev=False,
         )
+        self.options: dict[str, str] = {}
+        """Fields of `add_field` -> their options, for errors."""
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The options, and the `arguments` that they were read from. Positional arguments may stand
@@ -130,7 +132,7 @@ def add_prompts(parser: argparse.ArgumentParser, about: str) -> None:
 
 
 def add_field(
-    parser: argparse.ArgumentParser, option: str, of: str, field: str, more: str = "", **given: Any
+    parser: CommandParser, option: str, of: str, field: str, more: str = "", **given: Any
 ) -> None:
     """Add an option whose help and default are those of a config's field.
 
@@ -142,6 +144,7 @@ def add_field(
         more: a sentence after the help.
         given: to `add_argument`; they take precedence.
     """
+    parser.options[field] = option
     about = fields_help(of)[field]
     name = option.removeprefix("--").replace("-", "_")
     shown = about.sentence if name == field else f"{about.sentence[:-1]} ({field})."
@@ -181,9 +184,10 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        choices=DTYPES,
-        help="Convert the weights to this number format. By default they keep their saved format "
-        "on a GPU, and are float32 on a CPU.",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="Convert the weights to this number format. auto keeps their saved format on a GPU, "
+        "and takes float32 on a CPU.",
     )
     add_field(
         parser,
@@ -224,7 +228,7 @@ def add_served_engine(parser: argparse.ArgumentParser) -> None:
         add_field(parser, f"--{field.replace('_', '-')}", ENGINE, field, **given)
 
 
-PYTHON_NAMES = "A name in brackets is the name of the setting in Python; errors use this name."
+PYTHON_NAMES = "A name in brackets is the name of the setting in Python; errors use this name, too."
 
 
 def inference_config(options: argparse.Namespace, **fields: Any):
@@ -261,7 +265,7 @@ def make_engine(options: argparse.Namespace):
 def load(
     folder: str,
     device: str | None = None,
-    dtype: str | None = None,
+    dtype: str = "auto",
     mtp: bool = False,
     **sizes: int,
 ):
@@ -280,10 +284,9 @@ def load(
     from megatron_hybrid.checkpoints.pretrained import checked_device, load_pretrained
 
     place = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if dtype is None and place.type == "cpu":
-        dtype = "float32"
-    converted = None if dtype is None else getattr(torch, dtype)
-    model, tokenizer = load_pretrained(folder, place, converted, mtp, **sizes)
+    automatic = "float32" if place.type == "cpu" else None
+    chosen = automatic if dtype == "auto" else dtype
+    model, tokenizer = load_pretrained(folder, place, chosen, mtp, **sizes)
     if tokenizer is None:
         raise CheckpointError(f"{folder} has no tokenizer.json, which text prompts need")
     return model, tokenizer

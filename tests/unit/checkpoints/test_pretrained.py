@@ -66,8 +66,9 @@ def test_a_hub_id_is_told_from_a_folder(name, is_hub_id):
 def test_a_device_that_is_not_there_is_refused_before_anything_is_read(
     device, message, monkeypatch
 ):
-    with pytest.raises(TypeError, match="dtype is 'bfloat16': give a dtype, such as torch"):
-        load_pretrained("nowhere", dtype="bfloat16")
+    with pytest.raises(ValueError, match="dtype is 'half'; use 'float32', 'bfloat16' or 'float16"):
+        load_pretrained("nowhere", dtype="half")
+    assert load_pretrained("demo", dtype="float16")[0].config.params_dtype == torch.float16
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
