@@ -255,17 +255,16 @@ def test_a_pause_ends_answers_with_what_they_have(server):
                     "messages": [{"role": "user", "content": "a"}],
                     "max_tokens": 400,
                     "temperature": 0,
-                    "ignore_eos": True,
                 },
                 "/v1/responses": {"input": "a", "max_output_tokens": 400, "temperature": 0},
             }
             forms["/v1/chat/completions"] = forms["/v1/messages"]
-            forms["/v1/responses"]["ignore_eos"] = True
             asked = [
                 asyncio.create_task(client.post(path, json=body, headers=headers))
                 for path, body in forms.items()
             ]
             while (await server.service.engine.stats())["requests_running"] < len(asked):
+                assert not any(each.done() for each in asked)
                 await asyncio.sleep(0.001)
             await server.service.engine.pause_generation()
             answers = dict(zip(forms, [(await each).json() for each in asked]))
