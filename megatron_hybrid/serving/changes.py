@@ -15,13 +15,10 @@ IMAGE_LEFT_OUT = "[An image was left out: this model reads texts alone.]"
 _MAX_HEADER = 2048
 _MAX_LINE = 200
 _BILLING = re.compile(r"x-anthropic-billing-header:\s*cc_\w+=", re.IGNORECASE)
-_NOW = {"current", "today", "local", "present", "utc"}
+_NOW = {"current", "today", "local", "present", "is"}
 _TIME = {"date", "time", "datetime", "timestamp"}
-_LABEL = re.compile(
-    rf"[\W_]*(?:(?:the|it|is|in|and|now|today's|{'|'.join(_NOW | _TIME)})(?![a-z])[\W_]*)*",
-    re.IGNORECASE,
-)
-"""What may stand before a time for it to be that of the request."""
+_SAYS = {*_NOW, *_TIME, "now", "the", "it", "in", "and", "s"}
+"""Words that may stand with a time for it to be that of the request."""
 _FENCE = re.compile(r"(`{3,})[^`]*|(~{3,}).*")
 _CLOCK = re.compile(r"(?<![\d:+-])\d{1,2}:\d{2}")
 """A time of day, not the end of another one or its distance from UTC."""
@@ -33,7 +30,7 @@ _ID = re.compile(
 _DATE = re.compile(r"\d{4}-\d\d-\d\dT?")
 _WORDS = re.compile(r"\w[\w/]*")
 _TIME_WORD = re.compile(
-    r"now|\d+(?:st|nd|rd|th|Z)?|\d+(?:/\d+)+|\d+T\d+|[TZ]|[AaPp][Mm]|[A-Z]{2,5}\d*|[A-Z][a-z]+/[A-Z][A-Za-z_/]+|at|on|of"
+    r"\d+(?:st|nd|rd|th|Z)?|\d+(?:/\d+)+|\d+T\d+|[TZ]|[AaPp][Mm]|[A-Z]{2,5}\d*|[A-Z][a-z]+/[A-Z][A-Za-z_/]+|at|on|of"
     r"|(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
     r"|(?:Jan|Feb|Mar|Apr|May|June?|July?|Aug|Sept?|Oct|Nov|Dec)[a-z]*"
 )
@@ -121,17 +118,16 @@ def _kind(line: str) -> tuple[str, bool]:
     if _ID.fullmatch(line):
         return "id", True
     line = re.sub(r"</?\w+>", " ", _ZONE.sub("", line))
-    if not _is_time(re.sub(r"^\D*", "", line)):
+    value = re.sub(r"^\D*", "", line)
+    if len(_CLOCK.findall(value)) != 1 or not all(map(_is_of_time, _WORDS.findall(value))):
         return "", False
-    label = _LABEL.match(line)[0]
-    value = line[len(label) :]
-    words = set(re.findall("[a-z]+", label.lower()))
-    is_said = bool(words & _TIME and words & {*_NOW, "is"})
-    is_said = is_said or re.search(r"\bnow\b", line, re.IGNORECASE) is not None
+    words = _WORDS.findall(line)
+    said = {part for word in words for part in word.lower().split("_")} & _SAYS
+    is_now = "now" in said or (said & _NOW and (said & _TIME or re.search(r"\b\d{4}\b", line)))
     # The time of a plan has no seconds.
-    is_full = words <= _TIME and re.search(r":\d\d:\d\d" if words else _DATE, value) is not None
-    return "time", (is_said or is_full) and _is_time(value)
+    is_full = said <= _TIME and re.search(r":\d\d:\d\d" if said else _DATE, value)
+    return "time", bool(is_now or is_full) and all(map(_is_of_time, words))
 
 
-def _is_time(text: str) -> bool:
-    return len(_CLOCK.findall(text)) == 1 and all(map(_TIME_WORD.fullmatch, _WORDS.findall(text)))
+def _is_of_time(word: str) -> bool:
+    return bool(_TIME_WORD.fullmatch(word)) or _SAYS.issuperset(word.lower().split("_"))
