@@ -91,19 +91,22 @@ def _lines(text: str) -> Iterator[tuple[str, bool, bool]]:
     fences, or indented after a blank line), and whether it changes with each request."""
     lines = text.split("\n")
     kinds = [("", False), *map(_kind, lines), ("", False)]
-    fence, is_indented, is_announced, before, was_blank = "", False, False, "", True
+    fence, is_indented, is_announced, was_blank = "", False, False, True
+    last_indent, is_sentence, ends = 0, False, False  # of the last line with words
     for index, line in enumerate(lines):
         words = line.strip()
         mark = _FENCE.fullmatch(words)
         is_indented = line.startswith(("    ", "\t")) and (was_blank or is_indented)
-        is_deeper = line.find(words) > before.find(before.strip()) and len(before.split()) > 2
-        announces = is_deeper or _ANNOUNCES.search(before[-80:]) is not None
+        indent = len(line) - len(line.lstrip())
+        announces = ends or (is_sentence and indent > last_indent)
         is_announced = announces or (is_announced and not was_blank)
         (last, _), (kind, changes), (following, _) = kinds[index : index + 3]
         is_alone = kind not in (last, following) and not is_announced
         yield line, not (fence or mark or is_indented), changes and is_alone
         was_blank = not words
-        before = line if words else before
+        if words:
+            last_indent, is_sentence = indent, len(words.split()) > 2
+            ends = _ANNOUNCES.search(words[-80:]) is not None
         if fence:
             fence = "" if words.startswith(fence) and not words.strip(fence[0]) else fence
         elif mark and not is_indented:
