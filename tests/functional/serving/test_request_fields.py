@@ -370,6 +370,7 @@ def test_an_empty_or_unknown_guide_is_refused(call, route, wanted):
     assert call.refused(route, structured_outputs=wanted)["param"] == "structured_outputs"
 
 
+FORMS = {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}}
 ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
 
 
@@ -389,12 +390,7 @@ ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "a
             "",
         ),
         (RESPONSE, {"top_k": "many"}, "top_k", ""),
-        (
-            RESPONSE,
-            {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
-            "text",
-            "text and structured_outputs.regex both say",
-        ),
+        (RESPONSE, FORMS, "text", "text and structured_outputs.regex both say"),
         (CHAT, {"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", ""),
         (CHAT, {"n": 99}, "n", "--max-requests=8"),
         (COMPLETION, {"stop": ["a", ""]}, "stop", "at least 1 character"),
@@ -408,7 +404,7 @@ ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "a
         (CHAT, {"tool_choice": "required"}, "tool_choice", ""),
         (CHAT, {"fallbacks": ["other"]}, "fallbacks", "leave it out"),
         (MESSAGE, {"instructions": "x"}, "instructions", "leave it out"),
-        (COMPLETION, {"cache_salt": "a\0b"}, "cache_salt", "is 'a\\x00b'; NUL"),
+        (COMPLETION, {"cache_salt": "a\0b"}, "cache_salt", "is 'a\\x00b': leave"),
         (CHAT, {"best_of": 3}, "best_of", ""),
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", ""),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", ""),
