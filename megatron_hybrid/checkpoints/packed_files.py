@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_hybrid.checkpoints.quantization_config import QUANT_FILE, Quantization
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError, TensorFiles
-from megatron_hybrid.ops.packed import format_of
+from megatron_hybrid.ops.packed import format_of, of_nibbles
 
 PARTS = ("codes", "scale", "outer", "zero")
 _COLUMNS = {torch.float8_e4m3fn: 16, torch.float8_e8m0fnu: 32}
@@ -335,7 +335,7 @@ def _zero_points(files: PackedFiles, name: str, bits: int, rows: int) -> PackedT
         words = _turned(stored)
         if bits == 8:
             return _int8_of_words(words).t()[:rows]
-        return (_nibbles(words.view(torch.uint8)).to(torch.int8) - 8).t()[:rows]
+        return (of_nibbles(words.view(torch.uint8)).to(torch.int8) - 8).t()[:rows]
 
     def encode(zero: Tensor) -> Tensor:
         columns = zero.t()
@@ -408,7 +408,7 @@ def _turned_words(files: PackedFiles, name: str) -> dict[str, PackedTensor]:
     less = _ONES if quantization.zeros_less_one else 0
 
     def rows_of(words: Tensor) -> Tensor:
-        nibbles = _nibbles(words.contiguous().view(torch.uint8))
+        nibbles = of_nibbles(words.contiguous().view(torch.uint8))
         return nibbles.unflatten(-1, (-1, 8))[..., places].flatten(-2)
 
     def words_of(rows: Tensor) -> Tensor:
@@ -417,7 +417,7 @@ def _turned_words(files: PackedFiles, name: str) -> dict[str, PackedTensor]:
     codes = (
         (
             lambda stored: in_bytes(_turned(rows_of(stored))),
-            lambda c: words_of(_turned(_nibbles(c))),
+            lambda c: words_of(_turned(of_nibbles(c))),
         )
         if is_awq
         else (
@@ -469,11 +469,6 @@ def _turned(tensor: Tensor) -> Tensor:
 def _dense(tensor: Tensor) -> Tensor:
     """A copy whose last stride is 1: a single row or column of others counts as contiguous."""
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _nibbles(codes: Tensor) -> Tensor:
-    """[.., n] bytes -> [.., 2n] codes of 4 bits, the lower half first."""
-    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
 
 
 def in_bytes(nibbles: Tensor) -> Tensor:

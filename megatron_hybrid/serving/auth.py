@@ -59,8 +59,7 @@ class Auth:
     def salt_of(self, key: str, salt: str | None) -> str:
         """The salt of cached prefixes: the request's, and one of its key if there are several."""
         if "\0" in (salt or ""):
-            text = f"cache_salt is {salt!r:.80}; NUL is for the engine: leave it out."
-            raise ApiError(400, text, "cache_salt")
+            raise ApiError(400, f"cache_salt is {salt!r:.80}: leave out its NUL", "cache_salt")
         return f"{self.tenant_of(key)}:{salt or ''}" if self.separates_keys else salt or ""
 
     @property

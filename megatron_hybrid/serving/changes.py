@@ -15,13 +15,10 @@ IMAGE_LEFT_OUT = "[An image was left out: this model reads texts alone.]"
 _MAX_HEADER = 2048
 _MAX_LINE = 200
 _BILLING = re.compile(r"x-anthropic-billing-header:\s*cc_\w+=", re.IGNORECASE)
-_NOW = {"current", "today", "local", "present", "utc"}
+_NOW = {"current", "today", "local", "present", "is"}
 _TIME = {"date", "time", "datetime", "timestamp"}
-_LABEL = re.compile(
-    rf"[\W_]*(?:(?:the|it|is|in|and|now|today's|{'|'.join(_NOW | _TIME)})(?![a-z])[\W_]*)*",
-    re.IGNORECASE,
-)
-"""What may stand before a time for it to be that of the request."""
+_SAYS = {*_NOW, *_TIME, "now", "the", "it", "in", "and", "s"}
+"""Words that may stand with a time for it to be that of the request."""
 _FENCE = re.compile(r"(`{3,})[^`]*|(~{3,}).*")
 _CLOCK = re.compile(r"(?<![\d:+-])\d{1,2}:\d{2}")
 """A time of day, not the end of another one or its distance from UTC."""
@@ -33,7 +30,7 @@ _ID = re.compile(
 _DATE = re.compile(r"\d{4}-\d\d-\d\dT?")
 _WORDS = re.compile(r"\w[\w/]*")
 _TIME_WORD = re.compile(
-    r"now|\d+(?:st|nd|rd|th|Z)?|\d+(?:/\d+)+|\d+T\d+|[TZ]|[AaPp][Mm]|[A-Z]{2,5}\d*|[A-Z][a-z]+/[A-Z][A-Za-z_/]+|at|on|of"
+    r"\d+(?:st|nd|rd|th|Z)?|\d+(?:/\d+)+|\d+T\d+|[TZ]|[AaPp][Mm]|[A-Z]{2,5}\d*|[A-Z][a-z]+/[A-Z][A-Za-z_/]+|at|on|of"
     r"|(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?"
     r"|(?:Jan|Feb|Mar|Apr|May|June?|July?|Aug|Sept?|Oct|Nov|Dec)[a-z]*"
 )
@@ -94,19 +91,22 @@ def _lines(text: str) -> Iterator[tuple[str, bool, bool]]:
     fences, or indented after a blank line), and whether it changes with each request."""
     lines = text.split("\n")
     kinds = [("", False), *map(_kind, lines), ("", False)]
-    fence, is_indented, is_announced, before, was_blank = "", False, False, "", True
+    fence, is_indented, is_announced, was_blank = "", False, False, True
+    last_indent, is_sentence, ends = 0, False, False  # of the last line with words
     for index, line in enumerate(lines):
         words = line.strip()
         mark = _FENCE.fullmatch(words)
         is_indented = line.startswith(("    ", "\t")) and (was_blank or is_indented)
-        is_deeper = line.find(words) > before.find(before.strip()) and len(before.split()) > 2
-        announces = is_deeper or _ANNOUNCES.search(before[-80:]) is not None
+        indent = len(line) - len(line.lstrip())
+        announces = ends or (is_sentence and indent > last_indent)
         is_announced = announces or (is_announced and not was_blank)
         (last, _), (kind, changes), (following, _) = kinds[index : index + 3]
         is_alone = kind not in (last, following) and not is_announced
         yield line, not (fence or mark or is_indented), changes and is_alone
         was_blank = not words
-        before = line if words else before
+        if words:
+            last_indent, is_sentence = indent, len(words.split()) > 2
+            ends = _ANNOUNCES.search(words[-80:]) is not None
         if fence:
             fence = "" if words.startswith(fence) and not words.strip(fence[0]) else fence
         elif mark and not is_indented:
@@ -121,17 +121,16 @@ def _kind(line: str) -> tuple[str, bool]:
     if _ID.fullmatch(line):
         return "id", True
     line = re.sub(r"</?\w+>", " ", _ZONE.sub("", line))
-    if not _is_time(re.sub(r"^\D*", "", line)):
+    value = re.sub(r"^\D*", "", line)
+    if len(_CLOCK.findall(value)) != 1 or not all(map(_is_of_time, _WORDS.findall(value))):
         return "", False
-    label = _LABEL.match(line)[0]
-    value = line[len(label) :]
-    words = set(re.findall("[a-z]+", label.lower()))
-    is_said = bool(words & _TIME and words & {*_NOW, "is"})
-    is_said = is_said or re.search(r"\bnow\b", line, re.IGNORECASE) is not None
+    words = _WORDS.findall(line)
+    said = {part for word in words for part in word.lower().split("_")} & _SAYS
+    is_now = "now" in said or (said & _NOW and (said & _TIME or re.search(r"\b\d{4}\b", line)))
     # The time of a plan has no seconds.
-    is_full = words <= _TIME and re.search(r":\d\d:\d\d" if words else _DATE, value) is not None
-    return "time", (is_said or is_full) and _is_time(value)
+    is_full = said <= _TIME and re.search(r":\d\d:\d\d" if said else _DATE, value)
+    return "time", bool(is_now or is_full) and all(map(_is_of_time, words))
 
 
-def _is_time(text: str) -> bool:
-    return len(_CLOCK.findall(text)) == 1 and all(map(_TIME_WORD.fullmatch, _WORDS.findall(text)))
+def _is_of_time(word: str) -> bool:
+    return bool(_TIME_WORD.fullmatch(word)) or _SAYS.issuperset(word.lower().split("_"))

@@ -54,9 +54,7 @@ class History:
             self.add(time.time(), stats, times)
             await asyncio.sleep(SECONDS)
 
-    def add(
-        self, now: float, stats: Mapping[str, float], times: Mapping[str, Sequence[Any]]
-    ) -> None:
+    def add(self, now: float, stats: Mapping[str, float], times: Mapping[str, Any]) -> None:
         """Take note of a sample.
 
         Args:

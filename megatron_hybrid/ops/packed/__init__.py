@@ -12,6 +12,7 @@ from megatron_hybrid.ops.dispatch import Op
 from megatron_hybrid.ops.packed import reference
 from megatron_hybrid.ops.packed.formats import Format as Format
 from megatron_hybrid.ops.packed.formats import format_of as format_of
+from megatron_hybrid.ops.packed.formats import of_nibbles as of_nibbles
 from megatron_hybrid.ops.packed.reference import unpack as unpack
 
 packed_linear = Op(

@@ -23,8 +23,8 @@ class Format:
     """Codes -> what they stand for before scaling, fp32, one number a code."""
 
 
-def _of_nibbles(codes: Tensor) -> Tensor:
-    """[..., n] bytes -> [..., 2n] codes of 4 bits."""
+def of_nibbles(codes: Tensor) -> Tensor:
+    """[..., n] bytes -> [..., 2n] codes of 4 bits, the lower half first."""
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
 
 
@@ -40,7 +40,7 @@ def _e4m3(codes: Tensor) -> Tensor:
 
 
 def _e2m1(codes: Tensor) -> Tensor:
-    codes = _of_nibbles(codes).to(torch.int16)
+    codes = of_nibbles(codes).to(torch.int16)
     bits = ((codes & 8) << 12) | ((codes & 7) << 9)
     return bits.view(torch.float16).float().mul_(2.0**14)
 
@@ -49,7 +49,7 @@ FP8 = Format("fp8", 8, _e4m3)
 """e4m3, without NaN: such codes are refused when weights are read. On a CPU torch's own conversion
 takes ten times as long."""
 INT8 = Format("int8", 8, lambda codes: codes.float())
-INT4 = Format("int4", 4, lambda codes: _of_nibbles(codes).float() - 8.0)
+INT4 = Format("int4", 4, lambda codes: of_nibbles(codes).float() - 8.0)
 """Codes are the numbers plus 8."""
 FP4 = Format("fp4", 4, _e2m1)
 """e2m1 (OCP Microscaling Formats 1.0, table 5), of NVFP4, with groups of 16 and scales in e4m3, and
