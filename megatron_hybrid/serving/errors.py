@@ -73,7 +73,6 @@ _API_NAMES = {
     "thinking_budget": "thinking_token_budget",
     "top_n_logprobs": "top_logprobs",
     "return_log_probs": "logprobs",
-    "salt": "cache_salt",
     "max_sequence_length": "--context",
     "cache_bytes": "--cache-mib",
     "max_requests": "--max-requests",
@@ -113,7 +112,7 @@ def refusal_of(error: Exception, names: Mapping[str, str] | None = None) -> ApiE
     given = str(error)
     param = code = None
     found = re.match(r"SamplingParams: (\w+)", given)
-    found = found or re.match(r"(n|salt|cache_breakpoints|priority)\b", given)
+    found = found or re.match(r"(n|cache_breakpoints|priority)\b", given)
     found = found or re.search(
         r"\b(logit_bias|allowed_token_ids|bad_words_ids|thinking_budget)\b", given
     )

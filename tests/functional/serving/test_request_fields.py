@@ -374,6 +374,7 @@ def test_an_empty_or_unknown_guide_is_refused(call, route, wanted):
 
 
 FORMS = {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}}
+NOT_HELD = {"type": "json_schema", "schema": {"not": {}}}
 ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
 
 
@@ -386,12 +387,7 @@ ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "a
         (CHAT, {"max_completion_tokens": 5000}, "max_completion_tokens", "--context=1024"),
         (RESPONSE, {"max_output_tokens": 5000}, "max_output_tokens", "5000 in the completion"),
         (RESPONSE, {"input": "long " * 2000}, "input", "--context"),
-        (
-            RESPONSE,
-            {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
-            "text",
-            "",
-        ),
+        (RESPONSE, {"text": {"format": NOT_HELD}}, "text", ""),
         (RESPONSE, {"top_k": "many"}, "top_k", ""),
         (RESPONSE, FORMS, "text", "text and structured_outputs.regex both say"),
         (CHAT, {"structured_outputs": {"regex": "(?=a)"}}, "structured_outputs", ""),
