@@ -403,16 +403,11 @@ ARRAY = {"type": "function", "function": {"name": "f", "parameters": {"type": "a
         (CHAT, {"tool_choice": "required"}, "tool_choice", ""),
         (CHAT, {"fallbacks": ["other"]}, "fallbacks", "leave it out"),
         (MESSAGE, {"instructions": "x"}, "instructions", "leave it out"),
-<<<<<<< HEAD
-        (COMPLETION, {"cache_salt": "a\0b"}, "cache_salt", "is 'a\\x00b'; NUL"),
+        (COMPLETION, {"cache_salt": "a\0b"}, "cache_salt", "is 'a\\x00b': leave"),
         (CHAT, {"best_of": 3}, "best_of", "use n"),
         (COMPLETION, {"guided_json": {}}, "guided_json", "use structured_outputs, with one of"),
         (COMPLETION, {"max_completion_tokens": 5}, "max_completion_tokens", "use max_tokens"),
         (RESPONSE, {"max_new_tokens": 5}, "max_new_tokens", "use max_output_tokens"),
-=======
-        (COMPLETION, {"cache_salt": "a\0b"}, "cache_salt", "is 'a\\x00b': leave"),
-        (CHAT, {"best_of": 3}, "best_of", ""),
->>>>>>> i68b
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", ""),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", ""),
     ],
