@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_hybrid.ops.ragged import ROW_ALIGNMENT
+
 
 def slot_linear(x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
     """Multiply each row by the matrix of its slot.
@@ -22,5 +24,7 @@ def slot_linear(x: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
     for slot in slots.unique().tolist():
         if slot >= 0:
             rows = torch.nonzero(slots == slot)[:, 0]
-            y.index_copy_(0, rows, F.linear(x.index_select(0, rows), weights[slot]))
+            # A product of so many rows gives each the bits that it has among any others.
+            own = F.pad(x.index_select(0, rows), (0, 0, 0, -len(rows) % ROW_ALIGNMENT))
+            y.index_copy_(0, rows, F.linear(own, weights[slot])[: len(rows)])
     return y

@@ -182,6 +182,12 @@ def packed(g, dtype):
     return [Case((x,), lambda x: ops.packed_linear(x, codes, scale), ROW_ALIGNMENT)]
 
 
+def slot_linear(g, dtype):
+    x, weights = randn(g, ROWS, 64, dtype=dtype), randn(g, 3, 48, 64, dtype=dtype)
+    slots = torch.arange(ROWS) % 4 - 1
+    return [Case((x, slots), lambda x, slots: ops.slot_linear(x, weights, slots))]
+
+
 def experts(g, dtype):
     E, hidden, inner = 4, 64, 48
     fc1, fc2 = randn(g, E, inner, hidden, dtype=dtype), randn(g, E, hidden, inner, dtype=dtype)
@@ -263,6 +269,7 @@ CASES = {
     "time_steps": steps_of_time,
     "packed_linear": packed,
     "expert_mlps": experts,
+    "slot_linear": slot_linear,
     "causal_conv1d": decodes(
         "causal_conv1d",
         lambda g: (randn(g, ROWS, 23), randn(g, 23, 4), randn(g, 23)),
