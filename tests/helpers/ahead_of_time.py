@@ -207,6 +207,7 @@ def compile_all(record: gpu_stub.Record, models: Iterable[str]) -> Iterator[Comp
                 config = cut_config(model, dtype)
                 _answer(config)
                 _norm_rows(config)
+                _adapter_rows(config)
             for kernel in list(record.kernels.values())[known:]:
                 yield Compiled(
                     model,
@@ -297,6 +298,18 @@ def _norm_rows(config: HybridConfig) -> None:
     for width in (2048, 4096, 16384):
         x_TC = torch.zeros(2, width, dtype=config.params_dtype)
         rms_norm_of_sum(x_TC, x_TC, torch.ones(width), config.layernorm_epsilon)
+
+
+def _adapter_rows(config: HybridConfig) -> None:
+    """Both products of an adapter of rank 16 in a projection of 4,096."""
+    import torch
+
+    from megatron_hybrid.ops import slot_linear
+
+    slots = torch.tensor([0, -1])
+    for out, width in ((16, 4096), (4096, 16)):
+        x_TC = torch.zeros(2, width, dtype=config.params_dtype)
+        slot_linear(x_TC, x_TC.new_zeros(2, out, width), slots)
 
 
 def _prefill(block_size: int, form: dict[str, float], D: int, P: int, dtype: str) -> None:
