@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -385,6 +385,11 @@ def update(optimizer: ChainedOptimizer) -> tuple[bool, float]:
     return True, norm
 
 
+_GROUP = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
+"""What tells core's groups of parameters apart, and what a recipe sets of them."""
+
+
 def fill_step_counts(state: dict[Any, Any], updates: int) -> None:
     """Give the loaded states of every Adam the number of updates. Core saves that of the optimizers
     of the first pipeline stage, where one of them, such as that of the experts, may be empty.
@@ -399,3 +404,21 @@ def fill_step_counts(state: dict[Any, Any], updates: int) -> None:
                 fill_step_counts(part, updates)
     elif any(isinstance(one, dict) and "exp_avg" in one for one in states.values()):
         states.setdefault("common_step", torch.tensor(float(updates)))
+
+
+def take_rates(state: dict[Any, Any], own: Sequence[Mapping[str, Any]]) -> None:
+    """Give the loaded groups of parameters the rates of the recipe, which may change them. Core
+    finds groups by their rates, too.
+
+    Args:
+        state: of `ChainedOptimizer.load_state_dict`.
+        own: the groups of the optimizers as the recipe has them.
+    """
+    for name, part in state.items():
+        if name == "param_groups":
+            for group in part:
+                same = (one for one in own if all(one.get(n) == group.get(n) for n in _GROUP))
+                given = next(same, {})
+                group.update((rate, given[rate]) for rate in _RATES if rate in given)
+        elif isinstance(part, dict):
+            take_rates(part, own)

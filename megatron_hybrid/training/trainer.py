@@ -54,6 +54,7 @@ from megatron_hybrid.training.optimizer import (
     build_schedule,
     describe_optimizers,
     fill_step_counts,
+    take_rates,
     update,
 )
 from megatron_hybrid.training.recipe import Recipe
@@ -535,10 +536,8 @@ class Trainer:
         self.progress = Progress(**state["progress"])
         self.measures.load_state(state["measures"])
         fill_step_counts(state["optimizer"], self.progress.step - self.progress.skipped_steps)
-        own = [{**group} for group in self.optimizer.param_groups]
+        take_rates(state["optimizer"], self.optimizer.param_groups)
         self.optimizer.load_state_dict(state["optimizer"])
-        for group, given in zip(self.optimizer.param_groups, own):  # the recipe may change rates
-            group.update((name, given[name]) for name in given.keys() - {"params", "step"})
         self.schedule.num_steps = self.progress.step
         self.schedule.step(0)
         if same_ranks:

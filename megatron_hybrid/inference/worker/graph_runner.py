@@ -329,7 +329,7 @@ def _no_open_capture(device: torch.device, pool: Any) -> Iterator[None]:
     try:
         yield
     except RuntimeError:
-        with suppress(RuntimeError, AttributeError):
+        with suppress(RuntimeError, AttributeError, TypeError):
             torch._C._cuda_endAllocateToPool(device.index or 0, pool)
         raise
 
