@@ -197,25 +197,20 @@ class HybridWorker:
                 mode = json.dumps(options.dyn_default_thinking_mode)
                 model.set_engine_specific("default_thinking_mode", mode)
             name = service.config.model_name
-            serving = asyncio.ensure_future(
-                endpoint.serve_endpoint(
-                    self.generate,
-                    graceful_shutdown=True,
-                    metrics_labels=[("model", name), ("model_name", name)],
-                )
-            )
             place = _Place(endpoint, await endpoint.client(), name, str(folder))
             closing.callback(place.close)
 
-            async def register() -> None:
+            async def await_name() -> None:
                 await asyncio.sleep(_SETTLE_SECONDS)
                 if others := place.other_weights:
                     text = "%s has other weights: end %s, or give another --served-model-name"
                     logger.error(text, name, others)
-                while place.other_weights:
+                while place.other_weights and not service.admission.is_draining:
                     await asyncio.sleep(_DISCOVERY_SECONDS)
-                    if service.admission.is_draining:
-                        return
+
+            async def register() -> None:
+                if service.admission.is_draining:
+                    return
                 if publisher is not None:
                     await self._end_relay()  # the router has forgotten it
                     self._relay = KvEventPublisher(
@@ -240,9 +235,19 @@ class HybridWorker:
                     publisher.repeat()
 
             async def register_anew() -> None:
+                await await_name()
                 await endpoint.register_endpoint_instance()
                 await register()
 
+            # First: frontends count an instance, and send it nothing before its model is there.
+            await await_name()
+            serving = asyncio.ensure_future(
+                endpoint.serve_endpoint(
+                    self.generate,
+                    graceful_shutdown=True,
+                    metrics_labels=[("model", name), ("model_name", name)],
+                )
+            )
             await register()
             staying = asyncio.create_task(self._stay_in_discovery(place, register_anew))
             closing.callback(staying.cancel)
