@@ -83,16 +83,19 @@ def add_adapters(model: HybridModel, fields: LoraFields) -> list[str]:
             adapted.
     """
     fields.check()
-    parts = _chosen_parts(model, fields)
-    _adapt(model, fields, parts)
+    projections = _adaptable(model)
+    parts = _chosen_parts(model, fields, projections)
+    _adapt(model, fields, projections, parts)
     return sorted(parts)
 
 
 def _adapt(
-    model: HybridModel, fields: LoraFields, parts: Mapping[str, list[LowRankPart]]
-) -> dict[str, nn.Module]:
-    """Add adapters of these parts, by the canonical names of their projections. Returns these."""
-    projections = _adaptable(model)
+    model: HybridModel,
+    fields: LoraFields,
+    projections: Mapping[str, nn.Module],
+    parts: Mapping[str, list[LowRankPart]],
+) -> None:
+    """Add adapters of these parts, by the canonical names of their projections."""
     scale = fields.file_fields().scale()
     model.requires_grad_(False)
     for name, own in parts.items():
@@ -101,7 +104,6 @@ def _adapt(
         projection.lora = adapter.train(model.training)
         projection.lora_hook = projection.register_forward_hook(_add_to_output)
     model.lora_fields = fields
-    return {name: projections[name] for name in parts}
 
 
 def _adaptable(model: HybridModel) -> dict[str, nn.Module]:
@@ -215,9 +217,11 @@ def load_adapters(model: HybridModel, folder: str | os.PathLike) -> None:
     names = read.targets or (ALL,)
     fields = LoraFields(read.rank, read.alpha, read.use_rslora, read.dropout, names)
     own = {name: whole[name].parts for name in projections if name in whole}
+    _adapt(model, fields, projections, own)
     with torch.no_grad():
-        for name, projection in _adapt(model, fields, own).items():
-            for to, tensor in zip(projection.lora.parameters(), (whole[name].a, whole[name].b)):
+        for name in own:
+            parameters = projections[name].lora.parameters()
+            for to, tensor in zip(parameters, (whole[name].a, whole[name].b)):
                 to.copy_(own_piece(tensor, to, model.pg_collection))
 
 
@@ -256,10 +260,11 @@ def _parameters(adapted: dict[str, nn.Module]) -> dict[str, nn.Parameter]:
     }
 
 
-def _chosen_parts(model: HybridModel, fields: LoraFields) -> dict[str, list[LowRankPart]]:
+def _chosen_parts(
+    model: HybridModel, fields: LoraFields, projections: Mapping[str, nn.Module]
+) -> dict[str, list[LowRankPart]]:
     """The parts of projections of this stage that `fields` names. All stages together must have
     something for each target."""
-    projections = _adaptable(model)
     targets = list(fields.targets)
     found, chosen, ends = set(), {}, set()
     for name, split in splits(model.config, projections).items():

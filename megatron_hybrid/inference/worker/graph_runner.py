@@ -139,9 +139,9 @@ class GraphRunner:
         self._context.forget_layouts()
         self._pool, self._logits, self._read = None, None, []
 
-    @property
     def hold(self) -> bool:
-        """Whether all ranks have graphs that read the model as it is, whatever its weights are."""
+        """Return whether all ranks have graphs that read the model as it is, whatever its weights
+        are. All ranks call it."""
         return not any(self._ranks.maximum([self._read != self._what_is_read()]))
 
     def _what_is_read(self) -> list[int]:

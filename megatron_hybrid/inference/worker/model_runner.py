@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -99,7 +99,7 @@ class ModelRunner:
     def drop_old_weights(self) -> None:
         """Drop what was worked out from weights that have changed. Graphs stay if the new ones lie
         where the old ones lay; else they are captured again."""
-        if self.graphs is not None and self.graphs.hold:
+        if self.graphs is not None and self.graphs.hold():
             work_out_again(self._derived)
             return
         self.drop_graphs()
@@ -114,12 +114,9 @@ class ModelRunner:
     @contextmanager
     def _computing(self) -> Iterator[None]:
         """Context of a forward pass."""
-        with keep_derived(self._derived):
-            if self._adapters is None:
-                yield
-            else:
-                with self._adapters.of_rows(self.context):
-                    yield
+        adapters = nullcontext() if self._adapters is None else self._adapters.of_rows(self.context)
+        with keep_derived(self._derived), adapters:
+            yield
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:

@@ -63,12 +63,18 @@ async def test_abort_ends_requests_with_what_they_have():
         assert not await engine.is_paused()
 
 
+async def begun_pause(engine) -> asyncio.Task:
+    """A wait for a pause that holds requests back."""
+    pause = asyncio.create_task(engine.pause_generation("wait"))
+    while not await engine.is_paused():
+        await asyncio.sleep(0)
+    return pause
+
+
 @in_loop
 async def test_wait_lets_requests_end_and_others_wait():
     async with running() as (engine, stream, _, task):
-        pause = asyncio.create_task(engine.pause_generation("wait"))
-        while not await engine.is_paused():
-            await asyncio.sleep(0)
+        pause = await begun_pause(engine)
         late = asyncio.create_task(engine.generate(PROMPT, greedy(4)))
         assert (await rest_of(stream))[-1].finish_reason == "length"
         assert len((await task).token_ids) == LONG
@@ -81,9 +87,7 @@ async def test_wait_lets_requests_end_and_others_wait():
 @in_loop
 async def test_a_wait_for_a_pause_that_was_ended_raises():
     async with running() as (engine, stream, _, task):
-        pause = asyncio.create_task(engine.pause_generation("wait"))
-        while not await engine.is_paused():
-            await asyncio.sleep(0)
+        pause = await begun_pause(engine)
         await engine.resume_generation()
         with pytest.raises(RuntimeError, match="has ended this pause"):
             await pause
