@@ -60,12 +60,18 @@ class AdapterBank:
             if not is_of_prediction(name):
                 own = _AdapterSlots(projection, config.max_adapters, config.max_adapter_rank)
                 self._slots[name] = own
+                own.before = projection.__dict__.get("forward")
                 projection.forward = partial(self._forward, projection.forward, own)
 
     def close(self) -> None:
-        """Let the model compute as it did before."""
+        """Let the model compute as it did before. Where another engine has been put over this one,
+        what is left of it adds nothing."""
         for own in self._slots.values():
-            own.projection.__dict__.pop("forward", None)
+            forward = own.projection.__dict__.get("forward")
+            if isinstance(forward, partial) and own in forward.args:
+                del own.projection.forward
+                if own.before is not None:
+                    own.projection.forward = own.before
         self._slots, self.loaded = {}, {}
 
     def _forward(
@@ -162,6 +168,7 @@ class _AdapterSlots:
 
     def __init__(self, projection: nn.Module, num_slots: int, rank: int):
         self.projection = projection
+        self.before: Callable[..., Any] | None = None  # its own `forward`, if it had one
         out, width = projection.weight.shape
         like = {"dtype": projection.weight.dtype, "device": projection.weight.device}
         self._a = torch.zeros(num_slots, rank, width, **like)

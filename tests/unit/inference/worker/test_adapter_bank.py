@@ -99,6 +99,17 @@ def test_a_closed_engine_leaves_the_model_as_it_was(folder):
     assert torch.equal(model(torch.tensor([PROMPTS[0]])), before)
 
 
+def test_an_engine_that_closes_leaves_the_adapters_of_another(folder, expected):
+    model, config = base(), InferenceConfig(cache_bytes=4 << 20, max_adapters=1)
+    first, second = (DynamicInferenceEngine(model, None, config) for _ in range(2))
+    second.adapters.load("a", folder / "a")
+    first.close()
+    (answer,) = second.generate(PROMPTS[0], PARAMS, RequestOptions(adapter="a"))
+    assert answer.token_ids == expected["a"][0].token_ids
+    second.close()
+    assert torch.equal(model(torch.tensor([PROMPTS[0]])), base()(torch.tensor([PROMPTS[0]])))
+
+
 def test_prefixes_belong_to_the_values_of_an_adapter_and_not_to_its_name(folder, expected):
     def skipped(name):
         options = RequestOptions(adapter=name)
