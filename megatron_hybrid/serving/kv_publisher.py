@@ -22,7 +22,7 @@ import zmq
 from megatron_hybrid.serving.kv_events import BlockEvents, Event
 
 logger = logging.getLogger(__name__)
-KEPT_BATCHES = 10_000
+KEPT_BATCHES = 10_000  # the last ones, for replays
 _MOST_UNSENT = 100_000  # messages for a reader that lags; it misses the next ones
 _TICK_SECONDS = 0.05  # between looks at the replay socket, while nothing happens
 _MOST_REQUEST_BYTES = 64
@@ -37,26 +37,15 @@ class KvPublisher:
         endpoint: to listen on, such as "tcp://127.0.0.1:5557"; "tcp://127.0.0.1:*": any free port.
         replay_endpoint: for replays, likewise; "": none.
         topic: of all messages.
-        kept_batches: the last ones, for replays.
 
     Raises:
-        ValueError, OSError: an endpoint is none, or is in use; the message names it.
+        OSError: an endpoint is none, or is in use; the message names it.
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        replay_endpoint: str = "",
-        topic: str = "",
-        kept_batches: int = KEPT_BATCHES,
-    ):
-        if not endpoint:
-            raise ValueError(
-                "--kv-events-replay-endpoint and --kv-events-topic need --kv-events-endpoint"
-            )
+    def __init__(self, endpoint: str, replay_endpoint: str = "", topic: str = ""):
         self._context = zmq.Context()
         self._topic = topic.encode()
-        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=kept_batches)
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=KEPT_BATCHES)
         self._next = time.time_ns() // 1000
         self._events: BlockEvents | None = None
         self._repeats = threading.Event()
@@ -73,7 +62,7 @@ class KvPublisher:
                 self._replay = self._context.socket(zmq.ROUTER)
                 # Beyond that, a router drops messages; up to half of it may be read, and not known
                 # to be.
-                self._replay.set_hwm(4 * (kept_batches + 1))
+                self._replay.set_hwm(4 * (KEPT_BATCHES + 1))
                 self._replay.maxmsgsize = _MOST_REQUEST_BYTES
                 name = "--kv-events-replay-endpoint"
                 self.replay_endpoint = _bind(self._replay, replay_endpoint, name)
