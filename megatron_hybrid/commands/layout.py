@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from megatron_hybrid.commands.arguments import whole_number
 from megatron_hybrid.utils.child_lifetime import EndSignal
@@ -36,8 +37,8 @@ def sizes_of(options: argparse.Namespace) -> dict[str, int]:
 def run_on_ranks(
     options: argparse.Namespace,
     program: Sequence[str],
-    check: Callable[[], None],
-    run_rank: Callable[[int | None], None],
+    first: Callable[[], AbstractContextManager[Callable[[], None]]],
+    follow: Callable[[], None],
     end: EndSignal,
 ) -> int:
     """Start the ranks of a layout, or be one of them. Returns the exit status: 0 after a SIGTERM,
@@ -46,8 +47,9 @@ def run_on_ranks(
     Args:
         options: of `add_engine` and `add_layout`.
         program: after `python`, without the `options.arguments` that it is started with.
-        check: raises before ranks are started what each of them would raise.
-        run_rank: takes the rank; None: there is one.
+        first: context of the first rank, with the addresses that it needs; it yields what runs
+            there. It is tried before ranks are started.
+        follow: what runs on the others.
         end: SIGTERM, which is taken since the command began.
 
     Raises:
@@ -59,17 +61,24 @@ def run_on_ranks(
 
         num_ranks = check_layout(options.model, sizes, options.device)
         if job_size() is None and num_ranks > 1:
-            check()
+            with first():
+                pass
             end.hold()  # it is passed on to the ranks
             return launch([*program, *options.arguments], num_ranks)
         rank = take_rank(num_ranks, options.device)
     from megatron_hybrid.distributed.ranks import RankError
     from megatron_hybrid.distributed.watchdog import RankFailedError
+    from megatron_hybrid.serving.run import log_lines
     from megatron_hybrid.utils.child_lifetime import ends_with_launcher
 
     try:
         with ends_with_launcher():
-            run_rank(rank)
+            log_lines(rank)
+            if rank:
+                follow()
+            else:
+                with first() as serve:
+                    serve()
     except (RankError, RankFailedError) as error:
         if end.was_sent and not end.serves:
             return 0

@@ -2,8 +2,8 @@
 
 import argparse
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ def _parsers(parsers: Iterable[str]) -> dict[str, Any]:
 
 _FLAG: dict[str, Any] = {"action": "store_true"}
 _MANY: dict[str, Any] = {"action": "append", "default": []}
-_SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "root_path": ("--root-path", {"metavar": "PATH"}),
     "cors_origins": ("--cors-origin", {**_MANY, "metavar": "ORIGIN"}),
     "allowed_hosts": ("--allowed-host", {**_MANY, "metavar": "NAME"}),
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_served_engine(parser)
     add_chat_template(parser)
-    for field, (option, given) in _SETTINGS.items():
+    for field, (option, given) in SETTINGS.items():
         add_field(parser, option, SERVER, field, dest=field, **given)
     parser.add_argument(
         "--kv-events-endpoint",
@@ -130,6 +130,10 @@ def _kv_publisher(options: argparse.Namespace) -> "AbstractContextManager[KvPubl
         options.kv_events_endpoint or options.kv_events_replay_endpoint or options.kv_events_topic
     ):
         return nullcontext()
+    if not options.kv_events_endpoint:
+        raise ValueError(
+            "--kv-events-replay-endpoint and --kv-events-topic need --kv-events-endpoint"
+        )
     try:
         from megatron_hybrid.serving.kv_publisher import KvPublisher
     except ImportError as error:
@@ -140,7 +144,7 @@ def _kv_publisher(options: argparse.Namespace) -> "AbstractContextManager[KvPubl
 
     check_mode(options.mode)  # fail now, not after the model is loaded
     return KvPublisher(
-        options.kv_events_endpoint or "",
+        options.kv_events_endpoint,
         options.kv_events_replay_endpoint or "",
         options.kv_events_topic,
     )
@@ -169,17 +173,17 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace, end: EndSignal) -> int:
     try:
-        from megatron_hybrid.serving.run import Address, follow, log_lines, run, serve
+        from megatron_hybrid.serving import run as server
     except ImportError as error:
         raise ImportError(f"{error}: serving needs pip install 'megatron_hybrid[serve]'") from error
     from megatron_hybrid.checkpoints.adapter_files import read_adapter_fields
     from megatron_hybrid.serving.config import ServingConfig
 
-    address = Address(
+    address = server.Address(
         options.host, options.port, options.uds, options.ssl_certfile, options.ssl_keyfile
     )
     config = served_config(options)
-    given = {field: getattr(options, field) for field in _SETTINGS}
+    given = {field: getattr(options, field) for field in SETTINGS}
     given |= {
         "model_name": options.model_name or Path(options.model).name,
         "description": _DEMO_NOTE if options.model == "demo" else "",
@@ -196,20 +200,19 @@ def _run(options: argparse.Namespace, end: EndSignal) -> int:
     for each in serving.adapters:  # fail now, not after the model is loaded
         read_adapter_fields(Path(each.partition("=")[2]))
 
-    def run_rank(rank: int | None) -> None:
-        log_lines(rank)
-        if rank:
-            follow(*load_for_chats(options, **sizes_of(options)), config, serving, end)
-            return
+    def loaded() -> tuple:
+        return *load_for_chats(options, **sizes_of(options)), config, serving
+
+    @contextmanager
+    def first() -> Iterator[Callable[[], None]]:
         bound = address.bind()  # fail now, not after the model is loaded
-        with _kv_publisher(options) as publisher:
-            loaded = load_for_chats(options, **sizes_of(options))
-            run(serve(*loaded, config, serving, address, bound, publisher, end))
+        with bound or nullcontext(), _kv_publisher(options) as publisher:
 
-    def check() -> None:
-        if (bound := address.bind()) is not None:  # the first rank binds it anew
-            bound.close()
-        with _kv_publisher(options):
-            pass
+            def serve() -> None:
+                running = server.running_service(*loaded(), publisher, end)
+                server.run(server.serve(running, address, bound, end))
 
-    return run_on_ranks(options, ["-m", "megatron_hybrid", "serve"], check, run_rank, end)
+            yield serve
+
+    program = ["-m", "megatron_hybrid", "serve"]
+    return run_on_ranks(options, program, first, lambda: server.follow(*loaded(), end), end)

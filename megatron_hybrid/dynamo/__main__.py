@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import logging
+import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ try:
         WorkerMetricsPublisher,
         WorkerType,
         register_model,
+        unregister_model,
     )
     from dynamo.llm.exceptions import Cancelled, EngineShutdown, InvalidArgument, Unknown
     from dynamo.runtime.logging import configure_dynamo_logging
@@ -52,27 +53,28 @@ from megatron_hybrid.checkpoints.pretrained import model_folder
 from megatron_hybrid.cli import reported
 from megatron_hybrid.commands.arguments import (
     PYTHON_NAMES,
+    SERVER,
     CommandParser,
     add_engine,
+    add_field,
     add_served_engine,
     load_for_chats,
+    read_text,
     served_config,
 )
 from megatron_hybrid.commands.layout import add_layout, run_on_ranks, sizes_of
-from megatron_hybrid.distributed.watchdog import RankFailedError
+from megatron_hybrid.commands.serve import SETTINGS
 from megatron_hybrid.dynamo.model_card import card_folder
 from megatron_hybrid.dynamo.requests import Chunks, Json, read_request
-from megatron_hybrid.inference.async_engine import AsyncEngine
-from megatron_hybrid.inference.config import InferenceConfig
+from megatron_hybrid.models.hybrid_model import HybridModel
 from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.end_steps import STEP_SECONDS, run_steps
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.idle_memory import trim_when_idle
 from megatron_hybrid.serving.json_response import to_cpu_thread
-from megatron_hybrid.serving.kv_events import BlockEvents
 from megatron_hybrid.serving.parsers import shown_tool_parser
 from megatron_hybrid.serving.request_mapping import request_options
-from megatron_hybrid.serving.run import follow, log_lines, run
+from megatron_hybrid.serving.run import follow, freeze_objects, run, running_service
 from megatron_hybrid.serving.service import Service
 from megatron_hybrid.serving.shutdown import Shutdown
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -86,14 +88,16 @@ _PARSER_NAMES = {"openai": "harmony", "deepseek_v31": "deepseek_v3_1"}
 """Names of Dynamo's parsers of calls, where they differ from ours."""
 _WATCH_SECONDS = 0.2
 _LOAD_SECONDS = 0.5
-"""Seconds between messages about the load, while requests run."""
 _SCRAPE_SECONDS = 5.0
 _DISCOVERY_SECONDS = 2.0
 """Seconds between two looks whether discovery has this worker."""
 _MOST_REGISTRATIONS = 10
 """Registrations in a row that discovery does not show; then the worker ends."""
 _SETTLE_SECONDS = 1.0
-"""Seconds for a relay to connect to the publisher of KV events, and for cards to come."""
+"""Seconds for a relay to connect to the publisher of KV events, and for cards to come. A worker
+waits for up to three times as long before it registers: two that wait are seldom as fast."""
+_SERVING_FIELDS = ("max_waiting", "model_name", "drain_seconds")
+"""Fields of ServingConfig that a worker has options for, those of `serve`."""
 
 
 class HybridWorker:
@@ -101,21 +105,14 @@ class HybridWorker:
     used: that ends an answer with its first sample.
 
     Args:
-        engine, tokenizer, engine_config: as for `Service`.
-        config: limits, and how the model's answers are read.
+        service: of the engine.
     """
 
-    def __init__(
-        self,
-        engine: AsyncEngine,
-        tokenizer: Tokenizer,
-        engine_config: InferenceConfig,
-        config: ServingConfig,
-    ):
-        self.service = Service(engine, tokenizer, engine_config, config)
-        self._style = config.style_of(tokenizer.template_source(()))
+    def __init__(self, service: Service):
+        self.service = service
+        self._style = service.config.style_of(service.tokenizer.template_source(()))
         self._relay: KvEventPublisher | None = None
-        self.is_lost = False  # whether it ends because discovery does not take it back
+        self._is_lost = False  # whether it ends because discovery does not take it back
 
     async def serve(
         self,
@@ -131,6 +128,9 @@ class HybridWorker:
             folder: with config.json and the tokenizer, for the frontend.
             publisher: of KV events, which Dynamo reads; None: no events are published.
             signals: of this process.
+
+        Raises:
+            OSError: discovery has lost this worker, and does not take it back.
         """
         runtime, _ = create_runtime(
             options.discovery_backend,
@@ -138,14 +138,14 @@ class HybridWorker:
             options.event_plane,
             response_plane=options.response_plane,
         )
-        place = options.endpoint and parse_endpoint(options.endpoint)
-        endpoint = runtime.endpoint(".".join(place or (options.namespace, *_PLACE)))
+        endpoint = runtime.endpoint(options.endpoint)
         ended = asyncio.Event()
         shutdown = Shutdown(
             self.service,
             signals,
             ended.set,
             first=[
+                ("no longer being ready", partial(runtime.set_health_status, False), STEP_SECONDS),
                 ("leaving discovery", endpoint.unregister_endpoint_instance, STEP_SECONDS),
                 ("the wait for frontends", self._until_all_know, get_grace_period_seconds() + 1),
             ],
@@ -154,14 +154,21 @@ class HybridWorker:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, shutdown.take_signal)
         self._shutdown, self._set_ready = shutdown, runtime.set_health_status
+        runtime.register_engine_route("live", self._live)
+        if signals.was_sent:  # in the meantime
+            return
         serving = asyncio.create_task(self._serve(endpoint, options, folder, publisher))
         ending = asyncio.create_task(ended.wait())
         await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
-        ending.cancel()
-        if ended.is_set():  # whatever becomes of it
+        if shutdown.has_begun:  # whatever becomes of it
+            await ending
             await run_steps(("the end of the endpoint", lambda: serving, STEP_SECONDS))
         else:
+            ending.cancel()
             await serving
+        if self._is_lost:
+            text = "discovery does not take this worker back: start it again; and frontends, too, "
+            raise OSError(text + "if the folder of discovery (DYN_FILE_KV) was removed")
 
     async def _serve(
         self,
@@ -179,8 +186,8 @@ class HybridWorker:
             loads = WorkerMetricsPublisher()
             await loads.create_endpoint(endpoint)
             endpoint.metrics.register_prometheus_expfmt_callback(partial(self._metrics, loop))
-            idle = trim_when_idle(service.admission)
-            for job in (idle, self._tell_load(loads), self._watch()):
+            jobs = trim_when_idle(service.admission), service.admission.watch()
+            for job in (*jobs, self._tell_load(loads), self._watch()):
                 closing.callback(asyncio.create_task(job).cancel)
             model = ModelRuntimeConfig()
             model.context_length = config.max_sequence_length
@@ -200,17 +207,25 @@ class HybridWorker:
             place = _Place(endpoint, await endpoint.client(), name, str(folder))
             closing.callback(place.close)
 
-            async def await_name() -> None:
-                await asyncio.sleep(_SETTLE_SECONDS)
+            serving: asyncio.Future[None] | None = None
+
+            async def register() -> None:
+                nonlocal serving
+                await asyncio.sleep(_SETTLE_SECONDS * random.uniform(1, 3))
                 if others := place.other_weights:
                     text = "%s has other weights: end %s, or give another --served-model-name"
                     logger.error(text, name, others)
-                while place.other_weights and not service.admission.is_draining:
+                while place.other_weights and not self._shutdown.has_begun:
                     await asyncio.sleep(_DISCOVERY_SECONDS)
-
-            async def register() -> None:
-                if service.admission.is_draining:
+                if self._shutdown.has_begun:
                     return
+                # Now: frontends count an instance, and send it nothing before its model is there.
+                if serving is None:
+                    labels = [("model", name), ("model_name", name)]
+                    offered = endpoint.serve_endpoint(self.generate, metrics_labels=labels)
+                    serving = asyncio.ensure_future(offered)
+                else:
+                    await endpoint.register_endpoint_instance()
                 if publisher is not None:
                     await self._end_relay()  # the router has forgotten it
                     self._relay = KvEventPublisher(
@@ -230,29 +245,18 @@ class HybridWorker:
                     runtime_config=model,
                     custom_template_path=options.custom_jinja_template,
                 )
+                await asyncio.sleep(_SETTLE_SECONDS)
+                if place.other_weights:  # they came at the same time: both leave, and come again
+                    await unregister_model(endpoint)
+                    await endpoint.unregister_endpoint_instance()
+                    return
+                logger.info("%s is served as %s", name, endpoint)
                 if publisher is not None:
-                    await asyncio.sleep(_SETTLE_SECONDS)
                     publisher.repeat()
 
-            async def register_anew() -> None:
-                await await_name()
-                await endpoint.register_endpoint_instance()
-                await register()
-
-            # First: frontends count an instance, and send it nothing before its model is there.
-            await await_name()
-            serving = asyncio.ensure_future(
-                endpoint.serve_endpoint(
-                    self.generate,
-                    graceful_shutdown=True,
-                    metrics_labels=[("model", name), ("model_name", name)],
-                )
-            )
             await register()
-            staying = asyncio.create_task(self._stay_in_discovery(place, register_anew))
-            closing.callback(staying.cancel)
-            logger.info("%s is served as %s", name, endpoint)
-            await serving
+            if serving is not None:
+                await asyncio.gather(serving, self._stay_in_discovery(place, register))
 
     def _tool_parser(self, options: DynamoRuntimeConfig) -> str | None:
         """Name of Dynamo's parser of calls: the one that was asked for, or that the template
@@ -309,6 +313,7 @@ class HybridWorker:
             (stream,) = service.streams([asked.fields.prompt], asked.params, options)
             chunks = Chunks(asked, service.tokenizer)
             async with stream:
+                await service.wait_for_first_output(ticket, [stream])
                 async for outputs in service.outputs(ticket, stream):
                     for output in outputs:
                         put(chunks.of(output))
@@ -316,12 +321,18 @@ class HybridWorker:
     def _told(self, error: ApiError) -> Exception:
         """An error as Dynamo knows it. After one that tells of the worker's end, the frontend goes
         on with another worker."""
-        ends = self.service.engine.rank_failure is not None or self.service.admission.is_draining
+        ends = self.service.engine.rank_failure is not None or self._shutdown.has_begun
         if ends and error.status in (499, 503):
             return EngineShutdown(str(error))
         return (InvalidArgument if error.status == 400 else Unknown)(str(error))
 
     # What operators and the router are told ------------------------------------------------------
+
+    async def _live(self, body: Json) -> Json:
+        """Answer /engine/live. Raises when no step goes on; a failed rank ends the worker."""
+        if (stall := self.service.admission.stall) is not None:
+            raise RuntimeError(stall)
+        return {"status": "live"}
 
     def _metrics(self, loop: asyncio.AbstractEventLoop) -> str:
         """Return the text of /metrics; it is made in another thread."""
@@ -329,14 +340,10 @@ class HybridWorker:
         return asked.result(_SCRAPE_SECONDS)
 
     async def _tell_load(self, loads: WorkerMetricsPublisher) -> None:
-        """Tell the router how many blocks running requests have, while there are some."""
-        was_busy = True
+        """Tell the router again and again how many blocks running requests have."""
         while True:
-            is_busy = self.service.admission.load > 0
-            if is_busy or was_busy:
-                stats = await self.service.engine.stats()
-                loads.publish(0, kv_used_blocks=stats["kv_blocks_in_use"])
-                was_busy = is_busy
+            stats = await self.service.engine.stats()
+            loads.publish(0, kv_used_blocks=stats["kv_blocks_in_use"])
             await asyncio.sleep(_LOAD_SECONDS)
 
     async def _stay_in_discovery(
@@ -347,7 +354,7 @@ class HybridWorker:
         num_tries = 0
         while num_tries <= _MOST_REGISTRATIONS:
             await asyncio.sleep(_DISCOVERY_SECONDS)
-            if self.service.admission.is_draining:
+            if self._shutdown.has_begun:
                 return
             is_there = place.has_me
             self._set_ready(is_there and self.service.admission.stall is None)
@@ -355,7 +362,7 @@ class HybridWorker:
             if not is_there:
                 logger.warning("discovery has lost this worker: it registers anew")
                 await run_steps(("registering anew", register, STEP_SECONDS))
-        self.is_lost = True
+        self._is_lost = True
         self._shutdown.begin()
 
     async def _end_relay(self) -> None:
@@ -402,8 +409,8 @@ class _Place:
 # The program ------------------------------------------------------------------------------------
 
 
-def read_options(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line, ours and those of all of Dynamo's workers."""
+def command_parser() -> CommandParser:
+    """The parser of the options, ours and those of all of Dynamo's workers."""
     parser = CommandParser("", "Serve a model as a worker of NVIDIA Dynamo.")
     parser.prog = f"python {' '.join(PROGRAM)}"
     parser.epilog = (
@@ -413,18 +420,9 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     add_engine(parser)
     add_layout(parser)
     add_served_engine(parser)
-    parser.add_argument(
-        "--max-waiting",
-        type=int,
-        default=256,
-        metavar="N",
-        help="Let at most N requests wait in addition to those that run.",
-    )
-    parser.add_argument(
-        "--served-model-name",
-        metavar="NAME",
-        help="Offer the model under this name. The default is the name of its folder.",
-    )
+    for field in _SERVING_FIELDS:
+        option, given = SETTINGS[field]
+        add_field(parser, option, SERVER, field, dest=field, **given)
     parser.add_argument(
         "--no-kv-events",
         action="store_false",
@@ -438,84 +436,53 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="ENDPOINT",
         help="Publish KV events at this endpoint, to Dynamo and other readers. * is any free port.",
     )
-    parser.add_argument(
-        "--shutdown-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="Give running requests this much time to end after SIGTERM. After that the frontend "
-        "continues them on other workers, up to --migration-limit.",
-    )
     DynamoRuntimeArgGroup().add_arguments(parser)
-    options = parser.read(arguments)
-    options.chat_template = options.custom_jinja_template
-    return options
+    return parser
 
 
-def _publisher(options: argparse.Namespace) -> AbstractContextManager[KvPublisher | None]:
-    if not options.kv_events or options.mode != "restore":  # else nothing can be resumed
-        return nullcontext()
-    return KvPublisher(options.kv_events_endpoint)
-
-
-def _serving_config(options: argparse.Namespace) -> ServingConfig:
-    return ServingConfig(
-        options.served_model_name or Path(options.model).name,
-        max_waiting=options.max_waiting,
-        drain_seconds=options.shutdown_timeout,
-    )
-
-
-async def _work(options: argparse.Namespace, publisher: KvPublisher | None, end: EndSignal) -> None:
-    configure_dynamo_logging()
-    model, tokenizer = load_for_chats(options, **sizes_of(options))
-    config = served_config(options)
+def _run(options: argparse.Namespace, end: EndSignal) -> int:
+    # What is wrong is told now, not after the model is loaded.
     given = DynamoRuntimeConfig.from_cli_args(options)
     given.validate()
-    folder = model_folder(options.model).resolve()
-    dtype = str(model.config.params_dtype)
-    folder = card_folder(folder, tokenizer, config.max_sequence_length, dtype)
-    end.hold()
-    engine = AsyncEngine(model, tokenizer, config)
-    end.serves = True
-    worker = HybridWorker(engine, tokenizer, config, _serving_config(options))
-    del model
-    try:
-        if publisher is not None:
-            publisher.begin(await engine.watch_cache(BlockEvents))
-        # What is here stays: each full collection of it would stop all threads for long.
-        gc.collect()
-        gc.freeze()
-        if not end.was_sent:
-            await worker.serve(given, folder, publisher, end)
-        if engine.rank_failure is not None:
-            raise RankFailedError(f"the worker has ended, as {engine.rank_failure}")
-        if worker.is_lost:
-            text = "discovery does not take this worker back: start it again; and frontends, too, "
-            raise OSError(text + "if the folder of discovery (DYN_FILE_KV) was removed")
-    finally:
-        await worker.service.close()
+    parse_endpoint_types(given.endpoint_types)
+    given.endpoint = ".".join(
+        parse_endpoint(given.endpoint) if given.endpoint else (given.namespace, *_PLACE)
+    )
+    if options.custom_jinja_template:
+        read_text("--custom-jinja-template", options.custom_jinja_template)
+    config = served_config(options)
+    fields = {field: getattr(options, field) for field in _SERVING_FIELDS}
+    fields["model_name"] = options.model_name or Path(options.model).name
+    serving = ServingConfig(**fields)
+    options.chat_template = options.custom_jinja_template
+
+    async def work(model: HybridModel, tokenizer: Tokenizer, publisher: KvPublisher | None) -> None:
+        configure_dynamo_logging()
+        folder, dtype = model_folder(options.model).resolve(), str(model.config.params_dtype)
+        card = card_folder(folder, tokenizer, config.max_sequence_length, dtype)
+        running = running_service(model, tokenizer, config, serving, publisher, end)
+        async with running as service:
+            freeze_objects()
+            await HybridWorker(service).serve(given, card, publisher, end)
+
+    def load() -> tuple[HybridModel, Tokenizer]:
+        return load_for_chats(options, **sizes_of(options))
+
+    @contextmanager
+    def first() -> Iterator[Callable[[], None]]:
+        publishes = options.kv_events and options.mode == "restore"  # else nothing can be resumed
+        with KvPublisher(options.kv_events_endpoint) if publishes else nullcontext() as publisher:
+            yield lambda: run(work(*load(), publisher))
+
+    return run_on_ranks(options, PROGRAM, first, lambda: follow(*load(), config, serving, end), end)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a worker until SIGTERM or Ctrl-C. Returns the exit status."""
-    options = read_options(sys.argv[1:] if arguments is None else arguments)
-
-    def check() -> None:
-        with _publisher(options):  # the first rank binds it anew
-            pass
-
-    def run_rank(rank: int | None) -> None:
-        log_lines(rank)
-        if rank:
-            model, tokenizer = load_for_chats(options, **sizes_of(options))
-            follow(model, tokenizer, served_config(options), _serving_config(options), end)
-            return
-        with _publisher(options) as publisher:
-            run(_work(options, publisher, end))
-
+    parser = command_parser()
+    options = parser.read(sys.argv[1:] if arguments is None else arguments)
     with EndSignal() as end:
-        return reported(lambda: run_on_ranks(options, PROGRAM, check, run_rank, end))
+        return reported(lambda: _run(options, end), parser.options)
 
 
 if __name__ == "__main__":

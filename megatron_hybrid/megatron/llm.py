@@ -481,14 +481,15 @@ class _LLM:
         tokenizer = _to_tokenizer(self.engine.controller.tokenizer)
         if self.engine.requests:
             raise RuntimeError(f"{len(self.engine.requests)} requests are unanswered: await them")
-        from megatron_hybrid.serving.run import Address, ServingConfig, serve
+        from megatron_hybrid.serving.run import Address, ServingConfig, running_service, serve
 
         address, bound = Address(serve_config.host, serve_config.port), serve_config.sock
         if bound is None:
             bound = address.bind()
         model = self.engine.controller.inference_wrapped_model.hybrid_model
         config = ServingConfig("megatron", allowed_hosts=(serve_config.host,))
-        return partial(serve, model, tokenizer, engine.config, config, address, bound, None)
+        given = model, tokenizer, engine.config, config, None
+        return lambda end: serve(running_service(*given, end), address, bound, end)
 
     def _shut_down(self) -> Future[None]:
         if self._replica is not None:

@@ -14,7 +14,8 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from logging.handlers import QueueHandler, QueueListener
 from pathlib import Path
@@ -191,10 +192,10 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, end: EndSignal):
         super().__init__(config)
         self._loop = asyncio.get_running_loop()
-        self._shutdown = Shutdown(service, end, self._stop, self._hurry)
+        self._shutdown = Shutdown(service, end, self._stop)
 
     def handle_exit(self, sig: int, frame) -> None:
-        self._loop.call_soon_threadsafe(self._shutdown.take_signal)
+        self._loop.call_soon_threadsafe(self._take_signal)
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn calls it ten times a second."""
@@ -204,10 +205,16 @@ class _Server(uvicorn.Server):
     def _stop(self) -> None:
         self.should_exit = True
 
-    def _hurry(self) -> None:
-        if self.should_exit:  # what is left are connections
-            self.force_exit = True
-        self.should_exit = True
+    def _take_signal(self) -> None:
+        self.force_exit = self.should_exit  # what is left are connections
+        self.should_exit = self._shutdown.has_begun
+        self._shutdown.take_signal()
+
+
+def freeze_objects() -> None:
+    """Leave what is here out of garbage collections: a full one would stop all threads for long."""
+    gc.collect()
+    gc.freeze()
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -216,21 +223,20 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         runner.run(main)
 
 
-async def serve(
+@asynccontextmanager
+async def running_service(
     model: HybridModel,
     tokenizer: Tokenizer,
     engine_config: InferenceConfig,
     config: ServingConfig,
-    address: Address,
-    bound: socket.socket | None,
     publisher: KvPublisher | None,
     end: EndSignal,
-) -> None:
-    """Serve until a signal. Then requests run to their end, and the cache's folder is completed.
+) -> AsyncIterator[Service]:
+    """Context of a service and its engine. At its end the cache's folder is completed.
 
-    bound: what `address.bind()` has returned.
-    publisher: of KV events; it is closed at the end. None: no events are published.
-    end: a signal that was sent before the server took them; it is looked at all the time.
+    Args:
+        publisher: of KV events; it is closed at the end. None: no events are published.
+        end: a signal that was sent before the server took them.
 
     Raises:
         RankFailedError: another rank of the model has failed.
@@ -246,6 +252,34 @@ async def serve(
         if publisher is not None:
             publisher.begin(await engine.watch_cache(BlockEvents))
             logger.info("KV events on %s", publisher.endpoint)
+        yield service
+        if engine.rank_failure is not None:
+            raise RankFailedError(f"the server has ended, as {engine.rank_failure}")
+    finally:
+        began = time.perf_counter()
+        await service.close()
+        if publisher is not None:
+            await run_steps(("the end of KV events", publisher.close, STEP_SECONDS))
+        logger.info("the engine ended in %.1f s", time.perf_counter() - began)
+
+
+async def serve(
+    running: AbstractAsyncContextManager[Service],
+    address: Address,
+    bound: socket.socket | None,
+    end: EndSignal,
+) -> None:
+    """Serve until a signal. Then requests run to their end.
+
+    Args:
+        running: `running_service`.
+        bound: what `address.bind()` has returned.
+        end: as for `running_service`; it is looked at all the time.
+
+    Raises:
+        RankFailedError: another rank of the model has failed.
+    """
+    async with running as service:
         settings = uvicorn.Config(
             create_app(service),
             uds=address.uds,
@@ -256,19 +290,9 @@ async def serve(
             access_log=False,
             timeout_graceful_shutdown=_CONNECTION_SECONDS,
         )
-        # What is here stays: each full collection of it would stop all threads for long.
-        gc.collect()
-        gc.freeze()
+        freeze_objects()
         logger.info("running on %s (Ctrl-C ends it)", address.url(bound))
         await _Server(settings, service, end).serve(None if bound is None else [bound])
-        if engine.rank_failure is not None:
-            raise RankFailedError(f"the server has ended, as {engine.rank_failure}")
-    finally:
-        began = time.perf_counter()
-        await service.close()
-        if publisher is not None:
-            await run_steps(("the end of KV events", publisher.close, STEP_SECONDS))
-        logger.info("the engine ended in %.1f s", time.perf_counter() - began)
 
 
 def follow(
@@ -288,8 +312,7 @@ def follow(
     end.hold()
     tokenizer.show_special_tokens(config.style_of(tokenizer.template_source(())).marks)
     with DynamicInferenceEngine(model, tokenizer, engine_config) as engine:
-        gc.collect()
-        gc.freeze()
+        freeze_objects()
         try:
             engine.follow()
         except (RankError, RankFailedError):

@@ -20,7 +20,6 @@ class Shutdown:
         service: of the server.
         signals: of the process, which has a last deadline once the end has begun.
         stop: called when nothing runs any more.
-        hurry: called at each later signal, after what runs was ended.
         first: steps before requests are awaited, such as leaving a registry.
         last: steps between the last request and `stop`.
     """
@@ -30,26 +29,29 @@ class Shutdown:
         service: Service,
         signals: EndSignal,
         stop: Callable[[], None],
-        hurry: Callable[[], None] = lambda: None,
         first: Sequence[Step] = (),
         last: Sequence[Step] = (),
     ):
-        self._service, self._signals, self._stop, self._hurry = service, signals, stop, hurry
+        self._service, self._signals, self._stop = service, signals, stop
         drained = service.config.drain_seconds + STEP_SECONDS
         self._steps = [*first, ("the drain", service.drain, drained), *last]
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the end has begun."""
+        return self._task is not None
+
     def take_signal(self) -> None:
-        """Begin the end, or hurry it. For the event loop's thread."""
-        if self._task is None:
+        """Begin the end, or end what runs. For the event loop's thread."""
+        if self.has_begun:
+            self._service.end_now()
+        else:
             self.begin()
-            return
-        self._service.end_now()
-        self._hurry()
 
     def begin(self) -> None:
         """Take no new requests, let those that run end, and stop the server."""
-        if self._task is None:
+        if not self.has_begun:
             logger.info("draining: no new requests")
             steps = sum(seconds for *_, seconds in self._steps)
             self._signals.end_within(steps + 2 * SAVE_SECONDS + STEP_SECONDS)
@@ -58,7 +60,7 @@ class Shutdown:
     def begin_if_due(self) -> None:
         """Begin the end after a signal that was noted, or if another rank has failed: what runs has
         got the error."""
-        if self._task is None and (failure := self._service.engine.rank_failure) is not None:
+        if not self.has_begun and (failure := self._service.engine.rank_failure) is not None:
             logger.error("the server ends: %s", failure)
             self.begin()
         elif self._signals.was_sent:

@@ -41,7 +41,7 @@ from benchmarks.dynamo_cluster import (
     said,
 )
 from benchmarks.dynamo_cluster import SIZES as WORKER_SIZES
-from megatron_hybrid.dynamo.__main__ import read_options
+from megatron_hybrid.dynamo.__main__ import command_parser
 from megatron_hybrid.serving.kv_events import BlockEvents
 from megatron_hybrid.serving.kv_publisher import KvPublisher
 
@@ -397,7 +397,7 @@ def test_the_flags_of_manifests_and_pages_are_there():
     frontend, worker = (
         each["podTemplate"]["spec"]["containers"][0] for each in graph["spec"]["components"]
     )
-    assert read_options(worker["args"]).tp == 2
+    assert command_parser().read(worker["args"]).tp == 2
     parser = argparse.ArgumentParser()
     KvRouterArgGroup().add_arguments(parser)
     known = parser.parse_known_args([*frontend["args"], *GUESSING_FLAGS, *BLIND_FLAGS])[0]

@@ -136,11 +136,11 @@ def test_a_second_signal_ends_the_requests_that_run():
         running = fake_service(never)
         running.end_now = lambda: aborted.append(True)
         server = server_of(running)
-        server._shutdown.take_signal()
+        server._take_signal()
         assert not server.should_exit and not aborted
-        server._shutdown.take_signal()
+        server._take_signal()
         assert server.should_exit and aborted and not server.force_exit
-        server._shutdown.take_signal()
+        server._take_signal()
         assert server.force_exit
 
     asyncio.run(end())

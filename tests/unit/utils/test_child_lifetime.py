@@ -159,11 +159,13 @@ def test_the_end_of_another_rank_is_orderly_where_all_were_asked(
     end = EndSignal()
     end.was_sent, end.serves = was_sent, serves
 
-    def run_rank(rank):
+    monkeypatch.setattr("megatron_hybrid.serving.run.log_lines", lambda rank: None)
+
+    def first():
         raise RankError("rank 0 has ended")
 
     options = SimpleNamespace(tp=1, pp=1, ep=1)
-    assert run_on_ranks(options, [], lambda: None, run_rank, end) == status
+    assert run_on_ranks(options, [], first, first, end) == status
     assert capsys.readouterr().err == "megatron-hybrid: rank 0 has ended\n" * status
 
 
