@@ -90,7 +90,8 @@ class Cluster:
                 f"DYN_{name}_HOST": "127.0.0.1"
                 for name in ("TCP_RPC", "TCP_RESPONSE_STREAM", "EVENT_PLANE", "SYSTEM")
             },
-            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0.5",
+            # Longer than between two looks of a worker at discovery.
+            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "3",
             "TOKIO_WORKER_THREADS": "2",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",

@@ -385,11 +385,16 @@ def test_a_client_that_goes_away_ends_its_request(frontend, workers):
 def test_health_and_metrics_are_those_of_the_engine(frontend, workers):
     for worker in workers:
         wait_until(lambda worker=worker: is_ready(worker))
+        assert is_live(worker)
         assert worker.metric("megatron_hybrid_pool_bytes") == CACHE_MIB << 20
 
 
 def is_ready(worker: Program) -> bool:
     return httpx.get(f"{worker.url}/health").status_code == 200
+
+
+def is_live(worker: Program) -> bool:
+    return httpx.get(f"{worker.url}/engine/live").status_code == 200
 
 
 def test_the_flags_of_manifests_and_pages_are_there():
@@ -540,8 +545,11 @@ def texts(frontend) -> list[str]:
 
 def test_streams_end_on_a_worker_that_drains(made, frontend, workers, texts):
     worker, streams, _ = signaled(frontend, workers, signal.SIGTERM)
+    wait_until(lambda: not is_ready(worker))
+    assert is_live(worker)
     assert [stream.result.result(60) for stream in streams] == texts
     assert worker.process.wait(30) == 0
+    assert "registers anew" not in worker.log.read_text()
     workers.remove(worker)
 
 
@@ -587,27 +595,38 @@ def test_a_paused_worker_comes_back_with_what_its_cache_has(tmp_path):
 
 
 def test_other_weights_wait_until_those_before_have_gone(tmp_path):
-    trained = tmp_path / "trained"
-    shutil.copytree(DEMO, trained)
-    weights = load_file(trained / "model.safetensors")
-    save_file({name: 1.05 * each for name, each in weights.items()}, trained / "model.safetensors")
+    """Of two that wait and come at the same moment one has the name, and the other one waits on."""
     with cluster(tmp_path) as made:
         old, frontend = made.worker("--cache-mib", str(CACHE_MIB)), made.frontend(*HYBRID_FLAGS)
         made.wait_until_ready(frontend, 1)
-        port = free_port()
-        command = ["-m", "megatron_hybrid.dynamo.__main__", str(trained)]
-        command += ["--served-model-name", MODEL, *WORKER_SIZES, "--cache-mib", str(CACHE_MIB)]
-        new = made.start(command, port, DYN_SYSTEM_PORT=str(port))
-        wait_until(lambda: "has other weights: end" in plain_log(new))
+        new = []
+        for factor in (1.05, 0.5):
+            trained = tmp_path / str(factor)
+            shutil.copytree(DEMO, trained)
+            weights = load_file(trained / "model.safetensors")
+            weights = {name: factor * each for name, each in weights.items()}
+            save_file(weights, trained / "model.safetensors")
+            port = free_port()
+            command = ["-m", "megatron_hybrid.dynamo.__main__", str(trained)]
+            command += ["--served-model-name", MODEL, *WORKER_SIZES, "--cache-mib", str(CACHE_MIB)]
+            new.append(made.start(command, port, DYN_SYSTEM_PORT=str(port)))
+        wait_until(lambda: all("has other weights: end" in plain_log(each) for each in new))
         wait_until(lambda: is_ready(old))
-        assert not is_ready(new)
+        assert not any(map(is_ready, new)) and all(map(is_live, new))
         text = ask(frontend, "completions", ANSWER)["choices"][0]["text"]
         stream = Stream(frontend, LONG | GREEDY)
         wait_until(lambda: len(stream.times) > 20)
+        for each in new:
+            each.process.send_signal(signal.SIGSTOP)
         assert old.end() == 0
         assert stream.result.result(60).startswith(text)
-        wait_until(lambda: is_served(frontend) and is_ready(new))
+        time.sleep(2)  # so that both look at discovery at once
+        for each in new:
+            each.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: any(map(is_ready, new)) and is_served(frontend))
+        (waits,) = [each for each in new if not is_ready(each)]
         assert ask(frontend, "completions", ANSWER)["choices"][0]["text"] != text
+        assert waits.end() == 0
 
 
 def is_served(frontend: Program) -> bool:
