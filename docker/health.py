@@ -23,8 +23,8 @@ def connection(
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     if any(word.startswith("megatron_hybrid.dynamo") for word in words):
-        parser.set_defaults(host="127.0.0.1", port=environ.get("DYN_SYSTEM_PORT") or -1)
-        parser.set_defaults(cert=None, uds=None)
+        host, port = environ.get("DYN_SYSTEM_HOST"), environ.get("DYN_SYSTEM_PORT") or -1
+        parser.set_defaults(host=host, port=port, cert=None, uds=None)
     elif "dynamo.frontend" in words:
         parser.add_argument("--http-host", dest="host", default=environ.get("DYN_HTTP_HOST"))
         parser.add_argument("--http-port", dest="port", default=environ.get("DYN_HTTP_PORT"))

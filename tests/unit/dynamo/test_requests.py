@@ -289,6 +289,7 @@ def test_manifests_leave_time_to_drain_and_name_the_flags_that_there_are():
     (gpus,) = container["resources"]["limits"].values()
     assert f"--tp={gpus}" in container["args"]
     assert container["command"][-1] == "megatron_hybrid.dynamo"
+    assert container["livenessProbe"]["httpGet"]["path"] == "/engine/live"
     (services,) = (each["services"] for each in documents["etcd.yaml"])
     assert services["frontend"]["command"][3:] == frontend["containers"][0]["args"]
     server, *_ = documents["llm_d.yaml"]
@@ -320,6 +321,7 @@ PORTS = {"DYN_HTTP_PORT": "81", "DYN_SYSTEM_PORT": "9090"}
             "https://127.0.0.1:8",
         ),
         ([*WORKER, "--endpoint", "a.b.c"], PORTS, "http://127.0.0.1:9090"),
+        (WORKER, PORTS | {"DYN_SYSTEM_HOST": "10.1.1.1"}, "http://10.1.1.1:9090"),
         (WORKER, {}, None),
     ],
 )
