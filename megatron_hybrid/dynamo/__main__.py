@@ -106,32 +106,31 @@ class HybridWorker:
 
     Args:
         service: of the engine.
+        options: of Dynamo's workers.
+        folder: with config.json and the tokenizer, for the frontend.
+        publisher: of KV events, which Dynamo reads; None: no events are published.
     """
 
-    def __init__(self, service: Service):
-        self.service = service
+    def __init__(
+        self,
+        service: Service,
+        options: DynamoRuntimeConfig,
+        folder: Path,
+        publisher: KvPublisher | None,
+    ):
+        self.service, self._options = service, options
+        self._folder, self._publisher = folder, publisher
         self._style = service.config.style_of(service.tokenizer.template_source(()))
         self._relay: KvEventPublisher | None = None
         self._is_lost = False  # whether it ends because discovery does not take it back
 
-    async def serve(
-        self,
-        options: DynamoRuntimeConfig,
-        folder: Path,
-        publisher: KvPublisher | None,
-        signals: EndSignal,
-    ) -> None:
-        """Serve until a signal. Then requests run to their end.
-
-        Args:
-            options: of Dynamo's workers.
-            folder: with config.json and the tokenizer, for the frontend.
-            publisher: of KV events, which Dynamo reads; None: no events are published.
-            signals: of this process.
+    async def serve(self, signals: EndSignal) -> None:
+        """Serve until a signal of this process. Then requests run to their end.
 
         Raises:
             OSError: discovery has lost this worker, and does not take it back.
         """
+        options = self._options
         runtime, _ = create_runtime(
             options.discovery_backend,
             options.request_plane,
@@ -139,7 +138,7 @@ class HybridWorker:
             response_plane=options.response_plane,
         )
         endpoint = runtime.endpoint(options.endpoint)
-        ended = asyncio.Event()
+        ended, grace = asyncio.Event(), get_grace_period_seconds()
         shutdown = Shutdown(
             self.service,
             signals,
@@ -147,7 +146,7 @@ class HybridWorker:
             first=[
                 ("no longer being ready", partial(runtime.set_health_status, False), STEP_SECONDS),
                 ("leaving discovery", endpoint.unregister_endpoint_instance, STEP_SECONDS),
-                ("the wait for frontends", self._until_all_know, get_grace_period_seconds() + 1),
+                ("the wait for frontends", partial(asyncio.sleep, grace), grace + 1),
             ],
             last=[("the end of Dynamo's runtime", runtime.shutdown, STEP_SECONDS)],
         )
@@ -157,7 +156,7 @@ class HybridWorker:
         runtime.register_engine_route("live", self._live)
         if signals.was_sent:  # in the meantime
             return
-        serving = asyncio.create_task(self._serve(endpoint, options, folder, publisher))
+        serving = asyncio.create_task(self._serve(endpoint))
         ending = asyncio.create_task(ended.wait())
         await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
         if shutdown.has_begun:  # whatever becomes of it
@@ -170,15 +169,10 @@ class HybridWorker:
             text = "discovery does not take this worker back: start it again; and frontends, too, "
             raise OSError(text + "if the folder of discovery (DYN_FILE_KV) was removed")
 
-    async def _serve(
-        self,
-        endpoint: Endpoint,
-        options: DynamoRuntimeConfig,
-        folder: Path,
-        publisher: KvPublisher | None,
-    ) -> None:
+    async def _serve(self, endpoint: Endpoint) -> None:
         """Offer the model at the endpoint, until the runtime ends."""
         loop, service = asyncio.get_running_loop(), self.service
+        options, folder, publisher = self._options, str(self._folder), self._publisher
         config = service.engine_config
         stats = await service.engine.stats()
         async with AsyncExitStack() as closing:
@@ -204,7 +198,7 @@ class HybridWorker:
                 mode = json.dumps(options.dyn_default_thinking_mode)
                 model.set_engine_specific("default_thinking_mode", mode)
             name = service.config.model_name
-            place = _Place(endpoint, await endpoint.client(), name, str(folder))
+            place = _Place(endpoint, await endpoint.client(), name, folder)
             closing.callback(place.close)
 
             serving: asyncio.Future[None] | None = None
@@ -238,7 +232,7 @@ class HybridWorker:
                     ModelInput.Tokens,
                     parse_endpoint_types(options.endpoint_types),
                     endpoint,
-                    str(folder),
+                    folder,
                     name,
                     worker_type=WorkerType.Aggregated,
                     kv_cache_block_size=config.block_size_tokens,
@@ -371,11 +365,6 @@ class HybridWorker:
 
     # The end -------------------------------------------------------------------------------------
 
-    async def _until_all_know(self) -> None:
-        """Wait until all frontends know that no requests are taken any more."""
-        if self.service.engine.rank_failure is None:
-            await asyncio.sleep(get_grace_period_seconds())
-
     async def _watch(self) -> None:
         """End after a signal that was noted, or when another rank has failed."""
         while True:
@@ -463,7 +452,7 @@ def _run(options: argparse.Namespace, end: EndSignal) -> int:
         running = running_service(model, tokenizer, config, serving, publisher, end)
         async with running as service:
             freeze_objects()
-            await HybridWorker(service).serve(given, card, publisher, end)
+            await HybridWorker(service, given, card, publisher).serve(end)
 
     def load() -> tuple[HybridModel, Tokenizer]:
         return load_for_chats(options, **sizes_of(options))

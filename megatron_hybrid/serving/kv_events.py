@@ -8,6 +8,7 @@ pure attention, while its KV is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -75,8 +76,7 @@ class BlockEvents(CacheListener):
             self._put((self._store, lease.salt, lease.tokens[:end]))
 
     def on_evict_state(self, checkpoint: Checkpoint) -> None:
-        if self._cache.spec.needs_state:
-            self._put((self._drop_state, checkpoint))
+        self._put((self._drop_state, checkpoint))
 
     def on_evict_blocks(self, edge: Edge, start: int) -> None:
         # Not copied here: known tokens are never overwritten, whatever becomes of their edges.
@@ -99,21 +99,17 @@ class BlockEvents(CacheListener):
     def take(self, seconds: float) -> list[Event]:
         """Return what has happened since the last call, in order; wait up to this long for it."""
         events: list[Event] = []
-        try:
-            job = self._queue.get(timeout=seconds) if seconds else self._queue.get_nowait()
-            while True:
-                method, *arguments = job
+        with suppress(Empty):
+            while len(events) < _MOST_EVENTS:
+                method, *arguments = self._queue.get(timeout=seconds)
+                seconds = 0
                 for event in method(*arguments):
                     last = events[-1]["type"] if events else None
                     if last == event["type"] == "BlockRemoved":
                         events[-1]["block_hashes"] += event["block_hashes"]
                     else:
                         events.append(event)
-                if len(events) >= _MOST_EVENTS:
-                    return events
-                job = self._queue.get_nowait()
-        except Empty:
-            return events
+        return events
 
     def all(self) -> list[Event]:
         """Return what to tell somebody who knows none of the events that `take` has returned."""
@@ -160,7 +156,7 @@ class BlockEvents(CacheListener):
 
     def _drop_state(self, checkpoint: Checkpoint) -> Iterable[Event]:
         block = self._last_of.pop(checkpoint, None)
-        if block is None:  # of less than a block, or its eviction failed before
+        if block is None:  # of less than a block, or not needed, or its eviction failed before
             return ()
         block.uses -= 1
         return _removed(self._forget_unused(block))
