@@ -27,7 +27,6 @@ GUESSING_FLAGS = (*HYBRID_FLAGS, "--no-router-kv-events")
 """The router reads no events: it guesses from its own decisions what is cached."""
 BLIND_FLAGS = ("--router-mode", "kv", "--load-aware")
 """The router knows loads alone."""
-WORKER = ("-m", "megatron_hybrid.dynamo.__main__", MODEL, "--served-model-name", MODEL)
 SIZES = ("--device", "cpu", "--context", "2048", "--max-requests", "16")
 _WORDS = (
     *("king", "queen", "daughter", "castle", "forest", "river", "golden", "silver", "horse"),
@@ -90,8 +89,7 @@ class Cluster:
                 f"DYN_{name}_HOST": "127.0.0.1"
                 for name in ("TCP_RPC", "TCP_RESPONSE_STREAM", "EVENT_PLANE", "SYSTEM")
             },
-            # Longer than between two looks of a worker at discovery.
-            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "3",
+            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "3",  # workers look every 2 s
             "TOKIO_WORKER_THREADS": "2",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -111,10 +109,11 @@ class Cluster:
         self.programs.append(Program(process, port, log))
         return self.programs[-1]
 
-    def worker(self, *flags: str) -> Program:
+    def worker(self, *flags: str, model: str = MODEL) -> Program:
         """Start a worker."""
-        port = free_port()
-        return self.start([*WORKER, *SIZES, *flags], port, DYN_SYSTEM_PORT=str(port))
+        port, program = free_port(), ["-m", "megatron_hybrid.dynamo.__main__", model]
+        program += ["--served-model-name", MODEL, *SIZES, *flags]
+        return self.start(program, port, DYN_SYSTEM_PORT=str(port))
 
     def frontend(self, *flags: str) -> Program:
         """Start a frontend."""

@@ -32,7 +32,6 @@ PROMPT = [5, 6, 7, 8]
 STYLE = style_of("<think>")
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples" / "dynamo"
-SHUTDOWN_SECONDS = 30
 VALUES = {
     "sampling_options": {
         **{"n": 2, "best_of": 1, "temperature": 0.7, "top_p": 0.9, "top_k": 12, "min_p": 0.05},
@@ -48,6 +47,8 @@ VALUES = {
     "output_options": {"logprobs": 3, "prompt_logprobs": 2, "skip_special_tokens": False},
 }
 """A value of each field, other than the one that counts without it."""
+CALLS = [("f", None, True), ("fg", True, True), ("fg", False, False)]
+"""Tools, whether Dynamo stops after the first call, and whether the guide does."""
 
 
 @pytest.fixture(scope="module")
@@ -55,31 +56,23 @@ def tokenizer():
     return Tokenizer.from_folder(DEMO)
 
 
-@pytest.mark.parametrize(("style", "most_calls"), [({}, None), ({"style": "json"}, 1)])
-def test_calls_that_must_come_are_all_of_the_answer(tokenizer, style, most_calls):
+@pytest.mark.parametrize(
+    ("style", "names", "once", "most_calls"),
+    [({}, "f", None, None), *(({"style": "json"}, *each) for each in CALLS)],
+)
+def test_calls_that_must_come_are_all_of_the_answer(tokenizer, style, names, once, most_calls):
     """A caller's own tag, without a style, lets text follow."""
     content = {"type": "json_schema", "json_schema": {"type": "object"}, **style}
-    tag = {"type": "tag", "begin": "<call>", "content": content, "end": "</call>"}
-    form = {"type": "triggered_tags", "triggers": ["<call>"], "tags": [tag], "at_least_one": True}
+    tags = [
+        {"type": "tag", "begin": f"<call>{name}", "content": content, "end": "</call>"}
+        for name in names
+    ]
+    form = {"type": "triggered_tags", "triggers": ["<call>"], "tags": tags, "at_least_one": True}
+    form |= {"stop_after_first": once} if once is not None else {}
     given = {"structural_tag": {"type": "structural_tag", "format": form}}
     guide, _ = asked(tokenizer, sampling_options={"guided_decoding": given}).guide
     found = json.loads(guide.source)["format"]
-    assert found.get("stop_after_first") is (True if most_calls else None)
-    assert (found == form) is not bool(most_calls)
-
-
-@pytest.mark.parametrize("once", [False, True])
-def test_one_call_of_several_tools_is_one(tokenizer, once):
-    content = {"type": "json_schema", "json_schema": {"type": "object"}, "style": "json"}
-    tags = [
-        {"type": "tag", "begin": f"<call>{name}", "content": content, "end": "</call>"}
-        for name in "fg"
-    ]
-    form = {"type": "triggered_tags", "triggers": ["<call>"], "tags": tags}
-    form |= {"at_least_one": True, "stop_after_first": once}
-    given = {"structural_tag": {"type": "structural_tag", "format": form}}
-    guide, _ = asked(tokenizer, sampling_options={"guided_decoding": given}).guide
-    assert json.loads(guide.source)["format"]["stop_after_first"] is once
+    assert found.get("stop_after_first") is most_calls and (found == form) is not bool(style)
 
 
 def with_template(source):
@@ -298,9 +291,8 @@ def test_manifests_leave_time_to_drain_and_name_the_flags_that_there_are():
     assert all(each["stop_grace_period"] == "60s" for name, each in services.items() if "w" in name)
     (ray,) = yaml.safe_load((ROOT / "examples/ray/ray_serve.yaml").read_text())["applications"]
     ingress, replicas = ray["deployments"]
-    assert (
-        ingress["ray_actor_options"]["num_cpus"] + replicas["num_replicas"] <= 2
-    )  # a small machine
+    num_cpus = ingress["ray_actor_options"]["num_cpus"]
+    assert num_cpus + replicas["num_replicas"] <= 2  # a small machine
 
 
 SERVE, FRONTEND = ["megatron-hybrid", "serve"], ["python", "-m", "dynamo.frontend"]
@@ -354,7 +346,7 @@ def test_llm_d_s_manifest_loads_and_its_names_agree():
     template = server["spec"]["template"]
     (container,) = template["spec"]["containers"]
     options = cli.command_parser("serve").read(container["args"][1:])
-    assert options.drain_seconds == SHUTDOWN_SECONDS
+    assert options.drain_seconds == 30
     labels, selector = template["metadata"]["labels"], service["spec"]["selector"]
     assert selector.items() <= labels.items() == server["spec"]["selector"]["matchLabels"].items()
     assert service["spec"]["ports"] == [{"port": options.port}]
