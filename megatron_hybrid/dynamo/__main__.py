@@ -128,15 +128,15 @@ class HybridWorker:
         """Serve until a signal of this process. Then requests run to their end.
 
         Raises:
-            OSError: discovery has lost this worker, and does not take it back.
+            OSError: Dynamo's runtime does not start; or discovery has lost this worker, and does
+                not take it back.
         """
         options = self._options
-        runtime, _ = create_runtime(
-            options.discovery_backend,
-            options.request_plane,
-            options.event_plane,
-            response_plane=options.response_plane,
-        )
+        planes = options.request_plane, options.event_plane, None, options.response_plane
+        try:
+            runtime, _ = create_runtime(options.discovery_backend, *planes)
+        except Exception as error:  # Dynamo's errors of all kinds
+            raise OSError(f"Dynamo's runtime does not start here: {error}") from error
         endpoint = runtime.endpoint(options.endpoint)
         ended, grace = asyncio.Event(), get_grace_period_seconds()
         shutdown = Shutdown(
