@@ -78,7 +78,8 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         app = FastAPI(openapi_url=None)
-        app.add_route("/{path:path}", self.hand_on, ["GET", "POST", "OPTIONS"])
+        methods = ["GET", "POST", "OPTIONS", "PUT", "PATCH", "DELETE"]  # to be refused, too
+        app.add_route("/{path:path}", self.hand_on, methods)
         return app
 
     async def hand_on(self, request: Request) -> Response:

@@ -31,6 +31,7 @@ ASKED = {
     "a regex": {"structured_outputs": {"regex": "(yes|no), [0-9]{3}"}},
     "a stop string": {"stop": ["the"], "max_tokens": 40},
     "a wrong value": {"temperature": -1},
+    "a method": {},
 }
 
 
@@ -133,9 +134,12 @@ def told(answer: dict) -> list:
 
 @pytest.mark.parametrize("what", ASKED)
 def test_answers_are_those_of_the_server(two, plain, what):
-    fields = {**GREEDY, **ASKED[what]}
-    found, expected = (c.post("/v1/completions", json=fields).json() for c in (two.client, plain))
-    assert told(found) == told(expected)
+    method, fields = ("PUT", {}) if what == "a method" else ("POST", GREEDY | ASKED[what])
+    found, expected = (
+        told(client.request(method, "/v1/completions", json=fields).json())
+        for client in (two.client, plain)
+    )
+    assert found == expected
 
 
 def test_a_stream_comes_in_pieces_and_its_text_is_the_answer(two):
