@@ -388,8 +388,11 @@ def test_health_and_metrics_are_those_of_the_engine(frontend, workers):
         assert worker.metric("megatron_hybrid_pool_bytes") == CACHE_MIB << 20
 
 
-def is_ready(worker: Program, path: str = "health") -> bool:
-    return httpx.get(f"{worker.url}/{path}").status_code == 200
+def is_ready(program: Program, path: str = "health") -> bool:
+    try:
+        return httpx.get(f"{program.url}/{path}").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def test_the_flags_of_manifests_and_pages_are_there():
@@ -412,7 +415,7 @@ def test_dynamo_s_reader_knows_what_can_be_resumed(made):
     prompts += [prompt[:100] + service.tokenizer.tokenize(said(draw, 60)) for prompt in prompts]
     port, name = free_port(), {"model_name": MODEL}
     indexer = made.start(["-m", "dynamo.indexer", "--port", str(port)], port)
-    wait_until(lambda: answers(f"{indexer.url}/health"))
+    wait_until(lambda: is_ready(indexer))
 
     async def matched(http: httpx.AsyncClient, tokens: list[int]) -> int:
         answer = await http.post(f"{indexer.url}/query", json={"token_ids": tokens, **name})
@@ -454,13 +457,6 @@ def test_dynamo_s_reader_knows_what_can_be_resumed(made):
 def common(a: list[int], b: list[int]) -> int:
     """Tokens that two prompts begin with."""
     return next((i for i, pair in enumerate(zip(a, b)) if pair[0] != pair[1]), len(a))
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(url).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def test_with_a_broker_all_sockets_of_workers_listen_on_loopback(tmp_path):

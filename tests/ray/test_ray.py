@@ -135,10 +135,8 @@ def told(answer: dict) -> list:
 @pytest.mark.parametrize("what", ASKED)
 def test_answers_are_those_of_the_server(two, plain, what):
     method, fields = ("PUT", {}) if what == "a method" else ("POST", GREEDY | ASKED[what])
-    found, expected = (
-        told(client.request(method, "/v1/completions", json=fields).json())
-        for client in (two.client, plain)
-    )
+    path, clients = "/v1/completions", (two.client, plain)
+    found, expected = (told(c.request(method, path, json=fields).json()) for c in clients)
     assert found == expected
 
 
