@@ -344,7 +344,8 @@ class HybridWorker:
         self, place: _Place, register: Callable[[], Awaitable[None]]
     ) -> None:
         """Be ready while frontends send requests here. Register anew whenever discovery has lost
-        this worker, as after a pause beyond its lease; end if that does not help."""
+        this worker, as after a pause beyond its lease; end if that does not help. Other weights
+        that have its name meanwhile are waited for."""
         num_tries = 0
         while num_tries <= _MOST_REGISTRATIONS:
             await asyncio.sleep(_DISCOVERY_SECONDS)
@@ -352,7 +353,7 @@ class HybridWorker:
                 return
             is_there = place.has_me
             self._set_ready(is_there and self.service.admission.stall is None)
-            num_tries = 0 if is_there else num_tries + 1
+            num_tries = 0 if is_there or place.other_weights else num_tries + 1
             if not is_there:
                 logger.warning("discovery has lost this worker: it registers anew")
                 await run_steps(("registering anew", register, STEP_SECONDS))

@@ -416,14 +416,14 @@ def test_every_setting_of_the_server_has_an_option_that_reaches_it(monkeypatch):
 
     monkeypatch.setattr(config, "ServingConfig", note)
     flags = [name for name, field in own.__dataclass_fields__.items() if field.type == "bool"]
-    options = [serve._SETTINGS[name][0] for name in flags]
+    options = [serve.SETTINGS[name][0] for name in flags]
     numbers = ["--max-waiting", "3", "--queue-timeout", "4", "--max-body-mib", "5"]
     with pytest.raises(SystemExit):
         cli.main(["serve", *options, *numbers, "--served-model-name", "mine"])
     assert len(flags) > 5 and all(found[name] is True for name in flags)
     assert (found["max_waiting"], found["queue_seconds"]) == (3, 4)
     assert found["max_body_bytes"] == 5 << 20
-    assert found["model_name"] == "mine" and found.keys() - serve._SETTINGS == {"description"}
+    assert found["model_name"] == "mine" and found.keys() - serve.SETTINGS == {"description"}
 
 
 def test_keys_of_clients_and_of_the_operator_need_not_be_on_the_command_line(monkeypatch, capsys):
