@@ -192,10 +192,10 @@ REFUSED = {
         *({"structured_outputs": {"regex": REGEX}}, {"return_token_ids": True}),
         *({"truncate_prompt_tokens": 5}, {"request_id": "r"}, {"num_speculative_tokens": 0}),
         *({"cache_breakpoints": [4]}, {"add_special_tokens": False}, {"nonsense": 1}),
-        *({"n": 2}, {"model": None}),
+        *({"n": 2}, {"model": None}, {"user": ""}),
     ],
     "chat/completions": [
-        *({"max_tokens": 0}, {"max_completion_tokens": 0}, {"echo": True}),
+        *({"max_tokens": 0}, {"max_completion_tokens": 0}, {"echo": True}, {"tools": []}),
         *({"structured_outputs": {"regex": REGEX}}, {"messages": [{"role": "x", "content": "x"}]}),
     ],
     "messages": [{}],
