@@ -6,7 +6,7 @@ The engine has its own thread, a `StepThread`, whose queue holds the calls of co
 import asyncio
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -89,6 +89,7 @@ class AsyncEngine:
         closed = "this AsyncEngine is closed: make another one"
         self._thread = StepThread("async-engine", closed)
         self._guide_thread = DaemonThreads("guides", 1, niceness=NICENESS)
+        self._adapter_thread = DaemonThreads("adapters", 1)
         self._calls = AsyncCalls(self._thread)
         try:
             result_of(self._thread.submit(partial(self._calls.make, model, tokenizer, config)))
@@ -159,8 +160,17 @@ class AsyncEngine:
         return self._engine.adapters.loaded
 
     async def load_adapter(self, name: str, folder: str | os.PathLike[str]) -> LoadedAdapter:
-        """Take up an adapter: see `AdapterCalls.load`."""
-        return await self._run(self._engine.adapters.load, name, folder)
+        """Take up an adapter: see `AdapterCalls.load`. Steps run while it is read; several are read
+        one after the other."""
+        self._thread.require_home()
+        load = partial(self._load_adapter, name, folder)
+        return await asyncio.wrap_future(self._adapter_thread.submit(load))
+
+    def _load_adapter(self, name: str, folder: str | os.PathLike[str]) -> LoadedAdapter:
+        calls = self._engine.adapters
+        reading = self._submit(partial(calls.begin_load, name, folder)).result()
+        wait([reading])
+        return self._submit(partial(calls.end_load, name)).result()
 
     async def unload_adapter(self, name: str) -> None:
         """Drop an adapter: see `AdapterCalls.unload`."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future
 
 from megatron_hybrid.inference.engine_parts import EngineParts
 from megatron_hybrid.inference.live_requests import LiveRequests
 from megatron_hybrid.inference.rank_calls import on_all_ranks
 from megatron_hybrid.inference.requests.options import LoadedAdapter
+from megatron_hybrid.inference.worker.adapter_bank import ReadAdapter
+from megatron_hybrid.utils.daemon_threads import DaemonThreads
 
 
 class AdapterCalls:
@@ -21,13 +24,14 @@ class AdapterCalls:
     def __init__(self, parts: EngineParts, live: LiveRequests):
         self._guard, self._control, self._ranks = parts.guard, parts.control, parts.ranks
         self._live, self._scheduler, self._bank = live, parts.scheduler, parts.adapters
+        self._thread = DaemonThreads("adapters", 1)
+        self._reading: Future[ReadAdapter] | None = None
 
     @property
     def loaded(self) -> list[LoadedAdapter]:
         """Those that requests can choose, in the order that they came in. Any thread may ask."""
         return list(self._bank.loaded.values())
 
-    @on_all_ranks
     def load(self, name: str, folder: str | os.PathLike[str]) -> LoadedAdapter:
         """Take up the low-rank adapter of a folder in PEFT's format, for requests whose
         `RequestOptions.adapter` is `name`.
@@ -38,10 +42,25 @@ class AdapterCalls:
                 nothing has changed.
             RuntimeError: a step of the engine is running, or it is closed.
         """
+        self.begin_load(name, folder)
+        return self.end_load(name)
+
+    # Its two parts: whoever has steps to run runs them in between.
+
+    @on_all_ranks
+    def begin_load(self, name: str, folder: str | os.PathLike[str]) -> Future[ReadAdapter]:
+        """Begin to read an adapter, in another thread, in place of one that is not loaded yet."""
         self._refuse("adapters.load")
-        live = (*self._scheduler.waiting, *self._scheduler.running)
-        used = {each.adapter.slot for each in live if each.adapter is not None}
-        return self._bank.load(name, folder, used)
+        read = self._bank.reader(name, folder, self._used_slots())
+        self._reading = self._thread.submit(read)
+        return self._reading
+
+    @on_all_ranks
+    def end_load(self, name: str) -> LoadedAdapter:
+        """Wait until the adapter is read on all ranks, and take it up."""
+        self._refuse("adapters.load")
+        reading, self._reading = self._reading, None
+        return self._bank.put(name, reading.result(), self._used_slots())
 
     @on_all_ranks
     def unload(self, name: str) -> None:
@@ -58,6 +77,10 @@ class AdapterCalls:
     def close(self) -> None:
         """Let the model compute as it did before."""
         self._bank.close()
+
+    def _used_slots(self) -> set[int]:
+        live = (*self._scheduler.waiting, *self._scheduler.running)
+        return {each.adapter.slot for each in live if each.adapter is not None}
 
     def _refuse(self, name: str) -> None:
         self._guard.refuse_inside_step(name)

@@ -8,8 +8,9 @@ finds its prefixes, and another one of the same name does not.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_hybrid.checkpoints.adapter_files import WholeAdapter, read_adapters
+from megatron_hybrid.checkpoints.adapter_files import read_adapters
 from megatron_hybrid.checkpoints.model_tensors import of_all_stages
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.distributed.ranks import Ranks
@@ -33,6 +34,18 @@ from megatron_hybrid.models.sharding.tensor_sharding import shard
 from megatron_hybrid.ops import slot_linear
 
 MOST_LETTERS = 256
+
+
+@dataclass(frozen=True)
+class ReadAdapter:
+    """A whole adapter in host memory, on no rank in particular."""
+
+    folder: str
+    rank: int
+    digest: str
+    values: dict[str, tuple[Tensor, Tensor]]
+    """A [rank, in] and B [out, rank] of projections, in the dtype of the model's parameters; B with
+    its factor."""
 
 
 class AdapterBank:
@@ -101,16 +114,59 @@ class AdapterBank:
             raise ValueError(f"adapter is {name!r}, and the engine has {there}: load it first")
         return self.loaded[name]
 
-    def load(self, name: str, folder: str | os.PathLike, used: set[int]) -> LoadedAdapter:
-        """Take up the adapter of a folder. Call it on all ranks of the model.
+    def reader(
+        self, name: str, folder: str | os.PathLike, used: set[int]
+    ) -> Callable[[], ReadAdapter]:
+        """Return the call that reads an adapter for `put`, in any thread. Call this on all ranks of
+        the model.
 
         used: slots of requests, also of adapters that were dropped.
 
         Raises:
-            ValueError: there is no free slot, or the name is taken, or none.
-            CheckpointError: it cannot be read, is of another model, or its rank is too large. In
-                all cases nothing has changed.
+            ValueError: as `put`. The call raises CheckpointError if the folder cannot be read, is
+                of another model, or its rank is too large.
         """
+        self._free_slot(name, used)
+        shapes = {each: whole_shape(own.projection.weight) for each, own in self._slots.items()}
+        return partial(self._read, os.fspath(folder), of_all_stages(self._model, shapes))
+
+    def _read(self, folder: str, shapes: Mapping[str, tuple[int, ...]]) -> ReadAdapter:
+        config = self._model.config
+        fields, adapters = read_adapters(folder, config, shapes)
+        values, digest = {}, blake2b(digest_size=16)
+        for ours, whole in sorted(adapters.items()):
+            digest.update(f"{ours} {hash_of(whole.a)} {hash_of(whole.b)} ".encode())
+            pair = whole.a, whole.b * fields.scale()
+            values[ours] = tuple(tensor.to(config.params_dtype) for tensor in pair)
+            if not all(bool(tensor.isfinite().all()) for tensor in values[ours]):
+                raise CheckpointError(
+                    f"{folder}: the adapter of {ours} has infinite numbers in "
+                    f"{config.params_dtype}, with a factor of {fields.scale():g}"
+                )
+        rank = max(len(whole.a) for whole in adapters.values())
+        if rank > self._max_rank:
+            raise CheckpointError(
+                f"{folder} has adapters of rank {rank}, and max_adapter_rank is {self._max_rank}: "
+                "raise it (parts of one projection, as q_proj and v_proj, count together)"
+            )
+        digest.update(repr(fields.scale()).encode())
+        return ReadAdapter(folder, rank, digest.hexdigest(), values)
+
+    def put(self, name: str, read: ReadAdapter, used: set[int]) -> LoadedAdapter:
+        """Copy an adapter into a free slot. Call it on all ranks of the model.
+
+        Raises:
+            ValueError: there is no free slot, or the name is taken, or none. Nothing has changed.
+        """
+        slot = self._free_slot(name, used)
+        self._ranks.require_equal({f"the adapter {name!r}": read.digest})
+        for ours, own in self._slots.items():
+            own.fill(slot, read.values.get(ours))
+        salt = f"\0{read.digest}\0"
+        self.loaded[name] = LoadedAdapter(name, read.folder, read.rank, slot, salt)
+        return self.loaded[name]
+
+    def _free_slot(self, name: str, used: set[int]) -> int:
         if not self._num_slots:
             raise ValueError("the engine holds no adapters: make it with max_adapters=1 or more")
         if not (0 < len(name) <= MOST_LETTERS and name.isprintable()):
@@ -126,32 +182,7 @@ class AdapterBank:
                 "which were unloaded and still have requests: unload one of "
                 f"{', '.join(map(repr, self.loaded)) or 'none'}, wait, or raise max_adapters"
             )
-        shapes = {each: whole_shape(own.projection.weight) for each, own in self._slots.items()}
-        config = self._model.config
-        fields, adapters = read_adapters(folder, config, of_all_stages(self._model, shapes))
-        digest = blake2b(digest_size=16)
-        for ours, whole in sorted(adapters.items()):
-            digest.update(f"{ours} {hash_of(whole.a)} {hash_of(whole.b)} ".encode())
-            for tensor in (whole.a, whole.b * fields.scale()):
-                if not bool(tensor.to(config.params_dtype).isfinite().all()):
-                    raise CheckpointError(
-                        f"{folder}: the adapter of {ours} has infinite numbers in "
-                        f"{config.params_dtype}, with a factor of {fields.scale():g}"
-                    )
-        rank = max(len(whole.a) for whole in adapters.values())
-        if rank > self._max_rank:
-            raise CheckpointError(
-                f"{folder} has adapters of rank {rank}, and max_adapter_rank is {self._max_rank}: "
-                "raise it (parts of one projection, as q_proj and v_proj, count together)"
-            )
-        digest.update(repr(fields.scale()).encode())
-        self._ranks.require_equal({f"the adapter {name!r}": digest.hexdigest()})
-        slot = min(free)
-        for ours, own in self._slots.items():
-            own.fill(slot, adapters.get(ours), fields.scale())
-        salt = f"\0{digest.hexdigest()}\0"
-        self.loaded[name] = LoadedAdapter(name, os.fspath(folder), rank, slot, salt)
-        return self.loaded[name]
+        return min(free)
 
     def unload(self, name: str) -> None:
         """Let no further request have an adapter. Its slot is free when no request has it.
@@ -175,16 +206,16 @@ class _AdapterSlots:
         self._b = torch.zeros(num_slots, out, rank, **like)
         self._cut = cut_of_projection(projection)
 
-    def fill(self, slot: int, whole: WholeAdapter | None, scale: float) -> None:
-        """Set what a slot has. None: nothing of this projection."""
+    def fill(self, slot: int, pair: tuple[Tensor, Tensor] | None) -> None:
+        """Set what a slot has: A [rank, in] and B [out, rank]. None: nothing of this projection."""
         a, b = self._a[slot].zero_(), self._b[slot].zero_()
-        if whole is None:
+        if pair is None:
             return
         group, _, by_column = self._cut
-        parts, weight = [whole.a, whole.b * scale], self.projection.weight
+        parts, weight = list(pair), self.projection.weight
         if group is not None:
             parts[not by_column] = shard(parts[not by_column], weight, group.rank())
-        a[: len(parts[0])], b[:, : len(whole.a)] = parts[0], parts[1]
+        a[: len(parts[0])], b[:, : len(pair[0])] = parts
 
     def add(self, x: Tensor, output: Tensor, slots_T: Tensor) -> Tensor:
         """The output [..., out] of the projection with what the adapters of its rows add.

@@ -1,13 +1,18 @@
 """Requests choose among adapters of one engine, and get what the merged model answers."""
 
+import asyncio
+import threading
+
 import pytest
 import torch
 from small_models import small_model
 
+from megatron_hybrid.inference.async_engine import AsyncEngine
 from megatron_hybrid.inference.config import InferenceConfig
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.inference.requests.options import RequestOptions
 from megatron_hybrid.inference.sampling_params import SamplingParams
+from megatron_hybrid.inference.worker import adapter_bank
 from megatron_hybrid.training.lora import (
     LoraFields,
     adapters_of,
@@ -162,3 +167,30 @@ def test_what_cannot_be_loaded_changes_nothing(folder, expected):
     none = "holds no adapters: make it with max_adapters=1"
     with engine_of(max_adapters=0) as engine, pytest.raises(ValueError, match=none):
         engine.adapters.load("a", folder / "a")
+
+
+def test_requests_are_answered_while_an_adapter_is_read(folder, expected, monkeypatch):
+    read, may_read = adapter_bank.read_adapters, threading.Event()
+
+    def read_late(*args):
+        assert may_read.wait(60)
+        return read(*args)
+
+    async def run():
+        config = InferenceConfig(cache_bytes=4 << 20, max_adapters=1, max_adapter_rank=12)
+        async with AsyncEngine(base(), None, config) as engine:
+            loads = [
+                engine.load_adapter(name, folder / of) for name, of in (("x", "-"), ("a", "a"))
+            ]
+            loads = [asyncio.create_task(load) for load in loads]
+            alone = await engine.generate(PROMPTS[0], PARAMS)
+            assert not any(load.done() for load in loads) and engine.adapters == []
+            may_read.set()
+            with pytest.raises(ValueError, match="has no adapters to read"):
+                await loads[0]
+            await loads[1]
+            return alone, await engine.generate(PROMPTS[0], PARAMS, RequestOptions(adapter="a"))
+
+    monkeypatch.setattr(adapter_bank, "read_adapters", read_late)
+    for name, answer in zip((None, "a"), asyncio.run(run())):
+        assert answer.token_ids == expected[name][0].token_ids
