@@ -25,13 +25,16 @@ class SimulatedEngine:
         return dict(self.counts)
 
     async def histograms(self) -> dict[str, tuple[list[int], list[float]]]:
+        return self.measured()
+
+    def measured(self) -> dict[str, tuple[list[int], list[float]]]:
         return {name: (list(each.counts), list(each.longest)) for name, each in self.times.items()}
 
 
 def load_at(second: float) -> float:
     """Requests per second: few at night, two peaks by day."""
     hour = second % DAY / 3600
-    return 0.06 + 1.3 * sum(math.exp(-(((hour - peak) / 2.4) ** 2)) for peak in (10.5, 15.5))
+    return 0.25 + 1.1 * sum(math.exp(-(((hour - peak) / 2.4) ** 2)) for peak in (10.5, 15.5))
 
 
 def simulated_day(until: float) -> History:
@@ -68,6 +71,5 @@ def simulated_day(until: float) -> History:
             engine.times[FIRST].observe(first)
             between = 0.012 * (1 + served / 5) * draw.lognormvariate(0, 0.3)
             engine.times[BETWEEN].observe(between, 160)
-        measured = {name: list(each.counts) for name, each in engine.times.items()}
-        history.add(now, dict(counts), measured)
+        history.add(now, dict(counts), engine.measured())
     return history
