@@ -27,6 +27,8 @@ MAX_DEPTH = 64
 MAX_SCHEMAS = 50_000
 """Most schemas in one, those of a `oneOf` once for each time that they are mentioned."""
 
+ROOT = "x-root"
+"""Keyword of ours: the schema that `$ref`s are relative to, if it is another."""
 MAX_OPTIONAL = 500
 """Most properties of an object that may be left out."""
 MAX_MULTIPLE = 30_000
@@ -128,11 +130,11 @@ class _Schemas:
     """Prepares a schema and those that its `$ref`s lead to, each once.
 
     Args:
-        root: of the schemas, to which a `$ref` is relative.
+        root: of the schemas, to which a `$ref` is relative, unless it has another as its `ROOT`.
     """
 
     def __init__(self, root: Any):
-        self._root = root
+        self._root = root.get(ROOT, root) if isinstance(root, Mapping) else root
         self._names: dict[int, str] = {}
         self._waiting: list[tuple[Any, str]] = []
         self._count = 0

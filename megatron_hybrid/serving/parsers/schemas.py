@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_hybrid.serving.parsers.json_text import decoded
 from megatron_hybrid.serving.parsers.python_calls import value_json
+from megatron_hybrid.text.guide_schema import ROOT
 
 Json = dict[str, Any]
 ALL = frozenset(("string", "integer", "number", "boolean", "null", "object", "array"))
@@ -76,10 +76,9 @@ class Schema:
         return [text if isinstance(text, str) else json.dumps(text) for text in values]
 
     def alone(self, name: str) -> Json:
-        """The schema of a parameter, with the definitions that it refers to."""
+        """The schema of a parameter, with the schema that its `$ref`s are relative to."""
         given = self.properties.get(name)
-        own = with_refs_to("#/$defs/0", given) if isinstance(given, dict) else {}
-        return {**own, "$defs": {"0": with_refs_to("#/$defs/0", self._root)}}
+        return {**(given if isinstance(given, dict) else {}), ROOT: self._root}
 
     def _types(self, schema: Any, depth: int = 0) -> frozenset[str]:
         """Return the types of a part of the schema, each of which is looked at once."""
@@ -120,26 +119,6 @@ class Schema:
                 return {}
             schema = {**place, **{k: v for k, v in schema.items() if k != "$ref"}}
         return {}
-
-
-_VALUES = ("const", "default", "enum", "examples")
-"""Keywords that hold values, no schemas."""
-
-
-def with_refs_to(place: str, schema: Any) -> Any:
-    """A schema whose `$ref`s are relative to a place in another one."""
-    if isinstance(schema, list):
-        return [with_refs_to(place, each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {
-        name: value if name in _VALUES else with_refs_to(place, value)
-        for name, value in schema.items()
-    }
-    ref = found.get("$ref")
-    if isinstance(ref, str) and re.match("#(/|$)", ref):
-        found["$ref"] = place + ref.removeprefix("#")
-    return found
 
 
 def _kind(value: Any) -> str:

@@ -16,7 +16,7 @@ EDIT = function(
     path={"type": "string"},
     days={"$ref": "#/$defs/Days"},
     unit={"enum": ["C", "F"]},
-    on={"type": "boolean"},
+    on={"type": "object", "properties": {"default": {"$ref": "#/$defs/Days"}}},
 )
 EDIT["function"]["parameters"] |= {"required": ["path"], "$defs": {"Days": {"type": "integer"}}}
 TIME = function("time", zone={"const": "UTC"})
