@@ -14,6 +14,8 @@ HEADER = "X-Request-Changes"
 IMAGE_LEFT_OUT = "[An image was left out: this model reads texts alone.]"
 _MAX_HEADER = 2048
 _MAX_LINE = 200
+_MAX_TEXT = 1 << 20
+"""Characters of instructions: in longer ones no line is looked at."""
 _BILLING = re.compile(r"x-anthropic-billing-header:\s*cc_\w+=", re.IGNORECASE)
 _NOW = {"current", "today", "local", "present", "is"}
 _TIME = {"date", "time", "datetime", "timestamp"}
@@ -62,12 +64,16 @@ def with_steady_start(messages: Sequence[Json]) -> tuple[list[Json], list[str]]:
     last = found[-1]
     content = last.get("content")
     can_move = last.get("role") in ("user", "tool") and isinstance(content, str | list)
+    left = _MAX_TEXT
     for index, message in enumerate(found):
         given = message.get("content")
         if message.get("role") != "system" or not isinstance(given, str | list):
             break
         kept = []
-        for part in [{"text": given}] if isinstance(given, str) else given:
+        parts = [{"text": given}] if isinstance(given, str) else given
+        if (left := left - sum(len(part["text"]) for part in parts)) < 0:
+            break
+        for part in parts:
             lines = []
             for line, is_bare, is_changing in _lines(part["text"]):
                 if is_bare and _BILLING.match(line):

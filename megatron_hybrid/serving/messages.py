@@ -55,7 +55,7 @@ class MessageTool(Fields):
     type: str | None = None
     """The kind of the tool: custom. Tools of another kind, which Anthropic defines, are left out,
     and the header X-Request-Changes says so."""
-    name: Annotated[str, Field(min_length=1)]
+    name: Text | None = None
     """The name of the function."""
     description: str | None = None
     """A description of the function, for the model."""
@@ -67,9 +67,9 @@ class MessageTool(Fields):
         return self.type in (None, "custom")
 
     @model_validator(mode="after")
-    def _has_schema(self) -> Self:
-        if self.is_custom and self.input_schema is None:
-            raise ValueError("input_schema is missing: give the JSON Schema of the arguments")
+    def _is_whole(self) -> Self:
+        if self.is_custom and None in (self.name, self.input_schema):
+            raise ValueError("give the function's name, and input_schema, that of its arguments")
         return self
 
 
@@ -155,7 +155,7 @@ class PromptFields(OtherFields):
             self.note(f"left out output_config.{name}")
         for tool in self.tools or ():
             if not tool.is_custom:
-                self.note(f"left out the tool {tool.name} ({tool.type})")
+                self.note(f"left out the tool {tool.name or tool.type} ({tool.type})")
         return self.chat_of(given | more)
 
     def _messages(self) -> Iterator[Json]:

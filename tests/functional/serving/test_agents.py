@@ -90,6 +90,7 @@ def claude_code(turn):
         "tools": [
             {"name": "Bash", "description": "Runs a command.", "input_schema": SHELL},
             {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+            {"type": "mcp_toolset", "mcp_server_name": "docs"},
         ],
         "thinking": {"type": "enabled", "budget_tokens": 1024},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
@@ -220,7 +221,7 @@ def test_each_turn_skips_what_stood_in_the_turn_before(server, client):
 
 def test_what_is_left_out_is_said(server):
     _, _, headers = post(server.url, *claude_code(4))
-    for said in ("billing line", "web_search", "redacted_thinking", "image", "context_management"):
+    for said in ("billing line", "web_search", "mcp_toolset", "redacted_th", "image", "context_m"):
         assert said in headers[HEADER]
     _, _, headers = post(server.url, *codex(2))
     image = "left out an image of a tool's result"
@@ -332,6 +333,8 @@ def test_a_line_that_cannot_move_stays_and_a_billing_line_goes():
     found, (change,) = with_steady_start(messages)
     assert found == [{"role": "system", "content": text}, *messages[1:]]
     assert "billing line" in change
+    long = {"role": "system", "content": [{"type": "text", "text": f"{billing}\n" * 20_000}]}
+    assert with_steady_start([long, *messages]) == ([long, *messages], [])
 
 
 def test_a_custom_tool_and_a_namespace_come_back_as_they_were_named():
