@@ -59,7 +59,7 @@ from megatron_hybrid.serving.request_mapping import (
 )
 from megatron_hybrid.serving.request_middleware import RequestMiddleware, refusal
 from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
-from megatron_hybrid.serving.routes import EVENTS, Answers, errors, keyed_routes
+from megatron_hybrid.serving.routes import EVENTS, Answers, errors, keyed_routes, operator_routes
 from megatron_hybrid.serving.schemas import (
     Aborted,
     Adapter,
@@ -450,6 +450,7 @@ async def _events(
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
     routes = keyed_routes(400, 401, 404, 413)
+    own = operator_routes(service.auth, 400, 401, 403, 404, 413)
 
     def tokens_of(fields: TokenizeFields) -> list[int]:
         fields.check()
@@ -501,9 +502,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         service.adapter_of(fields.model)
         return await json_response(lambda: detokenized(fields), request)
 
-    @routes.get("/tokenizer_info", response_model=Json, responses=errors(403))
+    @own.get("/tokenizer_info", response_model=Json)
     async def tokenizer_info(request: Request):
-        service.auth.check_admin(request.state.key)
         return await json_response(service.tokenizer.info, request)
 
     @routes.post("/v1/completions/render", response_model=list[TokenIds])
@@ -516,9 +516,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         service.adapter_of(fields.model)
         return await json_response(lambda: rendered(fields), request, changes=fields.changes)
 
-    @routes.post("/cache/explain", responses=errors(403))
+    @own.post("/cache/explain")
     async def explain(fields: ExplainFields, request: Request) -> Explanation:
-        service.auth.check_admin(request.state.key)
         adapter = service.adapter_of(fields.model)
         key = request.state.key
         if fields.api_key is not None and (key := service.auth.known_key(fields.api_key)) is None:
@@ -541,6 +540,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         }
 
     app.include_router(routes)
+    app.include_router(own)
 
 
 # State -------------------------------------------------------------------------------------------
@@ -627,11 +627,10 @@ def _http_metrics(service: Service) -> str:
 
 
 def _add_cache(app: FastAPI, service: Service) -> None:
-    routes = keyed_routes(400, 401, 403, 409, 413)
+    routes = operator_routes(service.auth, 400, 401, 403, 409, 413)
 
     @routes.post("/cache/reset")
-    async def reset(request: Request) -> Reset:
-        service.auth.check_admin(request.state.key)
+    async def reset() -> Reset:
         try:
             await service.engine.clear_cache()
         except RuntimeError as error:
@@ -639,8 +638,7 @@ def _add_cache(app: FastAPI, service: Service) -> None:
         return {"reset": True}
 
     @routes.post("/cache/save")
-    async def save(request: Request) -> Saved:
-        service.auth.check_admin(request.state.key)
+    async def save() -> Saved:
         try:
             await service.engine.save_cache()
         except (RuntimeError, ValueError) as error:
@@ -654,17 +652,15 @@ def _add_cache(app: FastAPI, service: Service) -> None:
 
 
 def _add_adapters(app: FastAPI, service: Service) -> None:
-    routes = keyed_routes(400, 401, 403, 413)
+    routes = operator_routes(service.auth, 400, 401, 403, 413)
 
     @routes.post("/v1/load_lora_adapter")
-    async def load(fields: LoadAdapterFields, request: Request) -> Adapter:
-        service.auth.check_admin(request.state.key)
+    async def load(fields: LoadAdapterFields) -> Adapter:
         await service.load_adapter(fields.lora_name, fields.lora_path)
         return {"lora_name": fields.lora_name}
 
     @routes.post("/v1/unload_lora_adapter", responses=errors(404))
-    async def unload(fields: UnloadAdapterFields, request: Request) -> Adapter:
-        service.auth.check_admin(request.state.key)
+    async def unload(fields: UnloadAdapterFields) -> Adapter:
         await service.unload_adapter(fields.lora_name)
         return {"lora_name": fields.lora_name}
 

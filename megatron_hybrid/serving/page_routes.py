@@ -14,7 +14,7 @@ from fastapi.staticfiles import StaticFiles
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.history import SPANS
 from megatron_hybrid.serving.json_response import json_response
-from megatron_hybrid.serving.routes import errors, keyed_routes
+from megatron_hybrid.serving.routes import errors, operator_routes
 from megatron_hybrid.serving.schemas import History, Json, Requests
 from megatron_hybrid.serving.service import Service
 from megatron_hybrid.serving.tree_feed import TreeFeed
@@ -63,11 +63,10 @@ def add_page(app: FastAPI, service: Service) -> None:
 
     app.mount("/page", StaticFiles(directory=FILES), "page")
 
-    routes = keyed_routes(401, 403)
+    routes = operator_routes(service.auth, 401, 403)
 
     @routes.get("/requests", response_model=Requests)
     async def requests(request: Request) -> Response:
-        service.auth.check_admin(request.state.key)
         views = await service.engine.requests(num_tokens)
 
         def body() -> Requests:
@@ -81,13 +80,11 @@ def add_page(app: FastAPI, service: Service) -> None:
 
     @routes.get("/cache/tree", response_model=Json)
     async def tree(request: Request, since: _Since = None) -> Response:
-        service.auth.check_admin(request.state.key)
         columns = await feed.columns(since)
         return await json_response(lambda: columns, request)
 
     @routes.get("/cache/history", response_model=History, responses=errors(400))
     async def history(request: Request, seconds: _Seconds = 3600) -> Response:
-        service.auth.check_admin(request.state.key)
         if seconds not in SPANS:
             spans = ", ".join(map(str, SPANS))
             raise ApiError(400, f"seconds is {seconds}: use one of {spans}", "seconds")

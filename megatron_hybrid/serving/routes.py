@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from fastapi.security import HTTPBearer
 
+from megatron_hybrid.serving.auth import Auth
 from megatron_hybrid.serving.json_body import BodyRoute
 from megatron_hybrid.serving.schemas import Error
 
@@ -53,3 +54,12 @@ def keyed_routes(*statuses: int, dependencies: Sequence[Any] = ()) -> APIRouter:
         route_class=BodyRoute,
         responses=errors(*statuses) if statuses else None,
     )
+
+
+def operator_routes(auth: Auth, *statuses: int, dependencies: Sequence[Any] = ()) -> APIRouter:
+    """Return a router for routes of the operator. Arguments as for `keyed_routes`."""
+
+    async def check(request: Request) -> None:
+        auth.check_admin(request.state.key)
+
+    return keyed_routes(*statuses, dependencies=[Depends(check), *dependencies])

@@ -5,16 +5,15 @@ same."""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Annotated, Literal
 
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query
 from pydantic import BaseModel, ConfigDict
 
 from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.inference.weights.transfer import TrainerError
 from megatron_hybrid.serving.errors import ApiError
-from megatron_hybrid.serving.routes import keyed_routes
+from megatron_hybrid.serving.routes import operator_routes
 from megatron_hybrid.serving.schemas import (
     Done,
     IsPaused,
@@ -92,22 +91,17 @@ KeepCache = Annotated[
 def add_trainer(app: FastAPI, service: Service) -> None:
     """Add the routes."""
     engine, version = service.engine, None
-
-    def check(request: Request) -> None:
-        service.auth.check_admin(request.state.key)
-
-    routes = keyed_routes(400, 401, 403, 409, 413, 502, 503, dependencies=[Depends(check)])
+    statuses = 400, 401, 403, 409, 413, 502, 503
+    routes = operator_routes(service.auth, *statuses, dependencies=[Depends(_refusals)])
 
     @routes.post("/pause")
     async def pause(mode: Mode = "abort", clear_cache: ClearCache = True) -> State:
-        async with _refusals():
-            await engine.pause_generation(mode, clear_cache)
+        await engine.pause_generation(mode, clear_cache)
         return {"status": "paused"}
 
     @routes.post("/resume")
     async def resume() -> State:
-        async with _refusals():
-            await engine.resume_generation()
+        await engine.resume_generation()
         return {"status": "resumed"}
 
     @routes.get("/is_paused")
@@ -118,14 +112,12 @@ def add_trainer(app: FastAPI, service: Service) -> None:
     async def sleep(
         level: Level = 1, mode: Mode = "abort", keep_cache: KeepCache = "drop"
     ) -> State:
-        async with _refusals():
-            await engine.sleep(level, mode, keep_cache)
+        await engine.sleep(level, mode, keep_cache)
         return {"status": "sleeping" if level else "paused"}
 
     @routes.post("/wake_up")
     async def wake_up(tags: Tags = None) -> State:
-        async with _refusals():
-            await engine.wake_up(tags)
+        await engine.wake_up(tags)
         return {"status": "sleeping" if await engine.is_sleeping() else "awake"}
 
     @routes.get("/is_sleeping")
@@ -134,27 +126,23 @@ def add_trainer(app: FastAPI, service: Service) -> None:
 
     @routes.post("/init_weight_transfer_engine")
     async def init(fields: InitFields) -> Done:
-        async with _refusals():
-            await engine.init_weight_transfer_engine(fields.init_info)
+        await engine.init_weight_transfer_engine(fields.init_info)
         return {"message": "Weight transfer initialized"}
 
     @routes.post("/start_weight_update")
     async def start() -> Done:
-        async with _refusals():
-            await engine.start_weight_update()
+        await engine.start_weight_update()
         return {"message": "Weight update started"}
 
     @routes.post("/update_weights")
     async def update(fields: UpdateFields) -> Done:
-        async with _refusals():
-            await engine.receive_weights(fields.update_info)
+        await engine.receive_weights(fields.update_info)
         return {"message": "Weights updated"}
 
     @routes.post("/finish_weight_update")
     async def finish(fields: FinishFields | None = None) -> UpdateDone:
         nonlocal version
-        async with _refusals():
-            await engine.finish_weight_update()
+        await engine.finish_weight_update()
         version = None if fields is None else fields.weight_version
         return {"message": "Weight update finished", "weight_epoch": await engine.epoch()}
 
@@ -171,9 +159,8 @@ def add_trainer(app: FastAPI, service: Service) -> None:
     app.include_router(routes)
 
 
-@asynccontextmanager
 async def _refusals() -> AsyncIterator[None]:
-    """Turns the engine's errors into ApiErrors."""
+    """Turns the engine's errors into ApiErrors, of all routes."""
     try:
         yield
     except (TypeError, ValueError, OSError) as error:  # OSError: of a folder that was named
