@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, starmap
 from typing import Any, ClassVar, Self
@@ -38,12 +38,6 @@ def prefix_block(report: PrefixReport) -> Json:
         "fetched_tokens": report.fetched_tokens,
         "miss_reason": report.miss_reason and report.miss_reason.value,
     }
-
-
-def num_reasoning_tokens(tokenizer: Tokenizer, parts: Iterable[AnswerPart]) -> int:
-    """Tokens of an answer's reasoning, as the tokenizer writes its text."""
-    text = "".join(part.text for part in parts if isinstance(part, Reasoning))
-    return len(tokenizer.tokenize(text, add_special_tokens=False)) if text else 0
 
 
 def usage(
@@ -132,8 +126,8 @@ class Answer:
         if self.is_chat:
             parser = self.parser()
             parts = [*parser.add(text), *parser.end()]
-            self.num_reasoning += num_reasoning_tokens(self.tokenizer, parts)
             choice["message"] = _message(parts)
+            self.num_reasoning += self.count(choice["message"].get("reasoning", ""))
             if echoed := self.echoed(0):
                 choice["message"]["content"] = echoed + (choice["message"]["content"] or "")
             choice["finish_reason"] = parser.finish_reason(choice["finish_reason"])
@@ -173,6 +167,10 @@ class Answer:
             said = last.get("content") if last.get("role") == "assistant" else None
             return said if isinstance(said, str) else ""
         return self._text(self.prompts[number])
+
+    def count(self, text: str) -> int:
+        """Tokens of a part of the answer, as the tokenizer writes its text."""
+        return len(self.tokenizer.tokenize(text, add_special_tokens=False)) if text else 0
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.detokenize(tokens, self.fields.skip_special_tokens)
@@ -344,7 +342,7 @@ class GrowingChoice:
         self._has_begun = False
         self._num_chars = 0
         self._shows_prompt = answer.fields.return_token_ids
-        self._reasoning: list[Reasoning] = []
+        self._reasoning = ""
 
     def _begin(self) -> list[Json]:
         """The events before those of the first output: a chat's role."""
@@ -371,10 +369,9 @@ class GrowingChoice:
             if reason is not None:
                 parts += self._parser.end()
                 reason = self._parser.finish_reason(reason)
-            self._reasoning += [part for part in parts if isinstance(part, Reasoning)]
+            self._reasoning += "".join(part.text for part in parts if isinstance(part, Reasoning))
             if reason is not None:
-                count = num_reasoning_tokens(self._answer.tokenizer, self._reasoning)
-                self._answer.num_reasoning += count
+                self._answer.num_reasoning += self._answer.count(self._reasoning)
             said = [{"delta": delta} for part in parts for delta in _deltas(part)]
             said = said or [{"delta": {}}]
         if self._answer.fields.return_token_ids:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Path, Request
+from fastapi import Depends, FastAPI, Path, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
@@ -627,22 +627,23 @@ def _http_metrics(service: Service) -> str:
 
 
 def _add_cache(app: FastAPI, service: Service) -> None:
-    routes = operator_routes(service.auth, 400, 401, 403, 409, 413)
+    async def refusals() -> AsyncIterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            raise ApiError(409, str(error)) from error
+
+    statuses = 400, 401, 403, 409, 413
+    routes = operator_routes(service.auth, *statuses, dependencies=[Depends(refusals)])
 
     @routes.post("/cache/reset")
     async def reset() -> Reset:
-        try:
-            await service.engine.clear_cache()
-        except RuntimeError as error:
-            raise ApiError(409, str(error)) from error
+        await service.engine.clear_cache()
         return {"reset": True}
 
     @routes.post("/cache/save")
     async def save() -> Saved:
-        try:
-            await service.engine.save_cache()
-        except (RuntimeError, ValueError) as error:
-            raise ApiError(409, str(error)) from error
+        await service.engine.save_cache()
         return {"saved": True}
 
     app.include_router(routes)

@@ -344,15 +344,8 @@ class StructuredOutputs(Fields):
     @property
     def wishes(self) -> dict[str, Any]:
         """What is asked for."""
-        given = {
-            "json": self.json_,
-            "regex": self.regex,
-            "choice": self.choice,
-            "grammar": self.grammar,
-            "structural_tag": self.structural_tag,
-        }
-        wishes = {name: value for name, value in given.items() if value is not None}
-        return wishes | ({"json_object": True} if self.json_object else {})
+        hidden = None if self.json_object else {"json_object"}
+        return self.model_dump(by_alias=True, exclude_none=True, exclude=hidden)
 
 
 Count = Annotated[int, Range(ge=0)]

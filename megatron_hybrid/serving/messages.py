@@ -21,7 +21,6 @@ from megatron_hybrid.serving.answers import (
     EventAnswer,
     Json,
     argument_pieces,
-    num_reasoning_tokens,
     prefix_block,
 )
 from megatron_hybrid.serving.changes import IMAGE_LEFT_OUT
@@ -405,15 +404,12 @@ class MessageAnswer(EventAnswer):
         }
 
     def _usage(self, report: PrefixReport, num_generated: int) -> Json:
-        thoughts = [
-            Reasoning(block["thinking"]) for block in self._blocks if block["type"] == "thinking"
-        ]
-        num_thinking = num_reasoning_tokens(self._answer.tokenizer, thoughts)
+        text = "".join(block.get("thinking", "") for block in self._blocks)
         return {
             "input_tokens": report.prompt_tokens - report.skipped_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": report.skipped_tokens,
             "output_tokens": num_generated,
-            "output_tokens_details": {"thinking_tokens": num_thinking},
+            "output_tokens_details": {"thinking_tokens": self._answer.count(text)},
             "prefix": prefix_block(report),
         }

@@ -6,6 +6,7 @@ An answer's output is a list of items: reasoning, a message, calls of functions,
 from __future__ import annotations
 
 import json
+import re
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -21,7 +22,6 @@ from megatron_hybrid.serving.answers import (
     EventAnswer,
     Json,
     argument_pieces,
-    num_reasoning_tokens,
     prefix_block,
 )
 from megatron_hybrid.serving.errors import ApiError
@@ -330,7 +330,7 @@ def _messages_of(item: Json, note: Callable[[str], None]) -> Iterator[Json]:
             if not text and item.get("summary"):
                 note("left out a summary of reasoning")
             yield {"role": "assistant", "reasoning": text}
-    elif kind in _HOSTED_ITEMS:
+    elif _HOSTED_ITEM.fullmatch(str(kind)):
         note(f"left out an item {kind}")
     else:
         raise ApiError(
@@ -338,17 +338,9 @@ def _messages_of(item: Json, note: Callable[[str], None]) -> Iterator[Json]:
         )
 
 
-_HOSTED_ITEMS = frozenset(
-    (
-        *("additional_tools", "agent_message", "code_interpreter_call", "compaction"),
-        *("compaction_summary", "compaction_trigger", "computer_call", "computer_call_output"),
-        *("context_compaction", "file_search_call", "ghost_snapshot", "image_generation_call"),
-        *("local_shell_call", "local_shell_call_output", "mcp_approval_request"),
-        *("mcp_approval_response", "mcp_call", "mcp_list_tools", "shell_call"),
-        *("shell_call_output", "tool_search_call", "tool_search_output", "web_search_call"),
-        "apply_patch_call",
-        "apply_patch_call_output",
-    )
+_HOSTED_ITEM = re.compile(
+    r"\w+_call(_output)?|mcp_\w+|tool_search_output|\w*compaction\w*|additional_tools"
+    "|agent_message|ghost_snapshot"
 )
 """Kinds of items that stand for work of OpenAI's servers: they are left out."""
 
@@ -608,8 +600,7 @@ class ResponseAnswer(EventAnswer):
         if prefixes:
             (report,) = prefixes
             items = (item for item in self._items if item["type"] == "reasoning")
-            reasoning = [Reasoning(item["content"][0]["text"]) for item in items]
-            num_reasoning = num_reasoning_tokens(self._answer.tokenizer, reasoning)
+            text = "".join(item["content"][0]["text"] for item in items)
             usage = {
                 "input_tokens": report.prompt_tokens,
                 "input_tokens_details": {
@@ -617,7 +608,7 @@ class ResponseAnswer(EventAnswer):
                     "cache_write_tokens": 0,
                 },
                 "output_tokens": num_generated,
-                "output_tokens_details": {"reasoning_tokens": num_reasoning},
+                "output_tokens_details": {"reasoning_tokens": self._answer.count(text)},
                 "total_tokens": report.prompt_tokens + num_generated,
                 "prefix": prefix_block(report),
             }

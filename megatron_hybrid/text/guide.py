@@ -250,30 +250,27 @@ class GuideCompiler:
         self._lock = threading.Lock()
         self._kept: OrderedDict[Guide, Any] = OrderedDict()  # the least used first
 
-    def compile(self, guide: Guide) -> None:
-        """Compile the grammar, which is kept: the guide's matchers are made fast then.
-
-        Raises:
-            ValueError: the guide cannot be kept to.
-        """
-        self._compiled(guide)
-
     def matcher(self, guide: Guide, stop_ids: Iterable[int]) -> GuideMatcher:
         """Return the matcher of a new answer, which the stop tokens may end.
 
         Raises:
             ValueError: the guide cannot be kept to, by none of the tokens.
         """
-        matcher = GuideMatcher(self._compiled(guide).deep_copy(), stop_ids, self._tokens)
-        if matcher.is_stuck or (matcher.is_over and not matcher.has_stops):
+        stops = list(stop_ids)
+        matcher = GuideMatcher(self.compile(guide).deep_copy(), stops, self._tokens)
+        if matcher.is_stuck or (matcher.is_over and not stops):
             raise ValueError(
                 "no token of this tokenizer can begin an answer that the guide allows: "
                 f"{guide!s:.1000}"
             )
         return matcher
 
-    def _compiled(self, guide: Guide) -> Any:
-        """Return llguidance's matcher of a guide, of which copies are made."""
+    def compile(self, guide: Guide) -> Any:
+        """Return llguidance's matcher, which is kept: the guide's own are copies, made fast.
+
+        Raises:
+            ValueError: the guide cannot be kept to.
+        """
         with self._lock:
             if guide in self._kept:
                 self._kept.move_to_end(guide)
@@ -359,10 +356,6 @@ class GuideMatcher:
         self.num_tokens = 0
         """Number of tokens that it has seen of the answer."""
         self._look()
-
-    @property
-    def has_stops(self) -> bool:
-        return len(self._stops) > 0
 
     def add(self, tokens: Sequence[int]) -> None:
         """Go on by tokens of the answer.
