@@ -93,11 +93,7 @@ class ChatTemplate:
         return self.run(conversation, conversation.messages, add_generation_prompt)
 
     def fork_points(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping] | None = None,
-        **variables: Any,
+        self, conversation: Conversation, full: str, add_generation_prompt: bool
     ) -> list[int]:
         """Find likely junctions with other conversations, by a constant number of renderings.
 
@@ -107,14 +103,12 @@ class ChatTemplate:
         with the next turn of this conversation: some templates render past answers with another
         header, or without their reasoning.
 
-        Args, raises: as `render`.
+        full: what the template has written of the conversation.
 
         Returns:
             Ascending character positions, each once; the last one may be the end.
         """
-        conversation = self.conversation(messages, {"tools": tools, **variables})
         plain = conversation.messages
-        full = self.run(conversation, plain, add_generation_prompt)
         last = len(plain) - 1
         start = self._content_start(full, conversation, last, add_generation_prompt)
         forks = {self._prefix_length(full, conversation, plain[:last]) if start is None else start}
@@ -193,21 +187,15 @@ class ChatTemplate:
         return self._parting(full, conversation, other, add_generation_prompt)
 
     def _parting(
-        self,
-        full: str,
-        conversation: Conversation,
-        other,
-        add_generation_prompt: bool,
+        self, full: str, conversation: Conversation, other, add_generation_prompt: bool
     ) -> int | None:
         """Return how many characters a rendering shares with the one of messages that have
         `_OTHER`; None: it is not shown, or refused."""
         text = self.try_run(conversation, other, add_generation_prompt)
         return common_length(full, text) if text and _OTHER in text else None
 
-    def _prefix_length(
-        self, full: str, conversation: Conversation, messages, add_generation_prompt: bool = False
-    ) -> int | None:
-        text = self.try_run(conversation, messages, add_generation_prompt)
+    def _prefix_length(self, full: str, conversation: Conversation, messages) -> int | None:
+        text = self.try_run(conversation, messages)
         return None if text is None or not full.startswith(text) else len(text)
 
     @cached_property

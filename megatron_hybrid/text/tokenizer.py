@@ -393,8 +393,9 @@ class Tokenizer:
         Raises:
             ValueError, TypeError: as `render_chat`.
         """
-        template, named = self.template_of(tools), {**self._named, **variables}
-        text = template.render(messages, add_generation_prompt, tools, **named)
+        template, variables = self.template_of(tools), {**self._named, "tools": tools, **variables}
+        conversation = template.conversation(messages, variables)
+        text = full = template.run(conversation, conversation.messages, add_generation_prompt)
         check_text("the text of the chat", text)
         start, end, _ = self._wanted(text).indices(len(text))
         text = text[start:end]
@@ -410,7 +411,7 @@ class Tokenizer:
         ]
         anchor_ends = [spans[index][1] for index in anchors]
         forks = set()
-        for point in template.fork_points(messages, add_generation_prompt, tools, **named):
+        for point in template.fork_points(conversation, full, add_generation_prompt):
             if not start < point <= end:
                 continue
             fork = point - start

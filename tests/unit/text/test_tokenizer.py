@@ -605,7 +605,9 @@ def test_forks_of_tokenizers_that_prepend_a_space(tmp_path, scheme, template):
         assert full == other.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
         _, forks = tokenizer.chat_prompt(messages)
         text = tokenizer.render_chat(messages)
-        chars = tokenizer._templates["default"].fork_points(messages, bos_token=BOS, eos_token=EOS)
+        template = tokenizer.template_of(None)
+        conversation = template.conversation(messages, ROLES)
+        chars = template.fork_points(conversation, text, True)
         expected = {  # also before a letter, whose token may have the space
             min(shared(tokenizer.tokenize(text[:char] + end, False), full) for end in ("", "a"))
             for char in chars
