@@ -355,7 +355,7 @@ def _prepared(service: Service, fields: GenerationFields) -> PreparedRequest:
         template = service.tokenizer.template_source(fields.shown_tools)
         style = service.config.style_of(template)
         if style.thoughts is not None:
-            thinks = is_thinking(service.tokenizer, fields, style.thoughts)
+            thinks = is_thinking(service.tokenizer, fields, style.thoughts, prompts[0])
     guide = guide_of(fields, style, thinks)
     params = _params(service, fields, prompts)
     if isinstance(fields, ChatFields) and fields.thinking_token_budget not in (None, -1):

@@ -7,15 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _KINDS = {
-    400: "invalid_request_error",
+    **dict.fromkeys((400, 405, 408, 413, 431), "invalid_request_error"),
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
     503: "service_unavailable_error",
 }
 _MAX_MESSAGE = 2000

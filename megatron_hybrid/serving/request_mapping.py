@@ -23,6 +23,8 @@ from megatron_hybrid.text.guide import Guide
 from megatron_hybrid.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
+_END_TOKENS = 64
+"""Tokens at a prompt's end, of which some are a mark of reasoning."""
 
 
 def chat_prompt(
@@ -62,17 +64,16 @@ def chat_prompt(
 
 
 def is_thinking(
-    tokenizer: Tokenizer, fields: TemplateFields, thoughts: ReasoningFormat
+    tokenizer: Tokenizer, fields: TemplateFields, thoughts: ReasoningFormat, prompt: RenderedChat
 ) -> bool | None:
     """Return whether the answer begins inside of reasoning, which the template opens, or the
     message that the answer goes on with, or the model without a sign; None: the prompt has closed
-    it. The chat is one that `chat_prompt` takes."""
-    messages, tools = fields.messages or (), fields.shown_tools
+    it. prompt: what `chat_prompt` has made of the fields."""
     if fields.continue_final_message:
-        said = tokenizer.template_of(tools).prepare(messages)[-1]["content"]
+        template = tokenizer.template_of(fields.shown_tools)
+        said = template.prepare(fields.messages)[-1]["content"]
         return said.rfind(thoughts.open) > said.rfind(thoughts.close) or None
-    given = messages, fields.add_generation_prompt, tools
-    text = tokenizer.render_chat(*given, **fields.variables).rstrip()
+    text = tokenizer.detokenize(prompt.tokens[-_END_TOKENS:], False).rstrip()
     if text.endswith(thoughts.close):
         return None
     return text.endswith(thoughts.open.rstrip()) or thoughts.always

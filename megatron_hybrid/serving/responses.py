@@ -11,7 +11,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
@@ -84,6 +84,9 @@ class HostedTool(Fields):
     """The kind of the tool."""
 
 
+InnerTool = Annotated[FlatTool | CustomTool | HostedTool, Field(discriminator="type")]
+
+
 class NamespaceTool(Fields):
     """Functions under one name. The model sees each as a function with both names."""
 
@@ -93,19 +96,11 @@ class NamespaceTool(Fields):
     """The name of all."""
     description: str | None = None
     """A description. It has no effect."""
-    tools: list[Annotated[FlatTool | CustomTool | HostedTool, Field(discriminator="type")]]
+    tools: list[InnerTool]
     """The functions."""
 
 
 AnyTool = Annotated[FlatTool | CustomTool | HostedTool | NamespaceTool, Field(discriminator="type")]
-
-
-class Origin(NamedTuple):
-    """A tool as the caller named it."""
-
-    is_custom: bool
-    name: str
-    namespace: str | None
 
 
 class TextOptions(Fields):
@@ -238,7 +233,7 @@ class ResponseFields(OtherFields, SharedChatFields):
             {name: getattr(self, name) for name in SharedChatFields.model_fields} | given
         )
 
-    def _each_tool(self) -> Iterator[tuple[str | None, FlatTool | CustomTool | HostedTool]]:
+    def _each_tool(self) -> Iterator[tuple[str | None, InnerTool]]:
         """Tools, and their namespace."""
         for tool in self.tools or ():
             if isinstance(tool, NamespaceTool):
@@ -247,12 +242,10 @@ class ResponseFields(OtherFields, SharedChatFields):
                 yield None, tool
 
     @cached_property
-    def origins(self) -> dict[str, Origin]:
-        """Names that the model sees -> what the caller named so."""
+    def origins(self) -> dict[str, tuple[str | None, FlatTool | CustomTool]]:
+        """Names that the model sees -> what the caller named so: a tool, and its namespace."""
         return {
-            full_name(tool.name, namespace): Origin(
-                isinstance(tool, CustomTool), tool.name, namespace
-            )
+            full_name(tool.name, namespace): (namespace, tool)
             for namespace, tool in self._each_tool()
             if not isinstance(tool, HostedTool)
         }
@@ -548,22 +541,23 @@ class ResponseAnswer(EventAnswer):
 
     def _call(self, call: ToolCall) -> Iterator[Json]:
         number = len(self._items)
-        origin = self._fields.origins.get(call.name, Origin(False, call.name, None))
+        namespace, tool = self._fields.origins.get(call.name, (None, None))
+        is_custom = isinstance(tool, CustomTool)
         arguments, name = call.arguments, "arguments"
         kind, events = "function_call", "response.function_call_arguments"
-        if origin.is_custom:
+        if is_custom:
             arguments, name = _input_of(call.arguments), "input"
             kind, events = "custom_tool_call", "response.custom_tool_call_input"
         item = {
             "id": f"{self._answer.id}-{number}",
             "type": kind,
             "call_id": call.id,
-            "name": origin.name,
+            "name": call.name if tool is None else tool.name,
             name: arguments,
             "status": "completed",
         }
-        if origin.namespace is not None:
-            item["namespace"] = origin.namespace
+        if namespace is not None:
+            item["namespace"] = namespace
         self._items.append(item)
         place = {"output_index": number, "item_id": item["id"]}
         yield self._event(
@@ -571,9 +565,9 @@ class ResponseAnswer(EventAnswer):
             output_index=number,
             item={**item, name: "", "status": "in_progress"},
         )
-        for piece in [arguments] if origin.is_custom else argument_pieces(call):
+        for piece in [arguments] if is_custom else argument_pieces(call):
             yield self._event(f"{events}.delta", **place, delta=piece)
-        done = {name: arguments} if origin.is_custom else {"name": origin.name, name: arguments}
+        done = {name: arguments} if is_custom else {"name": item["name"], name: arguments}
         yield self._event(f"{events}.done", **place, **done)
         yield self._event("response.output_item.done", output_index=number, item=item)
 

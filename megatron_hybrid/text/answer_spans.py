@@ -13,11 +13,13 @@ from jinja2 import nodes
 
 from megatron_hybrid.text.chat_messages import Message
 from megatron_hybrid.text.chat_template import (
+    OTHER,
     ChatTemplate,
     Conversation,
     Generation,
     common_length,
     template_environment,
+    with_other_content,
 )
 
 TrainOn = str
@@ -26,8 +28,6 @@ TrainOn = str
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around the model's words, in a rendering that marks them: no characters of any text."""
-_OTHER = "\ufdd2"
-"""A text that no message ends with or begins with."""
 _PIECES = re.compile(r"<[^<>]*>|\s|[^<\s]+|<")
 """Marks, spaces and words: two texts part between them."""
 _THOUGHTS = re.compile(r"(<think>\s*(</think>)?|\[THINK\]|<\|channel>\w*\s*(<channel\|>)?)\s*\Z")
@@ -269,7 +269,7 @@ class _Answers:
 
 def _header(template: ChatTemplate, conversation: Conversation) -> str:
     """Return the header of an answer's turn, without an opening of thoughts; "": there is none."""
-    question = [{"role": "user", "content": _OTHER}]
+    question = [{"role": "user", "content": OTHER}]
     plain, asked = (template.try_run(conversation, question, asks) for asks in (False, True))
     if plain is None or asked is None:
         return ""
@@ -288,10 +288,9 @@ def _common_pieces(first: str, second: str) -> int:
 
 def _with_other_words(message: Mapping[str, Any], with_content: bool) -> dict[str, Any]:
     thoughts = message.keys() & {"reasoning_content", "thinking", "reasoning"}
-    other = {**message, **dict.fromkeys(thoughts, _OTHER)}
+    other = {**message, **dict.fromkeys(thoughts, OTHER)}
     if with_content:
-        is_list = isinstance(message.get("content"), list)
-        other["content"] = [{"type": "text", "text": _OTHER}] if is_list else _OTHER
+        other = with_other_content(other)
     if message.get("tool_calls"):
         other["tool_calls"] = [
             {**call, "function": {**function, "arguments": _other_leaves(function["arguments"])}}
@@ -303,5 +302,5 @@ def _with_other_words(message: Mapping[str, Any], with_content: bool) -> dict[st
 
 def _other_leaves(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _other_leaves(each) for key, each in value.items()} or {_OTHER: _OTHER}
-    return _OTHER
+        return {key: _other_leaves(each) for key, each in value.items()} or {OTHER: OTHER}
+    return OTHER

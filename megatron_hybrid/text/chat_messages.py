@@ -16,28 +16,21 @@ PART_TYPES = ("text", "input_text", "output_text", "refusal")
 def check_messages(messages: Sequence) -> None:
     """Raise TypeError or ValueError for messages that a template might render wrongly."""
     for index, message in enumerate(messages):
-        _check_message(index, message)
-
-
-def _check_message(index: int, message) -> None:
-    if not isinstance(message, Mapping):
-        raise TypeError(
-            f"message {index} of the chat is of type {type(message).__name__}; each is a dict with "
-            "'role' and 'content'"
-        )
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        raise ValueError(
-            f"message {index} of the chat has the role {role!r}; it must say 'system', 'user', "
-            "'assistant', 'tool' or what else the template knows"
-        )
-    if not isinstance(content, (str, list, type(None))):
-        raise TypeError(
-            f"message {index} of the chat has content of type {type(content).__name__}; it must be "
-            "a str or a list of parts"
-        )
-    if content is None and all(value is None for key, value in message.items() if key != "role"):
-        raise ValueError(f"message {index} of the chat has no content: {dict(message)!r}")
+        place = f"message {index} of the chat"
+        if not isinstance(message, Mapping):
+            kind = type(message).__name__
+            raise TypeError(f"{place} is of type {kind}; each is a dict with 'role' and 'content'")
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str) or not role:
+            raise ValueError(
+                f"{place} has the role {role!r}; it must say 'system', 'user', 'assistant', 'tool' "
+                "or what else the template knows"
+            )
+        if not isinstance(content, (str, list, type(None))):
+            kind = type(content).__name__
+            raise TypeError(f"{place} has content of type {kind}; it must be a str or a list")
+        if all(value is None for key, value in message.items() if key != "role"):
+            raise ValueError(f"{place} has no content: {dict(message)!r}")
 
 
 class Forms(Protocol):

@@ -26,8 +26,8 @@ MAX_ROLES = 32
 """Most roles of which a template remembers something."""
 
 
-_OTHER = "\ufdd2"
-"""A content that no text begins with."""
+OTHER = "\ufdd2"
+"""A content that no text begins or ends with."""
 
 
 def common_length(first: Sequence, second: Sequence) -> int:
@@ -118,7 +118,7 @@ class ChatTemplate:
             if first != last:
                 start = self._content_start(full, conversation, first, add_generation_prompt)
                 forks.add(start)
-        turn = [{"role": role, "content": _OTHER} for role in ("assistant", "user")]
+        turn = [{"role": role, "content": OTHER} for role in ("assistant", "user")]
         forks.add(self._parting(full, conversation, [*plain, *turn], False))
         return sorted(forks - {None})
 
@@ -183,16 +183,16 @@ class ChatTemplate:
         self, full: str, conversation: Conversation, index: int, add_generation_prompt: bool
     ) -> int | None:
         plain = conversation.messages
-        other = [*plain[:index], _with_content(plain[index], _OTHER), *plain[index + 1 :]]
+        other = [*plain[:index], with_other_content(plain[index]), *plain[index + 1 :]]
         return self._parting(full, conversation, other, add_generation_prompt)
 
     def _parting(
         self, full: str, conversation: Conversation, other, add_generation_prompt: bool
     ) -> int | None:
         """Return how many characters a rendering shares with the one of messages that have
-        `_OTHER`; None: it is not shown, or refused."""
+        `OTHER`; None: it is not shown, or refused."""
         text = self.try_run(conversation, other, add_generation_prompt)
-        return common_length(full, text) if text and _OTHER in text else None
+        return common_length(full, text) if text and OTHER in text else None
 
     def _prefix_length(self, full: str, conversation: Conversation, messages) -> int | None:
         text = self.try_run(conversation, messages)
@@ -248,9 +248,10 @@ class Conversation:
             ) from error
 
 
-def _with_content(message: dict[str, Any], text: str) -> dict[str, Any]:
+def with_other_content(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of which nothing but the content differs."""
     parts = isinstance(message.get("content"), list)
-    return {**message, "content": [{"type": "text", "text": text}] if parts else text}
+    return {**message, "content": [{"type": "text", "text": OTHER}] if parts else OTHER}
 
 
 class Generation(Extension):

@@ -158,7 +158,10 @@ def read_chunks(path: Path, one_per_line: bool = False) -> Iterator[Chunk]:
     """
     try:
         if _format(path) in TABLES:
-            yield from _read_rows(path)
+            row = 1
+            for batch, bytes_read in _batches_of_rows(path):
+                yield Chunk(path, row, batch.to_pylist(), bytes_read)
+                row += len(batch)
             return
         with nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as file:
             content = file
@@ -177,7 +180,7 @@ def read_chunks(path: Path, one_per_line: bool = False) -> Iterator[Chunk]:
                 place = seen + sum(map(len, lines)) if path == STDIN else file.tell()
                 yield Chunk(path, line, cut, place - seen)
                 seen, line = place, line + len(lines)
-    except (OSError, EOFError) as error:  # what gzip and pyarrow raise, too
+    except (OSError, EOFError, ValueError) as error:  # what gzip and pyarrow raise, too
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
@@ -196,17 +199,8 @@ def read_texts(paths: Sequence[Path], key: str, one_per_line: bool = False) -> I
                     yield text
 
 
-def _read_rows(path: Path) -> Iterator[Chunk]:
-    pyarrow, row = _import_pyarrow(), 1
-    try:
-        for batch, bytes_read in _batches_of_rows(pyarrow, path):
-            yield Chunk(path, row, batch.to_pylist(), bytes_read)
-            row += len(batch)
-    except ValueError as error:  # what pyarrow raises for a file that is torn
-        raise ValueError(f"{path} cannot be read: {error}") from error
-
-
-def _batches_of_rows(pyarrow: Any, path: Path) -> Iterator[tuple[Any, int]]:
+def _batches_of_rows(path: Path) -> Iterator[tuple[Any, int]]:
+    pyarrow = _import_pyarrow()
     if path.suffix == ".parquet":
         with pyarrow.parquet.ParquetFile(path) as file:
             share = path.stat().st_size / max(1, file.metadata.num_rows)

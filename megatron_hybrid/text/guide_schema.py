@@ -205,7 +205,7 @@ class _Schemas:
         if name == "pattern":
             return found_in(value)
         if name == "$ref":
-            target = self._target(value)
+            target = target_of(self._root, value)
             if id(target) not in self._names:
                 self._names[id(target)] = str(len(self._names))
                 self._waiting.append((target, self._names[id(target)]))
@@ -216,7 +216,7 @@ class _Schemas:
         """Return a part of a `oneOf`, in place of its `$ref`: llguidance tells these apart. The
         property that a `discriminator` names is required."""
         while isinstance(option, Mapping) and option.keys() - _ANNOTATIONS == {"$ref"}:
-            option, depth = self._target(option["$ref"]), depth + 1
+            option, depth = target_of(self._root, option["$ref"]), depth + 1
             if depth > MAX_DEPTH:
                 raise ValueError(f"the '$ref's of a 'oneOf' lead to each other: {option!r:.80}")
         found = self._schema(option, depth)
@@ -227,19 +227,25 @@ class _Schemas:
                 found["required"] = [*found.get("required", ()), key]
         return found
 
-    def _target(self, ref: Any) -> Any:
-        if not isinstance(ref, str) or not re.match("#(/|$)", ref):
-            _refuse(f"a '$ref' out of the schema or to an anchor, {ref!r:.80},")
-        found = self._root
-        for step in unquote(ref).split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            try:
-                found = found[int(step) if isinstance(found, list) else step]
-            except (KeyError, IndexError, TypeError, ValueError):
-                raise ValueError(f"the '$ref' {ref!r:.80} leads nowhere") from None
-            if isinstance(found, Mapping) and "$id" in found:
-                _refuse("'$id' in an inner schema")
-        return found
+
+def target_of(root: Any, ref: Any) -> Any:
+    """Return what a `$ref` in a schema leads to.
+
+    Raises:
+        ValueError: it leads nowhere, or out of the schema.
+    """
+    if not isinstance(ref, str) or not re.match("#(/|$)", ref):
+        _refuse(f"a '$ref' out of the schema or to an anchor, {ref!r:.80},")
+    found = root
+    for step in unquote(ref).split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        try:
+            found = found[int(step) if isinstance(found, list) else step]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise ValueError(f"the '$ref' {ref!r:.80} leads nowhere") from None
+        if isinstance(found, Mapping) and "$id" in found:
+            _refuse("'$id' in an inner schema")
+    return found
 
 
 def _common_multiple(first: Fraction, second: Fraction) -> Fraction:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_hybrid.serving.parsers.json_text import decoded
 from megatron_hybrid.serving.parsers.python_calls import value_json
-from megatron_hybrid.text.guide_schema import ROOT
+from megatron_hybrid.text.guide_schema import ROOT, target_of
 
 Json = dict[str, Any]
 ALL = frozenset(("string", "integer", "number", "boolean", "null", "object", "array"))
@@ -109,12 +109,12 @@ class Schema:
 
     def _resolved(self, schema: Json) -> Json:
         for _ in range(_MAX_DEPTH):
-            if not isinstance(ref := schema.get("$ref"), str) or not ref.startswith("#"):
+            if "$ref" not in schema:
                 return schema
-            place: Any = self._root
-            for step in filter(None, ref[1:].split("/")):
-                step = step.replace("~1", "/").replace("~0", "~")
-                place = place.get(step) if isinstance(place, dict) else None
+            try:
+                place = target_of(self._root, schema["$ref"])
+            except ValueError:
+                return {}
             if not isinstance(place, dict):
                 return {}
             schema = {**place, **{k: v for k, v in schema.items() if k != "$ref"}}

@@ -47,11 +47,12 @@ def test_tools_and_past_calls_reach_the_template(tokenizer):
 def test_an_answer_may_begin_in_thought(tokenizer):
     for thinks in (False, True):
         fields = ChatFields(messages=[USER], chat_template_kwargs={"thinks": thinks})
-        assert is_thinking(tokenizer, fields, TAGS) is thinks
-        assert is_thinking(tokenizer, fields, STYLES["deepseek_r1"]) is True
+        prompt = chat_prompt(tokenizer, fields)
+        assert is_thinking(tokenizer, fields, TAGS, prompt) is thinks
+        assert is_thinking(tokenizer, fields, STYLES["deepseek_r1"], prompt) is True
     said = {"role": "assistant", "content": "<think>hm</think>"}
     fields = ChatFields(messages=[USER, said], continue_final_message=True)
-    assert is_thinking(tokenizer, fields, TAGS) is None
+    assert is_thinking(tokenizer, fields, TAGS, chat_prompt(tokenizer, fields)) is None
 
 
 def test_a_last_message_is_continued(tokenizer):
