@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Mapping
 
 from megatron_hybrid.serving.config import ServingConfig
 from megatron_hybrid.serving.errors import ApiError
@@ -18,15 +19,17 @@ class Auth:
     def __init__(self, config: ServingConfig):
         self._config = config
 
-    def key_of(self, authorization: str | None) -> str:
-        """The key of a request; "" where none is needed.
+    def key_of(self, headers: Mapping[str, str]) -> str:
+        """The key of a request; "" where none is needed. Anthropic's clients send it in a header of
+        its own.
 
         Raises:
             ApiError: it has none, or none of ours.
         """
         if not (self._config.api_keys or self._config.admin_keys):
             return ""
-        kind, _, given = (authorization or "").partition(" ")
+        authorization = headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}")
+        kind, _, given = authorization.partition(" ")
         found = self.known_key(given.strip())
         if kind.lower() != "bearer" or found is None:
             raise ApiError(

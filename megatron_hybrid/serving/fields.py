@@ -664,11 +664,6 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def callable_tools(self) -> list[dict[str, Any]]:
-        """Functions that the answer may call."""
-        return [] if self.tool_choice == "none" else self.shown_tools or []
-
-    @property
     def required_tools(self) -> list[Function]:
         """Functions of which the answer has to call one; none: it is free."""
         functions = [tool.function for tool in self.tools or ()]
@@ -687,8 +682,9 @@ class ChatFields(TemplateFields, SharedChatFields, GenerationFields):
     @property
     def parsed_by(self) -> dict[str, Any]:
         """Arguments of an `AnswerParser`."""
+        tools = [] if self.tool_choice == "none" else self.shown_tools or []
         most, must_call = None if self.may_call_several else 1, bool(self.required_tools)
-        return {"tools": self.callable_tools, "max_calls": most, "must_call": must_call}
+        return {"tools": tools, "max_calls": most, "must_call": must_call}
 
     @property
     def guide_names(self) -> list[str]:

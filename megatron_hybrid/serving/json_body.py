@@ -6,14 +6,12 @@ import codecs
 import json
 import math
 import re
-from functools import partial
 from typing import Any
 
 from fastapi import HTTPException, Request
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 
-from megatron_hybrid.serving.budget import RequestBudget
 from megatron_hybrid.serving.errors import ApiError
 from megatron_hybrid.serving.json_response import LARGE_BYTES, in_turn
 
@@ -26,7 +24,11 @@ class BodyRequest(Request):
 
     async def json(self) -> Any:
         body, budget = await self.body(), self.app.state.budget
-        read = partial(_read, budget, body)
+
+        def read() -> Any:
+            budget.check(body)
+            return read_json(body)
+
         try:
             return read() if len(body) <= LARGE_BYTES else await in_turn(read, self)
         except ApiError as error:  # FastAPI's handler lets these pass
@@ -45,11 +47,6 @@ class BodyRoute(APIRoute):
             return await handle(BodyRequest(request.scope, request.receive))
 
         return handle_body
-
-
-def _read(budget: RequestBudget, body: bytes) -> Any:
-    budget.check(body)
-    return read_json(body)
 
 
 def read_json(body: bytes) -> Any:

@@ -119,7 +119,8 @@ class KvPublisher:
             self._publish(batch)
 
     def _publish(self, batch: list[Event]) -> None:
-        payload = _pack(batch)
+        # Salts may have what is no Unicode, such as half of a surrogate pair.
+        payload = msgpack.packb([time.time(), batch, 0], unicode_errors="backslashreplace")
         number = self._next.to_bytes(8, "big")
         self._next += 1
         self._kept.append((number, payload))
@@ -137,11 +138,6 @@ class KvPublisher:
         else:
             self.repeat()
         self._replay.send_multipart((client, b"", b"", _END, b""))
-
-
-def _pack(events: list[Event]) -> bytes:
-    # Salts may have what is no Unicode, such as half of a surrogate pair.
-    return msgpack.packb([time.time(), events, 0], unicode_errors="backslashreplace")
 
 
 def _bind(socket: zmq.Socket, endpoint: str, option: str) -> str:

@@ -78,7 +78,7 @@ class RequestMiddleware:
             try:
                 state["key"] = ""
                 if not (path in OPEN_PATHS or path.startswith("/page/")):
-                    state["key"] = self._service.auth.key_of(_authorization(headers))
+                    state["key"] = self._service.auth.key_of(headers)
                     if self._origins is not None:
                         self._origins.check(headers.get("host"), headers.get("origin"))
                 limited = self._limited(headers.get("content-length", ""), receive, state)
@@ -156,13 +156,6 @@ class _Line(dict):
 
     def __str__(self) -> str:
         return json.dumps(self)
-
-
-def _authorization(headers: Headers) -> str | None:
-    """Anthropic's clients send the key in a header of its own."""
-    given = headers.get("authorization")
-    key = headers.get("x-api-key")
-    return f"Bearer {key}" if given is None and key is not None else given
 
 
 def refusal(error: ApiError, scope) -> Response:

@@ -277,7 +277,7 @@ def template_environment(generation: type[Extension] = Generation) -> ImmutableS
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
 
 
@@ -290,7 +290,3 @@ def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=
 
 def _raise_exception(message: str):
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)

@@ -112,15 +112,7 @@ class Tokenizer:
         Raises:
             ValueError: a file is missing, unreadable, or contradicts another.
         """
-        files = read_tokenizer_files(Path(folder), config)
-        return cls(
-            files.tokenizer,
-            files.eod,
-            end_tokens=files.end_tokens,
-            settings=files.settings,
-            chat_templates=files.chat_templates,
-            generation_config=files.generation_config,
-        )
+        return cls(**vars(read_tokenizer_files(Path(folder), config)))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the files for `from_folder`, here and in `transformers`; generation_config.json

@@ -61,7 +61,9 @@ def read_tokenizer_files(folder: Path, config: Mapping[str, Any] | None = None) 
         )
     if config is None:
         config = _read_if_there(folder / "config.json")
-    settings = _read_settings(folder)
+    settings, older = _read_if_there(folder / TOKENIZER_CONFIG_FILE), folder / SPECIAL_TOKENS_FILE
+    if "added_tokens_decoder" not in settings and older.exists():
+        settings.update(read_json(older))
     templates = _read_templates(folder, settings)
     if path.name == TOKENIZER_FILE:
         tokenizer = _read_tokenizer(path)
@@ -103,7 +105,8 @@ def write_tokenizer_files(folder: Path, files: TokenizerFiles) -> None:
     for path in (folder / SPECIAL_TOKENS_FILE, *_template_files(folder).values()):
         path.unlink(missing_ok=True)  # of an earlier tokenizer
     for name, template in files.chat_templates.items():
-        path = _template_file(folder, name)
+        path = folder / CHAT_TEMPLATE_FOLDER / f"{name}.jinja"
+        path = folder / CHAT_TEMPLATE_FILE if name == "default" else path
         path.parent.mkdir(exist_ok=True)
         path.write_text(template.source, encoding="utf-8")
     path = folder / GENERATION_CONFIG_FILE
@@ -188,22 +191,6 @@ def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
             f"transformers makes from {path.name} cannot be written as one."
         )
     return tokenizer, loaded.special_tokens_map
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, merged with the separate file of older checkpoints."""
-    path = folder / TOKENIZER_CONFIG_FILE
-    settings = _read_if_there(path)
-    older = folder / SPECIAL_TOKENS_FILE
-    if "added_tokens_decoder" not in settings and older.exists():
-        settings.update(read_json(older))
-    return settings
-
-
-def _template_file(folder: Path, name: str) -> Path:
-    if name == "default":
-        return folder / CHAT_TEMPLATE_FILE
-    return folder / CHAT_TEMPLATE_FOLDER / f"{name}.jinja"
 
 
 def _template_files(folder: Path) -> dict[str, Path]:

@@ -9,11 +9,11 @@ from typing import Any
 from megatron_hybrid.serving.parsers.block import Block
 from megatron_hybrid.serving.parsers.brackets import any_of
 from megatron_hybrid.serving.parsers.dialect import JSON_OPENERS, Call, Dialect, Pieces, begins_with
+from megatron_hybrid.serving.parsers.json_text import BETWEEN
 from megatron_hybrid.serving.parsers.parts import AnswerPart, Content, Reasoning, ToolCall, new_id
 from megatron_hybrid.serving.parsers.reasoning_format import ReasoningFormat
 
 _SPACE = re.compile(r"\s*")
-_BETWEEN = re.compile(r"[\s,;]*")
 _MAX_REREAD = 1 << 20
 """Most characters that are read for calls and then again; the rest of an answer is content, so that
 the time grows with its length."""
@@ -164,7 +164,7 @@ class AnswerParser:
         """Whether what is held begins a call without a mark; None: more has to come."""
         if not self._may_be_bare or self._in_thought or not self._reads_calls:
             return False
-        at = _BETWEEN.match(self._held, self._at).end()
+        at = BETWEEN.match(self._held, self._at).end()
         openers = (*filter(None, [self._dialect.bare]), *JSON_OPENERS)
         if not (begins := begins_with(openers, self._held, at, is_last)):
             return begins

@@ -105,16 +105,10 @@ class Style:
     dialect: Dialect
     thoughts: ReasoningFormat | None
 
-    def parser(
-        self,
-        tools: Sequence[Mapping[str, Any]] = (),
-        is_thinking: bool = False,
-        max_calls: int | None = None,
-        must_call: bool = False,
-    ) -> AnswerParser:
-        """Return the parser of one answer. See `AnswerParser`."""
+    def parser(self, tools: Sequence[Mapping[str, Any]] = (), **options: Any) -> AnswerParser:
+        """Return the parser of one answer. Arguments as for `AnswerParser`."""
         kind = harmony.HarmonyParser if self.dialect is harmony.OPENAI else AnswerParser
-        return kind(self.dialect, self.thoughts, tools, is_thinking, max_calls, must_call)
+        return kind(self.dialect, self.thoughts, tools, **options)
 
     @property
     def marks(self) -> list[str]:

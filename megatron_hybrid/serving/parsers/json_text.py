@@ -10,7 +10,7 @@ from typing import Any
 from megatron_hybrid.serving.parsers.brackets import Brackets
 
 _SPACE = re.compile(r"[ \t\n\r]*")
-_BETWEEN = re.compile(r"[\s,;]*")
+BETWEEN = re.compile(r"[\s,;]*")
 _LOOSE = re.compile(r'"(?:\\.|[^"\\])*"?|,(?=\s*[}\]])', re.DOTALL)
 _RAW = re.compile(r"(?<!\\)[\x00-\x1f]")
 
@@ -90,7 +90,7 @@ def objects(text: str, may_be_cut: bool = False) -> list[str]:
     """
     text = text.strip().removeprefix("```json").removeprefix("```").removesuffix("```")
     text, found, at = text.strip().removeprefix("[").removesuffix("]"), [], 0
-    while (at := _BETWEEN.match(text, at).end()) < len(text):
+    while (at := BETWEEN.match(text, at).end()) < len(text):
         stop = value_end(text, at) if text[at] == "{" else None
         if stop is None and not (may_be_cut and text[at] == "{"):
             raise ValueError(f"there is no object at {at}")

@@ -8,12 +8,11 @@ import re
 from typing import Any
 
 from megatron_hybrid.serving.parsers.brackets import PYTHON_QUOTES
-from megatron_hybrid.serving.parsers.json_text import value_end
+from megatron_hybrid.serving.parsers.json_text import BETWEEN, value_end
 
 MAX_DEPTH = 64
 _MAX_LENGTH, _MAX_COMMAS = 1 << 20, 1 << 16
 """What Python's parser may need memory for."""
-_BETWEEN = re.compile(r"[\s,;]*")
 _HEAD = re.compile(r"([^\W\d][\w.-]{0,255})\s*\(")
 _TOKENS = re.compile(
     r"""(?P<prefix>\b[rRuU])?(?P<quote>'''|\"\"\"|'|\")(?P<text>(?:\\.|(?!(?P=quote)).)*)(?P=quote)"""
@@ -40,7 +39,7 @@ def calls(text: str, may_be_cut: bool = False) -> list[tuple[str, str, str]] | N
     text, found, at = text.strip(), [], 0
     if text.startswith("[") and (may_be_cut or text.endswith("]")):
         text = text[1:].removesuffix("]")
-    while (at := _BETWEEN.match(text, at).end()) < len(text):
+    while (at := BETWEEN.match(text, at).end()) < len(text):
         head = _HEAD.match(text, at)
         stop = head and value_end(text, head.end() - 1, PYTHON_QUOTES)
         if stop is None:

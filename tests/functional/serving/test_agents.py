@@ -176,10 +176,8 @@ CLIENTS = (claude_code, codex, open_webui, libre_chat, opencode, continue_dev, c
 
 def counts(usage):
     """Tokens of the prompt, and those that were skipped."""
-    if "cache_read_input_tokens" in usage:
-        return usage["input_tokens"] + usage["cache_read_input_tokens"], usage[
-            "cache_read_input_tokens"
-        ]
+    if (skipped := usage.get("cache_read_input_tokens")) is not None:
+        return usage["input_tokens"] + skipped, skipped
     details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
     return usage.get("prompt_tokens") or usage["input_tokens"], details["cached_tokens"]
 

@@ -13,7 +13,6 @@ from megatron_hybrid.inference.engine import DynamicInferenceEngine
 from megatron_hybrid.serving import app as routes
 from megatron_hybrid.serving import json_response
 from megatron_hybrid.serving.answers import Answer
-from megatron_hybrid.serving.fields import ChatFields
 from megatron_hybrid.serving.responses import ResponseAnswer, ResponseFields
 from megatron_hybrid.text.guide import GuideCompiler
 from megatron_hybrid.text.tokenizer import Tokenizer
@@ -104,8 +103,3 @@ def test_the_names_of_tokens_are_there_before_the_first_request():
         assert "token_bytes" in vars(service.tokenizer)
     finally:
         asyncio.run(service.close())
-
-
-def test_tools_are_written_out_once_for_a_request():
-    fields = ChatFields(**CHAT, tools=[TOOL])
-    assert fields.shown_tools is fields.shown_tools is fields.callable_tools

@@ -606,8 +606,7 @@ def test_forks_of_tokenizers_that_prepend_a_space(tmp_path, scheme, template):
         _, forks = tokenizer.chat_prompt(messages)
         text = tokenizer.render_chat(messages)
         template = tokenizer.template_of(None)
-        conversation = template.conversation(messages, ROLES)
-        chars = template.fork_points(conversation, text, True)
+        chars = template.fork_points(template.conversation(messages, ROLES), text, True)
         expected = {  # also before a letter, whose token may have the space
             min(shared(tokenizer.tokenize(text[:char] + end, False), full) for end in ("", "a"))
             for char in chars

@@ -179,10 +179,7 @@ def test_requests_are_answered_while_an_adapter_is_read(folder, expected, monkey
     async def run():
         config = InferenceConfig(cache_bytes=4 << 20, max_adapters=1, max_adapter_rank=12)
         async with AsyncEngine(base(), None, config) as engine:
-            loads = [
-                engine.load_adapter(name, folder / of) for name, of in (("x", "-"), ("a", "a"))
-            ]
-            loads = [asyncio.create_task(load) for load in loads]
+            loads = [asyncio.create_task(engine.load_adapter(of, folder / of)) for of in "-a"]
             alone = await engine.generate(PROMPTS[0], PARAMS)
             assert not any(load.done() for load in loads) and engine.adapters == []
             may_read.set()
