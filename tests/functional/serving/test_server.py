@@ -373,7 +373,7 @@ def test_a_plain_chat_ends_while_guides_of_clients_that_have_left_wait(server, m
     def wait(compiler, guide):
         gate.wait(LIMIT_S)
         compiled.append(guide.source)
-        compile_guide(compiler, guide)
+        return compile_guide(compiler, guide)
 
     monkeypatch.setattr(GuideCompiler, "compile", wait)
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
