@@ -36,11 +36,8 @@ def create(client, **more):
 
 def test_a_message_and_its_cache_usage(client):
     first = create(client)
-    assert (first.role, first.stop_reason, first.usage.output_tokens) == (
-        "assistant",
-        "max_tokens",
-        12,
-    )
+    assert (first.role, first.stop_reason) == ("assistant", "max_tokens")
+    assert first.usage.output_tokens == 12
     again = create(client)
     assert again.content == first.content and again.usage.input_tokens == 0
     counted = client.messages.count_tokens(model="demo", messages=PROMPT)
