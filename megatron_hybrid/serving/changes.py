@@ -19,7 +19,7 @@ _MAX_TEXT = 1 << 20
 _BILLING = re.compile(r"x-anthropic-billing-header:\s*cc_\w+=", re.IGNORECASE)
 _NOW = {"current", "today", "local", "present", "is"}
 _TIME = {"date", "time", "datetime", "timestamp"}
-_SAYS = {*_NOW, *_TIME, "now", "the", "it", "in", "and", "s"}
+_SAYS = {*_NOW, *_TIME, "now", "currently", "the", "it", "in", "and", "s"}
 """Words that may stand with a time for it to be that of the request."""
 _FENCE = re.compile(r"(`{3,})[^`]*|(~{3,}).*")
 _CLOCK = re.compile(r"(?<![\d:+-])\d{1,2}:\d{2}")
@@ -132,7 +132,7 @@ def _kind(line: str) -> tuple[str, bool]:
         return "", False
     words = _WORDS.findall(line)
     said = {part for word in words for part in word.lower().split("_")} & _SAYS
-    is_now = "now" in said or (said & _NOW and (said & _TIME or re.search(r"\b\d{4}\b", line)))
+    is_now = said & {"now", "currently"} or (said & _NOW and (said & _TIME or re.search(r"\b\d{4}\b", line)))
     # The time of a plan has no seconds.
     is_full = said <= _TIME and re.search(r":\d\d:\d\d" if said else _DATE, value)
     return "time", bool(is_now or is_full) and all(map(_is_of_time, words))

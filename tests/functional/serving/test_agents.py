@@ -305,6 +305,7 @@ def test_a_limit_is_lowered_and_lines_stay_by_options():
         ("For example:\n  Current time: 12:30\n  Answer: noon", False),
         ("Current: 3:16", False),
         ("The time is 12:30 now.", True),
+        ("It is currently 2:10 PM", True),
         ("See https://localhost:8000/time", False),
     ],
 )
