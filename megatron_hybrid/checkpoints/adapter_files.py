@@ -160,7 +160,7 @@ def read_adapter_fields(folder: Path) -> tuple[dict[str, Any], AdapterFields]:
     """Read what `adapter_config.json` says. Raises CheckpointError as `read_adapters`."""
     path = folder / CONFIG_FILE
     for file in (path, folder / WEIGHTS_FILE):
-        if not file.is_file():
+        if not os.path.isfile(file):  # also where the system refuses to look
             raise CheckpointError(
                 f"{folder} has no adapters to read: {file.name} is no file there. Adapters in a "
                 ".bin are written anew by peft's save_pretrained."
