@@ -132,7 +132,9 @@ def _kind(line: str) -> tuple[str, bool]:
         return "", False
     words = _WORDS.findall(line)
     said = {part for word in words for part in word.lower().split("_")} & _SAYS
-    is_now = said & {"now", "currently"} or (said & _NOW and (said & _TIME or re.search(r"\b\d{4}\b", line)))
+    is_now = said & {"now", "currently"} or (
+        said & _NOW and (said & _TIME or re.search(r"\b\d{4}\b", line))
+    )
     # The time of a plan has no seconds.
     is_full = said <= _TIME and re.search(r":\d\d:\d\d" if said else _DATE, value)
     return "time", bool(is_now or is_full) and all(map(_is_of_time, words))
