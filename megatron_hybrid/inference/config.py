@@ -19,7 +19,6 @@ from megatron_hybrid.utils.validation import Range, check_fields
 StateEncoding = Literal["exact", "bf16", "int8"]
 STATE_ENCODINGS: tuple[StateEncoding, ...] = get_args(StateEncoding)
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-LOGPROBS_MODES: tuple[LogprobsMode, ...] = get_args(LogprobsMode)
 Positive = Annotated[int, Range(ge=1, le=2**63 - 1)]
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import re
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -21,7 +22,7 @@ from megatron_hybrid.checkpoints.folder import CheckpointFolder, quantization_of
 from megatron_hybrid.checkpoints.found_tensors import pack_as_in
 from megatron_hybrid.checkpoints.pretrained import model_folder, open_config
 from megatron_hybrid.checkpoints.tensor_files import INDEX_FILE, WEIGHTS_FILE
-from megatron_hybrid.inference.config import STATE_ENCODINGS, InferenceConfig
+from megatron_hybrid.inference.config import InferenceConfig, StateEncoding
 from megatron_hybrid.inference.memory.budget import step_bytes
 from megatron_hybrid.inference.memory.cache_pool import cache_spec_of
 from megatron_hybrid.inference.scheduling.scheduler import max_captures
@@ -136,11 +137,11 @@ def parse_count(text: str) -> int:
     Raises:
         ValueError: not such a number.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", str(text).strip().lower())
-    count = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if count < 1:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([km]?)", text.strip().lower())
+    count = Fraction(match[1]) * _UNITS[match[2]] if match else Fraction()
+    if count < 1 or count.denominator > 1:
         raise ValueError(f"{text!r} is no number of tokens; write 4096, 100k or 1M.")
-    return count
+    return int(count)
 
 
 def plan(
@@ -183,22 +184,24 @@ def plan(
     block = next((b for b in _CACHE_BLOCKS if context <= b * _TABLE_BLOCKS), _CACHE_BLOCKS[-1])
     spec = spec_of(model, block, state_encoding)
     sizes = InferenceConfig.max_requests, InferenceConfig.max_tokens
-    step = step_bytes(model, spec, max_captures(spec, *sizes), *sizes, context)
-    graphs = 0
+    step, graphs = step_bytes(model, spec, max_captures(spec, *sizes), *sizes, context), 0
+    asked: dict[str, Any] = {}
+    if num_speculative_tokens:
+        asked["speculation"] = "mtp" if model.prediction_requirements() else "lookup"
+        asked["num_speculative_tokens"] = num_speculative_tokens
     if cuda_graphs:
-        sizes_of_graphs = graph_sizes(*sizes, num_speculative_tokens)
-        graphs = planned_bytes(model, spec, sizes_of_graphs, context)
+        asked["cuda_graphs"] = True
+        graphs = planned_bytes(model, spec, graph_sizes(*sizes, num_speculative_tokens), context)
     cache_bytes = max(0, int((memory_bytes - weight_bytes - step - graphs) * MEMORY_FRACTION))
-    footprint = _footprint(spec, cache_bytes, context, num_speculative_tokens)
+    slot = (1 + num_speculative_tokens) * (spec.state_bytes + spec.hidden_bytes)
+    footprint = _footprint(spec, cache_bytes, context, slot)
     published = quantization_of(config.huggingface_config or {}) or {}
     rates = None
     if device is not None:
         lengths = sorted({*_RATED_LENGTHS, context})
-        batches = {
-            n: _footprint(spec, cache_bytes, n, num_speculative_tokens).largest_batch
-            for n in lengths
-        }
+        batches = {n: _footprint(spec, cache_bytes, n, slot).largest_batch for n in lengths}
         rates = predict(ModelWork.of(model, spec), device, batches)
+    pure = _pure_attention(spec, config, model)
     return Plan(
         layer_pattern=config.layer_pattern,
         parameters=sum(weight.numel() for _, weight in named_weights(model)),
@@ -212,11 +215,13 @@ def plan(
         cache_bytes=cache_bytes,
         context=context,
         model=footprint,
-        pure_attention=_footprint(_pure_attention(spec, config, model), cache_bytes, context),
+        pure_attention=_footprint(pure, cache_bytes, context, pure.hidden_bytes),
         settings=_settings(
-            *(spec, footprint, cache_bytes, context, state_encoding),
-            *(num_speculative_tokens, cuda_graphs),
-            "mtp" if model.prediction_requirements() else "lookup",
+            *(footprint, cache_bytes, slot),
+            block_size_tokens=block,
+            state_encoding=state_encoding,
+            max_sequence_length=context,
+            **asked,
         ),
         rates=rates,
     )
@@ -229,32 +234,15 @@ def _formats(model: HybridModel) -> str | None:
 
 
 def _settings(
-    spec: CacheSpec,
-    footprint: Footprint,
-    cache_bytes: int,
-    context: int,
-    state_encoding: str,
-    num_drafts: int,
-    cuda_graphs: bool,
-    speculation: str,
+    footprint: Footprint, cache_bytes: int, slot_bytes: int, **others: Any
 ) -> dict[str, Any] | None:
     """Choose `Plan.settings` for half of the largest batch, so that half of the memory can hold
     cached prefixes."""
     if not footprint.largest_batch:
         return None
     requests = min(max(1, footprint.largest_batch // 2), _MOST_REQUESTS)
-    drafts = {"speculation": speculation, "num_speculative_tokens": num_drafts}
-    return {
-        "prefix_caching": "restore",
-        "block_size_tokens": spec.block_size_tokens,
-        "state_encoding": state_encoding,
-        "cache_bytes": cache_bytes
-        - requests * (1 + num_drafts) * (spec.state_bytes + spec.hidden_bytes),
-        "max_requests": requests,
-        "max_sequence_length": context,
-        **(drafts if num_drafts else {}),
-        **({"cuda_graphs": True} if cuda_graphs else {}),
-    }
+    sizes = {"cache_bytes": cache_bytes - requests * slot_bytes, "max_requests": requests}
+    return {"prefix_caching": "restore", **sizes, **others}
 
 
 def spec_of(model: HybridModel, block: int, state_encoding: str) -> CacheSpec:
@@ -264,15 +252,15 @@ def spec_of(model: HybridModel, block: int, state_encoding: str) -> CacheSpec:
     Raises:
         ValueError: an unknown encoding.
     """
-    if state_encoding not in STATE_ENCODINGS:
-        raise ValueError(f"state_encoding is {state_encoding!r}; use one of {STATE_ENCODINGS}.")
+    check_field("state_encoding", state_encoding, StateEncoding)
     layers, config = model.cache_requirements(), model.config
     layers = [*layers, *model.prediction_requirements()]
     dtype, parity = config.params_dtype, attention_parity(*token_flops(model))
     return cache_spec_of(layers, config.hidden_size, dtype, block, state_encoding, parity)
 
 
-def _footprint(spec: CacheSpec, cache_bytes: int, context: int, num_drafts: int = 0) -> Footprint:
+def _footprint(spec: CacheSpec, cache_bytes: int, context: int, slot_bytes: int) -> Footprint:
+    """slot_bytes: of the live states of one request."""
     per_token = window = 0
     for index, group in enumerate(spec.groups):
         token_bytes = group.num_layers * group.bytes_per_token
@@ -282,9 +270,7 @@ def _footprint(spec: CacheSpec, cache_bytes: int, context: int, num_drafts: int 
             reach = min(context, group.window or group.chunk)
             window += spec.num_blocks(reach) * spec.block_size_tokens * token_bytes
     checkpoint = window + spec.checkpoint_bytes if spec.needs_state else 0
-    request = (
-        context * per_token + window + (1 + num_drafts) * (spec.state_bytes + spec.hidden_bytes)
-    )
+    request = context * per_token + window + slot_bytes
     prefix = context * per_token + checkpoint
     num_pages = cache_bytes // spec.page_bytes
     return Footprint(

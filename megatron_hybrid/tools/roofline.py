@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.models.flops import attention_flops, layers_with_configs, token_flops
@@ -74,23 +75,23 @@ def device_of(
         ValueError: no device of that name, a number that is not positive, or a limit without a
             device and the other one.
     """
-    given = {"--flops": tflops, "--bandwidth": terabytes}
-    for option, number in given.items():
-        if number is not None and not 0 < number < float("inf"):  # also NaN
-            raise ValueError(f"{option} is {number}; give a number above 0")
+    given = {"flops": tflops, "bandwidth": terabytes}
+    given = {field: number for field, number in given.items() if number is not None}
+    for field, number in given.items():
+        if not 0 < number < float("inf"):  # also NaN
+            raise ValueError(f"--{field} is {number}; give a number above 0")
     if name is None:
-        if tflops is None and terabytes is None:
+        if not given:
             return None
-        if None in (tflops, terabytes, memory_bytes):
+        if len(given) < 2 or memory_bytes is None:
             raise ValueError("without --device give --flops, --bandwidth and --memory, all three")
-        device = Device("this device", tflops, terabytes, memory_bytes, "")
+        device = Device("this device", 0.0, 0.0, memory_bytes, "")
     elif (device := DEVICES.get(name)) is None:
         raise ValueError(
             f"--device is {name!r}; use one of {sorted(DEVICES)}, or give --flops, --bandwidth and "
             "--memory"
         )
-    changes = {"flops": tflops, "bandwidth": terabytes}
-    changes = {field: number * 1e12 for field, number in changes.items() if number is not None}
+    changes: dict[str, Any] = {field: number * 1e12 for field, number in given.items()}
     if changes:
         changes["source"] = "as given"
     return replace(device, **changes, memory_bytes=memory_bytes or device.memory_bytes)

@@ -149,7 +149,7 @@ def test_json_holds_what_the_table_shows():
     [
         (100, "exact", "1e-07 GB of cache hold less than 2 pages of .* give at least [0-9.e-]+ GB"),
         (-1e9, "exact", "-1 GB of cache"),
-        (1e8, "int4", "state_encoding is 'int4'; use one of"),
+        (1e8, "int4", "state_encoding is 'int4'; use 'exact', 'bf16' or 'int8'"),
     ],
 )
 def test_bad_settings(memory, encoding, message):
