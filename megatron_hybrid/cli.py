@@ -3,11 +3,11 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from textwrap import fill
 
-from megatron_hybrid.commands.arguments import CommandParser
+from megatron_hybrid.commands.arguments import CommandParser, Parser
 from megatron_hybrid.utils.other_names import advice
 from megatron_hybrid.version import __version__
 
@@ -33,23 +33,21 @@ def main(arguments: list[str] | None = None) -> int:
         remedy = advice(parser.prog, called.command, COMMANDS)
         remedy = remedy or f"the commands are {', '.join(COMMANDS)}"
         parser.error(f"there is no command {called.command!r}: {remedy}")
-    reader = command_parser(called.command)
-    options = reader.read(called.arguments)
-    return reported(lambda: command.run(options), reader.options)
+    return reported(command.run, command_parser(called.command).read(called.arguments))
 
 
-def reported(run: Callable[[], int], options: Mapping[str, str] = {}) -> int:
-    """Run a program, and print the errors of its user in one line, with the option of the field
-    that one begins with. Returns the exit status."""
+def reported(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Run a program with the options of a `CommandParser`, and print the errors of its user in one
+    line, with the option of the field that one begins with. Returns the exit status."""
     try:
-        status = run()
+        status = run(options)
         sys.stdout.flush()  # here, not at Python's exit, where errors are not caught
         return status
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, TypeError, OSError, ImportError) as error:
-        option = options.get(str(error).partition(" ")[0], "")
+        option = options.option_of.get(str(error).partition(" ")[0], "")
         print(f"megatron-hybrid: {option}{option and ': '}{error}", file=sys.stderr)
         return 2
     except MemoryError as error:
@@ -59,13 +57,13 @@ def reported(run: Callable[[], int], options: Mapping[str, str] = {}) -> int:
         return 130
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The parser of a command's name. No parser needs torch."""
     lines = [
         fill(f"  {name:12}{command.HELP}", 80, subsequent_indent=" " * 14)
         for name, command in COMMANDS.items()
     ]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="megatron-hybrid",
         usage="megatron-hybrid [-h] [--version] COMMAND ...",
         description="Hybrid language models with prefix sharing at any token.",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_hybrid.utils.field_help import fields_help
-from megatron_hybrid.utils.other_names import advice
+from megatron_hybrid.utils.other_names import PROGRAM, advice
 
 ENGINE = "megatron_hybrid.inference.config.InferenceConfig"
 SERVER = "megatron_hybrid.serving.config.ServingConfig"
@@ -31,31 +31,41 @@ PLANNED_MODEL_HELP = (
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-class CommandParser(argparse.ArgumentParser):
-    """Reads the arguments of one command. An error is one line, which knows the names that options
-    have in other programs, and one that tells where help is.
+class Parser(argparse.ArgumentParser):
+    """Tells of an error in one line, and in another one where help is."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2."""
+        self.exit(2, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
+
+
+class CommandParser(Parser):
+    """Reads the arguments of one command. An error knows the names that options have in other
+    programs.
 
     Args:
         name: of the command.
         about: sentences at the head of the help.
+        prog: how a program is called that takes the command's options, in place of the command.
     """
 
-    def __init__(self, name: str, about: str):
+    def __init__(self, name: str, about: str, prog: str | None = None):
         super().__init__(
-            prog=f"megatron-hybrid {name}",
+            prog=prog or f"{PROGRAM}{name}",
             description=about,
             formatter_class=_Formatter,
             allow_abbrev=False,
         )
+        self._place = f"{PROGRAM}{name}"
         self.options: dict[str, str] = {}
         """Fields of `add_field` -> their options, for errors."""
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """The options, and the `arguments` that they were read from. Positional arguments may stand
-        before, between and after others."""
+        """The options, the `arguments` that they were read from, and `option_of`, the options of
+        fields. Positional arguments may stand before, between and after others."""
         self._check_names(arguments)
         options = self.parse_intermixed_args(arguments)
-        options.arguments = list(arguments)
+        options.arguments, options.option_of = list(arguments), self.options
         if getattr(options, "model", "") is None:
             self.error(GIVE_MODEL)
         return options
@@ -67,12 +77,8 @@ class CommandParser(argparse.ArgumentParser):
         for argument in takewhile(lambda argument: argument != "--", arguments):
             found = re.fullmatch(r"(--?[A-Za-z][\w.-]*)(=.*)?", argument, re.DOTALL)
             if found and found[1] not in known:
-                remedy = advice(self.prog, found[1], known)
+                remedy = advice(self._place, found[1], known)
                 self.error(f"there is no {found[1]}" + (f": {remedy}" if remedy else ""))
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with 2."""
-        self.exit(2, f"{self.prog}: {message}\nSee {self.prog} --help.\n")
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -401,8 +401,8 @@ class _Place:
 
 def command_parser() -> CommandParser:
     """The parser of the options, ours and those of all of Dynamo's workers."""
-    parser = CommandParser("", "Serve a model as a worker of NVIDIA Dynamo.")
-    parser.prog = f"python {' '.join(PROGRAM)}"
+    about = "Serve a model as a worker of NVIDIA Dynamo."
+    parser = CommandParser("serve", about, f"python {' '.join(PROGRAM)}")
     parser.epilog = (
         "With --tp, --pp or --ep the worker starts a process for each rank on this machine, as "
         f"megatron-hybrid serve does. {PYTHON_NAMES}"
@@ -469,10 +469,9 @@ def _run(options: argparse.Namespace, end: EndSignal) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a worker until SIGTERM or Ctrl-C. Returns the exit status."""
-    parser = command_parser()
-    options = parser.read(sys.argv[1:] if arguments is None else arguments)
+    options = command_parser().read(sys.argv[1:] if arguments is None else arguments)
     with EndSignal() as end:
-        return reported(lambda: _run(options, end), parser.options)
+        return reported(partial(_run, end=end), options)
 
 
 if __name__ == "__main__":

@@ -483,19 +483,30 @@ def test_the_list_of_commands_fits_80_columns(capsys):
     [
         (["serv"], "there is no command 'serv': did you mean serve?"),
         (["frob", "--help"], "there is no command 'frob': the commands are demo, generate, chat,"),
+        (["--port", "3"], "unrecognized arguments: --port"),
     ],
 )
 def test_a_wrong_command_is_answered_with_the_nearest(capsys, arguments, told):
     with pytest.raises(SystemExit, match="2"):
         cli.main(arguments)
-    assert told in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f"megatron-hybrid: {told}")
+
+
+def test_a_program_with_the_options_of_a_command_knows_the_names_of_others(capsys):
+    parser = arguments.CommandParser("serve", "Serve.", "python -m worker")
+    arguments.add_served_engine(parser)
+    for option, told in (("--max-num-seqs", "use --max-requests"), ("--top-k", "give it with")):
+        with pytest.raises(SystemExit, match="2"):
+            parser.read([option, "1"])
+        assert f"python -m worker: there is no {option}: {told}" in capsys.readouterr().err
+    assert parser.read(["--max-requests", "1"]).option_of["max_requests"] == "--max-requests"
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
     """As with `| head`: what is left is written when the command is over."""
     reader, writer = os.pipe()
     os.close(reader)
-    program = "import sys; from megatron_hybrid import cli; sys.exit(cli.reported(lambda: print()))"
+    program = "import sys; from megatron_hybrid import cli; sys.exit(cli.reported(print, None))"
     environment = {name: v for name, v in os.environ.items() if name != "PYTHONUNBUFFERED"}
     result = subprocess.run(
         [sys.executable, "-c", program],
