@@ -182,6 +182,8 @@ def add_chat_template(parser: argparse.ArgumentParser) -> None:
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Add the model and the settings of an engine."""
+    more = "A name in brackets is the name of the setting in Python; errors use this name, too."
+    parser.epilog = f"{parser.epilog or ''} {more}".strip()
     add_model(parser)
     parser.add_argument(
         "--device",
@@ -232,9 +234,6 @@ def add_served_engine(parser: argparse.ArgumentParser) -> None:
     """Add what an engine for many requests is asked for besides `add_engine`."""
     for field, given in _SERVED.items():
         add_field(parser, f"--{field.replace('_', '-')}", ENGINE, field, **given)
-
-
-PYTHON_NAMES = "A name in brackets is the name of the setting in Python; errors use this name, too."
 
 
 def inference_config(options: argparse.Namespace, **fields: Any):

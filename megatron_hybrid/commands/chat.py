@@ -4,7 +4,6 @@ import argparse
 
 from megatron_hybrid.commands.arguments import (
     MODELS_OWN,
-    PYTHON_NAMES,
     SAMPLING,
     add_chat_template,
     add_engine,
@@ -18,7 +17,6 @@ HELP = "Talk to a model in the terminal, and see what each turn reuses."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = PYTHON_NAMES
     add_engine(parser)
     parser.add_argument(
         "--tokens",

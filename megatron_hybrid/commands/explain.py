@@ -3,13 +3,12 @@
 import argparse
 from pathlib import Path
 
-from megatron_hybrid.commands.arguments import PYTHON_NAMES, add_engine, add_prompts, make_engine
+from megatron_hybrid.commands.arguments import add_engine, add_prompts, make_engine
 
 HELP = "Show how much of a prompt the cache would skip, and why not more."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = PYTHON_NAMES
     add_prompts(
         parser,
         "Explain this text. Of several prompts, the last one is explained after the others have "

@@ -6,7 +6,6 @@ from typing import Any
 
 from megatron_hybrid.commands.arguments import (
     MODELS_OWN,
-    PYTHON_NAMES,
     SAMPLING,
     add_engine,
     add_field,
@@ -26,7 +25,6 @@ _SAMPLING: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = PYTHON_NAMES
     add_prompts(
         parser,
         "Continue this text. Several prompts run one after the other, and each reuses what the "

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_hybrid.commands.arguments import (
-    PYTHON_NAMES,
     SERVER,
     add_chat_template,
     add_engine,
@@ -79,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "megatron_hybrid serve MODEL --tp 2 --pp 2. Each rank has caches of the given sizes. "
         "SIGTERM or Ctrl-C ends the server: it refuses new requests, lets running requests end, "
         "and saves the cache to --cache-dir. A second signal ends it at once. Serving needs "
-        f"pip install 'megatron_hybrid[serve]'. {PYTHON_NAMES}"
+        "pip install 'megatron_hybrid[serve]'."
     )
     add_engine(parser)
     add_layout(parser)

@@ -52,7 +52,6 @@ except ImportError as error:
 from megatron_hybrid.checkpoints.pretrained import model_folder
 from megatron_hybrid.cli import reported
 from megatron_hybrid.commands.arguments import (
-    PYTHON_NAMES,
     SERVER,
     CommandParser,
     add_engine,
@@ -405,7 +404,7 @@ def command_parser() -> CommandParser:
     parser = CommandParser("serve", about, f"python {' '.join(PROGRAM)}")
     parser.epilog = (
         "With --tp, --pp or --ep the worker starts a process for each rank on this machine, as "
-        f"megatron-hybrid serve does. {PYTHON_NAMES}"
+        "megatron-hybrid serve does."
     )
     add_engine(parser)
     add_layout(parser)
