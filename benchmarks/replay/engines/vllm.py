@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from benchmarks.replay.geometry import Geometry
-from megatron_hybrid.tools.replay.protocol import Attempts, step_tokens
+from megatron_hybrid.tools.replay.protocol import STEP_TOKENS, WINDOW_STEP_TOKENS, Attempts
 
 BLOCK_TOKENS = 16
 """Its block size where no state forces a larger one, and the unit of that larger one."""
@@ -103,7 +103,7 @@ class Vllm:
         self._scheduler = SimpleNamespace(
             cache_config=SimpleNamespace(block_size=block),
             scheduler_config=SimpleNamespace(long_prefill_token_threshold=0),
-            max_num_scheduled_tokens=step_tokens(windows=bool(geometry.window_layers)),
+            max_num_scheduled_tokens=WINDOW_STEP_TOKENS if geometry.window_layers else STEP_TOKENS,
             block_size=block,
             hash_block_size=unit,
             use_eagle_block_drop=False,

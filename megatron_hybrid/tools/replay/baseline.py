@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_hybrid.tools.replay.protocol import step_tokens
+from megatron_hybrid.tools.replay.protocol import WINDOW_STEP_TOKENS, Engine
 from megatron_hybrid.tools.replay.token_tree import Node, State, TokenTree
 
 
@@ -19,7 +19,7 @@ class Running:
     """The node of its last token; None: its tokens are not cached."""
 
 
-class Baseline:
+class Baseline(Engine):
     """A token tree under a byte budget; subclasses choose the items to evict.
 
     KV of requests in flight is pinned; states are not, since a request copies them at its start.
@@ -52,9 +52,6 @@ class Baseline:
         self._state_bytes = state_bytes
         self._window_bytes = window_bytes
         self._running_window_tokens = 0
-
-    def prepare(self, tokens: np.ndarray) -> np.ndarray:
-        return tokens
 
     def changed(self, node: Node) -> None:
         """Callback: a node changed, see `TokenTree`."""
@@ -125,7 +122,7 @@ class Baseline:
     def _longest_forward(self, num_tokens: int, skipped: int) -> int:
         """Tokens whose KV the local layers hold in the longest forward of a prefill: the window
         before it, and its own. Where the empty cache has no room for it, forwards are shorter."""
-        step, window = step_tokens(windows=True), self.tree.window_tokens
+        step, window = WINDOW_STEP_TOKENS, self.tree.window_tokens
         room = (self.budget - num_tokens * self.kv_bytes) // self._window_bytes
         if skipped == num_tokens:
             return window(num_tokens)

@@ -10,7 +10,7 @@ import numpy as np
 from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.cache.policy.protocol import Policy
 from megatron_hybrid.cache.prefix_cache import PrefixCache
-from megatron_hybrid.tools.replay.protocol import Attempts, step_tokens
+from megatron_hybrid.tools.replay.protocol import WINDOW_STEP_TOKENS, Attempts, Engine
 
 
 @dataclass(eq=False)
@@ -20,7 +20,7 @@ class Running:
     skipped_tokens: int
 
 
-class Ours:
+class Ours(Engine):
     """One `PrefixCache`; `cache` is public for its counters.
 
     Args:
@@ -37,11 +37,8 @@ class Ours:
         num_pages = int(budget_bytes // spec.page_bytes) + 1
         self.cache = PrefixCache(spec, num_pages, policy=policy)
         # Only in local groups does a longer forward cost memory.
-        self._chunk = step_tokens(windows=True) if spec.local_groups else None
+        self._chunk = WINDOW_STEP_TOKENS if spec.local_groups else None
         self._attempts = Attempts()
-
-    def prepare(self, tokens: np.ndarray) -> np.ndarray:
-        return tokens
 
     def holds(self, num_tokens: int) -> bool:
         """Return whether a prompt of this length can run, as the engine checks it."""
@@ -70,16 +67,14 @@ class Ours:
         return Running(lease, self._attempts.admitted(prompt, lease.skipped_tokens))
 
     def finish(self, handle: Running, tokens: np.ndarray) -> None:
-        if handle.lease is not None:
-            self._generate(handle.lease, tokens)
-            self.cache.release(handle.lease)
-
-    def _generate(self, lease, tokens: np.ndarray) -> None:
-        """Compute the answer. Without room for all of it the request ends as if cancelled."""
+        if (lease := handle.lease) is None:
+            return
+        # Without room for all of the answer the request ends as if cancelled.
         if self._compute(lease, tokens, len(tokens)):
             self.cache.commit(lease, tokens, len(tokens), answered=True)
             if reservation := self.cache.reserve_checkpoint(lease, len(tokens)):
                 self.cache.publish_checkpoint(reservation)
+        self.cache.release(lease)
 
     def _compute(self, lease, tokens: np.ndarray, end: int) -> bool:
         """Run forwards up to `end`, and save the wanted states; False: no room."""

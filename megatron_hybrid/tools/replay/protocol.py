@@ -7,11 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-
-def step_tokens(windows: bool) -> int:
-    """Tokens of the longest forward, the same for all engines that split prompts. It is shorter
-    with windows, where a forward holds the KV of all its tokens in all layers."""
-    return 2048 if windows else 8192
+STEP_TOKENS, WINDOW_STEP_TOKENS = 8192, 2048
+"""Tokens of the longest forward, the same for all engines that split prompts, vLLM's default on
+large GPUs; and with windows, where a forward holds the KV of all its tokens in all layers."""
 
 
 class Attempts:
@@ -37,6 +35,7 @@ class Engine(Protocol):
 
     def prepare(self, tokens: np.ndarray) -> Any:
         """Convert int32 [n] to the engine's form of tokens; not timed."""
+        return tokens
 
     def begin(self, prompt: Any, message_starts: Sequence[int] = ()) -> Any:
         """Begin a request; prompt: from `prepare`, message_starts: of `Request`.

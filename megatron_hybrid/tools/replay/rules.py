@@ -17,9 +17,8 @@ from megatron_hybrid.cache.pages.spec import CacheSpec
 from megatron_hybrid.models.mixers.base import LayerCache
 from megatron_hybrid.tools.replay.baseline import Running
 from megatron_hybrid.tools.replay.lru import LeastRecentlyUsed
+from megatron_hybrid.tools.replay.protocol import STEP_TOKENS
 
-STEP_TOKENS = 8192
-"""Most tokens of a prefill in one step; vLLM's default on large GPUs."""
 UNIT = 16
 """vLLM's block for models without states; larger blocks are multiples."""
 GRID = 64
