@@ -25,8 +25,6 @@ _IN_GENERATION_CONFIG = {
     "min_new_tokens": "min_tokens",
 }
 """Names in generation_config.json, and ours."""
-_NEUTRAL = {"num_beams": 1}
-"""Unsupported fields of generation_config.json, with the value that has no effect."""
 Temperature = Annotated[float, Range(ge=0, le=1e30)]
 Seed = Annotated[int, Range(ge=-(1 << 63), le=(1 << 64) - 1)]
 Share = Annotated[float, Range(ge=0, le=1)]
@@ -250,15 +248,9 @@ def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
     check_field(f"{file} of the model: do_sample", do_sample, bool | None)
     if do_sample is False:  # then the values for sampling have no effect
         found |= {**dict.fromkeys(_ROW_FIELDS), "top_k": 1}
-    for name, neutral in _NEUTRAL.items():
-        value = generation_config.get(name)
-        if value not in (None, neutral):
-            logger.warning(
-                "%s of the model asks for %s=%r, which is not supported: it has no effect",
-                file,
-                name,
-                value,
-            )
+    if (beams := generation_config.get("num_beams")) not in (None, 1):
+        said = "%s of the model asks for num_beams=%r, which is not supported: it has no effect"
+        logger.warning(said, file, beams)
     return SamplingParams(**found)
 
 

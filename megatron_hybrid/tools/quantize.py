@@ -184,7 +184,7 @@ def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> R
         writer = _Writer(source, stored, places, rest, report, is_theirs, has_words)
         if is_theirs:
             values["quantization_config"] = _config(kind, group, source, stored)
-        for name in source.names():
+        for name in source.names:
             if name not in places:
                 reason = "embeddings, output layer, norms, routers, convolutions, vectors"
                 report.keep(reason, math.prod(source.shape(name)))
@@ -332,7 +332,7 @@ class _Source:
             if separate.theirs != tensor_map.theirs:
                 self._take_apart(tensor_map, separate)
         stacks = {piece.name for piece in self._pieces.values()}
-        self._names = sorted({*files.names(), *self._pieces} - stacks)
+        self.names = sorted({*files.names(), *self._pieces} - stacks)
 
     def _take_apart(self, tensor_map: TensorMap, separate: TensorMap) -> None:
         """Give names to the experts in a tensor of all."""
@@ -344,9 +344,6 @@ class _Source:
             own = own_prefix + name.removeprefix(prefix)
             piece = _Piece(stack, *divmod(i, each), tensor_map.layout, separate.layout)
             self.given[name], self._pieces[own] = own, piece
-
-    def names(self) -> list[str]:
-        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         if (piece := self._pieces.get(name)) is None:
@@ -384,7 +381,7 @@ class _Writer:
 
     def plan(self) -> Iterator[TensorPlan]:
         """All tensors."""
-        for name in self.files.names():
+        for name in self.files.names:
             if name not in self.stored:
                 yield TensorPlan(name, self.files.shape(name), self.files.dtype(name))
                 continue
@@ -457,7 +454,7 @@ def _config(
     # The head has no tensor of its own where it is tied.
     others = [HEAD.removesuffix(".weight")] + [
         name.removesuffix(".weight")
-        for name in files.names()
+        for name in files.names
         if name.endswith(".weight") and len(files.shape(name)) == 2 and name not in (*stored, HEAD)
     ]
     return {
