@@ -65,38 +65,20 @@ class Format:
     scale: torch.dtype
     method: str
     """`format` of compressed-tensors."""
-    weights: dict[str, Any]
-    """`weights` in its config."""
+    bits: int
+    type: str
+    strategy: str
+    """`num_bits`, `type` and `strategy` of its `weights`."""
     multiple: int = 1
     """Number of which the columns of a weight are a multiple."""
 
 
+_FP8, _BF16, _FP32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 FORMATS = {
-    "fp8": Format(
-        torch.float8_e4m3fn,
-        torch.float32,
-        "float-quantized",
-        {"num_bits": 8, "type": "float", "strategy": "channel"},
-    ),
-    "int8": Format(
-        torch.int8,
-        torch.float32,
-        "pack-quantized",
-        {"num_bits": 8, "type": "int", "strategy": "channel"},
-        multiple=4,
-    ),
-    "int4": Format(
-        torch.uint8,
-        torch.bfloat16,
-        "pack-quantized",
-        {"num_bits": 4, "type": "int", "strategy": "group"},
-    ),
-    "nvfp4": Format(
-        torch.uint8,
-        torch.float8_e4m3fn,
-        "nvfp4-pack-quantized",
-        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": FP4_GROUP},
-    ),
+    "fp8": Format(_FP8, _FP32, "float-quantized", 8, "float", "channel"),
+    "int8": Format(torch.int8, _FP32, "pack-quantized", 8, "int", "channel", multiple=4),
+    "int4": Format(torch.uint8, _BF16, "pack-quantized", 4, "int", "group"),
+    "nvfp4": Format(torch.uint8, _FP8, "nvfp4-pack-quantized", 4, "float", "tensor_group"),
 }
 
 
@@ -448,7 +430,8 @@ def _config(
     kind: Format, group: int, files: _Source, stored: dict[str, StoredWeight]
 ) -> dict[str, Any]:
     """The quantization_config, in the terms of compressed-tensors."""
-    weights = {"symmetric": True, "dynamic": False, "observer": "minmax", **kind.weights}
+    weights: dict[str, Any] = {"symmetric": True, "dynamic": False, "observer": "minmax"}
+    weights |= {"num_bits": kind.bits, "type": kind.type, "strategy": kind.strategy}
     if group:
         weights["group_size"] = group
     # The head has no tensor of its own where it is tied.
