@@ -16,21 +16,20 @@ Other fields, null fields and empty lines are ignored.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from megatron_hybrid.tools.replay.request import Request
-from megatron_hybrid.utils.validation import check_text
+from megatron_hybrid.utils.validation import Range, check_field, check_text
 
 PROMPT_FIELDS = ("prompt", "messages", "tokens", "prompt_tokens")
 OUTPUT_FIELDS = ("output", "completion")
-
+_NUMBER = Annotated[float, Range(ge=-1e300, le=1e300)]  # JSON in Python has NaN and 1e999, too
 
 Tokenize = Callable[..., tuple[Sequence[int], Sequence[int]]]
 """(text or messages, tools=schemas of functions, is_answer=whether it continues other tokens) ->
@@ -161,25 +160,25 @@ def _line(place: str, row: dict[str, Any], index: int) -> Line:
         raise ValueError(f"there is no prompt: add one of the fields {names}")
     if prompt_field not in ("prompt", "messages") and isinstance(row[prompt_field], str):
         raise ValueError(f"`{prompt_field}` is text: give token ids, or name the field `prompt`")
-    tools = row.get("tools")
-    if tools is not None and not (
-        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-    ):
-        raise ValueError(
-            f"`tools` is {_shown(tools)}: give a list of JSON schemas, or leave it out"
-        )
-    session = row.get("session")
-    if session is None:
-        session = index
-    if isinstance(session, bool) or not isinstance(session, (str, int, float)):
-        raise ValueError(f"`session` is {session!r}: give a string or a number, or leave it out")
-    turn = _number(row, "turn", 0)
+    _checked(row, "tools", list[dict], None)
+    session = _checked(row, "session", str | _NUMBER, index)
+    turn, arrival = (
+        _checked(row, "turn", _NUMBER, 0),
+        float(_checked(row, "arrival", _NUMBER, index)),
+    )
     if turn < 0 or turn != int(turn):
         raise ValueError(f"`turn` is {turn:g}: give a whole number from 0 on, or leave it out")
-    arrival = float(_number(row, "arrival", index))
     output_field = _one_of(row, OUTPUT_FIELDS)
     fields = prompt_field, row[prompt_field], output_field, row.get(output_field)
     return Line(place, row, *fields, session, int(turn), arrival)
+
+
+def _checked(row: dict[str, Any], field: str, hint: Any, default: Any) -> Any:
+    """The value of a field, if it is not null. Raises ValueError if its annotation is another."""
+    if (value := row.get(field)) is None:
+        return default
+    check_field(f"`{field}`", value, hint)
+    return value
 
 
 def _request(line: Line, tokenize: Tokenize | None, vocab: int) -> Request:
@@ -239,17 +238,6 @@ def check_tokens(field: str, value: Any, vocab: int) -> None:
             f"`{field}` has the token id {wrong}, ids go from 0 to {vocab - 1}: "
             f"tokenize it with this model's tokenizer"
         )
-
-
-def _number(row: dict[str, Any], field: str, default: float) -> float:
-    value = row.get(field)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"`{field}` is {value!r}: give a number, or leave it out")
-    if not abs(value) <= sys.float_info.max:  # JSON in Python has NaN, Infinity and 1e999
-        raise ValueError(f"`{field}` is {_shown(value)}: give a finite number, or leave it out")
-    return value
 
 
 def _shown(value: Any) -> str:
