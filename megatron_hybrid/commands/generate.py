@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from megatron_hybrid.inference.sampling_params import SamplingParams
+    from megatron_hybrid.tools.chat import reuse_of
 
     params = SamplingParams(**{field: getattr(options, field) for field in _SAMPLING})
     engine = make_engine(options)
@@ -45,15 +46,7 @@ def run(options: argparse.Namespace) -> int:
         print(prompt, end="", flush=True)
         for event in events:
             print(event.text, end="\n" if event.result else "", flush=True)
-        prefix, seconds = event.result.prefix, event.result.time_to_first_token
-        reason = f", {prefix.miss_reason.value}" if prefix.miss_reason else ""
-        fetched = f", {prefix.fetched_tokens} of them fetched" if prefix.fetched_tokens else ""
-        print(
-            f"[{prefix.prompt_tokens} prompt tokens, {prefix.shared_tokens} shared, "
-            f"{prefix.skipped_tokens} skipped{fetched}{reason}; first token after "
-            f"{seconds * 1e3:.0f} ms]\n",
-            file=sys.stderr,
-        )
+        print(f"{reuse_of(event.result)}\n", file=sys.stderr)
     if options.cache_dir:
         engine.save_cache()
     engine.close()

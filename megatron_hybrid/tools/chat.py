@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron_hybrid.inference.engine import DynamicInferenceEngine
+from megatron_hybrid.inference.requests.request import GenerationResult
 from megatron_hybrid.inference.sampling_params import SamplingParams
 
 HELP = """\
@@ -84,14 +85,19 @@ def _answer(
         messages[:] = [*asked, {"role": "assistant", "content": "".join(pieces)}]
         write("\n[ended]\n")
         return
-    result = output.result
-    messages[:] = [*asked, {"role": "assistant", "content": result.text or ""}]
+    messages[:] = [*asked, {"role": "assistant", "content": output.result.text or ""}]
+    write(f"\n{reuse_of(output.result)}\n")
+
+
+def reuse_of(result: GenerationResult) -> str:
+    """Return the line below an answer: what its prompt reused."""
     prefix, seconds = result.prefix, result.time_to_first_token
-    reason = f" ({prefix.miss_reason.value})" if prefix.miss_reason else ""
-    skipped = f"{prefix.skipped_tokens:,} skipped{reason}"
-    write(
-        f"\n[{prefix.prompt_tokens:,} prompt tokens, {skipped}; first token after "
-        f"{seconds * 1e3:.0f} ms]\n"
+    reason = f", {prefix.miss_reason.value}" if prefix.miss_reason else ""
+    fetched = f", {prefix.fetched_tokens:,} of them fetched" if prefix.fetched_tokens else ""
+    return (
+        f"[{prefix.prompt_tokens:,} prompt tokens, {prefix.shared_tokens:,} shared, "
+        f"{prefix.skipped_tokens:,} skipped{fetched}{reason}; first token after "
+        f"{seconds * 1e3:.0f} ms]"
     )
 
 

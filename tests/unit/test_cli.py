@@ -152,7 +152,7 @@ def test_a_chat_reuses_its_turns(capsys, monkeypatch):
     assert re.match(r"demo: the cache has 32 MiB, room for [\d,]+ tokens\.\n", out)
     assert "There is no command /nothing." in out and out.count("/system TEXT") == 2
     assert out.count("A new conversation begins.") == 2 and "\nhit_rate " in out
-    found = re.findall(r"\[(\d+) prompt tokens, (\d+) skipped", out)
+    found = re.findall(r"\[(\d+) prompt tokens, \d+ shared, (\d+) skipped", out)
     (first, none), (second, skipped) = ([int(n) for n in turn] for turn in found)
     assert none == 0 < first < skipped < second
 

@@ -193,7 +193,7 @@ def test_the_tools_of_a_chat_are_part_of_its_prompt(with_bos):
     plain = read_row(with_bos, messages=messages)
     with_tools = read_row(with_bos, messages=messages, tools=[{"name": "a long story"}])
     assert len(with_tools.prompt) > len(plain.prompt)
-    with pytest.raises(ValueError, match="line 1: `tools` is 7: give a list of JSON schemas"):
+    with pytest.raises(ValueError, match="line 1: `tools` is 7; it must be a list"):
         read_row(with_bos, messages=messages, tools=7)
 
 
