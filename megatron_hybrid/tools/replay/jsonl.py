@@ -162,10 +162,8 @@ def _line(place: str, row: dict[str, Any], index: int) -> Line:
         raise ValueError(f"`{prompt_field}` is text: give token ids, or name the field `prompt`")
     _checked(row, "tools", list[dict], None)
     session = _checked(row, "session", str | _NUMBER, index)
-    turn, arrival = (
-        _checked(row, "turn", _NUMBER, 0),
-        float(_checked(row, "arrival", _NUMBER, index)),
-    )
+    arrival = float(_checked(row, "arrival", _NUMBER, index))
+    turn = _checked(row, "turn", _NUMBER, 0)
     if turn < 0 or turn != int(turn):
         raise ValueError(f"`turn` is {turn:g}: give a whole number from 0 on, or leave it out")
     output_field = _one_of(row, OUTPUT_FIELDS)
