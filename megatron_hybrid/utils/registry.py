@@ -62,8 +62,13 @@ class Registry(Mapping[str, T]):
 
     def __getitem__(self, name: str) -> T:
         if name not in self._checked:
-            given = self._things.get(name) or self._given()[name]
-            thing = resolve_name(given) if isinstance(given, str) else given
+            thing = given = self._things.get(name) or self._given()[name]
+            if isinstance(given, str):
+                try:
+                    thing = resolve_name(given)
+                except (ImportError, AttributeError, ValueError) as error:
+                    what = f"the {self.kind} {name!r} is {given}, which cannot be imported"
+                    raise ImportError(f"{what}: {error}") from error
             self._check(name, thing)
             self._checked[name] = thing
         return self._checked[name]

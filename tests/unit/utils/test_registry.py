@@ -66,8 +66,11 @@ def test_things_of_this_package_of_a_call_and_of_an_installed_one(shapes, tmp_pa
     assert shapes["square"] is Square and shapes["disc"] is shapes["other"] is Disc
     with pytest.raises(KeyError):
         shapes["none"]
-    with pytest.raises(AttributeError, match="Gone"):
-        shapes["gone"]
+    shapes.register("no module", "nothing.at.all:Shape")
+    shapes.register("no reference", "a shape")
+    for name in ("gone", "no module", "no reference"):
+        with pytest.raises(ImportError, match=f"the shape '{name}' is .*, which cannot be impor"):
+            shapes[name]
 
 
 def test_a_name_is_of_one_thing(shapes, tmp_path, monkeypatch):
