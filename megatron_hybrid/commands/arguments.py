@@ -17,7 +17,6 @@ ENGINE = "megatron_hybrid.inference.config.InferenceConfig"
 SERVER = "megatron_hybrid.serving.config.ServingConfig"
 SAMPLING = "megatron_hybrid.inference.sampling_params.SamplingParams"
 MODELS_OWN = "The default is the model's own (generation_config.json), else"
-GIVE_MODEL = "give a model, as MODEL or as --model MODEL"
 MODEL_HELP = (
     "Load this model: a checkpoint folder, of this package or from Hugging Face, or 'demo', the "
     "small model in the package."
@@ -66,8 +65,13 @@ class CommandParser(Parser):
         self._check_names(arguments)
         options = self.parse_intermixed_args(arguments)
         options.arguments, options.option_of = list(arguments), self.options
-        if getattr(options, "model", "") is None:
-            self.error(GIVE_MODEL)
+        if hasattr(options, "named_model"):
+            given = [name for name in (options.model, options.named_model) if name is not None]
+            if len(given) == 2:
+                self.error(f"the model is given twice, as {given[0]} and as {given[1]}")
+            (options.model,) = given or [options.default_model]
+            if options.model is None:
+                self.error("give a model, as MODEL or as --model MODEL")
         return options
 
     def _check_names(self, arguments: Sequence[str]) -> None:
@@ -91,36 +95,20 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-class _Model(argparse.Action):
-    """Takes the model in either way, but not in both."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        is_option = option_string is not None
-        if getattr(namespace, "is_model_option", is_option) != is_option:
-            parser.error(f"the model is given twice, as {namespace.model} and as {values}")
-        namespace.model, namespace.is_model_option = values, is_option
-
-
 def add_model(
     parser: argparse.ArgumentParser, default: str | None = "demo", about: str = MODEL_HELP
 ) -> None:
     """Add `model`, which may be given as an argument or as `--model`. default: None: there is none,
     and the model has to be given."""
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", action=_Model, default=argparse.SUPPRESS, help=about
-    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=about)
+    more = f" The default is {default}." if default else ""
     parser.add_argument(
         "--model",
-        action=_Model,
-        default=default,
-        help="Name the model by this option, in place of the argument MODEL.",
+        dest="named_model",
+        metavar="MODEL",
+        help=f"Name the model by this option, in place of the argument MODEL.{more}",
     )
+    parser.set_defaults(default_model=default)
 
 
 def add_source_and_target(parser: argparse.ArgumentParser, source: str) -> None:
@@ -158,11 +146,6 @@ def add_field(
     if given.get("action") == "store_true":
         known.pop("default")
     parser.add_argument(option, **known | given)
-
-
-def add_state_encoding(parser: argparse.ArgumentParser) -> None:
-    """Add `state_encoding`."""
-    add_field(parser, "--state-encoding", ENGINE, "state_encoding", metavar="ENCODING")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -210,7 +193,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add_field(parser, "--cache-mib", ENGINE, "cache_bytes", type=int, metavar="MIB")
     add_field(parser, "--memory-fraction", ENGINE, "memory_fraction", type=float, metavar="PART")
     add_field(parser, "--host-cache-mib", ENGINE, "host_cache_bytes", type=int, metavar="MIB")
-    add_state_encoding(parser)
+    add_field(parser, "--state-encoding", ENGINE, "state_encoding", metavar="ENCODING")
     add_field(parser, "--cache-dir", ENGINE, "cache_dir", metavar="FOLDER")
 
 

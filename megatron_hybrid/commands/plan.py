@@ -3,10 +3,11 @@
 import argparse
 
 from megatron_hybrid.commands.arguments import (
+    ENGINE,
     PLANNED_MODEL_HELP,
+    add_field,
     add_json,
     add_model,
-    add_state_encoding,
     gigabytes,
     planned_config,
 )
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Count the memory of CUDA graphs of 64 requests, with drafts and without.",
     )
-    add_state_encoding(parser)
+    add_field(parser, "--state-encoding", ENGINE, "state_encoding", metavar="ENCODING")
     add_json(parser)
 
 

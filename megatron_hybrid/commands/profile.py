@@ -3,10 +3,11 @@
 import argparse
 
 from megatron_hybrid.commands.arguments import (
+    ENGINE,
     PLANNED_MODEL_HELP,
+    add_field,
     add_json,
     add_model,
-    add_state_encoding,
     gigabytes,
     planned_config,
 )
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GB",
         help="Give each cache this much memory, in GB (10^9 bytes).",
     )
-    add_state_encoding(parser)
+    add_field(parser, "--state-encoding", ENGINE, "state_encoding", metavar="ENCODING")
     add_json(parser)
 
 
