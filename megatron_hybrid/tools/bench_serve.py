@@ -276,13 +276,6 @@ class Outcome:
             return "no answer"
         return "broken stream" if self.status == 200 else str(self.status)
 
-    def take_usage(self, usage: dict[str, Any]) -> None:
-        """Note the counts of tokens. Servers may lack details."""
-        self.prompt_tokens = usage["prompt_tokens"]
-        self.completion_tokens = usage["completion_tokens"]
-        self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        self.miss_reason = (usage.get("prefix") or {}).get("miss_reason")
-
 
 @dataclass
 class Run:
@@ -380,8 +373,12 @@ async def _ask(server: Server, call: Call, index: int, run_began: float) -> Outc
                     found.error = _error_text(chunk["error"])
                     return found
                 if usage := chunk.get("usage"):
-                    found.take_usage(usage)
                     ended = True
+                    found.prompt_tokens = usage["prompt_tokens"]
+                    found.completion_tokens = usage["completion_tokens"]
+                    details = usage.get("prompt_tokens_details") or {}  # servers may lack it
+                    found.cached_tokens = details.get("cached_tokens") or 0
+                    found.miss_reason = (usage.get("prefix") or {}).get("miss_reason")
                 if any(map(_shows_tokens, chunk.get("choices") or ())):
                     if found.ttft_ms is None:
                         found.ttft_ms = (now - began) * 1e3

@@ -7,7 +7,7 @@ from textwrap import wrap
 import numpy as np
 
 from megatron_hybrid.tools.plan import WIDTH, size, table
-from megatron_hybrid.tools.profile import CEILING, OURS, CacheResult, Profile
+from megatron_hybrid.tools.profile import Profile
 
 _BAR = 24
 _NOTE = (
@@ -53,7 +53,7 @@ def render(result: Profile) -> str:
         lost = [(reason, f"{n:,}", f"{n * share:.1f}") for reason, n in result.lost_tokens.items()]
         heads = ("known to this engine, computed again", "tokens", "% of tokens")
         lines += ["", *table(heads, lost)]
-    notes = [_NOTE, *(f"- {row.name}: {row.what}" for row in _rules(result))]
+    notes = [_NOTE, *(f"- {row.name}: {row.what}" for row in result.caches[:-2])]
     if not result.answers:
         notes.append(
             "Answers (`output`) are not given for all prompts: what a next turn shares with an "
@@ -69,16 +69,12 @@ def _prompts(number: int) -> str:
     return f"{number:,} prompt" if number == 1 else f"{number:,} prompts"
 
 
-def _rules(result: Profile) -> list[CacheResult]:
-    return [row for row in result.caches if row.name not in (OURS, CEILING)]
-
-
 def _histogram(result: Profile) -> list[str]:
     bins = [each.values() for each in result.histogram]
     most = max(number for *_, number in bins)
     rows = []
     for start, end, number in bins:
-        here = [f"< {row.name}" for row in _rules(result) if start <= row.block_tokens < end]
+        here = [f"< {row.name}" for row in result.caches[:-2] if start <= row.block_tokens < end]
         bar = "#" * -(-number * _BAR // most)
         rows.append((f"{start:,} - {end - 1:,}", f"{number:,}", bar, here or [""]))
     bar = max(len(row[2]) for row in rows)
