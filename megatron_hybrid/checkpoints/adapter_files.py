@@ -7,7 +7,6 @@ it, with a rank of its own.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -26,7 +25,7 @@ from megatron_hybrid.checkpoints.huggingface.layouts import SAME, Layout
 from megatron_hybrid.checkpoints.tensor_files import CheckpointError
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.low_rank import LowRankPart
-from megatron_hybrid.utils.files import read_json, replace_file
+from megatron_hybrid.utils.files import read_json, replace_file, write_json
 from megatron_hybrid.utils.validation import Range, check_field
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -288,9 +287,8 @@ def write_adapters(
     }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(values, indent=2) + "\n"
     replace_file(folder / WEIGHTS_FILE, lambda path: save_file(tensors, path))
-    replace_file(folder / CONFIG_FILE, lambda path: path.write_text(text, "utf-8"))
+    write_json(folder / CONFIG_FILE, values)
 
 
 def _modules(config: HybridConfig, known: Mapping[str, Split]) -> set[str]:

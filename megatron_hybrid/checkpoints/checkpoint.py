@@ -6,7 +6,6 @@ Hugging Face folder differs only in names and layouts, which an adapter maps to 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -31,7 +30,7 @@ from megatron_hybrid.checkpoints.tensor_source import checked_maps, copy_tensors
 from megatron_hybrid.distributed.ranks import fail_together
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_model import NO_MEMORY, HybridModel
-from megatron_hybrid.utils.files import replace_file
+from megatron_hybrid.utils.files import write_json
 from megatron_hybrid.utils.other_names import names_arguments
 
 logger = logging.getLogger(__name__)
@@ -111,14 +110,9 @@ def _write(
     folder: str | os.PathLike[str], config: Mapping[str, Any], state: dict[str, Tensor]
 ) -> None:
     folder = Path(folder)
-    text = json.dumps(config, indent=2) + "\n"
     plan = [TensorPlan(name, tuple(value.shape), value.dtype) for name, value in state.items()]
-
-    def replace_config() -> None:
-        path = folder / CONFIG_FILE
-        replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-
-    write_tensors(folder, plan, state.__getitem__, ready=replace_config)
+    ready = partial(write_json, folder / CONFIG_FILE, config)
+    write_tensors(folder, plan, state.__getitem__, ready=ready)
 
 
 def read_config(folder: str | os.PathLike[str], mtp: bool = True, **overrides: Any) -> HybridConfig:

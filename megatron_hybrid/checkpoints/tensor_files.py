@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_hybrid.utils.files import read_failure, read_json, replace_file, temporary_path
+from megatron_hybrid.utils.files import read_failure, read_json, temporary_path, write_json
 from megatron_hybrid.utils.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -373,9 +373,7 @@ def _put_in_place(
     if len(paths) > 1:
         total_size = sum(tensor.num_bytes for shard in shards for tensor in shard)
         files = {t.name: path.name for path, shard in zip(paths, shards) for t in shard}
-        content = {"metadata": {"total_size": total_size}, "weight_map": files}
-        text = json.dumps(content, indent=2) + "\n"
-        replace_file(index, lambda path: path.write_text(text, encoding="utf-8"))
+        write_json(index, {"metadata": {"total_size": total_size}, "weight_map": files})
         kept.add(index)
     # First the files that readers open first.
     old_shards = [path for path in folder.glob("*.safetensors") if _SHARD.fullmatch(path.name)]

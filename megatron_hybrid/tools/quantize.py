@@ -8,13 +8,13 @@ transformers reads Qwen3.5's alone.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from megatron_hybrid.models.packed_weight import PackedWeight, Packing, replace_
 from megatron_hybrid.models.sharding.parallel_setup import initialize_distributed
 from megatron_hybrid.models.sharding.tensor_sharding import cut_of
 from megatron_hybrid.ops import unpack
-from megatron_hybrid.utils.files import replace_file
+from megatron_hybrid.utils.files import write_json
 
 GROUPS = (128, 64, 32)
 """Columns that share a scale in int4: the widest that divides most weights."""
@@ -170,14 +170,9 @@ def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> R
             if name not in places:
                 reason = "embeddings, output layer, norms, routers, convolutions, vectors"
                 report.keep(reason, math.prod(source.shape(name)))
-
-        def write_config() -> None:
-            text = json.dumps(values, indent=2) + "\n"
-            path = out / CONFIG_FILE
-            replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-
         plan = list(writer.plan())
-        write_tensors(out, plan, writer.make, ready=write_config)
+        ready = partial(write_json, out / CONFIG_FILE, values)
+        write_tensors(out, plan, writer.make, ready=ready)
         report.bytes_before = sum(
             math.prod(files.shape(n)) * files.dtype(n).itemsize for n in files.names()
         )

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,12 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Replace a file by one that holds a JSON object."""
+    text = json.dumps(values, indent=2) + "\n"
+    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def temporary_path(path: Path) -> Path:

@@ -73,7 +73,7 @@ def test_fp32_parameters_are_written_in_the_dtype_that_they_were_read_in(tmp_pat
     assert written[wide[2]].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("what", ["_write_file", "replace_file"])
+@pytest.mark.parametrize("what", ["_write_file", "write_json"])
 def test_a_save_that_fails_leaves_the_old_checkpoint(what, tmp_path, monkeypatch):
     """At the weights, or at the config."""
     old = small_model("M")
