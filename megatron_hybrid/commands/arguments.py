@@ -320,17 +320,20 @@ def check_file(option: str, path: str) -> None:
         raise ValueError(f"{option} {path}: there is no such folder; make it first")
 
 
-def gigabytes(text: str) -> float:
-    """A size in GB (10^9 bytes)."""
+def positive(text: str, told: str = "a number above 0", most: float = math.inf) -> float:
+    """A number above 0. told: what to give, for the error."""
     try:
-        number = float(text.lower().removesuffix("gb"))
+        number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 < number < 1e9:  # also NaN
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: give a number of GB above 0 and below a billion"
-        )
+    if not 0 < number <= most:  # also NaN
+        raise argparse.ArgumentTypeError(f"{text!r}: give {told}")
     return number
+
+
+def gigabytes(text: str) -> float:
+    """A size in GB (10^9 bytes)."""
+    return positive(text.lower().removesuffix("gb"), "GB, above 0 and up to a billion", 1e9)
 
 
 def whole_number(text: str) -> int:

@@ -5,24 +5,15 @@ import math
 import os
 from pathlib import Path
 
-from megatron_hybrid.commands.arguments import check_file, whole_number
+from megatron_hybrid.commands.arguments import check_file, positive, whole_number
 
 HELP = "Put load on a server with OpenAI's API, and measure throughput, latencies and reuse."
 
 
 def request_rate(text: str) -> float | None:
     """None: recorded."""
-    if text == "recorded":
-        return None
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = math.nan
-    if not rate > 0:  # also NaN
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: give requests a second, inf or the word recorded"
-        )
-    return rate
+    told = "requests a second, inf or the word recorded"
+    return None if text == "recorded" else positive(text, told)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from megatron_hybrid.commands.arguments import (
     add_model,
     gigabytes,
     planned_config,
+    positive,
 )
 
 HELP = "Compute what a model needs on a device: KV, states, largest batch, best speed."
@@ -32,14 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--flops",
-        type=float,
+        type=positive,
         metavar="TFLOPS",
         help="Assume that the device computes this many TFLOP/s (dense, bf16), in place of the "
         "value for --device.",
     )
     parser.add_argument(
         "--bandwidth",
-        type=float,
+        type=positive,
         metavar="TBS",
         help="Assume that the device reads this many TB/s of memory, in place of the value for "
         "--device.",

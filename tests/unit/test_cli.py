@@ -232,7 +232,7 @@ def test_plan_of_a_published_shape_on_a_device(capsys):
 def test_memory_that_is_no_size(command, memory, capsys):
     with pytest.raises(SystemExit):
         cli.main([*command, "--model", "demo", "--memory", memory])
-    assert f"{memory!r}: give a number of GB above 0" in capsys.readouterr().err
+    assert f"{memory!r}: give GB, above 0" in capsys.readouterr().err
 
 
 def test_profile(folder, capsys, tmp_path):

@@ -93,7 +93,7 @@ def test_plots_without_matplotlib_say_what_to_install(tmp_path, monkeypatch):
     [
         (["--limit", "0"], "'0': give a whole number from 1 on"),
         (["--in-flight", "0"], "'0': give a whole number"),
-        (["--budgets", "nan"], "'nan': give a number of GB above 0"),
+        (["--budgets", "nan"], "'nan': give GB, above 0"),
     ],
 )
 def test_numbers_that_make_no_replay(arguments, message, capsys):
