@@ -70,10 +70,6 @@ class Baseline(Engine):
         states = self.tree.num_states * self._state_bytes + window_tokens * self._window_bytes
         return self.tree.num_tokens * self.kv_bytes + states
 
-    def bytes_of(self, state: State) -> int:
-        """Bytes of a saved state."""
-        return self._state_bytes + self.tree.window_tokens(state.position) * self._window_bytes
-
     def enter(
         self, tokens: np.ndarray, restored: int, saved: Iterable[int], running_window: int = 0
     ) -> Node | None:
