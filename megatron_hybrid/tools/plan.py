@@ -202,12 +202,14 @@ def plan(
         batches = {n: _footprint(spec, cache_bytes, n, slot).largest_batch for n in lengths}
         rates = predict(ModelWork.of(model, spec), device, batches)
     pure = _pure_attention(spec, config, model)
+    all_weights = [weight for _, weight in named_weights(model)]
+    formats = {weight.format.name for weight in all_weights if isinstance(weight, PackedWeight)}
     return Plan(
         layer_pattern=config.layer_pattern,
-        parameters=sum(weight.numel() for _, weight in named_weights(model)),
+        parameters=sum(weight.numel() for weight in all_weights),
         weight_bytes=weight_bytes,
         dtype=str(config.params_dtype).removeprefix("torch."),
-        quantization=weights or published.get("quant_method") or _formats(model),
+        quantization=weights or published.get("quant_method") or ", ".join(sorted(formats)) or None,
         counts_packed=weights is not None or model.packed_source is not None,
         memory_bytes=memory_bytes,
         step_bytes=step,
@@ -225,12 +227,6 @@ def plan(
         ),
         rates=rates,
     )
-
-
-def _formats(model: HybridModel) -> str | None:
-    """Formats of packed weights; None: there are none."""
-    packed = [weight for _, weight in named_weights(model) if isinstance(weight, PackedWeight)]
-    return ", ".join(sorted({weight.format.name for weight in packed})) or None
 
 
 def _settings(
