@@ -15,6 +15,7 @@ from math import inf
 import numpy as np
 
 from megatron_hybrid.cache.lazy_heap import LazyHeap
+from megatron_hybrid.tools.replay.protocol import Engine
 from megatron_hybrid.tools.replay.request import Request
 from megatron_hybrid.tools.replay.token_tree import Node, TokenTree
 
@@ -70,7 +71,7 @@ class Running:
     """None: it never fits, and runs without the cache."""
 
 
-class Clairvoyant:
+class Clairvoyant(Engine):
     """KV by the token and states by the piece, under one byte budget. KV that leads to no state
     goes first, then the state that saves least: tokens / bytes that go with it / requests until its
     next use. A new state competes with the others, so it may be refused. Where KV alone resumes,
@@ -120,9 +121,6 @@ class Clairvoyant:
         for index, prompt in enumerate(self._prompts):
             for place in prompt:
                 place.visits.append(index)
-
-    def prepare(self, tokens: np.ndarray) -> np.ndarray:
-        return tokens
 
     def begin(self, prompt: np.ndarray, message_starts: Sequence[int] = ()) -> Running | None:
         index = self._now + 1

@@ -71,7 +71,8 @@ class Marconi(Baseline):
         stays."""
         if node.pins or len(node.children) > 1:
             return np.nan
-        freed = sum(map(self.bytes_of, node.states.values()))
+        windows = sum(map(self.tree.window_tokens, node.states))
+        freed = len(node.states) * self._state_bytes + windows * self._window_bytes
         if not node.children:
             freed += len(node.tokens) * self.kv_bytes
         elif not node.states:

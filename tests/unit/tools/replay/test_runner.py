@@ -6,19 +6,16 @@ from itertools import count
 import numpy as np
 import pytest
 
-from megatron_hybrid.tools.replay.protocol import Attempts
+from megatron_hybrid.tools.replay.protocol import Attempts, Engine
 from megatron_hybrid.tools.replay.request import Request
 from megatron_hybrid.tools.replay.runner import TURN, replay, side_by_side, timed
 
 
-class Recorder:
+class Recorder(Engine):
     """An engine with room for `room` requests that writes down what happens."""
 
     def __init__(self, room=100):
         self.room, self.running, self.log = room, 0, []
-
-    def prepare(self, tokens):
-        return tokens
 
     def begin(self, prompt, message_starts=()):
         if self.running == self.room:
