@@ -320,8 +320,10 @@ def check_file(option: str, path: str) -> None:
         raise ValueError(f"{option} {path}: there is no such folder; make it first")
 
 
-def positive(text: str, told: str = "a number above 0", most: float = math.inf) -> float:
-    """A number above 0. told: what to give, for the error."""
+def positive(
+    text: str, told: str = "a number above 0, up to a billion", most: float = 1e9
+) -> float:
+    """A number above 0, up to `most`. told: what to give, for the error."""
     try:
         number = float(text)
     except ValueError:
@@ -333,7 +335,7 @@ def positive(text: str, told: str = "a number above 0", most: float = math.inf) 
 
 def gigabytes(text: str) -> float:
     """A size in GB (10^9 bytes)."""
-    return positive(text.lower().removesuffix("gb"), "GB, above 0 and up to a billion", 1e9)
+    return positive(text.lower().removesuffix("gb"), "GB, above 0 and up to a billion")
 
 
 def whole_number(text: str) -> int:

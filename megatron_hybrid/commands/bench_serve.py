@@ -13,7 +13,7 @@ HELP = "Put load on a server with OpenAI's API, and measure throughput, latencie
 def request_rate(text: str) -> float | None:
     """None: recorded."""
     told = "requests a second, inf or the word recorded"
-    return None if text == "recorded" else positive(text, told)
+    return None if text == "recorded" else positive(text, told, math.inf)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

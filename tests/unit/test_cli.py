@@ -227,12 +227,12 @@ def test_plan_of_a_published_shape_on_a_device(capsys):
     assert step["tokens_per_second"] == pytest.approx(3.0 / 3.35 * 216.6, rel=1e-2)
 
 
-@pytest.mark.parametrize("command", [["plan"], ["profile", "prompts.jsonl"]])
-@pytest.mark.parametrize("memory", ["inf", "nan", "0", "-1", "abc", ""])
-def test_memory_that_is_no_size(command, memory, capsys):
+@pytest.mark.parametrize("command", ["plan --memory", "plan --flops", "profile x --memory"])
+@pytest.mark.parametrize("given", ["inf", "nan", "0", "-1", "abc", ""])
+def test_a_size_or_a_speed_that_is_none(command, given, capsys):
     with pytest.raises(SystemExit):
-        cli.main([*command, "--model", "demo", "--memory", memory])
-    assert f"{memory!r}: give GB, above 0" in capsys.readouterr().err
+        cli.main([*command.split(), given, "--model", "demo"])
+    assert re.search(f"'{given}': give .*above 0", capsys.readouterr().err)
 
 
 def test_profile(folder, capsys, tmp_path):
