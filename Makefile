@@ -134,7 +134,7 @@ test-matrix: $(VENV)/.installed-test
 bits: $(VENV)/.installed-test
 	for each in $$($(BIN)/python tests/helpers/cpu_capabilities.py); do \
 	    echo "ATEN_CPU_CAPABILITY=$$each"; \
-	    ATEN_CPU_CAPABILITY=$$each $(BIN)/python -m pytest -q -m bits $(BITS) || exit 1; \
+	    ATEN_CPU_CAPABILITY=$$each $(TICKS) $(BIN)/python -m pytest -q -m bits $(BITS) || exit 1; \
 	done
 
 door-tests: $(VENV)/.installed-test
@@ -161,7 +161,7 @@ compiled-kernels: $(VENV)/.installed-kernels
 # Screenshots are in runs/page.
 test-page: $(VENV)/.installed-test $(VENV)/.installed-page
 	@command -v chromium > /dev/null || { echo "make test-page needs chromium: apt-get install chromium"; exit 1; }
-	$(BIN)/python -m pytest tests/page
+	$(TICKS) $(BIN)/python -m pytest tests/page
 
 # A server a layout; the launcher's ranks are killed, and the launcher. Two minutes.
 test-serve-ranks: $(VENV)/.installed-test
@@ -192,7 +192,7 @@ test-megatron:
 
 megatron-tests: $(VENV)/.megatron
 	PYTHONPATH=$(CURDIR)/tests/megatron_main:$(abspath $(MEGATRON_LM)) \
-	    $(BIN)/python -m pytest --show-capture=no -m "$(TESTED)" tests/megatron_main $(DOOR_TESTS)
+	    $(TICKS) $(BIN)/python -m pytest --show-capture=no -m "$(TESTED)" tests/megatron_main $(DOOR_TESTS)
 
 $(VENV)/.megatron: $(VENV)/.installed-test tests/megatron_main/requirements.txt
 	@$(TICKS) $(BIN)/python -m pip $(QUIET) --disable-pip-version-check install -r tests/megatron_main/requirements.txt
@@ -261,9 +261,9 @@ test-gpu:
 	        PINS=$(GPU_VENV)/pins.txt TORCH=torch VENV_OPTIONS="--system-site-packages --without-pip"
 
 gpu-tests: $(VENV)/.installed-test $(VENV)/.installed-gpu
-	$(BIN)/python -m pytest -m gpu tests
+	$(TICKS) $(BIN)/python -m pytest -m gpu tests
 	@$(if $(filter 1,$(GPUS)),echo "One GPU: the tests of two ranks do not run; they need two.")
-	$(if $(filter-out 1,$(GPUS)),$(BIN)/python -m torch.distributed.run --nproc-per-node 2 -m pytest -x tests/functional/test_two_gpus.py)
+	$(if $(filter-out 1,$(GPUS)),$(TICKS) $(BIN)/python -m torch.distributed.run --nproc-per-node 2 -m pytest -x tests/functional/test_two_gpus.py)
 
 # For Python 3.12 on Linux, whatever runs here. The first run installs them.
 gpu-wheels:
@@ -277,7 +277,7 @@ soak: $(VENV)/.installed-test
 	$(TICKS) $(BIN)/python tests/helpers/server_soak.py
 	$(TICKS) $(BIN)/python tests/helpers/interrupted.py
 	$(TICKS) $(BIN)/python tests/helpers/memory_fuzz.py && $(TICKS) $(BIN)/python tests/helpers/extreme_sampling.py 18000 2000
-	GUIDE_EXAMPLES=20000 CACHE_EXAMPLES=1000 PARSER_EXAMPLES=20000 $(BIN)/python -m pytest tests/unit/serving/parsers/test_answer_parser.py tests/unit/text/test_guide_fuzz.py tests/unit/cache/test_prefix_cache_machine.py
+	GUIDE_EXAMPLES=20000 CACHE_EXAMPLES=1000 PARSER_EXAMPLES=20000 $(TICKS) $(BIN)/python -m pytest tests/unit/serving/parsers/test_answer_parser.py tests/unit/text/test_guide_fuzz.py tests/unit/cache/test_prefix_cache_machine.py
 
 # Random runs of engines with drafts, of 20,000 requests; an hour.
 speculation-fuzz: $(VENV)/.installed-test
@@ -325,7 +325,7 @@ bench-replay-models: $(VENV)/.installed-bench
 	    --plots docs/plots --markdown docs/measured/replay.md
 
 models-table: $(VENV)/.installed-test
-	$(BIN)/python -m pytest tests/functional/huggingface --models-table \
+	$(TICKS) $(BIN)/python -m pytest tests/functional/huggingface --models-table \
 	    --deselect tests/functional/huggingface/test_adapters.py::test_the_table_in_the_docs_is_of_these_models
 
 # In an environment of its own, without torch: the site is made from the package's source.
@@ -355,13 +355,13 @@ $(VENV)/.docs: setup.py $(PINS)
 
 # Every block of a page runs, on a demo server at port 8000 where it calls one.
 test-docs: $(VENV)/.installed-test $(VENV)/.installed-dev
-	$(BIN)/python -m pytest tests/docs
+	$(TICKS) $(BIN)/python -m pytest tests/docs
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(TICKS) $(BIN)/mypy
+	$(TICKS) $(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
