@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,14 +106,10 @@ class Report:
     bytes_after: int = 0
     quantized: dict[str, Kind] = field(default_factory=dict)
     """Quantized kinds by place in the layers."""
-    kept: dict[str, int] = field(default_factory=dict)
+    kept: Counter[str] = field(default_factory=Counter)
     """Numbers that stay as they are, by reason."""
     text: dict[str, float] = field(default_factory=dict)
     """Figures of `compare`."""
-
-    def keep(self, reason: str, numbers: int) -> None:
-        """Count numbers that stay as they are."""
-        self.kept[reason] = self.kept.get(reason, 0) + numbers
 
 
 def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> Report:
@@ -148,19 +145,19 @@ def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> R
             shape = (*lead, rows - rest.get(name, 0), columns)
             if len(shape) > 2 and is_theirs:
                 reason = f"experts of {values['model_type']}: no quantized form is published"
-                report.keep(reason, math.prod(shape))
+                report.kept[reason] += math.prod(shape)
             elif _GATES.search(name):
-                report.keep(_STEERING, math.prod(shape))
+                report.kept[_STEERING] += math.prod(shape)
             else:
                 shapes[name] = shape
                 if name in rest:
-                    report.keep(_STEERING, rest[name] * columns)
+                    report.kept[_STEERING] += rest[name] * columns
         group = _group(to, shapes.values())
         multiple = group or kind.multiple
         chosen = {n: s for n, s in shapes.items() if s[-1] % multiple == 0}
         for name in sorted(shapes.keys() - chosen.keys()):
             reason = f"rows that are no multiple of {multiple} numbers"
-            report.keep(reason, math.prod(shapes[name]))
+            report.kept[reason] += math.prod(shapes[name])
         stored = {n: _stored(n, s, kind, group, is_theirs) for n, s in chosen.items()}
         has_words = is_theirs and kind.method == "pack-quantized"
         writer = _Writer(source, stored, places, rest, report, is_theirs, has_words)
@@ -169,7 +166,7 @@ def quantize(source: str | os.PathLike, target: str | os.PathLike, to: str) -> R
         for name in source.names:
             if name not in places:
                 reason = "embeddings, output layer, norms, routers, convolutions, vectors"
-                report.keep(reason, math.prod(source.shape(name)))
+                report.kept[reason] += math.prod(source.shape(name))
         plan = list(writer.plan())
         ready = partial(write_json, out / CONFIG_FILE, values)
         write_tensors(out, plan, writer.make, ready=ready)
