@@ -25,8 +25,6 @@ PLANNED_MODEL_HELP = (
     "Take this model: a checkpoint folder, a config.json, the name of a recipe in the package "
     "such as nemotron_h_8b, a recipe's YAML file that sets model.vocab_size, or 'demo'."
 )
-
-
 DTYPES = ("bfloat16", "float16", "float32")
 
 

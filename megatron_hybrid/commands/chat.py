@@ -1,6 +1,7 @@
 """`megatron-hybrid chat`."""
 
 import argparse
+from functools import partial
 
 from megatron_hybrid.commands.arguments import (
     MODELS_OWN,
@@ -34,9 +35,7 @@ def run(options: argparse.Namespace) -> int:
     from megatron_hybrid.inference.sampling_params import SamplingParams
     from megatron_hybrid.tools.chat import banner, chat, typed_lines
 
-    def write(text: str) -> None:
-        print(text, end="", flush=True)
-
+    write = partial(print, end="", flush=True)
     params = SamplingParams(temperature=options.temperature, num_tokens_to_generate=options.tokens)
     config = inference_config(options)
     with DynamicInferenceEngine(*load_for_chats(options), config) as engine:

@@ -40,14 +40,13 @@ def run(options: argparse.Namespace) -> int:
     from megatron_hybrid.tools.chat import reuse_of
 
     params = SamplingParams(**{field: getattr(options, field) for field in _SAMPLING})
-    engine = make_engine(options)
-    for prompt in options.prompt:
-        events = engine.stream(prompt, params)  # an impossible request is refused here
-        print(prompt, end="", flush=True)
-        for event in events:
-            print(event.text, end="\n" if event.result else "", flush=True)
-        print(f"{reuse_of(event.result)}\n", file=sys.stderr)
-    if options.cache_dir:
-        engine.save_cache()
-    engine.close()
+    with make_engine(options) as engine:
+        for prompt in options.prompt:
+            events = engine.stream(prompt, params)  # an impossible request is refused here
+            print(prompt, end="", flush=True)
+            for event in events:
+                print(event.text, end="\n" if event.result else "", flush=True)
+            print(f"{reuse_of(event.result)}\n", file=sys.stderr)
+        if options.cache_dir:
+            engine.save_cache()
     return 0
