@@ -28,12 +28,8 @@ def main(arguments: list[str]) -> None:
     script, *rest = arguments[is_module:]
     if not (is_module or Path(script).is_file()):
         sys.exit(f"{script} is no file: name the script to run, or -m and a module")
-    try:
-        found = not is_module or importlib.util.find_spec(script) is not None
-    except ImportError:
-        found = False
-    if not found:
-        sys.exit(f"{script} is no module of this Python: name one that can be imported after -m")
+    if is_module and (why := _why_not_run(script)):
+        sys.exit(f"{script} is no module that runs: {why}; name one after -m")
     from megatron_hybrid.megatron.stand_in import install
     from megatron_hybrid.models.sharding.parallel_setup import destroy_distributed
 
@@ -45,6 +41,19 @@ def main(arguments: list[str]) -> None:
     else:
         sys.path.insert(0, str(Path(script).resolve().parent))
         runpy.run_path(str(Path(script).resolve()), run_name="__main__")
+
+
+def _why_not_run(module: str) -> str:
+    """Return why Python cannot run a module or package; empty: it can."""
+    try:
+        spec = importlib.util.find_spec(module)
+        if spec is not None and spec.submodule_search_locations is not None:
+            module += ".__main__"
+            spec = importlib.util.find_spec(module)
+        runs = spec is not None and spec.loader.get_code(module) is not None
+        return "" if runs else f"there is no code of {module!r}"
+    except (ImportError, ValueError) as error:  # of the packages that it is in, too
+        return str(error)
 
 
 if __name__ == "__main__":

@@ -97,9 +97,19 @@ def run_module(arguments: list[str]) -> None:
     main(["-m", module, "--load", "x"])
 
 
-def test_a_missing_script_is_named():
-    with pytest.raises(SystemExit, match=r"nowhere.py is no file"):
-        main(["nowhere.py"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.py"], "nowhere.py is no file"),
+        (["-m", "nowhere.job"], "no module that runs: No module named 'nowhere'"),
+        (["-m", "megatron_hybrid.ops"], "no code of 'megatron_hybrid.ops.__main__'"),
+        (["-m", "sys"], "no code of 'sys'"),
+        (["-m", ""], " is no module that runs: "),
+    ],
+)
+def test_what_cannot_run_is_named(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        main(arguments)
 
 
 if compat.HAVE_COORDINATOR:  # 0.16 has another one
