@@ -201,6 +201,8 @@ def _release(values: Mapping[str, Any]) -> int:
 def warn_of_positions(source: object, args: Namespace, is_gpt: bool) -> None:
     """Log which position arguments have no effect, or not in all of Megatron's scripts."""
     values = vars(args)
+    if values.get("multi_latent_attention"):  # which reads none of them
+        return
     unread = _unread_positions(values, is_gpt)
     for name, instead in unread.items():
         text = "%s: %s is %r, but Megatron builds such models with %r; rotary_scaling sets others"

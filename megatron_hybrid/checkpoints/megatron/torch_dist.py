@@ -277,13 +277,21 @@ class DistributedTensors:
     def __init__(self, folder: str | os.PathLike[str]):
         self.path = _iteration(Path(folder))
         metadata = self._metadata()
+        num_left = sum(file.stat().st_size for file in self.path.iterdir())
         self._tensors: dict[str, tuple] = {}  # shape, dtype, chunks
         self._where: dict[tuple, tuple] = {}  # file, offset, bytes, how they were transformed
         with readable(str(self.path / METADATA_FILE)):  # what is damaged may lack any field
             for key, value in metadata.state_dict_metadata.items():
                 if isinstance(value, TensorStorageMetadata) and not _NO_WEIGHTS.fullmatch(key):
+                    shape, dtype = tuple(value.size), value.properties.dtype
+                    num_left -= math.prod(max(n, 1) for n in shape)
+                    if num_left < 0:  # before there is memory for it, or a name of each layer
+                        raise CheckpointError(
+                            f"its tensors up to {key} of shape {list(shape)} have more numbers "
+                            "than the files next to it have bytes. Copy or save it again."
+                        )
                     chunks = [(tuple(each.offsets), tuple(each.sizes)) for each in value.chunks]
-                    self._tensors[key] = tuple(value.size), value.properties.dtype, chunks
+                    self._tensors[key] = tuple(map(int, shape)), dtype, chunks
             for index, at in metadata.storage_data.items():
                 place = at.relative_path, at.offset, at.length
                 transforms = getattr(at, "transform_descriptors", None)
@@ -387,6 +395,8 @@ class DistributedTensors:
             return config_of(self._own_config, str(self.path), **overrides)
         num_stages = overrides.get("pipeline_model_parallel_size", 1)
         try:
+            if (num_layers := vars(self.args).get("num_layers") or 0) > len(self._layers):
+                raise ValueError(f"num_layers is {num_layers}, of {len(self._layers)} tensors.")
             fields = fields_of_args(self.args, self._layers, num_stages)
             return HybridConfig(**{**fields, **overrides})
         except CheckpointError:
@@ -502,9 +512,10 @@ def _as_stored(
     (name, *_) = tensor_map.theirs
     if name not in _VOCABULARY or name not in given:
         return tensor_map
-    padding = files.shape(given[name])[0] - vocab_size
-    if padding <= 0:
+    rows = files.shape(given[name])[:1]
+    if rows <= (vocab_size,):
         return tensor_map
+    padding = rows[0] - vocab_size
     drop = Layout(
         lambda theirs: [theirs[0][:vocab_size]], lambda ours: [F.pad(ours[0], (0, 0, 0, padding))]
     )

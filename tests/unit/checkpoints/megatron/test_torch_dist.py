@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -88,7 +89,8 @@ MODELS = {
         None,
         {**LATENT, **YARN, "num_layers": 2, "original_max_position_embeddings": 16},
         ROPE,
-        {**LATENT, **YARN, "num_layers": 2, "original_max_position_embeddings": 16},
+        {**LATENT, **YARN, "num_layers": 2, "original_max_position_embeddings": 16}
+        | {"position_embedding_type": ["not read"]},
     ),
     "gpt with an MTP head": (
         None,
@@ -358,6 +360,7 @@ def test_classes_that_are_not_installed_are_only_in_the_way_where_they_count(
         ({"mamba_state_dim": 24}, r"in_proj\.weight\.B has shape \[24, 48\].* gives it \[48, 48\]"),
         ({PATTERN_ARGUMENT: "M*-"}, r"in .* but the model does not have decoder\.layers\.3"),
         ({PATTERN_ARGUMENT: "M*-MM", "num_layers": 5}, r"the model has decoder\.layers\.4"),
+        ({"num_layers": 10**18}, f"num_layers is {10**18}, of [0-9]+ tensors"),
         ({"padded_vocab_size": 62}, r"word_embeddings\.weight has shape \[61, 48\]"),
     ],
 )
@@ -422,6 +425,15 @@ def test_a_tensor_saved_in_part_and_one_of_a_petabyte(saved):
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(mh.CheckpointError, match=r"final_norm\.weight lacks 48 of its 48"):
         mh.load_megatron(folder)
+    embedding = metadata.state_dict_metadata["embedding.word_embeddings.weight"]
+    for size in ((10**12, 48), (10**15, 0)):
+        huge = replace(embedding, size=torch.Size(size))
+        for key in ("embedding.word_embeddings.weight", "decoder.layers.mlp.bias"):  # one stacked
+            tensors = {**metadata.state_dict_metadata, key: huge}
+            file = pickle.dumps(replace(metadata, state_dict_metadata=tensors))
+            (path / ".metadata").write_bytes(file)
+            with pytest.raises(mh.CheckpointError, match=f"{key} of shape .* have more numbers"):
+                mh.load_megatron(folder)
     for place in metadata.storage_data.values():
         place.length = 10**15
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -486,8 +498,10 @@ def test_a_hugging_face_config_of_another_model_is_refused(tmp_path):
         convert(tmp_path / "hf", tmp_path / "x", "ours", huggingface_config=tmp_path / "hf")
 
 
-@pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
-def test_a_release_is_not_overwritten_and_flipped_bytes_are_found(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "mark"), [(".metadata", b"final_norm"), ("common.pt", b""), ("__0_0.distcp", b"")]
+)
+def test_a_release_is_not_overwritten_and_flipped_bytes_are_found(tmp_path, name, mark):
     sizes = {"hidden_size": 48, "vocab_size": VOCAB, "mamba_head_dim": 16}
     model = mh.build_hybrid_model(mh.HybridConfig(layer_pattern="M", **sizes))
     save_megatron(model, tmp_path)
@@ -496,7 +510,7 @@ def test_a_release_is_not_overwritten_and_flipped_bytes_are_found(tmp_path, name
     mh.load_megatron(tmp_path)
     file = tmp_path / "release" / name
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[content.index(mark) if mark else len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(mh.CheckpointError, match="read"):
+    with pytest.raises(mh.CheckpointError, match=f"{tmp_path}/release"):
         mh.load_megatron(tmp_path)
