@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -77,36 +78,50 @@ def _compiled_at_first_call() -> Iterator[None]:
         torch.compile = before
 
 
-_ACCELERATORS = (
-    "apex.optimizers",
-    "amp_C",
-    "fused_weight_gradient_mlp_cuda",
-    "transformer_engine.pytorch",
-)
-"""Modules of NVIDIA's Transformer Engine and apex that megatron-core uses where they are there."""
+_ACCELERATORS = {
+    "apex.optimizers": ("apex.optimizers:FusedAdam", "apex.optimizers:FusedSGD"),
+    "amp_C": (
+        "amp_C:multi_tensor_l2norm",
+        "amp_C:multi_tensor_scale",
+        "apex.multi_tensor_apply:multi_tensor_applier",
+    ),
+    "fused_weight_gradient_mlp_cuda": (
+        "fused_weight_gradient_mlp_cuda:wgrad_gemm_accum_fp32",
+        "fused_weight_gradient_mlp_cuda:wgrad_gemm_accum_fp16",
+    ),
+    "transformer_engine.pytorch": ("transformer_engine.pytorch:",),
+}
+"""Part of NVIDIA's Transformer Engine or apex that megatron-core uses where it is there -> what
+core takes of it."""
+_NORMS = ("apex.contrib.layer_norm.layer_norm:", "apex.normalization.fused_layer_norm:")
+"""What core only imports here."""
 
 
 def _try_accelerators() -> dict[str, str]:
-    """Import them before megatron-core does, which expects ImportError alone of a broken one; a
-    package that fails, or that core fails with, is hidden from it. Returns module -> the reason."""
-    reasons, before = {}, set(sys.modules)
-    for name in _ACCELERATORS:
-        package = name.partition(".")[0]
-        try:
-            if importlib.util.find_spec(package) is None:
-                reasons[name] = f"{package} is not installed"
-                continue
-            importlib.import_module(name)
-            if package == "transformer_engine":  # old releases lack what core imports unguarded
-                importlib.import_module("megatron.core")
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # of another CUDA or torch; some end by sys.exit
-            reasons[name] = f"{package} is installed, but {type(error).__name__}: {error}"
-            for loaded in sys.modules.keys() - before:
-                if loaded.startswith((f"{package}.", "megatron.core")):
-                    del sys.modules[loaded]
-            sys.modules[package] = None
+    """Import them before megatron-core does, which expects ImportError alone of a broken one; what
+    fails, or what core fails with, is hidden from it. Returns part -> the reason."""
+    reasons, hidden, before = {}, {}, set(sys.modules)
+    for name, needed in {**_ACCELERATORS, "norms": _NORMS[:1], "other norms": _NORMS[1:]}.items():
+        for each in needed:
+            module = each.partition(":")[0]
+            package = module.partition(".")[0]
+            try:
+                if importlib.util.find_spec(package) is None:
+                    reasons[name] = hidden.get(package, f"{package} is not installed")
+                    break
+                pkgutil.resolve_name(each)
+                if package == "transformer_engine":  # old ones lack what core imports unguarded
+                    importlib.import_module("megatron.core")
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # of another CUDA or torch; some end by sys.exit
+                reasons[name] = f"{package} is installed, but {type(error).__name__}: {error}"
+                failed = module if package == "apex" and "apex" in sys.modules else package
+                for loaded in sys.modules.keys() - before:
+                    if loaded.startswith((f"{failed}.", "megatron.core")):
+                        del sys.modules[loaded]
+                hidden[failed], sys.modules[failed] = reasons[name], None
+                break
     return reasons
 
 

@@ -87,37 +87,47 @@ def test_names_of_both_releases(name, expected):
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    ("file", "text", "reason"),
     [
-        (None, "amp_C is not installed"),
-        ("", None),
-        ("import nothing.of.this", "amp_C is installed, but ModuleNotFoundError: No module"),
-        ("raise OSError('libcudart.so.13')", "amp_C is installed, but OSError: libcudart.so.13"),
-        ("raise RuntimeError('ABI')", "amp_C is installed, but RuntimeError: ABI"),
-        ("raise SystemExit('no GPU')", "amp_C is installed, but SystemExit: no GPU"),
-        ("assert False, 'old torch'", "amp_C is installed, but AssertionError: old torch"),
+        ("amp_C", None, "amp_C is not installed"),
+        ("amp_C", "import nothing.of.this", "amp_C is installed, but ModuleNotFoundError: No mod"),
+        ("amp_C", "raise OSError('libcudart.so.13')", "amp_C is installed, but OSError: libcudart"),
+        ("amp_C", "raise SystemExit('no GPU')", "amp_C is installed, but SystemExit: no GPU"),
+        ("amp_C", "multi_tensor_l2norm = 1", "amp_C is installed, but AttributeError: module"),
+        ("apex/__init__", "raise RuntimeError('ABI')", "apex is installed, but RuntimeError: ABI"),
+        ("apex/multi_tensor_apply", "", "apex is installed, but AttributeError: module 'apex.mu"),
+        ("apex/normalization/fused_layer_norm", "assert False", None),
     ],
 )
-def test_an_accelerator_that_fails_is_hidden_from_core(text, reason, tmp_path, monkeypatch):
-    """Absent, present, and broken in all ways: of `except ImportError`, which core has, all are
-    absent. One extension of apex says nothing of the others."""
-    monkeypatch.delitem(sys.modules, "amp_C", raising=False)
+def test_an_accelerator_that_fails_is_hidden_from_core(file, text, reason, tmp_path, monkeypatch):
+    """Absent, old, and broken in all ways: of `except ImportError`, which core has, all are absent.
+    One extension of apex says nothing of the others."""
+    parts = {
+        "amp_C": "multi_tensor_l2norm = multi_tensor_scale = None",
+        "apex/multi_tensor_apply": "multi_tensor_applier = None",
+    }
+    for name, content in {**parts, file: text}.items():
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if content is not None:
+            path.write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
-    if text is not None:
-        (tmp_path / "amp_C.py").write_text(text)
-    found = compat._try_accelerators()
-    assert (found.get("amp_C") or "").startswith(reason or "") and ("amp_C" in found) == bool(
-        reason
-    )
-    if reason is not None:
+    before = set(sys.modules)
+    try:
+        found = compat._try_accelerators()
+        assert (found.get("amp_C") or "").startswith(reason or "")
+        assert ("amp_C" in found) == (reason is not None)
         with pytest.raises(ImportError):
-            importlib.import_module("amp_C")
+            importlib.import_module(file.removesuffix("/__init__").replace("/", "."))
+    finally:
+        for name in sys.modules.keys() - before:
+            if name.partition(".")[0] in ("apex", "amp_C"):
+                del sys.modules[name]
     monkeypatch.setattr(compat, "_UNUSED", found)
     with pytest.raises(ValueError, match="fused_weight_gradient_mlp_cuda is not installed"):
         HybridConfig(
             layer_pattern="M", hidden_size=64, vocab_size=10, gradient_accumulation_fusion=True
         )
-    monkeypatch.delitem(sys.modules, "amp_C", raising=False)
 
 
 def test_an_old_transformer_engine_is_not_used_and_says_so(monkeypatch):

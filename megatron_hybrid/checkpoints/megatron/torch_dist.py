@@ -288,7 +288,7 @@ class DistributedTensors:
                     if num_left < 0:  # before there is memory for it, or a name of each layer
                         raise CheckpointError(
                             f"its tensors up to {key} of shape {list(shape)} have more numbers "
-                            "than the files next to it have bytes. Copy or save it again."
+                            "than the files next to it have bytes. Copy or save all of them again."
                         )
                     chunks = [(tuple(each.offsets), tuple(each.sizes)) for each in value.chunks]
                     self._tensors[key] = tuple(map(int, shape)), dtype, chunks

@@ -397,7 +397,7 @@ def test_missing_and_broken_parts(saved, tmp_path):
     file.write_bytes(content[: len(content) // 2])
     refused("cannot be read")
     file.unlink()
-    refused(r"__0_0\.distcp cannot be read .* Copy or save it again")
+    refused(r"Copy or save (it|all of them) again")
     file.write_bytes(content)
 
     tracker = folder / "latest_checkpointed_iteration.txt"
