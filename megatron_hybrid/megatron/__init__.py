@@ -4,7 +4,6 @@ A script changes its imports to this package, or is started unchanged with
 `python -m megatron_hybrid.megatron SCRIPT ...`. `docs/guides/from_megatron.md` compares both.
 """
 
-from megatron_hybrid.megatron.client import InferenceClient
 from megatron_hybrid.megatron.config import (
     AsyncScheduleMode,
     CudaGraphSizingDistribution,
@@ -16,6 +15,7 @@ from megatron_hybrid.megatron.config import (
 )
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.megatron.controller import GPTInferenceWrapper, TextGenerationController
+from megatron_hybrid.megatron.coordination import EngineState
 from megatron_hybrid.megatron.engine import (
     CoordinatorError,
     DynamicInferenceEngine,
@@ -31,7 +31,7 @@ from megatron_hybrid.megatron.errors import (
     TensorStateDeallocatedError,
     TokenOverflowError,
 )
-from megatron_hybrid.megatron.llm import MegatronAsyncLLM, MegatronLLM, ServeConfig
+from megatron_hybrid.megatron.llm import InferenceClient, MegatronAsyncLLM, MegatronLLM, ServeConfig
 from megatron_hybrid.megatron.request import (
     DynamicInferenceEvent,
     DynamicInferenceEventType,
@@ -41,7 +41,6 @@ from megatron_hybrid.megatron.request import (
     Status,
 )
 from megatron_hybrid.megatron.sampling_params import SamplingParams
-from megatron_hybrid.megatron.states import EngineState
 from megatron_hybrid.megatron.static import StaticInferenceContext, StaticInferenceEngine
 
 __all__ = [

@@ -340,7 +340,7 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
         config.block_size_tokens,
     )
     total = int(config.buffer_size_gb * GB)
-    max_tokens = DEFAULT_MAX_TOKENS if config.max_tokens is None else config.max_tokens
+    max_tokens = config.max_tokens or DEFAULT_MAX_TOKENS
     max_requests = config.max_requests
     tp_size = model.pg_collection.tp.size()
     if (max_requests or 0) % tp_size:

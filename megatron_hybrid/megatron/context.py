@@ -40,6 +40,11 @@ class DynamicInferenceContext:
     def __init__(self, model_config: Any, inference_config: InferenceConfig):
         self.config = InferenceConfig.of(inference_config)
         check(self.config)
+        self.block_size_tokens = self.config.block_size_tokens
+        self.enable_prefix_caching = self.config.enable_prefix_caching
+        self.max_sequence_length = self.config.max_sequence_length
+        self.max_tokens = self.config.max_tokens or DEFAULT_MAX_TOKENS
+        self.unified_memory_level = self.config.unified_memory_level
         self.model_config = model_config
         self._engine: Engine | None = None
         self.reset_counters()
@@ -98,30 +103,8 @@ class DynamicInferenceContext:
         return self._engine
 
     @property
-    def block_size_tokens(self) -> int:
-        return self.config.block_size_tokens
-
-    @property
-    def enable_prefix_caching(self) -> bool:
-        return self.config.enable_prefix_caching
-
-    @property
-    def max_sequence_length(self) -> int:
-        return self.config.max_sequence_length
-
-    @property
-    def unified_memory_level(self) -> int:
-        return self.config.unified_memory_level
-
-    @property
     def max_requests(self) -> int:
         return self._bound("max_requests").config.max_requests
-
-    @property
-    def max_tokens(self) -> int:
-        """Scripts read it before there is an engine."""
-        asked = self.config.max_tokens
-        return DEFAULT_MAX_TOKENS if asked is None else asked
 
     @property
     def step_count(self) -> int:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -30,7 +30,6 @@ from megatron_hybrid.distributed.watchdog import RankFailedError
 from megatron_hybrid.megatron.errors import ContextErrorFactory, ContextOverflowError
 from megatron_hybrid.megatron.request import DynamicInferenceRequestRecord, FinishedRequestRecord
 from megatron_hybrid.megatron.sampling_params import SamplingParams
-from megatron_hybrid.megatron.states import EngineState
 from megatron_hybrid.utils.child_lifetime import end_with_parent
 
 logger = logging.getLogger(__name__)
@@ -47,8 +46,35 @@ _WITHOUT_EFFECT = {
 """Messages that do nothing here, and why."""
 
 
+class EngineState(Enum):
+    """States of an engine. Without a coordinator it is RUNNING or SUSPENDED, with one in those
+    that last: the others are of Megatron's own engine."""
+
+    RUNNING = auto()
+    PAUSING = auto()
+    PAUSED = auto()
+    UNPAUSING = auto()
+    SUSPENDING = auto()
+    SUSPENDED = auto()
+    RESUMING = auto()
+    RESUMED = auto()
+    STOPPING = auto()
+    STOPPED = auto()
+
+
+STABLE = (
+    EngineState.RUNNING,
+    EngineState.PAUSED,
+    EngineState.SUSPENDED,
+    EngineState.RESUMED,
+    EngineState.STOPPED,
+)
+"""States that last, and that one can wait for."""
+
+
 def _run_coordinator(policy: str, pipe_connection: Connection, **arguments: Any) -> None:
-    """Run core's coordinator in this process, which ends with the one that started it."""
+    """Run core's coordinator in this process, which ends with the one that started it. The pipe
+    gets its address, or why it is not there."""
     end_with_parent()
     core = coordinator_parts()
     try:
@@ -60,14 +86,7 @@ def _run_coordinator(policy: str, pipe_connection: Connection, **arguments: Any)
     except Exception as error:
         if pipe_connection.closed:  # it had begun
             raise
-        pipe_connection.send(_NotStarted(f"{type(error).__name__}: {error}"))
-
-
-@dataclass(frozen=True)
-class _NotStarted:
-    """Why the coordinator is not there, in place of its address."""
-
-    why: str
+        pipe_connection.send(f"{type(error).__name__}: {error}")
 
 
 def _is_new(core: SimpleNamespace) -> bool:
@@ -269,8 +288,8 @@ class Coordination:
         other.close()
         await self._await(pipe.poll)
         address = pipe.recv()
-        if not isinstance(address, str):
-            raise RuntimeError(f"Megatron's coordinator cannot start: {address.why}")
+        if not address.startswith("tcp://"):
+            raise RuntimeError(f"Megatron's coordinator cannot start: {address}")
         if port is not None and not address.endswith(f":{port}"):
             self._process.kill()  # clients would wait at the port that they know
             raise RuntimeError(

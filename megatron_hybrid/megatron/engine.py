@@ -25,7 +25,7 @@ from megatron_hybrid.inference.sampling_params import SamplingParams as EnginePa
 from megatron_hybrid.megatron.config import KVCacheManagementMode, engine_config
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.megatron.controller import TextGenerationController
-from megatron_hybrid.megatron.coordination import POLL_SECONDS, Coordination
+from megatron_hybrid.megatron.coordination import POLL_SECONDS, STABLE, Coordination, EngineState
 from megatron_hybrid.megatron.errors import (
     BlockOverflowError,
     MaxSequenceLengthOverflowError,
@@ -38,7 +38,6 @@ from megatron_hybrid.megatron.request import (
     Status,
 )
 from megatron_hybrid.megatron.sampling_params import SamplingParams, engine_params
-from megatron_hybrid.megatron.states import STABLE, EngineState
 from megatron_hybrid.utils.validation import Range, check_field, check_fields, is_int
 
 logger = logging.getLogger(__name__)

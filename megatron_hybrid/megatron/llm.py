@@ -20,14 +20,13 @@ from torch import nn
 from megatron_hybrid.compat import coordinator_parts
 from megatron_hybrid.distributed.ranks import replica_of
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
-from megatron_hybrid.megatron.client import InferenceClient
 from megatron_hybrid.megatron.config import InferenceConfig
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.megatron.controller import GPTInferenceWrapper, TextGenerationController
+from megatron_hybrid.megatron.coordination import EngineState
 from megatron_hybrid.megatron.engine import DynamicInferenceEngine, coordinator_needed, refuse_media
 from megatron_hybrid.megatron.request import DynamicInferenceRequest
 from megatron_hybrid.megatron.sampling_params import SamplingParams
-from megatron_hybrid.megatron.states import EngineState
 from megatron_hybrid.models.hybrid_model import unwrap
 from megatron_hybrid.text.tokenizer import Tokenizer
 from megatron_hybrid.utils.child_lifetime import EndSignal
@@ -50,6 +49,19 @@ class ServeConfig:
     frontend_replicas: int = 4
     sock: socket.socket | None = None
     """A bound socket, in place of host and port."""
+
+
+class InferenceClient:
+    """Makes core's InferenceClient, with the same arguments.
+
+    Raises:
+        CoordinatorError: this megatron-core has no such coordinator.
+    """
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Any:
+        with coordinator_needed("InferenceClient"):
+            core = coordinator_parts()
+        return core.InferenceClient(*arguments, **named)
 
 
 def _build_engine(

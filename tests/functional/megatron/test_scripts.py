@@ -32,19 +32,19 @@ def test_every_module_that_scripts_import_resolves(tmp_path):
 from importlib import import_module
 from importlib.util import find_spec
 import megatron_hybrid.megatron as door
-from megatron_hybrid.megatron.stand_in import NAMES, install
+from megatron_hybrid.megatron.stand_in import MODULES, install
 install()
-for path, names in NAMES.items():
+for path in MODULES:
     package, _, name = path.rpartition(".")
     assert getattr(import_module(package), name) is import_module(path), path
     assert find_spec(path) is not None, path
-    for name in names:
+    for name in door.__all__:
         assert getattr(import_module(path), name) is getattr(door, name), (path, name)
 from megatron.core.inference.apis.llm import MegatronLLM
 from megatron.core.inference.contexts.dynamic_context import MaxSequenceLengthOverflowError
 import megatron.core.inference.apis.async_llm as module
 assert MegatronLLM is door.MegatronLLM and module.MegatronAsyncLLM is door.MegatronAsyncLLM
-print(len(NAMES))
+print(len(MODULES))
 """
     path = tmp_path / "script.py"
     path.write_text(script)
