@@ -89,19 +89,19 @@ _ACCELERATORS = {
         "fused_weight_gradient_mlp_cuda:wgrad_gemm_accum_fp32",
         "fused_weight_gradient_mlp_cuda:wgrad_gemm_accum_fp16",
     ),
+    "apex.contrib": ("apex.contrib.layer_norm.layer_norm:",),
+    "apex.normalization": ("apex.normalization.fused_layer_norm:",),
     "transformer_engine.pytorch": ("transformer_engine.pytorch:",),
 }
-"""Part of NVIDIA's Transformer Engine or apex that megatron-core uses where it is there -> what
+"""Part of NVIDIA's Transformer Engine or apex that megatron-core imports where it is there -> what
 core takes of it."""
-_NORMS = ("apex.contrib.layer_norm.layer_norm:", "apex.normalization.fused_layer_norm:")
-"""What core only imports here."""
 
 
 def _try_accelerators() -> dict[str, str]:
     """Import them before megatron-core does, which expects ImportError alone of a broken one; what
     fails, or what core fails with, is hidden from it. Returns part -> the reason."""
     reasons, hidden, before = {}, {}, set(sys.modules)
-    for name, needed in {**_ACCELERATORS, "norms": _NORMS[:1], "other norms": _NORMS[1:]}.items():
+    for name, needed in _ACCELERATORS.items():
         for each in needed:
             module = each.partition(":")[0]
             package = module.partition(".")[0]
@@ -323,9 +323,17 @@ def transformer_engine_modules() -> ModuleType:
     return te
 
 
-_OLDEST_COORDINATOR = (0, 19, 0)
-HAVE_COORDINATOR = MEGATRON_CORE_VERSION >= _OLDEST_COORDINATOR
+HAVE_COORDINATOR = MEGATRON_CORE_VERSION >= (0, 19, 0)
 """Whether megatron-core has a coordinator of inference whose messages are known here."""
+
+
+_COORDINATOR_PARTS = {
+    "config": "PrefixCachingCoordinatorPolicy",
+    "data_parallel_inference_coordinator": "DataParallelInferenceCoordinator",
+    "engines.async_zmq_communicator": "AsyncZMQCommunicator",
+    "headers": "Headers",
+    "inference_client": "InferenceClient",
+}
 
 
 def coordinator_parts() -> SimpleNamespace:
@@ -337,12 +345,9 @@ def coordinator_parts() -> SimpleNamespace:
             installed.
     """
     if not HAVE_COORDINATOR:
-        found, needed = (
-            ".".join(map(str, each)) for each in (MEGATRON_CORE_VERSION, _OLDEST_COORDINATOR[:2])
-        )
         raise ImportError(
-            f"megatron-core {found} is installed, and this needs the coordinator of {needed} or "
-            f"newer: pip install 'megatron-core>={needed}'"
+            f"megatron-core {'.'.join(map(str, MEGATRON_CORE_VERSION))} is installed, and this "
+            "needs the coordinator of 0.19 or newer: pip install 'megatron-core>=0.19'"
         )
     try:
         import msgpack
@@ -352,21 +357,10 @@ def coordinator_parts() -> SimpleNamespace:
             f"{error}: megatron-core's coordinator needs pip install 'megatron_hybrid[kv-events]', "
             "which has pyzmq and msgpack"
         ) from error
+    parts = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about GPU libraries that these do not need
-        from megatron.core.inference.config import PrefixCachingCoordinatorPolicy
-        from megatron.core.inference.data_parallel_inference_coordinator import (
-            DataParallelInferenceCoordinator,
-        )
-        from megatron.core.inference.engines.async_zmq_communicator import AsyncZMQCommunicator
-        from megatron.core.inference.headers import Headers
-        from megatron.core.inference.inference_client import InferenceClient
-    return SimpleNamespace(
-        zmq=zmq,
-        msgpack=msgpack,
-        AsyncZMQCommunicator=AsyncZMQCommunicator,
-        DataParallelInferenceCoordinator=DataParallelInferenceCoordinator,
-        Headers=Headers,
-        InferenceClient=InferenceClient,
-        PrefixCachingCoordinatorPolicy=PrefixCachingCoordinatorPolicy,
-    )
+        for module, name in _COORDINATOR_PARTS.items():
+            path = f"megatron.core.inference.{module}"
+            parts[name] = getattr(importlib.import_module(path), name)
+    return SimpleNamespace(zmq=zmq, msgpack=msgpack, **parts)

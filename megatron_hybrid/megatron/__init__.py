@@ -15,12 +15,8 @@ from megatron_hybrid.megatron.config import (
 )
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.megatron.controller import GPTInferenceWrapper, TextGenerationController
-from megatron_hybrid.megatron.coordination import EngineState
-from megatron_hybrid.megatron.engine import (
-    CoordinatorError,
-    DynamicInferenceEngine,
-    EngineSuspendedError,
-)
+from megatron_hybrid.megatron.coordination import CoordinatorError, EngineState
+from megatron_hybrid.megatron.engine import DynamicInferenceEngine, EngineSuspendedError
 from megatron_hybrid.megatron.errors import (
     ActiveRequestCountOverflowError,
     BlockOverflowError,

@@ -10,7 +10,6 @@ import math
 import warnings
 from dataclasses import InitVar, dataclass, fields
 from enum import StrEnum
-from functools import cache
 from typing import Annotated, Any, Literal
 
 import torch
@@ -22,7 +21,7 @@ from megatron_hybrid.inference.config import LogprobsMode, Positive
 from megatron_hybrid.inference.memory.cache_pool import cache_spec_of
 from megatron_hybrid.inference.sampling_params import Share
 from megatron_hybrid.megatron.errors import require
-from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.hybrid_model import HybridModel, unwrap
 from megatron_hybrid.utils.validation import Range, check_fields, type_hints
 
 GB = 1 << 30
@@ -126,8 +125,7 @@ class MambaInferenceStateConfig:
         Raises:
             ValueError: it has both.
         """
-        while hasattr(model, "module"):
-            model = model.module
+        model = unwrap(model)
         decoder = model.decoder
         symbols = list(getattr(decoder, "layer_type_list", None) or ())
         kind = next((symbol for symbol in symbols if symbol in "MG"), None)
@@ -278,17 +276,11 @@ def check(config: InferenceConfig) -> None:
                 f"InferenceConfig.mamba_inference_state_config is {states!r}; leave it None"
             )
         if states.ssm_states_dtype != torch.float32:
-            _warn_of_states(states.ssm_states_dtype)
-
-
-@cache
-def _warn_of_states(dtype: torch.dtype) -> None:
-    """Once in a process: scripts that serve many engines have the same dtype in all of them."""
-    warnings.warn(
-        f"ssm_states_dtype={dtype} has no effect: states have the model's recurrent_state_dtype, "
-        "fp32 unless its config says otherwise",
-        stacklevel=4,
-    )
+            warnings.warn(
+                f"ssm_states_dtype={states.ssm_states_dtype} has no effect: states have the "
+                "model's recurrent_state_dtype, fp32 unless its config says otherwise",
+                stacklevel=3,
+            )
 
 
 def _states_budget(
@@ -370,6 +362,9 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
     states = _states_budget(config, spec, max_requests, max_tokens)
     skips = states or not spec.state_bytes
     mode = ("restore" if skips else "memory_only") if config.enable_prefix_caching else "off"
+    # Megatron's engines replay graphs where layers have core's own; the second name is older.
+    has_graphs = getattr(model_config, "cuda_graph_impl", "none") == "local"
+    has_graphs |= bool(getattr(model_config, "enable_cuda_graph", False))
     return EngineConfig(
         prefix_caching=mode,
         block_size_tokens=config.block_size_tokens,
@@ -379,17 +374,10 @@ def engine_config(config: InferenceConfig, model: HybridModel, model_config: Any
         max_sequence_length=config.max_sequence_length,
         speculation="lookup" if config.num_speculative_tokens else "off",
         num_speculative_tokens=config.num_speculative_tokens or 1,
-        cuda_graphs=_wants_graphs(model_config),
+        cuda_graphs=has_graphs,
         logprobs_mode=config.logprobs_mode,
         random_seed=seed,
     )
-
-
-def _wants_graphs(model_config: Any) -> bool:
-    """Megatron's engines replay graphs where layers have core's own ("local"). `enable_cuda_graph`
-    is its older name."""
-    impl = getattr(model_config, "cuda_graph_impl", "none")
-    return impl == "local" or bool(getattr(model_config, "enable_cuda_graph", False))
 
 
 def _derived_requests(

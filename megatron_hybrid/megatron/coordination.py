@@ -72,6 +72,22 @@ STABLE = (
 """States that last, and that one can wait for."""
 
 
+class CoordinatorError(NotImplementedError):
+    """A call that needs the coordinator of a newer megatron-core, or a package that is not
+    installed."""
+
+
+def core_parts() -> SimpleNamespace:
+    """`compat.coordinator_parts`, with a CoordinatorError in place of its ImportError."""
+    try:
+        return coordinator_parts()
+    except ImportError as error:
+        raise CoordinatorError(
+            f"Megatron's coordinator is not there. {error}. Or serve one replica in this process, "
+            "with step_modern(), generate(), MegatronLLM or MegatronAsyncLLM"
+        ) from error
+
+
 def _run_coordinator(policy: str, pipe_connection: Connection, **arguments: Any) -> None:
     """Run core's coordinator in this process, which ends with the one that started it. The pipe
     gets its address, or why it is not there."""
@@ -194,12 +210,12 @@ class Coordination:
             others.
 
     Raises:
-        ImportError: see `compat.coordinator_parts`.
+        CoordinatorError: see there.
         ValueError: the engine has no tokenizer, which the coordinator needs.
     """
 
     def __init__(self, engine: Any):
-        self._core = coordinator_parts()
+        self._core = core_parts()
         if engine.controller.tokenizer is None:
             raise ValueError(
                 "Megatron's coordinator writes the texts of answers, and this engine has no "

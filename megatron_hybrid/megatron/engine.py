@@ -8,8 +8,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -44,23 +43,6 @@ logger = logging.getLogger(__name__)
 
 
 RequestId = Annotated[int, Range(ge=-(1 << 63), le=(1 << 63) - 1)]
-
-
-class CoordinatorError(NotImplementedError):
-    """A call that needs the coordinator of a newer megatron-core, or a package that is not
-    installed."""
-
-
-@contextmanager
-def coordinator_needed(name: str) -> Iterator[None]:
-    """Context in which an ImportError becomes a CoordinatorError. name: of the call."""
-    try:
-        yield
-    except ImportError as error:
-        raise CoordinatorError(
-            f"{name} needs Megatron's coordinator. {error}. Or serve one replica in this process, "
-            "with step_modern(), generate(), MegatronLLM or MegatronAsyncLLM"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -717,8 +699,7 @@ class DynamicInferenceEngine:
         name = "start_listening_to_data_parallel_coordinator()"
         if self._coordination is not None:
             raise RuntimeError(f"{name} was called before: make another engine")
-        with coordinator_needed(name):
-            coordination = Coordination(self)
+        coordination = Coordination(self)
         address = await coordination.start(
             inference_coordinator_port,
             launch_inference_coordinator,

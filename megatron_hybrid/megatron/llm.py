@@ -17,14 +17,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from megatron_hybrid.compat import coordinator_parts
 from megatron_hybrid.distributed.ranks import replica_of
 from megatron_hybrid.inference.step_thread import StepThread, use_device_of
 from megatron_hybrid.megatron.config import InferenceConfig
 from megatron_hybrid.megatron.context import DynamicInferenceContext
 from megatron_hybrid.megatron.controller import GPTInferenceWrapper, TextGenerationController
-from megatron_hybrid.megatron.coordination import EngineState
-from megatron_hybrid.megatron.engine import DynamicInferenceEngine, coordinator_needed, refuse_media
+from megatron_hybrid.megatron.coordination import EngineState, core_parts
+from megatron_hybrid.megatron.engine import DynamicInferenceEngine, refuse_media
 from megatron_hybrid.megatron.request import DynamicInferenceRequest
 from megatron_hybrid.megatron.sampling_params import SamplingParams
 from megatron_hybrid.models.hybrid_model import unwrap
@@ -59,9 +58,7 @@ class InferenceClient:
     """
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
-        with coordinator_needed("InferenceClient"):
-            core = coordinator_parts()
-        return core.InferenceClient(*arguments, **named)
+        return core_parts().InferenceClient(*arguments, **named)
 
 
 def _build_engine(
@@ -185,17 +182,7 @@ class _Replica:
                 self.engine.abort_request(request_id)
 
     def change(self, state: EngineState) -> Future[None]:
-        """Pause, unpause, suspend or resume.
-
-        Raises:
-            RuntimeError: this rank follows the first one.
-        """
-        if not self.is_primary:
-            raise RuntimeError(
-                "pause(), unpause(), suspend() or resume() was called on rank "
-                f"{self.engine.engine.ranks.rank} of the model, which follows rank 0: call it "
-                "there alone, where is_primary_rank is True"
-            )
+        """Pause, unpause, suspend or resume, on the first rank."""
         return self.submit(partial(self._set_state, state))
 
     def _set_state(self, state: EngineState) -> None:
@@ -278,8 +265,7 @@ class _Replicas:
         host: str | None,
         port: int | None,
     ):
-        with coordinator_needed("MegatronLLM(use_coordinator=True) of several replicas"):
-            coordinator_parts()
+        core_parts()  # before there is an engine
         self._loop, self._home = asyncio.new_event_loop(), ForkGuard()
         self._ending: Future[None] | None = None
         self._lock = threading.Lock()
@@ -450,6 +436,7 @@ class _LLM:
             self.engine = self._replica.engine
         else:
             self.engine = _build_engine(model, tokenizer, inference_config)
+        self.context, self.controller = self.engine.context, self.engine.controller
 
     @property
     def is_primary_rank(self) -> bool:
@@ -463,17 +450,11 @@ class _LLM:
                 "follows rank 0: call it there alone, where is_primary_rank is True"
             )
 
-    @property
-    def context(self) -> DynamicInferenceContext:
-        return self.engine.context
-
-    @property
-    def controller(self) -> TextGenerationController:
-        return self.engine.controller
-
     def _set_state(self, state: EngineState) -> Future[None]:
         if self._replica is None:
             raise RuntimeError("this method requires use_coordinator=True")
+        if isinstance(self._replica, _Replica):  # of several replicas, other ranks wait
+            self._require_primary("pause(), unpause(), suspend() or resume")
         return self._replica.change(state)
 
     def _server(self, serve_config: ServeConfig) -> Callable[[EndSignal], Coroutine]:

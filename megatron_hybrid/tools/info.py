@@ -64,8 +64,8 @@ _USES = {
 
 def _accelerators() -> dict[str, str]:
     """Tell of each module of Transformer Engine and apex what it is used for, or why not."""
-    told = {}
-    for module, reason in compat.unused_accelerators().items():
-        name, use = _USES[module]
+    told, reasons = {}, compat.unused_accelerators()
+    for module, (name, use) in _USES.items():
+        reason = reasons[module]
         told[name] = f"used for {use}" if reason is None else f"not used: {reason}"
     return told

@@ -240,29 +240,10 @@ def _adopt(served: HybridModel, stock: nn.Module, is_gpt: bool) -> None:
                     held[name] = _checked(full, given[full], old)
                 elif name in _COUNTS:
                     held[name] = torch.zeros_like(old, device=device)
-    _check_adopted(served, stock)
 
 
 _COUNTS = {"local_tokens_per_expert"}
 """Buffers that only training reads, and starts at zero."""
-
-
-def _check_adopted(served: HybridModel, stock: nn.Module) -> None:
-    """Raises ValueError where the served model has a tensor that is not the model's own: it would
-    answer from random numbers."""
-    own = {id(tensor) for tensor in [*stock.parameters(), *stock.buffers()]}
-    tensors = {**dict(served.named_parameters()), **dict(served.named_buffers())}
-    strange = sorted(
-        name
-        for name, tensor in tensors.items()
-        if id(tensor) not in own and name.rpartition(".")[2] not in _COUNTS
-    )
-    if strange:
-        raise ValueError(
-            f"the model has nothing to take the place of {_some(strange)} in a HybridModel with "
-            f"layer_pattern {served.config.layer_pattern!r}, which would stay as initialized. "
-            "Models of megatron-core's own layer specs can be served."
-        )
 
 
 def _adopt_experts(served: HybridModel, path: str, experts: Mapping[str, list[Tensor]]) -> None:

@@ -609,7 +609,7 @@ def test_the_coordinators_calls_are_refused_by_the_version_that_lacks_it():
     with mock.patch.object(compat, "HAVE_COORDINATOR", False):
         with pytest.raises(CoordinatorError, match=message):
             asyncio.run(engine.start_listening_to_data_parallel_coordinator())
-        with pytest.raises(CoordinatorError, match=f"InferenceClient needs.*{message}"):
+        with pytest.raises(CoordinatorError, match=message):
             InferenceClient("tcp://127.0.0.1:5000")
     with pytest.raises(RuntimeError, match="engine_loop_task is of an engine that has joined"):
         _ = engine.engine_loop_task
