@@ -38,12 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from megatron_hybrid.tools.convert import convert
 
-    convert(
-        options.source,
-        options.target,
-        options.to,
-        options.dtype,
-        huggingface_config=options.huggingface_config,
-    )
+    convert(options.source, options.target, options.to, options.dtype, options.huggingface_config)
     print(f"wrote {options.target}")
     return 0

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
@@ -43,14 +44,6 @@ logger = logging.getLogger(__name__)
 
 
 RequestId = Annotated[int, Range(ge=-(1 << 63), le=(1 << 63) - 1)]
-
-
-@dataclass(frozen=True)
-class DecodeOnly:
-    """Tells whether the last step computed decodes only; None: there was no step."""
-
-    launched: bool | None = None
-    consumed: bool | None = None
 
 
 @dataclass
@@ -166,7 +159,8 @@ class DynamicInferenceEngine:
         self.local_metadata_ledger: dict[str, FinishedRequestRecord] = {}
         self.request_counter = itertools.count()
         self.requests: dict[int, RequestEntry] = {}
-        self.decode_only = DecodeOnly()
+        self.decode_only = SimpleNamespace(launched=None, consumed=None)
+        """Whether the last step computed decodes only; None: there was no step."""
         self._ids: dict[int, int] = {}  # of our engine -> of the caller
         self._waiting: dict[int, RequestEntry] = {}  # not yet admitted, by the caller's id
         self._finished: list[DynamicInferenceRequestRecord] = []  # not yet returned
@@ -362,7 +356,7 @@ class DynamicInferenceEngine:
             step_time = time.perf_counter() - start
             if self.engine.num_steps > before[0]:
                 is_decode = self.engine.scheduler.num_prefill_tokens == before[1]
-                self.decode_only = DecodeOnly(is_decode, is_decode)
+                self.decode_only = SimpleNamespace(launched=is_decode, consumed=is_decode)
             self._note_moves()
             for output in outputs:
                 self._take(output, step_time)
@@ -632,7 +626,7 @@ class DynamicInferenceEngine:
         self._finished.clear()
         self.local_metadata_ledger = {}
         self.request_counter = itertools.count()
-        self.decode_only = DecodeOnly()
+        self.decode_only = SimpleNamespace(launched=None, consumed=None)
         self._num_preemptions = self.engine.scheduler.num_preemptions
         self.context.reset_counters()
 

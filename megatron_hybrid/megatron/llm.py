@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from megatron_hybrid.distributed.ranks import replica_of
@@ -122,40 +121,30 @@ class _Replica:
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, config: InferenceConfig | None):
+        self.engine = _build_engine(model, tokenizer, config)
+        self.is_primary = self.engine.engine.ranks.is_first
         self._thread = StepThread("megatron-llm", "it was shut down: make another one")
         self._futures: dict[int, Future[DynamicInferenceRequest]] = {}
         self._leading = ExitStack()
         self.submit, self.require_home = self._thread.submit, self._thread.require_home
         self.is_over = threading.Event()
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         try:
-            make = partial(self._make, model, tokenizer, config, device)
-            self.engine = result_of(self.submit(make))
-            self.is_primary = self.engine.engine.ranks.is_first
             self._start = self.submit(self._lead if self.is_primary else self._follow)
             if self.is_primary:
                 result_of(self._start)
         except BaseException:
-            self._thread.end(lambda: None)
+            self._thread.end(self._close)
             raise
-
-    @staticmethod
-    def _make(
-        model: nn.Module, tokenizer: Any, config: InferenceConfig | None, device: int | None
-    ) -> DynamicInferenceEngine:
-        if device is not None:  # on which the ranks of the model meet
-            torch.cuda.set_device(device)
-        engine = _build_engine(model, tokenizer, config)
-        use_device_of(engine.engine)
-        return engine
 
     # In the thread -------------------------------------------------------------------------------
 
     def _lead(self) -> None:
+        use_device_of(self.engine.engine)
         self._leading.enter_context(self.engine.engine.lead())
 
     def _follow(self) -> None:
         try:
+            use_device_of(self.engine.engine)
             self.engine.engine.follow()
         finally:
             self._close()

@@ -102,9 +102,6 @@ def fields_of_args(args: Namespace, names: Collection[str], num_stages: int = 1)
         pattern = pattern.replace(STAGE_BOUNDARY, "")
     if pattern is not None and num_stages > 1:
         pattern = split_predictions(pattern)[0]
-    # Core's hybrid layer specs leave out the norms of queries and keys, whatever the arguments say.
-    marks = (".self_attention.q_layernorm.weight", ".self_attention.kv_layernorm.weight")
-    has_head_norms = any(canonical_name(name).endswith(marks) for name in names)
     core = _core_fields(values)
     if FIRST_OF_PART not in names or num_stages > 1:
         core["mtp_num_layers"] = None
@@ -114,7 +111,7 @@ def fields_of_args(args: Namespace, names: Collection[str], num_stages: int = 1)
         vocab_size=_vocab_size(values),
         share_embeddings_and_output_weights=not values["untie_embeddings_and_output_weights"],
         mtp_use_repeated_layer=bool(values.get("mtp_use_repeated_layer")),  # core's since 0.19
-        qk_layernorm=has_head_norms,
+        qk_layernorm=has_head_norms(names),
         qk_l2_norm=bool(values.get("qk_l2_norm")) and pattern is None,
         **_position_fields(values, is_gpt=pattern is None),
     )
@@ -122,6 +119,13 @@ def fields_of_args(args: Namespace, names: Collection[str], num_stages: int = 1)
         if isinstance(value, Unknown):
             raise ValueError(f"{name} is {value!r}, of a class that is not known here.")
     return fields
+
+
+def has_head_norms(names: Collection[str]) -> bool:
+    """Return whether tensors of core have norms of queries and keys among them, which core's hybrid
+    layer specs leave out, whatever its config says."""
+    marks = (".self_attention.q_layernorm.weight", ".self_attention.kv_layernorm.weight")
+    return any(canonical_name(name).endswith(marks) for name in names)
 
 
 def _layer_pattern(values: Mapping[str, Any], names: Collection[str]) -> str | None:

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hybrid import compat
-from megatron_hybrid.checkpoints.megatron.args import FIRST_OF_PART, YARN_DEFAULTS
+from megatron_hybrid.checkpoints.megatron.args import (
+    FIRST_OF_PART,
+    YARN_DEFAULTS,
+    has_head_norms,
+)
 from megatron_hybrid.checkpoints.megatron.core_config import hybrid_config_fields, rotary_fields
 from megatron_hybrid.checkpoints.megatron.names import gpt_to_hybrid_name
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -106,7 +110,8 @@ def _config_fields(stock: nn.Module, is_gpt: bool) -> dict[str, Any]:
         expert_tensor_parallel_size=experts.tp.size(),
         layer_spec="local",
         mtp_num_layers=None if is_gpt else core.mtp_num_layers,
-        **_head_norm_fields(stock.decoder),
+        qk_layernorm=has_head_norms(dict(stock.decoder.named_parameters(prefix="decoder"))),
+        qk_l2_norm="L2Norm" in {type(module).__name__ for module in stock.decoder.modules()},
         **_mamba_fields(stock.decoder),
         **_position_fields(stock),
     )
@@ -122,18 +127,6 @@ def _layer_pattern(stock: nn.Module) -> str:
             logger.warning("the layers for multi-token prediction are not here, and left out")
             return main
     return "".join(stock.decoder.layer_type_list)
-
-
-def _head_norm_fields(decoder: nn.Module) -> dict[str, bool]:
-    """The norms of queries and keys, which core's hybrid specs leave out whatever the config
-    says."""
-    names = [canonical_name(f"decoder.{name}") for name, _ in decoder.named_parameters()]
-    ends = (".self_attention.q_layernorm.weight", ".self_attention.kv_layernorm.weight")
-    kinds = {type(module).__name__ for module in decoder.modules()}
-    return {
-        "qk_layernorm": any(name.endswith(ends) for name in names),
-        "qk_l2_norm": "L2Norm" in kinds,
-    }
 
 
 def _mamba_fields(decoder: nn.Module) -> dict[str, Any]:
@@ -219,7 +212,8 @@ def _check_rotary(served: HybridModel, stock: nn.Module) -> None:
 def _adopt(served: HybridModel, stock: nn.Module, is_gpt: bool) -> None:
     """Put the model's parameters and buffers in place of the served model's."""
     given, experts = group_experts(_tensors(stock, is_gpt, hasattr(served, "mtp")))
-    own = set(filter(is_parameter, served.state_dict()))
+    own = {*filter(is_parameter, served.state_dict()), *dict(served.named_buffers())}
+    own = {name for name in own if name.rpartition(".")[2] not in _COUNTS}
     unknown = [name for name, tensor in given.items() if isinstance(tensor, nn.Parameter)]
     lacking = sorted(own - given.keys() - experts.keys())
     unknown = sorted({*unknown, *experts} - own)
