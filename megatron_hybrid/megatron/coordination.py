@@ -445,16 +445,16 @@ class Coordination:
         unpack = self._core.msgpack.unpackb
         while True:
             try:
-                data = self._socket.recv(self._core.zmq.NOBLOCK)
+                message = self._socket.recv(self._core.zmq.NOBLOCK)
             except self._core.zmq.Again:
                 return
-            if data == _NOTHING:
+            if message == _NOTHING:
                 continue
-            number, *fields = message = unpack(data, raw=False)
             try:
+                message = [number, *fields] = unpack(message, raw=False)
                 name = self._core.Headers(number).name
-            except Exception:  # core's own kind
-                logger.warning("a message of an unknown kind, %r, is ignored", number)
+            except Exception:  # core's own kind, or msgpack's
+                logger.warning("a message of an unknown kind is ignored: %.60r", message)
                 continue
             if name.startswith("SUBMIT_REQUEST"):
                 self._submit(name, *fields)

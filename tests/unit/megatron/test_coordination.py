@@ -206,6 +206,7 @@ if compat.HAVE_COORDINATOR:  # 0.16 has another one
             [24, 8, PROMPTS[3], params, {}, []],
             [25, 8],
             [99, "a kind that is new"],
+            99,
         )
         joined._take_messages()
         replies = [record for _, (record,) in socket.sent]
