@@ -92,7 +92,7 @@ def hybrid_config_fields(
     }
     if "G" in pattern and result["activation_func"] is not F.silu:
         raise ValueError(
-            f"activation_func is {values['activation_func']!r}, which Gated DeltaNet of "
+            f"activation_func is {result['activation_func'].__name__}, which Gated DeltaNet of "
             "megatron-core uses too; HybridModel's uses SiLU. Use activation_func=F.silu."
         )
     if "W" in pattern:
@@ -320,8 +320,8 @@ def _activation(values: Mapping[str, Any]) -> Any:
         return gelu_tanh  # what core's fused kernels compute
     if function not in ACTIVATIONS.values():
         raise ValueError(
-            f"activation_func is {function!r}, which HybridModel does not support. It serves "
-            f"{', '.join(ACTIVATIONS)}."
+            f"activation_func is {getattr(function, '__name__', function)}, which HybridModel does "
+            f"not support. It serves {', '.join(ACTIVATIONS)}."
         )
     return function
 

@@ -2,7 +2,6 @@
 answers as one rank does."""
 
 import asyncio
-from unittest import mock
 
 import pytest
 import torch
@@ -13,10 +12,8 @@ from megatron.core import parallel_state
 from rank_processes import join_ranks, run_ranks
 from reference import random_tokens, tiny_model
 
-from megatron_hybrid import compat
 from megatron_hybrid.checkpoints.checkpoint import load_checkpoint, read_config, save_checkpoint
 from megatron_hybrid.megatron import (
-    CoordinatorError,
     EngineState,
     InferenceConfig,
     MegatronAsyncLLM,
@@ -108,23 +105,12 @@ def refusals(model):
         return found
 
 
-def refused_replicas():
-    """As with an older megatron-core."""
-    with (
-        mock.patch.object(compat, "HAVE_COORDINATOR", False),
-        pytest.raises(CoordinatorError) as raised,
-    ):
-        MegatronLLM(**arguments(tiny_model(**MODEL)))
-    return str(raised.value)
-
-
 def run_rank(rank, folder, layout):
     join_ranks(rank, 2, f"{folder}/rendezvous")
     model = build_hybrid_model(read_config(folder, **layout))
     load_checkpoint(model, folder)
     given = {work.__name__: work(model) for work in (sync_answers, async_answers, refusals)}
     parallel_state.destroy_model_parallel()
-    given["replicas"] = refused_replicas()
     torch.save(given, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -139,6 +125,3 @@ def test_the_primary_rank_answers_as_one_rank_and_others_wait(tmp_path, layout):
     assert second["sync_answers"] is True
     assert not first["refusals"] and len(second["refusals"]) == 5
     assert all("rank 1 of the model, which follows rank 0" in m for m in second["refusals"])
-    version = ".".join(map(str, compat.MEGATRON_CORE_VERSION))
-    for rank in (first, second):
-        assert f"megatron-core {version} is installed, and this needs" in rank["replicas"]

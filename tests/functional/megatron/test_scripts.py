@@ -104,7 +104,6 @@ def run_module(arguments: list[str]) -> None:
         (["-m", "nowhere.job"], "no module that runs: No module named 'nowhere'"),
         (["-m", "megatron_hybrid.ops"], "no code of 'megatron_hybrid.ops.__main__'"),
         (["-m", "sys"], "no code of 'sys'"),
-        (["-m", ""], " is no module that runs: "),
     ],
 )
 def test_what_cannot_run_is_named(arguments, message):

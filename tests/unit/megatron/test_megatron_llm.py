@@ -259,13 +259,6 @@ def test_a_shutdown_whose_caller_gives_up_goes_on():
     asyncio.run(ask())
 
 
-def test_a_replica_that_is_over_refuses_late_jobs():
-    llm = MegatronLLM(**arguments())
-    llm.shutdown()
-    with pytest.raises(RuntimeError, match="shut down"):
-        llm._replica.submit(lambda: llm._replica.add([PROMPT], greedy_params(2)))
-
-
 def test_what_the_async_class_does_not_do_is_refused():
     with pytest.raises(ValueError, match="use_coordinator=True"):
         MegatronAsyncLLM(**arguments(use_coordinator=False))

@@ -41,10 +41,3 @@ def test_its_answers_are_those_of_its_own_forward(monkeypatch, pattern, wrapped)
     again = answer(engine, PROMPT, greedy_params(5))
     assert again.generated_tokens == given.generated_tokens
     assert again.num_cached_tokens >= len(PROMPT) - 1
-
-
-def test_other_modules_are_refused():
-    module = nn.Linear(2, 2)
-    module.config = None
-    with pytest.raises(TypeError, match="from_megatron takes"):
-        door_engine(module)

@@ -19,6 +19,7 @@ import megatron_hybrid as mh
 from megatron_hybrid.checkpoints.megatron.torch_dist import DistributedTensors, save_megatron
 from megatron_hybrid.checkpoints.model_tensors import full_state_dict
 from megatron_hybrid.compat import activations
+from megatron_hybrid.ops.activations import squared_relu
 from megatron_hybrid.tools.convert import convert
 
 VOCAB = 61
@@ -449,6 +450,7 @@ def test_a_tensor_saved_in_part_and_one_of_a_petabyte(saved):
         ({"layer_pattern": "M", "mamba_conv_kernel": 3}, "mamba_conv_kernel=3"),
         ({"layer_pattern": "M*", "rotary_scaling": LLAMA3}, "rotary_scaling=.'rope_type': 'llama3"),
         ({"layer_pattern": "M-", "gated_linear_unit": False}, "activation_func='silu'"),
+        ({**NO_GATE, "layer_pattern": "G", "activation_func": squared_relu}, "is squared_relu, w"),
         ({"layer_pattern": "M", "final_logit_softcap": 2.0}, "final_logit_softcap=2.0"),
         (
             {"layer_pattern": "MM", "layer_overrides": {"2": {"layernorm_epsilon": 1.0}}},
