@@ -133,7 +133,7 @@ class _Replica:
             if self.is_primary:
                 result_of(self._start)
         except BaseException:
-            self._thread.end(self._close)
+            self._thread.end(self._shut)
             raise
 
     # In the thread -------------------------------------------------------------------------------
