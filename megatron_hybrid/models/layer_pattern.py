@@ -59,6 +59,7 @@ class LayerKind:
 
 _MIXERS = "megatron_hybrid.models.mixers."
 _ATTENTION = _MIXERS + "attention:AttentionMixer"
+_ATTENTION_AND_MLP = _MIXERS + "attention_and_mlp:AttentionAndMLPMixer"
 _AS_ATTENTION = "input_layernorm", "self_attention"
 _AS_MLP = "pre_mlp_layernorm", "mlp"
 
@@ -132,6 +133,19 @@ _OWN = {
         _MIXERS + "shared_block:SharedBlockMixer",
         (PositionFields, AttentionFields, MLPFields, Mamba2Fields, SharedBlockFields),
         "input_layernorm",
+    ),
+    "Q": LayerKind(
+        "attention and MLP side by side",
+        _ATTENTION_AND_MLP,
+        (PositionFields, AttentionFields, MLPFields),
+        "input_layernorm",
+    ),
+    "R": LayerKind(
+        "sliding-window attention and MLP side by side",
+        _ATTENTION_AND_MLP,
+        (PositionFields, AttentionFields, WindowFields, MLPFields),
+        "input_layernorm",
+        params={"locality": "window"},
     ),
     "E": LayerKind("mixture of experts", _MIXERS + "moe:MoEMixer", (MoEFields,), *_AS_MLP),
 }

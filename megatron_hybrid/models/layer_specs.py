@@ -45,9 +45,14 @@ def get_norm(config: HybridConfig) -> type:
     Raises:
         ImportError: `transformer_engine` is required and not installed.
     """
-    if resolve_layer_spec(config) == "transformer_engine":
+    if resolve_layer_spec(config) == "transformer_engine" and not _lacks_bias(config):
         return compat.transformer_engine_modules().TENorm
     return LocalNorm
+
+
+def _lacks_bias(config: HybridConfig) -> bool:
+    """Return whether the norms are LayerNorms without a bias, which Transformer Engine has not."""
+    return config.normalization == "LayerNorm" and not config.layernorm_bias
 
 
 def get_mixer(symbol: str) -> type[Mixer]:
@@ -81,6 +86,7 @@ def get_layer_spec(config: HybridConfig, symbol: str) -> LayerSpec:
         te = compat.transformer_engine_modules()
         # A projection of all of the layer's input normalises it itself.
         fused = mixer.input_projection is not None and config.norm_placement in ("pre", "sandwich")
+        fused = fused and not _lacks_bias(config)
         modules = MixerSubmodules(
             input_projection=te.TELayerNormColumnParallelLinear
             if fused

@@ -21,8 +21,8 @@ class LocalNorm(nn.Module):
     With `layernorm_zero_centered_gamma` the factor is 1 + weight, as in Transformer Engine.
 
     Args:
-        config: `normalization`, `layernorm_zero_centered_gamma`, `params_dtype` and
-            `sequence_parallel` are used.
+        config: `normalization`, `layernorm_bias`, `layernorm_zero_centered_gamma`,
+            `params_dtype` and `sequence_parallel` are used.
         hidden_size: of the normed dimension, the last one.
         eps: added to the variance.
     """
@@ -34,7 +34,8 @@ class LocalNorm(nn.Module):
         start = 0.0 if self.zero_centered else 1.0
         weight = torch.full((hidden_size,), start, dtype=config.params_dtype)
         self.weight = nn.Parameter(weight)
-        if config.normalization == "LayerNorm":
+        self.subtracts_mean = config.normalization == "LayerNorm"
+        if self.subtracts_mean and config.layernorm_bias:
             self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
         else:
             self.register_parameter("bias", None)
@@ -54,10 +55,11 @@ class LocalNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] -> the same shape and dtype."""
         weight = self.factor(compute_dtype(x))
-        if self.bias is None:
+        if not self.subtracts_mean:
             return rms_norm(x, weight, self.eps)
         dtype = weight.dtype
-        y = F.layer_norm(x.to(dtype), weight.shape, weight, self.bias.to(dtype), self.eps)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        y = F.layer_norm(x.to(dtype), weight.shape, weight, bias, self.eps)
         return y.to(x.dtype)
 
     def of_sum(self, x_Th: Tensor, added_Th: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +96,7 @@ class SplitNorm(LocalNorm):
     def forward(self, x: Tensor) -> Tensor:
         """This rank's part, [..., hidden_size * copies / ranks] -> the same shape and dtype."""
         y = x.to(compute_dtype(x))
-        if self.bias is not None:
+        if self.subtracts_mean:
             y = y - self._mean(y)
         y = y * torch.rsqrt(self._mean(y.square()) + self.eps) * self.factor(y.dtype)[self.part]
         if self.bias is not None:
@@ -110,6 +112,6 @@ def is_plain(norm: nn.Module | None) -> bool:
     """Whether it is an RMSNorm of ours that nobody watches: another kernel may do its part."""
     return (
         type(norm) is LocalNorm
-        and norm.bias is None
+        and not norm.subtracts_mean
         and not (norm._forward_hooks or norm._forward_pre_hooks)
     )

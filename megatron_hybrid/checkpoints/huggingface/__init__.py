@@ -10,6 +10,7 @@ from megatron_hybrid.utils.registry import Registry, check_class
 
 _OWN = {
     "bamba": "bamba:Bamba",
+    "cohere2": "cohere2:Cohere2",
     "deepseek_v3": "deepseek_v3:DeepseekV3",
     "kimi_k2": "deepseek_v3:DeepseekV3",
     "falcon_h1": "falcon_h1:FalconH1",

@@ -54,6 +54,9 @@ class ArchitectureFields(ModelFields):
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     """Kind of every norm outside of the recurrent mixers."""
 
+    layernorm_bias: bool = True
+    """Biases in the norms of `normalization="LayerNorm"`."""
+
     init_method_std: Annotated[float, Range(ge=0)] = 0.02
     """Standard deviation of initial weights."""
 

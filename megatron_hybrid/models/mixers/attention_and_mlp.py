@@ -1,0 +1,43 @@
+"""Attention and an MLP in parallel in one layer, as in Cohere's Command R (arXiv 2504.00698)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.mixers.attention import AttentionMixer
+from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerPlace
+from megatron_hybrid.models.mixers.mixer_context import MixerContext
+from megatron_hybrid.models.mixers.mlp import MLPMixer
+
+
+class AttentionAndMLPMixer(Mixer):
+    """attention(x) + MLP(x), of one normed input x.
+
+    Args:
+        locality: see `AttentionMixer`.
+    """
+
+    recompute_name = "attention_and_mlp"
+    recompute_parts = ("core_attn",)
+
+    splits_rows = True
+
+    def __init__(
+        self, config: HybridConfig, place: MixerPlace, locality: Literal["window"] | None = None
+    ):
+        super().__init__(config)
+        self.attention = AttentionMixer(config, place, locality)
+        self.mlp = MLPMixer(config, place)
+
+    def cache_requirements(self) -> LayerCache:
+        """Keys and values."""
+        return self.attention.cache_requirements()
+
+    def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
+        """[T, hidden] -> (output [T, hidden], bias or None)."""
+        attended_Th, bias = self.attention(hidden_Th, context)
+        output_Th, mlp_bias = self.mlp(hidden_Th, context)
+        return attended_Th + output_Th, None if bias is None else bias + mlp_bias
