@@ -26,7 +26,15 @@ DEVICE = "cuda"
 SMALL = {
     "rms_norm": lambda draw: (draw(9, 4096), draw(4096).float(), 1e-5, draw(9, 4096)),
     "activate": lambda draw: (draw(9, 9216), F.silu, draw(9, 9216), False),
-    "time_steps": lambda draw: (draw(9, 32), draw(32), draw(32), (0.0, None), draw(9, 32), 2.0),
+    "time_steps": lambda draw: (
+        draw(9, 32),
+        draw(32),
+        draw(32),
+        (0.0, None),
+        draw(9, 32),
+        2.0,
+        -5.0,
+    ),
     "rotate_heads": lambda draw: (
         *(draw(9, 4, 4, 256), draw(9, 4, 256), draw(9, 1, 32), draw(9, 1, 32)),
         *(False, draw(256).float(), draw(256).float(), 1e-5),

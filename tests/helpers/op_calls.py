@@ -83,7 +83,7 @@ FLAT: dict[str, Callable[[], tuple]] = {
         *(randn(C), randn(C), 1e-5),
     ),
     "slot_linear": lambda: (randn(3, C), randn(2, 5, C), torch.tensor([1, -1, 0])),
-    "time_steps": lambda: (randn(3, C), randn(C), randn(4), (0.0, None), randn(3, 4), 1.0),
+    "time_steps": lambda: (randn(3, C), randn(C), randn(4), (0.0, None), randn(3, 4), 1.0, None),
 }
 
 

@@ -51,15 +51,16 @@ def test_an_activation_is_rounded_before_its_product_or_not(in_fp32):
     heads=st.sampled_from([None, 1, 7, 600]),
     limits=st.sampled_from([(0.0, None), (0.5, None), (0.01, 2.0)]),
     factors=st.sampled_from([0, 1, 2]),
+    bound=st.sampled_from([None, -5.0]),
     seed=st.integers(0, 2**31),
 )
-def test_time_steps_are_as_by_the_reference(rows, channels, heads, limits, factors, seed):
+def test_time_steps_are_as_by_the_reference(rows, channels, heads, limits, factors, bound, seed):
     generator = seeded(seed)
     x, beta = (12 * torch.randn(rows, n, 2, generator=generator)[..., 0] for n in (channels, 700))
     bias, factor = torch.randn(2, channels, generator=generator)
     factor = factor[: channels // factors] if factors and channels % factors == 0 else None
     inputs = x, bias, factor, limits
-    inputs += (None if heads is None else beta[:, :heads], 2.0)
+    inputs += (None if heads is None else beta[:, :heads], 2.0, bound)
     for found, expected in zip(*both("time_steps", *inputs)):
         assert (found is None) == (expected is None)
         if found is not None:

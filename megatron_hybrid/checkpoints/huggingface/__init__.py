@@ -9,6 +9,7 @@ from megatron_hybrid.checkpoints.huggingface.base import Adapter
 from megatron_hybrid.utils.registry import Registry, check_class
 
 _OWN = {
+    "bailing_hybrid": "bailing_hybrid:BailingHybrid",
     "bamba": "bamba:Bamba",
     "cohere2": "cohere2:Cohere2",
     "deepseek_v3": "deepseek_v3:DeepseekV3",

@@ -32,13 +32,13 @@ class DeepseekV3(Adapter):
         hf = {"q_lora_rank": 1536, **hf}
         fields.only(hf, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc")
         fields.only(hf, moe_layer_freq=1, ep_size=1)
-        mlps, experts = self._mlps(hf)
+        mixers, (mlps, experts) = self._mixers(hf), self._mlps(hf)
         found = {
             **fields.model(hf),
             **fields.latent_attention(hf),
             **fields.rotary(hf),
             "rotary_interleaved": hf.get("rope_interleave", True),
-            "layer_pattern": "".join(f"+{mlp}" for mlp in mlps),
+            "layer_pattern": "".join(mixer + mlp for mixer, mlp in zip(mixers, mlps)),
             "ffn_hidden_size": fields.required(hf, "intermediate_size"),
             "activation_func": fields.activation(hf),
         }
@@ -46,6 +46,10 @@ class DeepseekV3(Adapter):
         if (scale := _softmax_scale(found)) is not None:
             found["softmax_scale"] = scale
         return {**found, **experts}
+
+    def _mixers(self, hf: Mapping[str, Any]) -> str:
+        """A symbol for each of their layers."""
+        return self.mixer * fields.required(hf, "num_hidden_layers")
 
     def _mlps(self, hf: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """- or E for each of their layers, and the fields of the experts."""

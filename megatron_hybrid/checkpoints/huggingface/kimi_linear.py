@@ -12,11 +12,14 @@ from megatron_hybrid.checkpoints.huggingface.base import Adapter, Shapes, Tensor
 from megatron_hybrid.checkpoints.huggingface.layouts import joined, reshaped, same
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
-_MIXERS = {"linear_attention": "K", "full_attention": "+"}
+MIXERS = {"linear_attention": "K", "full_attention": "+"}
 _MLPS = {"dense": "-", "sparse": "E"}
 
 
-def _delta_attention_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+def delta_attention_tensors(
+    config: HybridConfig, ours: str, theirs: str, output: str = "o_proj"
+) -> Iterator[TensorMap]:
+    """Kimi Delta Attention (arguments: see `tensors.attention`)."""
     heads = config.linear_num_key_heads
     width = heads * config.linear_key_head_dim
     yield TensorMap(
@@ -29,12 +32,14 @@ def _delta_attention_tensors(config: HybridConfig, ours: str, theirs: str) -> It
         tuple(f"{theirs}.{name}_conv1d.weight" for name in "qkv"),
         joined((width, width, width)),
     )
-    for name in ("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"):
-        yield same(f"{ours}.{name}.weight", f"{theirs}.{name}.weight")
-    yield same(f"{ours}.A_log", f"{theirs}.A_log", reshaped((heads,), (1, 1, heads, 1)))
+    low_rank = config.kda_low_rank_gates
+    for name in ("f_a", "f_b", "g_a", "g_b") if low_rank else "fg":
+        yield same(f"{ours}.{name}_proj.weight", f"{theirs}.{name}_proj.weight")
+    shape = (1, 1, heads, 1) if low_rank else (heads,)
+    yield same(f"{ours}.A_log", f"{theirs}.A_log", reshaped((heads,), shape))
     yield same(f"{ours}.dt_bias", f"{theirs}.dt_bias")
     yield same(f"{ours}.out_norm.weight", f"{theirs}.o_norm.weight")
-    yield same(f"{ours}.out_proj.weight", f"{theirs}.o_proj.weight")
+    yield same(f"{ours}.out_proj.weight", f"{theirs}.{output}.weight")
 
 
 class KimiLinear(Adapter):
@@ -43,7 +48,7 @@ class KimiLinear(Adapter):
     model_types = ("kimi_linear",)
     names = TensorNames(
         {
-            "K": ("self_attn", _delta_attention_tensors),
+            "K": ("self_attn", delta_attention_tensors),
             "+": ("self_attn", tensors.latent_attention),
             "-": ("mlp", tensors.mlp),
             "E": ("block_sparse_moe", partial(tensors.moe, projections=("w1", "w3", "w2"))),
@@ -66,8 +71,8 @@ class KimiLinear(Adapter):
         linear = hf.get("linear_attn_config") or {}
         head_dim = linear.get("head_dim", hf.get("linear_head_dim", 128))
         num_layers = fields.required(hf, "num_hidden_layers")
-        mixers = fields.symbols_of(_types(hf, num_layers), _MIXERS, num_layers)
-        mlps = fields.symbols_of(_mlp_types(hf, num_layers), _MLPS, num_layers)
+        mixers = fields.symbols_of(_types(hf, num_layers), MIXERS, num_layers)
+        mlps = mlps_of(hf, 1)
         found = {
             **fields.model({"rms_norm_eps": 1e-5, **hf}),
             **fields.latent_attention(hf),
@@ -117,10 +122,14 @@ def _types(hf: Mapping[str, Any], num_layers: int) -> list[str | None]:
     return types
 
 
-def _mlp_types(hf: Mapping[str, Any], num_layers: int) -> list[str]:
-    """ "dense" or "sparse" for each layer."""
-    types = hf.get("mlp_layer_types")
+def mlps_of(hf: Mapping[str, Any], dense: int) -> str:
+    """- or E for each of their layers, by `mlp_layer_types` or `first_k_dense_replace`.
+
+    Args:
+        dense: the latter where it is left out.
+    """
+    num_layers, types = fields.required(hf, "num_hidden_layers"), hf.get("mlp_layer_types")
     if types is None:
-        dense = hf.get("first_k_dense_replace", 1)
+        dense = hf.get("first_k_dense_replace", dense)
         types = ["dense" if i < dense else "sparse" for i in range(num_layers)]
-    return types
+    return "".join(fields.symbols_of(types, _MLPS, num_layers))

@@ -137,14 +137,18 @@ def attention(
             yield same(f"{ours}.{name}_layernorm.weight", f"{theirs}.{norm}.weight")
 
 
-def latent_attention(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
+def latent_attention(
+    config: HybridConfig, ours: str, theirs: str, output: str = "o_proj"
+) -> Iterator[TensorMap]:
     """Multi-head latent attention in DeepSeek's names (arguments: see `attention`)."""
     names = {
         "linear_kv_down_proj": "kv_a_proj_with_mqa",
         "kv_layernorm": "kv_a_layernorm",
         "linear_kv_up_proj": "kv_b_proj",
-        "linear_proj": "o_proj",
+        "linear_proj": output,
     }
+    if config.latent_output_gate:
+        names["linear_gate"] = "g_proj"
     if config.q_lora_rank is None:
         names["linear_q_proj"] = "q_proj"
     else:

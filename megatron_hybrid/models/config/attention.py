@@ -174,6 +174,10 @@ class LatentAttentionFields(LayerFields):
     v_head_dim: Annotated[int, Range(ge=1)] = 128
     """Width of an MLA head's value."""
 
+    latent_output_gate: bool = False
+    """Multiply each head's output of an MLA layer by the sigmoid of a gate, projected from its
+    input."""
+
     latent_norm: bool = True
     """Norms after an MLA layer's down projections."""
 

@@ -32,6 +32,7 @@ from megatron_hybrid.models.config.precision import DTYPES, PrecisionFields
 from megatron_hybrid.models.config.recurrent import (
     DeltaRuleFields,
     GatedDeltaNetFields,
+    KimiDeltaAttentionFields,
     LightningAttentionFields,
     Mamba1Fields,
     Mamba2Fields,
@@ -62,6 +63,7 @@ class HybridConfig(
     ShortConvFields,
     DeltaRuleFields,
     GatedDeltaNetFields,
+    KimiDeltaAttentionFields,
     LightningAttentionFields,
     SharedBlockFields,
     ParallelHeadsFields,

@@ -187,7 +187,18 @@ class DeltaRuleFields(LayerFields):
 
 @dataclass
 class KimiDeltaAttentionFields(LayerFields):
-    """A Kimi Delta Attention layer: no fields besides those of every delta rule."""
+    """Fields of a Kimi Delta Attention layer besides those of every delta rule."""
+
+    kda_low_rank_gates: bool = True
+    """Project a Kimi Delta Attention layer's decays and output gates by two matrices, with
+    linear_value_head_dim values between them; False: by one."""
+
+    kda_decay_bound: Annotated[float, Range(lt=0)] | None = None
+    """b: a Kimi Delta Attention layer's log decays are b sigmoid(exp(A) (f(x) + dt_bias)), and so
+    none is below b; None: -exp(A) softplus(f(x) + dt_bias)."""
+
+    kda_fp32_conv: bool = False
+    """Keep the weights of a Kimi Delta Attention layer's convolution in fp32."""
 
     def check(self) -> None:
         """See `FieldGroup.check`. It comes after that of `DeltaRuleFields`."""

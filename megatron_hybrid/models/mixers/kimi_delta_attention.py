@@ -22,8 +22,9 @@ _A_RANGE = (1.0, 16.0)
 class KimiDeltaAttentionMixer(RecurrentMixer):
     """With P = Diag(exp(g)) S_{t-1}:  S_t = P + beta k_t (x) (v_t - k_t P),  o_t = q_t S_t.
 
-    g = -exp(A) softplus(f(x) + dt_bias) has a value for each channel of the keys. f and the output
-    gate are projections whose rank is the width of a value head.
+    g = -exp(A) softplus(f(x) + dt_bias) has a value for each channel of the keys, or a bound
+    (`kda_decay_bound`). f and the output gate are projections whose rank is the width of a value
+    head, or full (`kda_low_rank_gates`).
     """
 
     recompute_name = "kimi_delta_attention"
@@ -39,24 +40,27 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
             sections={"query": keys, "key": keys, "value": values, "beta": heads},
             convolved=("query", "key", "value"),
             kernel_size=config.linear_conv_kernel_dim,
+            conv_dtype=torch.promote_types(config.params_dtype, torch.float32)
+            if config.kda_fp32_conv
+            else None,
         )
         tp_size = place.pg_collection.tp.size()
         self.key_dim, self.value_dim, self.num_heads = key_dim, value_dim, heads // tp_size
         self.max_beta = 2.0 if config.linear_allow_neg_eigval else 1.0
-        self.f_a_proj, self.g_a_proj = (
-            ReplicatedLinear(config, config.hidden_size, self.value_dim) for _ in range(2)
-        )
-        self.f_b_proj, self.g_b_proj = (
-            build_input_projection(
+        low_rank = config.kda_low_rank_gates
+        for gate, width in (("f", keys), ("g", values)):
+            if low_rank:
+                down = ReplicatedLinear(config, config.hidden_size, self.value_dim)
+                self.add_module(f"{gate}_a_proj", down)
+            up = build_input_projection(
                 place.submodules.column,
                 config,
                 (width,),
                 place.pg_collection,
                 comm_buffer="fc1",
-                input_size=self.value_dim,
+                input_size=self.value_dim if low_rank else None,
             )
-            for width in (keys, values)
-        )
+            self.add_module(f"{gate}_b_proj" if low_rank else f"{gate}_proj", up)
         # Decay and time step stay in fp32 in a bf16 model, as in Mamba-2.
         rank = place.pg_collection.tp.rank()
         A_log = torch.empty(heads).uniform_(*_A_RANGE).log()
@@ -69,8 +73,15 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
         """[H, N, P]."""
         shape = (self.num_heads, self.key_dim, self.value_dim)
         dt_bias_HN = self.dt_bias.view(self.num_heads, self.key_dim)
-        decay_HNP = typical_decay(self.A_log[:, None], dt_bias_HN)[:, :, None]
+        bound = self.config.kda_decay_bound
+        decay_HNP = typical_decay(self.A_log[:, None], dt_bias_HN, bound)[:, :, None]
         return (self._state("delta", shape, self.config.linear_num_key_heads, decay_HNP),)
+
+    def _gate(self, name: str, hidden_Th: Tensor) -> Tensor:
+        """The projection "f" or "g" of the hidden state, [T, C]."""
+        if not self.config.kda_low_rank_gates:
+            return self._modules[f"{name}_proj"](hidden_Th)[0]
+        return self._modules[f"{name}_b_proj"](self._modules[f"{name}_a_proj"](hidden_Th))[0]
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""
@@ -83,13 +94,13 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
                 [self.num_heads * dim for dim in (self.key_dim, self.key_dim, self.value_dim)], -1
             )
         )
-        decay, _ = self.f_b_proj(self.f_a_proj(hidden_Th))
         g_TC, beta_TH = time_steps(
-            decay,
+            self._gate("f", hidden_Th),
             self.dt_bias,
             from_weights(self, "A", lambda: -self.A_log.float().exp()),
             beta_TH=beta_TH,
             max_beta=self.max_beta,
+            bound=self.config.kda_decay_bound,
         )
         o_THP = kimi_delta_attention(
             q_THN,
@@ -101,7 +112,5 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
             context.ragged_layout(),
             self.config.linear_chunk_size,
         )
-        gate, _ = self.g_b_proj(self.g_a_proj(hidden_Th))
-        return self.out_proj(
-            self.out_norm(o_THP, gate.unflatten(-1, (self.num_heads, self.value_dim))).flatten(1)
-        )
+        gate_THP = self._gate("g", hidden_Th).unflatten(-1, (self.num_heads, self.value_dim))
+        return self.out_proj(self.out_norm(o_THP, gate_THP).flatten(1))

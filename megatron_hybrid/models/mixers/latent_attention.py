@@ -28,7 +28,7 @@ from megatron_hybrid.models.mixers.rotary import build_rotary
 from megatron_hybrid.models.packed_weight import unpacked
 from megatron_hybrid.models.recompute import is_selected, recompute_if
 from megatron_hybrid.models.sharding.collectives import gather_rows
-from megatron_hybrid.ops import AttentionPattern
+from megatron_hybrid.ops import AttentionPattern, activate
 
 
 class LatentAttentionMixer(Mixer):
@@ -104,6 +104,8 @@ class LatentAttentionMixer(Mixer):
         self.linear_kv_up_proj = up_projection(
             config.with_all_rows(), self.rank, config.qk_head_dim + self.value_dim, "kv_up_proj"
         )
+        if config.latent_output_gate:
+            self.linear_gate = up_projection(config, config.hidden_size, 1, "gate")
         self.linear_proj = build_output_projection(
             place.submodules.row,
             config,
@@ -138,6 +140,10 @@ class LatentAttentionMixer(Mixer):
         args = self.layer_number, q_THD, latents_TL, self, pattern
         with rank_generator(pattern.dropout > 0):
             o_THP = recompute_if(self.recomputes_attention, self, context.attend_latents, *args)
+        if self.config.latent_output_gate:
+            gate_TH, _ = self.linear_gate(hidden_Th)
+            gate_THP = gate_TH.unsqueeze(-1).expand_as(o_THP)
+            o_THP = activate(gate_THP, torch.sigmoid, o_THP, in_fp32=True)
         return self.linear_proj(o_THP.flatten(1))
 
     def _queries(self, hidden_Th: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ class ShortConv(nn.Module):
         kernel_size: width of the convolution.
         bias: whether it has one.
         tp_group: tensor-parallel ranks.
-        dtype: dtype of the parameters and of the tail.
+        dtype: dtype of the parameters.
+        tail_dtype: dtype of the tail; None: that of the parameters.
         activation: "silu" or None.
         copies: see `Cut`.
     """
@@ -47,8 +48,10 @@ class ShortConv(nn.Module):
         dtype: torch.dtype,
         activation: str | None = "silu",
         copies: tuple[int, ...] | None = None,
+        tail_dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        self.tail_dtype = tail_dtype or dtype
         self.activation = activation
         self.cut = cut = Cut(0, tuple(sections), tp_group.size(), section_names, copies)
         # As nn.Conv1d draws them: fan-in is the kernel width, the convolution being depthwise.
@@ -66,7 +69,7 @@ class ShortConv(nn.Module):
         """The tail, the last K - 1 inputs: [C, K - 1], oldest first."""
         channels, _, width = self.weight.shape
         shape, full = (channels, width - 1), sum(self.cut.sections)
-        return StateTensor(self.state_name, shape, self.weight.dtype, full_size=full)
+        return StateTensor(self.state_name, shape, self.tail_dtype, full_size=full)
 
     def forward(self, x_TC: Tensor, context: MixerContext, layer_number: int) -> Tensor:
         """The activated convolution of each sequence, [T, C]."""
@@ -92,6 +95,7 @@ class RecurrentMixer(Mixer):
         bias: whether `in_proj` has one.
         conv_bias: whether `conv1d` has one.
         activation: of `conv1d`, "silu" or None.
+        conv_dtype: of the parameters of `conv1d`; None: that of the config.
     """
 
     splits_rows = True
@@ -108,6 +112,7 @@ class RecurrentMixer(Mixer):
         bias: bool = False,
         conv_bias: bool = False,
         activation: str | None = "silu",
+        conv_dtype: torch.dtype | None = None,
     ):
         super().__init__(config)
         self.layer_number, self.pg_collection = place.layer_number, place.pg_collection
@@ -131,7 +136,8 @@ class RecurrentMixer(Mixer):
             kernel_size,
             bias=conv_bias,
             tp_group=place.pg_collection.tp,
-            dtype=config.params_dtype,
+            dtype=conv_dtype or config.params_dtype,
+            tail_dtype=config.params_dtype,
             activation=activation,
             copies=copies and tuple(copies.get(name, 1) for name in convolved),
         )

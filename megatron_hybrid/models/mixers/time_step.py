@@ -20,8 +20,14 @@ def initial_dt_bias(size: int) -> Tensor:
     return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
 
 
-def typical_decay(A_log: Tensor, dt_bias: Tensor) -> Tensor:
+def typical_decay(A_log: Tensor, dt_bias: Tensor, bound: float | None = None) -> Tensor:
     """exp(-exp(A_log) dt) for the time step of the bias alone: the typical factor of a state per
-    token, 0 to 1, fp32, broadcast over both shapes. See `StateTensor.decay`."""
+    token, 0 to 1, fp32, broadcast over both shapes. See `StateTensor.decay`.
+
+    Args:
+        bound: see `ops.time_steps`.
+    """
+    if bound is not None:
+        return (bound * (A_log.detach().float().exp() * dt_bias.detach().float()).sigmoid()).exp()
     dt = F.softplus(dt_bias.detach().float())
     return (-A_log.detach().float().exp() * dt).exp()

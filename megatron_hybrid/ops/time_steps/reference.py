@@ -14,6 +14,7 @@ def time_steps(
     limits: tuple[float, float | None] = (0.0, None),
     beta_TH: torch.Tensor | None = None,
     max_beta: float = 1.0,
+    bound: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Time steps softplus(x + bias) within limits, times a factor, which makes them log decays;
     and writing strengths max_beta sigmoid(beta).
@@ -25,15 +26,21 @@ def time_steps(
         limits: smallest and largest time step; None: no largest one.
         beta_TH: `[T, H]`, or None.
         max_beta: largest writing strength.
+        bound: of the log decays, below 0; they are bound sigmoid(-factor (x + bias)) then, and
+            `limits` do not count. None: there is none.
 
     Returns:
         fp32 `[T, C]`, and fp32 `[T, H]` or None.
     """
-    steps_TC = softplus(x_TC.float() + bias_C.float())
-    if limits != (0.0, None):  # a softplus is positive
-        steps_TC = steps_TC.clamp(*limits)
+    steps_TC = x_TC.float() + bias_C.float()
+    if bound is None:
+        steps_TC = softplus(steps_TC)
+        if limits != (0.0, None):  # a softplus is positive
+            steps_TC = steps_TC.clamp(*limits)
     if factor_F is not None:
         steps_TC = (factor_F[:, None] * steps_TC.unflatten(-1, (len(factor_F), -1))).flatten(1)
+    if bound is not None:
+        steps_TC = bound * sigmoid(-steps_TC)
     if beta_TH is not None:
         beta_TH = sigmoid(beta_TH.float())
         if max_beta != 1.0:

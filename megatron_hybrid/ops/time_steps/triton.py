@@ -27,6 +27,7 @@ def steps_kernel(
     low,
     high,
     max_beta,
+    bound,
     stride_x_row,
     stride_x_channel,
     stride_beta_row,
@@ -37,6 +38,7 @@ def steps_kernel(
     PER_FACTOR: tl.constexpr,
     HAS_BETA: tl.constexpr,
     HAS_LIMITS: tl.constexpr,
+    HAS_BOUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Some channels of one row, and the writing strengths of as many heads."""
@@ -44,17 +46,20 @@ def steps_kernel(
     inside = c < C
     x_ptrs = x_ptr + t * stride_x_row + c * stride_x_channel
     x = tl.load(x_ptrs, mask=inside, other=0.0).to(tl.float32)
-    x += tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    small = tl.exp(tl.minimum(x, 20.0, tl.PropagateNan.ALL))  # else a GPU makes 20 of NaN
-    # log(1 + e), whose 1 + e rounds where e is small.
-    rounded = 1.0 + small
-    rest = small - (rounded - 1.0)
-    y = tl.where(x > 20.0, x, tl.log(rounded) + rest / rounded)
+    y = x + tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
+    if not HAS_BOUND:
+        small = tl.exp(tl.minimum(y, 20.0, tl.PropagateNan.ALL))  # else a GPU makes 20 of NaN
+        # log(1 + e), whose 1 + e rounds where e is small.
+        rounded = 1.0 + small
+        rest = small - (rounded - 1.0)
+        y = tl.where(y > 20.0, y, tl.log(rounded) + rest / rounded)
     if HAS_LIMITS:
         y = tl.maximum(y, low, tl.PropagateNan.ALL)
         y = tl.minimum(y, high, tl.PropagateNan.ALL)
     if HAS_FACTOR:
         y *= tl.load(factor_ptr + c // PER_FACTOR, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BOUND:
+        y = bound / (1.0 + tl.exp(y))
     tl.store(steps_ptr + t * C + c, y, mask=inside)
     if HAS_BETA:
         beta_ptrs = beta_ptr + t * stride_beta_row + c * stride_beta_head
@@ -73,6 +78,7 @@ def run(
     limits: tuple[float, float | None],
     beta_TH: Tensor | None,
     max_beta: float,
+    bound: float | None,
 ) -> tuple[Tensor, Tensor | None]:
     T, C = x_TC.shape
     H = 0 if beta_TH is None else beta_TH.shape[1]
@@ -83,13 +89,14 @@ def run(
     steps_kernel(
         (T, triton.cdiv(max(C, H), block)),
         (x_TC, bias_C, factor_F, beta_TH, steps_TC, strengths_TH),
-        (low, float("inf") if high is None else high, max_beta),
+        (low, float("inf") if high is None else high, max_beta, bound or 0.0),
         C=C,
         H=H,
         HAS_FACTOR=factor_F is not None,
         PER_FACTOR=1 if factor_F is None else C // len(factor_F),
         HAS_BETA=beta_TH is not None,
-        HAS_LIMITS=limits != (0.0, None),
+        HAS_LIMITS=bound is None and limits != (0.0, None),
+        HAS_BOUND=bound is not None,
         BLOCK=block,
         num_warps=1 if block <= 128 else 4,
     )

@@ -22,6 +22,10 @@ from megatron_hybrid.checkpoints.checkpoint import save_huggingface
 
 _ROUTER = {"gate.weight", "gate.e_score_correction_bias"}
 KEPT = {
+    "bailing_hybrid": {
+        *("gate.weight", "gate.expert_bias", "attention.A_log", "attention.dt_bias"),
+        *(f"{each}_conv1d.weight" for each in "qkv"),
+    },
     "deepseek_v3": _ROUTER,
     "deepseek_v3_tied": _ROUTER,
     "ernie4_5_moe": {"gate.weight", "moe_statics.e_score_correction_bias"},

@@ -69,7 +69,7 @@ ALL_BUT_FEW = small_config(
 )
 # The other layer kinds and options.
 THE_OTHERS = small_config(
-    "LH-P*BW*QR",
+    "LH-P*BW*QRK+",
     share_embeddings_and_output_weights=True,
     attention_chunk_size=9,
     norm_placement="sandwich",
@@ -79,6 +79,8 @@ THE_OTHERS = small_config(
         "-": {"mlp_gate_multiplier": 0.7, "mlp_output_multiplier": 1.3},
         "W": {"keys_as_values": True, "value_l2_norm": True},
         "B": {"layer_scalar": True},
+        "K": {"kda_low_rank_gates": False, "kda_decay_bound": -5.0, "kda_fp32_conv": True},
+        "+": {"latent_output_gate": True},
         "8": {"kv_source_layer": 5},
     },
     mamba_gated_norm="norm_first",

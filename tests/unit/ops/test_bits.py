@@ -166,9 +166,9 @@ def steps_of_time(g, dtype):
         bias, factor = randn(g, C), randn(g, C)
 
         def call(x, beta, bias=bias, factor=factor):
-            return *ops.time_steps(x, bias, factor, (0.0, 1.0), beta, 2.0), ops.time_steps(x, bias)[
-                0
-            ]
+            bounded, _ = ops.time_steps(x, bias, factor, bound=-5.0)
+            limited = ops.time_steps(x, bias, factor, (0.0, 1.0), beta, 2.0)
+            return *limited, ops.time_steps(x, bias)[0], bounded
 
         inputs = randn(g, ROWS, C, dtype=dtype), randn(g, ROWS, 3, dtype=dtype)
         cases.append(Case(inputs, call))

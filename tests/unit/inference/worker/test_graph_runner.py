@@ -41,7 +41,8 @@ def test_sizes_are_few_and_little_of_a_step_is_filled_up(most):
 
 
 @pytest.mark.parametrize(
-    "pattern", matrix_rows(["M*SGCW-", "+E", "K-", "H", "L-", "Z", "P*", "B", "QR"], "M*SGCW-", "+E")
+    "pattern",
+    matrix_rows(["M*SGCW-", "+E", "K-", "H", "L-", "Z", "P*", "B", "QR"], "M*SGCW-", "+E"),
 )
 def test_replayed_decodes_give_the_tokens_of_launched_ones(pattern):
     """Greedy and drawn ones, of requests that end at different steps, in every kind of layer."""
