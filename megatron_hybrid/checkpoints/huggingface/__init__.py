@@ -42,6 +42,7 @@ _OWN = {
     "mamba": "mamba:Mamba",
     "falcon_mamba": "mamba:Mamba",
     "mamba2": "mamba:Mamba2",
+    "mimo_v2_flash": "mimo:MiMoV2Flash",
     "minimax": "minimax:MiniMax",
     "minimax_m1": "minimax:MiniMax",
     "minimax_text_01": "minimax:MiniMax",

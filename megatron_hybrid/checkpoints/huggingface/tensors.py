@@ -121,7 +121,8 @@ def attention(
     if config.attention_output_gate:
         layout = grouped_with_gates(heads_per_group, head_dim, groups)
     else:
-        rows = [heads_per_group * head_dim, *[head_dim] * config.num_kv_projections]
+        widths = (head_dim, config.value_channels or head_dim)[: config.num_kv_projections]
+        rows = [heads_per_group * head_dim, *widths]
         layout = grouped(rows, groups)
     kinds = ["weight"]
     if config.add_bias_linear or config.add_qkv_bias:

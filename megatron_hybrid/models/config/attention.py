@@ -26,6 +26,12 @@ class AttentionFields(LayerFields):
     kv_channels: int | None = None
     """Width of a head; None: hidden_size / num_attention_heads."""
 
+    value_channels: Annotated[int, Range(ge=1)] | None = None
+    """Width of a value head; None: kv_channels."""
+
+    value_multiplier: float = 1.0
+    """Factor of the values."""
+
     softmax_scale: Annotated[float, Range(gt=0)] | None = None
     """Factor of attention scores; None: kv_channels^-0.5."""
 
@@ -89,6 +95,11 @@ class AttentionFields(LayerFields):
                 f"num_attention_heads is {self.num_attention_heads}, not a multiple of "
                 f"num_query_groups={self.num_query_groups}. Each group serves as many heads."
             )
+        if self.keys_as_values and self.value_channels not in (None, self.kv_channels):
+            raise ValueError(
+                f"value_channels is {self.value_channels}, but keys_as_values=True makes values of "
+                f"keys, {self.kv_channels} wide. Leave it at None."
+            )
         self.check_ranks()
         if self.position_embedding_type == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
             raise ValueError(
@@ -112,7 +123,8 @@ class AttentionFields(LayerFields):
                 f"layer {number} has kv_source_layer={source}, which needs both layers on one "
                 f"pipeline stage, but there are {self.pipeline_model_parallel_size}. Use 1."
             )
-        alike = ("num_query_groups", "kv_channels", "sliding_window", "attention_chunk_size")
+        alike = ("num_query_groups", "kv_channels", "value_channels", "sliding_window")
+        alike += ("attention_chunk_size",)
         if (
             not 1 <= source < number
             or symbols[source - 1] != symbols[number - 1]

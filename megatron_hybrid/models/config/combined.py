@@ -33,6 +33,7 @@ _PLAIN = {
     "kv_source_layer": None,
     "keys_as_values": False,
     "attention_output_gate": False,
+    "value_channels": None,
     "activation_func_clamp_value": None,
     "glu_linear_offset": 0.0,
     "mlp_gate_multiplier": 1.0,

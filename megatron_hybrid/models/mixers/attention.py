@@ -56,6 +56,7 @@ class AttentionMixer(Mixer):
         self.kv_layer = config.kv_source_layer or place.layer_number
         """Number of the layer whose keys and values are read: this or an earlier one."""
         self.head_dim = config.kv_channels
+        self.value_dim = config.value_channels or self.head_dim
         self.pattern = AttentionPattern(
             config.softmax_scale or self.head_dim**-0.5,
             window=config.sliding_window if locality == "window" else None,
@@ -69,12 +70,17 @@ class AttentionMixer(Mixer):
         self.num_groups = max(1, groups // tp_size)
         self.heads_per_group = config.num_attention_heads // tp_size // self.num_groups
         self.rotary = build_rotary(config, config.rotary_dim)
-        queries = config.num_attention_heads * self.head_dim
+        queries, outputs = (
+            config.num_attention_heads * width for width in (self.head_dim, self.value_dim)
+        )
         # Rows are ordered by group: its queries (and gates), key and value. Ranks have whole
         # groups, or several share one's queries and gates, with copies of its key and value.
         copies, repeats = max(1, tp_size // groups), min(tp_size, groups)
-        blocks = [(queries // groups, 1)] * (2 if config.attention_output_gate else 1)
-        blocks += [(self.head_dim, copies)] * config.num_kv_projections
+        blocks = [(queries // groups, 1)]
+        if config.attention_output_gate:
+            blocks.append((outputs // groups, 1))
+        widths = (self.head_dim, self.value_dim)[: config.num_kv_projections]
+        blocks += [(width, copies) for width in widths]
         sections, block_copies = zip(*blocks)
         rows_of_group = sections
         if copies == 1:
@@ -94,7 +100,7 @@ class AttentionMixer(Mixer):
         self.linear_proj = build_output_projection(
             place.submodules.row,
             config,
-            queries,
+            outputs,
             place.pg_collection,
             comm_buffer="proj",
             bias=config.add_bias_linear,
@@ -121,7 +127,9 @@ class AttentionMixer(Mixer):
         groups = self.num_groups, self.config.num_query_groups
         return LayerCache(
             kv=KVShape(
-                groups[0], self.head_dim, pattern.window, pattern.chunk, full_heads=groups[1]
+                *(groups[0], self.head_dim, pattern.window, pattern.chunk),
+                value_dim=self.value_dim,
+                full_heads=groups[1],
             )
         )
 
@@ -169,10 +177,11 @@ class AttentionMixer(Mixer):
         """Queries [T, K, G, D]; keys and values, [T, K, D] each, or none if the layer reads those
         of another one; gates of the heads of each key/value head, [T, K, G * D]."""
         config = self.config
-        queries = self.heads_per_group * self.head_dim
-        gates = [queries] if config.attention_output_gate else []
+        widths = self.head_dim, self.value_dim
+        queries, outputs = (self.heads_per_group * width for width in widths)
+        gates = [outputs] if config.attention_output_gate else []
         q, *parts = mixed.unflatten(-1, (self.num_groups, -1)).split(
-            [queries, *gates, *[self.head_dim] * config.num_kv_projections], -1
+            [queries, *gates, *widths[: config.num_kv_projections]], -1
         )
         gate = parts.pop(0) if gates else None
         q = q.unflatten(-1, (-1, self.head_dim))
@@ -181,6 +190,8 @@ class AttentionMixer(Mixer):
         k, v = parts[0], parts[-1]
         if config.value_l2_norm:
             v = self._l2_norm(v)
+        if config.value_multiplier != 1.0:
+            v = v * config.value_multiplier
         return q, (k, v), gate
 
     def _weights_of_norms(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:

@@ -34,6 +34,7 @@ KEPT = {
     "kimi_linear": {*_ROUTER, "self_attn.dt_bias"},
     "kimi_linear_ranks": {*_ROUTER, "self_attn.dt_bias"},
     "lfm2_moe": {"feed_forward.expert_bias"},
+    "mimo_v2_flash": _ROUTER,
     "nemotron_h_moe": _ROUTER,
     "olmo_hybrid": {"linear_attn.A_log"},
     "olmo_hybrid_rope": {"linear_attn.A_log"},

@@ -78,6 +78,7 @@ THE_OTHERS = small_config(
         "H": {"add_bias_linear": True, "mamba_proj_bias": True},
         "-": {"mlp_gate_multiplier": 0.7, "mlp_output_multiplier": 1.3},
         "W": {"keys_as_values": True, "value_l2_norm": True},
+        "*": {"value_channels": 10, "value_multiplier": 0.7},
         "B": {"layer_scalar": True},
         "K": {"kda_low_rank_gates": False, "kda_decay_bound": -5.0, "kda_fp32_conv": True},
         "+": {"latent_output_gate": True},

@@ -20,6 +20,9 @@ REFUSED = {
     "K": [
         ({"linear_num_key_heads": 3, "tensor_model_parallel_size": 2}, "linear_num_key_heads"),
     ],
+    "*": [
+        ({"keys_as_values": True, "value_channels": 6}, "value_channels is 6, but keys_as_values"),
+    ],
     "+": [
         ({"qk_pos_emb_head_dim": 5}, "qk_pos_emb_head_dim=5"),
         ({"rotary_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'; use one of"),
