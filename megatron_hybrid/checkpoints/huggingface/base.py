@@ -26,7 +26,7 @@ _LANGUAGE_PREFIXES = {
 
 PLAIN_AROUND = {
     *("aya_vision", "deepseek_vl", "deepseek_vl_hybrid", "glmasr", "idefics3", "internvl"),
-    *("janus", "lfm2_vl", "llava", "llava_next", "llava_next_video", "llava_onevision"),
+    *("janus", "kimi_k25", "lfm2_vl", "llava", "llava_next", "llava_next_video", "llava_onevision"),
     *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "mistral3", "nemotron_h_omni", "omniasr"),
     *("shieldgemma2", "smolvlm", "video_llava", "vipllava", "voxtral"),
 }
