@@ -30,6 +30,7 @@ from megatron_hybrid.models.config.recurrent import (
     LightningAttentionFields,
     Mamba1Fields,
     Mamba2Fields,
+    RGLRUFields,
     ShortConvFields,
 )
 from megatron_hybrid.utils.registry import Registry
@@ -88,6 +89,11 @@ _OWN = {
         _MIXERS + "lightning_attention:LightningAttentionMixer",
         (DeltaRuleFields, LightningAttentionFields),
         *_AS_ATTENTION,
+    ),
+    "U": LayerKind(
+        "real-gated linear recurrent unit",
+        _MIXERS + "rg_lru:RGLRUMixer",
+        (RGLRUFields,),
     ),
     "*": LayerKind("full attention", _ATTENTION, (PositionFields, AttentionFields), *_AS_ATTENTION),
     "W": LayerKind(

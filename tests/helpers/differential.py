@@ -20,7 +20,7 @@ from megatron_hybrid.inference.scheduling.step_plan import StepPlan
 from megatron_hybrid.offload.tier import least_capacity_bytes
 
 TOLERANCE = 1e-5
-SYMBOLS = "MG*W-ESCH+KAZLPBQR"
+SYMBOLS = "MG*W-ESCH+KAZLPBQRU"
 PATTERNS = (
     "*-*-",
     "MG",
@@ -41,6 +41,7 @@ PATTERNS = (
     "L-*E",
     "LWP*BP",
     "RQM",
+    "UUW",
 )
 
 

@@ -65,6 +65,7 @@ _OWN = {
     "qwen2_moe": "qwen:Qwen2Moe",
     "qwen3": "qwen:Qwen3",
     "qwen3_moe": "qwen:Qwen3Moe",
+    "recurrent_gemma": "recurrent_gemma:RecurrentGemma",
     "zamba2": "zamba2:Zamba2",
 }
 """`model_type` of config.json -> file of this folder, and the adapter's class in it."""

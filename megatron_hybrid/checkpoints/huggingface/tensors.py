@@ -131,7 +131,7 @@ def attention(
         projections = tuple(f"{theirs}.{name}_proj.{kind}" for name in names)
         yield TensorMap((f"{ours}.linear_qkv.{kind}",), projections, layout)
     yield same(f"{ours}.linear_proj.weight", f"{theirs}.{output}.weight")
-    if config.add_bias_linear:
+    if config.has_attention_output_bias:
         yield same(f"{ours}.linear_proj.bias", f"{theirs}.{output}.bias")
     if config.qk_layernorm:
         for name, norm in zip(names[:2], norms):

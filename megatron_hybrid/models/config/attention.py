@@ -47,6 +47,9 @@ class AttentionFields(LayerFields):
     add_qkv_bias: bool = False
     """Biases in the projections of queries, keys and values, even without add_bias_linear."""
 
+    attention_output_bias: bool | None = None
+    """A bias in the output projection of attention; None: as add_bias_linear says."""
+
     qk_layernorm: bool = False
     """Norm queries and keys, before RoPE."""
 
@@ -87,6 +90,12 @@ class AttentionFields(LayerFields):
     def rotary_dim(self) -> int:
         """Dimensions of an attention head that RoPE rotates."""
         return int(self.kv_channels * self.rotary_percent)
+
+    @property
+    def has_attention_output_bias(self) -> bool:
+        """Whether the output projection of attention has a bias."""
+        own = self.attention_output_bias
+        return self.add_bias_linear if own is None else own
 
     def check(self) -> None:
         self._require_positive("num_query_groups", "kv_channels")

@@ -36,6 +36,7 @@ from megatron_hybrid.models.config.recurrent import (
     LightningAttentionFields,
     Mamba1Fields,
     Mamba2Fields,
+    RGLRUFields,
     ShortConvFields,
 )
 from megatron_hybrid.models.config.run import RunFields
@@ -61,6 +62,7 @@ class HybridConfig(
     Mamba2Fields,
     Mamba1Fields,
     ShortConvFields,
+    RGLRUFields,
     DeltaRuleFields,
     GatedDeltaNetFields,
     KimiDeltaAttentionFields,

@@ -147,6 +147,30 @@ class ShortConvFields(LayerFields):
 
 
 @dataclass
+class RGLRUFields(LayerFields):
+    """Fields of a layer with a real-gated linear recurrent unit."""
+
+    lru_width: Annotated[int, Range(ge=1)] | None = None
+    """Channels of a linear recurrent unit; None: hidden_size."""
+
+    lru_num_blocks: Annotated[int, Range(ge=1)] = 1
+    """Blocks of channels that a linear recurrent unit's gates do not mix."""
+
+    lru_conv_kernel: Annotated[int, Range(ge=2)] = 4
+    """Width of the causal convolution in front of a linear recurrent unit."""
+
+    def check(self) -> None:
+        if self.lru_width is None:
+            self.lru_width = self.hidden_size
+        if self.lru_width % self.lru_num_blocks:
+            raise ValueError(
+                f"lru_width is {self.lru_width}, not a multiple of "
+                f"lru_num_blocks={self.lru_num_blocks}. All blocks have as many channels."
+            )
+        self._require_divisible("lru_num_blocks")
+
+
+@dataclass
 class DeltaRuleFields(LayerFields):
     """Fields of a layer with a delta rule."""
 

@@ -103,7 +103,7 @@ class AttentionMixer(Mixer):
             outputs,
             place.pg_collection,
             comm_buffer="proj",
-            bias=config.add_bias_linear,
+            bias=config.has_attention_output_bias,
         )
         # Each rank norms its own heads alone; core's finalize_model_grads sums these gradients.
         self.q_layernorm = self._build_norm(place.submodules.norm, config.num_attention_heads)

@@ -48,10 +48,11 @@ class KimiDeltaAttentionMixer(RecurrentMixer):
         self.key_dim, self.value_dim, self.num_heads = key_dim, value_dim, heads // tp_size
         self.max_beta = 2.0 if config.linear_allow_neg_eigval else 1.0
         low_rank = config.kda_low_rank_gates
+        if low_rank:
+            self.f_a_proj, self.g_a_proj = (
+                ReplicatedLinear(config, config.hidden_size, self.value_dim) for _ in range(2)
+            )
         for gate, width in (("f", keys), ("g", values)):
-            if low_rank:
-                down = ReplicatedLinear(config, config.hidden_size, self.value_dim)
-                self.add_module(f"{gate}_a_proj", down)
             up = build_input_projection(
                 place.submodules.column,
                 config,

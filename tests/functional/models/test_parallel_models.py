@@ -69,7 +69,7 @@ ALL_BUT_FEW = small_config(
 )
 # The other layer kinds and options.
 THE_OTHERS = small_config(
-    "LH-P*BW*QRK+",
+    "LH-P*BW*QRK+U",
     share_embeddings_and_output_weights=True,
     attention_chunk_size=9,
     norm_placement="sandwich",
@@ -89,6 +89,7 @@ THE_OTHERS = small_config(
     attention_output_multiplier=0.8,
     mamba_input_multiplier=1.2,
     per_layer_input_size=10,
+    lru_num_blocks=4,
     **EXPERTS,
 )
 MODELS = {

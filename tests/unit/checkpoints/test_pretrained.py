@@ -32,7 +32,7 @@ def test_model_and_tokenizer(folder):
 
 
 def test_loading_leaves_all_global_generators_as_they_were(tmp_path):
-    save_checkpoint(small_model("MSCGKA*HZQ"), tmp_path)
+    save_checkpoint(small_model("MSCGKA*HZQU"), tmp_path)
     before = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
     load_pretrained(tmp_path)
     assert torch.equal(torch.get_rng_state(), before[0])

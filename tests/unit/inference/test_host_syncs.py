@@ -33,7 +33,7 @@ def engine_without_syncs(monkeypatch, model, **fields):
 
 
 @pytest.mark.parametrize("encoding", ["exact", "bf16", "int8"])
-@pytest.mark.parametrize("pattern", ["M*S-W+GK", "CHZL-*QR"])
+@pytest.mark.parametrize("pattern", ["M*S-W+GK", "CHZL-*QRU"])
 def test_a_step_waits_for_its_device_once_when_all_of_it_is_queued(monkeypatch, pattern, encoding):
     monkeypatch.setattr(codec, "_is_free_to_read", lambda x: False)
     monkeypatch.setattr(slot_states, "_are_steps_in_place", lambda *_: False)

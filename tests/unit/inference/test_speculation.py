@@ -29,7 +29,7 @@ from megatron_hybrid.inference.sampling_params import SamplingParams
 MODEL = tiny_model("MW*")
 BASE = random_tokens(40)
 PROMPTS = [BASE + random_tokens(n, n) for n in (3, 17)]
-KINDS = ("M*", "G*", "K*", "S*", "C*", "W", "L*", "H", "RQ", "MG*-W-")
+KINDS = ("M*", "G*", "K*", "S*", "C*", "W", "L*", "HRU", "MG*-W-")
 
 
 def drafting(model=MODEL, drafter=None, tokenizer=None, most=3, **fields):

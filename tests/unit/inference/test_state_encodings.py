@@ -19,6 +19,7 @@ PATTERNS = {
     "KDA": "K-*-",
     "convolution": "C-*-",
     "parallel heads": "H-*-",
+    "linear recurrent units": "U-U-",
     "shared blocks": "Z-Z-",
     "all": "MGSKC*-W-",
 }

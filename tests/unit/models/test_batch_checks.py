@@ -56,7 +56,7 @@ def separately(model, tokens):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("pattern", [ALL_MIXERS, "K", "S", "C", "L", "+", "H", "Q"])
+@pytest.mark.parametrize("pattern", [ALL_MIXERS, "K", "S", "C", "L", "+", "H", "Q", "U"])
 def test_documents_are_sequences_of_their_own(pattern):
     model, tokens = small_model(pattern, **OTHERS), documents()
     expected = separately(model, tokens)

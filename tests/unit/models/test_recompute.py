@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_hybrid.models import recompute
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
-PATTERN = "MGSC*W-EKL+BHZPZ*QR"
+PATTERN = "MGSC*W-EKL+BHZPZ*QRU"
 FIELDS = dict(
     mamba_num_heads=6,
     attention_chunk_size=6,
@@ -48,6 +48,7 @@ MIXERS = {
     "parallel_heads": "H",
     "shared_block": "Z",
     "attention_and_mlp": "QR",
+    "rg_lru": "U",
 }
 for modules in [*PARTS, *MIXERS]:
     KINDS[modules] = {"recompute_granularity": "selective", "recompute_modules": [modules]}

@@ -38,7 +38,7 @@ def seen_dtypes(model):
 @pytest.mark.parametrize("placement", ["pre", "post", "sandwich"])
 def test_the_residual_stream_is_fp32_and_mixers_are_not(placement):
     model = small_model(
-        "MGSC*W-EK+HPQR" + ("Z" if placement == "pre" else ""),
+        "MGSC*W-EK+HPQRU" + ("Z" if placement == "pre" else ""),
         **EVERY,
         params_dtype=torch.bfloat16,
         fp32_residual_connection=True,

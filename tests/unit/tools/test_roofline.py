@@ -37,7 +37,7 @@ def nemotron() -> ModelWork:
         return work_of(build_hybrid_model(NEMOTRON_H_8B))
 
 
-@pytest.mark.parametrize("pattern", ["MG*-W-", "M-", "E*", "SKC+LE", "H-", "RQ"])
+@pytest.mark.parametrize("pattern", ["MG*-W-", "M-", "E*", "SKC+LE", "H-", "RQ", "UW"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_pass_of_many_tokens_reads_every_weight_once_but_for_the_embedding(pattern, tied):
     model = tiny_model(

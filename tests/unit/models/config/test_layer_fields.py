@@ -20,6 +20,10 @@ REFUSED = {
     "K": [
         ({"linear_num_key_heads": 3, "tensor_model_parallel_size": 2}, "linear_num_key_heads"),
     ],
+    "U": [
+        ({"lru_num_blocks": 5}, "lru_width is 48, not a multiple of lru_num_blocks=5"),
+        ({"tensor_model_parallel_size": 2}, "lru_num_blocks is 1, which does not divide evenly"),
+    ],
     "*": [
         ({"keys_as_values": True, "value_channels": 6}, "value_channels is 6, but keys_as_values"),
     ],
