@@ -60,14 +60,14 @@ RUNS = {  # seeds of all kinds, most drafters and graphs, and what has to occur 
     1: "draft_tokens_accepted",
     2: "disk: fetched tokens",
     3: "host: fetched tokens",
-    4: "draft_tokens",
-    8: "preemptions",
+    4: "preemptions",
+    8: "draft_tokens",
     11: "host: fetched tokens",
     13: "graph_steps",
 }
 
 
-@pytest.mark.parametrize("seed", matrix_rows(RUNS, 2, 8))
+@pytest.mark.parametrize("seed", matrix_rows(RUNS, 2, 4))
 def test_random_run(seed):
     run = DraftedRun(seed)
     run.run()
