@@ -14,7 +14,7 @@ from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_paramet
 from megatron_hybrid.ops import activate, selective_scan
 
 _DECAYS = (0.9, 0.999)
-"""Of initial weights, where the gate is open."""
+"""Range of the decays of initial weights, where the gate is open."""
 _RATE = 8.0
 _SMALLEST_STEP = 1e-20
 """Below it a decay is 1, and the step's input 0."""
