@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
@@ -12,6 +11,7 @@ from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, sharded_parameter
 from megatron_hybrid.ops import activate, selective_scan
+from megatron_hybrid.ops.activations import sigmoid, softplus
 
 _DECAYS = (0.9, 0.999)
 """Range of the decays of initial weights, where the gate is open."""
@@ -76,7 +76,7 @@ class RGLRUMixer(RecurrentMixer):
             )
             for gate in ("input", "recurrent")
         )
-        steps_TC = (_RATE * recurrent_TC * F.softplus(self.recurrent_param.float())).clamp(
+        steps_TC = (_RATE * recurrent_TC * softplus(self.recurrent_param.float())).clamp(
             min=_SMALLEST_STEP
         )
         is_first_T1 = (context.token_positions() == 0)[:, None]
@@ -101,4 +101,4 @@ class RGLRUMixer(RecurrentMixer):
         weight_HBB = weight_CB.unflatten(0, (self.num_blocks, -1))
         x_HTB = x_TC.unflatten(1, (self.num_blocks, -1)).transpose(0, 1)
         gate_TC = (x_HTB @ weight_HBB).transpose(0, 1).flatten(1) + bias_C
-        return gate_TC.float().sigmoid()
+        return sigmoid(gate_TC.float())
