@@ -28,6 +28,7 @@ from megatron_hybrid.models.batch_layout import (
 )
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.hybrid_stack import HybridStack
+from megatron_hybrid.models.layer_pattern import SHARED_BLOCKS
 from megatron_hybrid.models.layer_specs import get_mixer, get_norm
 from megatron_hybrid.models.mixers.base import LayerCache, StackInputs
 from megatron_hybrid.models.mixers.mixer_context import MixerContext, UncachedContext
@@ -115,10 +116,10 @@ class HybridModel(_LanguageModule):
         self.layer_offset = sum(map(len, stages[:stage]))
         """Layers of the pipeline stages before this one."""
         # The layers of a shared block see the embedding too, and it is on the first stage.
-        passes_embedding = any("Z" in symbols for symbols in stages[1:])
+        passes_embedding = any(set(SHARED_BLOCKS) & set(symbols) for symbols in stages[1:])
         self.boundary_width = config.hidden_size * (2 if passes_embedding else 1)
         """Width of the tensors [s, b, boundary_width] between pipeline stages: hidden states, and
-        next to them the word embedding if the pattern has a `Z` after the first stage."""
+        next to them the word embedding if layers share a block after the first stage."""
         if pre_process:
             self.embedding = LanguageModelEmbedding(
                 config=config.with_all_rows(),

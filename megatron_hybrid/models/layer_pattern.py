@@ -38,6 +38,8 @@ from megatron_hybrid.utils.registry import Registry
 STAGE_BOUNDARY = "|"
 PREDICTION_BOUNDARY = "/"
 """Mark in the pattern before each MTP head."""
+SHARED_BLOCKS = "ZV"
+"""Symbols of layers that share blocks."""
 _BOUNDARIES = STAGE_BOUNDARY, PREDICTION_BOUNDARY
 
 
@@ -139,6 +141,13 @@ _OWN = {
         _MIXERS + "shared_block:SharedBlockMixer",
         (PositionFields, AttentionFields, MLPFields, Mamba2Fields, SharedBlockFields),
         "input_layernorm",
+    ),
+    "V": LayerKind(
+        "shared block and Mamba-1",
+        _MIXERS + "shared_block:SharedBlockMixer",
+        (PositionFields, AttentionFields, MLPFields, Mamba1Fields, SharedBlockFields),
+        "input_layernorm",
+        params={"is_mamba1": True},
     ),
     "Q": LayerKind(
         "attention and MLP side by side",

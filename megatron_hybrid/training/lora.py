@@ -29,6 +29,7 @@ from megatron_hybrid.checkpoints.tensor_files import CheckpointError, check_numb
 from megatron_hybrid.distributed.ranks import ranks_of
 from megatron_hybrid.inference.weights.fingerprint import sample_hash
 from megatron_hybrid.models.hybrid_model import HybridModel
+from megatron_hybrid.models.layer_pattern import SHARED_BLOCKS
 from megatron_hybrid.models.low_rank import LowRankAdapter, LowRankPart, projections_of
 from megatron_hybrid.models.packed_weight import require_unpacked
 from megatron_hybrid.models.sharding.gathering import gather_whole, own_piece, whole_shape
@@ -108,7 +109,7 @@ def _adapt(
 
 def _adaptable(model: HybridModel) -> dict[str, nn.Module]:
     """`projections_of` a model that has no adapters yet."""
-    if model.pg_collection.pp.size() > 1 and "Z" in model.config.layer_pattern:
+    if model.pg_collection.pp.size() > 1 and set(SHARED_BLOCKS) & set(model.config.layer_pattern):
         raise ValueError("LoRA of shared blocks ('Z') is not supported on several pipeline stages.")
     if adapters_of(model):
         raise ValueError("the model has adapters already: merge them first.")

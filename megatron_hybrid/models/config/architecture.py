@@ -49,7 +49,7 @@ class ArchitectureFields(ModelFields):
     """c: logits become c tanh(logits / c), after `logits_multiplier`."""
 
     num_shared_blocks: Annotated[int, Range(ge=1)] = 1
-    """Number of blocks that the `Z` layers use in turn."""
+    """Number of blocks that the `Z` or `V` layers use in turn."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     """Kind of every norm outside of the recurrent mixers."""

@@ -46,17 +46,23 @@ _PLAIN = {
 class SharedBlockFields(LayerFields):
     """Fields of a layer with a shared block."""
 
-    shared_block_adapter_rank: Annotated[int, Range(ge=1)] = 16
-    """Rank of the adapters that each `Z` layer adds to the projections of its shared block."""
+    shared_block_adapter_rank: Annotated[int, Range(ge=1)] | None = 16
+    """Rank of the adapters that each layer adds to the projections of its shared block; None: there
+    are none."""
 
     shared_block_attention_adapters: bool = False
     """Adapters for queries, keys and values too, not for the MLP alone."""
 
     def check(self) -> None:
+        if self.shared_block_attention_adapters and self.shared_block_adapter_rank is None:
+            raise ValueError(
+                "shared_block_attention_adapters is True, but shared_block_adapter_rank is None. "
+                "Give a rank."
+            )
         for name, value in _PLAIN.items():
             if getattr(self, name) != value:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r}, but shared blocks (Z in layer_pattern "
+                    f"{name} is {getattr(self, name)!r}, but shared blocks (Z, V in layer_pattern "
                     f"{self.layer_pattern!r}) need {value!r}. Set it for the other layers alone, "
                     "by layer_overrides."
                 )

@@ -102,6 +102,10 @@ class Mamba1Fields(LayerFields):
     mamba1_inner_size: Annotated[int, Range(ge=1)] | None = None
     """Channels of a Mamba-1 layer; None: 2 * hidden_size."""
 
+    mamba1_num_heads: Annotated[int, Range(ge=1)] = 1
+    """Heads of a Mamba-1 layer: parts of its channels that have time steps, B and C of their own.
+    """
+
     mamba1_dt_rank: Annotated[int, Range(ge=1)] | None = None
     """Rank of the time-step projection of a Mamba-1 layer; None: hidden_size / 16, rounded up."""
 
@@ -130,6 +134,19 @@ class Mamba1Fields(LayerFields):
         if self.mamba1_dt_rank is None:
             self.mamba1_dt_rank = -(-self.hidden_size // 16)
         self._require_divisible("mamba1_inner_size")
+        if self.mamba1_num_heads == 1:
+            return
+        self._require_divisible("mamba1_num_heads")
+        if self.mamba1_inner_size % self.mamba1_num_heads:
+            raise ValueError(
+                f"mamba1_inner_size is {self.mamba1_inner_size}, not a multiple of "
+                f"mamba1_num_heads={self.mamba1_num_heads}. All heads have as many channels."
+            )
+        if self.mamba1_norm != "none":
+            raise ValueError(
+                f"mamba1_norm is {self.mamba1_norm!r}, which layers of "
+                f"mamba1_num_heads={self.mamba1_num_heads} do not have. Use 'none'."
+            )
 
 
 @dataclass

@@ -112,12 +112,12 @@ class StackInputs:
 
     embedding_Th: Tensor | None
     """Word embedding, the input of the stack, of all ranks' rows; None on later stages of a model
-    without `Z` there."""
+    without shared blocks there."""
     per_layer_TJp: Tensor | None = None
     """Per-layer embedding of each token for the J layers of the symbol `P`; None without any, and
     on later stages. Of this rank's rows under sequence parallelism."""
     shared_blocks: dict[int, nn.Module] = field(default_factory=dict)
-    """Blocks shared by the layers of the symbol `Z`, each entered by its first layer."""
+    """Blocks shared by layers, each entered by its first layer."""
 
 
 def rank_generator(is_own: bool) -> AbstractContextManager:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor, nn
 
@@ -24,7 +25,8 @@ from megatron_hybrid.ops import selective_scan, time_steps
 class Mamba1Mixer(RecurrentMixer):
     """h_t = exp(dt_t A) h_{t-1} + dt_t x_t (x) B_t,  y_t = h_t C_t + D x_t, gated.
 
-    Channels are split over the ranks; dt, B and C are sums over the channels of all ranks.
+    Channels are split over the ranks; dt, B and C are sums over the channels of all ranks. With
+    `mamba1_num_heads`, whole heads are split over the ranks, and dt, B and C are of a head.
     """
 
     recompute_name = "mamba"
@@ -45,6 +47,17 @@ class Mamba1Mixer(RecurrentMixer):
         self.state_dim = config.mamba1_state_dim
         self.num_channels, self.num_full_channels = inner // tp_size, inner
         self.split_sizes = [rank, self.state_dim, self.state_dim]
+
+        # Decay and skip stay in fp32 in a bf16 model, as in Mamba-2.
+        cut, decay = Cut(0, (inner,), tp_size), torch.arange(1.0, self.state_dim + 1.0).log()
+        self.A_log = sharded_parameter(decay.repeat(inner, 1), cut, tp_rank)
+        self.D = sharded_parameter(torch.ones(inner), cut, tp_rank)
+        self.out_proj = self._build_output(inner, config.mamba1_proj_bias)
+        self.num_heads = max(1, config.mamba1_num_heads // tp_size)
+        """Heads of this rank."""
+        if config.mamba1_num_heads > 1:
+            self._build_heads(config.mamba1_num_heads, cut, tp_rank)
+            return
 
         # dt, B and C are sums over the channels of all ranks, in all rows.
         config = config.with_all_rows()
@@ -74,23 +87,81 @@ class Mamba1Mixer(RecurrentMixer):
         with torch.no_grad():
             bias = self.dt_proj.bias
             bias.copy_(shard(initial_dt_bias(inner), bias, tp_rank))
-        # Decay and skip stay in fp32 in a bf16 model, as in Mamba-2.
-        cut, decay = Cut(0, (inner,), tp_size), torch.arange(1.0, self.state_dim + 1.0).log()
-        self.A_log = sharded_parameter(decay.repeat(inner, 1), cut, tp_rank)
-        self.D = sharded_parameter(torch.ones(inner), cut, tp_rank)
-        self.out_proj = self._build_output(inner, config.mamba1_proj_bias)
+
+    def _build_heads(self, heads: int, cut: Cut, tp_rank: int) -> None:
+        """The projections to dt, B and C of each head. cut: of the channels."""
+        config, rank = self.config, self.split_sizes[0]
+        width, channels = sum(self.split_sizes), cut.size // heads
+        x_weight, dt_weight = torch.empty(heads * width, channels), torch.empty(cut.size, rank)
+        if config.perform_initialization:
+            config.init_method(x_weight)
+            dt_weight.uniform_(-(rank**-0.5), rank**-0.5)
+        of_heads, dtype = Cut(0, (heads * width,), cut.num_ranks), config.params_dtype
+        self.x_proj_weight = sharded_parameter(x_weight.to(dtype), of_heads, tp_rank)
+        self.dt_proj_weight = sharded_parameter(dt_weight.to(dtype), cut, tp_rank)
+        self.dt_proj_bias = sharded_parameter(initial_dt_bias(cut.size).to(dtype), cut, tp_rank)
 
     def recurrent_states(self) -> tuple[StateTensor, ...]:
-        """[C, N]."""
-        shape = (self.num_channels, self.state_dim)
-        decay_CN = typical_decay(self.A_log, self.dt_proj.bias[:, None])
-        return (self._state("ssm", shape, self.num_full_channels, decay_CN),)
+        """[C, N], for each head."""
+        heads = self.num_heads
+        has_heads = self.config.mamba1_num_heads > 1
+        bias_C = self.dt_proj_bias if has_heads else self.dt_proj.bias
+        shape = (self.num_channels // heads, self.state_dim)
+        decays = typical_decay(self.A_log, bias_C[:, None]).chunk(heads)
+        full_size = self.num_full_channels // heads
+        return tuple(
+            self._state(name, shape, full_size, decay)
+            for name, decay in zip(self._state_names(), decays)
+        )
+
+    def _state_names(self) -> list[str]:
+        return ["ssm"] if self.num_heads == 1 else [f"ssm{h}" for h in range(self.num_heads)]
 
     def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
         """[T, hidden] -> (output [T, hidden], bias or None)."""
         projected, _ = self.in_proj(hidden_Th)
         x_TC, z_TC = projected.chunk(2, -1)
         x_TC = self.conv1d(x_TC, context, self.layer_number)
+        A_CN = from_weights(self, "A", lambda: -self.A_log.float().exp())
+        layout, heads = context.ragged_layout(), self.num_heads
+        inputs = zip(
+            x_TC.chunk(heads, -1),
+            self._scan_inputs(x_TC),
+            A_CN.chunk(heads),
+            self.D.float().chunk(heads),
+            self._state_names(),
+        )
+        y_TC = torch.cat(
+            [
+                selective_scan(
+                    x,
+                    time_steps(dt, bias)[0],
+                    A,
+                    B,
+                    C,
+                    D,
+                    context.states(self.layer_number, name),
+                    layout,
+                    self.config.mamba1_chunk_size,
+                )
+                for x, (dt, bias, B, C), A, D, name in inputs
+            ],
+            -1,
+        )
+        return self.out_proj(gated(y_TC, z_TC))
+
+    def _scan_inputs(self, x_TC: Tensor) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Time steps [T, C], their bias [C], B and C [T, N], of each head."""
+        if self.config.mamba1_num_heads > 1:
+            heads = self.num_heads
+            weights = (self.x_proj_weight, self.dt_proj_weight, self.dt_proj_bias)
+            found = []
+            for x, x_weight, dt_weight, bias in zip(
+                x_TC.chunk(heads, -1), *(weight.chunk(heads) for weight in weights)
+            ):
+                dt, B_TN, C_TN = F.linear(x, x_weight).split(self.split_sizes, -1)
+                found.append((F.linear(dt, dt_weight), bias, B_TN, C_TN))
+            return found
         parts, _ = self.x_proj(x_TC)
         dt, B_TN, C_TN = parts.split(self.split_sizes, -1)
         dt_TC, dt_bias_C = self.dt_proj(self.dt_layernorm(dt))
@@ -100,18 +171,7 @@ class Mamba1Mixer(RecurrentMixer):
             copy_to_tensor_model_parallel_region(norm(part), self.pg_collection.tp)
             for norm, part in ((self.b_layernorm, B_TN), (self.c_layernorm, C_TN))
         )
-        y_TC = selective_scan(
-            x_TC,
-            time_steps(dt_TC, dt_bias_C)[0],
-            from_weights(self, "A", lambda: -self.A_log.float().exp()),
-            B_TN,
-            C_TN,
-            self.D.float(),
-            context.states(self.layer_number, "ssm"),
-            context.ragged_layout(),
-            self.config.mamba1_chunk_size,
-        )
-        return self.out_proj(gated(y_TC, z_TC))
+        return [(dt_TC, dt_bias_C, B_TN, C_TN)]
 
     def _build_norm(self, size: int) -> nn.Module:
         """The norm of dt, B or C: an RMS norm, for any `normalization`, or an identity."""

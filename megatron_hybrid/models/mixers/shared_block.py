@@ -1,5 +1,5 @@
-"""A transformer block that several layers share, each in front of a Mamba-2 mixer of its own
-(Zamba2, arXiv 2411.15242)."""
+"""A transformer block that several layers share, each in front of a Mamba mixer of its own (Zamba,
+arXiv 2405.16712, and Zamba2, arXiv 2411.15242)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.layer_pattern import SHARED_BLOCKS
 from megatron_hybrid.models.mixers.attention import AttentionMixer
 from megatron_hybrid.models.mixers.base import KVShape, LayerCache, Mixer, MixerPlace, StackInputs
+from megatron_hybrid.models.mixers.mamba1 import Mamba1Mixer
 from megatron_hybrid.models.mixers.mamba2 import Mamba2Mixer
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.projections import (
@@ -33,13 +35,13 @@ class SharedBlockMixer(Mixer):
     takes_stack_inputs = True
     norms_input = True
 
-    def __init__(self, config: HybridConfig, place: MixerPlace):
+    def __init__(self, config: HybridConfig, place: MixerPlace, is_mamba1: bool = False):
         super().__init__(config)
         self.layer_number = place.layer_number
         stages = config.pattern.stages(config.pipeline_model_parallel_size)
         stage = place.pg_collection.pp.rank()
         before = "".join(stages[:stage]) + stages[stage][: place.layer_number - 1]
-        self.block_number = before.count("Z") % config.num_shared_blocks
+        self.block_number = sum(map(before.count, SHARED_BLOCKS)) % config.num_shared_blocks
         owner = shared_block_owners(config)[self.block_number][stage]
         is_owner = owner == len(before)
         self.block = SharedBlock(config, place) if is_owner else None
@@ -53,15 +55,16 @@ class SharedBlockMixer(Mixer):
             if config.shared_block_attention_adapters
             else None
         )
-        self.mlp_adapter = LowRank(config, place, hidden, (ffn, ffn))
+        has_adapters = config.shared_block_adapter_rank is not None
+        self.mlp_adapter = LowRank(config, place, hidden, (ffn, ffn)) if has_adapters else None
         self.linear = ReplicatedLinear(config, hidden, hidden)
         self.norm = place.submodules.norm(
             config=config, hidden_size=hidden, eps=config.layernorm_epsilon
         )
-        self.mamba = Mamba2Mixer(config, place)
+        self.mamba = (Mamba1Mixer if is_mamba1 else Mamba2Mixer)(config, place)
 
     def cache_requirements(self) -> LayerCache:
-        """Keys and values of this layer's run of the block, states of its Mamba-2 mixer."""
+        """Keys and values of this layer's run of the block, states of its Mamba mixer."""
         full_heads = self.config.num_query_groups
         kv = KVShape(self.num_groups, self.config.kv_channels, full_heads=full_heads)
         return LayerCache(kv=kv, states=self.mamba.cache_requirements().states)
@@ -106,14 +109,14 @@ class SharedBlock(nn.Module):
         context: MixerContext,
         layer_number: int,
         qkv_adapters: nn.ModuleList | None,
-        mlp_adapter: LowRank,
+        mlp_adapter: LowRank | None,
     ) -> Tensor:
         """[T, 2 * hidden] -> [T, hidden].
 
         Args:
             layer_number: of the layer that runs it; each layer has its own keys and values.
             qkv_adapters: that layer's additions to queries, keys and values.
-            mlp_adapter: that layer's addition to the gate and value of the MLP.
+            mlp_adapter: that layer's addition to the gate and value of the MLP, if it has one.
         """
         x_Tc = self.input_layernorm(x_Tc)
         attention = self.self_attention
@@ -125,7 +128,10 @@ class SharedBlock(nn.Module):
             mixed = mixed + torch.cat(groups, -1).flatten(1)
         attended, _ = attention.attend(mixed, context, layer_number)
         hidden_Th = self.pre_mlp_layernorm(attended)
-        gate, value = (self.linear_fc1(hidden_Th)[0] + mlp_adapter(hidden_Th)).chunk(2, -1)
+        inner, _ = self.linear_fc1(hidden_Th)
+        if mlp_adapter is not None:
+            inner = inner + mlp_adapter(hidden_Th)
+        gate, value = inner.chunk(2, -1)
         return self.linear_fc2(self.activation(gate) * value)[0]
 
 

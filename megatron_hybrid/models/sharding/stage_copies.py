@@ -1,4 +1,4 @@
-"""Parameters of which several pipeline stages hold a copy each: blocks that `Z` layers share, and a
+"""Parameters of which several pipeline stages hold a copy each: blocks that layers share, and a
 word embedding that is the output layer too.
 
 The copies start equal, are saved once, under the name that they have on one stage, and stay equal
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.models.layer_pattern import SHARED_BLOCKS
 
 EMBEDDING, OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -26,7 +27,7 @@ def shared_block_owners(config: HybridConfig) -> list[dict[int, int]]:
     layer = uses = 0
     for stage, symbols in enumerate(config.pattern.stages(config.pipeline_model_parallel_size)):
         for symbol in symbols:
-            if symbol == "Z":
+            if symbol in SHARED_BLOCKS:
                 owners[uses % len(owners)].setdefault(stage, layer)
                 uses += 1
             layer += 1

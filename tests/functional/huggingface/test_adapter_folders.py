@@ -15,7 +15,7 @@ RANK, ALPHA, WIDER = 3, 5.0, ("q_proj", "up_proj", "out_proj")
 """Modules of WIDER have rank and alpha of their own."""
 ELSEWHERE = (
     *("lm_head", ".experts.", "router", ".gate.", "kv_b_proj", "shared_expert_gate"),
-    "shared_transformer.",
+    "shared_transf",
 )
 """Modules that have no adapters here."""
 

@@ -38,6 +38,7 @@ KEPT = {
     "nemotron_h_moe": _ROUTER,
     "olmo_hybrid": {"linear_attn.A_log"},
     "olmo_hybrid_rope": {"linear_attn.A_log"},
+    "zamba": {"mamba.A_log"},
 }
 """How the names of tensors end that transformers keeps in fp32."""
 

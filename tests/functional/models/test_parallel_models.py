@@ -69,7 +69,7 @@ ALL_BUT_FEW = small_config(
 )
 # The other layer kinds and options.
 THE_OTHERS = small_config(
-    "LH-P*BW*QRK+U",
+    "LH-P*BW*QRK+US",
     share_embeddings_and_output_weights=True,
     attention_chunk_size=9,
     norm_placement="sandwich",
@@ -90,6 +90,7 @@ THE_OTHERS = small_config(
     mamba_input_multiplier=1.2,
     per_layer_input_size=10,
     lru_num_blocks=4,
+    mamba1_num_heads=2,
     **EXPERTS,
 )
 MODELS = {

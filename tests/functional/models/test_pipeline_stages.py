@@ -42,7 +42,7 @@ TIED = {"share_embeddings_and_output_weights": True}
 MODELS = {
     "two": dict(layer_pattern="ZMZ|Z-Z", embedding_multiplier=3.0, **TIED),
     # Block 0 on the first and last stage, block 1 on the third; the second passes the embedding on.
-    "four": dict(layer_pattern="Z|M|Z*|Z", **TIED),
+    "four": dict(layer_pattern="V|M|V*|V", mamba1_num_heads=2, **TIED),
     "few_kinds": dict(layer_pattern="MM-|*E", **TIED),
 }
 LAYOUTS = {

@@ -30,7 +30,7 @@ MODELS = {
     "layers": {"layer_pattern": "M*GK-WE"},
     "prediction": {"layer_pattern": "M*E/*E", "moe_router_score_function": "sigmoid"}
     | {"moe_router_enable_expert_bias": True},
-    "shared blocks": {"layer_pattern": "Z*-MZ"},
+    "shared blocks": {"layer_pattern": "V*-SV", "mamba1_num_heads": 2},
     "bf16": {"layer_pattern": "M*", "params_dtype": "bfloat16"}
     | {"share_embeddings_and_output_weights": True},
 }

@@ -30,6 +30,7 @@ LEARNING = {
     "H-": {"mamba_section_multipliers": [0.9, 0.8, 1.2, 0.7, 1.3], "mlp_gate_multiplier": 0.7},
     "*EME": {**EXPERTS, "moe_shared_expert_intermediate_size": 28},
     "PB": {**EXPERTS, "per_layer_input_size": 10},
+    "VSV": {"mamba1_num_heads": 3, "shared_block_adapter_rank": None},
     "ZMZ-ZZ": {"num_shared_blocks": 2, "shared_block_attention_adapters": True},
 }
 """Pattern -> fields of a model."""

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_hybrid.models import recompute
 from megatron_hybrid.models.hybrid_model import build_hybrid_model
 
-PATTERN = "MGSC*W-EKL+BHZPZ*QRU"
+PATTERN = "MGSC*W-EKL+BHZPZ*QRUV"
 FIELDS = dict(
     mamba_num_heads=6,
     attention_chunk_size=6,
@@ -46,7 +46,7 @@ MIXERS = {
     "mlp": "-",
     "moe": "EB",
     "parallel_heads": "H",
-    "shared_block": "Z",
+    "shared_block": "ZV",
     "attention_and_mlp": "QR",
     "rg_lru": "U",
 }

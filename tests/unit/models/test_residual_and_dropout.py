@@ -38,7 +38,7 @@ def seen_dtypes(model):
 @pytest.mark.parametrize("placement", ["pre", "post", "sandwich"])
 def test_the_residual_stream_is_fp32_and_mixers_are_not(placement):
     model = small_model(
-        "MGSC*W-EK+HPQRU" + ("Z" if placement == "pre" else ""),
+        "MGSC*W-EK+HPQRU" + ("ZV" if placement == "pre" else ""),
         **EVERY,
         params_dtype=torch.bfloat16,
         fp32_residual_connection=True,
@@ -86,7 +86,7 @@ def test_an_engine_serves_it():
     assert is_greedy(model, prompt, result.token_ids)
 
 
-@pytest.mark.parametrize("pattern", ["*", "W", "L", "+", "H", "Z"])
+@pytest.mark.parametrize("pattern", ["*", "W", "L", "+", "H", "Z", "V"])
 def test_attention_drops_in_training_alone(pattern):
     models = [
         small_model(pattern, **EVERY, attention_chunk_size=6, attention_dropout=p)

@@ -7,6 +7,11 @@ EXPERTS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 20, "moe_router_topk": 3
 REFUSED = {
     "S": [
         (
+            {"mamba1_num_heads": 5},
+            "mamba1_inner_size is 96, not a multiple of mamba1_num_heads=5",
+        ),
+        ({"mamba1_num_heads": 2, "mamba1_norm": "weighted"}, "mamba1_norm is 'weighted'"),
+        (
             {"mamba1_inner_size": 95, "tensor_model_parallel_size": 2},
             "mamba1_inner_size is 95, which does not divide evenly",
         ),
@@ -57,6 +62,10 @@ REFUSED = {
     ],
     "ZZ": [
         ({"gated_linear_unit": False}, "need True"),
+        (
+            {"shared_block_adapter_rank": None, "shared_block_attention_adapters": True},
+            "Give a rank",
+        ),
         ({"glu_linear_offset": 1.0}, "glu_linear_offset is 1.0, but shared blocks"),
     ],
     "*E": [
