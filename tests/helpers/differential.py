@@ -20,7 +20,7 @@ from megatron_hybrid.inference.scheduling.step_plan import StepPlan
 from megatron_hybrid.offload.tier import least_capacity_bytes
 
 TOLERANCE = 1e-5
-SYMBOLS = "MG*W-ESCH+KAZLPBQRU"
+SYMBOLS = "MG*W-ESCH+KAZLPBQRUV"
 PATTERNS = (
     "*-*-",
     "MG",

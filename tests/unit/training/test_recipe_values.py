@@ -34,7 +34,14 @@ SECTIONS = {
 }
 NEGATIVE = {
     *("glu_linear_offset", "moe_router_force_biased", "residual_multiplier", "stream_multiplier"),
-    *("embedding_multiplier", "logits_multiplier", "mlp_gate_multiplier", "mlp_output_multiplier"),
+    *(
+        "kda_decay_bound",
+        "value_multiplier",
+        "embedding_multiplier",
+        "logits_multiplier",
+        "mlp_gate_multiplier",
+        "mlp_output_multiplier",
+    ),
     *(f"{part}_{way}_multiplier" for part in ("attention", "mamba") for way in ("input", "output")),
     *(field.name for field in dataclasses.fields(HybridConfig) if field.name not in SAVED_FIELDS),
 }
