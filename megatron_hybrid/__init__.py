@@ -5,10 +5,7 @@ engine = DynamicInferenceEngine(model, tokenizer, InferenceConfig(prefix_caching
 results = engine.generate(["Once upon a time"], SamplingParams(num_tokens_to_generate=32))
 """
 
-import ast
-from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_hybrid.utils.other_names import attributes_of
@@ -74,23 +71,47 @@ __all__ = [
     "save_huggingface",
 ]
 
-
-@cache
-def _modules() -> dict[str, str]:
-    """Return the module of each name, from the imports above, which only type checkers run. A name
-    is imported when it is first asked for: torch and megatron-core take seconds, which `import
-    megatron_hybrid` and the command line's help need not wait for."""
-    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
-    (imports,) = (node.body for node in tree.body if isinstance(node, ast.If))
-    return {alias.name: node.module for node in imports for alias in node.names}
+_MODULES = {
+    "ADAPTERS": "checkpoints.huggingface",
+    "DRAFTERS": "inference.drafters",
+    "LAYER_KINDS": "models.layer_pattern",
+    "POLICIES": "cache.policy.protocol",
+    "AsyncEngine": "inference.async_engine",
+    "CheckpointError": "checkpoints.checkpoint",
+    "DynamicInferenceEngine": "inference.engine",
+    "EngineBusyError": "inference.exclusive",
+    "EngineSuspendedError": "inference.exclusive",
+    "GenerationResult": "inference.requests.request",
+    "Guide": "text.guide",
+    "HybridConfig": "models.config.hybrid_config",
+    "HybridModel": "models.hybrid_model",
+    "InferenceConfig": "inference.config",
+    "MissReason": "cache.report",
+    "PrefixReport": "cache.report",
+    "RankError": "distributed.ranks",
+    "RankFailedError": "distributed.watchdog",
+    "Request": "inference.requests.request",
+    "RequestOptions": "inference.requests.options",
+    "RequestOutput": "inference.requests.request",
+    "SamplingParams": "inference.sampling_params",
+    "ThinkingBudget": "inference.sampling_params",
+    "build_hybrid_model": "models.hybrid_model",
+    "from_megatron": "checkpoints.megatron.built_model",
+    "load_megatron": "checkpoints.megatron.torch_dist",
+    "load_pretrained": "checkpoints.pretrained",
+    "save_checkpoint": "checkpoints.checkpoint",
+    "save_huggingface": "checkpoints.checkpoint",
+}
+"""Where a name is from. Its module is imported when it is first asked for: torch and megatron-core
+take seconds, which `import megatron_hybrid` and the command line's help need not wait for."""
 
 
 def __getattr__(name: str) -> object:
-    if name not in _modules():
+    if name not in _MODULES:
         advised = attributes_of(__name__).get(name)
         remedy = f": {advised}" if advised else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
-    value = getattr(import_module(_modules()[name]), name)
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value  # found without this function from now on
     return value
 
