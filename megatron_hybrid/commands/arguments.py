@@ -253,7 +253,7 @@ def load(
     device: str | None = None,
     dtype: str = "auto",
     mtp: bool = False,
-    **sizes: int,
+    **fields: Any,
 ):
     """Load model and tokenizer, on the GPU if there is one; on a CPU in fp32, which is faster there
     and avoids near ties in greedy answers.
@@ -262,7 +262,7 @@ def load(
         folder: of the model.
         device, dtype: in place of these; see `add_engine`.
         mtp: see `load_pretrained`.
-        sizes: of the layout over ranks, fields of HybridConfig.
+        fields: of HybridConfig, such as the sizes of the layout over ranks.
     """
     import torch
 
@@ -272,17 +272,19 @@ def load(
     place = checked_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     automatic = "float32" if place.type == "cpu" else None
     chosen = automatic if dtype == "auto" else dtype
-    model, tokenizer = load_pretrained(folder, place, chosen, mtp, **sizes)
+    model, tokenizer = load_pretrained(folder, place, chosen, mtp, **fields)
     if tokenizer is None:
         raise CheckpointError(f"{folder} has no tokenizer.json, which text prompts need")
     return model, tokenizer
 
 
-def load_for_chats(options: argparse.Namespace, **sizes: int):
-    """Model and tokenizer, with the template and the drafts that were asked for. sizes: as for
+def load_for_chats(options: argparse.Namespace, **fields: Any):
+    """Model and tokenizer, with the template and the drafts that were asked for. fields: as for
     `load`."""
     mtp = getattr(options, "speculation", None) == "mtp"
-    model, tokenizer = load(options.model, options.device, options.dtype, mtp, **sizes)
+    if getattr(options, "max_adapters", 0):  # projections of Transformer Engine include a norm
+        fields["layer_spec"] = "local"
+    model, tokenizer = load(options.model, options.device, options.dtype, mtp, **fields)
     if options.chat_template:
         source = read_text("--chat-template", options.chat_template)
         tokenizer.set_chat_template(source, options.chat_template)
