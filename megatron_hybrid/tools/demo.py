@@ -64,7 +64,7 @@ class Run:
 
 
 def run_mode(model, tokenizer, mode: str, advance: Callable[[int], None]) -> Run:
-    """Run the demo's 8 requests in a new engine, one after the other."""
+    """Run the demo's requests in a new engine, one after the other."""
     engine = DynamicInferenceEngine(
         model,
         tokenizer,
