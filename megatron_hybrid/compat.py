@@ -315,7 +315,7 @@ def transformer_engine_modules() -> ModuleType:
         reason = unused_accelerators()["transformer_engine.pytorch"]
         raise ImportError(
             f"layer_spec='transformer_engine' needs NVIDIA's Transformer Engine: {reason}. Run "
-            "`pip install 'megatron_hybrid[te]'` on a machine with a CUDA toolkit, or use "
+            "`pip install -e '.[te]'` on a machine with a CUDA toolkit, or use "
             "layer_spec='local' (plain torch, runs anywhere)."
         )
     from megatron.core.extensions import transformer_engine as te
@@ -354,7 +354,7 @@ def coordinator_parts() -> SimpleNamespace:
         import zmq
     except ImportError as error:
         raise ImportError(
-            f"{error}: megatron-core's coordinator needs pip install 'megatron_hybrid[kv-events]', "
+            f"{error}: megatron-core's coordinator needs pip install -e '.[kv-events]', "
             "which has pyzmq and msgpack"
         ) from error
     parts = {}

@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "megatron_hybrid serve MODEL --tp 2 --pp 2. Each rank has caches of the given sizes. "
         "SIGTERM or Ctrl-C ends the server: it refuses new requests, lets running requests end, "
         "and saves the cache to --cache-dir. A second signal ends it at once. Serving needs "
-        "pip install 'megatron_hybrid[serve]'."
+        "pip install -e '.[serve]'."
     )
     add_engine(parser)
     add_layout(parser)
@@ -107,7 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompts are cached, as vLLM does for routers. Anyone who can reach the endpoint "
         "reads the tokens of prompts. The server listens at the endpoint, and never "
         "connects. By default nothing is published. This needs pip install "
-        "'megatron_hybrid[kv-events]'.",
+        "-e '.[kv-events]'.",
     )
     parser.add_argument(
         "--kv-events-replay-endpoint",
@@ -137,7 +137,7 @@ def _kv_publisher(options: argparse.Namespace) -> "AbstractContextManager[KvPubl
         from megatron_hybrid.serving.kv_publisher import KvPublisher
     except ImportError as error:
         raise ImportError(
-            f"{error}: --kv-events-endpoint needs pip install 'megatron_hybrid[kv-events]'"
+            f"{error}: --kv-events-endpoint needs pip install -e '.[kv-events]'"
         ) from error
     from megatron_hybrid.serving.kv_events import check_mode
 
@@ -174,7 +174,7 @@ def _run(options: argparse.Namespace, end: EndSignal) -> int:
     try:
         from megatron_hybrid.serving import run as server
     except ImportError as error:
-        raise ImportError(f"{error}: serving needs pip install 'megatron_hybrid[serve]'") from error
+        raise ImportError(f"{error}: serving needs pip install -e '.[serve]'") from error
     from megatron_hybrid.checkpoints.adapter_files import read_adapter_fields
     from megatron_hybrid.serving.config import ServingConfig
 

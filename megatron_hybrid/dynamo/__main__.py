@@ -45,7 +45,7 @@ try:
     from megatron_hybrid.serving.kv_publisher import KvPublisher
 except ImportError as error:
     raise ImportError(
-        f"{error}: a worker of Dynamo needs pip install 'megatron_hybrid[dynamo]', and then "
+        f"{error}: a worker of Dynamo needs pip install -e '.[dynamo]', and then "
         "pip install --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1"
     ) from error
 

@@ -144,7 +144,7 @@ class InferenceConfig:
     otlp_traces_endpoint: str = ""
     """URL of a collector of OpenTelemetry, such as http://localhost:4318/v1/traces, that gets spans
     of each request (OTLP over HTTP); they are inside of the caller's, if the request has a header
-    traceparent. It needs `pip install 'megatron-hybrid[tracing]'`. Empty: there are no spans."""
+    traceparent. It needs `pip install -e '.[tracing]'`. Empty: there are no spans."""
 
     def __post_init__(self) -> None:
         check_fields(self)

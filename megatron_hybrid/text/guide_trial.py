@@ -35,7 +35,7 @@ def library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise ImportError("guides need llguidance: pip install 'megatron_hybrid[serve]'") from error
+        raise ImportError("guides need llguidance: pip install -e '.[serve]'") from error
     return llguidance
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from megatron_hybrid.inference.requests.request import Request
 from megatron_hybrid.version import __version__
 
-EXTRA = "megatron-hybrid[tracing]"
-
 
 class RequestTracer:
     """Sends the spans of each request after its end: `llm_request`, and inside of it `queue`,
@@ -35,7 +33,7 @@ class RequestTracer:
         except ImportError as error:
             raise ValueError(
                 f"otlp_traces_endpoint is {endpoint!r}, which needs packages of OpenTelemetry "
-                f"({error}): pip install '{EXTRA}'."
+                f"({error}): pip install -e '.[tracing]'."
             ) from error
         resource = Resource.create()
         if resource.attributes["service.name"].startswith("unknown_service"):

@@ -227,7 +227,7 @@ def test_without_zeromq_the_remedy_is_told(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "megatron_hybrid.serving.kv_publisher")
     monkeypatch.setitem(sys.modules, "zmq", None)
     assert cli.main(["serve", "/nowhere", "--port", "0", "--kv-events-endpoint", "inproc://a"]) == 2
-    assert "needs pip install 'megatron_hybrid[kv-events]'" in capsys.readouterr().err
+    assert "needs pip install -e '.[kv-events]'" in capsys.readouterr().err
 
 
 class Reader(Consumer):

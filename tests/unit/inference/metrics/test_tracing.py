@@ -77,5 +77,5 @@ def test_a_collector_that_is_not_there_harms_no_request():
 
 def test_without_opentelemetry_the_engine_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(ValueError, match=r"pip install 'megatron-hybrid\[tracing\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '.\[tracing\]'"):
         tiny_engine(tiny_model("M*-"), otlp_traces_endpoint="http://127.0.0.1:1")
