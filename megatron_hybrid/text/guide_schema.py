@@ -106,6 +106,11 @@ _OWN_FORMATS = {
 59, a host name has up to 253 characters, addresses may end in those of IPv4, and mailboxes be
 quoted (RFC 5321)."""
 FORMATS = (*_OWN_FORMATS, "duration", "uuid", "uri")
+_INTEGERS = {
+    "int32": {"minimum": -(1 << 31), "maximum": (1 << 31) - 1},
+    "int64": {"minimum": -(10**18), "maximum": (1 << 63) - 1},
+}
+"""Limits of OpenAPI's formats of integers; llguidance does not hold -2^63."""
 _WHITESPACE = {"whitespace_pattern": rf"[ \n\r\t]{{1,{MAX_WHITESPACE}}}"}
 _ESCAPES = {"json_allow_general_unicode_escapes": True}
 _NAMED_ONCE = {"json_allowed_escapes": 'nrbtf\\"'}
@@ -162,10 +167,12 @@ class _Schemas:
             raise ValueError(f"it has more than {MAX_DEPTH} schemas inside of each other")
         if "$id" in schema and schema is not self._root:
             _refuse("'$id' in an inner schema")
+        limits = _limits(schema)
+        left_out = {"uniqueItems", "format"} if limits else {"uniqueItems"}
         found = {
             name: self._value(name, value, schema, depth + 1)
             for name, value in schema.items()
-            if name not in _ANNOTATIONS and not name.startswith("x-") and name != "uniqueItems"
+            if name not in _ANNOTATIONS | left_out and not name.startswith("x-")
         }
         if len(found.get("properties", {}).keys() - found.get("required", ())) > MAX_OPTIONAL:
             _refuse(f"'properties' with more than {MAX_OPTIONAL} that are not required")
@@ -177,6 +184,8 @@ class _Schemas:
             del found["format"]
             own = {"pattern": found_in(f"^(?:{own})$")}
             found["allOf"] = [*found.get("allOf", ()), own]
+        if limits:
+            found["allOf"] = [*found.get("allOf", ()), limits]
         if schema.get("uniqueItems", False) is not False:
             _refuse("'uniqueItems'")
         return found
@@ -283,6 +292,14 @@ def _check_value(name: str, value: Any) -> None:
         must_be("a string")
     if name == "format" and value not in FORMATS:
         _refuse(f"the format {value!r:.80} (those held are {', '.join(FORMATS)})")
+
+
+def _limits(schema: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return the limits that the format of an integer stands for; None: it has no such format."""
+    name, types = schema.get("format"), schema.get("type")
+    types = types if isinstance(types, list) else [types]
+    is_integer = all(each in ("integer", "null") for each in types)
+    return _INTEGERS.get(name) if is_integer and isinstance(name, str) else None
 
 
 def _check_digits(name: str, number: str) -> None:

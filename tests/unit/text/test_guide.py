@@ -411,7 +411,7 @@ def test_a_guide_is_plain_data():
 
 def test_without_llguidance_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ImportError, match=r"llguidance: pip install 'megatron_hybrid\[serve\]'"):
+    with pytest.raises(ImportError, match=r"llguidance: pip install -e '.\[serve\]'"):
         GuideCompiler(PIECES, VOCAB_SIZE)
 
 

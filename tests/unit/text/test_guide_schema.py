@@ -31,7 +31,7 @@ from megatron_hybrid.text.guide_schema import FORMATS
         ({"if": {}, "then": {}}, "'if' is not supported"),
         ({"anyOf": [{"not": {}}]}, "'not' is not supported"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}, "'not' is not supported"),
-        ({"type": "integer", "format": "int32"}, "the format 'int32' .those held are date, time"),
+        ({"type": "string", "format": "int64"}, "the format 'int64' .those held are date, time"),
         ({"type": "string", "pattern": "^(?!a).$"}, r"\(\?!...\) is not supported"),
         ({"type": "string", "pattern": r"\p{L}"}, r"bad escape \\p"),
         ({"patternProperties": {"a": {}, "b": {}}}, "'patternProperties' are supported only"),
@@ -88,6 +88,12 @@ TREE = {
     ("schema", "yes", "no"),
     [
         ({"minimum": 3}, ["3", "4.5"], ["1", "2.99", "-3"]),
+        ({"type": "integer", "format": "int32"}, [f"{-(2**31)}"], [f"{2**31}", "1.5"]),
+        (
+            {"type": ["integer", "null"], "format": "int64", "minimum": 7},
+            [f"{2**63 - 1}", "null"],
+            [f"{2**63}", "6"],
+        ),
         ({"maxLength": 1}, ['"a"', '"😀"', r'"\ud83d\ude00"'], ['"ab"']),
         ({"enum": [1, "a", 2.0], "type": "string"}, ['"a"'], ["1"]),
         ({"enum": [1, "a", 2.0], "type": "integer", "minimum": 2}, ["2"], ["1"]),
