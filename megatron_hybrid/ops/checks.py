@@ -48,6 +48,6 @@ def pad_rows(y_T: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
     return F.pad(y_T, (0, 0) * (y_T.dim() - 1) + (0, layout.num_padding))
 
 
-def join(parts: list[torch.Tensor]) -> torch.Tensor:
-    """`torch.cat` along the rows, without a copy of a single part."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def join(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """`torch.cat`, without a copy of a single part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -67,7 +67,7 @@ _OWN = {
     "qwen3_moe": "qwen:Qwen3Moe",
     "recurrent_gemma": "recurrent_gemma:RecurrentGemma",
     "zamba": "zamba:Zamba",
-    "zamba2": "zamba2:Zamba2",
+    "zamba2": "zamba:Zamba2",
 }
 """`model_type` of config.json -> file of this folder, and the adapter's class in it."""
 

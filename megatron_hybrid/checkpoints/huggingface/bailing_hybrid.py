@@ -9,13 +9,9 @@ from typing import Any
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
 from megatron_hybrid.checkpoints.huggingface.base import TensorNames
 from megatron_hybrid.checkpoints.huggingface.deepseek_v3 import DeepseekV3
-from megatron_hybrid.checkpoints.huggingface.kimi_linear import (
-    MIXERS,
-    delta_attention_tensors,
-    mlps_of,
-)
+from megatron_hybrid.checkpoints.huggingface.kimi_linear import MIXERS, delta_attention_tensors
 
-_OLDER = {
+_AS_DEEPSEEK = {
     "num_experts_per_token": "num_experts_per_tok",
     "num_expert_group": "n_group",
     "num_shared_experts": "n_shared_experts",
@@ -49,7 +45,7 @@ class BailingHybrid(DeepseekV3):
         fields.only(hf, moe_renormalize=True, rope_interleave=True)
         hf = {"rope_theta": 6_000_000.0, "moe_intermediate_size": 768, **hf}
         hf = {"num_experts": 512, "num_shared_experts": 1, "q_lora_rank": None, **hf}
-        hf |= {other: hf[key] for key, other in _OLDER.items() if key in hf}
+        hf |= {other: hf[key] for key, other in _AS_DEEPSEEK.items() if key in hf}
         head_dim = hf.get("linear_head_dim", hf.get("head_dim", 128))
         heads = fields.required(hf, "num_attention_heads")
         return {
@@ -71,9 +67,8 @@ class BailingHybrid(DeepseekV3):
         types = fields.layer_types(hf, "linear_attention", period)
         return "".join(fields.symbols_of(types, MIXERS, hf["num_hidden_layers"]))
 
-    def _mlps(self, hf: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        mlps = mlps_of(hf, 2)
-        return mlps, super()._mlps({**hf, "first_k_dense_replace": 0})[1] if "E" in mlps else {}
+    def _mlps(self, hf: Mapping[str, Any]) -> str:
+        return fields.dense_mlps_first(hf, 2)
 
     def prediction_layers(self, hf: Mapping[str, Any], names: Collection[str] | None) -> str:
         return ""

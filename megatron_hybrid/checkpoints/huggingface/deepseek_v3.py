@@ -32,7 +32,7 @@ class DeepseekV3(Adapter):
         hf = {"q_lora_rank": 1536, **hf}
         fields.only(hf, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc")
         fields.only(hf, moe_layer_freq=1, ep_size=1)
-        mixers, (mlps, experts) = self._mixers(hf), self._mlps(hf)
+        mixers, mlps = self._mixers(hf), self._mlps(hf)
         found = {
             **fields.model(hf),
             **fields.latent_attention(hf),
@@ -45,19 +45,23 @@ class DeepseekV3(Adapter):
         _complete_yarn(found.get("rotary_scaling", {}))
         if (scale := _softmax_scale(found)) is not None:
             found["softmax_scale"] = scale
-        return {**found, **experts}
+        return {**found, **self._experts(hf, mlps)}
 
     def _mixers(self, hf: Mapping[str, Any]) -> str:
         """A symbol for each of their layers."""
         return self.mixer * fields.required(hf, "num_hidden_layers")
 
-    def _mlps(self, hf: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """- or E for each of their layers, and the fields of the experts."""
+    def _mlps(self, hf: Mapping[str, Any]) -> str:
+        """- or E for each of their layers."""
         num_layers = fields.required(hf, "num_hidden_layers")
         dense = min(hf.get("first_k_dense_replace", 3), num_layers)
-        if dense == num_layers:
-            return "-" * dense, {}
-        return "-" * dense + "E" * (num_layers - dense), fields.grouped_experts(
+        return "-" * dense + "E" * (num_layers - dense)
+
+    def _experts(self, hf: Mapping[str, Any], mlps: str) -> dict[str, Any]:
+        """Fields of the experts, if there are any. mlps: - or E for each of their layers."""
+        if "E" not in mlps:
+            return {}
+        return fields.grouped_experts(
             num_experts=hf.get("n_routed_experts", 256),
             topk=hf.get("num_experts_per_tok", 8),
             width=hf.get("moe_intermediate_size", 2048),

@@ -201,6 +201,19 @@ def sparse_mlps(hf: Mapping[str, Any]) -> str:
     return "".join("E" if i not in dense and (i + 1) % step == 0 else "-" for i in numbers)
 
 
+def dense_mlps_first(hf: Mapping[str, Any], dense: int) -> str:
+    """- or E for each of their layers, by `mlp_layer_types` or `first_k_dense_replace`.
+
+    Args:
+        dense: the latter where it is left out.
+    """
+    num_layers, types = required(hf, "num_hidden_layers"), hf.get("mlp_layer_types")
+    if types is None:
+        dense = hf.get("first_k_dense_replace", dense)
+        types = ["dense" if i < dense else "sparse" for i in range(num_layers)]
+    return "".join(symbols_of(types, {"dense": "-", "sparse": "E"}, num_layers))
+
+
 def windows(hf: Mapping[str, Any], other: str, period: int) -> str:
     """* or W for each of their layers: see `layer_types`."""
     types = layer_types(hf, other, period)

@@ -44,10 +44,10 @@ class Glm4Moe(DeepseekV3):
         sizes = {"n_routed_experts": 128, "moe_intermediate_size": 1408}
         hf = {**left_out, **groups, **sizes, "partial_rotary_factor": 0.5, **hf}
         fields.only(hf, norm_topk_prob=True)
-        mlps, experts = self._mlps(hf)
+        mlps = self._mlps(hf)
         return {
             **fields.transformer(hf, mlps=mlps, partial=True),
             "add_qkv_bias": hf.get("attention_bias", False),
             "qk_layernorm": hf.get("use_qk_norm", False),
-            **experts,
+            **self._experts(hf, mlps),
         }

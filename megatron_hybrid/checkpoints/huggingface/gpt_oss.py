@@ -28,11 +28,6 @@ _ROPE = {
 """What transformers takes where a config says nothing but `rope_theta`."""
 
 
-def _attention_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    yield from tensors.attention(config, ours, theirs)
-    yield same(f"{ours}.core_attention.softmax_offset", f"{theirs}.sinks")
-
-
 def _moe_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
     yield from tensors.moe(config, ours, theirs, router="router", projections=None)
     for projection, name, layout in (
@@ -49,9 +44,7 @@ class GptOss(Adapter):
 
     model_types = ("gpt_oss",)
     stacks_experts = True
-    names = TensorNames(
-        {**dict.fromkeys("*W", ("self_attn", _attention_tensors)), "E": ("mlp", _moe_tensors)}
-    )
+    names = TensorNames({**tensors.TRANSFORMER, "E": ("mlp", _moe_tensors)})
 
     def config(self, hf: Mapping[str, Any]) -> dict[str, Any]:
         fields.only(hf, attention_bias=True, hidden_act="silu", swiglu_alpha=1.702)

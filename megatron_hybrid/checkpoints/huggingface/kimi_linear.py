@@ -13,7 +13,6 @@ from megatron_hybrid.checkpoints.huggingface.layouts import joined, reshaped, sa
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 
 MIXERS = {"linear_attention": "K", "full_attention": "+"}
-_MLPS = {"dense": "-", "sparse": "E"}
 
 
 def delta_attention_tensors(
@@ -72,7 +71,7 @@ class KimiLinear(Adapter):
         head_dim = linear.get("head_dim", hf.get("linear_head_dim", 128))
         num_layers = fields.required(hf, "num_hidden_layers")
         mixers = fields.symbols_of(_types(hf, num_layers), MIXERS, num_layers)
-        mlps = mlps_of(hf, 1)
+        mlps = fields.dense_mlps_first(hf, 1)
         found = {
             **fields.model({"rms_norm_eps": 1e-5, **hf}),
             **fields.latent_attention(hf),
@@ -120,16 +119,3 @@ def _types(hf: Mapping[str, Any], num_layers: int) -> list[str | None]:
             "full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(num_layers)
         ]
     return types
-
-
-def mlps_of(hf: Mapping[str, Any], dense: int) -> str:
-    """- or E for each of their layers, by `mlp_layer_types` or `first_k_dense_replace`.
-
-    Args:
-        dense: the latter where it is left out.
-    """
-    num_layers, types = fields.required(hf, "num_hidden_layers"), hf.get("mlp_layer_types")
-    if types is None:
-        dense = hf.get("first_k_dense_replace", dense)
-        types = ["dense" if i < dense else "sparse" for i in range(num_layers)]
-    return "".join(fields.symbols_of(types, _MLPS, num_layers))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from megatron_hybrid.checkpoints.huggingface import fields, tensors
-from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorMap, TensorNames
-from megatron_hybrid.checkpoints.huggingface.kimi_linear import mlps_of
-from megatron_hybrid.checkpoints.huggingface.layouts import same
-from megatron_hybrid.models.config.hybrid_config import HybridConfig
+from megatron_hybrid.checkpoints.huggingface.base import Adapter, TensorNames
 
 _DEFAULTS = {
     "num_key_value_heads": 4,
@@ -29,16 +27,16 @@ _BASES = {
 """Layer type -> key of its base of RoPE in released files, and the value where there is none."""
 
 
-def _window_tensors(config: HybridConfig, ours: str, theirs: str) -> Iterator[TensorMap]:
-    yield from tensors.attention(config, ours, theirs)
-    yield same(f"{ours}.core_attention.softmax_offset", f"{theirs}.attention_sink_bias")
-
-
 class MiMoV2Flash(Adapter):
     """`MiMoV2FlashForCausalLM`. Its MTP layers are not read."""
 
     model_types = ("mimo_v2_flash",)
-    names = TensorNames({**tensors.TRANSFORMER, "W": ("self_attn", _window_tensors)})
+    names = TensorNames(
+        {
+            **tensors.TRANSFORMER,
+            "W": ("self_attn", partial(tensors.attention, sinks="attention_sink_bias")),
+        }
+    )
     module_names = ((r"\.attention_sink_bias\b", ".sinks"),)
     ignored = (r"model\.mtp\..*",)
 
@@ -59,15 +57,20 @@ class MiMoV2Flash(Adapter):
             if symbol in mixers
         }
         groups = 2 * hf["num_key_value_heads"]
+        # As released files say what is so in the code.
+        fields.only(hf, swa_num_key_value_heads=(groups, None))
+        fields.only(hf, add_swa_attention_sink_bias=True, add_full_attention_sink_bias=False)
         if "W" in mixers:
             overrides["W"] |= {"num_query_groups": groups, "softmax_type": "learnable"}
         sparse = hf.get("moe_layer_freq")
-        mlps = (
-            mlps_of(hf, 1) if sparse is None else "".join("E" if each else "-" for each in sparse)
-        )
+        mlps = fields.dense_mlps_first(hf, 1)
+        if sparse is not None:
+            mlps = "".join("E" if each else "-" for each in sparse)
         scale = hf["attention_value_scale"]
         return {
-            **fields.transformer({**hf, "rope_parameters": None}, "".join(mixers), mlps),
+            **fields.transformer(
+                {**hf, "rope_parameters": None}, "".join(mixers), mlps, partial=True
+            ),
             "layer_overrides": overrides,
             "value_channels": hf["v_head_dim"],
             "value_multiplier": 1.0 if scale is None else scale,

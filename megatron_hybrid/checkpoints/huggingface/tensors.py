@@ -105,8 +105,9 @@ def attention(
     *,
     output: str = "o_proj",
     norms: Sequence[str] = ("q_norm", "k_norm"),
+    sinks: str = "sinks",
 ) -> Iterator[TensorMap]:
-    """q_proj, k_proj, v_proj and o_proj, q_norm and k_norm: those of them that the config has.
+    """q_proj, k_proj, v_proj and o_proj, q_norm, k_norm and sinks: those that the config has.
 
     Args:
         config: that of the layer (`HybridConfig.for_layer`).
@@ -114,6 +115,7 @@ def attention(
         theirs: prefix, such as "model.layers.0.self_attn".
         output: what they call o_proj.
         norms: what they call q_norm and k_norm.
+        sinks: what they call those of a learnt softmax.
     """
     names = "qkv"[: 1 + config.num_kv_projections]
     groups, head_dim = config.num_query_groups, config.kv_channels
@@ -136,6 +138,8 @@ def attention(
     if config.qk_layernorm:
         for name, norm in zip(names[:2], norms):
             yield same(f"{ours}.{name}_layernorm.weight", f"{theirs}.{norm}.weight")
+    if config.softmax_type == "learnable":
+        yield same(f"{ours}.core_attention.softmax_offset", f"{theirs}.{sinks}")
 
 
 def latent_attention(

@@ -30,6 +30,7 @@ _PLAIN = {
     "norm_placement": "pre",
     "gated_linear_unit": True,
     "add_bias_linear": False,
+    "attention_output_bias": None,
     "kv_source_layer": None,
     "keys_as_values": False,
     "attention_output_gate": False,

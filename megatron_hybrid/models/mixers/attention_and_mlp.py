@@ -11,6 +11,7 @@ from megatron_hybrid.models.mixers.attention import AttentionMixer
 from megatron_hybrid.models.mixers.base import LayerCache, Mixer, MixerPlace
 from megatron_hybrid.models.mixers.mixer_context import MixerContext
 from megatron_hybrid.models.mixers.mlp import MLPMixer
+from megatron_hybrid.models.mixers.parallel_heads import with_bias
 
 
 class AttentionAndMLPMixer(Mixer):
@@ -36,8 +37,7 @@ class AttentionAndMLPMixer(Mixer):
         """Keys and values."""
         return self.attention.cache_requirements()
 
-    def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden] -> (output [T, hidden], bias or None)."""
-        attended_Th, bias = self.attention(hidden_Th, context)
-        output_Th, mlp_bias = self.mlp(hidden_Th, context)
-        return attended_Th + output_Th, None if bias is None else bias + mlp_bias
+    def forward(self, hidden_Th: Tensor, context: MixerContext) -> tuple[Tensor, None]:
+        """[T, hidden] -> (output [T, hidden], None)."""
+        parts = self.attention(hidden_Th, context), self.mlp(hidden_Th, context)
+        return with_bias(*parts[0]) + with_bias(*parts[1]), None

@@ -20,6 +20,7 @@ from megatron_hybrid.models.mixers.recurrent import RecurrentMixer
 from megatron_hybrid.models.mixers.time_step import initial_dt_bias, typical_decay
 from megatron_hybrid.models.sharding.tensor_sharding import Cut, shard, sharded_parameter
 from megatron_hybrid.ops import selective_scan, time_steps
+from megatron_hybrid.ops.checks import join
 
 
 class Mamba1Mixer(RecurrentMixer):
@@ -131,7 +132,7 @@ class Mamba1Mixer(RecurrentMixer):
             self.D.float().chunk(heads),
             self._state_names(),
         )
-        y_TC = torch.cat(
+        y_TC = join(
             [
                 selective_scan(
                     x,

@@ -35,10 +35,11 @@ class ParallelHeadsMixer(Mixer):
         attended = self.attention(hidden_Th * config.attention_input_multiplier, context)
         scanned = self.mamba(hidden_Th * config.mamba_input_multiplier, context)
         return (
-            _with_bias(*attended) * config.attention_output_multiplier
-            + _with_bias(*scanned) * config.mamba_output_multiplier
+            with_bias(*attended) * config.attention_output_multiplier
+            + with_bias(*scanned) * config.mamba_output_multiplier
         ), None
 
 
-def _with_bias(output_Th: Tensor, bias: Tensor | None) -> Tensor:
+def with_bias(output_Th: Tensor, bias: Tensor | None) -> Tensor:
+    """The output of a part, with its bias if it has one."""
     return output_Th if bias is None else output_Th + bias

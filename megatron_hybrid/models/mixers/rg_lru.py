@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_hybrid.models.config.hybrid_config import HybridConfig
 from megatron_hybrid.models.mixers.base import MixerPlace, StateTensor
@@ -70,12 +70,7 @@ class RGLRUMixer(RecurrentMixer):
         projected, _ = self.in_proj(hidden_Th)
         y_TC, x_TC = projected.chunk(2, -1)
         x_TC = self.conv1d(x_TC, context, self.layer_number)
-        input_TC, recurrent_TC = (
-            self._gate(
-                x_TC, getattr(self, f"{gate}_gate_weight"), getattr(self, f"{gate}_gate_bias")
-            )
-            for gate in ("input", "recurrent")
-        )
+        input_TC, recurrent_TC = (self._gate(name, x_TC) for name in ("input", "recurrent"))
         steps_TC = (_RATE * recurrent_TC * softplus(self.recurrent_param.float())).clamp(
             min=_SMALLEST_STEP
         )
@@ -96,8 +91,9 @@ class RGLRUMixer(RecurrentMixer):
         y_TC = activate(y_TC, self.config.activation_func)
         return self.out_proj(h_TC.to(y_TC.dtype) * y_TC)
 
-    def _gate(self, x_TC: Tensor, weight_CB: nn.Parameter, bias_C: nn.Parameter) -> Tensor:
-        """The sigmoid of each block's projection, fp32 [T, C]."""
+    def _gate(self, name: str, x_TC: Tensor) -> Tensor:
+        """The gate "input" or "recurrent": sigmoids of each block's projection, fp32 [T, C]."""
+        weight_CB, bias_C = (self._parameters[f"{name}_gate_{part}"] for part in ("weight", "bias"))
         weight_HBB = weight_CB.unflatten(0, (self.num_blocks, -1))
         x_HTB = x_TC.unflatten(1, (self.num_blocks, -1)).transpose(0, 1)
         gate_TC = (x_HTB @ weight_HBB).transpose(0, 1).flatten(1) + bias_C

@@ -58,6 +58,14 @@ def config_of(model_type, **values):
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+MIMO = {
+    "rope_parameters": None,
+    "partial_rotary_factor": 0.334,
+    "rope_theta": 5e6,
+    "swa_rope_theta": 1e4,
+    "swa_num_key_value_heads": 2,
+    "add_swa_attention_sink_bias": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -74,6 +82,7 @@ MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
         ),
         ("smollm3", {"num_hidden_layers": 3, "layer_types": MIXED, "sliding_window": 9}),
         ("ministral3", {"rope_parameters": None}),
+        ("mimo_v2_flash", MIMO),
     ],
 )
 def test_keys_mean_what_they_mean_to_transformers(tmp_path, name, changes):

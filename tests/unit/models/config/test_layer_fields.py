@@ -62,6 +62,7 @@ REFUSED = {
     ],
     "ZZ": [
         ({"gated_linear_unit": False}, "need True"),
+        ({"attention_output_bias": True}, "attention_output_bias is True, but shared blocks"),
         (
             {"shared_block_adapter_rank": None, "shared_block_attention_adapters": True},
             "Give a rank",
