@@ -27,8 +27,8 @@ MAX_DEPTH = 64
 MAX_SCHEMAS = 50_000
 """Most schemas in one, those of a `oneOf` once for each time that they are mentioned."""
 
-ROOT = "x-root"
-"""Keyword of ours: the schema that `$ref`s are relative to, if it is another."""
+ROOT = "x-megatron-hybrid-root"
+"""Keyword of ours, which no caller uses: the schema that `$ref`s are relative to, if not this."""
 MAX_OPTIONAL = 500
 """Most properties of an object that may be left out."""
 MAX_MULTIPLE = 30_000

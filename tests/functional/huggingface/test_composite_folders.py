@@ -47,7 +47,11 @@ COMPOSITES = {
 OTHERS = {"lfm2_vl": "lfm2", "smolvlm": "llama", "llava": "llama", "kimi_k25": "deepseek_v3"}
 """Models whose language model alone is known, and the architecture of that."""
 
-NAMES = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
+NAMES = {
+    "language_model.model.blocks.": "model.language_model.layers.",  # Kimi's, by 5.24 alone
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+}
 """How transformers spells the tensors of some such models -> of others, and older -> newer."""
 
 LLAMA4_WITHOUT_LOGITS = {"5.24.0"}
@@ -65,18 +69,6 @@ def rename(folder):
     }
     assert other.keys() != tensors.keys()
     save_file(other, path, {"format": "pt"})
-
-
-def layers_for_blocks(folder):
-    """transformers 5.24 writes Kimi's layers of the language model under the vision model's name
-    for them; the released folders have this one."""
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    named = {
-        name.replace("language_model.model.blocks.", "language_model.model.layers."): tensor
-        for name, tensor in tensors.items()
-    }
-    save_file(named, path, {"format": "pt"})
 
 
 def stack_experts(folder):
@@ -104,7 +96,7 @@ def stack_experts(folder):
         ("llama4", rename, {}),
         ("qwen3_5", None, {"tie_word_embeddings": True}),
         ("qwen3_5_moe", stack_experts, {}),
-        *((name, layers_for_blocks if name == "kimi_k25" else None, {}) for name in OTHERS),
+        *((name, rename if name == "kimi_k25" else None, {}) for name in OTHERS),
     ],
 )
 def test_language_model_inside_another(tmp_path, caplog, name, change, values):

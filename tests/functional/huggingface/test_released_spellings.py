@@ -58,14 +58,7 @@ def config_of(model_type, **values):
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1000.0}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
-MIMO = {
-    "rope_parameters": None,
-    "partial_rotary_factor": 0.334,
-    "rope_theta": 5e6,
-    "swa_rope_theta": 1e4,
-    "swa_num_key_value_heads": 2,
-    "add_swa_attention_sink_bias": True,
-}
+MIMO = dict(rope_parameters=None, partial_rotary_factor=0.334, swa_num_key_value_heads=2)
 
 
 @pytest.mark.parametrize(
