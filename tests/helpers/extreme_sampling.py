@@ -177,9 +177,7 @@ def is_alike(found, expected) -> bool:
     if isinstance(expected, float):
         return found == expected or abs(found - expected) < 1e-5 or found != found != expected
     if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(
-            is_alike(found[k], expected[k]) for k in found
-        )
+        return is_alike(sorted(found.items()), sorted(expected.items()))
     if isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(map(is_alike, found, expected))
     return found == expected

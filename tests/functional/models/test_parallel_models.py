@@ -82,6 +82,7 @@ THE_OTHERS = small_config(
         "B": {"layer_scalar": True},
         "K": {"kda_low_rank_gates": False, "kda_decay_bound": -5.0, "kda_fp32_conv": True},
         "+": {"latent_output_gate": True},
+        "Q": {"attention_output_bias": True},
         "8": {"kv_source_layer": 5},
     },
     mamba_gated_norm="norm_first",

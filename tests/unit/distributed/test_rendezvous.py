@@ -107,8 +107,15 @@ def beside(job, monkeypatch):
     return on_two
 
 
+def wait_for_both():
+    """Until ranks 0 and 1 are at the first meeting: who comes later waits for the next call."""
+    here = [f"{rendezvous._PREFIX}/0.1.2/1/{other}" for other in (0, 1)]
+    wait_until(lambda: rendezvous._store().check(here))
+
+
 def test_a_rank_whose_process_has_ended_is_not_waited_for(beside):
-    gone = in_fork(lambda: None)
+    gone = in_fork(signal.pause)
+    threading.Thread(target=lambda: (wait_for_both(), os.kill(gone, signal.SIGKILL))).start()
     said = f"rank 2 on here (process {gone}) has ended, for which rank 0 on here waits: a call"
     assert beside(gone, lambda rank: exchange("a call", rank, RANKS, 60.0)) == [said] * 2
 
@@ -124,9 +131,7 @@ def test_a_rank_that_has_ended_on_another_machine_has_told_it(job):
     def work(rank):
         if rank < 2:
             return exchange("a call", rank, RANKS, 60.0)
-        # One that comes when the others have given up waits for their next call.
-        here = [f"{rendezvous._PREFIX}/0.1.2/1/{other}" for other in (0, 1)]
-        wait_until(lambda: rendezvous._store().check(here))
+        wait_for_both()
         return rendezvous._tell_end(os.getpid())
 
     given = on_ranks(job, work)

@@ -26,12 +26,7 @@ GATED = {"qk_layernorm": True, "attention_output_gate": True}
 LEARNING = {
     **dict.fromkeys([*"MGSC*W-", ALL_MIXERS, "M|G*|W-"], GATED),
     **{"K": {}, "+": {}},
-    "K+R": {
-        "kda_low_rank_gates": False,
-        "kda_decay_bound": -5.0,
-        "latent_output_gate": True,
-        "attention_output_bias": True,
-    },
+    "K+R": {"kda_low_rank_gates": False, "kda_decay_bound": -5.0, "latent_output_gate": True},
     "H-": {"mamba_section_multipliers": [0.9, 0.8, 1.2, 0.7, 1.3], "mlp_gate_multiplier": 0.7},
     "*EME": {**EXPERTS, "moe_shared_expert_intermediate_size": 28},
     "PB": {**EXPERTS, "per_layer_input_size": 10},
